@@ -1,0 +1,48 @@
+"""Rooftile: LLM kernels in Triton that run at the roofline of the GPU.
+
+The names below are the whole public surface. Each is imported at its first use, so that `import rooftile` is quick,
+works where Triton is not installed, and leaves TRITON_INTERPRET to be decided until a kernel is asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rooftile import nn as nn
+    from rooftile.huggingface import PatchHandle as PatchHandle
+    from rooftile.huggingface import patch as patch
+    from rooftile.ops.add_rms_norm import add_rms_norm as add_rms_norm
+    from rooftile.ops.rms_norm import rms_norm as rms_norm
+    from rooftile.ops.rope import rope as rope
+    from rooftile.ops.rope import rope_ as rope_
+    from rooftile.ops.silu_mul import silu_mul as silu_mul
+    from rooftile.ops.silu_mul import silu_mul_packed as silu_mul_packed
+
+_HOME = {
+    "rms_norm": "rooftile.ops.rms_norm",
+    "add_rms_norm": "rooftile.ops.add_rms_norm",
+    "rope": "rooftile.ops.rope",
+    "rope_": "rooftile.ops.rope",
+    "silu_mul": "rooftile.ops.silu_mul",
+    "silu_mul_packed": "rooftile.ops.silu_mul",
+    "patch": "rooftile.huggingface",
+    "PatchHandle": "rooftile.huggingface",
+}
+
+__all__ = [*sorted(_HOME), "__version__", "nn"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("rooftile.nn")
+    if name not in _HOME:
+        raise AttributeError(f"module 'rooftile' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,3 @@
+from rooftile.cli import main
+
+main()

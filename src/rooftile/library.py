@@ -1,0 +1,195 @@
+"""How an op is registered with PyTorch, in one place.
+
+`define` registers a schema, the kernel's launcher, a fake implementation and an autograd formula over
+`torch.library.Library.define/impl`: it costs a call 2 to 7 us of host time where the decorators of `torch.library` cost
+7 to 13, and torch.compile keeps one graph through it. Three traps that `torch.library.opcheck` does not see are closed
+here: an op that mutates bumps the version counters of what it writes, and refuses a leaf that requires grad; the
+derivative of a backward raises, where PyTorch would return a silent zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile import runtime
+
+_LIBRARY = torch.library.Library("rooftile", "FRAGMENT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Autograd:
+    """The derivative of an op.
+
+    `save(ctx, inputs, outputs)` keeps what the backward needs; `backward(ctx, *grad_outputs)` returns one gradient
+    (or None) for each input of the schema. A gradient that nobody asked for arrives as None.
+    """
+
+    save: Callable[[Any, tuple[Any, ...], Any], None]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+
+
+@contextlib.contextmanager
+def _on_device_of(tensor: Tensor) -> Iterator[None]:
+    with torch.get_device_module(tensor.device.type).device(tensor.device):
+        yield
+
+
+def _first_tensor(overload: Any, args: tuple[Any, ...]) -> Tensor:
+    """The first of the tensors, which must all be on one device."""
+    first: Tensor | None = None
+    for i, a in enumerate(args):
+        if not isinstance(a, Tensor):
+            continue
+        if first is None:
+            first = a
+        elif a.device != first.device:
+            schema = overload._schema
+            raise ValueError(
+                f"{schema.name.partition('::')[2]}: {schema.arguments[i].name} is on {a.device}, expected "
+                f"{first.device} to match {schema.arguments[0].name}"
+            )
+    assert first is not None  # every op has a tensor
+    return first
+
+
+def _guarded(overload: Any, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch`, on the device of its first tensor, which must be one that this process can launch kernels on."""
+
+    def kernel(*args: Any) -> Any:
+        first = _first_tensor(overload, args)
+        device = first.device
+        if runtime.MODE is not runtime.Mode.GPU:
+            return launch(*args)
+        if device.type == "cpu":
+            schema = overload._schema
+            raise ValueError(
+                f"{schema.name.partition('::')[2]}: {schema.arguments[0].name} is on the CPU, expected a GPU "
+                "(set TRITON_INTERPRET=1 before the first Rooftile op to run on the CPU, slowly)"
+            )
+        # A guard costs 2 us, so it is taken only where the current device is another.
+        if device.index == torch.accelerator.current_device_index():
+            return launch(*args)
+        with _on_device_of(first):
+            return launch(*args)
+
+    return kernel
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def _node(
+    name: str, overload: Any, autograd: Autograd | None, mutated: tuple[int, ...]
+) -> type[torch.autograd.Function]:
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            if mutated:
+                outputs = tuple(args[i] for i in mutated)
+                ctx.mark_dirty(*outputs)
+            if autograd is not None:
+                autograd.save(ctx, args, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            if autograd is None:
+                raise RuntimeError(f"rooftile::{name} has no derivative: gradients of gradients are not supported")
+            return None, *autograd.backward(ctx, *grads)
+
+    Node.__name__ = Node.__qualname__ = "".join(part.capitalize() for part in name.split("_")) + "Backward"
+    return Node
+
+
+def define(
+    schema: str, *, launch: Callable[..., Any], fake: Callable[..., Any], autograd: Autograd | None = None
+) -> Callable[..., Any]:
+    """Register `rooftile::<schema>` and return the callable op.
+
+    Args:
+        schema: name, arguments and results as PyTorch writes them; what is written in place is marked `(a!)`.
+        launch: allocates outputs and launches kernels; called below autograd, on the device of its tensors.
+        fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
+        autograd: the derivative. Without one a gradient through the op raises instead of vanishing.
+    """
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    overload = getattr(torch.ops.rooftile, name).default
+    mutated = tuple(
+        i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+    kernel = _guarded(overload, launch)
+    node = _node(name, overload, autograd, mutated)
+
+    def differentiate(keyset: Any, *args: Any) -> Any:
+        if not _requires_grad(args):
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        for i in mutated:
+            argument = overload._schema.arguments[i].name
+            if args[i].requires_grad and args[i].is_leaf:
+                raise ValueError(f"{name}: {argument} is a leaf that requires grad, which can't be written in place")
+            if len(mutated) > 1 and args[i]._is_view():  # autograd would refuse too, after the kernel has run
+                raise ValueError(
+                    f"{name}: {argument} is a view, which autograd can't follow through an op that writes "
+                    f"{len(mutated)} tensors; pass {argument}.clone(), or call it under torch.no_grad()"
+                )
+        outputs = node.apply(keyset, *args)
+        return None if mutated else outputs
+
+    def bump_versions(keyset: Any, *args: Any) -> Any:
+        for i in mutated:
+            torch.autograd.graph.increment_version(args[i])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    if runtime.MODE is runtime.Mode.COMPILE:  # meta tensors take the launcher's own path, which compiles
+        _LIBRARY.impl(name, kernel, "Meta")
+    else:
+
+        def on_one_device(*args: Any) -> Any:  # a meta tensor among others brings a call here
+            _first_tensor(overload, args)
+            return fake(*args)
+
+        torch.library.register_fake(f"rooftile::{name}", on_one_device, lib=_LIBRARY)
+    _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
+    if mutated:
+        _LIBRARY.impl(name, bump_versions, "ADInplaceOrView", with_keyset=True)
+    return overload
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_floating(op: str, **tensors: Tensor | None) -> None:
+    """Raise TypeError unless each tensor is float32, float16 or bfloat16."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} has dtype {tensor.dtype}, expected float32, float16 or bfloat16")
+
+
+def check_same(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise unless `tensor` has the shape and dtype of `other`."""
+    if tensor.shape != other.shape:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(other.shape)} to match {other_name}"
+        )
+    if tensor.dtype != other.dtype:
+        raise TypeError(f"{op}: {name} has dtype {tensor.dtype}, expected {other.dtype} to match {other_name}")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as (rows, last dimension) with a last stride of 1: a view where the strides allow it, else a copy."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

@@ -1,0 +1,122 @@
+"""Which device there is and what it can do, and the mode of this process.
+
+A process runs in one mode, fixed before Triton is imported:
+
+- `Mode.GPU`: kernels are compiled and launched;
+- `Mode.INTERPRETER` (`TRITON_INTERPRET=1`): kernels run on the CPU, in Triton's interpreter made exact;
+- `Mode.COMPILE` (`ROOFTILE_COMPILE_TARGET=sm_90`): kernels are compiled for that target and never launched.
+"""
+
+import dataclasses
+import enum
+import functools
+import os
+import sys
+
+import torch
+
+
+class Mode(enum.Enum):
+    GPU = "gpu"
+    INTERPRETER = "interpreter"
+    COMPILE = "compile"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a launch configuration may depend on.
+
+    `shared_memory` is the most bytes of shared memory one block can have; `l2` is the L2 cache in bytes.
+    """
+
+    arch: str
+    multiprocessors: int
+    shared_memory: int
+    l2: int
+    warp_size: int = 32
+    max_threads: int = 1024
+
+
+# Targets that can be compiled for without the chip. Multiprocessors and caches are those of the part in the comment.
+TARGETS = {
+    "sm_80": Target("sm_80", 108, 166_912, 40 << 20),  # A100
+    "sm_86": Target("sm_86", 84, 101_376, 6 << 20),  # RTX 3090
+    "sm_89": Target("sm_89", 128, 101_376, 72 << 20),  # RTX 4090
+    "sm_90": Target("sm_90", 132, 232_448, 50 << 20),  # H100
+    "sm_100": Target("sm_100", 148, 232_448, 126 << 20),  # B200
+    "sm_120": Target("sm_120", 170, 101_376, 96 << 20),  # RTX 5090
+    "gfx942": Target("gfx942", 304, 65_536, 4 << 20, warp_size=64),  # MI300X
+}
+
+# The interpreter pays by the Triton operation, not by the element: few, large programs.
+INTERPRETER = Target("interpreter", 2, 1 << 30, 1 << 30)
+
+
+def _mode() -> Mode:
+    if os.environ.get("ROOFTILE_COMPILE_TARGET"):
+        return Mode.COMPILE
+    if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"):
+        return Mode.INTERPRETER
+    return Mode.GPU
+
+
+MODE = _mode()
+
+if MODE is Mode.COMPILE and os.environ["ROOFTILE_COMPILE_TARGET"] not in TARGETS:
+    raise ValueError(
+        f"ROOFTILE_COMPILE_TARGET is {os.environ['ROOFTILE_COMPILE_TARGET']!r}, expected one of {', '.join(TARGETS)}"
+    )
+if MODE is Mode.INTERPRETER:
+    from rooftile import interpreter
+
+    interpreter.install()
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator that PyTorch sees (CUDA, ROCm or XPU), or None."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device if device is not None and device.type in ("cuda", "xpu") else None
+
+
+def default_device() -> torch.device:
+    """Where commands put their tensors: the CPU under the interpreter, meta in compile mode, else the accelerator."""
+    if MODE is Mode.INTERPRETER:
+        return torch.device("cpu")
+    if MODE is Mode.COMPILE:
+        return torch.device("meta")
+    device = accelerator()
+    if device is None:
+        raise RuntimeError("no GPU was found; set TRITON_INTERPRET=1 to run Rooftile's kernels on the CPU")
+    return device
+
+
+@functools.cache
+def _device_target(device_type: str, index: int) -> Target:
+    if device_type != "cuda":  # XPU: never run; Triton's own limits refuse what does not fit
+        properties = torch.get_device_module(device_type).get_device_properties(index)
+        units = int(getattr(properties, "max_compute_units", 64))
+        return Target(device_type, units, 65_536, 16 << 20, warp_size=32)
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 65_536))
+    warp = int(getattr(properties, "warp_size", 32))
+    return Target(arch, properties.multi_processor_count, shared, int(properties.L2_cache_size), warp)
+
+
+def target(device: torch.device) -> Target:
+    """The target that kernels on `device` are configured for, in this process's mode."""
+    if MODE is Mode.COMPILE:
+        return TARGETS[os.environ["ROOFTILE_COMPILE_TARGET"]]
+    if MODE is Mode.INTERPRETER:
+        return INTERPRETER
+    return _device_target(device.type, device.index or 0)
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported, without importing it."""
+    import importlib.util
+
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
