@@ -1,0 +1,39 @@
+"""Triton's CPU interpreter, made exact, safe and complete.
+
+As it comes, `TRITON_INTERPRET=1` computes with the raw bits of bfloat16 and fp8, truncates where a GPU rounds, lets an
+out-of-bounds store corrupt the process silently, and fails on NumPy 2.4 for every loop with a runtime bound. `install`
+mends that in place, in the process that it is called in:
+
+- `dtypes`, `arithmetic`, `reductions`: values and roundings as on a GPU;
+- `memory`: every access is checked against the storages that the kernel was given;
+- `launch`, `syntax`: arguments, loop variables and Boolean operators typed as the compiler types them;
+- `libdevice`: the functions of `triton.language.extra.libdevice`.
+
+Only `rooftile.runtime` imports this package; NumPy and ml_dtypes are needed nowhere else.
+"""
+
+_installed = False
+
+
+def install() -> None:
+    """Mends Triton's interpreter for this process; a second call does nothing.
+
+    Raises ImportError where NumPy or ml_dtypes is missing, and RuntimeError where this Triton's interpreter lacks
+    something that has to be mended.
+    """
+    global _installed
+    if _installed:
+        return
+    try:
+        import ml_dtypes  # noqa: F401
+        import numpy  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "Triton's interpreter needs numpy and ml_dtypes: pip install 'rooftile[cpu]'", name=error.name
+        ) from error
+
+    from rooftile.interpreter import arithmetic, dtypes, launch, libdevice, memory, reductions, syntax
+
+    for room in (dtypes, arithmetic, reductions, memory, launch, syntax, libdevice):
+        room.install()
+    _installed = True
