@@ -1,0 +1,1 @@
+"""Kernels, one file per op family, to be read from top to bottom."""

@@ -1,0 +1,81 @@
+"""The residual add and the RMSNorm that follows it, in one pass: `u = x + residual`, `y = rms_norm(u)`.
+
+Two tensors are read and two written, where the unfused pair reads three and writes two. The kernels are those of
+`ops/rms_norm/`, with the residual switched on. Both outputs carry gradients, and x and residual receive the same one:
+
+    dx = dresidual = du + (the derivative of rms_norm at u, applied to dy)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftile import library
+from rooftile.ops.rms_norm import backward, forward
+from rooftile.ops.rms_norm.common import Rounding, check
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
+) -> tuple[Tensor, Tensor]:
+    return forward.launch("add_rms_norm", x, residual, weight, eps, offset, rounding)
+
+
+def _fake(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
+) -> tuple[Tensor, Tensor]:
+    check("add_rms_norm", x, residual, weight, rounding)
+    return (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    )
+
+
+def _save(ctx, inputs, outputs) -> None:
+    _, _, weight, *ctx.mode = inputs
+    ctx.save_for_backward(outputs[1], weight)
+
+
+def _backward(ctx, dy: Tensor | None, du: Tensor | None) -> tuple[Tensor | None, ...]:
+    u, weight = ctx.saved_tensors
+    needs_x, needs_residual, needs_dw = ctx.needs_input_grad[1:4]
+    needs_dx = needs_x or needs_residual
+    if dy is None:
+        dx, dw = du, None
+    else:
+        dx, dw = backward.op(dy, du, u, weight, *ctx.mode, needs_dx, needs_dw)
+    return dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None, None, None, None
+
+
+_op = library.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str rounding) -> (Tensor, Tensor)",
+    launch=_launch,
+    fake=_fake,
+    autograd=library.Autograd(_save, _backward),
+)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    rounding: Rounding = "llama",
+) -> tuple[Tensor, Tensor]:
+    """`u = x + residual`, rounded to x's dtype, and `y = rms_norm(u, weight)`, in one pass.
+
+    Args:
+        x: `(..., N)`, float32, float16 or bfloat16.
+        residual: the shape and dtype of x.
+        weight, eps, offset, rounding: as in `rooftile.rms_norm`.
+
+    Returns:
+        `(y, u)`, both with the shape and dtype of x, contiguous; gradients flow through both.
+
+    Raises:
+        ValueError, TypeError: as `rooftile.rms_norm`, and where residual does not match x.
+    """
+    return _op(x, residual, weight, eps, offset, rounding)

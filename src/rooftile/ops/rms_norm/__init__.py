@@ -1,0 +1,84 @@
+"""RMSNorm, alone and with the residual add in front of it.
+
+    u = x + residual                                  (add_rms_norm only)
+    y = u * rstd * (weight + offset),   rstd = 1 / sqrt(mean(u^2) + eps)
+
+over the last dimension (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4).
+
+Bytes: forward reads x and writes y; with the residual it reads two tensors and writes two. The backward reads dy and x,
+recomputes rstd from the row that it holds anyway (so nothing is saved beside the input) and writes dx:
+
+    dx = rstd * (g - xhat * mean(g * xhat)),  g = dy * (weight + offset),  xhat = u * rstd
+    dweight = sum over rows of dy * xhat
+
+dweight is accumulated in float32 registers by a grid that stays on the chip, and reduced in a fixed order: the result is
+the same on every run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftile import library
+from rooftile.ops.rms_norm import backward, forward
+from rooftile.ops.rms_norm.common import ROUNDINGS, Rounding, check
+
+__all__ = ["ROUNDINGS", "Rounding", "rms_norm"]
+
+
+def _launch(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensor:
+    return forward.launch("rms_norm", x, None, weight, eps, offset, rounding)[0]
+
+
+def _fake(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensor:
+    check("rms_norm", x, None, weight, rounding)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, *ctx.mode = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 5
+    x, weight = ctx.saved_tensors
+    needs_dx, needs_dw = ctx.needs_input_grad[1:3]
+    dx, dw = backward.op(dy, None, x, weight, *ctx.mode, needs_dx, needs_dw)
+    return dx if needs_dx else None, dw if needs_dw else None, None, None, None
+
+
+_op = library.define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str rounding) -> Tensor",
+    launch=_launch,
+    fake=_fake,
+    autograd=library.Autograd(_save, _backward),
+)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, rounding: Rounding = "llama"
+) -> Tensor:
+    """RMSNorm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * (weight + offset)`.
+
+    Args:
+        x: `(..., N)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
+            taken as one, or the last stride is not 1.
+        weight: `(N,)`, or None for no weight (and then no offset).
+        eps: added to the mean of squares.
+        offset: added to the weight in float32; 1.0 for Gemma.
+        rounding: where x's dtype is rounded to. `"llama"`: after the normalisation, and again after the weight
+            (Llama, Qwen, Mistral, T5). `"gemma"`: once, at the end, as Gemma writes it; `"none"`: the same single cast,
+            as `torch.nn.functional.rms_norm` does.
+
+    Returns:
+        y with the shape and dtype of x, contiguous. Statistics are float32. Autocast does not change the dtype.
+
+    Raises:
+        ValueError: the weight's shape is not x's last dimension, a device is the CPU without the interpreter, or
+            devices differ.
+        TypeError: a dtype is not one of the three.
+    """
+    return _op(x, weight, eps, offset, rounding)

@@ -1,0 +1,305 @@
+"""RMSNorm backward: two kernels, by the length of a row, and the sum of their partial weight gradients.
+
+- tile: a grid that stays on the chip; a program holds whole rows, the next ones on their way into shared memory, and
+  its part of dweight in registers (up to 8192 columns: 0.93 to 0.96 of a copy of as many bytes on an H200);
+- split: a row is held by several programs, each with its columns' part of dweight in registers, which exchange the two
+  sums of a row (16384 columns and more: 0.79 of a copy; each step waits for the slowest of the row's programs).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.rms_norm.common import COOPERATIVE, gather, publish_pair, split_evenly, sum_pairs
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _tile_kernel(
+    dy_ptr,
+    du_ptr,
+    u_ptr,
+    weight_ptr,
+    dx_ptr,
+    partial_ptr,
+    stride_dym,
+    stride_dum,
+    stride_um,
+    n_rows,
+    eps,
+    offset,
+    N: tl.constexpr,
+    HAS_DU: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    col_mask = cols < N
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    if NEEDS_DW:
+        dw = tl.zeros((1, BLOCK_N), tl.float32)
+
+    for start in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (rows < n_rows) & col_mask
+        dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(u_ptr + rows * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        if HAS_DU:
+            du = tl.load(du_ptr + rows * stride_dum + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        dy = dy.to(tl.float32)
+        u = u.to(tl.float32)
+        g = dy
+        if HAS_WEIGHT:
+            g = dy * weight
+
+        # Both sums before either is used: one wait for the other warps instead of two.
+        squares = tl.sum(u * u, axis=1, keep_dims=True)
+        along = tl.sum(g * u, axis=1, keep_dims=True)
+        rstd = tl.rsqrt(squares / N + eps)
+        xhat = u * rstd
+        if NEEDS_DX:
+            dx = rstd * (g - xhat * (along * rstd / N))
+            if HAS_DU:
+                dx += du.to(tl.float32)
+            tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_DW:
+            if CAST_FIRST:
+                xhat = xhat.to(u_ptr.dtype.element_ty).to(tl.float32)
+            dw += tl.sum(dy * xhat, axis=0, keep_dims=True)
+
+    if NEEDS_DW:
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * N + cols, dw, mask=col_mask)
+
+
+@triton.jit
+def _publish_row(words_ptr, dy, u, weight, offset, row, n_rows, split, HAS_WEIGHT: tl.constexpr, SPLITS: tl.constexpr):
+    u = u.to(tl.float32)
+    g = dy.to(tl.float32)
+    if HAS_WEIGHT:
+        g *= weight.to(tl.float32) + offset
+    publish_pair(words_ptr + row * SPLITS + split, tl.sum(u * u, axis=0), tl.sum(g * u, axis=0), row < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _split_kernel(
+    dy_ptr,
+    du_ptr,
+    u_ptr,
+    weight_ptr,
+    dx_ptr,
+    partial_ptr,
+    words_ptr,
+    stride_dym,
+    stride_dum,
+    stride_um,
+    n_rows,
+    eps,
+    offset,
+    N: tl.constexpr,
+    HAS_DU: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    split = tl.program_id(0) % SPLITS
+    first = (tl.program_id(0) // SPLITS).to(tl.int64)
+    step = tl.num_programs(0) // SPLITS
+    block = tl.arange(0, BLOCK_N)
+    cols = split * SPLIT_N + block
+    col_mask = (block < SPLIT_N) & (cols < N)
+    splits = tl.arange(0, BLOCK_S)
+    weight = 0.0
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
+    if NEEDS_DW:
+        dw = tl.zeros((BLOCK_N,), tl.float32)
+
+    # One row is finished while the next has been published and the one after it is on its way.
+    mask = col_mask & (first < n_rows)
+    u = tl.load(u_ptr + first * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+    dy = tl.load(dy_ptr + first * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+    mask = col_mask & (first + step < n_rows)
+    u1 = tl.load(u_ptr + (first + step) * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+    dy1 = tl.load(dy_ptr + (first + step) * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+    _publish_row(words_ptr, dy, u, weight, offset, first, n_rows, split, HAS_WEIGHT, SPLITS)
+    for r in tl.range(first, n_rows, step, num_stages=1):
+        row = r.to(tl.int64)
+        mask = col_mask & (row + 2 * step < n_rows)
+        u2 = tl.load(u_ptr + (row + 2 * step) * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        dy2 = tl.load(dy_ptr + (row + 2 * step) * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        if HAS_DU:
+            du = tl.load(du_ptr + row * stride_dum + cols, mask=col_mask, other=0.0, eviction_policy="evict_first")
+        _publish_row(words_ptr, dy1, u1, weight, offset, row + step, n_rows, split, HAS_WEIGHT, SPLITS)
+
+        word_mask = splits < SPLITS
+        words = tl.load(words_ptr + row * SPLITS + splits, mask=word_mask, other=-1, volatile=True)
+        squares, along = sum_pairs(gather(words, words_ptr + row * SPLITS + splits, word_mask), word_mask)
+        rstd = tl.rsqrt(squares / N + eps)
+        xhat = u.to(tl.float32) * rstd
+        g = dy.to(tl.float32)
+        if NEEDS_DX:
+            dx = g
+            if HAS_WEIGHT:
+                dx = g * (weight.to(tl.float32) + offset)
+            dx = rstd * (dx - xhat * (along * rstd / N))
+            if HAS_DU:
+                dx += du.to(tl.float32)
+            tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=col_mask)
+        if NEEDS_DW:
+            if CAST_FIRST:
+                xhat = xhat.to(u_ptr.dtype.element_ty).to(tl.float32)
+            dw += g * xhat
+        u = u1
+        dy = dy1
+        u1 = u2
+        dy1 = dy2
+
+    if NEEDS_DW:
+        tl.store(partial_ptr + first * N + cols, dw, mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["n_partials"])
+def _sum_partials_kernel(
+    partial_ptr, dw_ptr, n_partials, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """dweight = the sum of the programs' partial sums, always in the same order."""
+    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, n_partials, BLOCK_M):
+        rows = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        acc += tl.load(partial_ptr + rows * N + cols, mask=(rows < n_partials) & (cols < N), other=0.0)
+    dw = tl.sum(acc, axis=0, keep_dims=True)
+    tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < N)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Which kernel, the rows and columns of its tile, warps, programs a multiprocessor, and pipeline stages (tile).
+
+    `max_registers` is what a thread of the split kernel may have for that many programs to fit.
+    """
+
+    kernel: str
+    block_n: int
+    num_warps: int
+    per_multiprocessor: int
+    rows: int = 1
+    stages: int = 1
+    max_registers: int | None = None
+
+
+def _stages(tile_bytes: int, per_multiprocessor: int, target: runtime.Target) -> int:
+    """Three stages keep two tiles of dy, u and du in shared memory; fewer where the chip has no room for them."""
+    room = target.shared_memory // per_multiprocessor - 2048
+    return 1 + min(2, room // (3 * tile_bytes))
+
+
+def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
+    """Chosen on an H200 (bf16) from some hundred configurations at each length; three stages always won."""
+    block_n = triton.next_power_of_2(n_cols)
+    if target is runtime.INTERPRETER:
+        return Config("tile", block_n, num_warps=4, per_multiprocessor=1, rows=16)
+    if block_n <= 4096:
+        rows = max(1, min(16, 8192 // itemsize // block_n))
+        return Config("tile", block_n, 4, 2, rows, _stages(rows * block_n * itemsize, 2, target))
+    if block_n <= 8192:
+        return Config("tile", block_n, 8, 1, 1, _stages(block_n * itemsize, 1, target))
+    registers = 128 if target.warp_size == 32 else None
+    return Config("split", 4096 // itemsize, 4, 4, max_registers=registers)
+
+
+def launch(
+    dy: Tensor,
+    du: Tensor | None,
+    u: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    rounding: str,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight; one that is not needed comes back empty."""
+    dx, dw = fake(dy, du, u, weight, eps, offset, rounding, needs_dx, needs_dw)
+    if u.numel() == 0:
+        return dx, dw.zero_()
+    flags = {
+        "HAS_DU": du is not None,
+        "HAS_WEIGHT": weight is not None,
+        "CAST_FIRST": rounding == "llama",
+        "NEEDS_DX": needs_dx,
+        "NEEDS_DW": needs_dw,
+    }
+    dy, u = library.as_rows(dy), library.as_rows(u)
+    du = dy if du is None else library.as_rows(du)
+    weight = weight if weight is None else weight.contiguous()
+    n_rows, n_cols = u.shape
+    target = runtime.target(u.device)
+    c = config(n_cols, u.element_size(), target)
+    programs = target.multiprocessors * c.per_multiprocessor
+    if c.kernel == "tile":
+        lanes = min(triton.cdiv(n_rows, c.rows), programs)
+        partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
+        _tile_kernel[(lanes,)](
+            dy, du, u, weight, dx, partial, dy.stride(0), du.stride(0), u.stride(0), n_rows, eps, offset,
+            N=n_cols, **flags, ROWS=c.rows, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps,
+        )  # fmt: skip
+    else:
+        splits, split_n = split_evenly(n_cols, c.block_n, programs)
+        lanes = max(1, min(n_rows, programs // splits))
+        partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
+        words = torch.zeros(n_rows * splits, dtype=torch.int64, device=u.device)
+        limit = {} if c.max_registers is None else {"maxnreg": c.max_registers}
+        _split_kernel[(splits * lanes,)](
+            dy, du, u, weight, dx, partial, words, dy.stride(0), du.stride(0), u.stride(0), n_rows, eps, offset,
+            N=n_cols, **flags, SPLITS=splits, SPLIT_N=split_n, BLOCK_N=c.block_n,
+            BLOCK_S=triton.next_power_of_2(splits), num_warps=c.num_warps, **limit, **COOPERATIVE,
+        )  # fmt: skip
+    if needs_dw:
+        block = min(triton.next_power_of_2(n_cols), 32 if n_cols <= 16384 else 64)
+        _sum_partials_kernel[(triton.cdiv(n_cols, block),)](
+            partial, dw, lanes, N=n_cols, BLOCK_M=32, BLOCK_N=block, num_warps=4
+        )
+    return dx, dw
+
+
+def fake(
+    dy: Tensor,
+    du: Tensor | None,
+    u: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    rounding: str,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    dtype = u.dtype if weight is None else weight.dtype
+    dx = torch.empty(u.shape if needs_dx else (0,), dtype=u.dtype, device=u.device)
+    return dx, torch.empty(u.shape[-1] if needs_dw else 0, dtype=dtype, device=u.device)
+
+
+# add_rms_norm shares it: du is the gradient that reaches u from elsewhere.
+op = library.define(
+    "rms_norm_backward(Tensor dy, Tensor? du, Tensor u, Tensor? weight, float eps, float offset, str rounding, "
+    "bool needs_dx, bool needs_dw) -> (Tensor, Tensor)",
+    launch=launch,
+    fake=fake,
+)

@@ -1,0 +1,94 @@
+"""What the forward and the backward kernels share: the rounding, and rows that are split over several programs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+Rounding = Literal["llama", "gemma", "none"]
+ROUNDINGS = ("llama", "gemma", "none")
+
+
+@triton.jit
+def scale(xhat, weight, offset, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
+    """xhat * (weight + offset), with Llama's cast to the model's dtype between the two or without."""
+    if CAST_FIRST:
+        xhat = xhat.to(DTYPE).to(tl.float32)
+    return xhat * (weight + offset)
+
+
+# A row too long for one program is split over SPLITS of them, which exchange their partial sums through memory that the
+# host has zeroed: each publishes the complement of its sum's bits (complemented, because a sum may well be zero, but its
+# complement is zero only for a NaN that no arithmetic makes), and waits until all of its row's words are there. The value is
+# its own flag, so no fence is needed. Everybody waits for everybody, so the grid must be resident at once: such kernels
+# are launched as a cooperative grid, which the driver refuses rather than let it hang.
+
+
+@triton.jit
+def publish(word_ptr, value, mask):
+    tl.store(word_ptr, ~value.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def publish_pair(word_ptr, a, b, mask):
+    """Two float32 in one 64-bit word: both are there, or neither."""
+    a = a.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    b = b.to(tl.int32, bitcast=True).to(tl.int64)
+    tl.store(word_ptr, ~((b << 32) | a), mask=mask)
+
+
+@triton.jit
+def gather(words, words_ptr, mask):
+    """The words at words_ptr, whose first reading is `words`, read again until each is there. Masked ones count as there."""
+    while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+        words = tl.load(words_ptr, mask=mask, other=-1, volatile=True)
+    return ~words
+
+
+@triton.jit
+def sum_words(words, mask):
+    """The sum of the float32 in each word, always in the same order."""
+    return tl.sum(tl.where(mask, words.to(tl.float32, bitcast=True), 0.0), axis=0)
+
+
+@triton.jit
+def sum_pairs(words, mask):
+    a = (words & 0xFFFFFFFF).to(tl.int32)
+    b = (words >> 32).to(tl.int32)
+    return sum_words(a, mask), sum_words(b, mask)
+
+
+def split_evenly(n_cols: int, block: int, programs: int) -> tuple[int, int]:
+    """Into how many splits a row goes, and how many columns each has (a multiple of 16, at most `block`).
+
+    A few more splits than needed are taken where that lets whole rows of them fill the grid: 132 multiprocessors x 4
+    programs hold 16 rows of 33 splits, but 16 of 32 leave 16 programs idle.
+    """
+    fewest = triton.cdiv(n_cols, block)
+    if fewest > programs:
+        raise ValueError(f"rms_norm: x has a last dimension of {n_cols}, expected at most {programs * block} on this GPU")
+    splits = next((s for s in range(fewest, fewest + fewest // 16 + 1) if programs % s == 0), fewest)
+    return splits, triton.cdiv(triton.cdiv(n_cols, splits), 16) * 16
+
+
+def check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, rounding: str) -> None:
+    library.check_floating(op, x=x, weight=weight)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected at least one dimension, the last of 1 or more")
+    if residual is not None:
+        library.check_same(op, "residual", residual, "x", x)
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},) to match x's last dimension"
+        )
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{op}: rounding is {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
+
+
+COOPERATIVE = {"launch_cooperative_grid": True} if runtime.MODE is not runtime.Mode.INTERPRETER else {}

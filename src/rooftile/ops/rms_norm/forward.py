@@ -1,0 +1,257 @@
+"""RMSNorm forward: three kernels, by the length of a row.
+
+- tile: a program holds whole rows in registers (up to 8192 columns: 0.97 to 0.98 of a copy on an H200);
+- loop: a program reads its row twice, the second time out of the L2, where the rows in flight fit (132 SMs x 2 x 128 KiB
+  at 65536 columns: 0.91 of a copy; at 131072 they no longer fit: 0.70);
+- split: a row is held by several programs, which exchange their sums (131072 columns: 0.87 of a copy).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.rms_norm.common import (
+    COOPERATIVE,
+    check,
+    gather,
+    publish,
+    scale,
+    split_evenly,
+    sum_words,
+)
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _tile_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    u_ptr,
+    stride_xm,
+    stride_rm,
+    n_rows,
+    eps,
+    offset,
+    N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < n_rows) & (cols < N)
+
+    u = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+        u = (u + residual).to(u_ptr.dtype.element_ty)
+        tl.store(u_ptr + rows * N + cols, u, mask=mask)
+        u = u.to(tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+
+    y = u * tl.rsqrt(tl.sum(u * u, axis=1, keep_dims=True) / N + eps)
+    if HAS_WEIGHT:
+        y = scale(y, weight, offset, y_ptr.dtype.element_ty, CAST_FIRST)
+
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _loop_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    u_ptr,
+    stride_xm,
+    stride_rm,
+    eps,
+    offset,
+    N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    residual_ptr += row * stride_rm
+    y_ptr += row * N
+    u_ptr += row * N
+    block = tl.arange(0, BLOCK_N)
+
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, N, BLOCK_N):
+        cols = start + block
+        u = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first")
+            u = (u + residual.to(tl.float32)).to(u_ptr.dtype.element_ty)
+            tl.store(u_ptr + cols, u, mask=cols < N)
+            u = u.to(tl.float32)
+        squares += u * u
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
+    if HAS_RESIDUAL:
+        tl.debug_barrier()  # what is read below was written above, by other threads perhaps
+        x_ptr = u_ptr
+
+    for start in tl.range(0, N, BLOCK_N):
+        cols = start + block
+        y = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32) * rstd
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            y = scale(y, weight, offset, y_ptr.dtype.element_ty, CAST_FIRST)
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N, cache_modifier=".cs")
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _split_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    u_ptr,
+    words_ptr,
+    stride_xm,
+    stride_rm,
+    n_rows,
+    eps,
+    offset,
+    N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    split = tl.program_id(0) % SPLITS
+    first = tl.program_id(0) // SPLITS
+    step = tl.num_programs(0) // SPLITS
+    block = tl.arange(0, BLOCK_N)
+    cols = split * SPLIT_N + block
+    col_mask = (block < SPLIT_N) & (cols < N)
+    splits = tl.arange(0, BLOCK_S)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
+
+    # A row is finished three steps after it was read, so that the others' sums have come by then.
+    u1 = tl.zeros((BLOCK_N,), DTYPE)
+    u2 = tl.zeros((BLOCK_N,), DTYPE)
+    u3 = tl.zeros((BLOCK_N,), DTYPE)
+    for r in tl.range(first, n_rows + 3 * step, step, num_stages=STAGES):
+        row = r.to(tl.int64)
+        mask = col_mask & (row < n_rows)
+        done = row - 3 * step
+        word_mask = (done >= 0) & (splits < SPLITS)
+        words = tl.load(words_ptr + done * SPLITS + splits, mask=word_mask, other=-1, volatile=True)
+
+        u = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+            u = (u.to(tl.float32) + residual.to(tl.float32)).to(DTYPE)
+            tl.store(u_ptr + row * N + cols, u, mask=mask)
+        squares = u.to(tl.float32) * u.to(tl.float32)
+        publish(words_ptr + row * SPLITS + split, tl.sum(squares, axis=0), row < n_rows)
+
+        if done >= 0:
+            words = gather(words, words_ptr + done * SPLITS + splits, word_mask)
+            y = u3.to(tl.float32) * tl.rsqrt(sum_words(words, word_mask) / N + eps)
+            if HAS_WEIGHT:
+                y = scale(y, weight.to(tl.float32), offset, DTYPE, CAST_FIRST)
+            tl.store(y_ptr + done * N + cols, y.to(DTYPE), mask=col_mask)
+
+        # Adding zero: Triton does not pipeline the loads of a loop that hands one value on over two iterations as it is.
+        u3 = u2 + 0
+        u2 = u1 + 0
+        u1 = u
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Which kernel; rows a program of the tile kernel holds; columns of a block; warps.
+
+    For the split kernel: programs a multiprocessor, and the registers a thread may have for that many to fit.
+    """
+
+    kernel: str
+    block_n: int
+    num_warps: int
+    rows: int = 1
+    per_multiprocessor: int = 0
+    max_registers: int | None = None
+    stages: int = 1
+
+
+def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
+    """Chosen on an H200 (bf16) from some hundred configurations of each kernel at the lengths named above."""
+    block_n = triton.next_power_of_2(n_cols)
+    if target is runtime.INTERPRETER:
+        return Config("tile", block_n, num_warps=4, rows=16)
+    if block_n <= 2048:
+        return Config("tile", block_n, num_warps=4, rows=2048 // block_n)
+    if block_n <= 4096:
+        return Config("tile", block_n, num_warps=8)
+    if block_n <= 8192:
+        return Config("tile", block_n, num_warps=16)
+    if n_cols * itemsize <= 131072:
+        return Config("loop", 8192 if itemsize == 2 else 4096, num_warps=32 if target.warp_size == 32 else 16)
+    registers = 128 if target.warp_size == 32 else None
+    return Config("split", 8192 // itemsize, num_warps=4, per_multiprocessor=4, max_registers=registers, stages=2)
+
+
+def launch(
+    op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounding: str
+) -> tuple[Tensor, Tensor]:
+    """y and u; without a residual u is y."""
+    check(op, x, residual, weight, rounding)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    u = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else y
+    if x.numel() == 0:
+        return y, u
+    flags = {
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_WEIGHT": weight is not None,
+        "CAST_FIRST": rounding == "llama",
+    }
+    x = library.as_rows(x)
+    residual = x if residual is None else library.as_rows(residual)
+    weight = weight if weight is None else weight.contiguous()
+    n_rows, n_cols = x.shape
+    target = runtime.target(x.device)
+    c = config(n_cols, x.element_size(), target)
+    if c.kernel == "tile":
+        _tile_kernel[(triton.cdiv(n_rows, c.rows),)](
+            x, residual, weight, y, u, x.stride(0), residual.stride(0), n_rows, eps, offset,
+            N=n_cols, **flags, ROWS=c.rows, BLOCK_N=c.block_n, num_warps=c.num_warps,
+        )  # fmt: skip
+    elif c.kernel == "loop":
+        _loop_kernel[(n_rows,)](
+            x, residual, weight, y, u, x.stride(0), residual.stride(0), eps, offset,
+            N=n_cols, **flags, BLOCK_N=c.block_n, num_warps=c.num_warps,
+        )  # fmt: skip
+    else:
+        programs = target.multiprocessors * c.per_multiprocessor
+        splits, split_n = split_evenly(n_cols, c.block_n, programs)
+        words = torch.zeros(n_rows * splits, dtype=torch.int32, device=x.device)
+        limit = {} if c.max_registers is None else {"maxnreg": c.max_registers}
+        _split_kernel[(splits * max(1, min(n_rows, programs // splits)),)](
+            x, residual, weight, y, u, words, x.stride(0), residual.stride(0), n_rows, eps, offset,
+            N=n_cols, **flags, SPLITS=splits, SPLIT_N=split_n, BLOCK_N=c.block_n,
+            BLOCK_S=triton.next_power_of_2(splits), STAGES=c.stages, num_warps=c.num_warps, **limit, **COOPERATIVE,
+        )  # fmt: skip
+    return y, u

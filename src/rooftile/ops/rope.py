@@ -1,0 +1,492 @@
+"""Rotary position embedding of q and k in one launch (Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34).
+
+Each pair (a, b) of a head's elements is turned by its token's angle:
+
+    a' = a * cos - b * sin
+    b' = b * cos + a * sin
+
+Three styles say which elements make a pair, and where cos and sin keep the pair's angle, for a rotary dimension R:
+
+    half          (x[i], x[i + R/2]),   angle at [i], the same at [i + R/2]: Llama, Qwen, Mistral, Gemma, GPT-NeoX
+    interleaved   (x[2i], x[2i + 1]),   angle at [2i], the same at [2i + 1]: GPT-J, Cohere, GLM
+    deepseek      read as (x[2i], x[2i + 1]), angle at [i], written as (y[i], y[i + R/2]): DeepSeek-V3
+
+Elements past R are passed through. Bytes: q and k read and written once; of cos and sin one of each pair's two equal
+entries. The backward is the same rotation by the opposite angle; nothing is saved but cos and sin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+Style = Literal["half", "interleaved", "deepseek"]
+STYLES = ("half", "interleaved", "deepseek")
+Layout = Literal["BHTD", "BTHD"]
+LAYOUTS = ("BHTD", "BTHD")
+
+
+@triton.jit
+def _load_pairs(x_ptr, mask, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Neighbours as a pair of tiles: one vector load, split in registers."""
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(x, (BLOCK_T, BLOCK_H, BLOCK_R // 2, 2)))
+
+
+@triton.jit
+def _rotate_tile(
+    x_ptr,
+    y_ptr,
+    stride_xb,
+    stride_xh,
+    stride_xt,
+    stride_yb,
+    stride_yh,
+    stride_yt,
+    n_heads,
+    head_block,
+    batch,
+    tokens,
+    token_mask,
+    cos,
+    sin,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+    COPY_REST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    heads = (head_block * BLOCK_H + tl.arange(0, BLOCK_H))[None, :, None]
+    tokens = tokens[:, None, None]
+    x_ptr += batch * stride_xb + tokens * stride_xt + heads.to(tl.int64) * stride_xh
+    y_ptr += batch * stride_yb + tokens * stride_yt + heads.to(tl.int64) * stride_yh
+    row_mask = token_mask[:, None, None] & (heads < n_heads)
+    half = tl.arange(0, BLOCK_R // 2)[None, None, :]
+    full = tl.arange(0, BLOCK_R)[None, None, :]
+    half_mask = row_mask & (half < R // 2)
+    full_mask = row_mask & (full < R)
+
+    if PAIRS_IN:
+        a, b = _load_pairs(x_ptr + full, full_mask, BLOCK_T, BLOCK_H, BLOCK_R)
+    else:
+        a = tl.load(x_ptr + half, mask=half_mask, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + half + R // 2, mask=half_mask, other=0.0).to(tl.float32)
+    if COPY_REST:
+        rest = R + tl.arange(0, BLOCK_REST)[None, None, :]
+        rest_mask = row_mask & (rest < D)
+        tl.store(y_ptr + rest, tl.load(x_ptr + rest, mask=rest_mask), mask=rest_mask)
+
+    turned_a = (a * cos - b * sin).to(y_ptr.dtype.element_ty)
+    turned_b = (b * cos + a * sin).to(y_ptr.dtype.element_ty)
+
+    if PAIRS_OUT:
+        pairs = tl.reshape(tl.join(turned_a, turned_b), (BLOCK_T, BLOCK_H, BLOCK_R))
+        tl.store(y_ptr + full, pairs, mask=full_mask)
+    else:
+        tl.store(y_ptr + half, turned_a, mask=half_mask)
+        tl.store(y_ptr + half + R // 2, turned_b, mask=half_mask)
+
+
+@triton.jit(do_not_specialize=["seq_len", "n_positions"])
+def _rope_kernel(
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_qob,
+    stride_qoh,
+    stride_qot,
+    stride_kob,
+    stride_koh,
+    stride_kot,
+    stride_cb,
+    stride_ct,
+    stride_sb,
+    stride_st,
+    stride_pb,
+    stride_pt,
+    seq_len,
+    n_positions,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+    COPY_REST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    # Neighbouring programs turn the heads of one token: neighbours in memory, and its angles come out of the L1 or L2.
+    Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
+    BLOCKS: tl.constexpr = Q_BLOCKS + (K_HEADS + BLOCK_H - 1) // BLOCK_H
+    head_block = tl.program_id(0) % BLOCKS
+    token_block = tl.program_id(0) // BLOCKS
+    token_blocks = tl.cdiv(seq_len, BLOCK_T)
+    batch = (token_block // token_blocks).to(tl.int64)
+    tokens = ((token_block % token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    token_mask = tokens < seq_len
+
+    if HAS_POSITIONS:
+        position = tl.load(position_ptr + batch * stride_pb + tokens * stride_pt, mask=token_mask, other=0).to(tl.int64)
+    else:
+        position = tokens
+    # A position outside the table is never read: its rotation is NaN.
+    known = (position >= 0) & (position < n_positions)
+    half = tl.arange(0, BLOCK_R // 2)
+    angle_mask = (token_mask & known)[:, None] & (half < R // 2)[None, :]
+    angle = position[:, None] * stride_ct + half[None, :] * ANGLE_STEP
+    cos = tl.load(cos_ptr + batch * stride_cb + angle, mask=angle_mask, other=float("nan")).to(tl.float32)
+    angle = position[:, None] * stride_st + half[None, :] * ANGLE_STEP
+    sin = tl.load(sin_ptr + batch * stride_sb + angle, mask=angle_mask, other=float("nan")).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    cos = cos[:, None, :]
+    sin = sin[:, None, :]
+
+    if head_block < Q_BLOCKS:
+        _rotate_tile(
+            q_ptr, q_out_ptr, stride_qb, stride_qh, stride_qt, stride_qob, stride_qoh, stride_qot, Q_HEADS,
+            head_block, batch, tokens, token_mask, cos, sin,
+            R, D, PAIRS_IN, PAIRS_OUT, COPY_REST, BLOCK_T, BLOCK_H, BLOCK_R, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _rotate_tile(
+            k_ptr, k_out_ptr, stride_kb, stride_kh, stride_kt, stride_kob, stride_koh, stride_kot, K_HEADS,
+            head_block - Q_BLOCKS, batch, tokens, token_mask, cos, sin,
+            R, D, PAIRS_IN, PAIRS_OUT, COPY_REST, BLOCK_T, BLOCK_H, BLOCK_R, BLOCK_REST,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tokens and heads in a program's tile, and its warps."""
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+def config(target: runtime.Target) -> Config:
+    """On an H200 (bf16, 32 and 8 heads of 128) 16 heads a program are 3 to 5 % ahead of 8 from 8192 tokens on."""
+    if target is runtime.INTERPRETER:
+        return Config(tokens=16, heads=8, num_warps=4)
+    return Config(tokens=1, heads=16, num_warps=4)
+
+
+def _check(
+    op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, style: str, layout: str
+) -> None:
+    library.check_floating(op, q=q, k=k, cos=cos, sin=sin)
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if style not in STYLES:
+        raise ValueError(f"{op}: style is {style!r}, expected one of {', '.join(STYLES)}")
+    if q.dim() != 4:
+        raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected 4 dimensions {layout}")
+    t = layout.index("T")
+    batch, seq_len, head_dim = q.shape[0], q.shape[t], q.shape[3]
+    if k.dim() != 4 or (k.shape[0], k.shape[t], k.shape[3]) != (batch, seq_len, head_dim):
+        expected = tuple("k_heads" if d == "H" else n for d, n in zip(layout, q.shape, strict=True))
+        raise ValueError(f"{op}: k has shape {tuple(k.shape)}, expected {expected} to match q in {layout}")
+    if k.dtype != q.dtype:
+        raise TypeError(f"{op}: k has dtype {k.dtype}, expected {q.dtype} to match q")
+    library.check_same(op, "sin", sin, "cos", cos)
+    rotary = cos.shape[-1] if cos.dim() else 0
+    if rotary == 0 or rotary % 2 or rotary > head_dim:
+        raise ValueError(
+            f"{op}: cos has a rotary dimension of {rotary}, expected an even one from 2 to the head_dim {head_dim}"
+        )
+    if position_ids is None:
+        if tuple(cos.shape[:-1]) not in ((seq_len,), (1, seq_len), (batch, seq_len)):
+            raise ValueError(
+                f"{op}: cos has shape {tuple(cos.shape)}, expected ({seq_len}, R), (1, {seq_len}, R) or "
+                f"({batch}, {seq_len}, R)"
+            )
+        return
+    if cos.dim() != 2 and not (cos.dim() == 3 and cos.shape[0] == 1):
+        raise ValueError(f"{op}: cos has shape {tuple(cos.shape)}, expected (positions, R) with position_ids")
+    if tuple(position_ids.shape) not in ((seq_len,), (1, seq_len), (batch, seq_len)):
+        raise ValueError(
+            f"{op}: position_ids has shape {tuple(position_ids.shape)}, expected ({seq_len},), (1, {seq_len}) or "
+            f"({batch}, {seq_len})"
+        )
+    if position_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: position_ids has dtype {position_ids.dtype}, expected int32 or int64")
+
+
+def _strides(x: Tensor, layout: str) -> tuple[int, int, int]:
+    """Batch, head and token strides."""
+    return x.stride(0), x.stride(layout.index("H")), x.stride(layout.index("T"))
+
+
+def _batch_and_row(x: Tensor) -> tuple[int, int]:
+    """Strides of a (T,), (1, T) or (B, T) tensor (of rows): a shared one has a batch stride of 0."""
+    rows = x.dim() - 1
+    return (x.stride(0) if rows == 1 and x.shape[0] > 1 else 0), x.stride(rows)
+
+
+def _rotate(
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    style: str,
+    layout: str,
+    inverse: bool,
+) -> None:
+    heads, time = layout.index("H"), layout.index("T")
+    batch, seq_len, head_dim = q.shape[0], q.shape[time], q.shape[3]
+    if q.numel() + k.numel() == 0:
+        return
+    if cos.stride(-1) != 1:
+        cos = cos.contiguous()
+    if sin.stride(-1) != 1:
+        sin = sin.contiguous()
+    rotary = cos.shape[-1]
+    n_positions = cos.shape[-2]
+    pairs_in, pairs_out = style != "half", style == "interleaved"
+    if inverse:
+        pairs_in, pairs_out = pairs_out, pairs_in
+    in_place = q_out is q
+    c = config(runtime.target(q.device))
+    blocks = triton.cdiv(q.shape[heads], c.heads) + triton.cdiv(k.shape[heads], c.heads)
+    _rope_kernel[(batch * triton.cdiv(seq_len, c.tokens) * blocks,)](
+        q,
+        k,
+        q_out,
+        k_out,
+        cos,
+        sin,
+        position_ids,
+        *_strides(q, layout),
+        *_strides(k, layout),
+        *_strides(q_out, layout),
+        *_strides(k_out, layout),
+        *_batch_and_row(cos[..., 0]),
+        *_batch_and_row(sin[..., 0]),
+        *((0, 0) if position_ids is None else _batch_and_row(position_ids)),
+        seq_len,
+        n_positions,
+        Q_HEADS=q.shape[heads],
+        K_HEADS=k.shape[heads],
+        R=rotary,
+        D=head_dim,
+        HAS_POSITIONS=position_ids is not None,
+        INVERSE=inverse,
+        ANGLE_STEP=2 if style == "interleaved" else 1,
+        PAIRS_IN=pairs_in,
+        PAIRS_OUT=pairs_out,
+        COPY_REST=rotary < head_dim and not in_place,
+        BLOCK_T=c.tokens,
+        BLOCK_H=c.heads,
+        BLOCK_R=triton.next_power_of_2(rotary),
+        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rotary)),
+        num_warps=c.num_warps,
+    )
+
+
+def _unit_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    style: str,
+    layout: str,
+    inverse: bool,
+) -> tuple[Tensor, Tensor]:
+    q_out, k_out = _fake(q, k, cos, sin, position_ids, style, layout, inverse)
+    _rotate(_unit_last(q), _unit_last(k), q_out, k_out, cos, sin, position_ids, style, layout, inverse)
+    return q_out, k_out
+
+
+def _dense(x: Tensor, layout: str) -> Tensor:
+    """Memory for x rotated, in (B, T, H, D) order where x has it so (as a transposed view has), else in x's own order."""
+    heads, time = layout.index("H"), layout.index("T")
+    if x.stride(heads) <= x.stride(time) and layout == "BHTD":
+        shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+        return torch.empty(shape, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    style: str,
+    layout: str,
+    inverse: bool,
+) -> tuple[Tensor, Tensor]:
+    _check("rope", q, k, cos, sin, position_ids, style, layout)
+    return _dense(q, layout), _dense(k, layout)
+
+
+def _save(ctx, inputs, outputs) -> None:
+    q, k, cos, sin, position_ids, *ctx.mode = inputs
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("rope: cos or sin requires grad, which is not supported; detach it")
+    ctx.save_for_backward(cos, sin, position_ids)
+    ctx.heads = q.shape[inputs[6].index("H")], k.shape[inputs[6].index("H")]
+
+
+def _backward(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    cos, sin, position_ids = ctx.saved_tensors
+    style, layout, inverse = ctx.mode
+    none = (None,) * 6
+    if not ctx.needs_input_grad[1]:
+        dq = None
+    if not ctx.needs_input_grad[2]:
+        dk = None
+    if dq is None and dk is None:
+        return None, None, *none
+    # One that nobody asked for takes part with no heads at all.
+    nothing = next(d for d in (dq, dk) if d is not None).narrow(layout.index("H"), 0, 0)
+    q, k = _op(
+        nothing if dq is None else dq, nothing if dk is None else dk, cos, sin, position_ids, style, layout, not inverse
+    )
+    return None if dq is None else q, None if dk is None else k, *none
+
+
+_op = library.define(
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, str style, str layout, bool inverse) "
+    "-> (Tensor, Tensor)",
+    launch=_launch,
+    fake=_fake,
+    autograd=library.Autograd(_save, _backward),
+)
+
+
+def _launch_in_place(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    style: str,
+    layout: str,
+) -> None:
+    _fake_in_place(q, k, cos, sin, position_ids, style, layout)
+    _rotate(q, k, q, k, cos, sin, position_ids, style, layout, False)
+
+
+def _fake_in_place(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    style: str,
+    layout: str,
+) -> None:
+    _check("rope_", q, k, cos, sin, position_ids, style, layout)
+    if style == "deepseek":
+        raise ValueError("rope_: style is 'deepseek', which moves elements and can't be done in place; use rope")
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"rope_: {name} has a last stride of {x.stride(-1)}, expected 1 to be written in place")
+        if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"rope_: {name} is expanded (strides {x.stride()}), expected an address for each element")
+
+
+def _backward_in_place(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _backward(ctx, dq, dk)[:-1]
+
+
+def _save_in_place(ctx, inputs, outputs) -> None:
+    _save(ctx, (*inputs, False), outputs)
+
+
+_op_in_place = library.define(
+    "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? position_ids, str style, str layout) -> ()",
+    launch=_launch_in_place,
+    fake=_fake_in_place,
+    autograd=library.Autograd(_save_in_place, _backward_in_place),
+)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    style: Style = "half",
+    layout: Layout = "BHTD",
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding of q and k, in one launch: `x * cos + rotate(x) * sin`, in float32, rounded once.
+
+    Args:
+        q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="BTHD"`), float32, float16 or bfloat16, of any strides.
+        k: the same but for the number of heads.
+        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, for an even rotary dimension R of at most D; elements past R are
+            passed through. Each angle stands twice, as models build the tables; one of the two is read.
+        position_ids: `(T,)`, `(1, T)` or `(B, T)`, int32 or int64: rows of cos and sin, which are then `(positions, R)`.
+            A position outside the table gives NaN.
+        style: which elements make a pair (see the top of this file): `"half"`, `"interleaved"` or `"deepseek"`.
+        layout: the order of q's and k's dimensions.
+
+    Returns:
+        `(q, k)` rotated, in new memory of the same order. cos and sin get no gradient.
+
+    Raises:
+        ValueError: a shape, style or layout does not fit; cos or sin requires grad; devices differ or are the CPU
+            without the interpreter.
+        TypeError: a dtype is not one of those named.
+    """
+    return _op(q, k, cos, sin, position_ids, style, layout, False)
+
+
+def rope_(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    style: Style = "half",
+    layout: Layout = "BHTD",
+) -> tuple[Tensor, Tensor]:
+    """`rope`, written over q and k, which are returned.
+
+    Takes what `rope` takes, but for the style `"deepseek"`. q and k need a last stride of 1 and an address for each
+    element. Gradients flow through, unless q or k is a leaf that requires grad, or a view: then it raises ValueError.
+    """
+    _op_in_place(q, k, cos, sin, position_ids, style, layout)
+    return q, k
