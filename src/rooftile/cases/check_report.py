@@ -1,0 +1,100 @@
+"""`rooftile check`: every point of the sets asked for, as a table that closes with n/m passed, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rooftile import __version__, runtime
+from rooftile.cases.case import OpCase
+from rooftile.cases.check import DIRECTIONS, CheckRow, check_case, points
+
+
+def default_sets() -> tuple[str, ...]:
+    """Real model shapes are for a GPU: the interpreter would take hours over them."""
+    return ("tiny", "edge", "llm") if runtime.MODE is runtime.Mode.GPU else ("tiny", "edge")
+
+
+def check_all(
+    cases: Sequence[OpCase], sets: Sequence[str], dtypes: Sequence[torch.dtype] | None, console: Console
+) -> list[CheckRow]:
+    """The rows of all cases; on a terminal, with a progress bar. A case that lacks a set is named in a line."""
+    for case in cases:
+        absent = [s for s in sets if s not in case.sets]
+        if absent:
+            console.print(f"{case.name} has no set {', '.join(absent)}; it has {', '.join(case.sets)}.", style="yellow")
+    steps = {c.name: len(points(c, sets)) * len(_dtypes(c, dtypes)) * len(DIRECTIONS) for c in cases}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    rows: list[CheckRow] = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("checking", total=sum(steps.values()))
+        for case in cases:
+            progress.update(bar, description=case.name)
+            for found in check_case(case, sets, _dtypes(case, dtypes)):
+                rows += found
+                progress.advance(bar)
+    return rows
+
+
+def _dtypes(case: OpCase, dtypes: Sequence[torch.dtype] | None) -> list[torch.dtype]:
+    return [d for d in case.dtypes if dtypes is None or d in dtypes]
+
+
+def _shape(row: CheckRow) -> str:
+    return " ".join([row.shape, *(f"{name}={value}" for name, value in row.options.items())])
+
+
+def show(rows: Sequence[CheckRow], console: Console) -> None:
+    """The table; below it what is wrong with each failure, and the count."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("op", "shape"):
+        table.add_column(column, overflow="fold")
+    for column in ("dtype", "direction", "output"):
+        table.add_column(column, no_wrap=True)
+    for column in ("error", "eager's", "tolerance"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        numbers = (f"{value:.1e}" for value in (row.error, row.eager_error, row.tolerance))
+        verdict = "[green]PASS[/]" if row.passed else "[bold red]FAIL[/]"
+        table.add_row(row.op, escape(_shape(row)), row.dtype, row.direction, row.output, *numbers, verdict)
+    if not console.is_terminal:  # a file is as wide as its lines
+        console.width = max(console.width, Measurement.get(console, console.options.update(width=1000), table).maximum)
+    console.print(table)
+
+    failed = [row for row in rows if not row.passed]
+    for row in failed:
+        where = f"{row.op} {_shape(row)} {row.dtype} {row.direction} {row.output}"
+        console.print(f"[bold red]FAIL[/] {escape(where)}: {escape(row.message)}", highlight=False, soft_wrap=True)
+    style = "bold red" if failed else "bold green"
+    console.print(f"{len(rows) - len(failed)}/{len(rows)} passed", style=style, highlight=False)
+
+
+def as_json(rows: Sequence[CheckRow]) -> dict[str, Any]:
+    import triton
+
+    device = runtime.default_device()
+    meta = {
+        "rooftile": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "mode": runtime.MODE.value,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+    }
+    passed = sum(row.passed for row in rows)
+    return {"meta": meta, "passed": passed, "total": len(rows), "rows": [row.as_json() for row in rows]}
+
+
+def write_json(rows: Sequence[CheckRow], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(rows), indent=1, allow_nan=False) + "\n", encoding="utf-8")

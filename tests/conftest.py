@@ -1,0 +1,53 @@
+"""Where the tests run: on the GPU, or on the CPU in Triton's interpreter; without Triton, the references alone."""
+
+import os
+
+# Before NumPy and PyTorch come in: workers of pytest-xdist share the cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import importlib.util
+
+import pytest
+import torch
+
+HAS_GPU = torch.accelerator.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Files whose tests need none.
+WITHOUT_TRITON = {"test_reference.py"}
+
+if HAS_TRITON:
+    if not HAS_GPU:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from rooftile import runtime  # before Triton: it fixes the mode of the process
+
+
+class _NeedsTriton(pytest.Module):
+    def collect(self):
+        pytest.skip("Triton is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if not HAS_TRITON and module_path.name not in WITHOUT_TRITON:
+        return _NeedsTriton.from_parent(parent, path=module_path)
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_TRITON and runtime.MODE is runtime.Mode.GPU and HAS_GPU:
+        return
+    reason = "needs a GPU, and there is none" if not HAS_GPU else "needs a GPU, and TRITON_INTERPRET=1 is set"
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run in this process."""
+    return runtime.default_device()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

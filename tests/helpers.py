@@ -1,0 +1,110 @@
+"""What tests of several ops share: inputs laid out in memory in awkward ways, and a record of the ops called."""
+
+import dataclasses
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftile import runtime
+from rooftile.cases import all_cases
+from rooftile.cases.check import generator, normal, run_backward, run_forward
+
+CASES = list(all_cases().values())
+TINY = [(case, point) for case in CASES for point in case.sets["tiny"]]
+TINY_IDS = [f"{case.name} {point}" for case, point in TINY]
+BF16 = torch.bfloat16
+
+
+def draw(case, point, dtype, device, seed=0):
+    return case.inputs(point, dtype, device, generator(device, seed))
+
+
+def grads_of(case, inputs):
+    return tuple(n for n in case.grads if n in inputs)
+
+
+def forward(case, point, inputs):
+    return run_forward(case.function, inputs, point, case.mutates)
+
+
+def backward(case, point, inputs, output_grads, grads=None):
+    grads = grads_of(case, inputs) if grads is None else grads
+    return run_backward(case.function, inputs, point, grads, output_grads, case.mutates)
+
+
+def output_grads_for(outputs, seed=1):
+    """Standard normal gradients of those outputs."""
+    numbers = generator(outputs[0].device, seed)
+    return tuple(normal(tuple(y.shape), y.dtype, y.device, numbers) for y in outputs)
+
+
+def with_length(point, length):
+    """The point with another number of rows, or tokens."""
+    name = next(n for n in ("rows", "seq_len") if n in point.dims)
+    return dataclasses.replace(point, dims={**point.dims, name: length})
+
+
+def offset(x):
+    """x as a view inside a larger buffer of NaN, away from its start, so that rows are not next to each other."""
+    buffer = torch.full([n + 3 for n in x.shape], torch.nan, dtype=x.dtype, device=x.device)
+    view = buffer[tuple(slice(2, 2 + n) for n in x.shape)]
+    view.copy_(x)
+    return view
+
+
+def transposed(x):
+    """x with a last stride other than 1."""
+    if x.dim() == 1:
+        return torch.stack((x, torch.full_like(x, torch.nan)), dim=1)[:, 0]
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def relaid(inputs, how):
+    return {n: how(t) if t.is_floating_point() else t for n, t in inputs.items()}
+
+
+def assert_same(actual, expected):
+    """Equal to the bit; on a GPU to a unit in the last place, where another layout may reduce in another order."""
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.shape == e.shape
+        assert a.dtype == e.dtype
+        if runtime.MODE is runtime.Mode.INTERPRETER:
+            assert torch.equal(a, e)
+        else:
+            torch.testing.assert_close(a, e, rtol=2 * torch.finfo(e.dtype).eps, atol=1e-6)
+
+
+class Calls(TorchDispatchMode):
+    """Records the calls of Rooftile's ops: (op, arguments, results)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)
+        results = func(*args, **(kwargs or {}))
+        if func.namespace == "rooftile":
+            self.calls.append((func, given, results))
+        return results
+
+
+@contextmanager
+def padded_allocations(monkeypatch, pad=64):
+    """Every `torch.empty` meanwhile is a view inside a larger buffer of sentinels; yields a list of (buffer, numel)."""
+    made = []
+    stock = torch.empty
+
+    def empty(*size, dtype=None, device=None, **options):
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        numel = int(torch.Size(shape).numel())
+        buffer = torch.full((numel + 2 * pad,), 7.0, dtype=dtype, device=device)
+        made.append((buffer, numel))
+        return buffer[pad : pad + numel].view(shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        yield made
+    assert torch.empty is stock

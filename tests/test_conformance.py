@@ -1,0 +1,293 @@
+"""What holds for every op, by its case: values, memory, layouts, gradients."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import (
+    BF16,
+    CASES,
+    TINY,
+    TINY_IDS,
+    Calls,
+    assert_same,
+    backward,
+    draw,
+    forward,
+    grads_of,
+    offset,
+    output_grads_for,
+    padded_allocations,
+    relaid,
+    transposed,
+)
+
+from rooftile.cases import Unsupported
+from rooftile.cases.check import DTYPES, check_point, points, poisoned
+
+POINTS = [(case, point) for case in CASES for point in points(case, ("tiny", "edge"))]
+IDS = [f"{case.name} {point}" for case, point in POINTS]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_tiny_point = pytest.mark.parametrize(("case", "point"), TINY, ids=TINY_IDS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("case", "point"), POINTS, ids=IDS)
+def test_results_and_gradients_are_within_tolerance(case, point, dtype):
+    rows = [row for direction in ("forward", "backward") for row in check_point(case, point, dtype, direction, seed=3)]
+    assert {row.output for row in rows} >= set(case.outputs)
+    failed = [f"{row.direction} {row.output}: {row.message}" for row in rows if not row.passed]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_case
+def test_real_shapes_are_within_tolerance(case, dtype):
+    names = [n for n in ("llm", "sweep", "prefill", "decode", "softmax") if n in case.sets]
+    for point in points(case, names):
+        for direction in ("forward", "backward"):
+            failed = [
+                f"{row.shape}: {row.message}" for row in check_point(case, point, dtype, direction) if not row.passed
+            ]
+            assert not failed, "\n".join(failed)
+
+
+@every_tiny_point
+def test_every_element_of_fresh_memory_is_written(case, point, device):
+    inputs = draw(case, point, BF16, device)
+    with poisoned():
+        outputs = forward(case, point, inputs)
+        grads = backward(case, point, inputs, output_grads_for(outputs))
+    assert all(torch.isfinite(t).all() for t in (*outputs, *grads))
+
+
+@every_tiny_point
+def test_stores_stay_inside_the_outputs(case, point, device, monkeypatch):
+    inputs = draw(case, point, BF16, device)
+    output_grads = output_grads_for(forward(case, point, inputs))
+    with padded_allocations(monkeypatch) as made:
+        outputs = forward(case, point, inputs)
+        grads = backward(case, point, inputs, output_grads)
+    ours = {buffer.untyped_storage().data_ptr() for buffer, _ in made}
+    fresh = grads if case.mutates else (*outputs, *grads)
+    assert all(t.untyped_storage().data_ptr() in ours for t in fresh), "an output was not allocated by torch.empty"
+    for buffer, numel in made:
+        assert (buffer[:64] == 7).all()
+        assert (buffer[64 + numel :] == 7).all()
+
+
+@every_tiny_point
+def test_views_inside_nan_give_the_same_and_the_bands_stay(case, point, device):
+    inputs = draw(case, point, BF16, device)
+    views = relaid(inputs, offset)
+    expected = forward(case, point, inputs)
+    before = {n: v._base.clone() for n, v in views.items() if v._base is not None}
+    with torch.no_grad():
+        outputs = case.function(**views, **point.options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert_same(outputs, expected)
+    for name, base in before.items():
+        if name in case.mutates:  # the view has changed, what lies around it has not
+            written = expected[case.mutates.index(name)]
+            band = torch.as_strided(base, written.shape, views[name].stride(), views[name].storage_offset())
+            band.copy_(written)
+        assert torch.equal(views[name]._base.view(torch.int16), base.view(torch.int16)), name
+
+
+@pytest.mark.parametrize("how", [offset, transposed])
+@every_tiny_point
+def test_strides_make_no_difference(case, point, how, device):
+    if case.mutates and how is transposed:
+        pytest.skip("written in place, it needs a last stride of 1: test_rope.py")
+    inputs = draw(case, point, BF16, device)
+    outputs = forward(case, point, inputs)
+    output_grads = output_grads_for(outputs)
+    grads = backward(case, point, inputs, output_grads)
+    laid = relaid(inputs, how)
+    if not case.mutates:
+        assert_same(forward(case, point, laid), outputs)
+    assert_same(backward(case, point, laid, tuple(how(g) for g in output_grads)), grads)
+
+
+@every_case
+def test_gradients_that_are_one_number_repeated(case, device):
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, BF16, device)
+    outputs = forward(case, point, inputs)
+    repeated = tuple(torch.ones((), dtype=y.dtype, device=device).expand(y.shape) for y in outputs)
+    dense = tuple(torch.ones_like(y) for y in outputs)
+    assert_same(backward(case, point, inputs, repeated), backward(case, point, inputs, dense))
+
+
+@every_tiny_point
+def test_only_the_gradients_asked_for(case, point, device):
+    inputs = draw(case, point, BF16, device)
+    output_grads = output_grads_for(forward(case, point, inputs))
+    names = grads_of(case, inputs)
+    everything = dict(zip(names, backward(case, point, inputs, output_grads), strict=True))
+    for name in names:
+        assert_same(backward(case, point, inputs, output_grads, [name]), (everything[name],))
+
+
+@every_case
+def test_a_gradient_nobody_asks_for_takes_no_memory(case, device, monkeypatch):
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, BF16, device)
+    names = grads_of(case, inputs)
+    output_grads = output_grads_for(forward(case, point, inputs))
+    taken = {}
+    for asked in (names, *((n,) for n in names)):
+        with padded_allocations(monkeypatch) as made:
+            backward(case, point, inputs, output_grads, asked)
+        taken[asked] = sum(numel for _, numel in made)
+    assert all(taken[(n,)] < taken[names] for n in names if len(names) > 1)
+
+
+@every_case
+def test_a_single_output_that_is_used(case, device):
+    """The gradient of an output that nobody used counts as zero."""
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, torch.float32, device)
+    outputs = forward(case, point, inputs)
+    names = grads_of(case, inputs)
+    for i, output_grad in enumerate(output_grads_for(outputs)):
+        zeros = [torch.zeros_like(y) for y in outputs]
+        zeros[i] = output_grad
+        expected = backward(case, point, inputs, zeros)
+        leaves = {n: t.detach().requires_grad_(n in names) for n, t in inputs.items()}
+        given = {n: t.clone() if n in case.mutates else t for n, t in leaves.items()}
+        results = case.function(**given, **point.options)
+        used = (results if isinstance(results, tuple) else (results,))[i]
+        found = torch.autograd.grad(used, [leaves[n] for n in names], output_grad, allow_unused=True)
+        assert_same([torch.zeros_like(e) if f is None else f for f, e in zip(found, expected, strict=True)], expected)
+
+
+@every_case
+def test_no_graph_where_no_gradient_is_asked_for(case, device):
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, BF16, device)
+    assert all(not y.requires_grad for y in forward(case, point, inputs))
+    if not case.mutates:
+        asking = {n: t.requires_grad_(n in case.grads) for n, t in inputs.items()}
+        assert all(not y.requires_grad for y in forward(case, point, asking))  # under no_grad
+
+
+@every_case
+def test_a_second_run_is_equal_to_the_bit(case, device):
+    assert case.deterministic, "say here why it is not"
+    for point in points(case, ("tiny",) if device.type == "cpu" else ("tiny", "edge", "decode", "sweep")):
+        inputs = draw(case, point, BF16, device)
+        first, second = forward(case, point, inputs), forward(case, point, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        output_grads = output_grads_for(first)
+        first, second = (backward(case, point, inputs, output_grads) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@every_case
+def test_gradients_accumulate_into_leaves(case, device):
+    """x and residual may get one tensor as their gradient: a second backward must not add to it twice."""
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, torch.float32, device)
+    names = grads_of(case, inputs)
+    outputs = forward(case, point, inputs)
+    output_grads = output_grads_for(outputs)
+    expected = backward(case, point, inputs, output_grads)
+    leaves = {n: t.detach().requires_grad_(n in names) for n, t in inputs.items()}
+    for _ in range(2):
+        given = {n: t.clone() if n in case.mutates else t for n, t in leaves.items()}
+        results = case.function(**given, **point.options)
+        torch.autograd.backward(results, output_grads)
+    assert_same([leaves[n].grad for n in names], [2 * g for g in expected])
+
+
+@every_case
+def test_a_derivative_of_a_derivative_is_right_or_an_error(case, device):
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, torch.float32, device)
+    name = grads_of(case, inputs)[0]
+    leaf = inputs[name].requires_grad_()
+    given = {n: t.clone() if n in case.mutates else t for n, t in inputs.items()}
+    outputs = case.function(**given, **point.options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    output_grads = tuple(g.requires_grad_() for g in output_grads_for(outputs))
+    (grad,) = torch.autograd.grad(outputs, [leaf], output_grads, create_graph=True)
+    if not case.name.startswith("rope"):
+        with pytest.raises(RuntimeError, match="gradients of gradients are not supported"):
+            torch.autograd.grad(grad.square().sum(), [leaf])
+        return
+    # A rotation is linear: its derivative is a rotation again, and that of |dq|^2 over dy is 2 dy.
+    found = torch.autograd.grad(grad.square().sum(), [output_grads[0]])
+    torch.testing.assert_close(found[0], 2 * output_grads[0].detach())
+
+
+@every_case
+def test_ops_called_are_rooftiles(case, device):
+    """One op forward and one backward: what a profile of a model shows, and what torch.compile sees."""
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, BF16, device)
+    output_grads = output_grads_for(forward(case, point, inputs))
+    with Calls() as record:
+        backward(case, point, inputs, output_grads)
+    names = [func._schema.name for func, _, _ in record.calls]
+    assert names[0] == f"rooftile::{case.name}"
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "peer"),
+    [pytest.param(case, peer, id=f"{case.name} {peer.name}") for case in CASES for peer in case.peers],
+)
+def test_peers_compute_the_same(case, peer, device):
+    """What a benchmark compares with is the same function: at every point that the peer takes."""
+    compared = 0
+    for point in case.sets["tiny"]:
+        try:
+            function = peer.build(point)
+        except ImportError as error:
+            pytest.skip(f"{peer.name} is not installed: {error}")
+        except Unsupported:
+            continue
+        for direction in ("forward", "backward"):
+            options = {"function": function, "mutates": peer.mutates, "device": device}
+            failed = [row for row in check_point(case, point, torch.float32, direction, **options) if not row.passed]
+            assert not failed, failed
+            compared += 1
+    assert compared
+
+
+@every_case
+def test_inputs_of_another_seed_are_other_inputs(case, device):
+    point = case.sets["tiny"][0]
+    first, again, other = (draw(case, point, BF16, device, seed) for seed in (0, 0, 1))
+    names = [n for n in first if n not in ("cos", "sin")]
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert all(not torch.equal(first[n], other[n]) for n in names)
+
+
+@every_case
+def test_bytes_and_flops_grow_with_the_shape(case):
+    llm = case.sets["llm"]
+    for direction in ("forward", "backward"):
+        for point in llm:
+            inputs = draw(case, point, BF16, torch.device("meta"))
+            least = sum(t.nbytes for n, t in inputs.items() if n not in ("cos", "sin"))
+            assert least < case.nbytes(point, 2, direction) < 4 * least
+            assert case.nbytes(point, 4, direction) == pytest.approx(2 * case.nbytes(point, 2, direction), rel=1e-3)
+            assert case.flops(point, direction) > 0
+
+
+def test_points_have_labels_of_their_own():
+    for case in CASES:
+        for name, found in case.sets.items():
+            labels = [str(point) for point in found]
+            assert len(set(labels)) == len(labels), (case.name, name)
+
+
+@every_case
+def test_a_case_is_a_whole(case):
+    assert {"tiny", "edge", "llm"} <= set(case.sets)
+    assert dataclasses.is_dataclass(case)
+    assert all(set(by) == {"forward", "backward"} for by in case.tolerances.values())
+    assert all(t.reason for by in case.tolerances.values() for t in by.values())

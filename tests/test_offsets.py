@@ -1,0 +1,190 @@
+"""Offsets past 2^31 elements: four rows, 2^30 + 64 apart, over memory that is mapped and mostly never touched.
+
+A larger stride Triton would type as 64-bit by itself, and hide the fault. A copy of each kernel without its 64-bit
+casts is run on the same tensors, to show that they would catch it.
+"""
+
+import importlib.util
+import inspect
+import mmap
+import sys
+
+import pytest
+import torch
+from helpers import BF16, assert_same
+
+import rooftile
+from rooftile import library, runtime
+
+ROWS, STRIDE = 4, 2**30 + 64
+COLS = 48
+BYTES = 2 * (ROWS * STRIDE + COLS)
+
+
+@pytest.fixture
+def far_rows(device):
+    """A function that lays (4, cols) numbers in rows that far apart."""
+    kept = []
+
+    def lay(x):
+        if device.type == "cpu":
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+            try:
+                memory = mmap.mmap(-1, BYTES, flags=flags)
+            except OSError as error:
+                pytest.skip(f"{BYTES >> 30} GiB can't be mapped here: {error}")
+            kept.append(memory)
+            buffer = torch.frombuffer(memory, dtype=BF16)
+        else:
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            if free < 3 * BYTES:
+                pytest.skip(f"needs {3 * BYTES >> 30} GiB of GPU memory")
+            buffer = torch.empty(BYTES // 2, dtype=BF16, device=device)
+        view = buffer.as_strided(x.shape, (STRIDE, 1))
+        view.copy_(x)
+        return view
+
+    return lay
+
+
+def heads(x):
+    """(tokens, 2 heads of 24) as (batch, heads, tokens, head_dim)."""
+    return x.unflatten(1, (2, 24)).transpose(0, 1)[None]
+
+
+def normal(device):
+    return torch.randn(ROWS, COLS, device=device).to(BF16)
+
+
+def angles(device):
+    angle = torch.randn(ROWS, 12, device=device).repeat(1, 2)
+    return angle.cos().to(BF16), angle.sin().to(BF16)
+
+
+def run_rms_norm(lay, device):
+    x, dy, weight = normal(device), normal(device), normal(device)[0]
+    results = []
+    for place in (torch.clone, lay):
+        far = place(x).requires_grad_()
+        w = weight.clone().requires_grad_()
+        y = rooftile.rms_norm(far, w)
+        results.append((y.detach(), *torch.autograd.grad(y, (far, w), place(dy))))
+    return results
+
+
+def run_add_rms_norm(lay, device):
+    x, residual, dy, du = (normal(device) for _ in range(4))
+    results = []
+    for place in (torch.clone, lay):
+        far = x.clone().requires_grad_()
+        y, u = rooftile.add_rms_norm(far, place(residual))
+        results.append((y.detach(), u.detach(), *torch.autograd.grad((y, u), far, (dy, place(du)))))
+    return results
+
+
+def run_rope(lay, device):
+    q, k, dq, dk = (normal(device) for _ in range(4))
+    cos, sin = angles(device)
+    results = []
+    for place in (torch.clone, lay):
+        q_leaf, k_leaf = heads(place(q)).detach().requires_grad_(), heads(k).detach().requires_grad_()
+        outputs = rooftile.rope(q_leaf, k_leaf, cos, sin)
+        grads = torch.autograd.grad(outputs, (q_leaf, k_leaf), (heads(dq), heads(place(dk))))
+        results.append((*(y.detach() for y in outputs), *grads))
+    return results
+
+
+def run_rope_in_place(lay, device):
+    q, k = normal(device), normal(device)
+    cos, sin = angles(device)
+    results = []
+    for place in (torch.clone, lay):
+        far = heads(place(k))
+        results.append(tuple(t.clone() for t in rooftile.rope_(heads(q.clone()), far, cos, sin)))
+    return results
+
+
+def run_silu_mul(lay, device):
+    gate, up, dy = (normal(device) for _ in range(3))
+    results = []
+    for place in (torch.clone, lay):
+        far, near = place(gate).requires_grad_(), up.clone().requires_grad_()
+        y = rooftile.silu_mul(far, near)
+        results.append((y.detach(), *torch.autograd.grad(y, (far, near), place(dy))))
+    return results
+
+
+def run_silu_mul_packed(lay, device):
+    gate_up, dy = normal(device), normal(device)[:, : COLS // 2].contiguous()
+    results = []
+    for place in (torch.clone, lay):
+        far = place(gate_up).requires_grad_()
+        y = rooftile.silu_mul_packed(far)
+        results.append((y.detach(), *torch.autograd.grad(y, far, dy)))
+    return results
+
+
+# Each with the family whose kernels it runs.
+RUNS = {
+    run_rms_norm: "rms_norm",
+    run_add_rms_norm: "rms_norm",
+    run_rope: "rope",
+    run_rope_in_place: "rope",
+    run_silu_mul: "silu_mul",
+    run_silu_mul_packed: "silu_mul",
+}
+every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
+
+
+@every_run
+def test_rows_past_two_to_the_31_are_right(run, far_rows, device):
+    near, far = run(far_rows, device)
+    assert_same(far, near)
+
+
+def kernels(module):
+    """The kernels of a file of ops/, and the helpers that it defines, by name."""
+    return {
+        n: v for n, v in vars(module).items() if getattr(getattr(v, "fn", None), "__module__", "") == module.__name__
+    }
+
+
+def files_with_kernels(family):
+    """The files of a family, be it one or a folder, that launch kernels."""
+    name = f"rooftile.ops.{family}"
+    files = [module for n, module in sys.modules.items() if n == name or n.startswith(f"{name}.")]
+    return [module for module in files if any(n.endswith("_kernel") for n in kernels(module))]
+
+
+def use_kernels_without_int64(module, monkeypatch, tmp_path):
+    """Puts copies of the module's kernels in their place, with every cast to 64 bits struck out."""
+    source = inspect.getsource(module)
+    assert ".to(tl.int64)" in source
+    name = f"narrow_{module.__name__.replace('.', '_')}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(source.replace(".to(tl.int64)", ""))
+    spec = importlib.util.spec_from_file_location(name, path)
+    narrow = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, name, narrow)
+        patch.setattr(library, "define", lambda *args, **kwargs: None)  # ops are registered once
+        spec.loader.exec_module(narrow)
+    assert kernels(narrow).keys() == kernels(module).keys()
+    for kernel_name, kernel in kernels(narrow).items():
+        monkeypatch.setattr(module, kernel_name, kernel)
+
+
+@every_run
+def test_a_kernel_with_offsets_of_32_bits_is_caught(run, far_rows, device, monkeypatch, tmp_path):
+    if runtime.MODE is not runtime.Mode.INTERPRETER:
+        pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")
+    from rooftile.interpreter.memory import OutOfBoundsError
+
+    files = files_with_kernels(RUNS[run])
+    assert files
+    for file in files:
+        use_kernels_without_int64(file, monkeypatch, tmp_path)
+    near = run(torch.clone, device)[0]
+    assert all(torch.isfinite(t).all() for t in near)  # sound where offsets are small
+    with pytest.raises(OutOfBoundsError, match="out of bounds"):
+        run(far_rows, device)

@@ -1,0 +1,259 @@
+"""What PyTorch knows of every op: schema, fake tensors, torch.compile, devices, what is written in place."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import BF16, CASES, Calls, assert_same, backward, draw, forward, grads_of, output_grads_for, with_length
+from torch._dynamo.testing import CompileCounterWithBackend
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def registered():
+    """Names of all ops in the namespace."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.partition("::")[2] for name in names if name.startswith("rooftile::")}
+
+
+def calls(case, device, points=None):
+    """The ops that the case calls, forward and backward, with their arguments: at each tiny point, so in each mode."""
+    for point in case.sets["tiny"] if points is None else points:
+        inputs = draw(case, point, torch.float32, device)
+        output_grads = output_grads_for(forward(case, point, inputs))
+        with Calls() as record:
+            backward(case, point, inputs, output_grads)
+        yield from record.calls
+
+
+@every_case
+def test_opcheck(case, device):
+    for point in case.sets["tiny"]:
+        forward_call, *rest = calls(case, device, [point])
+        checked = [forward_call] if case.name.startswith("rope") else [forward_call, *rest]  # its backward is itself
+        for op, args, _ in checked:
+            torch.library.opcheck(op, args)
+
+
+@every_case
+def test_opcheck_with_gradients(case, device):
+    op, args, _ = next(calls(case, device))
+    if case.mutates:
+        pytest.skip("leaves that require grad can't be written in place: test_rope.py")
+    names = [a.name for a in op._schema.arguments]
+    asking = [a.clone().requires_grad_() if n in case.grads else a for n, a in zip(names, args, strict=True)]
+    torch.library.opcheck(op, tuple(asking))
+
+
+def test_every_registered_op_is_checked(device):
+    called = [op._schema.name for case in CASES for op, _, _ in calls(case, device, case.sets["tiny"][:1])]
+    assert {name.partition("::")[2] for name in called} == registered()
+
+
+@every_case
+def test_fake_results_match_real_ones(case, device):
+    """Shape, dtype and strides, on meta tensors that hold nothing."""
+    for op, args, results in calls(case, device):
+        fakes = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+        if case.mutates and fakes is None:
+            continue
+        results = results if isinstance(results, tuple) else (results,)
+        fakes = fakes if isinstance(fakes, tuple) else (fakes,)
+        for fake, real in zip(fakes, results, strict=True):
+            assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def compiled_step(case, backend, **options):
+    """The function and its gradients, compiled as one graph; and how often it was compiled."""
+    counter = CompileCounterWithBackend(backend)
+
+    def step(inputs):
+        given = {n: t.clone() if n in case.mutates else t for n, t in inputs.items()}
+        outputs = case.function(**given, **options)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    torch._dynamo.reset()
+    return torch.compile(step, backend=counter, fullgraph=True), counter
+
+
+def assert_compiled_agrees(case, point, step, device):
+    inputs = draw(case, point, torch.float32, device)
+    names = grads_of(case, inputs)
+    expected = forward(case, point, inputs)
+    output_grads = output_grads_for(expected)
+    leaves = {n: t.detach().requires_grad_(n in names) for n, t in inputs.items()}
+    outputs = step(leaves)
+    assert_same(outputs, expected)
+    grads = torch.autograd.grad(outputs, [leaves[n] for n in names], output_grads)
+    assert_same(grads, backward(case, point, inputs, output_grads))
+
+
+@every_case
+def test_torch_compile_keeps_one_graph(case, device):
+    for point in case.sets["tiny"]:
+        step, counter = compiled_step(case, "aot_eager", **point.options)
+        assert_compiled_agrees(case, point, step, device)
+        assert counter.frame_count == 1
+
+
+@every_case
+def test_torch_compile_takes_lengths_that_change(case, device):
+    """One graph for the first length, one for all others."""
+    point = case.sets["tiny"][0]
+    step, counter = compiled_step(case, "aot_eager")
+    for length in (5, 8, 13, 32):
+        assert_compiled_agrees(case, with_length(point, length), step, device)
+    assert counter.frame_count == 2
+
+
+@every_case
+def test_torch_compile_without_gradients(case, device):
+    point = case.sets["tiny"][0]
+    step, counter = compiled_step(case, "aot_eager")
+    with torch.no_grad():
+        for length in (5, 8, 13):
+            inputs = draw(case, with_length(point, length), BF16, device)
+            assert_same(step(inputs), forward(case, point, inputs))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("add_rms_norm", "rope_")], ids=lambda case: case.name)
+def test_inductor(case, device):
+    point = case.sets["tiny"][0]
+    step, counter = compiled_step(case, "inductor")
+    assert_compiled_agrees(case, point, step, device)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@every_case
+def test_inductor_on_the_gpu(case, device):
+    for point in case.sets["tiny"]:
+        step, counter = compiled_step(case, "inductor", **point.options)
+        assert_compiled_agrees(case, point, step, device)
+        assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@every_case
+def test_lengths_that_change_compile_no_kernel_again(case, device):
+    import triton
+
+    compiled = []
+
+    def hook(*, fn, **_):
+        compiled.append(fn.name)
+
+    point = case.sets["llm"][0]
+
+    def run(length):
+        shaped = with_length(point, length)
+        inputs = draw(case, shaped, BF16, device)
+        backward(case, shaped, inputs, output_grads_for(forward(case, shaped, inputs)))
+
+    for length in (64, 63, 2048):  # with and without divisibility by 16, as many rows as fill the chip
+        run(length)
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = hook
+    try:
+        for length in (2, 17, 48, 100, 777, 1024):
+            run(length)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
+
+
+@pytest.mark.gpu
+@every_case
+def test_cuda_graphs_capture(case, device):
+    """No synchronisation, no allocation outside the pool, a grid from shapes alone."""
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, BF16, device)
+    given = {n: t.clone() for n, t in inputs.items()}
+    expected = forward(case, point, inputs)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        outputs = case.function(**given, **point.options)
+    for n, t in inputs.items():
+        given[n].copy_(t)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same(outputs if isinstance(outputs, tuple) else (outputs,), expected)
+
+
+@pytest.mark.gpu
+@every_case
+def test_another_device_than_the_current(case):
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs a second GPU")
+    second = torch.device(torch.accelerator.current_accelerator().type, 1)
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, BF16, second)
+    outputs = forward(case, point, inputs)
+    assert all(y.device == second and torch.isfinite(y).all() for y in outputs)
+
+
+@every_case
+def test_inputs_on_two_devices(case, device):
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, BF16, device)
+    for name in list(inputs)[1:]:
+        mixed = {**inputs, name: inputs[name].to("meta")}
+        first = next(iter(inputs))
+        with pytest.raises(
+            ValueError, match=f"{case.name}: {name} is on meta, expected {inputs[first].device} to match {first}"
+        ):
+            case.function(**mixed, **point.options)
+    assert_same(forward(case, point, inputs), forward(case, point, draw(case, point, BF16, device)))
+
+
+@every_case
+def test_dtypes_that_are_not_taken(case, device):
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, torch.float32, device)
+    for name in (n for n, t in inputs.items() if t.is_floating_point()):
+        for dtype in (torch.float64, torch.int32):
+            with pytest.raises(TypeError, match=f"{case.name}: {name} has dtype torch.{str(dtype)[6:]}, expected"):
+                case.function(**{**inputs, name: inputs[name].to(dtype)}, **point.options)
+
+
+@every_case
+def test_autocast_changes_nothing(case, device):
+    point = case.sets["tiny"][0]
+    inputs = draw(case, point, torch.float32, device)
+    expected = forward(case, point, inputs)
+    with torch.autocast(device.type, dtype=BF16):
+        assert_same(forward(case, point, inputs), expected)
+
+
+CPU_CALLS = """
+import torch
+from rooftile.cases import find_cases
+from rooftile.cases.check import generator
+cpu = torch.device("cpu")
+for case in find_cases():
+    point = case.sets["tiny"][0]
+    inputs = case.inputs(point, torch.float32, cpu, generator(cpu, 0))
+    before = {n: t.clone() for n, t in inputs.items()}
+    try:
+        case.function(**inputs, **point.options)
+    except ValueError as error:
+        print(error)
+    assert all(torch.equal(inputs[n], before[n]) for n in inputs)
+"""
+
+
+def test_tensors_on_the_cpu_without_the_interpreter():
+    environment = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "ROOFTILE_COMPILE_TARGET")}
+    run = subprocess.run(
+        [sys.executable, "-c", CPU_CALLS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    expected = [
+        f"{case.name}: {next(iter(case.grads))} is on the CPU, expected a GPU (set TRITON_INTERPRET=1 before the first "
+        "Rooftile op to run on the CPU, slowly)"
+        for case in CASES
+    ]
+    assert run.stdout.splitlines() == expected

@@ -1,0 +1,164 @@
+"""rms_norm: rounding modes, shapes, errors."""
+
+import pytest
+import torch
+from helpers import BF16, Calls, assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rooftile
+from rooftile import runtime
+from rooftile.cases.check import relative_error
+from rooftile.ops.rms_norm import backward, common, forward
+from rooftile.reference import rms_norm as reference
+
+FEW = settings(deadline=None, max_examples=15)
+ERROR_SHAPES = [(4,), (), (8, 2), (2, 8), (1, 8), (9,)]
+
+
+@given(
+    leading=st.lists(st.integers(0, 5), max_size=3),
+    cols=st.integers(1, 70),
+    dtype=st.sampled_from([torch.float32, torch.float16, BF16]),
+    rounding=st.sampled_from(["llama", "gemma", "none"]),
+    offset=st.sampled_from([0.0, 1.0, -0.25]),
+    with_weight=st.booleans(),
+)
+@FEW
+def test_any_leading_shape(leading, cols, dtype, rounding, offset, with_weight):
+    device = rooftile_device()
+    x = torch.randn(*leading, cols, device=device).to(dtype)
+    weight = torch.randn(cols, device=device).to(dtype) if with_weight else None
+    y = rooftile.rms_norm(x, weight, offset=offset, rounding=rounding)
+    assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, dtype, True)
+    expected = reference.rms_norm(x.double(), None if weight is None else weight.double(), offset=offset)
+    assert relative_error(y, expected) <= 2 * torch.finfo(dtype).eps
+
+
+def rooftile_device():
+    from rooftile import runtime
+
+    return runtime.default_device()
+
+
+def test_rounding_modes_differ_where_the_models_do(device):
+    """In bfloat16, to the bit: Llama rounds the row before the weight, Gemma and PyTorch only at the end."""
+    x, weight = torch.randn(64, 128, device=device).to(BF16), torch.randn(128, device=device).to(BF16)
+    llama, gemma, none = (rooftile.rms_norm(x, weight, rounding=r) for r in ("llama", "gemma", "none"))
+    assert torch.equal(gemma, none)
+    assert not torch.equal(llama, gemma)
+    for rounding, y in (("llama", llama), ("gemma", gemma)):
+        expected = reference.eager(x, weight, rounding=rounding)
+        assert (y == expected).float().mean() > 0.995  # a row's statistics may differ in the last bit
+
+
+def test_gemma_offset_is_added_in_float32(device):
+    """1 + 2^-10 is 1 in bfloat16: added there, the weight would be lost."""
+    x = torch.randn(8, 64, device=device).to(BF16)
+    weight = torch.full((64,), 2.0**-10, device=device, dtype=BF16)
+    y = rooftile.rms_norm(x, weight, offset=1.0, rounding="gemma")
+    assert (y == reference.eager(x, weight, offset=1.0, rounding="gemma")).float().mean() > 0.995
+
+
+def test_a_weight_of_another_dtype(device):
+    x = torch.randn(8, 64, device=device).to(BF16).requires_grad_()
+    weight = torch.randn(64, device=device).requires_grad_()
+    y = rooftile.rms_norm(x, weight)
+    assert y.dtype == BF16
+    dx, dw = torch.autograd.grad(y, (x, weight), torch.randn_like(y))
+    assert (dx.dtype, dw.dtype) == (BF16, torch.float32)
+
+
+def test_a_weight_with_strides(device):
+    x, weights = torch.randn(4, 32, device=device), torch.randn(32, 3, device=device)
+    assert_same((rooftile.rms_norm(x, weights[:, 1]),), (rooftile.rms_norm(x, weights[:, 1].contiguous()),))
+
+
+def test_large_and_small_rows_in_half_precision(device):
+    """Squares of 6e4 overflow float16, squares of 1e-5 vanish in it: statistics are float32."""
+    x = torch.randn(4, 64, device=device)
+    for scale in (1e4, 1e-4):
+        half = (x * scale).half()
+        expected = reference.rms_norm(half.double(), eps=1e-12)
+        assert relative_error(rooftile.rms_norm(half, eps=1e-12), expected) < 1e-3
+
+
+def test_dweight_of_many_rows_is_summed_in_float32(device):
+    """A sum in bfloat16 would stop growing at 256 times its terms."""
+    x = torch.ones(4096, 8, device=device, dtype=BF16)
+    weight = torch.ones(8, device=device, dtype=BF16, requires_grad=True)
+    rooftile.rms_norm(x, weight).sum().backward()
+    assert torch.equal(weight.grad, torch.full((8,), 4096.0, device=device, dtype=BF16))
+
+
+def test_frozen_parts_cost_nothing(device):
+    x, weight = torch.randn(8, 64, device=device), torch.randn(64, device=device)
+    for x_asks, weight_asks in ((True, False), (False, True)):
+        y = rooftile.rms_norm(x.clone().requires_grad_(x_asks), weight.clone().requires_grad_(weight_asks))
+        with Calls() as record:
+            y.sum().backward()
+        ((op, _, (dx, dw)),) = record.calls
+        assert op._schema.name == "rooftile::rms_norm_backward"
+        assert (dx.numel() > 0, dw.numel() > 0) == (x_asks, weight_asks)
+
+
+@pytest.mark.parametrize("shape", ERROR_SHAPES, ids=str)
+def test_a_weight_that_does_not_match(shape, device):
+    x, weight = torch.randn(4, 8, device=device), torch.randn(shape, device=device)
+    expected = rf"rms_norm: weight has shape \({', ?'.join(map(str, shape))},?\), expected \(8,\) to match x's last"
+    with pytest.raises(ValueError, match=expected):
+        rooftile.rms_norm(x, weight)
+
+
+def test_other_wrong_arguments(device):
+    x = torch.randn(4, 8, device=device)
+    for shape in ((), (4, 0)):
+        with pytest.raises(ValueError, match=r"rms_norm: x has shape .*, expected at least one dimension"):
+            rooftile.rms_norm(torch.empty(shape, device=device))
+    with pytest.raises(ValueError, match="rms_norm: rounding is 'lama', expected one of llama, gemma, none"):
+        rooftile.rms_norm(x, rounding="lama")
+    with pytest.raises(TypeError, match="positional"):
+        rooftile.rms_norm(x, None, 1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["tile", "loop", "split"])
+@pytest.mark.parametrize("columns", [64, 100, 257])
+def test_every_forward_kernel_gives_the_formula(kernel, columns, device, monkeypatch):
+    """The lengths that the long-row kernels are for cost the interpreter too much: they are given short rows here."""
+    block = 512 if kernel == "split" and runtime.MODE is runtime.Mode.INTERPRETER else 128
+    forced = forward.Config(kernel, 512 if kernel == "tile" else block, num_warps=4, per_multiprocessor=1, stages=2)
+    monkeypatch.setattr(forward, "config", lambda *_: forced)
+    x, residual = torch.randn(2, 9, columns, device=device)
+    weight = torch.randn(columns, device=device)
+    torch.testing.assert_close(rooftile.rms_norm(x, weight), reference.rms_norm(x, weight))
+    y, u = rooftile.add_rms_norm(x, residual, weight, offset=1.0, rounding="gemma")
+    torch.testing.assert_close(u, x + residual)
+    torch.testing.assert_close(y, reference.rms_norm(x + residual, weight, offset=1.0))
+
+
+@pytest.mark.parametrize("kernel", ["tile", "split"])
+@pytest.mark.parametrize("columns", [64, 100, 257])
+def test_every_backward_kernel_gives_the_gradients(kernel, columns, device, monkeypatch):
+    block = 512 if kernel == "tile" or runtime.MODE is runtime.Mode.INTERPRETER else 128
+    monkeypatch.setattr(backward, "config", lambda *_: backward.Config(kernel, block, 4, 1))
+    x, residual, dy, du = torch.randn(4, 9, columns, device=device)
+    weight = torch.randn(columns, device=device)
+    leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+    y, u = rooftile.add_rms_norm(*leaves)
+    ours = torch.autograd.grad((y, u), leaves, (dy, du))
+    leaves = [t.double().requires_grad_() for t in (x, residual, weight)]
+    u = leaves[0] + leaves[1]
+    theirs = torch.autograd.grad((reference.rms_norm(u, leaves[2]), u), leaves, (dy.double(), du.double()))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_splits_fill_the_grid_and_cover_the_row():
+    assert common.split_evenly(131072, 4096, 528) == (33, 3984)  # 16 rows of 33, where 16 of 32 leave 16 programs idle
+    for columns in (16385, 65536, 65537, 131072, 200000):
+        splits, each = common.split_evenly(columns, 2048, 528)
+        assert splits * each >= columns
+        assert each <= 2048
+        assert each % 16 == 0
+    with pytest.raises(ValueError, match="last dimension of 5000, expected at most 4096"):
+        common.split_evenly(5000, 2048, 2)
