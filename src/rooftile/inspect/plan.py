@@ -1,0 +1,139 @@
+"""What to compile, and what came of it: the records that pass between `rooftile inspect` and its worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from rooftile.cases import Direction, OpCase, Point
+from rooftile.cases.check import DIRECTIONS, NAMES
+from rooftile.runtime import Target
+
+# Not `edge` and `softmax`: each awkward size is a kernel of its own, together minutes, and none is a model's.
+SETS = ("tiny", "llm", "sweep", "prefill", "decode", "gemm")
+Verdict = Literal["PASS", "FAIL", "excluded"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One call: an op at a point, in a dtype (`"fp32"`, `"fp16"`, `"bf16"`) and a direction.
+
+    `source` is the module whose `CASES` (or registry) the worker finds the op in.
+    """
+
+    op: str
+    point: Point
+    dtype: str
+    direction: Direction
+    source: str = "rooftile.cases"
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Task:
+        return Task(**{**fields, "point": Point(**fields["point"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel.
+
+    Attributes:
+        hash: Triton's own: two launches with one hash share the binary.
+        constants: its `tl.constexpr` arguments and those that Triton made constant.
+        signature: the types of its arguments; those divisible by 16 end in ":16".
+        registers, stack, spills, shared, load, store: see `rooftile.inspect.resources.Resources`.
+        compile_ms: the first call, from the launcher to the binary, with nothing cached.
+    """
+
+    hash: str
+    name: str
+    constants: dict[str, Any]
+    signature: dict[str, str]
+    num_warps: int
+    num_stages: int
+    num_ctas: int
+    threads: int
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    load: str
+    store: str
+    compile_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A kernel as one op uses it, with the points that share it; or, without a kernel, why there is none.
+
+    `log` is what the compiler printed where it failed.
+    """
+
+    arch: str
+    op: str
+    direction: str
+    dtype: str
+    points: tuple[str, ...]
+    kernel: Kernel | None
+    verdict: Verdict
+    message: str = ""
+    log: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        row = dataclasses.asdict(self)
+        return {**{k: v for k, v in row.items() if k != "kernel"}, **(row["kernel"] or {})}
+
+
+def faults(kernel: Kernel, target: Target, allowed_spills: int = 0) -> list[str]:
+    """Why the kernel can't be launched on the target, or shouldn't be; empty where all is well."""
+    found = []
+    if kernel.spills > allowed_spills:
+        found.append(f"spills {kernel.spills} bytes of registers, {allowed_spills} allowed")
+    if kernel.shared > target.shared_memory:
+        found.append(f"takes {kernel.shared} bytes of shared memory, a block has {target.shared_memory}")
+    if kernel.threads > target.max_threads:
+        found.append(f"takes {kernel.threads} threads, a block has {target.max_threads}")
+    return found
+
+
+def _distinct(points: Iterable[Point]) -> list[Point]:
+    return list({f"{sorted(p.dims.items())} {sorted(p.options.items())}": p for p in points}.values())
+
+
+def _real_points(case: OpCase, sets: Sequence[str]) -> list[Point]:
+    """The case's points of real sizes, and each way of calling the op (as its tiny points do) at the first of them."""
+    real = [p for name in sets if name != "tiny" for p in case.sets.get(name, ())]
+    modes = [p.options for p in case.sets.get("tiny", ())] if "tiny" in sets else []
+    return _distinct([*real, *(dataclasses.replace(p, options={**p.options, **o}) for p in real[:1] for o in modes)])
+
+
+def plan(
+    cases: Iterable[OpCase],
+    *,
+    sets: Sequence[str] = SETS,
+    dtypes: Sequence[torch.dtype] | None = None,
+    directions: Sequence[Direction] = DIRECTIONS,
+    source: str = "rooftile.cases",
+) -> list[Task]:
+    """The calls of those cases that are to be compiled.
+
+    Real sizes are taken in all of the case's dtypes, or in those given; tiny ones, which are there for their options
+    and layouts, in the last of them.
+    """
+    tasks = []
+    for case in cases:
+        chosen = [dtype for dtype in case.dtypes if dtypes is None or dtype in dtypes]
+        for dtype in chosen:
+            tiny = case.sets.get("tiny", ()) if "tiny" in sets and dtype == chosen[-1] else ()
+            tasks += [
+                Task(case.name, point, NAMES[dtype], direction, source)
+                for point in _distinct([*tiny, *_real_points(case, sets)])
+                for direction in directions
+                if direction == "forward" or case.grads
+            ]
+    return tasks

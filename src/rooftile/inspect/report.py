@@ -1,0 +1,181 @@
+"""`rooftile inspect`: every kernel on every target, as tables and as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rooftile import __version__
+from rooftile.cases import OpCase
+from rooftile.inspect.compiling import compile_on
+from rooftile.inspect.plan import Row, Task, plan
+
+_STYLES = {"PASS": "green", "FAIL": "bold red", "excluded": "yellow"}
+
+
+def inspect_all(cases: Sequence[OpCase], archs: Sequence[str], console: Console) -> list[Row]:
+    """Every call of those cases, compiled for those targets; on a terminal, with a progress bar.
+
+    A process compiles for one target. Each target has one process a dtype: dtypes share no kernels, and so the cores
+    are kept busy to the end.
+    """
+    tasks: dict[str, list[Task]] = {}
+    for task in plan(cases):
+        tasks.setdefault(task.dtype, []).append(task)
+    jobs = [(arch, some) for arch in archs for some in tasks.values()]
+    by_name = {case.name: case for case in cases}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
+    ):
+        bars = {arch: progress.add_task(arch, total=sum(map(len, tasks.values()))) for arch in archs}
+
+        def compile_job(job: tuple[str, list[Task]]) -> list[Row]:
+            arch, some = job
+            return compile_on(arch, some, by_name, lambda: progress.advance(bars[arch]))
+
+        rows: list[Row] = []
+        for found in pool.map(compile_job, jobs):
+            rows += [row for row in found if row.verdict != "excluded" or row not in rows]  # said once, not by dtype
+    order = list(by_name)
+    return sorted(rows, key=lambda r: (archs.index(r.arch), order.index(r.op), r.direction != "forward"))
+
+
+def _short(points: Sequence[str]) -> str:
+    return ", ".join(points[:2]) + (f" and {len(points) - 2} more" if len(points) > 2 else "")
+
+
+def _reason(row: Row) -> str:
+    """What says most: the last line of the error, below the source it quotes, and the log's last that is an error."""
+    said = [line.strip() for line in row.message.splitlines() if line.strip()]
+    logged = [line.strip() for line in row.log.splitlines() if re.search("error|assert|fatal", line, re.IGNORECASE)]
+    return ": ".join(said[-1:] + logged[-1:])
+
+
+def _styled(verdict: str) -> str:
+    return f"[{_STYLES[verdict]}]{verdict}[/]"
+
+
+def _table(rows: Sequence[Row], arch: str) -> Table:
+    table = Table(
+        title=f"{arch}: compiled, never run", title_justify="left", header_style="bold",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for name in ("op", "direction", "kernel", "dtype"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("points", overflow="fold")
+    for name in ("warps", "stages", "registers", "spills", "shared", "threads", "load", "store", "compile ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        k = row.kernel
+        figures: tuple[Any, ...] = ("",) * 9
+        if k is not None:
+            figures = (
+                k.num_warps, k.num_stages, k.registers, k.spills, k.shared, k.threads, k.load, k.store,
+                f"{k.compile_ms:.0f}",
+            )  # fmt: skip
+        name = k.name if k else ""
+        table.add_row(
+            row.op, row.direction, name, row.dtype, escape(_short(row.points)), *map(str, figures), _styled(row.verdict)
+        )
+    return table
+
+
+def _summary(rows: Sequence[Row]) -> Table:
+    table = Table(
+        title="Of each target, compiled and never run", title_justify="left", header_style="bold",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    table.add_column("target", no_wrap=True)
+    most = ("most registers", "most spills", "most shared")
+    for name in ("kernels", *most, "median compile ms", "longest", "all, s", "failed rows"):
+        table.add_column(name, justify="right")
+    for arch in dict.fromkeys(row.arch for row in rows):
+        kernels = list({r.kernel.hash: r.kernel for r in rows if r.arch == arch and r.kernel}.values())
+        failed = sum(r.verdict == "FAIL" for r in rows if r.arch == arch)
+        figures: tuple[Any, ...] = ("",) * 6
+        if kernels:
+            times = sorted(k.compile_ms for k in kernels)
+            figures = (
+                max(k.registers for k in kernels),
+                max(k.spills for k in kernels),
+                max(k.shared for k in kernels),
+                f"{times[len(times) // 2]:.0f}",
+                f"{times[-1]:.0f}",
+                f"{sum(times) / 1e3:.1f}",
+            )
+        table.add_row(arch, str(len(kernels)), *map(str, figures), f"[bold red]{failed}[/]" if failed else "0")
+    return table
+
+
+def _findings(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.verdict == "PASS":
+            continue
+        kernel = row.kernel.name if row.kernel else ""
+        what = " ".join(filter(None, (row.arch, row.op, row.direction, row.dtype, kernel, _short(row.points))))
+        yield f"{_styled(row.verdict)} {escape(what)}: {escape(_reason(row))}"
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """A table for each target, then what failed or was excluded and why, then a line for each target."""
+    tables = [_table([r for r in rows if r.arch == arch], arch) for arch in dict.fromkeys(r.arch for r in rows)]
+    tables.append(_summary(rows))
+    if not console.is_terminal:  # a file is as wide as its lines
+        options = console.options.update(width=1000)
+        console.width = max(console.width, *(Measurement.get(console, options, t).maximum for t in tables))
+    for table in tables[:-1]:
+        console.print(table)
+    console.print(
+        "points: the cases that share the kernel. registers: 32-bit, a thread's. spills: bytes of them in local "
+        "memory, as they stand in the code. shared: bytes a block takes. load, store: bytes of the widest access to "
+        "global memory. compile ms: the first call, nothing cached, other compilations beside it; the first of a "
+        "process bears Triton's own start.",
+        style="dim",
+    )
+    for finding in _findings(rows):
+        console.print(finding, highlight=False, soft_wrap=True)
+    console.print(tables[-1])
+    verdicts = Counter(row.verdict for row in rows)
+    excluded = f", {verdicts['excluded']} excluded" if verdicts["excluded"] else ""
+    console.print(
+        f"{verdicts['PASS']}/{verdicts['PASS'] + verdicts['FAIL']} passed{excluded}",
+        style="bold red" if verdicts["FAIL"] else "bold green",
+        highlight=False,
+    )
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """{"meta": {...}, "rows": [...]}: a row for each op, direction, dtype and kernel."""
+    import triton
+
+    meta = {
+        "rooftile": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "note": "compiled, never run",
+    }
+    return {"meta": meta, "rows": [row.as_json() for row in rows]}
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,118 @@
+"""`python -m rooftile.inspect.worker`: compiles what it reads on its standard input, for ROOFTILE_COMPILE_TARGET.
+
+One JSON task a line comes in. JSON lines go out, for each task {"begin": number, "logged": bytes of standard error},
+then {"kernel": {...}} for each new kernel, then {"done": number, "kernels": [[direction, hash], ...]}, with "error" and
+"log" where it failed. Some compiler failures abort the process: the parent knows from "begin" which task it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from rooftile import runtime
+from rooftile.cases import Direction, OpCase, all_cases
+from rooftile.cases.check import DTYPES, as_tuple
+from rooftile.inspect import driver
+from rooftile.inspect.plan import Kernel, Task
+from rooftile.inspect.resources import resources
+
+# The slowest kernel known takes seconds: one that takes this long would never end.
+_TASK_SECONDS = 300
+
+
+class _Recorder:
+    """Keeps what is launched: each kernel once, and for the running task the hashes it used."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Kernel] = {}
+        self.fresh: list[Kernel] = []
+        self.used: dict[tuple[Direction, str], None] = {}
+        self.direction: Direction = "forward"
+
+    def launched(self, compiled: Any, seconds: float) -> None:
+        if compiled.hash not in self.kernels:
+            kernel = _kernel(compiled, 1e3 * seconds)
+            self.kernels[compiled.hash] = kernel
+            self.fresh.append(kernel)
+        self.used[self.direction, compiled.hash] = None
+
+
+def _kernel(compiled: Any, compile_ms: float) -> Kernel:
+    src, metadata = compiled.src, compiled.metadata
+    names = src.fn.arg_names
+    constants = {names[k[0]]: v for k, v in src.constants.items() if len(k) == 1}
+    divisible = {names[k[0]] for k, attrs in src.attrs.items() if len(k) == 1 and ["tt.divisibility", 16] in attrs}
+    return Kernel(
+        hash=compiled.hash,
+        name=src.fn.__name__,
+        constants={n: v if isinstance(v, int | float | str | None) else str(v) for n, v in constants.items()},
+        signature={n: t + (":16" if n in divisible else "") for n, t in src.signature.items() if t != "constexpr"},
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        num_ctas=getattr(metadata, "num_ctas", 1),
+        threads=metadata.num_warps * metadata.target.warp_size,
+        compile_ms=round(compile_ms, 2),
+        **dataclasses.asdict(resources(compiled)),
+    )
+
+
+def _find(task: Task) -> OpCase:
+    if task.source == "rooftile.cases":
+        return all_cases()[task.op]
+    return next(c for c in importlib.import_module(task.source).CASES if c.name == task.op)
+
+
+def _call(task: Task, recorder: _Recorder) -> None:
+    case = _find(task)
+    inputs = case.inputs(task.point, DTYPES[task.dtype], torch.device("meta"), torch.Generator())
+    grads = [n for n in case.grads if n in inputs] if task.direction == "backward" else []
+    leaves = {n: t.detach().requires_grad_(n in grads) for n, t in inputs.items()}
+    given = {n: t.clone() if n in case.mutates else t for n, t in leaves.items()}
+    recorder.direction = "forward"
+    outputs = as_tuple(case.function(**given, **task.point.options))
+    if grads:
+        recorder.direction = "backward"
+        torch.autograd.grad(outputs, [leaves[n] for n in grads], [torch.empty_like(o) for o in outputs])
+    if not any(direction == task.direction for direction, _ in recorder.used):
+        raise RuntimeError("no kernel was launched")
+
+
+def main() -> None:
+    # What Triton and its tools print must not mix with the answers: it joins what they write to standard error.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    recorder = _Recorder()
+    driver.install(runtime.target(torch.device("meta")), recorder.launched)
+
+    def answer(**fields: Any) -> None:
+        print(json.dumps(fields), file=answers)
+
+    for number, line in enumerate(sys.stdin):
+        task = Task.from_json(json.loads(line))
+        logged = os.fstat(2).st_size
+        answer(begin=number, logged=logged)
+        recorder.used, recorder.fresh = {}, []
+        error = {}
+        faulthandler.dump_traceback_later(_TASK_SECONDS, exit=True)
+        try:
+            _call(task, recorder)
+        except Exception as e:
+            sys.stdout.flush()
+            printed = os.pread(2, 20_000, logged).decode(errors="replace")
+            error = {"error": f"{type(e).__name__}: {e}", "log": printed}
+        faulthandler.cancel_dump_traceback_later()
+        for kernel in recorder.fresh:
+            answer(kernel=dataclasses.asdict(kernel))
+        answer(done=number, kernels=list(recorder.used), **error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Compiling without a GPU: every op for every target, and that what is wrong with a kernel is found."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import broken_kernels
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rooftile import cli
+from rooftile.cases import Point, all_cases, find_cases
+from rooftile.inspect import Task, compile_case, compile_on, faults, plan, report
+from rooftile.runtime import TARGETS
+
+BROKEN = {case.name: case for case in broken_kernels.CASES}
+BROKEN_ON = {
+    "sm_86": (
+        "type error", "good", "spilling", "spilling as allowed", "abort", "no kernel", "grid", "shared",
+        "good after all", "excluded",
+    ),
+    "sm_90": ("shared", "specialized", "descriptors", "gluon"),
+    "gfx942": ("good", "spilling on AMD", "threads"),
+}  # fmt: skip
+
+
+@functools.cache
+def broken(arch):
+    """By name, the rows of those broken kernels that are compiled for the target: once, for all tests."""
+    cases = [BROKEN[name] for name in BROKEN_ON[arch]]
+    rows = compile_on(arch, plan(cases, source=broken_kernels.__name__), BROKEN)
+    return {case.name: [row for row in rows if row.op == case.name] for case in cases}
+
+
+def failures(rows):
+    return [f"{r.arch} {r.op} {r.direction} {r.dtype} {r.points}: {r.message}" for r in rows if r.verdict == "FAIL"]
+
+
+# Every op on every target
+
+
+def test_every_op_compiles_for_sm_90_at_real_shapes_and_with_every_option():
+    tasks = plan(find_cases(), sets=("tiny", "llm"), dtypes=[torch.bfloat16])
+    rows = compile_on("sm_90", tasks)
+    assert not failures(rows)
+    assert {(r.op, r.direction) for r in rows} >= {(t.op, t.direction) for t in tasks}
+
+
+@pytest.mark.parametrize("arch", [a for a in TARGETS if a != "sm_90"])
+def test_every_op_compiles_for_every_target(arch):
+    first = [dataclasses.replace(c, sets={"llm": c.sets["llm"][:1]}) for c in find_cases()]
+    tasks = plan(first, dtypes=[torch.bfloat16])
+    rows = compile_on(arch, tasks)
+    assert not failures(rows)
+    compiled = {(r.op, r.direction) for r in rows if r.kernel}
+    assert compiled >= {(t.op, t.direction) for t in tasks if arch not in all_cases()[t.op].excluded}
+
+
+def test_a_plan_has_every_option_at_a_real_size():
+    for case in find_cases():
+        size = case.sets["llm"][0]
+        planned = [t.point for t in plan([case]) if t.point.dims == size.dims]
+        for tiny in case.sets["tiny"]:
+            assert {**size.options, **tiny.options} in [p.options for p in planned]
+
+
+# Lengths
+
+LENGTHS = (1, 2, 15, 16, 17, 1024, 4097)
+
+
+def _lengths(case):
+    """The case's real and decode shapes at other lengths: rows, or tokens and batches."""
+    for base in (case.sets["llm"][0], case.sets["decode"][0]):
+        if "rows" in base.dims:
+            grid = [{"rows": n} for n in LENGTHS]
+        else:
+            grid = [{"seq_len": n, "batch": b} for n, b in itertools.product(LENGTHS, (1, 2))]
+        for lengths in grid:
+            if base.dims.get("positions"):
+                lengths["position_batch"] = lengths["batch"]
+            yield Point(" ".join(f"{k}={v}" for k, v in lengths.items()), {**base.dims, **lengths}, base.options)
+
+
+def recompilations(rows):
+    """Kernels that differ from another in nothing but the lengths they were called with."""
+    by_config = {}
+    for row in rows:
+        k = row.kernel
+        chosen = {name: value for name, value in k.constants.items() if name.isupper()}
+        config = (row.op, row.direction, k.name, json.dumps(chosen, sort_keys=True), k.num_warps, k.num_stages)
+        by_config.setdefault(config, []).append((row.points[0], k.signature))
+    return {config: kernels for config, kernels in by_config.items() if len(kernels) > 1}
+
+
+def test_a_length_that_changes_recompiles_no_kernel():
+    tasks = [Task(c.name, p, "bf16", d) for c in find_cases() for p in _lengths(c) for d in ("forward", "backward")]
+    rows = compile_on("sm_90", tasks)
+    assert not failures(rows)
+    assert not recompilations(rows)
+
+
+def test_a_kernel_that_is_specialized_on_a_length_is_found():
+    assert len(recompilations(broken("sm_90")["specialized"])) == 1
+
+
+# What is wrong with a kernel
+
+
+def test_spills_fail_but_for_those_that_the_case_allows():
+    (good,), (spilling,), (allowed,) = (broken("sm_86")[n] for n in ("good", "spilling", "spilling as allowed"))
+    assert (good.verdict, good.kernel.spills, good.kernel.stack) == ("PASS", 0, 0)
+    assert (spilling.verdict, allowed.verdict) == ("FAIL", "PASS")
+    assert spilling.kernel.spills > 0
+    assert spilling.kernel.stack > 0
+    assert f"spills {spilling.kernel.spills} bytes" in spilling.message
+    assert allowed.kernel == spilling.kernel
+    assert not faults(spilling.kernel, TARGETS["sm_86"], spilling.kernel.spills)
+    assert faults(spilling.kernel, TARGETS["sm_86"], spilling.kernel.spills - 1)
+
+
+def test_amd_resources_are_read_from_the_assembly():
+    (spilling,), (good,) = broken("gfx942")["spilling on AMD"], broken("gfx942")["good"]
+    assert (spilling.verdict, good.verdict) == ("FAIL", "PASS")
+    assert spilling.kernel.spills > 0
+    assert spilling.kernel.registers == 64  # as many as eight waves leave each
+    assert (good.kernel.spills, good.kernel.stack, good.kernel.threads) == (0, 0, 256)
+    assert 0 < good.kernel.registers < 64
+
+
+def test_shared_memory_is_held_to_the_chip_it_is_compiled_for():
+    (large,), (small,) = broken("sm_90")["shared"], broken("sm_86")["shared"]
+    assert TARGETS["sm_86"].shared_memory < small.kernel.shared
+    assert small.verdict == "FAIL"
+    assert "shared memory" in small.message
+    assert large.kernel.shared <= TARGETS["sm_90"].shared_memory
+    assert large.verdict == "PASS"
+
+
+def test_threads_are_held_to_what_a_block_has():
+    (row,) = broken("gfx942")["threads"]
+    assert row.kernel.threads == 2048
+    assert row.verdict == "FAIL"
+    assert "2048 threads" in row.message
+
+
+def test_the_widest_access_to_memory_is_read_from_the_code():
+    for arch in ("sm_86", "gfx942"):
+        (row,) = broken(arch)["good"]  # 16 bytes a thread: 1024 elements of bfloat16 over 128 threads, or 8 over 256
+        assert (row.kernel.load, row.kernel.store) == (("16", "16") if arch == "sm_86" else ("8", "8"))
+    (row,) = broken("sm_90")["descriptors"]
+    assert (row.kernel.load, row.kernel.store) == ("TMA", "TMA")
+
+
+def test_gluon_kernels_are_caught():
+    (row,) = broken("sm_90")["gluon"]
+    assert (row.verdict, row.kernel.name, row.kernel.load, row.kernel.threads) == ("PASS", "_gluon_kernel", "16", 128)
+
+
+def test_a_failed_or_crashed_compilation_is_a_row_and_the_rest_goes_on():
+    rows = broken("sm_86")
+    for name, why in (("type error", "acc"), ("abort", "SIGABRT"), ("no kernel", "no kernel"), ("grid", "70000")):
+        (row,) = [r for r in rows[name] if r.verdict == "FAIL"]
+        assert row.points == tuple(p.label for p in BROKEN[name].sets["llm"])
+        assert row.kernel is None
+        assert why in row.message
+    assert [r.verdict for r in rows["good"] + rows["good after all"]] == ["PASS", "PASS"]
+    assert [(r.verdict, r.message) for r in rows["excluded"]] == [("excluded", "this chip has no such thing")]
+
+
+def test_a_worker_that_cannot_begin_fails_every_task():
+    (row,) = compile_on("sm_91", plan([BROKEN["good"]]), {"good": BROKEN["good"]})
+    assert (row.verdict, row.points) == ("FAIL", ("16 rows", "100 rows"))
+    assert "sm_91" in row.log
+
+
+def test_one_call_can_be_compiled_alone_and_never_out_of_a_cache():
+    case = BROKEN["good"]
+    (row,) = compile_case(case, case.sets["llm"][0], arch="sm_86", source=broken_kernels.__name__)
+    (before,) = broken("sm_86")["good"]
+    assert row.kernel.hash == before.kernel.hash
+    assert min(row.kernel.compile_ms, before.kernel.compile_ms) > 10, "no compiler is that quick"
+
+
+# The command
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["inspect", *arguments])
+
+
+def test_the_command_shows_and_writes_every_kernel(tmp_path, monkeypatch):
+    case = all_cases()["silu_mul"]
+    bf16 = {torch.bfloat16: case.tolerances[torch.bfloat16]}
+    small = dataclasses.replace(case, sets={"llm": case.sets["llm"][:1]}, tolerances=bf16)
+    monkeypatch.setattr(cli, "_cases", lambda ops: [small])
+    result = run("silu_mul", "--arch", "sm_86", "--arch", "gfx942", "--json", str(tmp_path / "new" / "rows.json"))
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "new" / "rows.json").read_text())
+    assert written["meta"]["note"] == "compiled, never run"
+    found = [(r["arch"], r["op"], r["direction"], r["dtype"], r["verdict"]) for r in written["rows"]]
+    expected = itertools.product(("sm_86", "gfx942"), ("silu_mul",), ("forward", "backward"), ("bf16",), ("PASS",))
+    assert found == list(expected)
+    for row in written["rows"]:
+        assert f"{row['arch']}: compiled, never run" in result.output
+        assert row["threads"] == row["num_warps"] * (64 if row["arch"] == "gfx942" else 32)
+        assert 0 < row["registers"] <= 512
+        assert row["compile_ms"] > 10
+        assert row["name"] in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "closing"),
+    [("good", 0, "1/1"), ("spilling", 1, "0/1"), ("type error", 1, "0/1"), ("excluded", 0, "0/0 passed, 1 excluded")],
+)
+def test_the_exit_code_says_whether_all_passed(monkeypatch, name, code, closing):
+    monkeypatch.setattr(cli, "_cases", lambda ops: [BROKEN[name]])
+    monkeypatch.setattr(report, "inspect_all", lambda cases, archs, console: broken("sm_86")[name])
+    result = run(name)
+    assert result.exit_code == code, result.output
+    assert closing in result.output
+    assert all(row.message.splitlines()[-1].strip() in result.output for row in broken("sm_86")[name] if row.message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(("--arch", "sm_75"), "sm_120"), (("no_such_op",), "rms_norm"), (("rms_norm", "--all"), "--all")],
+)
+def test_wrong_arguments_are_refused_and_the_right_ones_named(arguments, named):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert named in result.output
