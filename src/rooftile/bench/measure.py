@@ -1,0 +1,251 @@
+"""Measuring the implementations of one op at one point against each other and against a copy of the same bytes.
+
+Inputs are standard normal and rotate through enough copies that none is found in the L2 cache. The implementations take
+turns in rounds, in an order that is drawn anew for each round, so that a clock that drifts hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rooftile.bench import rows
+from rooftile.bench.timer import FLUSH, Block, Call, Clock
+from rooftile.bench.variants import Variant
+from rooftile.cases import Direction, OpCase, Point
+from rooftile.cases.check import as_tuple
+from rooftile.cases.draw import normal
+
+ROOF = "copy"  # the name of the roof among the implementations
+
+WORK = 2 << 30  # bytes of one pass: half a millisecond on the fastest chips, where starting a graph takes 4 us
+MOST_COPIES = 64  # of a small input; what these leave in the L2 cache is flushed between two passes
+SHARE = 0.25  # of the free memory
+ROUNDS = 10
+HOST_CALLS = 30
+HOST_BACKLOG = 0.02  # seconds of device work that the host may run ahead by, while it is timed
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How long to measure: at most `warmup` passes before and `iters` after, and about `seconds` of device time for
+    each implementation."""
+
+    warmup: int = 50
+    iters: int = 200
+    seconds: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What was measured of one implementation; `samples` are seconds a call."""
+
+    samples: tuple[float, ...]
+    host_us: float
+    peak_bytes: int
+    method: str
+    calls: int
+
+    @property
+    def us(self) -> tuple[float, float, float]:
+        """Median, 20th and 80th percentile in microseconds."""
+        median, low, high = rows.spread(self.samples)
+        return 1e6 * median, 1e6 * low, 1e6 * high
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSet:
+    """The inputs of one call, and for a backward the gradients of its outputs."""
+
+    tensors: Mapping[str, Tensor]
+    output_grads: tuple[Tensor, ...]
+
+
+def draw(
+    case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, device: torch.device, seed: int
+) -> InputSet:
+    numbers = torch.Generator(device).manual_seed(seed)
+    tensors = case.inputs(point, dtype, device, numbers)
+    if direction == "forward":
+        return InputSet(tensors, ())
+    on_meta = {n: t.to("meta") for n, t in tensors.items()}
+    shapes = [tuple(y.shape) for y in as_tuple(case.reference(**on_meta, **point.options))]
+    return InputSet(tensors, tuple(normal(shape, dtype, device, numbers) for shape in shapes))
+
+
+def bind(variant: Variant, case: OpCase, point: Point, direction: Direction, given: InputSet) -> Call:
+    """One call of the implementation, with nothing left to prepare; a backward's forward is run here.
+
+    What the implementation overwrites is copied here, once: it then overwrites its own copy again and again.
+    """
+    assert variant.function is not None
+    if direction == "forward":
+        own = {n: t.clone() if n in variant.mutates else t for n, t in given.tensors.items()}
+        return functools.partial(variant.function, **own, **point.options)
+    grads = [n for n in case.grads if n in given.tensors]
+    # Views of the same memory, so that the rotation is held once for all implementations.
+    leaves = {n: t.detach().requires_grad_(n in grads) for n, t in given.tensors.items()}
+    own = {n: t.clone() if n in variant.mutates else t for n, t in leaves.items()}
+    outputs = as_tuple(variant.function(**own, **point.options))
+    wanted = [leaves[n] for n in grads]
+    return functools.partial(torch.autograd.grad, outputs, wanted, given.output_grads, retain_graph=True)
+
+
+def rotation(nbytes: int, l2: int, held: int, free: int) -> int:
+    """How many input sets a pass goes through.
+
+    Args:
+        nbytes: what one call moves.
+        l2: the L2 cache; a pass and the flush before it cover it four times over, in any case.
+        held: bytes of memory that each set costs, over all implementations.
+        free: bytes of memory that there are.
+    """
+    wanted = math.ceil(max(WORK, FLUSH * l2) / max(1, nbytes))
+    return max(1, min(wanted, MOST_COPIES, int(SHARE * free / max(1, held))))
+
+
+def host_seconds(call: Call, clock: Clock) -> float:
+    """Median time of a call on the host, which runs ahead of the device."""
+    clock.synchronize()
+    start = time.perf_counter()
+    call()
+    clock.synchronize()
+    whole = time.perf_counter() - start
+    taken = []
+    for _ in range(max(5, min(HOST_CALLS, int(HOST_BACKLOG / whole)))):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    clock.synchronize()
+    return statistics.median(taken)
+
+
+def copy_calls(nbytes: int, copies: int, device: torch.device) -> list[Call]:
+    """Copies that read and write `nbytes` together, each between tensors of its own."""
+    half = max(1, nbytes // 4)
+    sources = [torch.randn(half, device=device, dtype=torch.float16) for _ in range(copies)]
+    return [functools.partial(torch.empty_like(x).copy_, x) for x in sources]
+
+
+def interleave(
+    blocks: Mapping[str, Block], clock: Clock, effort: Effort, order: random.Random
+) -> Iterator[tuple[str, list[float] | Exception]]:
+    """Samples of each block in seconds a call, or what it raised; taken in rounds, each in an order of its own."""
+    failed: dict[str, Exception] = {}
+
+    def sample(name: str, passes: int) -> list[float]:
+        try:
+            readings = [blocks[name].enqueue() for _ in range(passes)]
+            clock.synchronize()
+            return [read() for read in readings]
+        except Exception as error:
+            failed[name] = error
+            return []
+
+    taken: dict[str, list[float]] = {name: [] for name in blocks}
+    passes: dict[str, int] = {}
+    for name, block in blocks.items():
+        first = sample(name, 2 if clock.measures else 1)
+        seconds = max(1e-9, first[-1] * block.calls) if first else 1.0
+        passes[name] = max(1, min(effort.iters, math.ceil(effort.seconds / seconds)))
+        if clock.measures:
+            sample(name, min(effort.warmup, passes[name] // 4))
+    rounds = min(ROUNDS, max(passes.values(), default=0))
+    for i in range(rounds):
+        for name in order.sample(list(blocks), len(blocks)):
+            # The rounds share the passes out evenly: each takes up to its share of the whole.
+            due = passes[name] * (i + 1) // rounds - passes[name] * i // rounds
+            if name not in failed and due:
+                taken[name] += sample(name, due)
+    for name in blocks:
+        yield name, failed[name] if name in failed else taken[name]
+
+
+@dataclasses.dataclass
+class _Probe:
+    host_us: float
+    peak_bytes: int
+    held_bytes: int
+
+
+def measure(
+    case: OpCase,
+    point: Point,
+    dtype: torch.dtype,
+    direction: Direction,
+    variants: Sequence[Variant],
+    clock: Clock,
+    effort: Effort,
+    device: torch.device,
+    note: Callable[[str], None] = lambda phase: None,
+) -> dict[str, Timing | Exception]:
+    """The timings of the implementations, and of the copy under `ROOF`; or the exception that one raised.
+
+    Args:
+        note: told which phase begins: "probe", "prepare" or "time".
+    """
+    results: dict[str, Timing | Exception] = {}
+    if not variants:
+        return results
+    probes: dict[str, _Probe] = {}
+    blocks: dict[str, Block] = {}
+    nbytes = case.nbytes(point, dtype.itemsize, direction)
+
+    def forget(name: str, error: Exception) -> None:
+        results[name] = error.with_traceback(None)  # a traceback may hold what filled the memory
+        gc.collect()
+
+    with clock.active(), torch.set_grad_enabled(direction == "backward"):
+        note("probe")
+        first = draw(case, point, dtype, direction, device, seed=1)
+        for variant in variants:
+            try:
+                before = clock.allocated_bytes()
+                call = bind(variant, case, point, direction, first)
+                held = clock.allocated_bytes() - before
+                call()
+                host_us = 1e6 * host_seconds(call, clock) if clock.measures else 0.0
+                probes[variant.name] = _Probe(host_us, clock.peak_bytes(call), held)
+                del call
+            except Exception as error:
+                forget(variant.name, error)
+
+        note("prepare")
+        held = 2 * nbytes + sum(p.held_bytes for p in probes.values())
+        copies = rotation(nbytes, clock.l2, held, clock.free_bytes()) if clock.measures else 1
+        sets = [first, *(draw(case, point, dtype, direction, device, seed) for seed in range(2, copies + 1))]
+        for variant in variants:
+            if variant.name not in probes:
+                continue
+            try:
+                blocks[variant.name] = clock.block([bind(variant, case, point, direction, given) for given in sets])
+            except Exception as error:
+                forget(variant.name, error)
+        if clock.measures:
+            with torch.no_grad():
+                blocks[ROOF] = clock.block(copy_calls(nbytes, copies, device))
+
+        note("time")
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            for name, samples in interleave(blocks, clock, effort, random.Random(0)):
+                if isinstance(samples, Exception):
+                    forget(name, samples)
+                else:
+                    probe = probes.get(name, _Probe(0.0, 0, 0))
+                    block = blocks[name]
+                    results[name] = Timing(tuple(samples), probe.host_us, probe.peak_bytes, block.method, block.calls)
+        finally:
+            if collects:
+                gc.enable()
+    return results

@@ -1,0 +1,153 @@
+"""The model of `rooftile bench prefill`, and the part of it that is Rooftile's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftile.bench.timer import Call
+from rooftile.cases import find_cases
+from rooftile.huggingface import PatchHandle
+from rooftile.huggingface.families import Norm, part_of
+
+# Shapes by name: what `config.json` of the published model says.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "tiny": {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    },
+}
+
+
+def load_config(name: str, layers: int | None = None) -> tuple[str, Any]:
+    """A short name and the configuration, for a built-in name, a `config.json` or a folder that holds one.
+
+    Raises:
+        ValueError: it is none of these, or transformers does not know its model_type.
+    """
+    from transformers import AutoConfig
+
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if name in MODELS:
+        title, values = name, dict(MODELS[name])
+    elif path.is_file():
+        title = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+        values = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        raise ValueError(f"model is {name!r}, expected {', '.join(MODELS)}, a config.json or a folder that holds one")
+    if layers is not None:
+        title += f"-{layers}-layers"
+        values["num_hidden_layers"] = layers
+        if values.get("layer_types"):
+            values["layer_types"] = values["layer_types"][:layers]
+    try:
+        return title, AutoConfig.for_model(values.pop("model_type", None), **values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: transformers makes no configuration of it: {error}") from error
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """The same model once more, over the same parameters and buffers."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call, Call]:
+    """The norms, residual adds before them, RoPE and SwiGLU of all layers, plain and by Rooftile, on random data.
+
+    Raises:
+        ValueError: the configuration does not say its sizes in Llama's way.
+    """
+
+    config: Any = model.config
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    if missing := [n for n in names if not isinstance(getattr(config, n, None), int)]:
+        raise ValueError(f"{type(config).__name__} has no {', '.join(missing)}")
+    cases = {case.name: case for case in find_cases(["rms_norm", "add_rms_norm", "rope", "silu_mul"])}
+    device, dtype = ids.device, next(model.parameters()).dtype
+    draw = functools.partial(torch.randn, device=device, dtype=dtype)
+    plain: list[Call] = []
+    ours: list[Call] = []
+
+    def add(name: str, count: int, *tensors: Tensor, **options: Any) -> None:
+        plain.extend([functools.partial(cases[name].eager, *tensors, **options)] * count)
+        ours.extend([functools.partial(cases[name].function, *tensors, **options)] * count)
+
+    fused = handle.replaced["residual add + RMSNorm"]
+    for name, shape in _norm_inputs(model, handle.modules["RMSNorm"], ids).items():
+        norm: Any = model.get_submodule(name)
+        part = part_of(norm)
+        assert isinstance(part, Norm)
+        options = {"eps": getattr(norm, part.eps), "offset": part.offset, "rounding": part.rounding}
+        x = draw(shape)
+        if fused and shape == (*ids.shape, config.hidden_size):
+            fused -= 1
+            add("add_rms_norm", 1, x, draw(shape), norm.weight, **options)
+        else:
+            add("rms_norm", 1, x, norm.weight, **options)
+    batch, tokens = ids.shape
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    q, k = (draw(batch, tokens, h, head_dim).transpose(1, 2) for h in (heads, config.num_key_value_heads))
+    angles = torch.rand(1, tokens, head_dim // 2, device=device).repeat(1, 1, 2)
+    add("rope", handle.replaced["RoPE"], q, k, angles.cos().to(dtype), angles.sin().to(dtype))
+    gate, up = (draw(batch, tokens, config.intermediate_size) for _ in range(2))
+    add("silu_mul", handle.replaced["SwiGLU"], gate, up)
+
+    def run(calls: list[Call]) -> None:
+        for call in calls:
+            call()
+
+    return functools.partial(run, plain), functools.partial(run, ours)
+
+
+def _norm_inputs(model: nn.Module, names: Sequence[str], ids: Tensor) -> dict[str, tuple[int, ...]]:
+    """The shape of each norm's input, as one forward gives it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def hook(name: str) -> Any:
+        return lambda module, args: shapes.__setitem__(name, tuple(args[0].shape))
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
+    try:
+        model(ids, use_cache=False)
+    finally:
+        for h in hooks:
+            h.remove()
+    return shapes

@@ -1,0 +1,204 @@
+"""What a benchmark shows and writes: the table, CSV, plots. The JSON is in `rows.py`."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rooftile.bench.rows import OURS, Row, geometric_mean, groups
+
+NO_MEASUREMENT = "interpreter, not a measurement"
+WIDTH = 176  # of a table that is written to a file or a pipe
+WIDE = 150  # from which on all columns have room
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure with that many digits that count; a dash for none."""
+    if value is None:
+        return "–"
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{value:#.{digits}g}"
+
+
+def ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _style(row: Row) -> str:
+    if row.status in ("FAIL", "error"):
+        return "red"
+    if row.status != "ok":
+        return "dim"
+    return "bold" if row.impl == OURS else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column of figures: in every table, in measured ones, or only where there is room."""
+
+    name: str
+    cell: Callable[[Row], str]
+    when: Literal["always", "measured", "wide"] = "measured"
+
+
+_COLUMNS = (
+    _Column("us", lambda r: number(r.us, 4), "always"),
+    _Column("p20–p80", lambda r: "–" if r.us is None else f"{number(r.us_p20, 4)}–{number(r.us_p80, 4)}", "wide"),
+    _Column("host us", lambda r: number(r.host_us), "wide"),
+    _Column("GB/s", lambda r: number(r.gbs, 4)),
+    _Column("TFLOP/s", lambda r: number(r.tflops), "wide"),
+    _Column("of roof", lambda r: ratio(r.roof_fraction)),
+    _Column("vs eager", lambda r: ratio(r.speedup_vs_eager)),
+    _Column("vs best", lambda r: ratio(r.ratio_to_best_peer)),
+    _Column("peak MiB", lambda r: "–" if r.peak_bytes is None else number(r.peak_bytes / 2**20), "wide"),
+    _Column("max error", lambda r: "–" if r.max_error is None else f"{r.max_error:.1e}", "always"),
+)
+
+
+def _notes(found: Sequence[list[Row]]) -> list[str]:
+    """What the rows that were not timed say, each message once."""
+    said: dict[tuple[str, str], list[Row]] = {}
+    for row in (r for group in found for r in group if r.message):
+        said.setdefault((row.status, row.message), []).append(row)
+    lines = []
+    for (status, message), rows in said.items():
+        names = ", ".join(dict.fromkeys(r.impl for r in rows))
+        places = list(dict.fromkeys(f"{r.place} {r.dtype}" for r in rows))
+        where = "" if len(places) == len(found) else f" at {', '.join(places[:3])}{', …' if len(places) > 3 else ''}"
+        lines.append(f"{status}: {names}{where}: {message}")
+    return lines
+
+
+def _table(op: str, direction: str, found: Sequence[list[Row]], measured: bool, wide: bool) -> Table:
+    title = f"{op} {direction}" + ("" if measured else f" ({NO_MEASUREMENT})")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("shape", "dtype", "impl"):
+        table.add_column(name, no_wrap=True)
+    shown = [c for c in _COLUMNS if c.when == "always" or (measured and (wide or c.when == "measured"))]
+    for column in shown:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    for group in found:
+        for i, row in enumerate(group):
+            head = (row.place, row.dtype) if i == 0 else ("", "")
+            cells = [*head, row.impl, *(column.cell(row) for column in shown), row.status]
+            # Text, not str: a label may hold what rich would take for markup.
+            table.add_row(*(Text(c) for c in cells), style=_style(row), end_section=row is group[-1])
+    return table
+
+
+def show(console: Console, rows: Iterable[Row], measured: bool) -> None:
+    """A table for each op and direction; in a narrow terminal without the columns that can be spared."""
+    out = console if console.is_terminal else Console(file=console.file, width=WIDTH)
+    by_table: dict[tuple[str, str], list[list[Row]]] = {}
+    for group in groups(rows):
+        by_table.setdefault((group[0].op, group[0].direction), []).append(group)
+    for (op, direction), found in by_table.items():
+        out.print(_table(op, direction, found, measured, wide=out.width >= WIDE))
+        for line in _notes(found):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        ours = [r for group in found for r in group if r.impl == OURS and r.ratio_to_best_peer]
+        if measured and ours:
+            ratios = [r.ratio_to_best_peer or 0.0 for r in ours]
+            mean = f"geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
+            out.print(f"ratio to the best peer over {len(ratios)} rows: {mean}", highlight=False)
+        out.print()
+
+
+def show_host(console: Console, host: Mapping[str, Mapping[str, Any]]) -> None:
+    """The host's time of each op beside Triton's own launcher."""
+    table = Table(title="host, microseconds a call", title_justify="left", title_style="bold")
+    for name in ("op", "shape", "dtype"):
+        table.add_column(name, no_wrap=True)
+    for name in ("Triton's launcher", "op, no grad", "beyond it", "op, with grad", "beyond it"):
+        table.add_column(name, justify="right")
+    for op, h in host.items():
+        launcher = h["launcher_us"]
+        figures = (launcher, h["op_us"], h["op_us"] - launcher, h["op_grad_us"], h["op_grad_us"] - launcher)
+        table.add_row(op, h["shape"], h["dtype"], *(f"{f:.1f}" for f in figures))
+    console.print(table)
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**dataclasses.asdict(row), "options": json.dumps(dict(row.options))})
+
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+COLOURS = {
+    "rooftile": "#D55E00",
+    "eager": "#999999",
+    "compile": "#0072B2",
+    "torch": "#56B4E9",
+    "liger": "#009E73",
+    "quack": "#CC79A7",
+}
+
+
+def _draw(axes: Any, found: Sequence[list[Row]], measured: bool) -> None:
+    """Bandwidth over shapes, a line for each implementation; the interpreter's have no bandwidth, but a time."""
+    figure = "gbs" if measured else "us"
+    places = [g[0].place for g in found]
+    names = list(dict.fromkeys(r.impl for g in found for r in g if r.us is not None))
+    for name in names:
+        values = [next((getattr(r, figure) for r in g if r.impl == name), None) for g in found]
+        ours = name == OURS
+        axes.plot(
+            range(len(places)),
+            [float("nan") if v is None else v for v in values],
+            marker="o" if ours else "s",
+            markersize=7 if ours else 5,
+            linewidth=2.4 if ours else 1.3,
+            color=COLOURS.get(name),
+            label=name,
+            zorder=3 if ours else 2,
+        )
+    if measured:
+        roof = [next((r.roof_gbs for r in g if r.roof_gbs), float("nan")) for g in found]
+        axes.plot(range(len(places)), roof, "k--", linewidth=1.2, label="roof: a copy of the same bytes")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("GB/s" if measured else "microseconds")
+    axes.set_xticks(range(len(places)), places, rotation=30, ha="right")
+    axes.grid(axis="y", alpha=0.3)
+
+
+def plot(folder: Path, rows: Iterable[Row], machine: str, measured: bool) -> list[Path]:
+    """A chart for each op and direction, a panel for each dtype; the files' paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    charts: dict[tuple[str, str], dict[str, list[list[Row]]]] = {}
+    for group in groups(rows):
+        by_dtype = charts.setdefault((group[0].op, group[0].direction), {})
+        by_dtype.setdefault(group[0].dtype, []).append(group)
+    paths = []
+    for (op, direction), by_dtype in charts.items():
+        width = max(8.0, 1.0 + 0.75 * max(len(found) for found in by_dtype.values()))
+        label = max(len(group[0].place) for found in by_dtype.values() for group in found)
+        height = len(by_dtype) * (3.8 + 0.045 * label)  # labels stand at a slant below each panel
+        figure, panels = pyplot.subplots(len(by_dtype), 1, figsize=(width, height), squeeze=False, layout="constrained")
+        for axes, (dtype, found) in zip(panels[:, 0], by_dtype.items(), strict=True):
+            _draw(axes, found, measured)
+            axes.set_title(f"{op} {direction}, {dtype}, {machine if measured else NO_MEASUREMENT}", fontsize=11)
+        panels[0, 0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        path = folder / f"{op}-{direction}.png"
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+        paths.append(path)
+    return paths

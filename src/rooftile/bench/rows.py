@@ -1,0 +1,175 @@
+"""One row per implementation, the files that hold them, and what is derived from a group of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+OURS = "rooftile"
+# What a row can say of itself. "ok" alone carries times.
+STATUSES = ("ok", "FAIL", "absent", "unsupported", "error")
+
+
+@dataclasses.dataclass
+class Row:
+    """One implementation of one op, at one point, in one dtype and direction.
+
+    Attributes:
+        us, us_p20, us_p80: device time of one call, median and percentiles over the samples, in microseconds.
+        host_us: median time that one call takes on the host, in microseconds.
+        gbs, tflops: the least bytes and operations of the op (`OpCase.nbytes`, `.flops`) over `us`.
+        roof_fraction: the least time that the roofs of this run allow, over `us`; for what is bound by memory this is
+            `gbs / roof_gbs`.
+        speedup_vs_eager: eager's `us` over this row's.
+        ratio_to_best_peer: the `us` of the fastest right implementation that is not ours, over this row's: over 1 is
+            faster than every peer.
+        peak_bytes: the most memory that one call adds to what was allocated before it, its results included.
+        max_error: the largest relative error of its outputs (or gradients) against the reference in float64.
+        roof_gbs: a copy that moves the same number of bytes, measured among the row's samples.
+        method: how the device was timed: `"graph"`, `"events"`, or `"host clock"` (no measurement).
+        samples, calls: how many times were taken, each of how many calls.
+    """
+
+    op: str
+    direction: str
+    shape: str
+    dtype: str
+    impl: str
+    us: float | None = None
+    us_p20: float | None = None
+    us_p80: float | None = None
+    host_us: float | None = None
+    gbs: float | None = None
+    tflops: float | None = None
+    roof_fraction: float | None = None
+    speedup_vs_eager: float | None = None
+    ratio_to_best_peer: float | None = None
+    peak_bytes: int | None = None
+    max_error: float | None = None
+    roof_gbs: float | None = None
+    status: str = "ok"
+    message: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nbytes: int = 0
+    method: str = ""
+    samples: int = 0
+    calls: int = 0
+
+    @property
+    def place(self) -> str:
+        """The shape, with the options it was called with."""
+        return f"{self.shape} {' '.join(f'{k}={v}' for k, v in self.options.items())}".rstrip()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this row makes the command fail: ours, wrong or raising."""
+        return self.impl == OURS and self.status != "ok"
+
+
+REQUIRED = (
+    "op", "direction", "shape", "dtype", "impl", "us", "us_p20", "us_p80", "host_us", "gbs", "tflops", "roof_fraction",
+    "speedup_vs_eager", "ratio_to_best_peer", "peak_bytes", "max_error",
+)  # fmt: skip
+META = (
+    "gpu",
+    "driver",
+    "torch",
+    "triton",
+    "rooftile",
+    "commit",
+    "date",
+    "roof_copy_gbs",
+    "roof_read_gbs",
+    "roof_tflops",
+)
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The percentile by linear interpolation between the two nearest values."""
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    return statistics.median(values), percentile(values, 0.2), percentile(values, 0.8)
+
+
+def compare(group: Iterable[Row]) -> None:
+    """Fill in the ratios within one group: the rows of one op, point, dtype and direction."""
+    timed = {r.impl: r.us for r in group if r.status == "ok" and r.us}
+    peers = [us for impl, us in timed.items() if impl != OURS]
+    for row in group:
+        if row.impl not in timed or not row.us:
+            continue
+        row.speedup_vs_eager = timed["eager"] / row.us if "eager" in timed else None
+        row.ratio_to_best_peer = min(peers) / row.us if peers else None
+
+
+def best_peer(group: Iterable[Row]) -> Row | None:
+    """The fastest right implementation that is not ours."""
+    peers = [r for r in group if r.impl != OURS and r.status == "ok" and r.us]
+    return min(peers, key=lambda r: r.us or math.inf, default=None)
+
+
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows by op, direction, dtype and point, in the order in which they came."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.op, row.direction, row.dtype, row.place), []).append(row)
+    return list(found.values())
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(math.log(v) for v in values) / len(values))
+
+
+def _tidy(value: Any) -> Any:
+    """JSON has no NaN, and five digits are more than any of these figures bears."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
+
+
+def to_json(meta: Mapping[str, Any], rows: Iterable[Row]) -> str:
+    """The result file: the meta data, then one row on each line, so that a diff shows which rows moved."""
+    head = json.dumps({k: _tidy(v) for k, v in meta.items()}, indent=1)
+    lines = [json.dumps({k: _tidy(v) for k, v in dataclasses.asdict(r).items()}, ensure_ascii=False) for r in rows]
+    return '{"meta": ' + head + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def write_json(path: Path, meta: Mapping[str, Any], rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_json(meta, rows), encoding="utf-8")
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """The meta data and rows of a result file.
+
+    Raises:
+        ValueError: the file lacks a key that every result has.
+    """
+    data = json.loads(path.read_text(encoding="utf-8"))
+    names = {f.name for f in dataclasses.fields(Row)}
+    missing = [k for k in META if k not in data["meta"]]
+    missing += sorted({k for r in data["rows"] for k in REQUIRED if k not in r})
+    if missing:
+        raise ValueError(f"{path}: no {', '.join(missing)}, expected what `rooftile bench --json` writes")
+    return data["meta"], [Row(**{k: v for k, v in r.items() if k in names}) for r in data["rows"]]
+
+
+def gpu_slug(name: str) -> str:
+    """A GPU's name as a folder's: "NVIDIA H100 80GB HBM3" is "h100", "NVIDIA GeForce RTX 4090" is "rtx4090"."""
+    known = re.search(r"\b(?:(RTX|GTX|Arc)\s+(?:PRO\s+)?)?(MI\d+\w*|[ABGHLPTV]+\d{1,4}\w?|\d{4})\b", name)
+    if known:
+        return "".join(part for part in known.groups() if part).lower()
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,0 +1,337 @@
+"""`rooftile bench`: check, measure, compare, report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rooftile import runtime
+from rooftile.bench import report, warm
+from rooftile.bench.info import machine
+from rooftile.bench.measure import ROOF, Effort, Timing, measure
+from rooftile.bench.roof import Roofs, measure_roofs
+from rooftile.bench.rows import OURS, Row, compare, gpu_slug, write_json
+from rooftile.bench.timer import Clock, clock
+from rooftile.bench.variants import Variant, check_names, peer_names, variants
+from rooftile.cases import Direction, OpCase, Point, find_cases
+from rooftile.cases.check import NAMES, check_point, points
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to measure and where to write; `sets`, `dtypes` and `peers` of None are the mode's own choice."""
+
+    ops: Sequence[str] = ()
+    sets: Sequence[str] | None = None
+    dtypes: Sequence[torch.dtype] | None = None
+    directions: Sequence[Direction] = ("forward", "backward")
+    peers: Sequence[str] | None = None
+    effort: Effort = dataclasses.field(default_factory=Effort)
+    csv: Path | None = None
+    json: Path | None = None
+    plot: Path | None = None
+    results: Path | None = None
+    suite: str = "rowwise"
+    jobs: int | None = None
+    verbose: bool = False
+
+
+class Phases:
+    """Where the time of a run goes: seconds of wall clock by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._name, self._since = "start", time.perf_counter()
+
+    def enter(self, name: str) -> None:
+        """The phase before ends, and that one begins."""
+        now = time.perf_counter()
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
+        self._name, self._since = name, now
+
+    def show(self, console: Console) -> None:
+        self.enter("end")
+        table = Table("phase", "seconds", title="wall clock", title_justify="left")
+        for name, seconds in self.seconds.items():
+            table.add_row(name, f"{seconds:.1f}")
+        console.print(table)
+
+
+def brief(error: BaseException | str) -> str:
+    """One line of at most 200 characters."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return text.strip().partition("\n")[0][:200]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    status: str
+    max_error: float | None = None
+    message: str = ""
+
+
+def judge(
+    case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, variant: Variant, device: torch.device
+) -> Verdict:
+    """Whether an implementation is right. Ours is held to the check's tolerances; a peer to the case's ceilings alone,
+    for it need not round as eager PyTorch does."""
+    ours = variant.name == OURS
+    function = None if ours else variant.function
+    checks = check_point(case, point, dtype, direction, function=function, mutates=variant.mutates, device=device)
+    errors = [c.error for c in checks if math.isfinite(c.error)]
+    most = max(errors) if errors else None
+    for c in checks:
+        rounds_otherwise = (
+            c.message.startswith("error ") and c.error <= case.tolerance(dtype, direction, c.output).ceiling
+        )
+        if c.passed or (rounds_otherwise and not ours):
+            continue
+        # An exception is named before the colon; what is wrong with a result begins with no capital.
+        status = "error" if re.match(r"[A-Z]\w+: ", c.message) else "FAIL"
+        return Verdict(status, most, brief(f"{c.output}: {c.message}" if status == "FAIL" else c.message))
+    return Verdict("ok", most)
+
+
+class Bench:
+    """One run: its clock, its roofs, and the rows so far."""
+
+    def __init__(self, settings: Settings, console: Console, clock: Clock, device: torch.device) -> None:
+        self.settings, self.console, self.clock, self.device = settings, console, clock, device
+        self.phases = Phases()
+        self.meta: dict[str, Any] = machine()
+        self.roofs: Roofs | None = None
+        self.rows: list[Row] = []
+
+    def measure_roofs(self) -> None:
+        self.phases.enter("roofs")
+        self.roofs = measure_roofs(self.clock, self.device) if self.clock.measures else None
+        self.meta["roof_copy_gbs"] = self.roofs and self.roofs.copy_gbs
+        self.meta["roof_read_gbs"] = self.roofs and self.roofs.read_gbs
+        self.meta["roof_tflops"] = self.roofs and self.roofs.tflops
+        if not self.clock.measures:
+            self.meta["note"] = report.NO_MEASUREMENT
+
+    def measure_host(self, plan: dict[str, tuple[OpCase, list[Point]]], dtype: torch.dtype) -> None:
+        """The host's times and the first calls, at each op's smallest point."""
+        from rooftile.bench.host import first_call_ms, measure_host
+
+        self.phases.enter("first calls and host")
+        first: dict[str, dict[str, float]] = {}
+        host: dict[str, dict[str, Any]] = {}
+        for case, found in plan.values():
+            point = min(found, key=lambda p: case.nbytes(p, dtype.itemsize, "forward"))
+            try:
+                first[case.name] = first_call_ms(case, point, dtype, self.clock, self.device)
+                host[case.name] = dataclasses.asdict(measure_host(case, point, dtype, self.clock, self.device))
+            except Exception as error:  # the op's rows say what is wrong with it
+                self.console.print(
+                    f"{case.name}: the host's time was not measured: {brief(error)}", style="yellow", markup=False
+                )
+        self.meta["first_call_ms"], self.meta["host"] = first, host
+
+    def row(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, name: str) -> Row:
+        nbytes = case.nbytes(point, dtype.itemsize, direction)
+        return Row(case.name, direction, point.label, NAMES[dtype], name, options=dict(point.options), nbytes=nbytes)
+
+    def measure_point(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
+        """Check each implementation, time those that are right, compare."""
+        found = variants(case, point, self.settings.peers)
+        rows = {v.name: self.row(case, point, dtype, direction, v.name) for v in found}
+        self.phases.enter("check")
+        for variant in found:
+            row = rows[variant.name]
+            row.status, row.message = variant.status, variant.message
+            if variant.function is not None:
+                with self.clock.active():
+                    verdict = judge(case, point, dtype, direction, variant, self.device)
+                row.status, row.max_error, row.message = verdict.status, verdict.max_error, verdict.message
+        right = [v for v in found if rows[v.name].status == "ok"]
+        timings = measure(
+            case, point, dtype, direction, right, self.clock, self.settings.effort, self.device, self.phases.enter
+        )
+        roof = timings.get(ROOF)
+        roof_gbs = None if not isinstance(roof, Timing) else rows[OURS].nbytes / roof.us[0] / 1e3
+        for variant in right:
+            self.fill(rows[variant.name], case.flops(point, direction), timings[variant.name], roof_gbs)
+        if self.clock.measures:
+            compare(rows.values())
+        return list(rows.values())
+
+    def fill(self, row: Row, flops: int, timing: Timing | Exception, roof_gbs: float | None) -> None:
+        """The figures of one row."""
+        if isinstance(timing, Exception):
+            row.status, row.message = "error", brief(timing)
+            return
+        row.us, row.us_p20, row.us_p80 = timing.us
+        row.method, row.samples, row.calls = timing.method, len(timing.samples), timing.calls
+        if self.roofs is None:
+            return
+        row.host_us, row.peak_bytes = timing.host_us, timing.peak_bytes
+        row.gbs, row.tflops, row.roof_gbs = row.nbytes / row.us / 1e3, flops / row.us / 1e6, roof_gbs
+        row.roof_fraction = 1e6 * self.roofs.floor_seconds(row.nbytes, flops, roof_gbs) / row.us
+
+    def measure_safely(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
+        """The rows of a point; what goes wrong with all of them together is written into each."""
+        try:
+            return self.measure_point(case, point, dtype, direction)
+        except Exception as error:
+            message = brief(error)
+        gc.collect()
+        names = self.settings.peers if self.settings.peers is not None else peer_names(case)
+        rows = [self.row(case, point, dtype, direction, name) for name in (OURS, *names)]
+        for row in rows:
+            row.status, row.message = "error", message
+        return rows
+
+    def write_results(self, op: str) -> None:
+        if self.settings.results is None:
+            return
+        path = self.settings.results / gpu_slug(str(self.meta["gpu"])) / self.settings.suite / f"{op}.json"
+        meta = {**self.meta, "suite": self.settings.suite}
+        for key in ("host", "first_call_ms"):
+            meta[key] = {name: value for name, value in self.meta.get(key, {}).items() if name == op}
+        write_json(path, meta, [r for r in self.rows if r.op == op])
+
+    def write_reports(self) -> None:
+        s = self.settings
+        if s.csv is not None:
+            report.write_csv(s.csv, self.rows)
+        if s.json is not None:
+            write_json(s.json, self.meta, self.rows)
+        if s.plot is not None:
+            report.plot(s.plot, self.rows, str(self.meta["gpu"]), self.clock.measures)
+
+
+def plan(settings: Settings) -> dict[str, tuple[OpCase, list[Point]]]:
+    """The points to measure, by op.
+
+    Raises:
+        ValueError: an op or a peer is not known, or no op has a point in the sets.
+    """
+    cases = find_cases(list(settings.ops) or None)
+    check_names(cases, settings.peers)
+    assert settings.sets is not None
+    found = {case.name: (case, _with_work(case, points(case, settings.sets))) for case in cases}
+    found = {name: (case, some) for name, (case, some) in found.items() if some}
+    if not found:
+        raise ValueError(f"no point of {', '.join(c.name for c in cases)} is in the set {', '.join(settings.sets)}")
+    return found
+
+
+def _with_work(case: OpCase, found: Sequence[Point]) -> list[Point]:
+    """Without the empty ones, which can be checked and not timed."""
+    return [p for p in found if case.nbytes(p, 1, "forward") > 0 and case.flops(p, "forward") > 0]
+
+
+@contextlib.contextmanager
+def _progress(
+    console: Console, total: int, verbose: bool = False
+) -> Iterator[tuple[Callable[[str], None], Callable[..., None]]]:
+    """`begin(what)` and `done(line)`: a bar on a terminal, a line for each point elsewhere or where asked for."""
+    lines = verbose or not console.is_terminal
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=total)
+
+        def done(line: str = "") -> None:
+            progress.advance(bar)
+            if line and lines:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        yield lambda what: progress.update(bar, description=what), done
+
+
+def _line(rows: Sequence[Row], seconds: float) -> str:
+    """One point, in short."""
+    ours = rows[0]
+    head = f"{ours.op} {ours.direction} {ours.dtype} {ours.place}:"
+    if ours.us is None:
+        return f"{head} {ours.status} {ours.message} [{seconds:.1f} s]"
+    figures = [f"{ours.us:.2f} us"]
+    figures += [f"{ours.gbs:.0f} GB/s"] if ours.gbs else []
+    figures += [f"{ours.roof_fraction:.3f} of the roof"] if ours.roof_fraction else []
+    figures += [f"{ours.ratio_to_best_peer:.3f} of the best peer"] if ours.ratio_to_best_peer else []
+    bad = [f"{r.impl} {r.status}" for r in rows[1:] if r.status in ("FAIL", "error")]
+    return f"{head} {', '.join(figures + bad)} [{seconds:.1f} s]"
+
+
+def _mode_defaults(settings: Settings, measures: bool) -> Settings:
+    if not measures and settings.results is not None:
+        raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
+    effort = settings.effort if measures else dataclasses.replace(settings.effort, warmup=0, iters=2)
+    return dataclasses.replace(
+        settings,
+        sets=settings.sets or (("llm",) if measures else ("tiny",)),
+        dtypes=settings.dtypes or (torch.bfloat16,),
+        effort=effort,
+    )
+
+
+def run(settings: Settings, console: Console, device: torch.device | None = None, timer: Clock | None = None) -> int:
+    """Measure what the settings ask for, show it, write it. 1 where a row of ours is wrong or raised, else 0.
+
+    The device and its clock are this process's own, where none are given.
+
+    Raises:
+        ValueError: an op, peer or set is not known, or results are asked of the interpreter.
+        RuntimeError: there is no GPU, and the process is not in the interpreter.
+    """
+    device = device or runtime.default_device()
+    measures = runtime.MODE is runtime.Mode.GPU if timer is None else timer.measures
+    settings = _mode_defaults(settings, measures)
+    work = plan(settings)
+    assert settings.dtypes is not None
+    bench = Bench(settings, console, timer or clock(device), device)
+    bench.measure_roofs()
+    if bench.clock.measures:
+        bench.measure_host(work, settings.dtypes[0])
+
+    todo = [
+        (case, point, dtype, direction)
+        for case, found in work.values()
+        for point in found
+        for dtype in settings.dtypes
+        if dtype in case.dtypes
+        for direction in settings.directions
+    ]
+    jobs = warm.default_jobs(len(todo)) if settings.jobs is None else settings.jobs
+    if jobs:
+        bench.phases.enter("compile ahead")
+        peers = None if settings.peers is None else tuple(settings.peers)
+        with _progress(console, len(todo)) as (begin, done):
+            begin(f"compiling in {jobs} processes")
+            warm.warm([warm.Task(c.name, p, d, w, peers) for c, p, d, w in todo], jobs, done)
+
+    gc.freeze()  # what is alive now stays: later collections are quick
+    with _progress(console, len(todo), settings.verbose) as (begin, done):
+        for i, (case, point, dtype, direction) in enumerate(todo):
+            begin(f"{case.name} {direction} {NAMES[dtype]} {point}")
+            since = time.perf_counter()
+            rows = bench.measure_safely(case, point, dtype, direction)
+            bench.rows += rows
+            done(_line(rows, time.perf_counter() - since))
+            if i + 1 == len(todo) or todo[i + 1][0] is not case:
+                bench.write_results(case.name)  # now, lest a later op takes them with it
+                bench.clock.release()
+    gc.unfreeze()
+
+    bench.phases.enter("report")
+    report.show(console, bench.rows, bench.clock.measures)
+    if bench.meta.get("host"):
+        report.show_host(console, bench.meta["host"])
+    bench.write_reports()
+    if settings.verbose:
+        bench.phases.show(console)
+    return int(any(r.failed for r in bench.rows))

@@ -1,0 +1,242 @@
+"""Benchmarks: the table, the files, the tables of the documentation, and what only a GPU shows."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from toys import CPU, SMALL, TableClock, bench, explode, measured, toy
+from typer.testing import CliRunner
+
+from rooftile import runtime
+from rooftile.bench import docs, report, rows, run, warm
+from rooftile.bench.host import recorded
+from rooftile.bench.info import lines, machine
+from rooftile.bench.rows import OURS, Row, compare
+from rooftile.bench.timer import HostClock
+from rooftile.cases import find_cases
+from rooftile.cli import app
+
+import triton  # isort: skip
+
+# What is written
+
+
+def test_results_are_one_file_per_op_over_all_sets_and_dtypes(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "machine", lambda: {**machine(), "gpu": "NVIDIA H100 80GB HBM3"})
+    monkeypatch.setenv("ROOFTILE_COMMIT", "abc123")
+    wanted = {"results": tmp_path, "sets": ["tiny", "llm"], "dtypes": [torch.float32, torch.bfloat16]}
+    bench(monkeypatch, (toy(), toy(name="again")), TableClock({}), **wanted, peers=["eager"], suite="some")
+    folder = tmp_path / "h100" / "some"
+    assert sorted(p.name for p in folder.iterdir()) == ["again.json", "double.json"]
+    meta, found = rows.read_json(folder / "double.json")
+    assert {r.op for r in found} == {"double"}
+    assert {(r.shape, r.dtype) for r in found} == {(s, d) for s in ("4x8", "8x8") for d in ("fp32", "bf16")}
+    assert (meta["commit"], meta["roof_copy_gbs"], meta["suite"]) == ("abc123", 1000.0, "some")
+
+
+def test_the_json_holds_every_key_and_no_nan(tmp_path):
+    meta = {**machine(), "roof_copy_gbs": 3018.123456, "roof_read_gbs": math.nan, "roof_tflops": None}
+    path = tmp_path / "deep" / "x.json"
+    rows.write_json(path, meta, [measured(OURS, 1.23456789, max_error=math.nan)])
+    data = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert set(rows.META) <= set(data["meta"])
+    assert set(rows.REQUIRED) <= set(data["rows"][0])
+    assert (data["rows"][0]["us"], data["rows"][0]["max_error"]) == (1.2346, None)
+    assert (data["meta"]["roof_copy_gbs"], data["meta"]["roof_read_gbs"]) == (3018.1, None)
+    path.write_text(json.dumps({"meta": {}, "rows": []}))
+    with pytest.raises(ValueError, match="no gpu, driver"):
+        rows.read_json(path)
+
+
+def test_results_are_not_taken_from_the_interpreter(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="--results is for measurements"):
+        bench(monkeypatch, toy(), HostClock(), results=tmp_path)
+
+
+def test_the_table_shows_every_implementation_and_why_one_was_not_timed():
+    found = [
+        measured(OURS, 10.0, gbs=100.0, ratio_to_best_peer=0.9),
+        Row("op", "forward", "4x8", "bf16", "quack", status="absent", message="not installed [here]"),
+    ]
+    console = Console(file=io.StringIO(), width=200)
+    report.show(console, found, measured=True)
+    shown = console.file.getvalue()
+    assert "absent: quack: not installed [here]" in shown
+    assert "geometric mean 0.900, least 0.900" in shown
+    assert report.NO_MEASUREMENT not in shown
+
+
+@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="shows what the interpreter says of itself")
+def test_the_command_in_the_interpreter_writes_all_and_calls_it_no_measurement(tmp_path):
+    files = [tmp_path / name for name in ("x.csv", "x.json", "plots")]
+    options = [o for pair in zip(("--csv", "--json", "--plot"), map(str, files), strict=True) for o in pair]
+    done = CliRunner().invoke(app, ["bench", "silu_mul", "--dtype", "fp32", *options])
+    assert done.exit_code == 0, done.output
+    assert report.NO_MEASUREMENT in done.output
+    written = list(csv.DictReader(files[0].open()))
+    data = json.loads(files[1].read_text())
+    assert len(written) == len(data["rows"]) > 0
+    assert data["meta"]["note"] == report.NO_MEASUREMENT
+    assert {r["direction"] for r in data["rows"]} == {"forward", "backward"}
+    timed = [r for r in data["rows"] if r["status"] == "ok"]
+    assert {r["impl"] for r in timed} == {OURS, "eager"}
+    assert all(r["us"] > 0 and r["samples"] <= 2 and r["gbs"] is None for r in timed)
+    assert sorted(p.name for p in files[2].iterdir()) == ["silu_mul-backward.png", "silu_mul-forward.png"]
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in files[2].iterdir())
+
+
+def test_the_command_refuses_unknown_names():
+    for arguments in (["nothing"], ["silu_mul", "--peers", "nobody"], ["silu_mul", "--set", "none"]):
+        assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
+
+
+def test_plots_are_made_of_rows_with_gaps(tmp_path):
+    gap = Row("op", "forward", "8x8", "bf16", OURS, status="FAIL")
+    other = dataclasses.replace(measured("eager", 2.0, gbs=5.0, roof_gbs=9.0), shape="8x8")
+    made = report.plot(tmp_path, [measured(OURS, 1.0, gbs=10.0, roof_gbs=12.0), gap, other], "a GPU", True)
+    assert [p.name for p in made] == ["op-forward.png"]
+
+
+# The host's part
+
+
+def test_launches_are_recorded_as_calls_that_repeat_them(monkeypatch):
+    ran = []
+
+    def launch(self, *args, grid, warmup, **kwargs):
+        ran.append((args, grid, warmup, kwargs))
+
+    monkeypatch.setattr(triton.JITFunction, "run", launch)
+    kernel = object.__new__(triton.JITFunction)
+    with recorded() as launches:
+        kernel[(3,)](1, 2, BLOCK=4)
+    assert triton.JITFunction.run is launch
+    launches[0]()
+    assert ran == [((1, 2), (3,), False, {"BLOCK": 4})] * 2
+
+
+def test_compiling_ahead_survives_an_implementation_that_raises(monkeypatch):
+    ran = []
+    case = toy(lambda x: ran.append("ours") or x * 2, ("liger", explode))
+    monkeypatch.setattr("rooftile.cases.find_cases", lambda names: [case])
+    monkeypatch.setattr(runtime, "default_device", lambda: CPU)
+    warm.compile_task(warm.Task("double", SMALL, torch.float32, "backward", ("liger",)))
+    assert ran == ["ours"]
+
+
+def test_info_says_what_there_is():
+    shown = dict(lines(roofs=False))
+    assert {"gpu", "mode", "rooftile", "torch", "triton", "peer liger", "peer quack", "roofs"} <= set(shown)
+    assert "not measured" in shown["roofs"]
+    done = CliRunner().invoke(app, ["info", "--no-roofs"])
+    assert done.exit_code == 0
+    assert torch.__version__ in done.output
+    if not torch.accelerator.is_available():
+        assert shown["gpu"] == "none"
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_row_is_timed_by_graph_replay_and_below_the_roof(tmp_path):
+    path = tmp_path / "x.json"
+    options = ["--set", "prefill", "--peers", "eager", "--peers", "torch", "--json", str(path), "--seconds", "0.01"]
+    done = CliRunner().invoke(app, ["bench", "rms_norm", "silu_mul", *options])
+    assert done.exit_code == 0, done.output
+    meta, found = rows.read_json(path)
+    timed = [r for r in found if r.status == "ok"]
+    assert {r.method for r in timed} == {"graph"}
+    # A copy is no bound to the digit; a tenth over it would mean that the cache served a row.
+    assert all(0 < r.roof_fraction < 1.1 for r in timed if r.nbytes > 64 << 20)
+    assert all(r.us_p20 <= r.us <= r.us_p80 and r.host_us > 0 and r.peak_bytes > 0 for r in timed)
+    assert meta["roof_read_gbs"] > 0.9 * meta["roof_copy_gbs"] > 0
+    assert meta["roof_tflops"] > 0
+    assert all(h["op_grad_us"] >= h["launcher_us"] > 0 for h in meta["host"].values())
+    assert all(ms > 0 for by_direction in meta["first_call_ms"].values() for ms in by_direction.values())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_roofs_reading_kernel_reads_all(device):
+    from rooftile.bench.roof import read_sum
+
+    x = torch.randn(1_000_003, device=device)
+    torch.testing.assert_close(read_sum(x).double().sum(), x.double().sum(), rtol=1e-5, atol=1e-2)
+
+
+# The tables of the documentation
+
+
+def write_results(folder, found, **meta):
+    roofs = {"roof_copy_gbs": 3018.0, "roof_read_gbs": 3100.0, "roof_tflops": 700.0}
+    made = {**machine(), **roofs, "gpu": "NVIDIA H100 80GB HBM3", "driver": "1.2", **meta}
+    rows.write_json(folder / "h100" / "rowwise" / "op.json", made, found)
+
+
+def test_tables_are_made_from_results_and_keep_the_rows_that_lose(tmp_path):
+    found = [measured(OURS, 10.0, gbs=100.0, roof_fraction=0.5), measured("liger", 8.0), measured("eager", 16.0)]
+    compare(found)
+    lost = Row("op", "forward", "9x9", "bf16", OURS, status="FAIL")
+    host = {"op": {"shape": "4x8", "dtype": "bf16", "launcher_us": 5.0, "op_us": 9.0, "op_grad_us": 16.0}}
+    write_results(tmp_path, [*found, lost], host=host, first_call_ms={"op": {"forward": 321.0, "backward": 654.0}})
+    text = (
+        "before\n<!-- rooftile:table rowwise-forward -->\nold\n<!-- /rooftile:table -->\n"
+        "<!-- rooftile:table host -->\n<!-- /rooftile:table -->\nafter\n"
+    )
+    made = docs.regenerate(text, tmp_path)
+    assert made.startswith("before\n")
+    assert made.endswith("after\n")
+    assert "old" not in made
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in made.splitlines() if line.startswith("| `op`")]
+    assert cells[0] == ["`op`", "4x8", "bf16", "10.00", "100.0", "0.50", "1.60", "liger", "8.000", "0.80"]
+    assert cells[1][:4] == ["`op`", "9x9", "bf16", "FAIL"]
+    assert cells[2][3:] == ["5.0", "9.0", "4.0", "16.0", "11.0", "321", "654"]
+    assert "**NVIDIA H100 80GB HBM3**" in made
+    assert docs.regenerate(made, tmp_path) == made
+
+
+@pytest.mark.parametrize("name", list(docs.TABLES))
+def test_every_table_can_be_made_before_anything_is_measured(name, tmp_path):
+    text = f"<!-- rooftile:table {name} -->\n<!-- /rooftile:table -->\n"
+    made = docs.regenerate(text, tmp_path)
+    assert docs.NO_RESULTS in made or "| --- |" in made
+
+
+def test_the_tables_of_ops_and_tolerances_name_every_case(tmp_path):
+    for case in find_cases():
+        assert f"`{case.name}`" in docs.ops(tmp_path)
+        assert f"`{case.name}`" in docs.tolerances(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["<!-- rooftile:table none -->\n<!-- /rooftile:table -->", "<!-- rooftile:table ops -->\n"]
+)
+def test_a_wrong_marker_is_refused(text, tmp_path):
+    with pytest.raises(ValueError, match=r"unknown table|expected each between"):
+        docs.regenerate(text, tmp_path)
+
+
+def test_a_stale_file_is_told_and_left_alone_by_check(tmp_path):
+    path = tmp_path / "x.md"
+    stale = "<!-- rooftile:table ops -->\n<!-- /rooftile:table -->\n"
+    path.write_text(stale)
+    with pytest.raises(typer.Exit) as stopped:
+        docs.main([path], results=tmp_path, check=True)
+    assert stopped.value.exit_code == 1
+    assert path.read_text() == stale
+    docs.main([path], results=tmp_path)
+    assert path.read_text() != stale
+    docs.main([path], results=tmp_path, check=True)
+
+
+def test_the_documentation_is_fresh(pytestconfig):
+    root = pytestconfig.rootpath
+    files = [p for p in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if p.exists()]
+    stale = [p.name for p in files if docs.regenerate(p.read_text("utf-8"), root / "results") != p.read_text("utf-8")]
+    assert not stale, "run python -m rooftile.bench.docs README.md docs/*.md"
