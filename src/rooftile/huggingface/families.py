@@ -1,0 +1,167 @@
+"""The model families that `rooftile.patch` knows: one table, read by one procedure.
+
+A row names the classes of a family's modeling file and says what their mathematics is. A class that a version of
+transformers does not have is simply never met; one whose code has changed is left alone, with the reason
+(see `rewrite.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rooftile.huggingface.rewrite import Rule
+
+if TYPE_CHECKING:
+    from rooftile.ops.rms_norm import Rounding
+    from rooftile.ops.rope import Style
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """An RMSNorm class: the order of its roundings, what is added to its weight, and where it keeps epsilon."""
+
+    rounding: Rounding = "llama"
+    offset: float = 0.0
+    eps: str = "variance_epsilon"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """A class that computes `act(gate) * up`: the attribute that holds `act`, and the method that does it."""
+
+    activation: str = "act_fn"
+    method: str = "forward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """An attention class: the functions by which it rotates q and k, each with its style."""
+
+    rope: Mapping[str, Style] = dataclasses.field(default_factory=lambda: {"apply_rotary_pos_emb": "half"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer class, whose forward is searched for a residual add with an RMSNorm behind it."""
+
+
+Part = Norm | Gated | Attention | Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One modeling file of transformers: `transformers.models.<module>.modeling_<module>`."""
+
+    title: str
+    module: str
+    parts: Mapping[str, Part]
+
+    def __iter__(self) -> Iterator[tuple[tuple[str, str], Part]]:
+        path = f"transformers.models.{self.module}.modeling_{self.module}"
+        return (((path, name), part) for name, part in self.parts.items())
+
+
+def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, **more: Part) -> Family:
+    """A family with the five classes of a Llama-like file, `more` of its own, or others in their place."""
+    parts: dict[str, Part] = {
+        f"{prefix}RMSNorm": norm or Norm(),
+        f"{prefix}MLP": Gated(),
+        f"{prefix}Attention": Attention(),
+        f"{prefix}DecoderLayer": Layer(),
+        f"{prefix}Experts": Gated(method="_apply_gate"),
+    }
+    return Family(title, module, parts | more)
+
+
+GEMMA_NORM = Norm(rounding="gemma", offset=1.0, eps="eps")
+
+FAMILIES = (
+    _decoder("Llama", "llama", "Llama"),
+    _decoder("Qwen2", "qwen2", "Qwen2"),
+    _decoder("Qwen2-MoE", "qwen2_moe", "Qwen2Moe"),
+    _decoder("Qwen3", "qwen3", "Qwen3"),
+    _decoder("Qwen3-MoE", "qwen3_moe", "Qwen3Moe"),
+    _decoder("Mistral", "mistral", "Mistral"),
+    _decoder("Mixtral", "mixtral", "Mixtral"),
+    _decoder("Granite", "granite", "Granite"),
+    _decoder("SmolLM3", "smollm3", "SmolLM3"),
+    _decoder("OLMo2", "olmo2", "Olmo2", norm=Norm(rounding="none")),
+    _decoder("Phi-3", "phi3", "Phi3", Phi3MLP=Gated(activation="activation_fn")),
+    _decoder("Gemma", "gemma", "Gemma", norm=GEMMA_NORM),
+    _decoder("Gemma 2", "gemma2", "Gemma2", norm=GEMMA_NORM),
+    _decoder(
+        "DeepSeek-V3",
+        "deepseek_v3",
+        "DeepseekV3",
+        DeepseekV3Attention=Attention(
+            {"apply_rotary_pos_emb_interleave": "deepseek", "apply_rotary_pos_emb": "half"},
+        ),
+    ),
+    Family(
+        "T5",
+        "t5",
+        {
+            "T5LayerNorm": Norm(),
+            "T5DenseGatedActDense": Gated(activation="act"),
+            "T5DenseActDense": Gated(activation="act"),
+            "T5LayerFF": Layer(),
+            "T5LayerSelfAttention": Layer(),
+            "T5LayerCrossAttention": Layer(),
+        },
+    ),
+)
+
+TITLES = tuple(sorted(family.title for family in FAMILIES))
+PARTS: dict[tuple[str, str], Part] = {key: part for family in FAMILIES for key, part in family}
+
+
+def part_of(module: object) -> Part | None:
+    """What the table says of that module's class, or None.
+
+    Wrappers such as FSDP put a class of their own in front of the model's, hence the search through the bases; a
+    subclass that overrides `forward` is another class.
+    """
+    for cls in type(module).__mro__:
+        part = PARTS.get((cls.__module__, cls.__name__))
+        if part is not None:
+            return part if type(module).forward is cls.forward else None  # type: ignore[attr-defined]
+    return None
+
+
+# How the lines that are replaced are written in the modeling files, and what takes their place (see rewrite.Rule).
+ADD_NORM = (
+    Rule(
+        """
+H = R + X
+R = H
+H = NORM(H)
+""",
+        "H, R = add_norm(NORM, X, R)",
+    ),
+)
+
+
+def gated_rules(activation: str) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            f"""
+GATE, UP = X.chunk(2, dim=-1)
+Y = UP * self.{activation}(GATE)
+""",
+            "Y = silu_mul_packed(X)",
+        ),
+        Rule(
+            f"""
+GATE, UP = X.chunk(2, dim=-1)
+return self.{activation}(GATE) * UP
+""",
+            "return silu_mul_packed(X)",
+        ),
+        Rule(f"self.{activation}(GATE) * UP", "silu_mul(GATE, UP)"),
+    )
+
+
+def rope_rule(function: str) -> Rule:
+    return Rule(f"{function}(Q, K, COS, SIN)", f"rope_of_{function}(Q, K, COS, SIN)")

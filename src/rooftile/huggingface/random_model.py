@@ -1,0 +1,27 @@
+"""A Hugging Face model built from its configuration alone, for demos, checks and benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+    """A model of that configuration in evaluation mode, its weights drawn on the device from the seed.
+
+    The weights are normal, of the configuration's own standard deviation; attention is PyTorch's
+    `scaled_dot_product_attention`.
+
+    Raises:
+        ValueError: transformers has no model with a language-modeling head for the configuration.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = next((a for a in (AutoModelForCausalLM, AutoModelForSeq2SeqLM) if type(config) in a._model_mapping), None)
+    if auto is None:
+        raise ValueError(f"a configuration of type {type(config).__name__} has no language model")
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return auto.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()

@@ -1,0 +1,174 @@
+"""A method with some of its lines replaced: rebuilt from its source, without touching the class that it came from.
+
+A `Rule` is written in Python, with CAPITALS for what may be anything:
+
+    Rule("self.act_fn(GATE) * UP", "silu_mul(GATE, UP)")
+
+`rebuild` parses the method, replaces each place that matches, and compiles it again over the *same, live* globals; the
+names that the rules brought in are closure variables. Nothing else changes: line numbers in tracebacks, defaults and
+whatever the method does between the lines are the model's own. A method that no rule matches, or whose source can't be
+had, is refused with the reason, so that another version of the model's code is left alone rather than changed wrongly.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Mapping, Sequence
+
+Bindings = dict[str, ast.expr]
+
+
+class NotRewritable(Exception):
+    """Why a method is left as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Statements, or one expression, and what replaces them.
+
+    A name in capitals stands for any expression, the same one at each of its places.
+    """
+
+    before: str
+    after: str
+
+    def pattern(self) -> list[ast.stmt] | ast.expr:
+        body = ast.parse("def f():\n" + textwrap.indent(self.before.strip(), "  ")).body[0].body  # type: ignore[attr-defined]
+        return body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else body
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebuilt:
+    """The new function, and what the capitals stood for at each place that was replaced."""
+
+    function: types.FunctionType
+    places: tuple[Bindings, ...]
+
+
+def _match(pattern: object, node: object, bindings: Bindings) -> bool:
+    if isinstance(pattern, ast.Name) and pattern.id.isupper():
+        if not isinstance(node, ast.expr):
+            return False
+        bound = bindings.setdefault(pattern.id, node)
+        return ast.unparse(bound) == ast.unparse(node)
+    if isinstance(pattern, ast.AST):
+        # A name is read here and written there: its context is no part of what it is.
+        return type(pattern) is type(node) and all(
+            _match(getattr(pattern, field), getattr(node, field), bindings)
+            for field in pattern._fields
+            if field not in ("ctx", "type_comment", "kind")
+        )
+    if isinstance(pattern, list):
+        return (
+            isinstance(node, list)
+            and len(pattern) == len(node)
+            and all(_match(p, n, bindings) for p, n in zip(pattern, node, strict=True))
+        )
+    return pattern == node
+
+
+class _Fill(ast.NodeTransformer):
+    def __init__(self, bindings: Bindings) -> None:
+        self.bindings = bindings
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.bindings:
+            return node
+        # Parsed anew, in the place's own context: what was read may now be written.
+        expression = ast.parse(ast.unparse(self.bindings[node.id]), mode="eval").body
+        if hasattr(expression, "ctx"):
+            expression.ctx = node.ctx
+        return expression
+
+
+class _Apply(ast.NodeTransformer):
+    def __init__(self, rule: Rule) -> None:
+        self.pattern, self.after, self.places = rule.pattern(), rule.after, []  # type: ignore[var-annotated]
+
+    def _replacement(self, bindings: Bindings, place: ast.AST) -> ast.stmt:
+        self.places.append(bindings)
+        wrapped = ast.parse(f"def f():\n  {self.after}").body[0]
+        statement: ast.stmt = _Fill(bindings).visit(wrapped).body[0]
+        for node in ast.walk(statement):
+            ast.copy_location(node, place)
+        return statement
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        node = super().generic_visit(node)
+        if isinstance(self.pattern, list):
+            for field in ("body", "orelse", "finalbody"):
+                if isinstance(block := getattr(node, field, None), list):
+                    setattr(node, field, self._block(block, self.pattern))
+            return node
+        bindings: Bindings = {}
+        if isinstance(node, ast.expr) and _match(self.pattern, node, bindings):
+            return self._replacement(bindings, node).value  # type: ignore[attr-defined]
+        return node
+
+    def _block(self, block: list[ast.stmt], pattern: list[ast.stmt]) -> list[ast.stmt]:
+        done: list[ast.stmt] = []
+        while block:
+            bindings: Bindings = {}
+            if _match(pattern, block[: len(pattern)], bindings):
+                done.append(self._replacement(bindings, block[0]))
+                block = block[len(pattern) :]
+            else:
+                done.append(block[0])
+                block = block[1:]
+        return done
+
+
+def rebuild(function: Callable[..., object], rules: Sequence[Rule], names: Mapping[str, object]) -> Rebuilt:
+    """`function` with the rules applied, in their order, wherever they match; `names` are what the rules bring in.
+
+    Raises:
+        NotRewritable: nothing matches, the source is not to be had, or the function is not a plain one (decorated, or
+            with closure variables of its own).
+    """
+    if not isinstance(function, types.FunctionType):
+        raise NotRewritable("it is not a plain Python function")
+    if function.__closure__ or hasattr(function, "__wrapped__"):
+        raise NotRewritable("it is wrapped by a decorator or has closure variables")
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise NotRewritable(f"its source can't be read ({error})") from error
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        raise NotRewritable("it is not a plain, undecorated function")
+    places: list[Bindings] = []
+    for rule in rules:
+        apply = _Apply(rule)
+        apply.visit(definition)
+        places += apply.places
+    if not places:
+        raise NotRewritable("its code has no line like `" + "` or `".join(_one_line(rule) for rule in rules) + "`")
+    return Rebuilt(_compile(function, definition, names), tuple(places))
+
+
+def _one_line(rule: Rule) -> str:
+    return "; ".join(rule.before.strip().splitlines())
+
+
+def _compile(
+    function: types.FunctionType, definition: ast.FunctionDef, names: Mapping[str, object]
+) -> types.FunctionType:
+    arguments = definition.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None  # they may name what is imported for type checkers alone
+    definition.returns = None
+    ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
+    # def bind(<names>): def forward(self, ...): ...; return forward
+    bind = ast.parse(f"def bind({', '.join(names)}):\n  return {definition.name}").body[0]
+    bind.body.insert(0, definition)  # type: ignore[attr-defined]
+    module = ast.fix_missing_locations(ast.Module(body=[bind], type_ignores=[]))
+    scope: dict[str, Callable[..., types.FunctionType]] = {}
+    exec(compile(module, function.__code__.co_filename, "exec", dont_inherit=True), function.__globals__, scope)
+    new = scope["bind"](**names)
+    new.__defaults__, new.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    new.__qualname__, new.__doc__ = function.__qualname__, function.__doc__
+    return new
