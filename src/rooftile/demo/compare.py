@@ -1,0 +1,127 @@
+"""A model's loss and logits on the text, plain and patched, and how far each is from the same model in float32."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from importlib import resources
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import rooftile
+from rooftile.cases.check import NAMES, relative_error, rounding_floor
+from rooftile.demo.models import Model, inputs
+from rooftile.huggingface import Left
+
+# Two correct roundings of one sum may differ by as much as each is off, so a patched model may be off by twice what
+# the plain one is. A model that is off by less than a rounding of its dtype is held to that.
+BOUND = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Losses in nats a byte; errors relative to the same weights in float32; the most that the patched one may be."""
+
+    title: str
+    size: str
+    dtype: str
+    replaced: dict[str, int]
+    left: tuple[Left, ...]
+    plain_loss: float
+    patched_loss: float
+    largest_difference: float
+    plain_error: float
+    patched_error: float
+    bound: float
+    undone: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.undone and self.patched_error <= self.bound
+
+
+def text(length: int, device: torch.device) -> Tensor:
+    """The first bytes of the shipped text, as token ids `(1, length)`."""
+    raw = resources.files(__package__).joinpath("roof_tiles.txt").read_bytes()
+    return torch.tensor(list(raw[:length]), device=device)[None]
+
+
+def loss(logits: Tensor, labels: Tensor) -> float:
+    """Cross-entropy in float32, where some models take it in their own dtype."""
+    return float(torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten()))
+
+
+@torch.no_grad()
+def compare(model: Model, tokens: Tensor, *, real: bool, dtype: torch.dtype) -> Comparison:
+    """Build the model, run it plain, patched and plain again, and in float32."""
+    built = model.build(real=real, dtype=dtype, device=tokens.device)
+    given, predicted = inputs(built, tokens)
+    plain = built(**given)
+    with rooftile.patch(built) as handle:
+        patched = built(**given)
+    undone = torch.equal(built(**given).logits, plain.logits)
+    size = f"{sum(p.numel() for p in built.parameters()) / 1e6:,.1f}M, {model.shape if real else 'tiny'}"
+
+    exact = built.float() if real else copy.deepcopy(built).float()
+    if hasattr(exact.config, "_experts_implementation"):  # the grouped product is not there for float32 everywhere
+        exact.config._experts_implementation = "eager"
+    truth = exact(**given).logits
+    plain_error, patched_error = (relative_error(out.logits, truth) for out in (plain, patched))
+    result = Comparison(
+        title=model.title,
+        size=size,
+        dtype=NAMES[dtype],
+        replaced=handle.replaced,
+        left=handle.left,
+        plain_loss=loss(plain.logits[:, : predicted.shape[1]], predicted),
+        patched_loss=loss(patched.logits[:, : predicted.shape[1]], predicted),
+        largest_difference=float((plain.logits.float() - patched.logits.float()).abs().max()),
+        plain_error=plain_error,
+        patched_error=patched_error,
+        bound=max(BOUND * plain_error, rounding_floor(dtype)),
+        undone=undone,
+    )
+    del built, exact, plain, patched, truth
+    gc.collect()
+    return result
+
+
+def show(results: Sequence[Comparison], tokens: int, console: Console) -> None:
+    """The table, and below it what was left and why."""
+    table = Table(
+        title=f"Hugging Face models on {tokens} bytes of text, plain and patched, {results[0].dtype}",
+        title_justify="left",
+        caption="Loss in nats a byte; error: relative, against the same weights in float32. The patched model's may be "
+        f"{BOUND:g} times the plain one's. After undo() the logits are equal to the bit.",
+        caption_justify="left",
+    )
+    for name in ("model", "size"):
+        table.add_column(name, no_wrap=True)
+    for name in ("norms", "+ add", "SwiGLU", "RoPE", "loss, plain", "patched", "largest logit difference"):
+        table.add_column(name, justify="right")
+    for name in ("error, plain", "patched", "bound", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        errors = (f"{e:.2e}" for e in (r.plain_error, r.patched_error, r.bound))
+        verdict = "[green]PASS[/]" if r.passed else "[bold red]FAIL[/]"
+        replaced = (str(n) for n in r.replaced.values())
+        losses = (f"{r.plain_loss:.6f}", f"{r.patched_loss:.6f}", f"{r.largest_difference:.2e}")
+        table.add_row(r.title, r.size, *replaced, *losses, *errors, verdict)
+    wide = console if console.is_terminal else Console(file=console.file, width=176)
+    wide.print(table)
+    reasons: dict[str, Counter[str]] = {}
+    for r in results:
+        for left in r.left:
+            reasons.setdefault(f"{left.kind}: {left.reason}", Counter())[r.title] += left.count
+    for reason, counts in reasons.items():
+        where = ", ".join(f"{count} in {title}" for title, count in counts.items())
+        wide.print(f"left, {reason} ({where})", style="dim", markup=False, highlight=False)
+    for r in results:
+        if not r.undone:
+            wide.print(f"{r.title}: undo() did not give the plain logits back", style="bold red")
