@@ -1,0 +1,44 @@
+# Two commands do everything on a fresh Linux machine with Python >= 3.10, make and a C/C++ compiler:
+#   make demo    the main job on real input, with its checks and a benchmark
+#   make test    the tests
+# Both set up what they need in .venv, or use `python3` as it is where it has everything. Another Python: make PYTHON=...
+
+PYTHON ?= python3
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+
+OLD = sys.exit("[set-up] %s is Python %d.%d; Rooftile needs 3.10 or newer. Name another one: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2]))
+WITH = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or $(OLD)' && $(PYTHON) tools/setup_env.py
+
+# Files whose tables are generated from the cases and results/.
+TABLES = README.md $(wildcard docs/*.md)
+
+.PHONY: demo test lint format types docs docs-check clean
+
+demo:
+	$(WITH) demo -m rooftile.demo
+
+# Each worker computes on one thread: the tests are many and small.
+test: export OMP_NUM_THREADS = 1
+test: export OPENBLAS_NUM_THREADS = 1
+test:
+	$(WITH) test -m pytest -n $(JOBS) $(ARGS)
+
+lint:
+	$(WITH) dev -m ruff check .
+	$(WITH) dev -m ruff format --check .
+
+format:
+	$(WITH) dev -m ruff check --fix .
+	$(WITH) dev -m ruff format .
+
+types:
+	$(WITH) dev -m mypy
+
+docs:
+	$(WITH) demo -m rooftile.bench.docs $(TABLES)
+
+docs-check:
+	$(WITH) demo -m rooftile.bench.docs --check $(TABLES)
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

@@ -1,0 +1,328 @@
+"""The command line. Each command parses, then calls the room that does the work."""
+
+from __future__ import annotations
+
+import enum
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+
+class _Commands(TyperGroup):
+    """`bench prefill` is a command of its own: `bench` takes ops, and a whole model is none."""
+
+    def resolve_command(self, ctx, args):
+        two_words = args[:2] == ["bench", "prefill"]
+        return super().resolve_command(ctx, ["bench prefill", *args[2:]] if two_words else args)
+
+
+app = typer.Typer(
+    name="rooftile",
+    cls=_Commands,
+    help="LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+console = Console()
+
+Ops = Annotated[list[str] | None, typer.Argument(help="Ops, by name; all where none is given.", show_default=False)]
+
+
+def _choose_mode() -> None:
+    """Run on the GPU where there is one, else in Triton's interpreter, and say so. Before Triton is imported."""
+    if os.environ.get("TRITON_INTERPRET"):
+        return
+    import torch
+
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        os.environ["TRITON_INTERPRET"] = "1"
+        console.print("No GPU here: kernels run on the CPU, in Triton's interpreter.", style="yellow")
+
+
+@app.callback()
+def _commands() -> None:
+    """LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one."""
+
+
+class DType(str, enum.Enum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class SetName(str, enum.Enum):
+    """The named sets of points, `rooftile.cases.SETS`; here so that --help needs no PyTorch."""
+
+    tiny = "tiny"
+    edge = "edge"
+    llm = "llm"
+    sweep = "sweep"
+    prefill = "prefill"
+    decode = "decode"
+    gemm = "gemm"
+    softmax = "softmax"
+
+
+def _cases(ops: list[str] | None):
+    """The cases of those names; an unknown one is a usage error that lists the known ones."""
+    from rooftile.cases import find_cases
+
+    try:
+        return find_cases(ops)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="OPS") from None
+
+
+@app.command()
+def check(
+    ops: Ops = None,
+    sets: Annotated[
+        list[SetName] | None,
+        typer.Option("--set", help="Points to check; repeatable. Default: tiny and edge, and on a GPU llm."),
+    ] = None,
+    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable; all where none is given.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
+    ] = None,
+) -> None:
+    """Check every op against its reference in float64, forward and backward. Exit code 1 if any row fails."""
+    _choose_mode()
+    cases = _cases(ops)
+    from rooftile.cases import check_report
+    from rooftile.cases.check import DTYPES
+
+    names = [s.value for s in sets] if sets else list(check_report.default_sets())
+    if not any(case.sets.get(name) for case in cases for name in names):
+        raise typer.BadParameter(
+            f"none of {', '.join(c.name for c in cases)} has {' or '.join(names)}", param_hint="--set"
+        )
+    rows = check_report.check_all(cases, names, [DTYPES[d.value] for d in dtypes] if dtypes else None, console)
+    check_report.show(rows, console)
+    if json_file is not None:
+        check_report.write_json(rows, json_file)
+    if not all(row.passed for row in rows):
+        raise typer.Exit(1)
+
+
+class DirectionName(str, enum.Enum):
+    forward = "forward"
+    backward = "backward"
+    both = "both"
+
+
+def _names(values: list[str] | None) -> list[str] | None:
+    """Options given several times, or with commas, or both."""
+    return [name for value in values for name in value.split(",") if name] if values else None
+
+
+@app.command()
+def bench(
+    ops: Ops = None,
+    sets: Annotated[
+        list[SetName] | None,
+        typer.Option("--set", help="Points to measure; repeatable. Default: llm, and in the interpreter tiny."),
+    ] = None,
+    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: bf16.")] = None,
+    direction: Annotated[DirectionName, typer.Option(help="Which pass to measure.")] = DirectionName.both,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Peers by name (eager, compile, torch, liger, quack); repeatable, or with commas. Default: all."
+        ),
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Most passes before the measured ones.")] = 50,
+    iters: Annotated[int, typer.Option(min=1, help="Most passes measured for each implementation.")] = 200,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="Device time for each implementation, within --iters.")
+    ] = 0.05,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart for each op and direction here.")
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<suite>/<op>.json, as results/ keeps them."),
+    ] = None,
+    suite: Annotated[str, typer.Option(help="The suite's name under --results.")] = "rowwise",
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile ahead; 0 for none. Default: by the work there is.")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="A line for each point, and where the time went.")
+    ] = False,
+) -> None:
+    """Measure ops against their peers and the GPU's roofs. Each row is checked first; exit code 1 if ours fails."""
+    _choose_mode()
+    from rooftile.bench.measure import Effort
+    from rooftile.bench.run import Settings, run
+    from rooftile.cases import Direction
+    from rooftile.cases.check import DTYPES
+
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    if direction is not DirectionName.both:
+        directions = ("forward",) if direction is DirectionName.forward else ("backward",)
+    settings = Settings(
+        ops=tuple(ops or ()),
+        sets=[s.value for s in sets] if sets else None,
+        dtypes=[DTYPES[d.value] for d in dtypes] if dtypes else None,
+        directions=directions,
+        peers=_names(peers),
+        effort=Effort(warmup=warmup, iters=iters, seconds=seconds),
+        csv=csv_file,
+        json=json_file,
+        plot=plot,
+        results=results,
+        suite=suite,
+        jobs=jobs,
+        verbose=verbose,
+    )
+    try:
+        code = run(settings, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+@app.command()
+def info(
+    roofs: Annotated[bool, typer.Option(help="Measure the GPU's roofs, which takes a few seconds.")] = True,
+) -> None:
+    """The GPU, the versions, the mode, the peers installed, and the roofs measured now."""
+    from rich.table import Table
+
+    from rooftile.bench.info import lines
+
+    table = Table(show_header=False)
+    for what, value in lines(roofs):
+        table.add_row(what, value)
+    console.print(table)
+
+
+@app.command()
+def inspect(
+    ops: Ops = None,
+    archs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arch", help="Target: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable. Default: sm_90."
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every op on every target.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
+    ] = None,
+) -> None:
+    """Compile every kernel as a target would launch it, with no GPU: registers, spills, shared memory, compile time.
+
+    Exit code 1 if a kernel does not compile, spills more than its case allows, or takes more than a block can have.
+    """
+    from rooftile import runtime
+
+    if everything and (ops or archs):
+        raise typer.BadParameter("means every op on every target; give it alone", param_hint="--all")
+    chosen = list(dict.fromkeys(archs or ["sm_90"])) if not everything else list(runtime.TARGETS)
+    unknown = [arch for arch in chosen if arch not in runtime.TARGETS]
+    if unknown:
+        raise typer.BadParameter(
+            f"unknown target {', '.join(unknown)}; known targets: {', '.join(runtime.TARGETS)}", param_hint="--arch"
+        )
+    cases = _cases(ops)
+    from rooftile.inspect import report
+
+    rows = report.inspect_all(cases, chosen, console)
+    report.show(rows, console)
+    if json_file is not None:
+        report.write_json(rows, json_file)
+    if any(row.verdict == "FAIL" for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command("bench prefill")
+def bench_prefill(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="qwen2.5-7b, llama-3-8b, tiny; or a config.json, or a folder that holds one. Weights are random. "
+            "Default: qwen2.5-7b, and in the interpreter tiny.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N",
+            help="Prompt lengths; repeatable, or with commas. Default: 128 to 2048; 16 and 32 in the interpreter.",
+        ),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
+    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
+    impls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peers",
+            help="rooftile, compile, rooftile+compile beside eager; repeatable, or with commas. Default: all, and in "
+            "the interpreter rooftile.",
+        ),
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Forwards before the measured ones.")] = 5,
+    iters: Annotated[int, typer.Option(min=1, help="Forwards measured for each implementation.")] = 40,
+    per_length: Annotated[
+        bool, typer.Option("--per-length", help="Compile for each length, in place of once for all.")
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart here.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/prefill/: JSON and a chart.")
+    ] = None,
+) -> None:
+    """Time one forward of a whole model: plain, patched, compiled, patched and compiled. Exit code 1 if wrong."""
+    _choose_mode()
+    from rooftile.bench.prefill import Settings, run
+    from rooftile.bench.prefill_report import IMPLS
+    from rooftile.cases.check import DTYPES
+
+    try:
+        lengths = [int(n) for n in _names(tokens) or ()]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--tokens") from None
+    if any(n < 1 for n in lengths):
+        raise typer.BadParameter(f"{min(lengths)}, expected 1 or more", param_hint="--tokens")
+    names = _names(impls)
+    if unknown := [n for n in names or () if n not in IMPLS]:
+        raise typer.BadParameter(f"unknown {', '.join(unknown)}; known: {', '.join(IMPLS)}", param_hint="--peers")
+    settings = Settings(
+        model=model,
+        tokens=lengths,
+        dtype=DTYPES[dtype.value],
+        layers=layers,
+        impls=names,
+        warmup=warmup,
+        iters=iters,
+        per_length=per_length,
+        json=json_file,
+        plot=plot,
+        results=results,
+    )
+    try:
+        code = run(settings, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    app()
