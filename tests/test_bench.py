@@ -29,7 +29,7 @@ from toys import (
 
 from rooftile import runtime
 from rooftile.bench import rows
-from rooftile.bench.measure import FLUSH, ROOF, Effort, bind, draw, interleave, rotation
+from rooftile.bench.measure import FLUSH, ROOF, Effort, bind, draw, interleave, laid_out, rotation
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug
 from rooftile.bench.timer import DeviceClock
 from rooftile.bench.variants import Variant
@@ -260,6 +260,32 @@ def test_a_backward_call_repeats_and_leaves_the_inputs_of_others_alone():
         (dx,) = call()
         torch.testing.assert_close(dx, 2 * given.output_grads[0])
     assert torch.equal(given.tensors["x"], before)
+
+
+def test_gradients_have_the_layout_of_each_implementations_own_outputs():
+    def turned(x):
+        return (x.t().contiguous() * 2).t()
+
+    point = toy()
+    given = draw(point, SMALL, torch.float32, "backward", CPU, seed=0)
+    straight = bind(Variant("peer", double, ()), point, SMALL, "backward", given)
+    aslant = bind(Variant("peer", turned, ()), point, SMALL, "backward", given)
+    (dy,) = straight.args[2]
+    assert dy is given.output_grads[0]  # no second copy where none is needed
+    (dy_aslant,) = aslant.args[2]
+    assert (dy.stride(), dy_aslant.stride()) == ((8, 1), (1, 4))
+    assert torch.equal(dy, dy_aslant)
+    torch.testing.assert_close(aslant()[0], straight()[0])
+
+
+def test_drawn_gradients_have_the_layout_of_eager_outputs():
+    case = dataclasses.replace(toy(), eager=lambda x: (x.t().contiguous() * 2).t())
+    assert draw(case, SMALL, torch.float32, "backward", CPU, seed=0).output_grads[0].stride() == (1, 4)
+
+
+def test_strides_that_index_nothing_cost_no_copy():
+    values = torch.randn(1, 4, 8)
+    assert laid_out(values, torch.empty_strided((1, 4, 8), (99, 8, 1))) is values
 
 
 # What is reported of each implementation

@@ -210,7 +210,7 @@ def test_rule_needs_the_same_expression_at_each_place() -> None:
 @pytest.mark.gpu
 def test_tensor_on_the_cpu_is_named() -> None:
     model = build("Llama")
-    with rooftile.patch(model), pytest.raises(ValueError, match="tensors are on cpu and cuda"):
+    with rooftile.patch(model), pytest.raises(ValueError, match="weight is on cuda:0, expected cpu to match x"):
         model.model.norm(torch.randn(1, 2, 64, device="cpu"))
 
 

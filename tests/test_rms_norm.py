@@ -153,12 +153,11 @@ def test_every_backward_kernel_gives_the_gradients(kernel, columns, device, monk
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-def test_splits_fill_the_grid_and_cover_the_row():
-    assert common.split_evenly(131072, 4096, 528) == (33, 3984)  # 16 rows of 33, where 16 of 32 leave 16 programs idle
-    for columns in (16385, 65536, 65537, 131072, 200000):
-        splits, each = common.split_evenly(columns, 2048, 528)
-        assert splits * each >= columns
-        assert each <= 2048
-        assert each % 16 == 0
+def test_splits_cover_the_row_and_stay_resident():
+    for rows, columns in ((1, 16385), (2048, 65536), (7, 65537), (1024, 131072)):
+        splits, lanes = common.split(rows, columns, 2048, 528)
+        assert (splits - 1) * 2048 < columns <= splits * 2048
+        assert 1 <= lanes <= rows
+        assert splits * lanes <= 528
     with pytest.raises(ValueError, match="last dimension of 5000, expected at most 4096"):
-        common.split_evenly(5000, 2048, 2)
+        common.split(3, 5000, 2048, 2)

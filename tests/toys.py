@@ -7,7 +7,7 @@ import io
 import torch
 from rich.console import Console
 
-from rooftile.bench import run
+from rooftile.bench import run, streams
 from rooftile.bench.roof import Roofs
 from rooftile.bench.rows import Row
 from rooftile.cases import OpCase, Peer, Point, Tolerance, Unsupported
@@ -15,6 +15,14 @@ from rooftile.cases.draw import normal
 
 CPU = torch.device("cpu")
 ROOFS = Roofs(copy_gbs=1000.0, read_gbs=1100.0, tflops=100.0)
+
+
+def copy(source, target):
+    target.copy_(source)
+
+
+def copy_otherwise(source, target):
+    target.copy_(source)
 
 
 def double(x):
@@ -115,6 +123,7 @@ def bench(monkeypatch, cases, clock, **settings):
     """The exit code, the rows and what was shown."""
     cases = {c.name: c for c in (cases if isinstance(cases, tuple) else (cases,))}
     monkeypatch.setattr(run, "find_cases", lambda names: [cases[n] for n in names or cases])
+    monkeypatch.setattr(streams, "COPIES", {"torch": copy, "triton": copy_otherwise})  # no kernel needed
     monkeypatch.setattr(run, "measure_roofs", lambda clock, device: ROOFS)
     seen = []
     monkeypatch.setattr(run.report, "show", lambda console, rows, measured: seen.extend(rows))
@@ -129,4 +138,5 @@ def of(found, impl):
 
 
 def measured(impl, us, **fields):
-    return Row("op", "forward", "4x8", "bf16", impl, us=us, us_p20=us, us_p80=us, **fields)
+    place = {"op": "op", "direction": "forward", "shape": "4x8", "dtype": "bf16"}
+    return Row(**{**place, "impl": impl, "us": us, "us_p20": us, "us_p80": us, **fields})

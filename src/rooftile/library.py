@@ -9,9 +9,8 @@ derivative of a backward raises, where PyTorch would return a silent zero.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,36 +33,24 @@ class Autograd:
     backward: Callable[..., tuple[Tensor | None, ...]]
 
 
-@contextlib.contextmanager
-def _on_device_of(tensor: Tensor) -> Iterator[None]:
-    with torch.get_device_module(tensor.device.type).device(tensor.device):
-        yield
-
-
-def _first_tensor(overload: Any, args: tuple[Any, ...]) -> Tensor:
-    """The first of the tensors, which must all be on one device."""
-    first: Tensor | None = None
-    for i, a in enumerate(args):
-        if not isinstance(a, Tensor):
-            continue
-        if first is None:
-            first = a
-        elif a.device != first.device:
+def _device(overload: Any, tensors: tuple[int, ...], args: tuple[Any, ...]) -> torch.device:
+    """The device of the op's tensors (their places in args are known), which must be one."""
+    device = args[0].device
+    for i in tensors:
+        if args[i] is not None and args[i].device != device:
             schema = overload._schema
             raise ValueError(
-                f"{schema.name.partition('::')[2]}: {schema.arguments[i].name} is on {a.device}, expected "
-                f"{first.device} to match {schema.arguments[0].name}"
+                f"{schema.name.partition('::')[2]}: {schema.arguments[i].name} is on {args[i].device}, expected "
+                f"{device} to match {schema.arguments[0].name}"
             )
-    assert first is not None  # every op has a tensor
-    return first
+    return device
 
 
-def _guarded(overload: Any, launch: Callable[..., Any]) -> Callable[..., Any]:
-    """`launch`, on the device of its first tensor, which must be one that this process can launch kernels on."""
+def _guarded(overload: Any, tensors: tuple[int, ...], launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch`, on the device of its tensors, which must be one that this process can launch kernels on."""
 
     def kernel(*args: Any) -> Any:
-        first = _first_tensor(overload, args)
-        device = first.device
+        device = _device(overload, tensors, args)
         if runtime.MODE is not runtime.Mode.GPU:
             return launch(*args)
         if device.type == "cpu":
@@ -75,25 +62,38 @@ def _guarded(overload: Any, launch: Callable[..., Any]) -> Callable[..., Any]:
         # A guard costs 2 us, so it is taken only where the current device is another.
         if device.index == torch.accelerator.current_device_index():
             return launch(*args)
-        with _on_device_of(first):
+        with torch.get_device_module(device.type).device(device):
             return launch(*args)
 
     return kernel
 
 
-def _requires_grad(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+# Whether, of the dispatch keys of a call, only a plain device's comes after autograd.
+_PLAIN: dict[int, bool] = {}
+_PLAIN_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.XPU)
+
+
+def _is_plain(keyset: Any) -> bool:
+    """Whether below autograd the dispatcher would go straight to the kernel: no tracing, no mode, no tensor subclass.
+
+    The kernel is then called as it is, which saves 4 us of packing and unpacking the arguments a second time.
+    """
+    key = keyset.raw_repr()
+    plain = _PLAIN.get(key)
+    if plain is None:
+        below = (keyset & torch._C._after_autograd_keyset).remove(torch._C.DispatchKey.ADInplaceOrView)
+        plain = _PLAIN[key] = below.highestPriorityTypeId() in _PLAIN_KEYS
+    return plain
 
 
 def _node(
-    name: str, overload: Any, autograd: Autograd | None, mutated: tuple[int, ...]
+    name: str, below: Callable[..., Any], autograd: Autograd | None, mutated: tuple[int, ...]
 ) -> type[torch.autograd.Function]:
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
             ctx.set_materialize_grads(False)
-            with torch._C._AutoDispatchBelowAutograd():
-                outputs = overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            outputs = below(keyset, *args)
             if mutated:
                 outputs = tuple(args[i] for i in mutated)
                 ctx.mark_dirty(*outputs)
@@ -128,13 +128,23 @@ def define(
     mutated = tuple(
         i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     )
-    kernel = _guarded(overload, launch)
-    node = _node(name, overload, autograd, mutated)
+    tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
+    kernel = _guarded(overload, tensors, launch)
+
+    def below(keyset: Any, *args: Any) -> Any:
+        """The op below autograd."""
+        if _is_plain(keyset):
+            for i in mutated:
+                torch.autograd.graph.increment_version(args[i])
+            return kernel(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    node = _node(name, below, autograd, mutated)
 
     def differentiate(keyset: Any, *args: Any) -> Any:
-        if not _requires_grad(args):
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        if not torch.is_grad_enabled() or not any(args[i] is not None and args[i].requires_grad for i in tensors):
+            return below(keyset, *args)
         for i in mutated:
             argument = overload._schema.arguments[i].name
             if args[i].requires_grad and args[i].is_leaf:
@@ -159,7 +169,7 @@ def define(
     else:
 
         def on_one_device(*args: Any) -> Any:  # a meta tensor among others brings a call here
-            _first_tensor(overload, args)
+            _device(overload, tensors, args)
             return fake(*args)
 
         torch.library.register_fake(f"rooftile::{name}", on_one_device, lib=_LIBRARY)
@@ -167,6 +177,16 @@ def define(
     if mutated:
         _LIBRARY.impl(name, bump_versions, "ADInplaceOrView", with_keyset=True)
     return overload
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is n or more. Triton's own costs a call 3 us, as it serves kernels too."""
+    return 1 << (n - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

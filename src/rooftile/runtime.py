@@ -22,7 +22,7 @@ class Mode(enum.Enum):
     COMPILE = "compile"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is a key of caches on every call
 class Target:
     """What a launch configuration may depend on.
 
@@ -106,13 +106,17 @@ def _device_target(device_type: str, index: int) -> Target:
     return Target(arch, properties.multi_processor_count, shared, int(properties.L2_cache_size), warp)
 
 
+# The one target of a process that has no GPU to ask.
+_FIXED = {
+    Mode.GPU: None,
+    Mode.INTERPRETER: INTERPRETER,
+    Mode.COMPILE: TARGETS.get(os.environ.get("ROOFTILE_COMPILE_TARGET", "")),
+}[MODE]
+
+
 def target(device: torch.device) -> Target:
     """The target that kernels on `device` are configured for, in this process's mode."""
-    if MODE is Mode.COMPILE:
-        return TARGETS[os.environ["ROOFTILE_COMPILE_TARGET"]]
-    if MODE is Mode.INTERPRETER:
-        return INTERPRETER
-    return _device_target(device.type, device.index or 0)
+    return _FIXED or _device_target(device.type, device.index or 0)
 
 
 def has_triton() -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import io
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rooftile.bench.report import number, ratio
+from rooftile.bench.report import HOST_COLUMNS, host_cells, number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer, geometric_mean, groups, read_json
 from rooftile.cases import Direction, all_cases
 from rooftile.cases.check import NAMES, tolerance_rows
 
 NO_RESULTS = "*Not measured yet: results/ holds nothing for this table.*"
+LARGE = 128 << 20  # bytes, from which on a row is held to the roof: below it, starting and ending a kernel shows
+TIE = 0.98  # of the best peer's speed, or more
+
 _MARKED = re.compile(r"(<!-- rooftile:table (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- /rooftile:table -->)", re.DOTALL)
 
 
@@ -88,50 +92,113 @@ def tolerances(results: Path) -> str:
     return markdown(("op", "of", "dtype", "at most>", "because"), rows)
 
 
-def _speed_cells(group: list[Row]) -> list[str]:
-    head = [f"`{group[0].op}`", group[0].place, group[0].dtype]
-    ours = next(r for r in group if r.impl == OURS)
-    if ours.us is None:
-        return [*head, ours.status, *["–"] * 6]
-    best = best_peer(group)
-    figures = [number(ours.us, 4), number(ours.gbs, 4), ratio(ours.roof_fraction), ratio(ours.speedup_vs_eager)]
-    peer = ["–", "–"] if best is None else [best.impl, number(best.us, 4)]
-    return [*head, *figures, *peer, ratio(ours.ratio_to_best_peer)]
+def _machines(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[str]:
+    """A line for each run that the files come from, each followed by an empty one."""
+    lines = dict.fromkeys(machine_line(meta) for meta, _ in files)
+    return [part for line in lines for part in (line, "")]
+
+
+def _ours(found: Iterable[list[Row]]) -> list[Row]:
+    return [next(r for r in group if r.impl == OURS) for group in found]
+
+
+def _ratios(found: Iterable[list[Row]]) -> tuple[float, Row, list[float]] | None:
+    """The geometric mean of our ratios to the best peers, the row of the least of them, and all; None for none."""
+    rows = [r for r in _ours(found) if r.ratio_to_best_peer]
+    if not rows:
+        return None
+    ratios = [r.ratio_to_best_peer or 0.0 for r in rows]
+    return geometric_mean(ratios), rows[ratios.index(min(ratios))], ratios
+
+
+def _closing(found: Sequence[list[Row]]) -> str:
+    ratios = _ratios(found)
+    if ratios is None:
+        return f"{len(found)} rows, none with a peer to compare with"
+    mean, row, all_of_them = ratios
+    least = f"least {row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
+    rows = f"{len(all_of_them)} row{'s' if len(all_of_them) > 1 else ''}"
+    return f"{rows}: geometric mean {mean:.3f}, {least}"
+
+
+def _speed_table(found: Sequence[list[Row]]) -> str:
+    """A line for each shape: our figures, the best peer, and the times of the other peers."""
+    peers = list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
+    columns = ("shape", "us>", "GB/s>", "of the roof>", "ratio>", "best peer", *(f"{name}, us>" for name in peers))
+    return markdown(columns, (_speed_cells(group, peers) for group in found))
+
+
+def _speed_cells(group: list[Row], peers: Sequence[str]) -> list[str]:
+    ours, best = _ours([group])[0], best_peer(group)
+    times = {r.impl: number(r.us, 4) if r.us is not None else r.status for r in group}
+    # Three digits: the second is where a tie ends.
+    figures = [number(ours.gbs, 4), ratio(ours.roof_fraction, 3), ratio(ours.ratio_to_best_peer, 3)]
+    others = [times.get(name, "–") for name in peers]
+    return [ours.place, times[OURS], *figures, "–" if best is None else best.impl, *others]
 
 
 def speed(results: Path, direction: Direction) -> str:
-    """Every row of the rowwise suite in one direction, those that lose too."""
-    columns = ("op", "shape", "dtype", "us>", "GB/s>", "of the roof>", "over eager>", "best peer", "its us>", "ratio>")
+    """Every row of the rowwise suite in one direction, those that lose too: a table for each op, bf16 first, and the
+    other dtypes folded away."""
     parts = []
     for files in _by_gpu(results, "rowwise").values():
-        found = groups(row for _, rows in files for row in rows if row.direction == direction)
-        if not found:
-            continue
-        ratios = [r.ratio_to_best_peer for g in found for r in g if r.impl == OURS and r.ratio_to_best_peer]
-        parts += [machine_line(files[0][0]), "", markdown(columns, map(_speed_cells, found)), ""]
-        if ratios:
-            mean = f"geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
-            parts += [f"Ratio to the best peer (over 1 is faster), {len(ratios)} rows: {mean}.", ""]
+        by_op: dict[str, dict[str, list[list[Row]]]] = {}
+        for group in groups(row for _, rows in files for row in rows if row.direction == direction):
+            by_op.setdefault(group[0].op, {}).setdefault(group[0].dtype, []).append(group)
+        if by_op:
+            parts += _machines(files)
+        for op, by_dtype in by_op.items():
+            first, *others = sorted(by_dtype, key=lambda dtype: dtype != "bf16")
+            parts += [f"**`{op}` {direction}, {first}**", "", _speed_table(by_dtype[first]), ""]
+            for dtype in others:
+                # GitHub renders Markdown between empty lines; the attribute is for Python-Markdown.
+                parts += ['<details markdown="1">', f"<summary>{dtype}: {_closing(by_dtype[dtype])}</summary>", ""]
+                parts += [_speed_table(by_dtype[dtype]), "", "</details>", ""]
+            every = [group for found in by_dtype.values() for group in found]
+            parts += [f"`{op}` {direction}, ratio to the best peer (over 1 is faster), {_closing(every)}.", ""]
+    return "\n".join(parts).strip() or NO_RESULTS
+
+
+def _summary_cells(found: Sequence[list[Row]]) -> list[str]:
+    ours, ratios = _ours(found), _ratios(found)
+    fractions = [r.roof_fraction for r in ours if r.roof_fraction and r.nbytes >= LARGE]
+    roof = f"{statistics.median(fractions):.3f} ({len(fractions)})" if fractions else "–"
+    head = [f"`{ours[0].op}`", ours[0].direction, ", ".join(dict.fromkeys(r.dtype for r in ours)), str(len(ours))]
+    if ratios is None:
+        return [*head, "–", "–", "–", roof]
+    mean, row, all_of_them = ratios
+    least = f"{row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
+    return [*head, f"{mean:.3f}", least, f"{sum(r >= TIE for r in all_of_them)} of {len(ours)}", roof]
+
+
+def summary(results: Path) -> str:
+    """A line for each op and direction: how it stands to the best peer of each row, and to the roof."""
+    columns = (
+        "op", "direction", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
+        "of the roof, median (rows)>",
+    )  # fmt: skip
+    parts = []
+    for files in _by_gpu(results, "rowwise").values():
+        found: dict[tuple[str, str], list[list[Row]]] = {}
+        for group in groups(row for _, rows in files for row in rows):
+            found.setdefault((group[0].op, group[0].direction), []).append(group)
+        if found:
+            parts += [*_machines(files), markdown(columns, map(_summary_cells, found.values())), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
 def host(results: Path) -> str:
     """The host's time for one call beside Triton's own launcher of the same kernels; what the first call costs."""
-    columns = (
-        "op", "shape", "dtype", "Triton's launcher, us>", "op, us>", "beyond it>", "with autograd, us>", "beyond it>",
-        "first forward, ms>", "first backward, ms>",
-    )  # fmt: skip
+    columns = ("op", "shape", "dtype", *(f"{name}>" for name in HOST_COLUMNS))
     parts = []
     for files in _by_gpu(results, "rowwise").values():
         cells = []
         for meta, _ in files:
             for op, h in meta.get("host", {}).items():
-                launcher, first = h["launcher_us"], meta.get("first_call_ms", {}).get(op, {})
-                figures = (launcher, h["op_us"], h["op_us"] - launcher, h["op_grad_us"], h["op_grad_us"] - launcher)
-                times = [f"{f:.1f}" for f in figures] + [number(first.get(d)) for d in ("forward", "backward")]
-                cells.append([f"`{op}`", h["shape"], h["dtype"], *times])
+                figures = host_cells(h, meta.get("first_call_ms", {}).get(op, {}))
+                cells.append([f"`{op}`", h["shape"], h["dtype"], *figures])
         if cells:
-            parts += [machine_line(files[0][0]), "", markdown(columns, cells), ""]
+            parts += [*_machines(files), markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
@@ -161,6 +228,7 @@ def prefill(results: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "ops": ops,
     "tolerances": tolerances,
+    "summary": summary,
     "rowwise-forward": functools.partial(speed, direction="forward"),
     "rowwise-backward": functools.partial(speed, direction="backward"),
     "prefill": prefill,

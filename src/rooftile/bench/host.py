@@ -6,21 +6,24 @@ import contextlib
 import dataclasses
 import functools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from rooftile.bench.measure import draw
-from rooftile.bench.timer import Call, Clock
+from rooftile.bench.measure import bind, draw
+from rooftile.bench.rows import OURS
+from rooftile.bench.timer import Call, Clock, burst_seconds
+from rooftile.bench.variants import Variant
 from rooftile.cases import OpCase, Point
-from rooftile.cases.check import NAMES
+from rooftile.cases.check import DIRECTIONS, NAMES
 
 import triton  # isort: skip
 
-CALLS = 50  # queued ahead of the device, which takes some thousand launches before the host has to wait
-REPEATS = 5
+BURST = 50  # calls of one or two launches each, of which the device's queue takes some thousand
+BURSTS = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +43,31 @@ class HostTime:
     op_grad_us: float
 
 
+def smallest(case: OpCase, dtype: torch.dtype) -> Point:
+    """The point that moves the least, of those that models have: there the device is quicker than the host."""
+
+    def nbytes(point: Point) -> int:
+        return case.nbytes(point, dtype.itemsize, "forward")
+
+    real = [p for name, some in case.sets.items() if name not in ("tiny", "edge") for p in some]
+    found = real or [p for some in case.sets.values() for p in some]
+    return min((p for p in found if nbytes(p)), key=nbytes)
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    again: Call
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """The launches that happen meanwhile, each as a call that repeats it."""
-    launches: list[Call] = []
+def recorded() -> Iterator[list[Launch]]:
+    """The launches that happen meanwhile, with a call that repeats each."""
+    launches: list[Launch] = []
     run = triton.JITFunction.run
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         # As a user writes it: kernel[grid](...) makes a new launcher object at each call.
-        launches.append(lambda: self[grid](*args, **kwargs))
+        launches.append(Launch(self, lambda: self[grid](*args, **kwargs)))
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     triton.JITFunction.run = record
@@ -58,53 +77,58 @@ def recorded() -> Iterator[list[Call]]:
         triton.JITFunction.run = run
 
 
-def _median_us(call: Callable[[], Any], clock: Clock) -> float:
-    taken = []
-    for _ in range(REPEATS):
-        clock.synchronize()
-        for _ in range(CALLS):
-            start = time.perf_counter()
+def _launches(call: Call, what: str) -> list[Launch]:
+    """What a call launches, which must be something; it is made twice, for what is made at a first call alone."""
+    call()
+    with recorded() as launches:
+        call()
+    if not launches:
+        raise RuntimeError(f"{what} launched no kernel through triton.JITFunction.run")
+    return launches
+
+
+def _in_turn(calls: Sequence[Call]) -> Call:
+    """One call that makes them all; the only one itself where there is one."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def run() -> None:
+        for call in calls:
             call()
-            taken.append(time.perf_counter() - start)
-    clock.synchronize()
-    return 1e6 * statistics.median(taken)
+
+    return run
 
 
 def measure_host(case: OpCase, point: Point, dtype: torch.dtype, clock: Clock, device: torch.device) -> HostTime:
-    """The host's times of a case's op at one point.
+    """The host's times of a case's op at one point: medians over bursts, taken in turns, as a host's clock drifts too.
 
     Raises:
         RuntimeError: the op launched nothing through Triton's launcher.
     """
+    bursts: dict[str, list[float]] = {"launcher": [], "op": [], "op_grad": []}
     with clock.active():
         inputs = draw(case, point, dtype, "forward", device, seed=0).tensors
-        call = functools.partial(case.function, **inputs, **point.options)
         leaves = {n: t.detach().requires_grad_(n in case.grads) for n, t in inputs.items()}
-        # An op that writes in place takes no leaf.
-        given = {n: t.clone() if n in case.mutates else t for n, t in leaves.items()}
+        op = functools.partial(case.function, **inputs, **point.options)
         with torch.no_grad():
-            call()
-            with recorded() as launches:
-                call()
-            if not launches:
-                raise RuntimeError(f"{case.name} launched no kernel at {point} through triton.JITFunction.run")
-
-            def launcher() -> None:
-                for launch in launches:
-                    launch()
-
-            launcher_us = _median_us(launcher, clock)
-            op_us = _median_us(call, clock)
-        with torch.enable_grad():
-            op_grad_us = _median_us(functools.partial(case.function, **given, **point.options), clock)
-    return HostTime(str(point), NAMES[dtype], launcher_us, op_us, op_grad_us)
+            launches = _launches(op, f"{case.name} at {point}")
+        launcher = _in_turn([launch.again for launch in launches])
+        for _ in range(BURSTS):
+            with torch.no_grad():
+                bursts["launcher"].append(burst_seconds(launcher, clock, BURST))
+                bursts["op"].append(burst_seconds(op, clock, BURST))
+            with torch.enable_grad():
+                # An op that writes in place takes no leaf, and lengthens the graph of what it is given at each call.
+                given = {n: t.clone() if n in case.mutates else t for n, t in leaves.items()}
+                op_grad = functools.partial(case.function, **given, **point.options)
+                bursts["op_grad"].append(burst_seconds(op_grad, clock, BURST))
+    us = {name: 1e6 * statistics.median(taken) for name, taken in bursts.items()}
+    return HostTime(str(point), NAMES[dtype], us["launcher"], us["op"], us["op_grad"])
 
 
 @contextlib.contextmanager
 def cold_cache() -> Iterator[None]:
     """Triton compiles meanwhile as on a machine that has never run it."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         yield
@@ -113,13 +137,11 @@ def cold_cache() -> Iterator[None]:
 def first_call_ms(
     case: OpCase, point: Point, dtype: torch.dtype, clock: Clock, device: torch.device
 ) -> dict[str, float]:
-    """What the first call costs beyond the second, by direction: compiling, with nothing in Triton's cache.
+    """What the first call costs beyond the second, by direction: compiling, with nothing in Triton's caches.
 
-    The point must be one that this process has not called the op at.
+    Raises:
+        RuntimeError: the op launched nothing through Triton's launcher.
     """
-    from rooftile.bench.measure import bind
-    from rooftile.bench.rows import OURS
-    from rooftile.bench.variants import Variant
 
     def seconds(call: Call) -> float:
         clock.synchronize()
@@ -130,10 +152,13 @@ def first_call_ms(
 
     found = {}
     ours = Variant(OURS, case.function, case.mutates)
-    with cold_cache(), clock.active():
-        for direction in ("forward", "backward"):
-            with torch.set_grad_enabled(direction == "backward"):
-                call = bind(ours, case, point, direction, draw(case, point, dtype, direction, device, seed=0))
+    for direction in DIRECTIONS:
+        with clock.active(), torch.set_grad_enabled(direction == "backward"):
+            call = bind(ours, case, point, direction, draw(case, point, dtype, direction, device, seed=0))
+            launches = _launches(call, f"{case.name} {direction} at {point}")
+            with cold_cache():
+                for launch in launches:
+                    launch.kernel.device_caches.clear()
                 first, second = seconds(call), seconds(call)
-                found[direction] = 1e3 * (first - second)
+            found[str(direction)] = 1e3 * (first - second)
     return found

@@ -1,4 +1,4 @@
-"""Measuring the implementations of one op at one point against each other and against a copy of the same bytes.
+"""Measuring the implementations of one op at one point against each other and against copies of the same bytes.
 
 Inputs are standard normal and rotate through enough copies that none is found in the L2 cache. The implementations take
 turns in rounds, in an order that is drawn anew for each round, so that a clock that drifts hits all of them alike.
@@ -19,20 +19,22 @@ import torch
 from torch import Tensor
 
 from rooftile.bench import rows
-from rooftile.bench.timer import FLUSH, Block, Call, Clock
+from rooftile.bench.streams import copy_calls
+from rooftile.bench.timer import FLUSH, Block, Call, Clock, burst_seconds, uncollected
 from rooftile.bench.variants import Variant
 from rooftile.cases import Direction, OpCase, Point
 from rooftile.cases.check import as_tuple
 from rooftile.cases.draw import normal
 
-ROOF = "copy"  # the name of the roof among the implementations
+ROOF = "copy"  # the name of the roof among the results
 
 WORK = 2 << 30  # bytes of one pass: half a millisecond on the fastest chips, where starting a graph takes 4 us
 MOST_COPIES = 64  # of a small input; what these leave in the L2 cache is flushed between two passes
 SHARE = 0.25  # of the free memory
 ROUNDS = 10
-HOST_CALLS = 30
-HOST_BACKLOG = 0.02  # seconds of device work that the host may run ahead by, while it is timed
+BURST = 20  # calls on which the host's time is measured: some ten launches each are far from filling the queue
+BURSTS = 10
+BURSTS_SECONDS = 0.05  # of device work in all of them, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,16 @@ def draw(
     if direction == "forward":
         return InputSet(tensors, ())
     on_meta = {n: t.to("meta") for n, t in tensors.items()}
-    shapes = [tuple(y.shape) for y in as_tuple(case.reference(**on_meta, **point.options))]
-    return InputSet(tensors, tuple(normal(shape, dtype, device, numbers) for shape in shapes))
+    outputs = as_tuple(case.eager(**on_meta, **point.options))
+    return InputSet(tensors, tuple(laid_out(normal(tuple(y.shape), dtype, device, numbers), y) for y in outputs))
+
+
+def laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """The values in the memory layout of another tensor of the same shape, as autograd brings an output's gradient."""
+    strides = torch.empty_like(like, device="meta").stride()
+    if all(n == 1 or a == b for n, a, b in zip(values.shape, values.stride(), strides, strict=True)):
+        return values
+    return torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
 
 
 def bind(variant: Variant, case: OpCase, point: Point, direction: Direction, given: InputSet) -> Call:
@@ -97,7 +107,8 @@ def bind(variant: Variant, case: OpCase, point: Point, direction: Direction, giv
     own = {n: t.clone() if n in variant.mutates else t for n, t in leaves.items()}
     outputs = as_tuple(variant.function(**own, **point.options))
     wanted = [leaves[n] for n in grads]
-    return functools.partial(torch.autograd.grad, outputs, wanted, given.output_grads, retain_graph=True)
+    output_grads = tuple(laid_out(g, y) for g, y in zip(given.output_grads, outputs, strict=True))
+    return functools.partial(torch.autograd.grad, outputs, wanted, output_grads, retain_graph=True)
 
 
 def rotation(nbytes: int, l2: int, held: int, free: int) -> int:
@@ -113,27 +124,15 @@ def rotation(nbytes: int, l2: int, held: int, free: int) -> int:
     return max(1, min(wanted, MOST_COPIES, int(SHARE * free / max(1, held))))
 
 
-def host_seconds(call: Call, clock: Clock) -> float:
-    """Median time of a call on the host, which runs ahead of the device."""
+def host_us(call: Call, clock: Clock) -> float:
+    """Microseconds that a call takes on the host, which runs ahead of the device: the median over short bursts."""
     clock.synchronize()
     start = time.perf_counter()
     call()
     clock.synchronize()
     whole = time.perf_counter() - start
-    taken = []
-    for _ in range(max(5, min(HOST_CALLS, int(HOST_BACKLOG / whole)))):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    clock.synchronize()
-    return statistics.median(taken)
-
-
-def copy_calls(nbytes: int, copies: int, device: torch.device) -> list[Call]:
-    """Copies that read and write `nbytes` together, each between tensors of its own."""
-    half = max(1, nbytes // 4)
-    sources = [torch.randn(half, device=device, dtype=torch.float16) for _ in range(copies)]
-    return [functools.partial(torch.empty_like(x).copy_, x) for x in sources]
+    bursts = max(3, min(BURSTS, int(BURSTS_SECONDS / (BURST * whole))))
+    return 1e6 * statistics.median(burst_seconds(call, clock, BURST) for _ in range(bursts))
 
 
 def interleave(
@@ -170,6 +169,12 @@ def interleave(
         yield name, failed[name] if name in failed else taken[name]
 
 
+def fastest(timings: Sequence[Timing | Exception]) -> Timing | Exception:
+    """The one of the least median; an exception where there are only exceptions."""
+    right = [t for t in timings if isinstance(t, Timing)]
+    return min(right, key=lambda t: t.us) if right else timings[0]
+
+
 @dataclasses.dataclass
 class _Probe:
     host_us: float
@@ -188,7 +193,7 @@ def measure(
     device: torch.device,
     note: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Timing | Exception]:
-    """The timings of the implementations, and of the copy under `ROOF`; or the exception that one raised.
+    """The timings of the implementations, and of the fastest copy under `ROOF`; or the exception that one raised.
 
     Args:
         note: told which phase begins: "probe", "prepare" or "time".
@@ -198,6 +203,7 @@ def measure(
         return results
     probes: dict[str, _Probe] = {}
     blocks: dict[str, Block] = {}
+    roofs: dict[str, Block] = {}
     nbytes = case.nbytes(point, dtype.itemsize, direction)
 
     def forget(name: str, error: Exception) -> None:
@@ -213,8 +219,8 @@ def measure(
                 call = bind(variant, case, point, direction, first)
                 held = clock.allocated_bytes() - before
                 call()
-                host_us = 1e6 * host_seconds(call, clock) if clock.measures else 0.0
-                probes[variant.name] = _Probe(host_us, clock.peak_bytes(call), held)
+                taken = host_us(call, clock) if clock.measures else 0.0
+                probes[variant.name] = _Probe(taken, clock.peak_bytes(call), held)
                 del call
             except Exception as error:
                 forget(variant.name, error)
@@ -232,12 +238,11 @@ def measure(
                 forget(variant.name, error)
         if clock.measures:
             with torch.no_grad():
-                blocks[ROOF] = clock.block(copy_calls(nbytes, copies, device))
+                roofs = {f"{ROOF} {n}": clock.block(calls) for n, calls in copy_calls(nbytes, copies, device).items()}
+            blocks |= roofs
 
         note("time")
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        with uncollected():
             for name, samples in interleave(blocks, clock, effort, random.Random(0)):
                 if isinstance(samples, Exception):
                     forget(name, samples)
@@ -245,7 +250,7 @@ def measure(
                     probe = probes.get(name, _Probe(0.0, 0, 0))
                     block = blocks[name]
                     results[name] = Timing(tuple(samples), probe.host_us, probe.peak_bytes, block.method, block.calls)
-        finally:
-            if collects:
-                gc.enable()
+    copied = [results.pop(name) for name in roofs]
+    if copied:
+        results[ROOF] = fastest(copied)
     return results

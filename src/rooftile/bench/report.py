@@ -29,8 +29,8 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:#.{digits}g}"
 
 
-def ratio(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def ratio(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _style(row: Row) -> str:
@@ -114,18 +114,32 @@ def show(console: Console, rows: Iterable[Row], measured: bool) -> None:
         out.print()
 
 
-def show_host(console: Console, host: Mapping[str, Mapping[str, Any]]) -> None:
-    """The host's time of each op beside Triton's own launcher."""
-    table = Table(title="host, microseconds a call", title_justify="left", title_style="bold")
+HOST_COLUMNS = (
+    "Triton's launcher, us", "op, us", "beyond it", "with autograd, us", "beyond it", "first forward, ms",
+    "first backward, ms",
+)  # fmt: skip
+
+
+def host_cells(host: Mapping[str, Any], first_call_ms: Mapping[str, float]) -> list[str]:
+    """One op's figures under `HOST_COLUMNS`."""
+    launcher = host["launcher_us"]
+    figures = (launcher, host["op_us"], host["op_us"] - launcher, host["op_grad_us"], host["op_grad_us"] - launcher)
+    return [f"{f:.1f}" for f in figures] + [number(first_call_ms.get(d)) for d in ("forward", "backward")]
+
+
+def show_host(
+    console: Console, host: Mapping[str, Mapping[str, Any]], first_call_ms: Mapping[str, Mapping[str, float]]
+) -> None:
+    """The host's time of each op's forward beside Triton's own launcher, and what its first call costs."""
+    table = Table(title="host, one call", title_justify="left", title_style="bold")
     for name in ("op", "shape", "dtype"):
         table.add_column(name, no_wrap=True)
-    for name in ("Triton's launcher", "op, no grad", "beyond it", "op, with grad", "beyond it"):
+    for name in HOST_COLUMNS:
         table.add_column(name, justify="right")
     for op, h in host.items():
-        launcher = h["launcher_us"]
-        figures = (launcher, h["op_us"], h["op_us"] - launcher, h["op_grad_us"], h["op_grad_us"] - launcher)
-        table.add_row(op, h["shape"], h["dtype"], *(f"{f:.1f}" for f in figures))
-    console.print(table)
+        table.add_row(op, h["shape"], h["dtype"], *host_cells(h, first_call_ms.get(op, {})))
+    out = console if console.is_terminal else Console(file=console.file, width=WIDTH)
+    out.print(table)
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:

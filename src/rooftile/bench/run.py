@@ -125,14 +125,14 @@ class Bench:
 
     def measure_host(self, plan: dict[str, tuple[OpCase, list[Point]]], dtype: torch.dtype) -> None:
         """The host's times and the first calls, at each op's smallest point."""
-        from rooftile.bench.host import first_call_ms, measure_host
+        from rooftile.bench.host import first_call_ms, measure_host, smallest
 
         self.phases.enter("first calls and host")
         first: dict[str, dict[str, float]] = {}
         host: dict[str, dict[str, Any]] = {}
-        for case, found in plan.values():
-            point = min(found, key=lambda p: case.nbytes(p, dtype.itemsize, "forward"))
+        for case, _ in plan.values():
             try:
+                point = smallest(case, dtype)
                 first[case.name] = first_call_ms(case, point, dtype, self.clock, self.device)
                 host[case.name] = dataclasses.asdict(measure_host(case, point, dtype, self.clock, self.device))
             except Exception as error:  # the op's rows say what is wrong with it
@@ -330,7 +330,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
     bench.phases.enter("report")
     report.show(console, bench.rows, bench.clock.measures)
     if bench.meta.get("host"):
-        report.show_host(console, bench.meta["host"])
+        report.show_host(console, bench.meta["host"], bench.meta["first_call_ms"])
     bench.write_reports()
     if settings.verbose:
         bench.phases.show(console)

@@ -23,6 +23,34 @@ Call = Callable[[], Any]
 FLUSH = 4  # times the L2 cache: what is read between two passes
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile: a collection takes longer than what is timed, and may free what must stay."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def burst_seconds(call: Call, clock: Clock, calls: int) -> float:
+    """Seconds that one call takes on the host, over a burst of them.
+
+    The device is idle before and its queue, of some thousand launches, takes the whole burst, so that the host never
+    waits for a slot: of a call that takes longer on the device, only the host's part is seen.
+    """
+    clock.synchronize()
+    with uncollected():
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = (time.perf_counter() - start) / calls
+    clock.synchronize()
+    return seconds
+
+
 class Block(Protocol):
     """Some calls, ready to be timed as one."""
 
@@ -212,9 +240,7 @@ class DeviceClock:
         graph = self.module.CUDAGraph()
         # "thread_local": autograd's own threads may do what this one must not. Collected garbage may hold graphs,
         # whose destruction is forbidden meanwhile.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        with uncollected():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 # Kept until the end, so that each call writes to memory of its own and no write stays in the cache.
@@ -225,9 +251,6 @@ class DeviceClock:
                 raise
             graph.capture_end()
             del results
-        finally:
-            if collects:
-                gc.enable()
         return graph
 
     def synchronize(self) -> None:

@@ -49,7 +49,8 @@ def _backward(ctx, dy: Tensor | None, du: Tensor | None) -> tuple[Tensor | None,
 
 
 _op = library.define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str rounding) -> (Tensor, Tensor)",
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str rounding) "
+    "-> (Tensor, Tensor)",
     launch=_launch,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),

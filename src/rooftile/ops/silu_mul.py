@@ -1,7 +1,8 @@
 """SwiGLU's activation: `y = silu(gate) * up`, with `silu(g) = g * sigmoid(g)` (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
 gate and up are two tensors, or the two halves of one packed tensor `[gate | up]`, as a fused gate-and-up projection
-writes it. Bytes: two tensors read, one written; the backward reads dy, gate and up, recomputes the sigmoid and writes two:
+writes it. Bytes: two tensors read, one written; the backward reads dy, gate and up, recomputes the sigmoid and writes
+two:
 
     dup = dy * silu(gate)
     dgate = dy * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
@@ -10,6 +11,7 @@ writes it. Bytes: two tensors read, one written; the backward reads dy, gate and
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def _tile(N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's rows and columns. Neighbouring programs take neighbouring columns: 5 % faster than rows on an H200."""
+    """This program's rows and columns. Neighbours take neighbouring columns: on an H200 4 % faster than rows."""
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = (tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -97,10 +99,11 @@ class Config:
     num_warps: int
 
 
+@functools.cache
 def config(n_cols: int, target: runtime.Target) -> Config:
     if target is runtime.INTERPRETER:
-        return Config(rows=16, block_n=min(4096, triton.next_power_of_2(n_cols)), num_warps=4)
-    block_n = min(2048, triton.next_power_of_2(n_cols))
+        return Config(rows=16, block_n=min(4096, library.power_of_two(n_cols)), num_warps=4)
+    block_n = min(2048, library.power_of_two(n_cols))
     return Config(rows=2048 // block_n, block_n=block_n, num_warps=8)
 
 
@@ -109,7 +112,7 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor) -> Tensor:
         return y
     n_rows, n_cols = gate.shape
     c = config(n_cols, runtime.target(gate.device))
-    _forward_kernel[(triton.cdiv(n_rows, c.rows) * triton.cdiv(n_cols, c.block_n),)](
+    _forward_kernel[(library.cdiv(n_rows, c.rows) * library.cdiv(n_cols, c.block_n),)](
         gate,
         up,
         y,
@@ -131,7 +134,7 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor | None, dup: T
         return
     n_rows, n_cols = gate.shape
     c = config(n_cols, runtime.target(gate.device))
-    _backward_kernel[(triton.cdiv(n_rows, c.rows) * triton.cdiv(n_cols, c.block_n),)](
+    _backward_kernel[(library.cdiv(n_rows, c.rows) * library.cdiv(n_cols, c.block_n),)](
         dy,
         gate,
         up,

@@ -11,8 +11,8 @@ recomputes rstd from the row that it holds anyway (so nothing is saved beside th
     dx = rstd * (g - xhat * mean(g * xhat)),  g = dy * (weight + offset),  xhat = u * rstd
     dweight = sum over rows of dy * xhat
 
-dweight is accumulated in float32 registers by a grid that stays on the chip, and reduced in a fixed order: the result is
-the same on every run.
+dweight is accumulated in float32 registers by a grid that stays on the chip, and reduced in a fixed order: the result
+is the same on every run.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """RMSNorm backward: two kernels, by the length of a row, and the sum of their partial weight gradients.
 
 - tile: a grid that stays on the chip; a program holds whole rows, the next ones on their way into shared memory, and
-  its part of dweight in registers (up to 8192 columns: 0.93 to 0.96 of a copy of as many bytes on an H200);
+  its part of dweight in registers (up to 8192 columns: 0.92 to 0.96 of a copy's speed in bf16 on an H200);
 - split: a row is held by several programs, each with its columns' part of dweight in registers, which exchange the two
-  sums of a row (16384 columns and more: 0.79 of a copy; each step waits for the slowest of the row's programs).
+  sums of a row (16384 to 131072 columns: 0.80 of a copy's speed, as each step waits for the slowest of the programs).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.rms_norm.common import COOPERATIVE, gather, publish_pair, split_evenly, sum_pairs
+from rooftile.ops.rms_norm.common import COOPERATIVE, gather, publish_pair, split, sum_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -113,23 +114,23 @@ def _split_kernel(
     CAST_FIRST: tl.constexpr,
     NEEDS_DX: tl.constexpr,
     NEEDS_DW: tl.constexpr,
+    COMPENSATED: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLIT_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     split = tl.program_id(0) % SPLITS
     first = (tl.program_id(0) // SPLITS).to(tl.int64)
     step = tl.num_programs(0) // SPLITS
-    block = tl.arange(0, BLOCK_N)
-    cols = split * SPLIT_N + block
-    col_mask = (block < SPLIT_N) & (cols < N)
+    cols = split * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < N
     splits = tl.arange(0, BLOCK_S)
-    weight = 0.0
+    weight = None
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
     if NEEDS_DW:
         dw = tl.zeros((BLOCK_N,), tl.float32)
+        lost = tl.zeros((BLOCK_N,), tl.float32)
 
     # One row is finished while the next has been published and the one after it is on its way.
     mask = col_mask & (first < n_rows)
@@ -143,7 +144,9 @@ def _split_kernel(
         row = r.to(tl.int64)
         mask = col_mask & (row + 2 * step < n_rows)
         u2 = tl.load(u_ptr + (row + 2 * step) * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
-        dy2 = tl.load(dy_ptr + (row + 2 * step) * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        dy2 = tl.load(
+            dy_ptr + (row + 2 * step) * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first"
+        )
         if HAS_DU:
             du = tl.load(du_ptr + row * stride_dum + cols, mask=col_mask, other=0.0, eviction_policy="evict_first")
         _publish_row(words_ptr, dy1, u1, weight, offset, row + step, n_rows, split, HAS_WEIGHT, SPLITS)
@@ -157,7 +160,7 @@ def _split_kernel(
         if NEEDS_DX:
             dx = g
             if HAS_WEIGHT:
-                dx = g * (weight.to(tl.float32) + offset)
+                dx = g * (weight.to(tl.float32) + offset)  # type: ignore[union-attr]
             dx = rstd * (dx - xhat * (along * rstd / N))
             if HAS_DU:
                 dx += du.to(tl.float32)
@@ -165,7 +168,13 @@ def _split_kernel(
         if NEEDS_DW:
             if CAST_FIRST:
                 xhat = xhat.to(u_ptr.dtype.element_ty).to(tl.float32)
-            dw += g * xhat
+            if COMPENSATED:  # a hundred rows and more added one by one would lose more than eager's pairwise sum
+                term = g * xhat - lost
+                total = dw + term
+                lost = (total - dw) - term
+                dw = total
+            else:
+                dw += g * xhat
         u = u1
         dy = dy1
         u1 = u2
@@ -211,18 +220,22 @@ def _stages(tile_bytes: int, per_multiprocessor: int, target: runtime.Target) ->
     return 1 + min(2, room // (3 * tile_bytes))
 
 
+@functools.cache
 def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
     """Chosen on an H200 (bf16) from some hundred configurations at each length; three stages always won."""
-    block_n = triton.next_power_of_2(n_cols)
+    block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
         return Config("tile", block_n, num_warps=4, per_multiprocessor=1, rows=16)
-    if block_n <= 4096:
+    if block_n <= 2048:
         rows = max(1, min(16, 8192 // itemsize // block_n))
         return Config("tile", block_n, 4, 2, rows, _stages(rows * block_n * itemsize, 2, target))
     if block_n <= 8192:
-        return Config("tile", block_n, 8, 1, 1, _stages(block_n * itemsize, 1, target))
-    registers = 128 if target.warp_size == 32 else None
-    return Config("split", 4096 // itemsize, 4, 4, max_registers=registers)
+        rows = max(1, 16384 // itemsize // block_n)
+        return Config("tile", block_n, 8, 1, rows, _stages(rows * block_n * itemsize, 1, target))
+    registers = 128 if target.warp_size == 32 else None  # AMD's compiler takes no such limit
+    if n_cols * itemsize <= 32768:
+        return Config("split", 16384 // itemsize, 16, 1, max_registers=registers)
+    return Config("split", 8192 // itemsize, 8, 2, max_registers=registers)
 
 
 def launch(
@@ -255,26 +268,25 @@ def launch(
     c = config(n_cols, u.element_size(), target)
     programs = target.multiprocessors * c.per_multiprocessor
     if c.kernel == "tile":
-        lanes = min(triton.cdiv(n_rows, c.rows), programs)
+        lanes = min(library.cdiv(n_rows, c.rows), programs)
         partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
         _tile_kernel[(lanes,)](
             dy, du, u, weight, dx, partial, dy.stride(0), du.stride(0), u.stride(0), n_rows, eps, offset,
             N=n_cols, **flags, ROWS=c.rows, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps,
         )  # fmt: skip
     else:
-        splits, split_n = split_evenly(n_cols, c.block_n, programs)
-        lanes = max(1, min(n_rows, programs // splits))
+        splits, lanes = split(n_rows, n_cols, c.block_n, programs)
         partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
         words = torch.zeros(n_rows * splits, dtype=torch.int64, device=u.device)
         limit = {} if c.max_registers is None else {"maxnreg": c.max_registers}
         _split_kernel[(splits * lanes,)](
             dy, du, u, weight, dx, partial, words, dy.stride(0), du.stride(0), u.stride(0), n_rows, eps, offset,
-            N=n_cols, **flags, SPLITS=splits, SPLIT_N=split_n, BLOCK_N=c.block_n,
-            BLOCK_S=triton.next_power_of_2(splits), num_warps=c.num_warps, **limit, **COOPERATIVE,
+            N=n_cols, **flags, COMPENSATED=u.dtype == torch.float32, SPLITS=splits, BLOCK_N=c.block_n,
+            BLOCK_S=library.power_of_two(splits), num_warps=c.num_warps, **limit, **COOPERATIVE,
         )  # fmt: skip
     if needs_dw:
-        block = min(triton.next_power_of_2(n_cols), 32 if n_cols <= 16384 else 64)
-        _sum_partials_kernel[(triton.cdiv(n_cols, block),)](
+        block = min(library.power_of_two(n_cols), 32 if n_cols <= 16384 else 64)
+        _sum_partials_kernel[(library.cdiv(n_cols, block),)](
             partial, dw, lanes, N=n_cols, BLOCK_M=32, BLOCK_N=block, num_warps=4
         )
     return dx, dw

@@ -24,10 +24,10 @@ def scale(xhat, weight, offset, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
 
 
 # A row too long for one program is split over SPLITS of them, which exchange their partial sums through memory that the
-# host has zeroed: each publishes the complement of its sum's bits (complemented, because a sum may well be zero, but its
-# complement is zero only for a NaN that no arithmetic makes), and waits until all of its row's words are there. The value is
-# its own flag, so no fence is needed. Everybody waits for everybody, so the grid must be resident at once: such kernels
-# are launched as a cooperative grid, which the driver refuses rather than let it hang.
+# host has zeroed: each publishes the complement of its sum's bits (a sum may well be zero, but its complement is zero
+# only for a NaN that no arithmetic makes), and waits until all of its row's words are there. The value is its own flag,
+# so no fence is needed. Everybody waits for everybody, so the grid must be resident at once: such kernels are launched
+# as a cooperative grid, which the driver refuses rather than let it hang.
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def publish_pair(word_ptr, a, b, mask):
 
 @triton.jit
 def gather(words, words_ptr, mask):
-    """The words at words_ptr, whose first reading is `words`, read again until each is there. Masked ones count as there."""
+    """The words at words_ptr, first read as `words`, read again until all but the masked ones are there."""
     while tl.min((words != 0).to(tl.int32), axis=0) == 0:
         words = tl.load(words_ptr, mask=mask, other=-1, volatile=True)
     return ~words
@@ -64,17 +64,13 @@ def sum_pairs(words, mask):
     return sum_words(a, mask), sum_words(b, mask)
 
 
-def split_evenly(n_cols: int, block: int, programs: int) -> tuple[int, int]:
-    """Into how many splits a row goes, and how many columns each has (a multiple of 16, at most `block`).
-
-    A few more splits than needed are taken where that lets whole rows of them fill the grid: 132 multiprocessors x 4
-    programs hold 16 rows of 33 splits, but 16 of 32 leave 16 programs idle.
-    """
-    fewest = triton.cdiv(n_cols, block)
-    if fewest > programs:
-        raise ValueError(f"rms_norm: x has a last dimension of {n_cols}, expected at most {programs * block} on this GPU")
-    splits = next((s for s in range(fewest, fewest + fewest // 16 + 1) if programs % s == 0), fewest)
-    return splits, triton.cdiv(triton.cdiv(n_cols, splits), 16) * 16
+def split(n_rows: int, n_cols: int, block: int, programs: int) -> tuple[int, int]:
+    """Splits of `block` columns that a row has, and rows that a resident grid of that many programs works on at once."""
+    splits = library.cdiv(n_cols, block)
+    if splits > programs:
+        most = programs * block
+        raise ValueError(f"rms_norm: x has a last dimension of {n_cols}, expected at most {most} on this GPU")
+    return splits, min(n_rows, programs // splits)
 
 
 def check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, rounding: str) -> None:

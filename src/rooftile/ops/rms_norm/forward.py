@@ -1,14 +1,16 @@
-"""RMSNorm forward: three kernels, by the length of a row.
+"""RMSNorm forward: three kernels, by the length of a row (figures in bf16 on an H200, as parts of a copy's speed).
 
-- tile: a program holds whole rows in registers (up to 8192 columns: 0.97 to 0.98 of a copy on an H200);
-- loop: a program reads its row twice, the second time out of the L2, where the rows in flight fit (132 SMs x 2 x 128 KiB
-  at 65536 columns: 0.91 of a copy; at 131072 they no longer fit: 0.70);
-- split: a row is held by several programs, which exchange their sums (131072 columns: 0.87 of a copy).
+- tile: a program holds whole rows in registers: short rows (3584 columns: 0.99);
+- loop: a program reads its row twice, the second time out of the L2, which holds the rows in flight: 4096 to 32768
+  columns (0.96 to 0.99, a hundredth ahead of tile);
+- split: a row is held by several programs, which exchange their sums: longer rows (65536 and 131072 columns: 0.87. The
+  loop falls to 0.83 and 0.70 there: the rows in flight no longer fit the L2).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from rooftile.ops.rms_norm.common import (
     gather,
     publish,
     scale,
-    split_evenly,
+    split,
     sum_words,
 )
 
@@ -91,8 +93,9 @@ def _loop_kernel(
     u_ptr += row * N
     block = tl.arange(0, BLOCK_N)
 
+    # Not pipelined: through shared memory, as Triton would have it, it took a fifth longer on an H200.
     squares = tl.zeros((BLOCK_N,), tl.float32)
-    for start in tl.range(0, N, BLOCK_N):
+    for start in tl.range(0, N, BLOCK_N, num_stages=1):
         cols = start + block
         u = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if HAS_RESIDUAL:
@@ -106,7 +109,7 @@ def _loop_kernel(
         tl.debug_barrier()  # what is read below was written above, by other threads perhaps
         x_ptr = u_ptr
 
-    for start in tl.range(0, N, BLOCK_N):
+    for start in tl.range(0, N, BLOCK_N, num_stages=1):
         cols = start + block
         y = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32) * rstd
         if HAS_WEIGHT:
@@ -133,7 +136,6 @@ def _split_kernel(
     HAS_WEIGHT: tl.constexpr,
     CAST_FIRST: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLIT_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
@@ -142,9 +144,8 @@ def _split_kernel(
     split = tl.program_id(0) % SPLITS
     first = tl.program_id(0) // SPLITS
     step = tl.num_programs(0) // SPLITS
-    block = tl.arange(0, BLOCK_N)
-    cols = split * SPLIT_N + block
-    col_mask = (block < SPLIT_N) & (cols < N)
+    cols = split * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < N
     splits = tl.arange(0, BLOCK_S)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
@@ -162,7 +163,9 @@ def _split_kernel(
 
         u = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy="evict_first")
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+            residual = tl.load(
+                residual_ptr + row * stride_rm + cols, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
             u = (u.to(tl.float32) + residual.to(tl.float32)).to(DTYPE)
             tl.store(u_ptr + row * N + cols, u, mask=mask)
         squares = u.to(tl.float32) * u.to(tl.float32)
@@ -175,7 +178,7 @@ def _split_kernel(
                 y = scale(y, weight.to(tl.float32), offset, DTYPE, CAST_FIRST)
             tl.store(y_ptr + done * N + cols, y.to(DTYPE), mask=col_mask)
 
-        # Adding zero: Triton does not pipeline the loads of a loop that hands one value on over two iterations as it is.
+        # Adding zero: Triton does not pipeline a loop that hands a value on over two iterations as it is.
         u3 = u2 + 0
         u2 = u1 + 0
         u1 = u
@@ -197,21 +200,24 @@ class Config:
     stages: int = 1
 
 
+@functools.cache
 def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
     """Chosen on an H200 (bf16) from some hundred configurations of each kernel at the lengths named above."""
-    block_n = triton.next_power_of_2(n_cols)
+    block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
         return Config("tile", block_n, num_warps=4, rows=16)
     if block_n <= 2048:
         return Config("tile", block_n, num_warps=4, rows=2048 // block_n)
-    if block_n <= 4096:
+    if n_cols < 4096:
         return Config("tile", block_n, num_warps=8)
-    if block_n <= 8192:
-        return Config("tile", block_n, num_warps=16)
+    if n_cols * itemsize <= 65536:
+        # Blocks of 16 or 32 elements a thread; a warp of 64 threads makes it half the warps.
+        block, warps = (2048, 8) if n_cols <= 4096 else (4096, 16) if n_cols <= 8192 else (8192, 16)
+        return Config("loop", block, num_warps=warps * 32 // target.warp_size)
+    registers = target.warp_size == 32  # AMD's compiler takes no such limit
     if n_cols * itemsize <= 131072:
-        return Config("loop", 8192 if itemsize == 2 else 4096, num_warps=32 if target.warp_size == 32 else 16)
-    registers = 128 if target.warp_size == 32 else None
-    return Config("split", 8192 // itemsize, num_warps=4, per_multiprocessor=4, max_registers=registers, stages=2)
+        return Config("split", 4096 // itemsize, 4, 1, 8, 64 if registers else None, stages=2)
+    return Config("split", 8192 // itemsize, 4, 1, 4, 128 if registers else None, stages=2)
 
 
 def launch(
@@ -235,7 +241,7 @@ def launch(
     target = runtime.target(x.device)
     c = config(n_cols, x.element_size(), target)
     if c.kernel == "tile":
-        _tile_kernel[(triton.cdiv(n_rows, c.rows),)](
+        _tile_kernel[(library.cdiv(n_rows, c.rows),)](
             x, residual, weight, y, u, x.stride(0), residual.stride(0), n_rows, eps, offset,
             N=n_cols, **flags, ROWS=c.rows, BLOCK_N=c.block_n, num_warps=c.num_warps,
         )  # fmt: skip
@@ -246,12 +252,12 @@ def launch(
         )  # fmt: skip
     else:
         programs = target.multiprocessors * c.per_multiprocessor
-        splits, split_n = split_evenly(n_cols, c.block_n, programs)
+        splits, lanes = split(n_rows, n_cols, c.block_n, programs)
         words = torch.zeros(n_rows * splits, dtype=torch.int32, device=x.device)
         limit = {} if c.max_registers is None else {"maxnreg": c.max_registers}
-        _split_kernel[(splits * max(1, min(n_rows, programs // splits)),)](
+        _split_kernel[(splits * lanes,)](
             x, residual, weight, y, u, words, x.stride(0), residual.stride(0), n_rows, eps, offset,
-            N=n_cols, **flags, SPLITS=splits, SPLIT_N=split_n, BLOCK_N=c.block_n,
-            BLOCK_S=triton.next_power_of_2(splits), STAGES=c.stages, num_warps=c.num_warps, **limit, **COOPERATIVE,
+            N=n_cols, **flags, SPLITS=splits, BLOCK_N=c.block_n,
+            BLOCK_S=library.power_of_two(splits), STAGES=c.stages, num_warps=c.num_warps, **limit, **COOPERATIVE,
         )  # fmt: skip
     return y, u
