@@ -179,6 +179,28 @@ def test_compiled_model_is_refused() -> None:
         rooftile.patch(model)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_for_inference_the_model_keeps_its_own_code(training: bool) -> None:
+    model, ids = build("Llama"), tokens()
+    with torch.no_grad():
+        plain = model(ids).logits
+    ours: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: object) -> Callable[..., object]:
+        ours.extend(str(n.target) for n in graph.graph.nodes if str(n.target).startswith("rooftile."))
+        return graph.forward
+
+    with rooftile.patch(model), torch.set_grad_enabled(training):
+        torch._dynamo.reset()
+        logits = torch.compile(model, backend=backend, fullgraph=True)(ids).logits
+    assert {name.partition(".")[2] for name in ours} == (
+        {"rms_norm.default", "add_rms_norm.default", "rope.default", "silu_mul.default"} if training else set()
+    )
+    assert error(logits, plain) < TOLERANCE[torch.float32]
+    if not training:
+        assert torch.equal(logits, plain)
+
+
 def test_undo_reaches_a_compiled_model() -> None:
     model, ids = build("Llama"), tokens()
     handle = rooftile.patch(model)
@@ -190,10 +212,9 @@ def test_undo_reaches_a_compiled_model() -> None:
         return graph.forward
 
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    with torch.no_grad():
-        compiled(ids, use_cache=False)
-        assert "rooftile" in graphs[-1].code
-        handle.undo()
-        compiled(ids, use_cache=False)
+    compiled(ids, use_cache=False)
+    assert "rooftile" in graphs[-1].code
+    handle.undo()
+    compiled(ids, use_cache=False)
     assert len(graphs) == 2
     assert "rooftile" not in graphs[-1].code

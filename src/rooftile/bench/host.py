@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rooftile import launching
 from rooftile.bench.measure import bind, draw
 from rooftile.bench.rows import OURS
 from rooftile.bench.timer import Call, Clock, burst_seconds
@@ -80,6 +81,7 @@ def recorded() -> Iterator[list[Launch]]:
 def _launches(call: Call, what: str) -> list[Launch]:
     """What a call launches, which must be something; it is made twice, for what is made at a first call alone."""
     call()
+    launching.forget()
     with recorded() as launches:
         call()
     if not launches:
@@ -159,6 +161,7 @@ def first_call_ms(
             with cold_cache():
                 for launch in launches:
                     launch.kernel.device_caches.clear()
+                launching.forget()
                 first, second = seconds(call), seconds(call)
             found[str(direction)] = 1e3 * (first - second)
     return found

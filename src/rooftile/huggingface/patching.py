@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from rooftile.huggingface import families
@@ -145,7 +147,8 @@ def patch(
     Args:
         model: a transformers model or anything that holds one (a PEFT model, say), of a family that Rooftile knows. Its
             parameters, state_dict, class and configuration are unchanged; other instances are not touched.
-            Patch before `torch.compile`. A deep copy carries the patch; what is pickled does not.
+            Patch before `torch.compile`, which for inference keeps the model's own code: Inductor fuses that better.
+            A deep copy carries the patch; what is pickled does not.
         rms_norm: replace RMSNorm modules.
         add_rms_norm: fuse a residual add with the RMSNorm behind it, where both stand in one layer's code.
         mlp: replace `silu(gate) * up`. Other activations are left.
@@ -296,8 +299,26 @@ def _build(part: Part, current: Callable[..., Any], add_norm: Callable[..., Any]
     else:
         rebuilt = rebuild(current, families.ADD_NORM, {"add_norm": add_norm})
         function, count = rebuilt.function, len(rebuilt.places)
+    function = _unless_compiled_for_inference(function, current)
     function._rooftile = True  # type: ignore[attr-defined]
     return function, count
+
+
+def _unless_compiled_for_inference(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, but the model's own code in a graph that torch.compile makes for inference.
+
+    There Inductor fuses these parts with what stands around them and starts the fewest kernels: with ours in their
+    place, Qwen2.5-7B's compiled prefill on an H200 took as long at 2048 tokens, 3 % longer at 512 and 19 % at 128. With
+    gradients it is ours that are ahead, by the backward of RMSNorm.
+    """
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        return ours(self, *args, **kwargs)
+
+    return forward
 
 
 def _norm_names(current: Callable[..., Any]) -> list[str]:

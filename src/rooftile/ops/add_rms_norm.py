@@ -19,7 +19,9 @@ from rooftile.ops.rms_norm.common import Rounding, check
 def _launch(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
-    return forward.launch("add_rms_norm", x, residual, weight, eps, offset, rounding)
+    y, u = forward.launch("add_rms_norm", x, residual, weight, eps, offset, rounding)
+    assert u is not None, "there is a residual"
+    return y, u
 
 
 def _fake(

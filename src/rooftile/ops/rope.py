@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -186,7 +186,7 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
 class Config:
     """Tokens and heads in a program's tile, and its warps."""
 
@@ -271,30 +271,16 @@ def _rotate(
     layout: str,
     inverse: bool,
 ) -> None:
-    heads, time = layout.index("H"), layout.index("T")
-    batch, seq_len, head_dim = q.shape[0], q.shape[time], q.shape[3]
     if q.numel() + k.numel() == 0:
         return
-    if cos.stride(-1) != 1:
-        cos = cos.contiguous()
-    if sin.stride(-1) != 1:
-        sin = sin.contiguous()
-    rotary = cos.shape[-1]
-    n_positions = cos.shape[-2]
-    pairs_in, pairs_out = style != "half", style == "interleaved"
-    if inverse:
-        pairs_in, pairs_out = pairs_out, pairs_in
-    in_place = q_out is q
+    cos, sin = _unit_last(cos), _unit_last(sin)
+    heads, time = layout.index("H"), layout.index("T")
+    batch, seq_len, head_dim, rotary = q.shape[0], q.shape[time], int(q.shape[3]), int(cos.shape[-1])
+    q_heads, k_heads = int(q.shape[heads]), int(k.shape[heads])
     c = config(q.stride(heads) <= q.stride(time), runtime.target(q.device))
-    blocks = library.cdiv(q.shape[heads], c.heads) + library.cdiv(k.shape[heads], c.heads)
-    _rope_kernel[(batch * library.cdiv(seq_len, c.tokens) * blocks,)](
-        q,
-        k,
-        q_out,
-        k_out,
-        cos,
-        sin,
-        position_ids,
+    dtypes = (q.dtype, cos.dtype, None if position_ids is None else position_ids.dtype)
+    plan = _plan(dtypes, q_heads, k_heads, rotary, head_dim, style, inverse, q_out is q, c)
+    strides = (
         *_strides(q, layout),
         *_strides(k, layout),
         *_strides(q_out, layout),
@@ -302,24 +288,45 @@ def _rotate(
         *_batch_and_row(cos, cos.dim() - 2),
         *_batch_and_row(sin, sin.dim() - 2),
         *((0, 0) if position_ids is None else _batch_and_row(position_ids, position_ids.dim() - 1)),
-        seq_len,
-        n_positions,
-        Q_HEADS=q.shape[heads],
-        K_HEADS=k.shape[heads],
-        R=rotary,
-        D=head_dim,
-        HAS_POSITIONS=position_ids is not None,
-        INVERSE=inverse,
-        ANGLE_STEP=2 if style == "interleaved" else 1,
-        PAIRS_IN=pairs_in,
-        PAIRS_OUT=pairs_out,
-        COPY_REST=rotary < head_dim and not in_place,
-        BLOCK_T=c.tokens,
-        BLOCK_H=c.heads,
-        BLOCK_R=library.power_of_two(rotary),
-        BLOCK_REST=library.power_of_two(max(1, head_dim - rotary)),
-        num_warps=c.num_warps,
     )
+    blocks = library.cdiv(q_heads, c.heads) + library.cdiv(k_heads, c.heads)
+    programs = batch * library.cdiv(seq_len, c.tokens) * blocks
+    tensors = (q, k, q_out, k_out, cos, sin, position_ids)
+    launching.launch(plan, programs, tensors, strides, (seq_len, cos.shape[-2]))
+
+
+@functools.cache
+def _plan(
+    dtypes: tuple[torch.dtype | None, ...],
+    q_heads: int,
+    k_heads: int,
+    rotary: int,
+    head_dim: int,
+    style: str,
+    inverse: bool,
+    in_place: bool,
+    c: Config,
+) -> launching.Plan:
+    pairs_in, pairs_out = style != "half", style == "interleaved"
+    if inverse:
+        pairs_in, pairs_out = pairs_out, pairs_in
+    constants = {
+        "Q_HEADS": q_heads,
+        "K_HEADS": k_heads,
+        "R": rotary,
+        "D": head_dim,
+        "HAS_POSITIONS": dtypes[2] is not None,
+        "INVERSE": inverse,
+        "ANGLE_STEP": 2 if style == "interleaved" else 1,
+        "PAIRS_IN": pairs_in,
+        "PAIRS_OUT": pairs_out,
+        "COPY_REST": rotary < head_dim and not in_place,
+        "BLOCK_T": c.tokens,
+        "BLOCK_H": c.heads,
+        "BLOCK_R": library.power_of_two(rotary),
+        "BLOCK_REST": library.power_of_two(max(1, head_dim - rotary)),
+    }
+    return launching.Plan(_rope_kernel, constants, num_warps=c.num_warps)
 
 
 def _unit_last(x: Tensor) -> Tensor:
@@ -343,10 +350,9 @@ def _launch(
 
 def _dense(x: Tensor, layout: str) -> Tensor:
     """Memory for x rotated, in (B, T, H, D) order where x (a transposed view, say) has it so, else in x's own order."""
-    _, second, third, head_dim = x.shape
+    batch, second, third, head_dim = x.shape
     if layout == "BHTD" and x.stride(1) <= x.stride(2):
-        strides = (second * third * head_dim, head_dim, second * head_dim, 1)
-        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+        return torch.empty((batch, third, second, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

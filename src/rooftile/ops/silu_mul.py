@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -90,7 +90,7 @@ def _backward_kernel(
         tl.store(dgate_ptr + rows * stride_dm + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
 class Config:
     """The tile of a program, and its warps."""
 
@@ -107,51 +107,41 @@ def config(n_cols: int, target: runtime.Target) -> Config:
     return Config(rows=2048 // block_n, block_n=block_n, num_warps=8)
 
 
+@functools.cache
+def _plan(n_cols: int, dtype: torch.dtype, c: Config) -> launching.Plan:
+    constants = {"N": n_cols, "ROWS": c.rows, "BLOCK_N": c.block_n}
+    return launching.Plan(_forward_kernel, constants, num_warps=c.num_warps)
+
+
+@functools.cache
+def _backward_plan(n_cols: int, dtype: torch.dtype, needs: tuple[bool, bool], c: Config) -> launching.Plan:
+    constants = {"N": n_cols, "NEEDS_DGATE": needs[0], "NEEDS_DUP": needs[1], "ROWS": c.rows, "BLOCK_N": c.block_n}
+    return launching.Plan(_backward_kernel, constants, num_warps=c.num_warps)
+
+
+def _programs(n_rows: int, n_cols: int, c: Config) -> int:
+    return library.cdiv(n_rows, c.rows) * library.cdiv(n_cols, c.block_n)
+
+
 def _forward(gate: Tensor, up: Tensor, y: Tensor) -> Tensor:
-    if y.numel() == 0:
-        return y
-    n_rows, n_cols = gate.shape
+    n_rows, n_cols = gate.shape[0], int(gate.shape[1])
     c = config(n_cols, runtime.target(gate.device))
-    _forward_kernel[(library.cdiv(n_rows, c.rows) * library.cdiv(n_cols, c.block_n),)](
-        gate,
-        up,
-        y,
-        gate.stride(0),
-        up.stride(0),
-        n_rows,
-        N=n_cols,
-        ROWS=c.rows,
-        BLOCK_N=c.block_n,
-        num_warps=c.num_warps,
-    )
+    plan = _plan(n_cols, gate.dtype, c)
+    strides = (gate.stride(0), up.stride(0))
+    launching.launch(plan, _programs(n_rows, n_cols, c), (gate, up, y), strides, (n_rows,))
     return y
 
 
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor | None, dup: Tensor | None) -> None:
     """dgate and dup are (rows, N) with one row stride; one that is None is not computed."""
     some = dup if dgate is None else dgate
-    if gate.numel() == 0 or some is None:
+    if some is None:
         return
-    n_rows, n_cols = gate.shape
+    n_rows, n_cols = gate.shape[0], int(gate.shape[1])
     c = config(n_cols, runtime.target(gate.device))
-    _backward_kernel[(library.cdiv(n_rows, c.rows) * library.cdiv(n_cols, c.block_n),)](
-        dy,
-        gate,
-        up,
-        dgate,
-        dup,
-        dy.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        some.stride(0),
-        n_rows,
-        N=n_cols,
-        NEEDS_DGATE=dgate is not None,
-        NEEDS_DUP=dup is not None,
-        ROWS=c.rows,
-        BLOCK_N=c.block_n,
-        num_warps=c.num_warps,
-    )
+    plan = _backward_plan(n_cols, gate.dtype, (dgate is not None, dup is not None), c)
+    strides = (dy.stride(0), gate.stride(0), up.stride(0), some.stride(0))
+    launching.launch(plan, _programs(n_rows, n_cols, c), (dy, gate, up, dgate, dup), strides, (n_rows,))
 
 
 # Separate gate and up

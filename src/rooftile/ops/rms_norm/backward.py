@@ -14,8 +14,8 @@ import functools
 import torch
 from torch import Tensor
 
-from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.rms_norm.common import COOPERATIVE, gather, publish_pair, split, sum_pairs
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.rms_norm.common import gather, publish_pair, resident, split, sum_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -33,8 +33,8 @@ def _tile_kernel(
     stride_dum,
     stride_um,
     n_rows,
-    eps,
-    offset,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     N: tl.constexpr,
     HAS_DU: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -48,7 +48,7 @@ def _tile_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :]
     col_mask = cols < N
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + OFFSET
     if NEEDS_DW:
         dw = tl.zeros((1, BLOCK_N), tl.float32)
 
@@ -68,7 +68,7 @@ def _tile_kernel(
         # Both sums before either is used: one wait for the other warps instead of two.
         squares = tl.sum(u * u, axis=1, keep_dims=True)
         along = tl.sum(g * u, axis=1, keep_dims=True)
-        rstd = tl.rsqrt(squares / N + eps)
+        rstd = tl.rsqrt(squares / N + EPS)
         xhat = u * rstd
         if NEEDS_DX:
             dx = rstd * (g - xhat * (along * rstd / N))
@@ -85,11 +85,13 @@ def _tile_kernel(
 
 
 @triton.jit
-def _publish_row(words_ptr, dy, u, weight, offset, row, n_rows, split, HAS_WEIGHT: tl.constexpr, SPLITS: tl.constexpr):
+def _publish_row(
+    words_ptr, dy, u, weight, OFFSET: tl.constexpr, row, n_rows, split, HAS_WEIGHT: tl.constexpr, SPLITS: tl.constexpr
+):
     u = u.to(tl.float32)
     g = dy.to(tl.float32)
     if HAS_WEIGHT:
-        g *= weight.to(tl.float32) + offset
+        g *= weight.to(tl.float32) + OFFSET
     publish_pair(words_ptr + row * SPLITS + split, tl.sum(u * u, axis=0), tl.sum(g * u, axis=0), row < n_rows)
 
 
@@ -106,8 +108,8 @@ def _split_kernel(
     stride_dum,
     stride_um,
     n_rows,
-    eps,
-    offset,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     N: tl.constexpr,
     HAS_DU: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -139,7 +141,7 @@ def _split_kernel(
     mask = col_mask & (first + step < n_rows)
     u1 = tl.load(u_ptr + (first + step) * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
     dy1 = tl.load(dy_ptr + (first + step) * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
-    _publish_row(words_ptr, dy, u, weight, offset, first, n_rows, split, HAS_WEIGHT, SPLITS)
+    _publish_row(words_ptr, dy, u, weight, OFFSET, first, n_rows, split, HAS_WEIGHT, SPLITS)
     for r in tl.range(first, n_rows, step, num_stages=1):
         row = r.to(tl.int64)
         mask = col_mask & (row + 2 * step < n_rows)
@@ -149,18 +151,18 @@ def _split_kernel(
         )
         if HAS_DU:
             du = tl.load(du_ptr + row * stride_dum + cols, mask=col_mask, other=0.0, eviction_policy="evict_first")
-        _publish_row(words_ptr, dy1, u1, weight, offset, row + step, n_rows, split, HAS_WEIGHT, SPLITS)
+        _publish_row(words_ptr, dy1, u1, weight, OFFSET, row + step, n_rows, split, HAS_WEIGHT, SPLITS)
 
         word_mask = splits < SPLITS
         words = tl.load(words_ptr + row * SPLITS + splits, mask=word_mask, other=-1, volatile=True)
         squares, along = sum_pairs(gather(words, words_ptr + row * SPLITS + splits, word_mask), word_mask)
-        rstd = tl.rsqrt(squares / N + eps)
+        rstd = tl.rsqrt(squares / N + EPS)
         xhat = u.to(tl.float32) * rstd
         g = dy.to(tl.float32)
         if NEEDS_DX:
             dx = g
             if HAS_WEIGHT:
-                dx = g * (weight.to(tl.float32) + offset)  # type: ignore[union-attr]
+                dx = g * (weight.to(tl.float32) + OFFSET)  # type: ignore[union-attr]
             dx = rstd * (dx - xhat * (along * rstd / N))
             if HAS_DU:
                 dx += du.to(tl.float32)
@@ -198,7 +200,7 @@ def _sum_partials_kernel(
     tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < N)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
 class Config:
     """Which kernel, the rows and columns of its tile, warps, programs a multiprocessor, and pipeline stages (tile).
 
@@ -238,6 +240,46 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
     return Config("split", 8192 // itemsize, 8, 2, max_registers=registers)
 
 
+@functools.cache
+def _plan(
+    n_cols: int,
+    dtypes: tuple[torch.dtype | None, ...],
+    du: bool,
+    eps: float,
+    offset: float,
+    cast_first: bool,
+    needs: tuple[bool, bool],
+    c: Config,
+    splits: int,
+) -> launching.Plan:
+    flags = {
+        "EPS": eps,
+        "OFFSET": offset,
+        "N": n_cols,
+        "HAS_DU": du,
+        "HAS_WEIGHT": dtypes[1] is not None,
+        "CAST_FIRST": cast_first,
+        "NEEDS_DX": needs[0],
+        "NEEDS_DW": needs[1],
+    }
+    if c.kernel == "tile":
+        tile = {"ROWS": c.rows, "BLOCK_N": c.block_n, "STAGES": c.stages}
+        return launching.Plan(_tile_kernel, {**flags, **tile}, num_warps=c.num_warps)
+    sizes = {
+        "COMPENSATED": dtypes[0] is torch.float32,
+        "SPLITS": splits,
+        "BLOCK_N": c.block_n,
+        "BLOCK_S": library.power_of_two(splits),
+    }
+    return launching.Plan(_split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers))
+
+
+@functools.cache
+def _sum_plan(n_cols: int, dtype: torch.dtype) -> launching.Plan:
+    block = min(library.power_of_two(n_cols), 32 if n_cols <= 16384 else 64)
+    return launching.Plan(_sum_partials_kernel, {"N": n_cols, "BLOCK_M": 32, "BLOCK_N": block}, num_warps=4)
+
+
 def launch(
     dy: Tensor,
     du: Tensor | None,
@@ -253,42 +295,31 @@ def launch(
     dx, dw = fake(dy, du, u, weight, eps, offset, rounding, needs_dx, needs_dw)
     if u.numel() == 0:
         return dx, dw.zero_()
-    flags = {
-        "HAS_DU": du is not None,
-        "HAS_WEIGHT": weight is not None,
-        "CAST_FIRST": rounding == "llama",
-        "NEEDS_DX": needs_dx,
-        "NEEDS_DW": needs_dw,
-    }
+    has_du = du is not None
     dy, u = library.as_rows(dy), library.as_rows(u)
-    du = dy if du is None else library.as_rows(du)
-    weight = weight if weight is None else weight.contiguous()
-    n_rows, n_cols = u.shape
+    du = library.as_rows(du) if du is not None else None
+    weight_dtype = None
+    if weight is not None:
+        weight, weight_dtype = weight.contiguous(), weight.dtype
+    n_rows, n_cols = u.shape[0], int(u.shape[1])
     target = runtime.target(u.device)
     c = config(n_cols, u.element_size(), target)
+    strides = (dy.stride(0), 0 if du is None else du.stride(0), u.stride(0))
     programs = target.multiprocessors * c.per_multiprocessor
     if c.kernel == "tile":
-        lanes = min(library.cdiv(n_rows, c.rows), programs)
-        partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
-        _tile_kernel[(lanes,)](
-            dy, du, u, weight, dx, partial, dy.stride(0), du.stride(0), u.stride(0), n_rows, eps, offset,
-            N=n_cols, **flags, ROWS=c.rows, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps,
-        )  # fmt: skip
+        splits, lanes = 1, min(library.cdiv(n_rows, c.rows), programs)
     else:
         splits, lanes = split(n_rows, n_cols, c.block_n, programs)
-        partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
-        words = torch.zeros(n_rows * splits, dtype=torch.int64, device=u.device)
-        limit = {} if c.max_registers is None else {"maxnreg": c.max_registers}
-        _split_kernel[(splits * lanes,)](
-            dy, du, u, weight, dx, partial, words, dy.stride(0), du.stride(0), u.stride(0), n_rows, eps, offset,
-            N=n_cols, **flags, COMPENSATED=u.dtype == torch.float32, SPLITS=splits, BLOCK_N=c.block_n,
-            BLOCK_S=library.power_of_two(splits), num_warps=c.num_warps, **limit, **COOPERATIVE,
-        )  # fmt: skip
+    partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
+    dtypes = (u.dtype, weight_dtype)
+    plan = _plan(n_cols, dtypes, has_du, eps, offset, rounding == "llama", (needs_dx, needs_dw), c, splits)
+    tensors: tuple[Tensor | None, ...] = (dy, du, u, weight, dx, partial)
+    if c.kernel == "split":
+        tensors += (torch.zeros(n_rows * splits, dtype=torch.int64, device=u.device),)
+    launching.launch(plan, splits * lanes, tensors, strides, (n_rows,))
     if needs_dw:
-        block = min(library.power_of_two(n_cols), 32 if n_cols <= 16384 else 64)
-        _sum_partials_kernel[(library.cdiv(n_cols, block),)](
-            partial, dw, lanes, N=n_cols, BLOCK_M=32, BLOCK_N=block, num_warps=4
-        )
+        plan = _sum_plan(n_cols, dw.dtype)
+        launching.launch(plan, library.cdiv(n_cols, plan.constants["BLOCK_N"]), (partial, dw), (), (lanes,))
     return dx, dw
 
 

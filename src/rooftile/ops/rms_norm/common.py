@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,11 +16,11 @@ ROUNDINGS = ("llama", "gemma", "none")
 
 
 @triton.jit
-def scale(xhat, weight, offset, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
+def scale(xhat, weight, OFFSET: tl.constexpr, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
     """xhat * (weight + offset), with Llama's cast to the model's dtype between the two or without."""
     if CAST_FIRST:
         xhat = xhat.to(DTYPE).to(tl.float32)
-    return xhat * (weight + offset)
+    return xhat * (weight + OFFSET)
 
 
 # A row too long for one program is split over SPLITS of them, which exchange their partial sums through memory that the
@@ -65,7 +65,7 @@ def sum_pairs(words, mask):
 
 
 def split(n_rows: int, n_cols: int, block: int, programs: int) -> tuple[int, int]:
-    """Splits of `block` columns that a row has, and rows that a resident grid of that many programs works on at once."""
+    """Splits of `block` columns that a row has, and rows that a grid of that many programs works on at once."""
     splits = library.cdiv(n_cols, block)
     if splits > programs:
         most = programs * block
@@ -87,4 +87,9 @@ def check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, ro
         raise ValueError(f"{op}: rounding is {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
 
 
-COOPERATIVE = {"launch_cooperative_grid": True} if runtime.MODE is not runtime.Mode.INTERPRETER else {}
+def resident(max_registers: int | None) -> dict[str, Any]:
+    """The options of a launch whose programs wait for one another; none in the interpreter: it runs one at a time."""
+    if runtime.MODE is runtime.Mode.INTERPRETER:
+        return {}
+    limit = {} if max_registers is None else {"maxnreg": max_registers}
+    return {"launch_cooperative_grid": True, **limit}

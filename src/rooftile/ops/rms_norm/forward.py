@@ -15,12 +15,12 @@ import functools
 import torch
 from torch import Tensor
 
-from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.rms_norm.common import (
-    COOPERATIVE,
     check,
     gather,
     publish,
+    resident,
     scale,
     split,
     sum_words,
@@ -40,8 +40,8 @@ def _tile_kernel(
     stride_xm,
     stride_rm,
     n_rows,
-    eps,
-    offset,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     N: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -62,14 +62,14 @@ def _tile_kernel(
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
 
-    y = u * tl.rsqrt(tl.sum(u * u, axis=1, keep_dims=True) / N + eps)
+    y = u * tl.rsqrt(tl.sum(u * u, axis=1, keep_dims=True) / N + EPS)
     if HAS_WEIGHT:
-        y = scale(y, weight, offset, y_ptr.dtype.element_ty, CAST_FIRST)
+        y = scale(y, weight, OFFSET, y_ptr.dtype.element_ty, CAST_FIRST)
 
     tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _loop_kernel(
     x_ptr,
     residual_ptr,
@@ -78,8 +78,9 @@ def _loop_kernel(
     u_ptr,
     stride_xm,
     stride_rm,
-    eps,
-    offset,
+    n_rows,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     N: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -88,9 +89,10 @@ def _loop_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
-    residual_ptr += row * stride_rm
     y_ptr += row * N
-    u_ptr += row * N
+    if HAS_RESIDUAL:
+        residual_ptr += row * stride_rm
+        u_ptr += row * N
     block = tl.arange(0, BLOCK_N)
 
     # Not pipelined: through shared memory, as Triton would have it, it took a fifth longer on an H200.
@@ -104,7 +106,7 @@ def _loop_kernel(
             tl.store(u_ptr + cols, u, mask=cols < N)
             u = u.to(tl.float32)
         squares += u * u
-    rstd = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / N + EPS)
     if HAS_RESIDUAL:
         tl.debug_barrier()  # what is read below was written above, by other threads perhaps
         x_ptr = u_ptr
@@ -114,7 +116,7 @@ def _loop_kernel(
         y = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32) * rstd
         if HAS_WEIGHT:
             weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            y = scale(y, weight, offset, y_ptr.dtype.element_ty, CAST_FIRST)
+            y = scale(y, weight, OFFSET, y_ptr.dtype.element_ty, CAST_FIRST)
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N, cache_modifier=".cs")
 
 
@@ -129,8 +131,8 @@ def _split_kernel(
     stride_xm,
     stride_rm,
     n_rows,
-    eps,
-    offset,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     N: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -173,9 +175,9 @@ def _split_kernel(
 
         if done >= 0:
             words = gather(words, words_ptr + done * SPLITS + splits, word_mask)
-            y = u3.to(tl.float32) * tl.rsqrt(sum_words(words, word_mask) / N + eps)
+            y = u3.to(tl.float32) * tl.rsqrt(sum_words(words, word_mask) / N + EPS)
             if HAS_WEIGHT:
-                y = scale(y, weight.to(tl.float32), offset, DTYPE, CAST_FIRST)
+                y = scale(y, weight.to(tl.float32), OFFSET, DTYPE, CAST_FIRST)
             tl.store(y_ptr + done * N + cols, y.to(DTYPE), mask=col_mask)
 
         # Adding zero: Triton does not pipeline a loop that hands a value on over two iterations as it is.
@@ -184,7 +186,7 @@ def _split_kernel(
         u1 = u
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
 class Config:
     """Which kernel; rows a program of the tile kernel holds; columns of a block; warps.
 
@@ -220,44 +222,63 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
     return Config("split", 8192 // itemsize, 4, 1, 4, 128 if registers else None, stages=2)
 
 
+@functools.cache
+def _plan(
+    n_cols: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    residual: bool,
+    eps: float,
+    offset: float,
+    cast_first: bool,
+    c: Config,
+    splits: int,
+) -> launching.Plan:
+    flags = {
+        "EPS": eps,
+        "OFFSET": offset,
+        "N": n_cols,
+        "HAS_RESIDUAL": residual,
+        "HAS_WEIGHT": weight_dtype is not None,
+        "CAST_FIRST": cast_first,
+    }
+    if c.kernel == "tile":
+        return launching.Plan(_tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+    if c.kernel == "loop":
+        return launching.Plan(_loop_kernel, {**flags, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+    sizes = {"SPLITS": splits, "BLOCK_N": c.block_n, "BLOCK_S": library.power_of_two(splits), "STAGES": c.stages}
+    return launching.Plan(_split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers))
+
+
 def launch(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounding: str
-) -> tuple[Tensor, Tensor]:
-    """y and u; without a residual u is y."""
+) -> tuple[Tensor, Tensor | None]:
+    """y, and u where there is a residual."""
     check(op, x, residual, weight, rounding)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    u = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else y
+    u = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else None
     if x.numel() == 0:
         return y, u
-    flags = {
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_WEIGHT": weight is not None,
-        "CAST_FIRST": rounding == "llama",
-    }
+    has_residual = residual is not None
     x = library.as_rows(x)
-    residual = x if residual is None else library.as_rows(residual)
-    weight = weight if weight is None else weight.contiguous()
-    n_rows, n_cols = x.shape
+    residual = library.as_rows(residual) if residual is not None else None
+    weight_dtype = None
+    if weight is not None:
+        weight, weight_dtype = weight.contiguous(), weight.dtype
+    n_rows, n_cols = x.shape[0], int(x.shape[1])
     target = runtime.target(x.device)
     c = config(n_cols, x.element_size(), target)
-    if c.kernel == "tile":
-        _tile_kernel[(library.cdiv(n_rows, c.rows),)](
-            x, residual, weight, y, u, x.stride(0), residual.stride(0), n_rows, eps, offset,
-            N=n_cols, **flags, ROWS=c.rows, BLOCK_N=c.block_n, num_warps=c.num_warps,
-        )  # fmt: skip
-    elif c.kernel == "loop":
-        _loop_kernel[(n_rows,)](
-            x, residual, weight, y, u, x.stride(0), residual.stride(0), eps, offset,
-            N=n_cols, **flags, BLOCK_N=c.block_n, num_warps=c.num_warps,
-        )  # fmt: skip
-    else:
+    cast_first = rounding == "llama"
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    if c.kernel == "split":
         programs = target.multiprocessors * c.per_multiprocessor
         splits, lanes = split(n_rows, n_cols, c.block_n, programs)
         words = torch.zeros(n_rows * splits, dtype=torch.int32, device=x.device)
-        limit = {} if c.max_registers is None else {"maxnreg": c.max_registers}
-        _split_kernel[(splits * lanes,)](
-            x, residual, weight, y, u, words, x.stride(0), residual.stride(0), n_rows, eps, offset,
-            N=n_cols, **flags, SPLITS=splits, BLOCK_N=c.block_n,
-            BLOCK_S=library.power_of_two(splits), STAGES=c.stages, num_warps=c.num_warps, **limit, **COOPERATIVE,
-        )  # fmt: skip
+        plan = _plan(n_cols, x.dtype, weight_dtype, has_residual, eps, offset, cast_first, c, splits)
+        tensors = (x, residual, weight, y, u, words)
+        launching.launch(plan, splits * lanes, tensors, strides, (n_rows,))
+    else:
+        plan = _plan(n_cols, x.dtype, weight_dtype, has_residual, eps, offset, cast_first, c, 1)
+        programs = library.cdiv(n_rows, c.rows)
+        launching.launch(plan, programs, (x, residual, weight, y, u), strides, (n_rows,))
     return y, u

@@ -1,0 +1,91 @@
+"""How a kernel is launched: through Triton the first time, then through the compiled kernel itself.
+
+Triton's own launcher looks at every argument of every call, to see whether a kernel compiled for such arguments is
+there. An op knows which of its arguments decide: its dtypes and flags (they make a `Plan`), its strides, and whether
+all pointers are aligned to 16 bytes. So it remembers the kernel by those, and saves most of the launcher's host time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from rooftile import runtime
+
+_MANY = 256  # remembered kernels of a plan, over which they are forgotten: strides that never repeat
+_PLANS: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+
+class Untraceable(Exception):
+    """The launch can't be part of a graph that a compiler takes over; the op stays whole."""
+
+
+class Plan:
+    """A kernel with its constants and options: all that does not change from call to call.
+
+    A plan is for one set of dtypes: who keeps plans has the dtypes in the key.
+
+    Args:
+        kernel: the `@triton.jit` function; its parameters are pointers, then integers that Triton specializes on, then
+            numbers that it does not, then constants.
+        constants: the kernel's constants, in the order of its parameters.
+        options: num_warps and the like.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
+        self.kernel = kernel
+        self.constants = constants
+        self.options = options
+        self.values = tuple(constants.values())
+        self.compiled: dict[Any, Any] = {}
+        _PLANS.add(self)
+
+
+def launch(
+    plan: Plan,
+    programs: int,
+    tensors: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+    numbers: tuple[int | float, ...] = (),
+) -> None:
+    """Run `programs` programs of the plan's kernel over those arguments."""
+    first = tensors[0]
+    if isinstance(first, FunctionalTensor):
+        return _trace(plan, programs, tensors, strides, numbers)
+    key = None
+    if runtime.MODE is runtime.Mode.GPU:
+        pointers = 0
+        for t in tensors:
+            if t is not None:
+                pointers |= t.data_ptr()
+        # Numbers are not specialized on, but a size (the first of them) past 2^31 is of another type.
+        if not pointers & 15 and (not numbers or numbers[0] < 2**31):
+            key = (first.get_device(), strides)  # type: ignore[union-attr]
+            compiled = plan.compiled.get(key)
+            if compiled is not None:
+                compiled[(programs, 1, 1)](*tensors, *strides, *numbers, *plan.values)
+                return None
+    compiled = plan.kernel[(programs,)](*tensors, *strides, *numbers, **plan.constants, **plan.options)
+    if key is not None:
+        if len(plan.compiled) >= _MANY:
+            plan.compiled.clear()
+        plan.compiled[key] = compiled
+    return None
+
+
+def _trace(plan: Plan, programs: Any, tensors: Any, strides: Any, numbers: Any) -> None:
+    """Put the launch into the graph that is being traced, so that the compiler launches it without the op around it."""
+    from torch.library import wrap_triton
+
+    if set(plan.options) - {"num_warps"}:
+        raise Untraceable("a cooperative grid, or a limit on registers")
+    wrap_triton(plan.kernel)[(programs,)](*tensors, *strides, *numbers, **plan.constants, **plan.options)
+
+
+def forget() -> None:
+    """Forget every remembered kernel: the next launches go through Triton again, for what watches its launcher."""
+    for plan in _PLANS:
+        plan.compiled.clear()
