@@ -174,8 +174,24 @@ def use_kernels_without_int64(module, monkeypatch, tmp_path):
         monkeypatch.setattr(module, kernel_name, kernel)
 
 
+@pytest.fixture
+def no_plans_kept():
+    """Plans hold the kernels that they launch: none are kept from before, and none of this test's afterwards."""
+
+    def clear():
+        for name, module in list(sys.modules.items()):
+            if name.startswith("rooftile.ops."):
+                for value in list(vars(module).values()):
+                    if hasattr(value, "cache_clear"):
+                        value.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
 @every_run
-def test_a_kernel_with_offsets_of_32_bits_is_caught(run, far_rows, device, monkeypatch, tmp_path):
+def test_a_kernel_with_offsets_of_32_bits_is_caught(run, far_rows, device, monkeypatch, tmp_path, no_plans_kept):
     if runtime.MODE is not runtime.Mode.INTERPRETER:
         pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")
     from rooftile.interpreter.memory import OutOfBoundsError

@@ -48,3 +48,10 @@ def test_a_link_leads_somewhere(page):
 @pytest.mark.parametrize("folder", re.findall(r"^    ((?:src|tests|tools)\S*)", README, re.MULTILINE))
 def test_the_layout_names_what_is_there(folder):
     assert (ROOT / folder).exists()
+
+
+def test_the_layout_names_all_there_is():
+    package = ROOT / "src" / "rooftile"
+    entries = {p.name + "/" if p.is_dir() else p.name for p in package.iterdir() if p.is_file() or any(p.glob("*.py"))}
+    named = set(re.findall(r"^    src/rooftile/(\S+)", README, re.MULTILINE))
+    assert named == entries - {"__init__.py", "__main__.py", "py.typed"}

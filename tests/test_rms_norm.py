@@ -155,9 +155,46 @@ def test_every_backward_kernel_gives_the_gradients(kernel, columns, device, monk
 
 def test_splits_cover_the_row_and_stay_resident():
     for rows, columns in ((1, 16385), (2048, 65536), (7, 65537), (1024, 131072)):
-        splits, lanes = common.split(rows, columns, 2048, 528)
+        splits, lanes = common.split("rms_norm", rows, columns, 2048, 528)
         assert (splits - 1) * 2048 < columns <= splits * 2048
         assert 1 <= lanes <= rows
         assert splits * lanes <= 528
     with pytest.raises(ValueError, match="last dimension of 5000, expected at most 4096"):
-        common.split(3, 5000, 2048, 2)
+        common.split("rms_norm", 3, 5000, 2048, 2)
+
+
+def test_eps_and_offset_must_be_numbers(device):
+    x = torch.randn(4, 8, device=device)
+    with pytest.raises(TypeError, match="rms_norm: eps is a NoneType, expected a number"):
+        rooftile.rms_norm(x, eps=None)
+    with pytest.raises(TypeError, match="add_rms_norm: offset is a Tensor, expected a number"):
+        rooftile.add_rms_norm(x, x, offset=torch.tensor(1.0))
+
+
+def test_an_input_that_is_negated_lazily(device):
+    """The imaginary part of a conjugate is a view whose negative sign stands in a bit of the tensor."""
+    x = torch.randn(4, 64, dtype=torch.complex64, device=device).conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(rooftile.rms_norm(x), reference.rms_norm(x.clone()))
+
+
+def test_meta_tensors_give_a_shape_through_the_public_function():
+    y = rooftile.rms_norm(torch.empty(2, 64, device="meta", dtype=BF16))
+    assert (y.shape, y.dtype, y.device.type) == ((2, 64), BF16, "meta")
+
+
+def test_forward_mode_derivatives_are_refused(device):
+    x = torch.randn(4, 64, device=device)
+    with pytest.raises(RuntimeError, match="rms_norm has no forward-mode derivative"):
+        torch.func.jvp(rooftile.rms_norm, (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="rms_norm has no forward-mode derivative"):
+            rooftile.rms_norm(dual)
+
+
+def test_the_backward_op_refuses_gradients_that_do_not_match(device):
+    u, weight = torch.randn(4, 8, device=device), torch.randn(8, device=device)
+    for dy, error in ((torch.randn(3, 8, device=device), ValueError), (u.to(BF16), TypeError)):
+        with pytest.raises(error, match="rms_norm_backward: dy has"):
+            torch.ops.rooftile.rms_norm_backward(dy, None, u, weight, 1e-6, 0.0, "llama", True, True)

@@ -191,7 +191,7 @@ def test_tables_that_require_grad_are_refused(device):
     for index in (2, 3):
         inputs = list(make(device))
         inputs[index].requires_grad_()
-        with pytest.raises(ValueError, match="rope: cos or sin requires grad, which is not supported; detach it"):
+        with pytest.raises(ValueError, match=r"rope: (cos|sin) requires grad, which is not supported; detach it"):
             rooftile.rope(*inputs)
 
 
@@ -233,3 +233,18 @@ def test_wrong_dtypes(device):
         rooftile.rope(q, k, cos, sin.to(BF16))
     with pytest.raises(TypeError, match=r"rope: position_ids has dtype torch.float32, expected int32 or int64"):
         rooftile.rope(q, k, cos, sin, position_ids=torch.zeros(5, device=device))
+
+
+def test_in_place_q_and_k_are_not_one_memory(device):
+    q, table = torch.randn(1, 2, 3, 8, device=device), torch.ones(3, 8, device=device)
+    with pytest.raises(ValueError, match="rope_: k is the same memory as q"):
+        rooftile.rope_(q, q, table, table)
+
+
+def test_a_table_that_requires_grad_is_refused_before_anything_is_written(device):
+    q, k = torch.randn(1, 2, 3, 8, device=device), torch.randn(1, 2, 3, 8, device=device)
+    before = q.clone()
+    cos, sin = torch.ones(3, 8, device=device, requires_grad=True), torch.ones(3, 8, device=device)
+    with pytest.raises(ValueError, match="rope_: cos requires grad"):
+        rooftile.rope_(q, k, cos, sin)
+    assert torch.equal(q, before)

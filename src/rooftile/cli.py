@@ -33,7 +33,7 @@ console = Console()
 Ops = Annotated[list[str] | None, typer.Argument(help="Ops, by name; all where none is given.", show_default=False)]
 
 
-def _choose_mode() -> None:
+def choose_mode() -> None:
     """Run on the GPU where there is one, else in Triton's interpreter, and say so. Before Triton is imported."""
     if os.environ.get("TRITON_INTERPRET"):
         return
@@ -91,7 +91,7 @@ def check(
     ] = None,
 ) -> None:
     """Check every op against its reference in float64, forward and backward. Exit code 1 if any row fails."""
-    _choose_mode()
+    choose_mode()
     cases = _cases(ops)
     from rooftile.cases import check_report
     from rooftile.cases.check import DTYPES
@@ -163,7 +163,7 @@ def bench(
     ] = False,
 ) -> None:
     """Measure ops against their peers and the GPU's roofs. Each row is checked first; exit code 1 if ours fails."""
-    _choose_mode()
+    choose_mode()
     from rooftile.bench.measure import Effort
     from rooftile.bench.run import Settings, run
     from rooftile.cases import Direction
@@ -290,7 +290,7 @@ def bench_prefill(
     ] = None,
 ) -> None:
     """Time one forward of a whole model: plain, patched, compiled, patched and compiled. Exit code 1 if wrong."""
-    _choose_mode()
+    choose_mode()
     from rooftile.bench.prefill import Settings, run
     from rooftile.bench.prefill_report import IMPLS
     from rooftile.cases.check import DTYPES

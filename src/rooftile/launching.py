@@ -36,6 +36,9 @@ class Plan:
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
+        parameters = list(kernel.arg_names)
+        if parameters[len(parameters) - len(constants) :] != list(constants):
+            raise ValueError(f"Plan: constants are {list(constants)}, expected the last parameters of {parameters}")
         self.kernel = kernel
         self.constants = constants
         self.options = options
@@ -49,7 +52,7 @@ def launch(
     programs: int,
     tensors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
-    numbers: tuple[int | float, ...] = (),
+    numbers: tuple[int, ...] = (),
 ) -> None:
     """Run `programs` programs of the plan's kernel over those arguments."""
     first = tensors[0]
@@ -61,8 +64,8 @@ def launch(
         for t in tensors:
             if t is not None:
                 pointers |= t.data_ptr()
-        # Numbers are not specialized on, but a size (the first of them) past 2^31 is of another type.
-        if not pointers & 15 and (not numbers or numbers[0] < 2**31):
+        # Numbers are not specialized on, but one past 2^31 is of another type.
+        if not pointers & 15 and all(n < 2**31 for n in numbers):
             key = (first.get_device(), strides)  # type: ignore[union-attr]
             compiled = plan.compiled.get(key)
             if compiled is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.autograd import forward_ad
 
 from rooftile import launching, runtime
 
@@ -28,11 +29,13 @@ class Autograd:
     """The derivative of an op.
 
     `save(ctx, inputs, outputs)` keeps what the backward needs; `backward(ctx, *grad_outputs)` returns one gradient
-    (or None) for each input of the schema. A gradient that nobody asked for arrives as None.
+    (or None) for each input of the schema. A gradient that nobody asked for arrives as None. `check(inputs)` raises for
+    inputs that can't be differentiated, before anything is launched.
     """
 
     save: Callable[[Any, tuple[Any, ...], Any], None]
     backward: Callable[..., tuple[Tensor | None, ...]]
+    check: Callable[[tuple[Any, ...]], None] | None = None
 
 
 def _device(overload: Any, tensors: tuple[int, ...], args: tuple[Any, ...]) -> torch.device:
@@ -113,16 +116,18 @@ def _node(
     return Node
 
 
-_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
-
-
 def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...]) -> bool:
-    """Whether a call may go past the dispatcher: plain tensors, and no mode or transform that wants to see ops."""
+    """Whether a call may go past the dispatcher: plain tensors, and nothing that wants to see ops."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
-        and all(args[i] is None or type(args[i]) in _TENSOR_TYPES for i in tensors)
+        and not torch.autograd._profiler_enabled()
+        and all(args[i] is None or _is_plain(torch._C._dispatch_keys(args[i])) for i in tensors)
     )
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _inline(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,9 +176,13 @@ def define(
     node = _node(name, below, autograd, mutated)
 
     def asks_for_gradients(args: tuple[Any, ...]) -> bool:
+        if forward_ad._current_level >= 0 and any(_has_tangent(args[i]) for i in tensors):
+            raise RuntimeError(f"rooftile::{name} has no forward-mode derivative")  # it would be a silent zero
         return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in tensors)
 
     def with_gradients(keyset: Any, args: tuple[Any, ...]) -> Any:
+        if autograd is not None and autograd.check is not None:
+            autograd.check(args)
         for i in mutated:
             argument = overload._schema.arguments[i].name
             if args[i].requires_grad and args[i].is_leaf:

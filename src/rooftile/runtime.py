@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 import os
-import sys
 
 import torch
 
@@ -117,10 +116,3 @@ _FIXED = {
 def target(device: torch.device) -> Target:
     """The target that kernels on `device` are configured for, in this process's mode."""
     return _FIXED or _device_target(device.type, device.index or 0)
-
-
-def has_triton() -> bool:
-    """Whether Triton can be imported, without importing it."""
-    import importlib.util
-
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import _choose_mode, console
+from rooftile.cli import choose_mode, console
 
 
 def main(
@@ -19,7 +19,7 @@ def main(
 
     Exit code 1 if a difference is over its bound or a check fails.
     """
-    _choose_mode()
+    choose_mode()
     import torch
 
     from rooftile import runtime

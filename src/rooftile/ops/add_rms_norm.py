@@ -27,7 +27,7 @@ def _launch(
 def _fake(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
-    check("add_rms_norm", x, residual, weight, rounding)
+    check("add_rms_norm", x, residual, weight, eps, offset, rounding)
     return (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
         torch.empty(x.shape, dtype=x.dtype, device=x.device),

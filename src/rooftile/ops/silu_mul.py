@@ -147,11 +147,11 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor | None, dup: T
 # Separate gate and up
 
 
-def _check(gate: Tensor, up: Tensor) -> None:
-    library.check_floating("silu_mul", gate=gate)
+def _check(gate: Tensor, up: Tensor, op: str = "silu_mul") -> None:
+    library.check_floating(op, gate=gate)
     if gate.dim() == 0:
-        raise ValueError("silu_mul: gate has shape (), expected at least one dimension")
-    library.check_same("silu_mul", "up", up, "gate", gate)
+        raise ValueError(f"{op}: gate has shape (), expected at least one dimension")
+    library.check_same(op, "up", up, "gate", gate)
 
 
 def _launch(gate: Tensor, up: Tensor) -> Tensor:
@@ -181,6 +181,8 @@ def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, needs_dgate: bool, ne
 
 def _fake_backward(dy: Tensor, gate: Tensor, up: Tensor, needs_dgate: bool, needs_dup: bool) -> tuple[Tensor, Tensor]:
     """One that is not needed comes back empty."""
+    _check(gate, up, "silu_mul_backward")
+    library.check_same("silu_mul_backward", "dy", dy, "gate", gate)
     return (
         torch.empty(gate.shape if needs_dgate else (0,), dtype=gate.dtype, device=gate.device),
         torch.empty(gate.shape if needs_dup else (0,), dtype=gate.dtype, device=gate.device),
@@ -262,6 +264,8 @@ def _launch_packed_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _fake_packed_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    half = gate_up.narrow(-1, 0, gate_up.shape[-1] // 2)
+    library.check_same("silu_mul_packed_backward", "dy", dy, "a half of gate_up", half)
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
 
 

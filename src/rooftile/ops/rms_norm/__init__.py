@@ -32,7 +32,7 @@ def _launch(x: Tensor, weight: Tensor | None, eps: float, offset: float, roundin
 
 
 def _fake(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensor:
-    check("rms_norm", x, None, weight, rounding)
+    check("rms_norm", x, None, weight, eps, offset, rounding)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.rms_norm.common import gather, publish_pair, resident, split, sum_pairs
+from rooftile.ops.rms_norm.common import check, gather, publish_pair, resident, split, sum_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -53,7 +53,7 @@ def _tile_kernel(
         dw = tl.zeros((1, BLOCK_N), tl.float32)
 
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        rows = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        rows = (start.to(tl.int64) + tl.arange(0, ROWS))[:, None]
         mask = (rows < n_rows) & col_mask
         dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
         u = tl.load(u_ptr + rows * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -309,7 +309,7 @@ def launch(
     if c.kernel == "tile":
         splits, lanes = 1, min(library.cdiv(n_rows, c.rows), programs)
     else:
-        splits, lanes = split(n_rows, n_cols, c.block_n, programs)
+        splits, lanes = split("rms_norm_backward", n_rows, n_cols, c.block_n, programs)
     partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
     dtypes = (u.dtype, weight_dtype)
     plan = _plan(n_cols, dtypes, has_du, eps, offset, rounding == "llama", (needs_dx, needs_dw), c, splits)
@@ -334,6 +334,10 @@ def fake(
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
+    check("rms_norm_backward", u, None, weight, eps, offset, rounding)
+    library.check_same("rms_norm_backward", "dy", dy, "u", u)
+    if du is not None:
+        library.check_same("rms_norm_backward", "du", du, "u", u)
     dtype = u.dtype if weight is None else weight.dtype
     dx = torch.empty(u.shape if needs_dx else (0,), dtype=u.dtype, device=u.device)
     return dx, torch.empty(u.shape[-1] if needs_dw else 0, dtype=dtype, device=u.device)

@@ -25,21 +25,28 @@ def scale(xhat, weight, OFFSET: tl.constexpr, DTYPE: tl.constexpr, CAST_FIRST: t
 
 # A row too long for one program is split over SPLITS of them, which exchange their partial sums through memory that the
 # host has zeroed: each publishes the complement of its sum's bits (a sum may well be zero, but its complement is zero
-# only for a NaN that no arithmetic makes), and waits until all of its row's words are there. The value is its own flag,
-# so no fence is needed. Everybody waits for everybody, so the grid must be resident at once: such kernels are launched
+# only for one NaN, which is never published) and waits until all of its row's words are there. The value is its own
+# flag, so no fence is needed. Everybody waits for everybody, so the grid must be resident at once: it is launched
 # as a cooperative grid, which the driver refuses rather than let it hang.
 
 
 @triton.jit
+def _canonical(value):
+    """One NaN for all: an input's own may have just the bits whose complement is zero."""
+    return tl.where(value == value, value, float("nan"))
+
+
+@triton.jit
 def publish(word_ptr, value, mask):
+    value = _canonical(value)
     tl.store(word_ptr, ~value.to(tl.int32, bitcast=True), mask=mask)
 
 
 @triton.jit
 def publish_pair(word_ptr, a, b, mask):
     """Two float32 in one 64-bit word: both are there, or neither."""
-    a = a.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    b = b.to(tl.int32, bitcast=True).to(tl.int64)
+    a = _canonical(a).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    b = _canonical(b).to(tl.int32, bitcast=True).to(tl.int64)
     tl.store(word_ptr, ~((b << 32) | a), mask=mask)
 
 
@@ -64,17 +71,28 @@ def sum_pairs(words, mask):
     return sum_words(a, mask), sum_words(b, mask)
 
 
-def split(n_rows: int, n_cols: int, block: int, programs: int) -> tuple[int, int]:
+def split(op: str, n_rows: int, n_cols: int, block: int, programs: int) -> tuple[int, int]:
     """Splits of `block` columns that a row has, and rows that a grid of that many programs works on at once."""
     splits = library.cdiv(n_cols, block)
     if splits > programs:
         most = programs * block
-        raise ValueError(f"rms_norm: x has a last dimension of {n_cols}, expected at most {most} on this GPU")
+        raise ValueError(f"{op}: x has a last dimension of {n_cols}, expected at most {most} on this GPU")
     return splits, min(n_rows, programs // splits)
 
 
-def check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, rounding: str) -> None:
+def check(
+    op: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    rounding: str,
+) -> None:
     library.check_floating(op, x=x, weight=weight)
+    for name, number in (("eps", eps), ("offset", offset)):
+        if not isinstance(number, (float, int)):
+            raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected at least one dimension, the last of 1 or more")
     if residual is not None:

@@ -1,8 +1,8 @@
 """RMSNorm forward: three kernels, by the length of a row (figures in bf16 on an H200, as parts of a copy's speed).
 
-- tile: a program holds whole rows in registers: short rows (3584 columns: 0.99);
-- loop: a program reads its row twice, the second time out of the L2, which holds the rows in flight: 4096 to 32768
-  columns (0.96 to 0.99, a hundredth ahead of tile);
+- tile: a program holds whole rows in registers: up to 1024 columns (0.99), and 3584 (0.99);
+- loop: a program reads its row twice, the second time out of the L2, which holds the rows in flight: up to 32768
+  columns (0.96 to 0.99, a hundredth ahead of tile at 4096 and 8192);
 - split: a row is held by several programs, which exchange their sums: longer rows (65536 and 131072 columns: 0.87. The
   loop falls to 0.83 and 0.70 there: the rows in flight no longer fit the L2).
 """
@@ -49,7 +49,7 @@ def _tile_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < n_rows) & (cols < N)
 
@@ -208,13 +208,13 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
         return Config("tile", block_n, num_warps=4, rows=16)
-    if block_n <= 2048:
-        return Config("tile", block_n, num_warps=4, rows=2048 // block_n)
-    if n_cols < 4096:
+    if block_n <= 1024:
+        return Config("tile", block_n, num_warps=4, rows=1024 // block_n)
+    if 3072 < n_cols < 4096:  # 3584: a loop's last block would be half empty
         return Config("tile", block_n, num_warps=8)
     if n_cols * itemsize <= 65536:
-        # Blocks of 16 or 32 elements a thread; a warp of 64 threads makes it half the warps.
-        block, warps = (2048, 8) if n_cols <= 4096 else (4096, 16) if n_cols <= 8192 else (8192, 16)
+        longest = {1536: (512, 4), 3072: (1024, 4), 4096: (2048, 8), 8192: (4096, 16)}
+        block, warps = next((longest[n] for n in longest if n_cols <= n), (8192, 16))
         return Config("loop", block, num_warps=warps * 32 // target.warp_size)
     registers = target.warp_size == 32  # AMD's compiler takes no such limit
     if n_cols * itemsize <= 131072:
@@ -254,7 +254,7 @@ def launch(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor | None]:
     """y, and u where there is a residual."""
-    check(op, x, residual, weight, rounding)
+    check(op, x, residual, weight, eps, offset, rounding)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     u = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else None
     if x.numel() == 0:
@@ -272,7 +272,7 @@ def launch(
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     if c.kernel == "split":
         programs = target.multiprocessors * c.per_multiprocessor
-        splits, lanes = split(n_rows, n_cols, c.block_n, programs)
+        splits, lanes = split(op, n_rows, n_cols, c.block_n, programs)
         words = torch.zeros(n_rows * splits, dtype=torch.int32, device=x.device)
         plan = _plan(n_cols, x.dtype, weight_dtype, has_residual, eps, offset, cast_first, c, splits)
         tensors = (x, residual, weight, y, u, words)
