@@ -1,8 +1,8 @@
 """RMSNorm forward: three kernels, by the length of a row (figures in bf16 on an H200, as parts of a copy's speed).
 
-- tile: a program holds whole rows in registers: up to 1024 columns (0.99), and 3584 (0.99);
+- tile: a program holds whole rows in registers: up to 1024 columns (0.96), and 3584 (0.95);
 - loop: a program reads its row twice, the second time out of the L2, which holds the rows in flight: up to 32768
-  columns (0.96 to 0.99, a hundredth ahead of tile at 4096 and 8192);
+  columns (4096 to 16384: 0.99, a hundredth or two ahead of tile);
 - split: a row is held by several programs, which exchange their sums: longer rows (65536 and 131072 columns: 0.87. The
   loop falls to 0.83 and 0.70 there: the rows in flight no longer fit the L2).
 """
@@ -209,7 +209,7 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
     if target is runtime.INTERPRETER:
         return Config("tile", block_n, num_warps=4, rows=16)
     if block_n <= 1024:
-        return Config("tile", block_n, num_warps=4, rows=1024 // block_n)
+        return Config("tile", block_n, num_warps=4, rows=2048 // block_n)
     if 3072 < n_cols < 4096:  # 3584: a loop's last block would be half empty
         return Config("tile", block_n, num_warps=8)
     if n_cols * itemsize <= 65536:
