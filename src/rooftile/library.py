@@ -122,7 +122,10 @@ def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...]) -> bool:
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and not torch.autograd._profiler_enabled()
-        and all(args[i] is None or _is_plain(torch._C._dispatch_keys(args[i])) for i in tensors)
+        and all(
+            args[i] is None or (isinstance(args[i], Tensor) and _is_plain(torch._C._dispatch_keys(args[i])))
+            for i in tensors
+        )
     )
 
 

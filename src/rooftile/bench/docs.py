@@ -93,9 +93,11 @@ def tolerances(results: Path) -> str:
 
 
 def _machines(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[str]:
-    """A line for each run that the files come from, each followed by an empty one."""
-    lines = dict.fromkeys(machine_line(meta) for meta, _ in files)
-    return [part for line in lines for part in (line, "")]
+    """A line for each run that the files come from, with the ops that it measured, each followed by an empty one."""
+    runs: dict[str, dict[str, None]] = {}
+    for meta, rows in files:
+        runs.setdefault(machine_line(meta), {}).update((f"`{row.op}`", None) for row in rows)
+    return [part for line, ops in runs.items() for part in (f"{', '.join(ops)}: {line}", "")]
 
 
 def _ours(found: Iterable[list[Row]]) -> list[Row]:

@@ -159,7 +159,7 @@ def _launch_in_place(
     layout: str,
 ) -> None:
     _fake_in_place(q, k, cos, sin, position_ids, style, layout)
-    if q.numel() and k.numel() and q.data_ptr() == k.data_ptr():
+    if q.numel() and k.numel() and q.data_ptr() == k.data_ptr() != 0:  # all meta tensors lie at 0
         raise ValueError("rope_: k is the same memory as q, expected memory of its own to be written in place")
     rotate(q, k, q, k, cos, sin, position_ids, style, layout, False)
 
