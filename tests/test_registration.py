@@ -257,3 +257,16 @@ def test_tensors_on_the_cpu_without_the_interpreter():
         for case in CASES
     ]
     assert run.stdout.splitlines() == expected
+
+
+def test_compiled_for_the_cpu_without_the_interpreter():
+    """The launches are not traced into such a graph: the op stays in it, and says what it needs."""
+    code = (
+        "import torch, rooftile\n"
+        "try: torch.compile(rooftile.rms_norm, backend='aot_eager', fullgraph=True)(torch.randn(4, 64))\n"
+        "except ValueError as error: print(error)\n"
+    )
+    environment = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "ROOFTILE_COMPILE_TARGET")}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("rms_norm: x is on the CPU, expected a GPU (set TRITON_INTERPRET=1")

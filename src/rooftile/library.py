@@ -140,8 +140,9 @@ def _inline(launch: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def inline(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        with contextlib.suppress(launching.Untraceable), mode:
-            return launch(*args)
+        if args[0].device.type != "cpu":  # where it is, the op itself says what it needs
+            with contextlib.suppress(launching.Untraceable), mode:
+                return launch(*args)
         return mode.__torch_dispatch__(op, types, args, kwargs or {})
 
     return inline
