@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.rms_norm.common import check, gather, publish_pair, resident, split, sum_pairs
+from rooftile.ops.rms_norm.common import check
+from rooftile.primitives.exchange import gather, publish_pair, resident, split, sum_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.rms_norm.common import (
-    check,
-    gather,
-    publish,
-    resident,
-    scale,
-    split,
-    sum_words,
-)
+from rooftile.ops.rms_norm.common import check, scale
+from rooftile.primitives.exchange import gather, publish, resident, split, sum_words
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

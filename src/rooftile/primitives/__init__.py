@@ -1,0 +1,1 @@
+"""What the kernels of several ops are built from: Triton functions that are inlined into them."""
