@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import rooftile
 from rooftile import runtime
 from rooftile.cases.check import relative_error
-from rooftile.ops.rms_norm import backward, common, forward
+from rooftile.ops.rms_norm import backward, forward
+from rooftile.primitives.exchange import split
 from rooftile.reference import rms_norm as reference
 
 FEW = settings(deadline=None, max_examples=15)
@@ -155,12 +156,12 @@ def test_every_backward_kernel_gives_the_gradients(kernel, columns, device, monk
 
 def test_splits_cover_the_row_and_stay_resident():
     for rows, columns in ((1, 16385), (2048, 65536), (7, 65537), (1024, 131072)):
-        splits, lanes = common.split("rms_norm", rows, columns, 2048, 528)
+        splits, lanes = split("rms_norm", rows, columns, 2048, 528)
         assert (splits - 1) * 2048 < columns <= splits * 2048
         assert 1 <= lanes <= rows
         assert splits * lanes <= 528
     with pytest.raises(ValueError, match="last dimension of 5000, expected at most 4096"):
-        common.split("rms_norm", 3, 5000, 2048, 2)
+        split("rms_norm", 3, 5000, 2048, 2)
 
 
 def test_eps_and_offset_must_be_numbers(device):

@@ -17,6 +17,7 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.rms_norm.common import check
 from rooftile.primitives.exchange import gather, publish_pair, resident, split, sum_pairs
+from rooftile.primitives.partials import sum_partials
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -187,20 +188,6 @@ def _split_kernel(
         tl.store(partial_ptr + first * N + cols, dw, mask=col_mask)
 
 
-@triton.jit(do_not_specialize=["n_partials"])
-def _sum_partials_kernel(
-    partial_ptr, dw_ptr, n_partials, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """dweight = the sum of the programs' partial sums, always in the same order."""
-    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, n_partials, BLOCK_M):
-        rows = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        acc += tl.load(partial_ptr + rows * N + cols, mask=(rows < n_partials) & (cols < N), other=0.0)
-    dw = tl.sum(acc, axis=0, keep_dims=True)
-    tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < N)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
 class Config:
     """Which kernel, the rows and columns of its tile, warps, programs a multiprocessor, and pipeline stages (tile).
@@ -275,12 +262,6 @@ def _plan(
     return launching.Plan(_split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers))
 
 
-@functools.cache
-def _sum_plan(n_cols: int, dtype: torch.dtype) -> launching.Plan:
-    block = min(library.power_of_two(n_cols), 32 if n_cols <= 16384 else 64)
-    return launching.Plan(_sum_partials_kernel, {"N": n_cols, "BLOCK_M": 32, "BLOCK_N": block}, num_warps=4)
-
-
 def launch(
     dy: Tensor,
     du: Tensor | None,
@@ -319,8 +300,7 @@ def launch(
         tensors += (torch.zeros(n_rows * splits, dtype=torch.int64, device=u.device),)
     launching.launch(plan, splits * lanes, tensors, strides, (n_rows,))
     if needs_dw:
-        plan = _sum_plan(n_cols, dw.dtype)
-        launching.launch(plan, library.cdiv(n_cols, plan.constants["BLOCK_N"]), (partial, dw), (), (lanes,))
+        sum_partials(partial, dw)
     return dx, dw
 
 
