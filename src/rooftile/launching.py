@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import runtime
+from rooftile import runtime  # before Triton: runtime fixes the mode of the process
+
+import triton  # isort: skip
 
 _MANY = 256  # remembered kernels of a plan, over which they are forgotten: strides that never repeat
 _PLANS: weakref.WeakSet[Plan] = weakref.WeakSet()
@@ -69,14 +71,32 @@ def launch(
             key = (first.get_device(), strides)  # type: ignore[union-attr]
             compiled = plan.compiled.get(key)
             if compiled is not None:
-                compiled[(programs, 1, 1)](*tensors, *strides, *numbers, *plan.values)
-                return None
+                return _start(compiled, programs, key[0], (*tensors, *strides, *numbers, *plan.values))
     compiled = plan.kernel[(programs,)](*tensors, *strides, *numbers, **plan.constants, **plan.options)
     if key is not None:
         if len(plan.compiled) >= _MANY:
             plan.compiled.clear()
         plan.compiled[key] = compiled
     return None
+
+
+def _stream(device: int) -> int:
+    return triton.runtime.driver.active.get_current_stream(device)
+
+
+def _hooked() -> bool:
+    """Whether somebody wants to be told of launches: a profiler, perhaps."""
+    hooks = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook))
+
+
+def _start(compiled: Any, programs: int, device: int, args: tuple[Any, ...]) -> None:
+    """Run a kernel that is compiled, as Triton's `compiled[grid](*args)` does."""
+    if _hooked():
+        compiled[(programs, 1, 1)](*args)
+    else:  # what hooks would be told costs 2 us to put together
+        run, packed = compiled.run, compiled.packed_metadata
+        run(programs, 1, 1, _stream(device), compiled.function, packed, None, None, None, *args)
 
 
 def _trace(plan: Plan, programs: Any, tensors: Any, strides: Any, numbers: Any) -> None:
