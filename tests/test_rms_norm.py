@@ -122,12 +122,11 @@ def test_other_wrong_arguments(device):
         rooftile.rms_norm(x, None, 1e-6)
 
 
-@pytest.mark.parametrize("kernel", ["tile", "loop", "split"])
+@pytest.mark.parametrize(("kernel", "held"), [("tile", 0), ("loop", 0), ("loop", 1), ("loop", 3)])
 @pytest.mark.parametrize("columns", [64, 100, 257])
-def test_every_forward_kernel_gives_the_formula(kernel, columns, device, monkeypatch):
-    """The lengths that the long-row kernels are for cost the interpreter too much: they are given short rows here."""
-    block = 512 if kernel == "split" and runtime.MODE is runtime.Mode.INTERPRETER else 128
-    forced = forward.Config(kernel, 512 if kernel == "tile" else block, num_warps=4, per_multiprocessor=1, stages=2)
+def test_every_forward_kernel_gives_the_formula(kernel, held, columns, device, monkeypatch):
+    """The lengths that the loop is for cost the interpreter too much: it is given short rows here."""
+    forced = forward.Config(kernel, 512 if kernel == "tile" else 128, num_warps=4, held=held)
     monkeypatch.setattr(forward, "config", lambda *_: forced)
     x, residual = torch.randn(2, 9, columns, device=device)
     weight = torch.randn(columns, device=device)
