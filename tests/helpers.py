@@ -11,6 +11,7 @@ from rooftile.cases import all_cases
 from rooftile.cases.check import generator, normal, run_backward, run_forward
 
 CASES = list(all_cases().values())
+DIFFERENTIABLE = [case for case in CASES if case.grads]
 TINY = [(case, point) for case in CASES for point in case.sets["tiny"]]
 TINY_IDS = [f"{case.name} {point}" for case, point in TINY]
 BF16 = torch.bfloat16
@@ -29,14 +30,19 @@ def forward(case, point, inputs):
 
 
 def backward(case, point, inputs, output_grads, grads=None):
+    """The gradients; of an op that has none the forward is run all the same."""
+    if not case.grads:
+        forward(case, point, inputs)
+        return ()
     grads = grads_of(case, inputs) if grads is None else grads
     return run_backward(case.function, inputs, point, grads, output_grads, case.mutates)
 
 
 def output_grads_for(outputs, seed=1):
-    """Standard normal gradients of those outputs."""
+    """Standard normal gradients of those outputs; for an integer one, which has none, in float32."""
     numbers = generator(outputs[0].device, seed)
-    return tuple(normal(tuple(y.shape), y.dtype, y.device, numbers) for y in outputs)
+    dtypes = (y.dtype if y.is_floating_point() else torch.float32 for y in outputs)
+    return tuple(normal(tuple(y.shape), d, y.device, numbers) for y, d in zip(outputs, dtypes, strict=True))
 
 
 def with_length(point, length):
@@ -72,6 +78,9 @@ def assert_same(actual, expected):
         assert a.dtype == e.dtype
         if runtime.MODE is runtime.Mode.INTERPRETER:
             assert torch.equal(a, e)
+        elif e.dtype.itemsize == 1:  # quantised: the neighbouring number
+            step = torch.finfo(e.dtype).eps if e.dtype.is_floating_point else 0.0
+            torch.testing.assert_close(a.float(), e.float(), rtol=step, atol=0.0 if step else 1.0)
         else:
             torch.testing.assert_close(a, e, rtol=2 * torch.finfo(e.dtype).eps, atol=1e-6)
 

@@ -9,6 +9,8 @@ from helpers import BF16
 import rooftile
 from rooftile import launching, reference, runtime
 
+import triton  # isort: skip
+
 HUGE = 2**31
 
 
@@ -18,8 +20,15 @@ class Compiled:
     def __init__(self, calls):
         self.calls = calls
 
+    function, packed_metadata = object(), object()
+
     def __getitem__(self, grid):
-        return lambda *args: self.calls.append(("compiled", grid, args))
+        return lambda *args: self.calls.append(("hooked", grid, args))
+
+    def run(self, x, y, z, stream, function, packed_metadata, metadata, enter_hook, exit_hook, *args):
+        assert (stream, function, packed_metadata) == ("stream", self.function, self.packed_metadata)
+        assert metadata is enter_hook is exit_hook is None
+        self.calls.append(("compiled", (x, y, z), args))
 
 
 class Kernel:
@@ -61,6 +70,7 @@ class Elsewhere:
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
+    monkeypatch.setattr(launching, "_stream", lambda device: "stream")
 
 
 @pytest.fixture
@@ -98,6 +108,18 @@ class TestRemembering:
         assert second_grid == (3, 1, 1)
         assert second_args[0] is second_args[2] is buffer
         assert second_args[1:2] + second_args[3:] == (None, 8, 8, 5, 8, 16)  # the constants at the end, in order
+
+    @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+    def test_who_has_hooked_into_launches_is_told_of_each(self, kernel, plan, buffer, name):
+        hook = getattr(triton.knobs.runtime, name)
+        start(plan, buffer)
+        hook.add(print)
+        try:
+            start(plan, buffer)
+        finally:
+            hook.remove(print)
+        start(plan, buffer)
+        assert kernel.went() == ["kernel", "hooked", "compiled"]
 
     def test_other_strides_are_another_kernel(self, kernel, plan, buffer):
         for strides in ((8, 8), (9, 8), (8, 9)):
@@ -223,12 +245,12 @@ def _check_all(dtype, device, shift=0, stride=COLS, eps=1e-6, offset=0.0):
     assert torch.equal(summed, u)
     _close(y, reference.rms_norm.rms_norm(u.double(), weight.detach().double(), **mode))
 
-    y, expected = rooftile.silu_mul(x, residual), reference.silu_mul.silu_mul(wide[0], wide[1])
+    y, expected = rooftile.silu_mul(x, residual), reference.gated.silu_mul(wide[0], wide[1])
     _close(y.detach(), expected.detach())
     wanted = torch.autograd.grad(expected, wide[:2], dy.double())
     for got, want in zip(torch.autograd.grad(y, (x, residual), dy), wanted, strict=True):
         _close(got, want)
-    _close(rooftile.silu_mul_packed(x.detach()), reference.silu_mul.silu_mul_packed(wide[0].detach()))
+    _close(rooftile.silu_mul_packed(x.detach()), reference.gated.silu_mul_packed(wide[0].detach()))
 
     q, k = (_normal((1, heads, ROWS, COLS), dtype, device, shift, stride) for heads in (HEADS, 1))
     angles = torch.randn(ROWS, COLS // 2, device=device).repeat(1, 2)

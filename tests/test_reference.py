@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from rooftile.reference import add_rms_norm, rms_norm, rope, silu_mul
+from rooftile.reference import add_rms_norm, gated, rms_norm, rope
 
 F64 = torch.float64
 
@@ -100,9 +100,9 @@ def test_rope_depends_on_the_distance_alone():
 def test_silu_mul_is_pytorchs():
     gate, up = normal(4, 32), normal(4, 32)
     expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(silu_mul.silu_mul(gate, up), expected)
-    torch.testing.assert_close(silu_mul.silu_mul_packed(torch.cat((gate, up), -1)), expected)
-    torch.testing.assert_close(silu_mul.packed_eager(torch.cat((gate, up), -1)), expected)
+    torch.testing.assert_close(gated.silu_mul(gate, up), expected)
+    torch.testing.assert_close(gated.silu_mul_packed(torch.cat((gate, up), -1)), expected)
+    torch.testing.assert_close(gated.silu_mul_packed_eager(torch.cat((gate, up), -1)), expected)
 
 
 @pytest.mark.parametrize("rounding", ["llama", "gemma", "none"])
@@ -180,7 +180,7 @@ def test_importing_needs_no_triton():
 import sys
 sys.modules["triton"] = None  # an import of it raises ImportError
 import rooftile, rooftile.cli
-from rooftile.reference import add_rms_norm, rms_norm, rope, silu_mul
+from rooftile.reference import add_rms_norm, gated, rms_norm, rope
 assert rooftile.__version__ and "rms_norm" in dir(rooftile)
 try:
     rooftile.rms_norm

@@ -198,3 +198,11 @@ def test_the_backward_op_refuses_gradients_that_do_not_match(device):
     for dy, error in ((torch.randn(3, 8, device=device), ValueError), (u.to(BF16), TypeError)):
         with pytest.raises(error, match="rms_norm_backward: dy has"):
             torch.ops.rooftile.rms_norm_backward(dy, None, u, weight, 1e-6, 0.0, "llama", True, True)
+
+
+def test_rows_past_the_last_add_nothing_even_without_eps(device):
+    """A tile of the backward may reach past the last row, where the sum of squares is zero."""
+    x, dy = torch.randn(2, 5, 64, device=device)
+    leaves = [x.requires_grad_(), torch.ones(64, device=device, requires_grad=True)]
+    grads = torch.autograd.grad(rooftile.rms_norm(*leaves, eps=0.0), leaves, dy)
+    assert all(g.isfinite().all() for g in grads)

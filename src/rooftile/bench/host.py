@@ -19,7 +19,7 @@ from rooftile.bench.rows import OURS
 from rooftile.bench.timer import Call, Clock, burst_seconds
 from rooftile.bench.variants import Variant
 from rooftile.cases import OpCase, Point
-from rooftile.cases.check import DIRECTIONS, NAMES
+from rooftile.cases.check import NAMES
 
 import triton  # isort: skip
 
@@ -154,7 +154,7 @@ def first_call_ms(
 
     found = {}
     ours = Variant(OURS, case.function, case.mutates)
-    for direction in DIRECTIONS:
+    for direction in case.directions:
         with clock.active(), torch.set_grad_enabled(direction == "backward"):
             call = bind(ours, case, point, direction, draw(case, point, dtype, direction, device, seed=0))
             launches = _launches(call, f"{case.name} {direction} at {point}")

@@ -307,6 +307,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
         for dtype in settings.dtypes
         if dtype in case.dtypes
         for direction in settings.directions
+        if direction in case.directions
     ]
     jobs = warm.default_jobs(len(todo)) if settings.jobs is None else settings.jobs
     if jobs:

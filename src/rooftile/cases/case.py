@@ -71,10 +71,11 @@ class OpCase:
         eager: the same signature, the formula composed of PyTorch operations as Hugging Face models write it.
         inputs: `inputs(point, dtype, device, generator)` draws the named inputs, standard normal where floating.
         outputs: names of the results, in order.
-        grads: names of the inputs that get gradients.
+        output_dtypes: by output's name, the dtypes of those that have not the inputs' own, at a point.
+        grads: names of the inputs that get gradients; () for an op that has a forward alone.
         nbytes: `nbytes(point, itemsize, direction)`, the least bytes that must move: each input once, each output once.
         flops: `flops(point, direction)`, the least floating-point operations.
-        tolerances: by dtype, then by direction.
+        tolerances: by dtype, then by direction, for each direction that the op has.
         output_tolerances: by output's name, then by dtype, where one output is held closer than the rest.
         sets: named sets of points; those of `SETS` that make sense for the op.
         peers: beside `eager` and torch.compile of it, which every case has.
@@ -97,6 +98,7 @@ class OpCase:
     tolerances: Mapping[torch.dtype, Mapping[Direction, Tolerance]]
     sets: Mapping[str, Sequence[Point]]
     output_tolerances: Mapping[str, Mapping[torch.dtype, Tolerance]] = dataclasses.field(default_factory=dict)
+    output_dtypes: Callable[[Point], Mapping[str, torch.dtype]] = lambda point: {}
     peers: tuple[Peer, ...] = ()
     mutates: tuple[str, ...] = ()
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -106,6 +108,10 @@ class OpCase:
     def tolerance(self, dtype: torch.dtype, direction: Direction, output: str) -> Tolerance:
         """What that output (or gradient, `d<input>`) is held to."""
         return self.output_tolerances.get(output, {}).get(dtype, self.tolerances[dtype][direction])
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        return ("forward", "backward") if self.grads else ("forward",)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:

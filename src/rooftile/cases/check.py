@@ -73,10 +73,10 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 def rounding_floor(dtype: torch.dtype) -> float:
     """What no kernel is held below, however little eager PyTorch loses.
 
-    For a 16-bit type half a unit in the last place: the most that one correct rounding costs. For float32 two units,
-    which is what a GPU's own exp2 and reciprocal square root are good to.
+    For a type of 8 or 16 bits half a unit in the last place: the most that one correct rounding costs. For float32 two
+    units, which is what a GPU's own exp2 and reciprocal square root are good to.
     """
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 1 / torch.iinfo(dtype).max
     return 2 * eps if dtype == torch.float32 else eps / 2
 
 
@@ -207,7 +207,7 @@ def _verdict(out: Tensor, ref: Tensor, dtype: torch.dtype, error: float, toleran
     if out.dtype != dtype:
         return f"dtype {out.dtype}, expected {dtype}"
     if not math.isfinite(error):
-        bad = out.numel() - int(torch.isfinite(out).sum())
+        bad = out.numel() - int(torch.isfinite(out.float()).sum())  # PyTorch can't ask e4m3fn itself
         return f"{bad} of {out.numel()} elements are NaN or infinite" if bad else "the reference is zero, or not finite"
     return "" if error <= tolerance else f"error {error:.2e} is over {tolerance:.2e}"
 
@@ -225,8 +225,9 @@ def check_point(
 ) -> list[CheckRow]:
     """One row for each output (forward) or gradient (backward) of the case at that point.
 
-    An error is held to `min(ceiling, max(2 * eager's error, rounding_floor))`. The op's own function runs in poisoned
-    memory, and an input that it changes without saying so is a fault. An exception makes FAIL rows with its message.
+    An error is held to `min(ceiling, max(2 * eager's error, rounding_floor))`, with the floor of the inputs' dtype or
+    of the output's, whichever is more. The op's own function runs in poisoned memory, and an input that it changes
+    without saying so is a fault. An exception makes FAIL rows with its message.
 
     Args:
         case, point, dtype, direction: what is checked.
@@ -240,6 +241,7 @@ def check_point(
 
     device = runtime.default_device() if device is None else torch.device(device)
     names = _names(case, point, direction)
+    own_dtypes = case.output_dtypes(point)
     rows: list[CheckRow] = []
 
     def row(output: str, error: float, tolerance: float, eager_error: float, message: str) -> None:
@@ -259,10 +261,11 @@ def check_point(
         refs = list(task.in_float64().run(case.reference))
         for name in names:  # each is freed before the next is compared
             out, eager, ref = outs.pop(0), eagers.pop(0), refs.pop(0)
-            expected = dtype if direction == "forward" else task.inputs[name[1:]].dtype
+            expected = own_dtypes.get(name, dtype) if direction == "forward" else task.inputs[name[1:]].dtype
             eager_error = relative_error(eager.to(expected), ref)
             ceiling = case.tolerance(dtype, direction, name).ceiling
-            tolerance = min(ceiling, max(2 * eager_error, rounding_floor(dtype)))
+            floor = max(rounding_floor(dtype), rounding_floor(expected))
+            tolerance = min(ceiling, max(2 * eager_error, floor))
             error = relative_error(out, ref) if out.shape == ref.shape else math.nan
             message = _verdict(out, ref, expected, error, tolerance)
             if own and results.overwritten:
@@ -291,7 +294,7 @@ def check_case(
     """The rows of every point of those sets that the case has: at each point, in each dtype, in each direction."""
     for point in points(case, sets):
         for dtype in case.dtypes if dtypes is None else [d for d in dtypes if d in case.dtypes]:
-            for direction in DIRECTIONS:
+            for direction in case.directions:
                 yield check_point(case, point, dtype, direction, device=device)
 
 
@@ -310,7 +313,7 @@ def tolerance_rows() -> list[tuple[str, str, str, float, str]]:
     rows: list[tuple[str, str, str, float, str]] = []
     for case in all_cases().values():
         for dtype in case.dtypes:
-            for direction in DIRECTIONS:
+            for direction in case.directions:
                 t = case.tolerances[dtype][direction]
                 rows.append((case.name, direction, NAMES[dtype], t.ceiling, t.reason))
             for output, by_dtype in case.output_tolerances.items():

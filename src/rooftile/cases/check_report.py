@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rooftile import __version__, runtime
 from rooftile.cases.case import OpCase
-from rooftile.cases.check import DIRECTIONS, CheckRow, check_case, points
+from rooftile.cases.check import CheckRow, check_case, points
 
 
 def default_sets() -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def check_all(
         absent = [s for s in sets if s not in case.sets]
         if absent:
             console.print(f"{case.name} has no set {', '.join(absent)}; it has {', '.join(case.sets)}.", style="yellow")
-    steps = {c.name: len(points(c, sets)) * len(_dtypes(c, dtypes)) * len(DIRECTIONS) for c in cases}
+    steps = {c.name: len(points(c, sets)) * len(_dtypes(c, dtypes)) * len(c.directions) for c in cases}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     rows: list[CheckRow] = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -134,6 +134,6 @@ def plan(
                 Task(case.name, point, NAMES[dtype], direction, source)
                 for point in _distinct([*tiny, *_real_points(case, sets)])
                 for direction in directions
-                if direction == "forward" or case.grads
+                if direction in case.directions
             ]
     return tasks

@@ -8,12 +8,15 @@ Two tensors are read and two written, where the unfused pair reads three and wri
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.ops.rms_norm import backward, forward
+from rooftile.ops.rms_norm import backward, forward, quantized
 from rooftile.ops.rms_norm.common import Rounding, check
+from rooftile.quantize import Quantize
 
 
 def _launch(
@@ -59,6 +62,32 @@ _op = library.define(
 )
 
 
+@overload
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    offset: float = ...,
+    rounding: Rounding = ...,
+    quantize: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    offset: float = ...,
+    rounding: Rounding = ...,
+    quantize: Quantize,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -67,18 +96,22 @@ def add_rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
     rounding: Rounding = "llama",
-) -> tuple[Tensor, Tensor]:
+    quantize: Quantize | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """`u = x + residual`, rounded to x's dtype, and `y = rms_norm(u, weight)`, in one pass.
 
     Args:
         x: `(..., N)`, float32, float16 or bfloat16.
         residual: the shape and dtype of x.
-        weight, eps, offset, rounding: as in `rooftile.rms_norm`.
+        weight, eps, offset, rounding, quantize: as in `rooftile.rms_norm`.
 
     Returns:
-        `(y, u)`, both with the shape and dtype of x, contiguous; gradients flow through both.
+        `(y, u)`, both with the shape and dtype of x, contiguous; gradients flow through both. With `quantize`
+        `(y, u, scale)`: y in the quantised dtype, u as without, the scales in float32, and no gradients.
 
     Raises:
         ValueError, TypeError: as `rooftile.rms_norm`, and where residual does not match x.
     """
+    if quantize is not None:
+        return quantized.add_rms_norm(x, residual, weight, eps, offset, rounding, quantize)
     return _op(x, residual, weight, eps, offset, rounding)

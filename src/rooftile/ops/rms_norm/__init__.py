@@ -17,12 +17,15 @@ is the same on every run.
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.ops.rms_norm import backward, forward
+from rooftile.ops.rms_norm import backward, forward, quantized
 from rooftile.ops.rms_norm.common import ROUNDINGS, Rounding, check
+from rooftile.quantize import Quantize
 
 __all__ = ["ROUNDINGS", "Rounding", "rms_norm"]
 
@@ -58,9 +61,39 @@ _op = library.define(
 )
 
 
+@overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, rounding: Rounding = "llama"
-) -> Tensor:
+    x: Tensor,
+    weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    offset: float = ...,
+    rounding: Rounding = ...,
+    quantize: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    offset: float = ...,
+    rounding: Rounding = ...,
+    quantize: Quantize,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    rounding: Rounding = "llama",
+    quantize: Quantize | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * (weight + offset)`.
 
     Args:
@@ -72,13 +105,18 @@ def rms_norm(
         rounding: where x's dtype is rounded to. `"llama"`: after the normalisation, and again after the weight
             (Llama, Qwen, Mistral, T5). `"gemma"`: once, at the end, as Gemma writes it; `"none"`: the same single cast,
             as `torch.nn.functional.rms_norm` does.
+        quantize: ask for y in 8 bits with its scales, as `rooftile.Quantize` says, and no gradients. What is quantised
+            is the float32 result: of the roundings above, Llama's before the weight alone is kept.
 
     Returns:
-        y with the shape and dtype of x, contiguous. Statistics are float32. Autocast does not change the dtype.
+        y with the shape and dtype of x, contiguous. Statistics are float32. Autocast does not change the dtype. With
+        `quantize` `(y, scale)`, both contiguous: y in the quantised dtype, and the scales in float32.
 
     Raises:
-        ValueError: the weight's shape is not x's last dimension, a device is the CPU without the interpreter, or
-            devices differ.
+        ValueError: the weight's shape is not x's last dimension, a device is the CPU without the interpreter,
+            devices differ, or a quantised result is asked for of an input that requires grad, in grad mode.
         TypeError: a dtype is not one of the three.
     """
+    if quantize is not None:
+        return quantized.rms_norm(x, weight, eps, offset, rounding, quantize)
     return _op(x, weight, eps, offset, rounding)

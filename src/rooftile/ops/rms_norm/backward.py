@@ -71,6 +71,8 @@ def _tile_kernel(
         squares = tl.sum(u * u, axis=1, keep_dims=True)
         along = tl.sum(g * u, axis=1, keep_dims=True)
         rstd = tl.rsqrt(squares / N + EPS)
+        if ROWS > 1:
+            rstd = tl.where(rows < n_rows, rstd, 0.0)  # with eps = 0 it is infinite past the last row, and dw NaN
         xhat = u * rstd
         if NEEDS_DX:
             dx = rstd * (g - xhat * (along * rstd / N))

@@ -20,7 +20,9 @@ def scale(xhat, weight, OFFSET: tl.constexpr, DTYPE: tl.constexpr, CAST_FIRST: t
     """xhat * (weight + offset), with Llama's cast to the model's dtype between the two or without."""
     if CAST_FIRST:
         xhat = xhat.to(DTYPE).to(tl.float32)
-    return xhat * (weight + OFFSET)
+    if OFFSET != 0.0:  # the compiler may not leave out a sum with zero, which makes -0 of 0
+        weight += OFFSET
+    return xhat * weight
 
 
 def check(

@@ -128,7 +128,7 @@ def _loop_kernel(
     held = ()
     for i in tl.static_range(HELD):
         first = _sum(x_ptr, residual_ptr, u_ptr, i * BLOCK_N + block, N, HAS_RESIDUAL, "evict_first")
-        held += (first,)
+        held += (first,)  # type: ignore[assignment]
     # Not pipelined: through shared memory, as Triton would have it, it took a fifth longer on an H200.
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in tl.range(HELD * BLOCK_N, N, BLOCK_N, num_stages=1):

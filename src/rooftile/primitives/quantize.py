@@ -1,0 +1,155 @@
+"""Quantised results, where a kernel holds its result in float32: scales, and the rounding to fp8 or int8, saturating.
+
+    scale = max(|y|) / largest,   y_q = round(y / scale)
+
+FORMAT is the name of the torch dtype. Chips of NVIDIA's before compute capability 8.9, and AMD's MI300, have no
+instruction that rounds to float8_e4m3fn or float8_e5m2: there the same bytes come out of integer arithmetic, some
+fifteen instructions a number.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+@triton.jit
+def magnitude(y):
+    """|y| as an integer: such integers are in the order of the numbers, and NaN comes last, so no maximum drops it."""
+    return y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _not_too_small(scale):
+    """At 2^-126 zeros still give zeros, and neither the scale nor its reciprocal leaves the normal numbers."""
+    return tl.where(scale < 2.0**-126, 2.0**-126, scale)  # NaN stays
+
+
+@triton.jit
+def scale_of(most, FORMAT: tl.constexpr):
+    """The scale that takes the largest magnitude to the format's largest number."""
+    tl.static_assert(FORMAT == "float8_e4m3fn" or FORMAT == "float8_e5m2" or FORMAT == "int8")
+    LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0 if FORMAT == "float8_e4m3fn" else 57344.0
+    return _not_too_small(most.to(tl.float32, bitcast=True) * (1.0 / LARGEST))
+
+
+@triton.jit
+def given(scale_ptr):
+    """What a result is multiplied by for the one scale that the caller knows."""
+    return 1.0 / _not_too_small(tl.load(scale_ptr))
+
+
+@triton.jit
+def divide(y, scale_ptr, rows, row_mask, first, N: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr):
+    """y over its scale: one for each SPAN columns, written to scale_ptr; or for SPAN 0 the one that is there.
+
+    y is a tile of the result: `rows`, those in `row_mask`, and the columns from `first` on. What lies outside is zero.
+    """
+    if SPAN == 0:
+        return y * given(scale_ptr)
+    else:
+        ROWS: tl.constexpr = y.shape[0]
+        SPANS: tl.constexpr = y.shape[1] // SPAN
+        IN_ROW: tl.constexpr = (N + SPAN - 1) // SPAN
+        by_span = tl.reshape(y, (ROWS, SPANS, SPAN))
+        scale = scale_of(tl.max(magnitude(by_span), axis=2, keep_dims=True), FORMAT)
+        spans = first // SPAN + tl.arange(0, SPANS)[None, :]
+        mask = row_mask & (spans < IN_ROW)
+        tl.store(scale_ptr + rows * IN_ROW + spans, tl.reshape(scale, (ROWS, SPANS)), mask=mask)
+        return tl.reshape(by_span * (1.0 / scale), y.shape)
+
+
+@triton.jit
+def rounded(v, FORMAT: tl.constexpr, IN_RANGE: tl.constexpr, DTYPE: tl.constexpr):
+    """v in the format, as DTYPE holds it: to nearest, ties to even; past the largest number that one; NaN in int8: 0.
+
+    IN_RANGE: v was divided by a scale of its own. DTYPE is the format itself, or uint8, for the bits of an fp8 number.
+    """
+    if FORMAT == "int8":
+        v = tl.where(v == v, v, 0.0)
+        if not IN_RANGE:
+            v = tl.minimum(tl.maximum(v, -127.0), 127.0)
+        # The sum has no bits for fractions, so it is rounded to an integer, and its last byte is that integer's.
+        return (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    elif DTYPE.is_fp8():
+        return v.to(DTYPE)
+    elif FORMAT == "float8_e4m3fn":
+        return _fp8_bits(v, 3, 7, 0x7E)
+    else:
+        tl.static_assert(FORMAT == "float8_e5m2")
+        return _fp8_bits(v, 2, 15, 0x7B)
+
+
+@triton.jit
+def _fp8_bits(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """The fp8 number nearest to v as its eight bits, of which MANTISSA are the mantissa; LARGEST is the largest finite.
+
+    NaN is 0x7f, as NVIDIA's instruction has it.
+    """
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    REBIAS: tl.constexpr = (127 - BIAS) << MANTISSA
+    SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
+    STEP_IN_LAST_BIT: tl.constexpr = (151 - BIAS - MANTISSA) << 23  # the float whose last bit is worth the least step
+
+    bits = v.to(tl.int32, bitcast=True)
+    most = tl.minimum(bits & 0x7FFFFFFF, (LARGEST + REBIAS) << DROPPED)
+    # A carry out of the mantissa runs on into the exponent, as it should.
+    normal = ((most + ((1 << (DROPPED - 1)) - 1) + ((most >> DROPPED) & 1)) >> DROPPED) - REBIAS
+    steps = most.to(tl.float32, bitcast=True) + 2.0 ** (24 - BIAS - MANTISSA)
+    subnormal = steps.to(tl.int32, bitcast=True) - STEP_IN_LAST_BIT
+    number = tl.where(most < SMALLEST_NORMAL, subnormal, normal) | ((bits >> 24) & 0x80)
+    return tl.where(v == v, number, 0x7F).to(tl.uint8)
+
+
+@functools.cache
+def _has_instruction(target: runtime.Target) -> bool:
+    """Whether the target rounds float32 to e4m3fn and e5m2 itself: compute capability 8.9 and later."""
+    if target is runtime.INTERPRETER:
+        return True
+    return target.arch.startswith("sm_") and int(target.arch.removeprefix("sm_")) >= 89
+
+
+def writable(y: Tensor) -> Tensor:
+    """y as a kernel writes it: where the chip can't round to fp8 itself, its bytes."""
+    return y if y.dtype == torch.int8 or _has_instruction(runtime.target(y.device)) else y.view(torch.uint8)
+
+
+def empty(x: Tensor, dtype: str, per: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """Fresh y and scales for a result of x's shape; where the scale is given, `(0,)` for the scales."""
+    shape: tuple[int, ...] = (0,)
+    if per != "tensor":
+        shape = (*x.shape[:-1], library.cdiv(x.shape[-1], group_size) if per == "group" else 1)
+    y = torch.empty(x.shape, dtype=getattr(torch, dtype), device=x.device)
+    return y, torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def span(n_cols: int, per: str, group_size: int) -> int:
+    """The columns that share a scale, as a power of two; 0 where all elements share the one that is given."""
+    return {"row": library.power_of_two(n_cols), "group": group_size, "tensor": 0}[per]
+
+
+def refuse_gradients(schema: str) -> library.Autograd:
+    """Of an op with a quantised result, which has no derivative: an input that requires grad is an error at once."""
+    op, _, rest = schema.partition("(")
+    names = [argument.split()[-1] for argument in rest.partition(")")[0].split(",")]
+
+    def check(inputs: tuple[Any, ...]) -> None:
+        for name, value in zip(names, inputs, strict=False):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"{op}: {name} requires grad, but a quantised result has no derivative; call it under "
+                    f"torch.no_grad(), or give {name}.detach()"
+                )
+
+    def unreachable(*_: Any) -> NoReturn:
+        raise AssertionError(f"{op} is never differentiated")
+
+    return library.Autograd(save=unreachable, backward=unreachable, check=check)

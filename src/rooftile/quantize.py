@@ -1,0 +1,68 @@
+"""What a quantised result is to be: the option `quantize` of the ops that end where a matrix product begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Per = Literal["row", "group", "tensor"]
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # it may hold a tensor
+class Quantize:
+    """Ask an op for its result in 8 bits, with scales: `y` is about `y_q.float() * scale`.
+
+        scale = max(|y|) / largest,   y_q = round(y / scale)
+
+    of the op's float32 result: it is not rounded to the input's dtype first. `largest` is 448 for float8_e4m3fn, 57344
+    for float8_e5m2 and 127 for int8. Rounding is to nearest, ties to even; what lies beyond becomes the largest number,
+    and int8 is symmetric (never -128). A scale is at least 2^-126, so that zeros give zeros.
+
+    A NaN or an infinity makes the scale of its row (or group) NaN or infinite, and y_q NaN or 0: all of that row or
+    group comes back from `y_q.float() * scale` as NaN. With a given scale NaN stays NaN (in int8: 0) where it is, and
+    an infinity becomes the largest number.
+
+    Args:
+        dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
+        per: what shares a scale. `"row"`: the last dimension, scales of shape `(..., 1)`. `"group"`: every
+            `group_size` elements of it, scales of shape `(..., ceil(N / group_size))`; the last group may be shorter.
+            `"tensor"`: everything, by `scale`, which has to be known beforehand: no maximum is taken.
+        scale: for `per="tensor"` alone, a float32 tensor of one positive element on the inputs' device (its value is
+            not looked at: that would wait for the device). It comes back as the op's scale.
+        group_size: for `per="group"`, a power of two from 16 to 4096.
+
+    Raises:
+        TypeError: the dtype, or the scale's, is not one of those.
+        ValueError: `per`, the scale's shape or the group size is not one of those, or a scale is given where it is
+            computed.
+    """
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    per: Per = "row"
+    scale: Tensor | None = None
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise TypeError(f"Quantize: dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}")
+        if self.per not in get_args(Per):
+            raise ValueError(f"Quantize: per is {self.per!r}, expected one of {', '.join(get_args(Per))}")
+        if (self.scale is not None) != (self.per == "tensor"):
+            have, want = ("no scale", "one") if self.scale is None else ("a scale", "none: it is computed")
+            raise ValueError(f"Quantize: per={self.per!r} with {have}, expected {want}")
+        if self.scale is not None and self.scale.dtype != torch.float32:
+            raise TypeError(f"Quantize: scale has dtype {self.scale.dtype}, expected torch.float32")
+        if self.scale is not None and self.scale.numel() != 1:
+            raise ValueError(f"Quantize: scale has shape {tuple(self.scale.shape)}, expected one element")
+        if self.group_size not in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+            raise ValueError(f"Quantize: group_size is {self.group_size!r}, expected a power of two from 16 to 4096")
+
+    @property
+    def dtype_name(self) -> str:
+        """Without PyTorch's prefix: what an op's schema and a kernel take."""
+        return _NAMES[self.dtype]
