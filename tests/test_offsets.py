@@ -82,6 +82,16 @@ def run_add_rms_norm(lay, device):
     return results
 
 
+def run_layer_norm(lay, device):
+    x, dy, (weight, bias) = normal(device), normal(device), normal(device)[:2]
+    results = []
+    for place in (torch.clone, lay):
+        leaves = [place(x).requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        y = rooftile.layer_norm(*leaves)
+        results.append((y.detach(), *torch.autograd.grad(y, leaves, place(dy))))
+    return results
+
+
 def run_rope(lay, device):
     q, k, dq, dk = (normal(device) for _ in range(4))
     cos, sin = angles(device)
@@ -128,10 +138,11 @@ def run_silu_mul_packed(lay, device):
 RUNS = {
     run_rms_norm: "rms_norm",
     run_add_rms_norm: "rms_norm",
+    run_layer_norm: "layer_norm",
     run_rope: "rope",
     run_rope_in_place: "rope",
-    run_silu_mul: "silu_mul",
-    run_silu_mul_packed: "silu_mul",
+    run_silu_mul: "gated",
+    run_silu_mul_packed: "gated",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
 

@@ -57,6 +57,26 @@ def sum_pairs(words, mask):
     return sum_words(a, mask), sum_words(b, mask)
 
 
+@triton.jit
+def softmax_pairs(words, mask, FACTOR: tl.constexpr):
+    """The greatest of (maximum, sum) pairs' maxima, and the sum of their sums, each of them to the base of its maximum.
+
+    A sum is of `exp2((z - maximum) * FACTOR)`, and no maximum is -inf.
+    """
+    tops = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    sums = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    top = tl.max(tl.where(mask, tops, float("-inf")), axis=0)
+    return top, tl.sum(tl.where(mask, sums * tl.exp2((tops - top) * FACTOR), 0.0), axis=0)
+
+
+@triton.jit
+def pairs(words):
+    """The two float32 of each 64-bit word; both are zero for a masked one."""
+    a = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    b = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return a, b
+
+
 def split(op: str, n_rows: int, n_cols: int, block: int, programs: int) -> tuple[int, int]:
     """Splits of `block` columns that a row has, and rows that a grid of that many programs works on at once."""
     splits = library.cdiv(n_cols, block)

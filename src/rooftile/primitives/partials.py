@@ -15,26 +15,46 @@ import triton.language as tl  # isort: skip
 
 @triton.jit(do_not_specialize=["n_partials"])
 def _sum_partials_kernel(
-    partial_ptr, out_ptr, n_partials, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    partial_ptr,
+    out_ptr,
+    second_ptr,
+    n_partials,
+    N: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """out = the sum of the programs' partial sums, always in the same order."""
-    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    """out = the sum of the programs' partial sums, always in the same order; and second, where there are two."""
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    vector = tl.program_id(0) // BLOCKS
+    cols = ((tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, n_partials, BLOCK_M):
+    for start in tl.range(0, n_partials, BLOCK_M, num_stages=1):
         rows = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        acc += tl.load(partial_ptr + rows * N + cols, mask=(rows < n_partials) & (cols < N), other=0.0)
-    out = tl.sum(acc, axis=0, keep_dims=True)
-    tl.store(out_ptr + cols, out.to(out_ptr.dtype.element_ty), mask=cols < N)
+        partial = partial_ptr + (rows * VECTORS + vector) * N + cols
+        acc += tl.load(partial, mask=(rows < n_partials) & (cols < N), other=0.0)
+    total = tl.sum(acc, axis=0, keep_dims=True)
+    if VECTORS == 1 or vector == 0:
+        tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N)
+    else:
+        tl.store(second_ptr + cols, total.to(second_ptr.dtype.element_ty), mask=cols < N)
 
 
 @functools.cache
-def _plan(n_cols: int, dtype: torch.dtype) -> launching.Plan:
-    block = min(library.power_of_two(n_cols), 32 if n_cols <= 16384 else 64)
-    return launching.Plan(_sum_partials_kernel, {"N": n_cols, "BLOCK_M": 32, "BLOCK_N": block}, num_warps=4)
+def _plan(n_cols: int, dtypes: tuple[torch.dtype, ...]) -> launching.Plan:
+    """On an H200 the sum of 264 rows takes 1.7 us at 256 columns, 2.4 at 4096 and 3.7 at 14336."""
+    widest = {512: (256, 4, 4), 2048: (128, 16, 4), 8192: (64, 16, 4), 16384: (32, 32, 4)}
+    block_m, block_n, warps = next((widest[n] for n in widest if n_cols <= n), (16, 32, 2))
+    constants = {"N": n_cols, "VECTORS": len(dtypes), "BLOCK_M": block_m, "BLOCK_N": block_n}
+    return launching.Plan(_sum_partials_kernel, constants, num_warps=warps)
 
 
-def sum_partials(partial: Tensor, out: Tensor) -> None:
-    """`out`, `(N,)`, becomes the sum over the rows of `partial`, `(programs, N)` float32, in a fixed order."""
-    n_partials, n_cols = partial.shape[0], int(partial.shape[1])
-    plan = _plan(n_cols, out.dtype)
-    launching.launch(plan, library.cdiv(n_cols, plan.constants["BLOCK_N"]), (partial, out), (), (n_partials,))
+def sum_partials(partial: Tensor, out: Tensor, second: Tensor | None = None) -> None:
+    """`out`, `(N,)`, becomes the sum over the rows of `partial`, `(programs, N)` float32, in a fixed order.
+
+    With `second`, of as many columns, the partial sums of both lie next to each other: `(programs, 2 * N)`.
+    """
+    dtypes = (out.dtype,) if second is None else (out.dtype, second.dtype)
+    plan = _plan(int(out.shape[0]), dtypes)
+    programs = len(dtypes) * library.cdiv(plan.constants["N"], plan.constants["BLOCK_N"])
+    launching.launch(plan, programs, (partial, out, second), (), (partial.shape[0],))
