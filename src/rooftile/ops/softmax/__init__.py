@@ -1,0 +1,67 @@
+"""Softmax of scaled scores, causal or masked or neither.
+
+    y = exp(s - max(s)) / sum(exp(s - max(s))),   s = scale * x where x is kept, else -inf
+
+over the last dimension. Bytes: forward reads x and writes y, and reads a mask of one byte an element, or of fewer where
+it is broadcast. The backward needs y alone: it reads dy and y and writes dx:
+
+    dx = scale * y * (dy - sum(dy * y))
+
+A causal row reads only the columns that it keeps, to the end of a vector, in both directions; what it writes is whole.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rooftile import library
+from rooftile.ops.softmax import backward, forward
+
+__all__ = ["softmax"]
+
+
+def _save(ctx, inputs, output) -> None:
+    _, _, ctx.scale, ctx.causal = inputs
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 4
+    (y,) = ctx.saved_tensors
+    return backward.op(dy, y, ctx.scale, ctx.causal), None, None, None
+
+
+_op = library.define(
+    "softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
+    launch=forward.launch,
+    fake=forward.fake,
+    autograd=library.Autograd(_save, _backward),
+)
+
+
+def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    """Softmax of `scale * x` over the last dimension, computed in float32 and rounded once.
+
+    Args:
+        x: `(..., S)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
+            taken as one, or the last stride is not 1.
+        scale: what x is multiplied by, in float32; any finite number. Each is compiled into kernels of its own.
+        causal: x is `(..., T, S)`, and row i keeps the columns j <= i + S - T: the last row keeps all, as in attention
+            over keys that began before the queries.
+        mask: bool, of a shape that broadcasts to x's; True keeps an element, as in
+            `torch.nn.functional.scaled_dot_product_attention`. Read by its strides, 0 where it is broadcast; copied, at
+            x's whole shape, only where its leading dimensions can't be taken as three. With `causal`, both must keep.
+
+    Returns:
+        y with the shape and dtype of x, contiguous. Autocast does not change the dtype.
+
+        A row that keeps nothing, or nothing but -inf, is 0, and so is its gradient. NaN or +inf among what a row keeps
+        (of `scale * x`) makes that row NaN, and no other; what is not kept may hold anything.
+
+    Raises:
+        ValueError: x has no dimension, or with `causal` fewer than two; the mask's shape does not broadcast to x's;
+            the scale is not finite; a device is the CPU without the interpreter, or devices differ.
+        TypeError: x's dtype is not one of the three, or the mask's is not bool.
+    """
+    return _op(x, mask, scale, causal)
