@@ -17,8 +17,7 @@ entries. The backward is the same rotation by the opposite angle; nothing is sav
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ Layout = Literal["BHTD", "BTHD"]
 LAYOUTS = ("BHTD", "BTHD")
 
 
-def _check(
+def check(
     op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, style: str, layout: str
 ) -> None:
     library.check_floating(op, q=q, k=k, cos=cos, sin=sin)
@@ -88,7 +87,7 @@ def _launch(
     return q_out, k_out
 
 
-def _dense(x: Tensor, layout: str) -> Tensor:
+def dense(x: Tensor, layout: str) -> Tensor:
     """Memory for x rotated, in (B, T, H, D) order where x (a transposed view, say) has it so, else in x's own order."""
     batch, second, third, head_dim = x.shape
     if layout == "BHTD" and x.stride(1) <= x.stride(2):
@@ -106,12 +105,12 @@ def _fake(
     layout: str,
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check("rope", q, k, cos, sin, position_ids, style, layout)
-    return _dense(q, layout), _dense(k, layout)
+    check("rope", q, k, cos, sin, position_ids, style, layout)
+    return dense(q, layout), dense(k, layout)
 
 
-def _check_tables(op: str, args: tuple[Any, ...]) -> None:
-    for name, table in (("cos", args[2]), ("sin", args[3])):
+def check_tables(op: str, cos: Tensor, sin: Tensor) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
         if table.requires_grad:
             raise ValueError(f"{op}: {name} requires grad, which is not supported; detach it")
 
@@ -145,7 +144,7 @@ _op = library.define(
     "-> (Tensor, Tensor)",
     launch=_launch,
     fake=_fake,
-    autograd=library.Autograd(_save, _backward, functools.partial(_check_tables, "rope")),
+    autograd=library.Autograd(_save, _backward, lambda inputs: check_tables("rope", *inputs[2:4])),
 )
 
 
@@ -173,7 +172,7 @@ def _fake_in_place(
     style: str,
     layout: str,
 ) -> None:
-    _check("rope_", q, k, cos, sin, position_ids, style, layout)
+    check("rope_", q, k, cos, sin, position_ids, style, layout)
     if style == "deepseek":
         raise ValueError("rope_: style is 'deepseek', which moves elements and can't be done in place; use rope")
     for name, x in (("q", q), ("k", k)):
@@ -195,7 +194,7 @@ _op_in_place = library.define(
     "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? position_ids, str style, str layout) -> ()",
     launch=_launch_in_place,
     fake=_fake_in_place,
-    autograd=library.Autograd(_save_in_place, _backward_in_place, functools.partial(_check_tables, "rope_")),
+    autograd=library.Autograd(_save_in_place, _backward_in_place, lambda inputs: check_tables("rope_", *inputs[2:4])),
 )
 
 

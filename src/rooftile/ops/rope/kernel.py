@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-
-@triton.jit
-def _load_pairs(x_ptr, mask, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Neighbours as a pair of tiles: one vector load, split in registers."""
-    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    return tl.split(tl.reshape(x, (BLOCK_T, BLOCK_H, BLOCK_R // 2, 2)))
 
 
 @triton.jit
@@ -52,16 +46,9 @@ def _rotate_tile(
     x_ptr += batch * stride_xb + tokens * stride_xt + heads.to(tl.int64) * stride_xh
     y_ptr += batch * stride_yb + tokens * stride_yt + heads.to(tl.int64) * stride_yh
     row_mask = token_mask[:, None, None] & (heads < n_heads)
-    half = tl.arange(0, BLOCK_R // 2)[None, None, :]
-    full = tl.arange(0, BLOCK_R)[None, None, :]
-    half_mask = row_mask & (half < R // 2)
-    full_mask = row_mask & (full < R)
+    pairs = pair_columns(row_mask, R, BLOCK_R)
 
-    if PAIRS_IN:
-        a, b = _load_pairs(x_ptr + full, full_mask, BLOCK_T, BLOCK_H, BLOCK_R)
-    else:
-        a = tl.load(x_ptr + half, mask=half_mask, other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + half + R // 2, mask=half_mask, other=0.0).to(tl.float32)
+    a, b = load_pairs(x_ptr, pairs, R, PAIRS_IN, BLOCK_T, BLOCK_H, BLOCK_R, ONCE=False)
     if COPY_REST:
         rest = R + tl.arange(0, BLOCK_REST)[None, None, :]
         rest_mask = row_mask & (rest < D)
@@ -70,12 +57,7 @@ def _rotate_tile(
     turned_a = (a * cos - b * sin).to(y_ptr.dtype.element_ty)
     turned_b = (b * cos + a * sin).to(y_ptr.dtype.element_ty)
 
-    if PAIRS_OUT:
-        pairs = tl.reshape(tl.join(turned_a, turned_b), (BLOCK_T, BLOCK_H, BLOCK_R))
-        tl.store(y_ptr + full, pairs, mask=full_mask)
-    else:
-        tl.store(y_ptr + half, turned_a, mask=half_mask)
-        tl.store(y_ptr + half + R // 2, turned_b, mask=half_mask)
+    store_pairs(y_ptr, turned_a, turned_b, pairs, R, PAIRS_OUT, BLOCK_T, BLOCK_H, BLOCK_R)
 
 
 # stride_pb is the length where position_ids are (B, T).
@@ -129,22 +111,11 @@ def _rope_kernel(
     tokens = ((tl.program_id(0) % token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     token_mask = tokens < seq_len
 
-    if HAS_POSITIONS:
-        position = tl.load(position_ptr + batch * stride_pb + tokens * stride_pt, mask=token_mask, other=0).to(tl.int64)
-    else:
-        position = tokens
-    # A position outside the table is never read: its rotation is NaN.
-    known = (position >= 0) & (position < n_positions)
-    half = tl.arange(0, BLOCK_R // 2)
-    angle_mask = (token_mask & known)[:, None] & (half < R // 2)[None, :]
-    angle = position[:, None] * stride_ct + half[None, :] * ANGLE_STEP
-    cos = tl.load(cos_ptr + batch * stride_cb + angle, mask=angle_mask, other=float("nan")).to(tl.float32)
-    angle = position[:, None] * stride_st + half[None, :] * ANGLE_STEP
-    sin = tl.load(sin_ptr + batch * stride_sb + angle, mask=angle_mask, other=float("nan")).to(tl.float32)
-    if INVERSE:
-        sin = -sin
-    cos = cos[:, None, :]
-    sin = sin[:, None, :]
+    cos, sin = load_angles(
+        cos_ptr, sin_ptr, position_ptr, batch, tokens, token_mask,
+        stride_cb, stride_ct, stride_sb, stride_st, stride_pb, stride_pt, n_positions,
+        R, HAS_POSITIONS, INVERSE, ANGLE_STEP, BLOCK_R,
+    )  # fmt: skip
 
     _rotate_tile(
         q_ptr, q_out_ptr, stride_qb, stride_qh, stride_qt, stride_qob, stride_qoh, stride_qot, Q_HEADS,
@@ -184,13 +155,13 @@ def unit_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _strides(x: Tensor, layout: str) -> tuple[int, int, int]:
+def axis_strides(x: Tensor, layout: str) -> tuple[int, int, int]:
     """Batch, head and token strides."""
     batch, second, third, _ = x.stride()
     return (batch, second, third) if layout == "BHTD" else (batch, third, second)
 
 
-def _batch_and_row(x: Tensor, rows: int) -> tuple[int, int]:
+def table_strides(x: Tensor, rows: int) -> tuple[int, int]:
     """Batch and row strides of a (T, ...), (1, T, ...) or (B, T, ...) tensor; T is dimension `rows`."""
     strides = x.stride()
     return (strides[0] if rows == 1 and x.shape[0] > 1 else 0), strides[rows]
@@ -218,13 +189,13 @@ def rotate(
     dtypes = (q.dtype, cos.dtype, None if position_ids is None else position_ids.dtype)
     plan = _plan(dtypes, q_heads, k_heads, rotary, head_dim, style, inverse, q_out is q, c)
     strides = (
-        *_strides(q, layout),
-        *_strides(k, layout),
-        *_strides(q_out, layout),
-        *_strides(k_out, layout),
-        *_batch_and_row(cos, cos.dim() - 2),
-        *_batch_and_row(sin, sin.dim() - 2),
-        *((0, 0) if position_ids is None else _batch_and_row(position_ids, position_ids.dim() - 1)),
+        *axis_strides(q, layout),
+        *axis_strides(k, layout),
+        *axis_strides(q_out, layout),
+        *axis_strides(k_out, layout),
+        *table_strides(cos, cos.dim() - 2),
+        *table_strides(sin, sin.dim() - 2),
+        *((0, 0) if position_ids is None else table_strides(position_ids, position_ids.dim() - 1)),
     )
     programs = batch * library.cdiv(seq_len, c.tokens)
     tensors = (q, k, q_out, k_out, cos, sin, position_ids)

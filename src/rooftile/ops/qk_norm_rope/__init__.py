@@ -1,0 +1,139 @@
+"""RMSNorm of each head of q and of k, and RoPE after it, in one launch, as Qwen3 and Gemma 3 have them in attention.
+
+For a head h of D elements, with q's weight or with k's:
+
+    n = h * rstd * (weight + offset),   rstd = 1 / sqrt(mean(h^2) + eps)
+    y = n, its first R elements turned by their token's angles
+
+(Henry et al. 2020, https://arxiv.org/abs/2010.04245, norm the heads; `rooftile.ops.rope` says what turns them, and in
+which styles.) Bytes: q and k read and written once; of cos and sin one of each pair's two equal entries.
+
+The backward reads dy and h, turns dy back, recomputes rstd (so nothing is saved beside the inputs) and writes dh:
+
+    g = dy, its first R elements turned by the opposite angles,   xhat = h * rstd
+    dh = rstd * (g * (weight + offset) - xhat * mean(g * (weight + offset) * xhat))
+    dweight = sum over batches, tokens and heads of g * xhat
+
+dweight is accumulated in float32 registers by a grid that stays on the chip, and reduced in a fixed order: the result
+is the same on every run.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rooftile import library
+from rooftile.ops.qk_norm_rope import backward, forward
+from rooftile.ops.qk_norm_rope.common import check
+from rooftile.ops.rope import Layout, Style, check_tables, dense
+
+__all__ = ["qk_norm_rope"]
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    eps: float,
+    offset: float,
+    style: str,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    q_out, k_out = _fake(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, style, layout)
+    forward.launch(q, k, q_weight, k_weight, q_out, k_out, cos, sin, position_ids, eps, offset, style, layout)
+    return q_out, k_out
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    eps: float,
+    offset: float,
+    style: str,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    check("qk_norm_rope", q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, style, layout)
+    return dense(q, layout), dense(k, layout)
+
+
+def _save(ctx, inputs, outputs) -> None:
+    *tensors, eps, offset, style, layout = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.mode = eps, offset, style, layout
+
+
+def _backward(ctx, q_dy: Tensor | None, k_dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, *others = ctx.saved_tensors
+    needs_dq, needs_dk, needs_dqw, needs_dkw = ctx.needs_input_grad[1:5]
+    if q_dy is None:
+        needs_dq = needs_dqw = False
+    if k_dy is None:
+        needs_dk = needs_dkw = False
+    needs = (needs_dq, needs_dk, needs_dqw, needs_dkw)
+    if not any(needs):
+        return (None,) * 11
+    grads = backward.op(q, k, q_dy, k_dy, *others, *ctx.mode, *needs)
+    return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *(None,) * 7
+
+
+_op = library.define(
+    "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+    "Tensor? position_ids, float eps, float offset, str style, str layout) -> (Tensor, Tensor)",
+    launch=_launch,
+    fake=_fake,
+    autograd=library.Autograd(_save, _backward, lambda inputs: check_tables("qk_norm_rope", *inputs[4:6])),
+)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    position_ids: Tensor | None = None,
+    style: Style = "half",
+    layout: Layout = "BHTD",
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of each head of q and k, then rotary position embedding, in one launch.
+
+    `rope(h / sqrt(mean(h^2) + eps) * (weight + offset))` for each head h, in float32 from end to end, and rounded once.
+    Models round in between, after the norm (Qwen3 before the weight too) and after each product of the rotation: in
+    float16 and bfloat16 their results differ from these by those roundings.
+
+    Args:
+        q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="BTHD"`), float32, float16 or bfloat16, of any strides; D is
+            at most 512.
+        k: the same but for the number of heads.
+        q_weight, k_weight: `(D,)`, of any of the three dtypes, or None for no weight (and then no offset).
+        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, for an even rotary dimension R of at most D; elements past R are
+            normed, and not turned. Each angle stands twice, as models build the tables; one of the two is read.
+        eps: added to the mean of squares.
+        offset: added to the weights in float32; 1.0 for Gemma and Qwen3-Next.
+        position_ids: `(T,)`, `(1, T)` or `(B, T)`, int32 or int64: rows of cos and sin, then `(positions, R)`.
+            A position outside the table gives NaN.
+        style: which elements make a pair, as in `rope`: `"half"`, `"interleaved"` or `"deepseek"`.
+        layout: the order of q's and k's dimensions.
+
+    Returns:
+        `(q, k)` normed and rotated, in new memory of the same order. cos and sin get no gradient.
+
+    Raises:
+        ValueError: a shape, style or layout does not fit; cos or sin requires grad; devices differ or are the CPU
+            without the interpreter.
+        TypeError: a dtype is not one of those named; eps or offset is not a number.
+    """
+    return _op(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, style, layout)
