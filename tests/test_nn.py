@@ -77,3 +77,80 @@ def test_silu_mul_takes_two_tensors_or_one() -> None:
     expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(nn.SiluMul()(gate, up), expected)
     torch.testing.assert_close(nn.SiluMul()(gate_up), expected)
+
+
+def test_layer_norm_is_torchs_own_but_for_the_kernel() -> None:
+    for shape, affine, bias in ((48, True, True), ((3, 16), True, False), (48, False, False)):
+        theirs = torch.nn.LayerNorm(shape, eps=1e-4, elementwise_affine=affine, bias=bias, device=DEVICE)
+        for parameter in theirs.parameters():
+            torch.nn.init.normal_(parameter)
+        ours = nn.LayerNorm(shape, eps=1e-4, elementwise_affine=affine, bias=bias, device=DEVICE)
+        ours.load_state_dict(theirs.state_dict())
+        theirs.load_state_dict(ours.state_dict())
+        x = torch.randn(5, 3, 16 if isinstance(shape, tuple) else 48, device=DEVICE)
+        torch.testing.assert_close(ours(x), theirs(x))
+        assert str(ours) == str(theirs)
+    with pytest.raises(ValueError, match=r"LayerNorm: input has shape \(5, 16, 3\), expected its last dimensions"):
+        nn.LayerNorm((3, 16), device=DEVICE)(torch.randn(5, 16, 3, device=DEVICE))
+
+
+def test_softmax_takes_any_dimension() -> None:
+    x = torch.randn(3, 4, 5, 6, device=DEVICE)
+    for dim in (-1, 3, 0, -2):
+        torch.testing.assert_close(nn.Softmax(dim)(x), torch.softmax(x, dim))
+    mask = torch.rand(5, 6, device=DEVICE) < 0.5
+    mask[0, 0] = mask[0, 1] = True
+    kept = torch.where(mask, 0.5 * x, -torch.inf)
+    for dim in (-1, -2):
+        expected = torch.softmax(kept, dim).nan_to_num()
+        torch.testing.assert_close(nn.Softmax(dim, scale=0.5)(x, mask), expected)
+    assert nn.Softmax(causal=True)(x)[0, 0, 0, -2:].tolist()[1] == 0.0
+    with pytest.raises(ValueError, match="Softmax: dim is 0, expected -1 where causal is set"):
+        nn.Softmax(0, causal=True)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_mul_takes_two_tensors_or_one(approximate) -> None:
+    gate, up = torch.randn(2, 5, 32, device=DEVICE)
+    module = nn.GeluMul(approximate)
+    expected = torch.nn.functional.gelu(gate, approximate=approximate) * up
+    torch.testing.assert_close(module(gate, up), expected)
+    torch.testing.assert_close(module(torch.cat((gate, up), dim=-1)), expected)
+
+
+def test_bias_activations_take_the_bias_of_a_linear() -> None:
+    linear = torch.nn.Linear(8, 24, device=DEVICE)
+    x = torch.randn(5, 8, device=DEVICE)
+    product = x @ linear.weight.T
+    pairs = (
+        (nn.BiasGELU(24, device=DEVICE), torch.nn.GELU()),
+        (nn.BiasGELU(24, "tanh", device=DEVICE), torch.nn.GELU("tanh")),
+        (nn.BiasSiLU(24, device=DEVICE), torch.nn.SiLU()),
+    )
+    for ours, activation in pairs:
+        found = ours.load_state_dict(linear.state_dict(), strict=False)
+        assert found.missing_keys == []
+        assert found.unexpected_keys == ["weight"]
+        linear.load_state_dict(ours.state_dict(), strict=False)
+        torch.testing.assert_close(ours(product), activation(linear(x)))
+
+
+def test_qk_norm_rope_takes_the_norms_of_qwen3() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3 import modeling_qwen3
+
+    config = transformers.Qwen3Config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5
+    )
+    theirs = modeling_qwen3.Qwen3Attention(config, layer_idx=0).to(DEVICE)
+    for norm in (theirs.q_norm, theirs.k_norm):
+        torch.nn.init.normal_(norm.weight)
+    ours = nn.QKNormRoPE(16, eps=1e-5, device=DEVICE)
+    assert ours.load_state_dict(theirs.state_dict(), strict=False).missing_keys == []
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+
+    q, k = torch.randn(2, 4, 7, 16, device=DEVICE), torch.randn(2, 2, 7, 16, device=DEVICE)
+    tables = modeling_qwen3.Qwen3RotaryEmbedding(config).to(DEVICE)(q, torch.arange(7, device=DEVICE)[None])
+    expected = modeling_qwen3.apply_rotary_pos_emb(theirs.q_norm(q), theirs.k_norm(k), *tables)
+    for got, want in zip(ours(q, k, *tables), expected, strict=True):
+        torch.testing.assert_close(got, want)

@@ -14,21 +14,37 @@ if TYPE_CHECKING:
     from rooftile.huggingface import PatchHandle as PatchHandle
     from rooftile.huggingface import patch as patch
     from rooftile.ops.add_rms_norm import add_rms_norm as add_rms_norm
+    from rooftile.ops.bias_activation import bias_gelu as bias_gelu
+    from rooftile.ops.bias_activation import bias_silu as bias_silu
+    from rooftile.ops.gated import gelu_mul as gelu_mul
+    from rooftile.ops.gated import gelu_mul_packed as gelu_mul_packed
+    from rooftile.ops.gated import silu_mul as silu_mul
+    from rooftile.ops.gated import silu_mul_packed as silu_mul_packed
+    from rooftile.ops.layer_norm import layer_norm as layer_norm
+    from rooftile.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
     from rooftile.ops.rms_norm import rms_norm as rms_norm
     from rooftile.ops.rope import rope as rope
     from rooftile.ops.rope import rope_ as rope_
-    from rooftile.ops.silu_mul import silu_mul as silu_mul
-    from rooftile.ops.silu_mul import silu_mul_packed as silu_mul_packed
+    from rooftile.ops.softmax import softmax as softmax
+    from rooftile.quantize import Quantize as Quantize
 
 _HOME = {
-    "rms_norm": "rooftile.ops.rms_norm",
+    "PatchHandle": "rooftile.huggingface",
+    "patch": "rooftile.huggingface",
     "add_rms_norm": "rooftile.ops.add_rms_norm",
+    "bias_gelu": "rooftile.ops.bias_activation",
+    "bias_silu": "rooftile.ops.bias_activation",
+    "gelu_mul": "rooftile.ops.gated",
+    "gelu_mul_packed": "rooftile.ops.gated",
+    "silu_mul": "rooftile.ops.gated",
+    "silu_mul_packed": "rooftile.ops.gated",
+    "layer_norm": "rooftile.ops.layer_norm",
+    "qk_norm_rope": "rooftile.ops.qk_norm_rope",
+    "rms_norm": "rooftile.ops.rms_norm",
     "rope": "rooftile.ops.rope",
     "rope_": "rooftile.ops.rope",
-    "silu_mul": "rooftile.ops.silu_mul",
-    "silu_mul_packed": "rooftile.ops.silu_mul",
-    "patch": "rooftile.huggingface",
-    "PatchHandle": "rooftile.huggingface",
+    "softmax": "rooftile.ops.softmax",
+    "Quantize": "rooftile.quantize",
 }
 
 __all__ = [*sorted(_HOME), "__version__", "nn"]

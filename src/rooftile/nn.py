@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from rooftile.ops.add_rms_norm import add_rms_norm
+from rooftile.ops.bias_activation import bias_gelu, bias_silu
+from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
+from rooftile.ops.layer_norm import layer_norm
+from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rms_norm import Rounding, rms_norm
 from rooftile.ops.rope import Layout, Style, rope
-from rooftile.ops.silu_mul import silu_mul, silu_mul_packed
+from rooftile.ops.softmax import softmax
+from rooftile.primitives.activations import Approximate
 
-__all__ = ["AddRMSNorm", "RMSNorm", "RoPE", "SiluMul"]
+__all__ = [
+    "AddRMSNorm",
+    "BiasGELU",
+    "BiasSiLU",
+    "GeluMul",
+    "LayerNorm",
+    "QKNormRoPE",
+    "RMSNorm",
+    "RoPE",
+    "SiluMul",
+    "Softmax",
+]
 
 
 class RMSNorm(nn.Module):
@@ -128,9 +146,180 @@ class RoPE(nn.Module):
         )
 
 
+class QKNormRoPE(nn.Module):
+    """`rooftile.qk_norm_rope` with its two weights, named as in Qwen3's and Gemma 3's attention: q_norm and k_norm.
+
+    Args:
+        head_dim: the size of a head, over which its root mean square is taken.
+        eps: added to the mean of squares.
+        elementwise_affine: whether there are weights.
+        offset: added to the weights; 1.0 for Gemma 3, whose weights start at 0.
+        style, layout: see `rooftile.qk_norm_rope`.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
+        offset: float = 0.0,
+        style: Literal["half", "interleaved"] = "half",
+        layout: Layout = "BHTD",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.q_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
+        self.k_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
+        self.style: Literal["half", "interleaved"] = style
+        self.layout: Layout = layout
+
+    def forward(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """q and k, each head normalised and then rotated by its token's angles."""
+        return qk_norm_rope(
+            q,
+            k,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            cos,
+            sin,
+            eps=self.q_norm.eps,
+            offset=self.q_norm.offset,
+            position_ids=position_ids,
+            style=self.style,
+            layout=self.layout,
+        )
+
+    def extra_repr(self) -> str:
+        return f"style={self.style!r}, layout={self.layout!r}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """`rooftile.layer_norm` in the place of `torch.nn.LayerNorm`, whose arguments, parameters and state it has.
+
+    `normalized_shape` may be several dimensions: they are taken as one.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`(..., *normalized_shape)` to the same shape."""
+        if input.shape[-len(self.normalized_shape) :] != self.normalized_shape:
+            raise ValueError(
+                f"LayerNorm: input has shape {tuple(input.shape)}, expected its last dimensions to be "
+                f"{tuple(self.normalized_shape)}"
+            )
+        if len(self.normalized_shape) == 1:
+            return layer_norm(input, self.weight, self.bias, eps=self.eps)
+        x = input.flatten(-len(self.normalized_shape))
+        weight, bias = (None if p is None else p.flatten() for p in (self.weight, self.bias))
+        return layer_norm(x, weight, bias, eps=self.eps).view(input.shape)
+
+
+class Softmax(nn.Module):
+    """`rooftile.softmax` in the place of `torch.nn.Softmax`: over any dimension, by a copy where it is not the last.
+
+    Args:
+        dim: the dimension whose elements sum to 1.
+        scale, causal: see `rooftile.softmax`; causal needs dim to be the last.
+    """
+
+    def __init__(self, dim: int = -1, *, scale: float = 1.0, causal: bool = False) -> None:
+        super().__init__()
+        if causal and dim != -1:
+            raise ValueError(f"Softmax: dim is {dim}, expected -1 where causal is set")
+        self.dim = dim
+        self.scale = scale
+        self.causal = causal
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The softmax of `scale * input`; where `mask`, boolean and broadcast to input's shape, is False, it is 0."""
+        if self.dim in (-1, input.dim() - 1):
+            return softmax(input, scale=self.scale, causal=self.causal, mask=mask)
+        if mask is not None:
+            mask = mask.expand(input.shape).movedim(self.dim, -1)
+        return softmax(input.movedim(self.dim, -1), scale=self.scale, mask=mask).movedim(-1, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, scale={self.scale}, causal={self.causal}"
+
+
 class SiluMul(nn.Module):
     """SwiGLU's activation, `silu(gate) * up`, of two tensors or of one that holds `[gate | up]`."""
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """`rooftile.silu_mul(gate, up)`, or `rooftile.silu_mul_packed(gate)` where up is not given."""
         return silu_mul_packed(gate) if up is None else silu_mul(gate, up)
+
+
+class GeluMul(nn.Module):
+    """GeGLU's activation, `gelu(gate) * up`, of two tensors or of one that holds `[gate | up]`.
+
+    Args:
+        approximate: `"none"` (exact) or `"tanh"`, as in `torch.nn.GELU`.
+    """
+
+    def __init__(self, approximate: Approximate = "none") -> None:
+        super().__init__()
+        self.approximate: Approximate = approximate
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """`rooftile.gelu_mul(gate, up)`, or `rooftile.gelu_mul_packed(gate)` where up is not given."""
+        if up is None:
+            return gelu_mul_packed(gate, approximate=self.approximate)
+        return gelu_mul(gate, up, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class _Bias(nn.Module):
+    """A bias that is added to what a product without one gives; named as `torch.nn.Linear` names its own."""
+
+    def __init__(
+        self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.features = features
+        self.bias = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
+
+    def extra_repr(self) -> str:
+        return str(self.features)
+
+
+class BiasGELU(_Bias):
+    """`rooftile.bias_gelu` with its bias, of shape `(features,)`: `gelu(x + bias)`.
+
+    Its state is the `bias` of the `torch.nn.Linear` in front of it, whose product then goes without one.
+
+    Args:
+        features: the last dimension of the input.
+        approximate: `"none"` (exact) or `"tanh"`, as in `torch.nn.GELU`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        approximate: Approximate = "none",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(features, device=device, dtype=dtype)
+        self.approximate: Approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., features)` to the same shape."""
+        return bias_gelu(x, self.bias, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, approximate={self.approximate!r}"
+
+
+class BiasSiLU(_Bias):
+    """`rooftile.bias_silu` with its bias, of shape `(features,)`: `silu(x + bias)`. See `BiasGELU`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., features)` to the same shape."""
+        return bias_silu(x, self.bias)
