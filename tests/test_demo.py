@@ -31,7 +31,7 @@ def test_text_is_a_few_kilobytes_of_ascii() -> None:
     assert int(tokens.max()) < 128
 
 
-@pytest.mark.parametrize("title", ["Llama", "T5"])
+@pytest.mark.parametrize("title", ["Llama", "T5 v1.1", "GPT-2", "BERT", "Gemma 3"])
 def test_demo_compares_a_model(title: str) -> None:
     model = next(m for m in MODELS if m.title == title)
     result = demo.compare(model, demo.text(32, DEVICE), real=False, dtype=torch.bfloat16)
@@ -91,7 +91,8 @@ def test_prefill_command_writes_rows_that_are_no_measurement(tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     meta, rows = read_json(out)
     assert meta["note"] == "interpreter, not a measurement"
-    assert meta["replaced"] == {"RMSNorm": 3, "residual add + RMSNorm": 1, "SwiGLU": 1, "RoPE": 1}
+    replaced = {kind: count for kind, count in meta["replaced"].items() if count}
+    assert replaced == {"RMSNorm": 3, "residual add + RMSNorm": 1, "SwiGLU": 1, "RoPE": 1}
     assert [(r.op, r.shape.rpartition(" ")[2], r.impl) for r in rows] == [
         (op, length, impl) for length in ("T8", "T12") for op in ("prefill", "layer_ops") for impl in (EAGER, OURS)
     ]

@@ -1,11 +1,11 @@
 """`rooftile.patch`: what it replaces, that the model computes the same, and that it can be taken back."""
 
 import copy
+import dataclasses
 import importlib
 import io
 import types
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,29 +14,38 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tiny_models import BY_TITLE, DEVICE, TOLERANCE, build, error, run, tokens
+from helpers import Calls
+from tiny_models import BY_TITLE, DEVICE, TOLERANCE, assert_same_gradients, build, error, run, tokens
 
 import rooftile
 from rooftile.demo.models import inputs
-from rooftile.huggingface import families, patching, rewrite
+from rooftile.huggingface import families, patching, rewrite, rules
 
-# RMSNorm, residual add + RMSNorm, SwiGLU and RoPE in two layers.
+# By kind, in two layers.
 COUNTS = {
-    "Llama": (5, 2, 2, 2),
-    "Qwen2": (5, 2, 2, 2),
-    "Qwen3": (9, 2, 2, 2),
-    "Mistral": (5, 2, 2, 2),
-    "Granite": (5, 2, 2, 2),
-    "Gemma": (5, 2, 0, 2),
-    "DeepSeek-V3": (9, 2, 3, 2),
-    "T5": (12, 0, 0, 0),
-    "Phi-3": (5, 2, 2, 2),
-    "SmolLM3": (5, 2, 2, 2),
-    "OLMo2": (9, 0, 2, 2),
-    "Gemma 2": (9, 2, 0, 2),
-    "Mixtral": (5, 2, 2, 2),
-    "Qwen2-MoE": (5, 2, 4, 2),
-    "Qwen3-MoE": (9, 2, 2, 2),
+    "Llama": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
+    "Qwen2": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
+    "Qwen3": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 2, "QK-norm + RoPE": 2},
+    "Mistral": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
+    "Granite": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
+    "Gemma": {"RMSNorm": 5, "residual add + RMSNorm": 2, "GeGLU": 2, "RoPE": 2},
+    "DeepSeek-V3": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 3, "RoPE": 2},
+    "Gemma 2": {"RMSNorm": 9, "residual add + RMSNorm": 2, "GeGLU": 2, "RoPE": 2},
+    "Gemma 3": {"RMSNorm": 13, "residual add + RMSNorm": 2, "GeGLU": 2, "QK-norm + RoPE": 2},
+    "T5": {"RMSNorm": 12},
+    "T5 v1.1": {"RMSNorm": 12, "GeGLU": 4},
+    "GPT-2": {"LayerNorm": 5, "bias + activation": 2},
+    "BERT": {"LayerNorm": 6, "bias + activation": 3},
+    "GPT-NeoX": {"LayerNorm": 5, "bias + activation": 2, "RoPE": 2},
+    "StarCoder2": {"LayerNorm": 5, "bias + activation": 2, "RoPE": 2},
+    "OPT": {"LayerNorm": 5, "bias + activation": 2},
+    "RoBERTa": {"LayerNorm": 6, "bias + activation": 2},
+    "Phi-3": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
+    "SmolLM3": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
+    "OLMo2": {"RMSNorm": 9, "SwiGLU": 2, "RoPE": 2},
+    "Mixtral": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
+    "Qwen2-MoE": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 4, "RoPE": 2},
+    "Qwen3-MoE": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 2, "QK-norm + RoPE": 2},
 }
 
 
@@ -48,7 +57,7 @@ def test_patched_model_computes_the_same_and_undo_gives_it_back(title: str, dtyp
     logits, loss, grads = run(model, ids)
 
     handle = rooftile.patch(model)
-    assert tuple(handle.replaced[kind] for kind in patching.KINDS) == COUNTS[title]
+    assert {kind: count for kind, count in handle.replaced.items() if count} == COUNTS[title]
     patched_logits, patched_loss, patched_grads = run(model, ids)
     assert error(patched_logits, logits) < TOLERANCE[dtype]
     assert error(patched_loss, loss) < TOLERANCE[dtype]
@@ -69,24 +78,23 @@ def test_patched_model_computes_the_same_and_undo_gives_it_back(title: str, dtyp
     assert torch.equal(*flat) if DEVICE.type == "cpu" else error(*flat) < TOLERANCE[dtype]
 
 
-def test_ops_run_as_often_as_the_handle_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Counter[str] = Counter()
-
-    def counted(name: str, op: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **more: object) -> object:
-            calls[name] += 1
-            return op(*args, **more)
-
-        return call
-
-    for name in ("rms_norm", "add_rms_norm", "rope"):
-        monkeypatch.setattr(patching, name, counted(name, getattr(patching, name)))
-    for title, expected in (("Qwen3", (7, 2, 2)), ("T5", (12, 0, 0))):
-        model = build(title)
-        calls.clear()
-        with torch.no_grad(), rooftile.patch(model):
-            model(**inputs(model, tokens())[0])
-        assert (calls["rms_norm"], calls["add_rms_norm"], calls["rope"]) == expected
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        # Of nine norms two are fused with adds, and four with the rotations.
+        ("Qwen3", {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 2, "silu_mul": 2}),
+        ("Gemma 3", {"rms_norm": 7, "add_rms_norm": 2, "qk_norm_rope": 2, "gelu_mul": 2}),
+        ("T5", {"rms_norm": 12}),
+        ("T5 v1.1", {"rms_norm": 12, "gelu_mul": 4}),
+        ("GPT-2", {"layer_norm": 5, "bias_gelu": 2}),
+        ("BERT", {"layer_norm": 6, "bias_gelu": 3}),
+    ],
+)
+def test_ops_run_as_often_as_the_handle_counts(title: str, expected: dict[str, int]) -> None:
+    model = build(title)
+    with torch.no_grad(), rooftile.patch(model), Calls() as ops:
+        model(**inputs(model, tokens())[0])
+    assert Counter(op._schema.name.partition("::")[2] for op, _, _ in ops.calls) == expected
 
 
 def test_qwen25_7b_counts() -> None:
@@ -103,7 +111,12 @@ def test_qwen25_7b_counts() -> None:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
     handle = rooftile.patch(model)
-    assert handle.replaced == {"RMSNorm": 57, "residual add + RMSNorm": 28, "SwiGLU": 28, "RoPE": 28}
+    assert handle.replaced == dict.fromkeys(patching.KINDS, 0) | {
+        "RMSNorm": 57,
+        "residual add + RMSNorm": 28,
+        "SwiGLU": 28,
+        "RoPE": 28,
+    }
     assert handle.modules["RMSNorm"][-1] == "model.norm"
     assert [(left.count, left.kind) for left in handle.left] == [(28, "residual add")]
     assert "57 RMSNorm" in repr(handle)
@@ -117,7 +130,7 @@ def test_every_class_of_the_table_exists() -> None:
             assert hasattr(importlib.import_module(path), name)
 
 
-@pytest.mark.parametrize("title", ["Llama", "Qwen2", "Phi-3", "DeepSeek-V3"])
+@pytest.mark.parametrize("title", ["Llama", "Qwen2", "Qwen3", "Phi-3", "DeepSeek-V3", "Gemma 3", "GPT-2", "T5 v1.1"])
 def test_greedy_generation_gives_the_same_tokens(title: str) -> None:
     model, ids = build(title), tokens(6)
     options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -126,34 +139,88 @@ def test_greedy_generation_gives_the_same_tokens(title: str) -> None:
         assert torch.equal(model.generate(ids, **options), plain)
 
 
-def test_only_the_given_instance_is_patched() -> None:
-    model, other = build("Llama"), build("Llama")
-    plain = other(tokens()).logits
+@pytest.mark.parametrize("title", ["Llama", "Gemma 3", "GPT-2", "BERT"])
+def test_only_the_given_instance_is_patched(title: str) -> None:
+    model, other = build(title), build(title)
+    given = inputs(model, tokens())[0]
+    plain = other(**given).logits
+    classes = [type(module) for module in model.modules()]
     with rooftile.patch(model):
-        assert "forward" in model.model.norm.__dict__
+        assert any("forward" in module.__dict__ for module in model.modules())
         assert not any("forward" in module.__dict__ for module in other.modules())
-        assert torch.equal(other(tokens()).logits, plain)
-        assert type(model.model.norm) is type(other.model.norm)
+        assert torch.equal(other(**given).logits, plain)
+        assert [type(module) for module in model.modules()] == classes
+        assert nn.LayerNorm.forward.__module__ == "torch.nn.modules.normalization"
 
 
-def test_switches_leave_what_they_switch_off() -> None:
-    model = build("Llama")
-    names = {"rms_norm": "RMSNorm", "add_rms_norm": "residual add + RMSNorm", "mlp": "SwiGLU", "rope": "RoPE"}
-    for switch, kind in names.items():
+@pytest.mark.parametrize(
+    ("title", "switches"),
+    [
+        ("Llama", {"rms_norm": "RMSNorm", "add_rms_norm": "residual add + RMSNorm", "mlp": "SwiGLU", "rope": "RoPE"}),
+        ("Gemma 3", {"mlp": "GeGLU", "rope": "QK-norm + RoPE"}),
+        ("GPT-2", {"layer_norm": "LayerNorm", "mlp": "bias + activation"}),
+    ],
+)
+def test_switches_leave_what_they_switch_off(title: str, switches: dict[str, str]) -> None:
+    model = build(title)
+    for switch, kind in switches.items():
         with rooftile.patch(model, **{switch: False}) as handle:
-            assert [k for k, count in handle.replaced.items() if not count] == [kind]
-            assert any(left.kind == kind and "switched off" in left.reason for left in handle.left)
+            assert {k for k, count in handle.replaced.items() if count} == COUNTS[title].keys() - {kind}
+            assert [left.kind for left in handle.left if "switched off" in left.reason] == [kind]
             model(tokens())
 
 
 def test_what_is_left_says_why() -> None:
-    left = {item.what: item.reason for item in rooftile.patch(build("Gemma")).left}
-    assert left["GemmaMLP"] == "its activation is GELUTanh, not SiLU"
+    left = {item.what: item.reason for item in rooftile.patch(build("Gemma", hidden_act="quick_gelu")).left}
+    assert left["GemmaMLP"] == "its activation is QuickGELUActivation, expected SiLU, GELU or GELU's tanh form"
+    left = {item.what: item.reason for item in rooftile.patch(build("GPT-2", activation_function="gelu_fast")).left}
+    assert "FastGELUActivation" in left["GPT2MLP"]
     left = {item.what: item.reason for item in rooftile.patch(build("T5")).left}
     assert "ReLU" in left["T5DenseActDense"]
     assert "no line like `H = R + X" in left["T5LayerFF"]
     left = {item.what: item.reason for item in rooftile.patch(build("OLMo2")).left}
     assert "behind the add (mlp) is not an RMSNorm" in left["Olmo2DecoderLayer"]
+
+
+def test_layer_norm_is_replaced_inside_a_known_model_alone() -> None:
+    holder = nn.ModuleDict({"norm": nn.LayerNorm(64), "bert": build("BERT")}).to(DEVICE)
+    holder["bert"].bert.pooler = nn.Sequential(nn.LayerNorm(64), nn.LayerNorm((12, 64))).to(DEVICE)
+    handle = rooftile.patch(holder)
+    assert handle.replaced["LayerNorm"] == 7
+    assert "bert.bert.pooler.0" in handle.modules["LayerNorm"]
+    assert {item.reason for item in handle.left if item.kind == "LayerNorm"} == {
+        "it stands in no model of Rooftile's table of families",
+        "it is over the last 2 dimensions, not one",
+    }
+    with pytest.raises(ValueError, match="Sequential is no model that Rooftile knows"):
+        rooftile.patch(nn.Sequential(nn.LayerNorm(64)))
+
+
+@pytest.mark.parametrize("options", [{"elementwise_affine": False}, {"bias": False}, {"eps": 0.5}], ids=str)
+def test_layer_norm_keeps_its_own_eps_weight_and_bias(options: dict[str, object]) -> None:
+    model = build("GPT-2")
+    norm = model.transformer.ln_f = nn.LayerNorm(64, device=DEVICE, **options)
+    if norm.weight is not None:
+        nn.init.normal_(norm.weight)
+    plain = run(model, tokens())
+    with rooftile.patch(model) as handle:
+        assert handle.replaced["LayerNorm"] == 5
+        patched = run(model, tokens())
+    assert error(patched[0], plain[0]) < TOLERANCE[torch.float32]
+    assert_same_gradients(patched[2], plain[2])
+
+
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "gelu_accurate"]
+)
+def test_known_activations_compute_the_same(activation: str) -> None:
+    for title, option in (("GPT-2", "activation_function"), ("Llama", "hidden_act"), ("Mixtral", "hidden_act")):
+        model, ids = build(title, **{option: activation}), tokens()
+        with torch.no_grad():
+            plain = model(ids).logits
+            with rooftile.patch(model) as handle:
+                assert sum(handle.replaced[kind] for kind in ("SwiGLU", "GeGLU", "bias + activation")) == 2
+                assert error(model(ids).logits, plain) < TOLERANCE[torch.float32]
 
 
 def test_second_patch_is_refused_and_changes_nothing() -> None:
@@ -189,11 +256,11 @@ def test_changed_model_code_is_left_alone() -> None:
             return residual
 
     with pytest.raises(rewrite.NotRewritable, match="no line like"):
-        rewrite.rebuild(Changed.forward, families.ADD_NORM, {"add_norm": None})
+        rewrite.rebuild(Changed.forward, rules.ADD_NORM, {"add_norm": None})
     with pytest.raises(rewrite.NotRewritable, match="source can't be read"):
-        rewrite.rebuild(eval("lambda self, x: x"), families.ADD_NORM, {})
+        rewrite.rebuild(eval("lambda self, x: x"), rules.ADD_NORM, {})
     with pytest.raises(rewrite.NotRewritable, match="decorator or has closure"):
-        rewrite.rebuild(torch.no_grad()(Changed.forward), families.ADD_NORM, {})
+        rewrite.rebuild(torch.no_grad()(Changed.forward), rules.ADD_NORM, {})
 
 
 def test_rule_needs_the_same_expression_at_each_place() -> None:
@@ -204,7 +271,61 @@ def test_rule_needs_the_same_expression_at_each_place() -> None:
         return h, r
 
     with pytest.raises(rewrite.NotRewritable):
-        rewrite.rebuild(method, families.ADD_NORM, {"add_norm": None})
+        rewrite.rebuild(method, rules.ADD_NORM, {"add_norm": None})
+
+
+def test_statements_that_stay_may_not_touch_what_moves_past_them() -> None:
+    rule = rewrite.Rule("Q = norm(X)\n...\nQ = turn(Q)", "Q = X\n...\nQ = norm_turn(Q)")
+    names = {"norm_turn": lambda q: ("norm_turn", q)}
+
+    def method(x, y):  # type: ignore[no-untyped-def]
+        q = norm(x + 1)  # type: ignore[name-defined]  # noqa: F821
+        v = y * 2
+        if v:
+            v = v + 1
+        q = turn(q)  # type: ignore[name-defined]  # noqa: F821
+        return q, v
+
+    assert rewrite.rebuild(method, [rule], names).function(1, 2) == (("norm_turn", 2), 5)
+
+    def reads(x):  # type: ignore[no-untyped-def]
+        q = norm(x)  # type: ignore[name-defined]  # noqa: F821
+        v = q
+        q = turn(q)  # type: ignore[name-defined]  # noqa: F821
+        return q, v
+
+    def assigns(x):  # type: ignore[no-untyped-def]
+        q = norm(x)  # type: ignore[name-defined]  # noqa: F821
+        norm = None  # noqa: F841
+        q = turn(q)  # type: ignore[name-defined]  # noqa: F821
+        return q
+
+    for other in (reads, assigns):
+        with pytest.raises(rewrite.NotRewritable, match="no line like"):
+            rewrite.rebuild(other, [rule], names)
+
+
+def test_what_a_replacement_no_longer_assigns_may_not_be_used_again() -> None:
+    def method(self, x, y):  # type: ignore[no-untyped-def]
+        gate = self.act(x)
+        up = y
+        x = gate * up
+        return x, gate
+
+    with pytest.raises(rewrite.NotRewritable, match="its code uses gate behind the lines"):
+        rewrite.rebuild(method, rules.gated("act"), {"act_mul": None, "act_mul_packed": None})
+
+
+def test_attention_whose_code_has_changed_keeps_its_norms_and_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Qwen3")
+    changed = tuple(
+        dataclasses.replace(rule, before=rule.before.replace("k_norm", "norm_of_k"))
+        for rule in rules.qk_norm_rope("apply_rotary_pos_emb")
+    )
+    monkeypatch.setattr(rules, "qk_norm_rope", lambda function: changed)
+    handle = rooftile.patch(model)
+    assert (handle.replaced["RMSNorm"], handle.replaced["QK-norm + RoPE"], handle.replaced["RoPE"]) == (9, 0, 2)
+    assert any(left.kind == "QK-norm + RoPE" and "no line like" in left.reason for left in handle.left)
 
 
 @pytest.mark.gpu

@@ -89,7 +89,9 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call, Call]:
-    """The norms, residual adds before them, RoPE and SwiGLU of all layers, plain and by Rooftile, on random data.
+    """The norms, the residual adds before them, RoPE and gated activations of all layers, plain and by Rooftile.
+
+    The data are random. Where the norms of q and k were fused with RoPE, they are timed with it.
 
     Raises:
         ValueError: the configuration does not say its sizes in Llama's way.
@@ -99,7 +101,8 @@ def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call,
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     if missing := [n for n in names if not isinstance(getattr(config, n, None), int)]:
         raise ValueError(f"{type(config).__name__} has no {', '.join(missing)}")
-    cases = {case.name: case for case in find_cases(["rms_norm", "add_rms_norm", "rope", "silu_mul"])}
+    ops = ["rms_norm", "add_rms_norm", "rope", "qk_norm_rope", "silu_mul", "gelu_mul"]
+    cases = {case.name: case for case in find_cases(ops)}
     device, dtype = ids.device, next(model.parameters()).dtype
     draw = functools.partial(torch.randn, device=device, dtype=dtype)
     plain: list[Call] = []
@@ -110,7 +113,10 @@ def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call,
         ours.extend([functools.partial(cases[name].function, *tensors, **options)] * count)
 
     fused = handle.replaced["residual add + RMSNorm"]
-    for name, shape in _norm_inputs(model, handle.modules["RMSNorm"], ids).items():
+    turned = handle.modules["QK-norm + RoPE"]
+    of_heads = {f"{attention}.{name}" for attention in turned for name in ("q_norm", "k_norm")}
+    norms = [name for name in handle.modules["RMSNorm"] if name not in of_heads]
+    for name, shape in _norm_inputs(model, norms, ids).items():
         norm: Any = model.get_submodule(name)
         part = part_of(norm)
         assert isinstance(part, Norm)
@@ -126,9 +132,18 @@ def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call,
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     q, k = (draw(batch, tokens, h, head_dim).transpose(1, 2) for h in (heads, config.num_key_value_heads))
     angles = torch.rand(1, tokens, head_dim // 2, device=device).repeat(1, 1, 2)
-    add("rope", handle.replaced["RoPE"], q, k, angles.cos().to(dtype), angles.sin().to(dtype))
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    add("rope", handle.replaced["RoPE"], q, k, *tables)
+    for name in turned:
+        q_norm: Any = model.get_submodule(f"{name}.q_norm")
+        k_norm: Any = model.get_submodule(f"{name}.k_norm")
+        part = part_of(q_norm)
+        assert isinstance(part, Norm)
+        options = {"eps": getattr(q_norm, part.eps), "offset": part.offset}
+        add("qk_norm_rope", 1, q, k, q_norm.weight, k_norm.weight, *tables, **options)
     gate, up = (draw(batch, tokens, config.intermediate_size) for _ in range(2))
     add("silu_mul", handle.replaced["SwiGLU"], gate, up)
+    add("gelu_mul", handle.replaced["GeGLU"], gate, up, approximate="tanh")
 
     def run(calls: list[Call]) -> None:
         for call in calls:

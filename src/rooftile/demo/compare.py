@@ -23,6 +23,16 @@ from rooftile.huggingface import Left
 # the plain one is. A model that is off by less than a rounding of its dtype is held to that.
 BOUND = 2.0
 
+# The table's counts, and the kinds of replacements that they are of.
+COLUMNS = {
+    "norms": ("RMSNorm", "LayerNorm"),
+    "+ add": ("residual add + RMSNorm",),
+    "GLU": ("SwiGLU", "GeGLU"),
+    "bias + act": ("bias + activation",),
+    "RoPE": ("RoPE", "QK-norm + RoPE"),
+    "+ QK-norm": ("QK-norm + RoPE",),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -97,20 +107,20 @@ def show(results: Sequence[Comparison], tokens: int, console: Console) -> None:
     table = Table(
         title=f"Hugging Face models on {tokens} bytes of text, plain and patched, {results[0].dtype}",
         title_justify="left",
-        caption="Loss in nats a byte; error: relative, against the same weights in float32. The patched model's may be "
-        f"{BOUND:g} times the plain one's. After undo() the logits are equal to the bit.",
+        caption="GLU: SwiGLU or GeGLU. Loss in nats a byte; error: relative, against the same weights in float32. "
+        f"The patched model's may be {BOUND:g} times the plain one's. After undo() the logits are equal to the bit.",
         caption_justify="left",
     )
     for name in ("model", "size"):
         table.add_column(name, no_wrap=True)
-    for name in ("norms", "+ add", "SwiGLU", "RoPE", "loss, plain", "patched", "largest logit difference"):
+    for name in (*COLUMNS, "loss, plain", "patched", "largest logit difference"):
         table.add_column(name, justify="right")
     for name in ("error, plain", "patched", "bound", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         errors = (f"{e:.2e}" for e in (r.plain_error, r.patched_error, r.bound))
         verdict = "[green]PASS[/]" if r.passed else "[bold red]FAIL[/]"
-        replaced = (str(n) for n in r.replaced.values())
+        replaced = (str(sum(r.replaced[kind] for kind in kinds)) for kinds in COLUMNS.values())
         losses = (f"{r.plain_loss:.6f}", f"{r.patched_loss:.6f}", f"{r.largest_difference:.2e}")
         table.add_row(r.title, r.size, *replaced, *losses, *errors, verdict)
     wide = console if console.is_terminal else Console(file=console.file, width=176)

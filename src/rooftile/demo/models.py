@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rooftile.huggingface.random_model import random_model
 
 BYTES = 256
+MASK = 3  # a byte that no text holds, as the token of a masked place
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, **_HEADS}
 # Every expert is chosen: a near tie between two could otherwise fall either way, and no bound would hold.
@@ -53,6 +54,17 @@ def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         **more,
+    }
+
+
+def _t5(hidden: int, ffn: int, head: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "d_model": hidden,
+        "d_ff": ffn,
+        "d_kv": head,
+        "num_layers": layers,
+        "num_heads": heads,
+        "decoder_start_token_id": 0,
     }
 
 
@@ -96,12 +108,51 @@ MODELS = (
         qk_nope_head_dim=16,
         v_head_dim=16,
     ),
+    _like(
+        "Gemma 2",
+        "Gemma2",
+        "Gemma-2-2B",
+        _shape(2304, 9216, 26, 8, 4, head_dim=256, query_pre_attn_scalar=256),
+        head_dim=16,
+        query_pre_attn_scalar=16,
+    ),
+    _like(
+        "Gemma 3",
+        "Gemma3Text",
+        "Gemma-3-1B",
+        _shape(1152, 6912, 26, 4, 1, head_dim=256, query_pre_attn_scalar=256, sliding_window=512),
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    Model("T5", "T5Config", _t5(64, 160, 16, 2, 4), _t5(1024, 4096, 64, 24, 16), "T5-large"),
     Model(
-        "T5",
+        "T5 v1.1",
         "T5Config",
-        {"d_model": 64, "d_ff": 160, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-        {"d_model": 1024, "d_ff": 4096, "d_kv": 64, "num_layers": 24, "num_heads": 16, "decoder_start_token_id": 0},
-        "T5-large",
+        {**_t5(64, 160, 16, 2, 4), "feed_forward_proj": "gated-gelu"},
+        {**_t5(1024, 2816, 64, 24, 16), "feed_forward_proj": "gated-gelu"},
+        "T5-v1.1-large",
+    ),
+    Model(
+        "GPT-2",
+        "GPT2Config",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 160},
+        {"n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 2048},
+        "GPT-2-XL",
+    ),
+    Model(
+        "BERT",
+        "BertConfig",
+        {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4},
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 2048,
+        },
+        "BERT-large",
     ),
 )
 
@@ -109,11 +160,16 @@ MODELS = (
 def inputs(model: nn.Module, tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
     """The model's arguments for those tokens, and the tokens that its first logits predict.
 
-    A decoder predicts each token from those before it; an encoder-decoder reads one half and writes the other.
+    A decoder predicts each token from those before it; an encoder-decoder reads one half and writes the other; a masked
+    language model reads all but every fifth token, and predicts those (the labels of the others are -100).
     """
     config: Any = model.config
     if config.is_encoder_decoder:
         half = tokens.shape[1] // 2
         labels = tokens[:, half:].contiguous()
         return {"input_ids": tokens[:, :half], "labels": labels}, labels
+    if type(model).__name__.endswith("ForMaskedLM"):
+        masked = torch.arange(tokens.shape[1], device=tokens.device) % 5 == 2
+        labels = tokens.masked_fill(~masked, -100)
+        return {"input_ids": tokens.masked_fill(masked, MASK), "labels": labels}, labels
     return {"input_ids": tokens, "labels": tokens, "use_cache": False}, tokens[:, 1:]

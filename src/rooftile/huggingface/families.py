@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rooftile.huggingface.rewrite import Rule
+from torch import nn
 
 if TYPE_CHECKING:
     from rooftile.ops.rms_norm import Rounding
@@ -28,6 +28,11 @@ class Norm:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerNorm:
+    """`torch.nn.LayerNorm`, which a model of any family may hold."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Gated:
     """A class that computes `act(gate) * up`: the attribute that holds `act`, and the method that does it."""
 
@@ -36,10 +41,21 @@ class Gated:
 
 
 @dataclasses.dataclass(frozen=True)
+class Activated:
+    """A class that computes `act(linear(x))`: the attribute that holds `act`."""
+
+    activation: str = "act"
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
-    """An attention class: the functions by which it rotates q and k, each with its style."""
+    """An attention class: the functions by which it rotates q and k, each with its style.
+
+    `qk_norm` says that each head of q and of k goes through an RMSNorm first: `self.q_norm` and `self.k_norm`.
+    """
 
     rope: Mapping[str, Style] = dataclasses.field(default_factory=lambda: {"apply_rotary_pos_emb": "half"})
+    qk_norm: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +63,7 @@ class Layer:
     """A layer class, whose forward is searched for a residual add with an RMSNorm behind it."""
 
 
-Part = Norm | Gated | Attention | Layer
+Part = Norm | LayerNorm | Gated | Activated | Attention | Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +74,12 @@ class Family:
     module: str
     parts: Mapping[str, Part]
 
+    @property
+    def path(self) -> str:
+        return f"{MODELS}{self.module}.modeling_{self.module}"
+
     def __iter__(self) -> Iterator[tuple[tuple[str, str], Part]]:
-        path = f"transformers.models.{self.module}.modeling_{self.module}"
-        return (((path, name), part) for name, part in self.parts.items())
+        return (((self.path, name), part) for name, part in self.parts.items())
 
 
 def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, **more: Part) -> Family:
@@ -75,14 +94,16 @@ def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, 
     return Family(title, module, parts | more)
 
 
+MODELS = "transformers.models."
 GEMMA_NORM = Norm(rounding="gemma", offset=1.0, eps="eps")
+QK_NORM = Attention(qk_norm=True)
 
 FAMILIES = (
     _decoder("Llama", "llama", "Llama"),
     _decoder("Qwen2", "qwen2", "Qwen2"),
     _decoder("Qwen2-MoE", "qwen2_moe", "Qwen2Moe"),
-    _decoder("Qwen3", "qwen3", "Qwen3"),
-    _decoder("Qwen3-MoE", "qwen3_moe", "Qwen3Moe"),
+    _decoder("Qwen3", "qwen3", "Qwen3", Qwen3Attention=QK_NORM),
+    _decoder("Qwen3-MoE", "qwen3_moe", "Qwen3Moe", Qwen3MoeAttention=QK_NORM),
     _decoder("Mistral", "mistral", "Mistral"),
     _decoder("Mixtral", "mixtral", "Mixtral"),
     _decoder("Granite", "granite", "Granite"),
@@ -91,6 +112,7 @@ FAMILIES = (
     _decoder("Phi-3", "phi3", "Phi3", Phi3MLP=Gated(activation="activation_fn")),
     _decoder("Gemma", "gemma", "Gemma", norm=GEMMA_NORM),
     _decoder("Gemma 2", "gemma2", "Gemma2", norm=GEMMA_NORM),
+    _decoder("Gemma 3", "gemma3", "Gemma3", norm=GEMMA_NORM, Gemma3Attention=QK_NORM),
     _decoder(
         "DeepSeek-V3",
         "deepseek_v3",
@@ -105,16 +127,30 @@ FAMILIES = (
         {
             "T5LayerNorm": Norm(),
             "T5DenseGatedActDense": Gated(activation="act"),
-            "T5DenseActDense": Gated(activation="act"),
+            "T5DenseActDense": Activated(),
             "T5LayerFF": Layer(),
             "T5LayerSelfAttention": Layer(),
             "T5LayerCrossAttention": Layer(),
         },
     ),
+    Family("GPT-2", "gpt2", {"GPT2MLP": Activated()}),
+    Family("GPT-NeoX", "gpt_neox", {"GPTNeoXMLP": Activated(), "GPTNeoXAttention": Attention()}),
+    Family("StarCoder2", "starcoder2", {"Starcoder2MLP": Activated(), "Starcoder2Attention": Attention()}),
+    Family("OPT", "opt", {"OPTDecoderLayer": Activated("activation_fn")}),
+    Family(
+        "BERT",
+        "bert",
+        {
+            "BertIntermediate": Activated("intermediate_act_fn"),
+            "BertPredictionHeadTransform": Activated("transform_act_fn"),
+        },
+    ),
+    Family("RoBERTa", "roberta", {"RobertaIntermediate": Activated("intermediate_act_fn")}),
 )
 
 TITLES = tuple(sorted(family.title for family in FAMILIES))
 PARTS: dict[tuple[str, str], Part] = {key: part for family in FAMILIES for key, part in family}
+FILES = frozenset(family.path for family in FAMILIES)
 
 
 def part_of(module: object) -> Part | None:
@@ -124,44 +160,23 @@ def part_of(module: object) -> Part | None:
     subclass that overrides `forward` is another class.
     """
     for cls in type(module).__mro__:
-        part = PARTS.get((cls.__module__, cls.__name__))
+        part = LayerNorm() if cls is nn.LayerNorm else PARTS.get((cls.__module__, cls.__name__))
         if part is not None:
             return part if type(module).forward is cls.forward else None  # type: ignore[attr-defined]
     return None
 
 
-# How the lines that are replaced are written in the modeling files, and what takes their place (see rewrite.Rule).
-ADD_NORM = (
-    Rule(
-        """
-H = R + X
-R = H
-H = NORM(H)
-""",
-        "H, R = add_norm(NORM, X, R)",
-    ),
-)
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Part | None]]:
+    """Every module of the model by name, with its part.
 
-
-def gated_rules(activation: str) -> tuple[Rule, ...]:
-    return (
-        Rule(
-            f"""
-GATE, UP = X.chunk(2, dim=-1)
-Y = UP * self.{activation}(GATE)
-""",
-            "Y = silu_mul_packed(X)",
-        ),
-        Rule(
-            f"""
-GATE, UP = X.chunk(2, dim=-1)
-return self.{activation}(GATE) * UP
-""",
-            "return silu_mul_packed(X)",
-        ),
-        Rule(f"self.{activation}(GATE) * UP", "silu_mul(GATE, UP)"),
-    )
-
-
-def rope_rule(function: str) -> Rule:
-    return Rule(f"{function}(Q, K, COS, SIN)", f"rope_of_{function}(Q, K, COS, SIN)")
+    LayerNorm is PyTorch's class: it is a part where the module of transformers that it stands in, however deep, is of
+    a known family's file.
+    """
+    known: dict[str, bool] = {}
+    for name, module in model.named_modules():
+        files = (cls.__module__ for cls in type(module).__mro__)
+        file = next((file for file in files if file.startswith(MODELS)), None)
+        # What is no module of transformers (a list, an adapter's wrapper) is part of what it stands in.
+        known[name] = file in FILES if file else known.get(name.rpartition(".")[0], False)
+        part = part_of(module)
+        yield name, module, None if isinstance(part, LayerNorm) and not known[name] else part

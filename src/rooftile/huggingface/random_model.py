@@ -12,16 +12,22 @@ def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed:
     """A model of that configuration in evaluation mode, its weights drawn on the device from the seed.
 
     The weights are normal, of the configuration's own standard deviation; attention is PyTorch's
-    `scaled_dot_product_attention`.
+    `scaled_dot_product_attention`. An encoder (BERT, say) becomes a masked language model.
 
     Raises:
         ValueError: transformers has no model with a language-modeling head for the configuration.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-    auto = next((a for a in (AutoModelForCausalLM, AutoModelForSeq2SeqLM) if type(config) in a._model_mapping), None)
+    kinds: list[Any] = [AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM]
+    if not getattr(config, "is_decoder", False) and not getattr(config, "is_encoder_decoder", False):
+        kinds = kinds[::-1]  # what may be an encoder or a decoder is an encoder, unless it says otherwise
+    auto = next((a for a in kinds if type(config) in a._model_mapping), None)
     if auto is None:
         raise ValueError(f"a configuration of type {type(config).__name__} has no language model")
     torch.manual_seed(seed)
     with torch.device(device):
-        return auto.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+        model = auto.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+    if getattr(model, "loss_type", "") is None:  # GPT-2's class does not name its loss: transformers warns, and takes
+        model.loss_type = "ForCausalLM"
+    return model

@@ -4,15 +4,21 @@ A `Rule` is written in Python, with CAPITALS for what may be anything:
 
     Rule("self.act_fn(GATE) * UP", "silu_mul(GATE, UP)")
 
+A line `...` among statements stands for any others between them, which stay where they are:
+
+    Rule("Q = self.q_norm(X)\\n...\\nQ = turn(Q)", "Q = X\\n...\\nQ = norm_and_turn(self.q_norm, Q)")
+
 `rebuild` parses the method, replaces each place that matches, and compiles it again over the *same, live* globals; the
 names that the rules brought in are closure variables. Nothing else changes: line numbers in tracebacks, defaults and
-whatever the method does between the lines are the model's own. A method that no rule matches, or whose source can't be
-had, is refused with the reason, so that another version of the model's code is left alone rather than changed wrongly.
+whatever the method does between the lines are the model's own. A method that no rule matches, that uses elsewhere what
+a replacement no longer assigns, or whose source can't be had, is refused with the reason, so that another version of
+the model's code is left alone rather than changed wrongly.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
 import textwrap
@@ -30,15 +36,29 @@ class NotRewritable(Exception):
 class Rule:
     """Statements, or one expression, and what replaces them.
 
-    A name in capitals stands for any expression, the same one at each of its places.
+    A name in capitals stands for any expression, the same one at each of its places. Statements that stay, under a
+    line `...`, may neither mention what the statements before them assign nor assign what those read.
     """
 
     before: str
     after: str
 
-    def pattern(self) -> list[ast.stmt] | ast.expr:
-        body = ast.parse("def f():\n" + textwrap.indent(self.before.strip(), "  ")).body[0].body  # type: ignore[attr-defined]
-        return body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else body
+    def pattern(self) -> list[list[ast.stmt]] | ast.expr:
+        """The expression, or the statements in the parts between which others may stand."""
+        parts = _parts(self.before)
+        only = parts[0][0]
+        return only.value if len(parts) == len(parts[0]) == 1 and isinstance(only, ast.Expr) else parts
+
+
+def _parts(source: str) -> list[list[ast.stmt]]:
+    body = ast.parse("def f():\n" + textwrap.indent(source.strip(), "  ")).body[0].body  # type: ignore[attr-defined]
+    parts: list[list[ast.stmt]] = [[]]
+    for statement in body:
+        if isinstance(statement, ast.Expr) and ast.unparse(statement) == "...":
+            parts.append([])
+        else:
+            parts[-1].append(statement)
+    return parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +105,26 @@ class _Fill(ast.NodeTransformer):
         return expression
 
 
-class _Apply(ast.NodeTransformer):
-    def __init__(self, rule: Rule) -> None:
-        self.pattern, self.after, self.places = rule.pattern(), rule.after, []  # type: ignore[var-annotated]
+def _names(statements: Sequence[ast.stmt], *, assigned: bool = False) -> set[str]:
+    """The names that the statements mention, or those that they assign."""
+    names = (node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return {name.id for name in names if not (assigned and isinstance(name.ctx, ast.Load))}
 
-    def _replacement(self, bindings: Bindings, place: ast.AST) -> ast.stmt:
-        self.places.append(bindings)
-        wrapped = ast.parse(f"def f():\n  {self.after}").body[0]
-        statement: ast.stmt = _Fill(bindings).visit(wrapped).body[0]
-        for node in ast.walk(statement):
-            ast.copy_location(node, place)
-        return statement
+
+class _Apply(ast.NodeTransformer):
+    """Replaces each place that matches; `gone` are the names that are no longer assigned there."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.pattern, self.after = rule.pattern(), _parts(rule.after)
+        self.places: list[Bindings] = []
+        self.gone: set[str] = set()
+
+    def _replacement(self, part: Sequence[ast.stmt], bindings: Bindings, place: ast.AST) -> list[ast.stmt]:
+        new = [_Fill(bindings).visit(copy.deepcopy(statement)) for statement in part]
+        for statement in new:
+            for node in ast.walk(statement):
+                ast.copy_location(node, place)
+        return new
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         node = super().generic_visit(node)
@@ -106,28 +135,61 @@ class _Apply(ast.NodeTransformer):
             return node
         bindings: Bindings = {}
         if isinstance(node, ast.expr) and _match(self.pattern, node, bindings):
-            return self._replacement(bindings, node).value  # type: ignore[attr-defined]
+            self.places.append(bindings)
+            return self._replacement(self.after[0], bindings, node)[0].value  # type: ignore[attr-defined]
         return node
 
-    def _block(self, block: list[ast.stmt], pattern: list[ast.stmt]) -> list[ast.stmt]:
+    def _block(self, block: list[ast.stmt], pattern: list[list[ast.stmt]]) -> list[ast.stmt]:
         done: list[ast.stmt] = []
         while block:
             bindings: Bindings = {}
-            if _match(pattern, block[: len(pattern)], bindings):
-                done.append(self._replacement(bindings, block[0]))
-                block = block[len(pattern) :]
-            else:
+            ends = _find(pattern, block, bindings)
+            if not ends:
                 done.append(block[0])
                 block = block[1:]
+                continue
+            self.places.append(bindings)
+            before: list[ast.stmt] = []
+            after: list[ast.stmt] = []
+            start = 0
+            for part, replacement, end in zip(pattern, self.after, ends, strict=True):
+                old = block[end - len(part) : end]
+                new = self._replacement(replacement, bindings, old[0])
+                done += [*block[start : end - len(part)], *new]
+                before += old
+                after += new
+                start = end
+            self.gone |= _names(before, assigned=True) - _names(after, assigned=True)
+            block = block[start:]
         return done
+
+
+def _find(pattern: list[list[ast.stmt]], block: list[ast.stmt], bindings: Bindings) -> list[int]:
+    """Where the pattern's parts end in the block, the first of them at its head; nothing if they are not there."""
+    ends: list[int] = []
+    matched: list[ast.stmt] = []
+    for part in pattern:
+        start = ends[-1] if ends else 0
+        for first in range(start, len(block) - len(part) + 1 if ends else 1):
+            between, found, trial = block[start:first], block[first : first + len(part)], dict(bindings)
+            if _names(between) & _names(matched, assigned=True) or _names(between, assigned=True) & _names(matched):
+                return []
+            if _match(part, found, trial):
+                bindings.update(trial)
+                matched += found
+                ends.append(first + len(part))
+                break
+        else:
+            return []
+    return ends
 
 
 def rebuild(function: Callable[..., object], rules: Sequence[Rule], names: Mapping[str, object]) -> Rebuilt:
     """`function` with the rules applied, in their order, wherever they match; `names` are what the rules bring in.
 
     Raises:
-        NotRewritable: nothing matches, the source is not to be had, or the function is not a plain one (decorated, or
-            with closure variables of its own).
+        NotRewritable: nothing matches, what a replacement no longer assigns is used elsewhere, the source is not to be
+            had, or the function is not a plain one (decorated, or with closure variables of its own).
     """
     if not isinstance(function, types.FunctionType):
         raise NotRewritable("it is not a plain Python function")
@@ -143,6 +205,8 @@ def rebuild(function: Callable[..., object], rules: Sequence[Rule], names: Mappi
     for rule in rules:
         apply = _Apply(rule)
         apply.visit(definition)
+        if again := sorted(apply.gone & _names(definition.body)):
+            raise NotRewritable(f"its code uses {', '.join(again)} behind the lines `{_one_line(rule)}`")
         places += apply.places
     if not places:
         raise NotRewritable("its code has no line like `" + "` or `".join(_one_line(rule) for rule in rules) + "`")
