@@ -81,15 +81,18 @@ def ops(results: Path) -> str:
                 ", ".join(c.grads),
                 ", ".join(("eager", "compile", *(p.name for p in c.peers))),
             )
-            for c in all_cases().values()
+            for _, c in sorted(all_cases().items())
         ),
     )
 
 
 def tolerances(results: Path) -> str:
-    """The ceiling of every check, and why it is what it is."""
-    rows = ((f"`{op}`", what, dtype, f"{ceiling:.1e}", why) for op, what, dtype, ceiling, why in tolerance_rows())
-    return markdown(("op", "of", "dtype", "at most>", "because"), rows)
+    """The ceiling of every check, and why it is what it is. Ops that are held to the same stand in one row."""
+    ops: dict[tuple[str, ...], list[str]] = {}
+    for op, what, dtype, ceiling, why in tolerance_rows():
+        ops.setdefault((what, dtype, f"{ceiling:.1e}", why), []).append(f"`{op}`")
+    rows = sorted((", ".join(names), *key) for key, names in ops.items())
+    return markdown(("ops", "of", "dtype", "at most>", "because"), rows)
 
 
 def _machines(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[str]:
