@@ -19,7 +19,6 @@ from rooftile.ops.rms_norm import quantized as norm
 from rooftile.primitives import quantize
 from rooftile.primitives.quantize import rounded
 from rooftile.quantize import DTYPES, Quantize
-from rooftile.reference import gated as gated_reference
 from rooftile.reference import rms_norm as norm_reference
 from rooftile.reference.quantize import LARGEST, nearest
 
@@ -69,11 +68,8 @@ def convert(v, dtype, *, as_bytes=False, in_range=False):
 
 def hard_numbers(dtype):
     """All of a format's numbers, the middles between neighbours, what lies beside both, and floats of any kind."""
-    if dtype == INT8:
-        numbers = torch.arange(0.0, 130.0)
-    else:
-        numbers = torch.arange(128, dtype=torch.uint8).view(dtype).float()
-        numbers = numbers[numbers.isfinite()]
+    numbers = torch.arange(0.0, 130.0) if dtype == INT8 else torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    numbers = numbers[numbers.isfinite()]
     middles = (numbers[1:] + numbers[:-1]) / 2
     beside = [torch.nextafter(m, torch.tensor(to)) for m in (numbers, middles) for to in (-INF, INF)]
     beyond = torch.tensor([0.0, 1e-45, LEAST, LARGEST[name(dtype)] * 1.04, LARGEST[name(dtype)] * 1.07, 3e38, INF])
@@ -224,9 +220,7 @@ def test_all_that_shares_a_scale_with_nan_or_infinity_comes_back_as_nan(dtype, p
     y_q, scale = rooftile.silu_mul(x, up, quantize=q)
     back = y_q.float() * spread(scale, y_q.shape, q)
     touched = torch.zeros(4, 40, dtype=torch.bool, device=device)
-    touched[1, 16:32] = True
-    if per == "row":
-        touched[1] = True
+    touched[1, slice(None) if per == "row" else slice(16, 32)] = True
     assert torch.equal(back.isnan(), touched)
     assert torch.equal(y_q.float()[~touched], clean_q.float()[~touched])
     kept = ~spread(touched[:, ::16] if per == "group" else touched[:, :1], touched.shape, q)
@@ -334,7 +328,6 @@ def test_a_quantised_result_has_no_gradient_and_says_so(device):
             assert not rooftile.rms_norm(given_x, given_w, quantize=q)[0].requires_grad
         with torch.inference_mode():
             rooftile.add_rms_norm(given_x, x, given_w, quantize=q)
-        rooftile.rms_norm(given_x.detach(), given_w.detach(), quantize=q)
     x.requires_grad_()
     with pytest.raises(ValueError, match="silu_mul_quantized: up requires grad"):
         rooftile.silu_mul(x.detach(), x, quantize=q)
@@ -375,16 +368,6 @@ def test_wrong_inputs_are_named(device):
     elsewhere = Quantize(per="tensor", scale=torch.empty(1, device="meta"))
     with pytest.raises(ValueError, match=f"rms_norm_quantized: scale is on meta, expected {x.device} to match x"):
         rooftile.rms_norm(x, quantize=elsewhere)
-
-
-def test_the_references_are_those_of_the_ops(device):
-    """The formula and what is quantised meet here once more, without the case between."""
-    gate, up = torch.randn(2, 9, 50, device=device)
-    y_q, scale = rooftile.silu_mul(gate, up, quantize=Quantize())
-    y = gated_reference.silu_mul(gate.double(), up.double())
-    assert relative_error(y_q.double() * scale, y) < 2.0**-4
-    y_q, scale = rooftile.rms_norm(gate, quantize=Quantize(INT8))
-    assert relative_error(y_q.double() * scale, norm_reference.rms_norm(gate.double())) < 2.0**-6
 
 
 def test_the_option_needs_no_triton():

@@ -15,7 +15,7 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 @dataclasses.dataclass(frozen=True, eq=False)  # it may hold a tensor
 class Quantize:
-    """Ask an op for its result in 8 bits, with scales: `y` is about `y_q.float() * scale`.
+    """Ask an op for its result in 8 bits, with scales: `y` is about `y_q.float() * scale`, its row's or its group's.
 
         scale = max(|y|) / largest,   y_q = round(y / scale)
 

@@ -276,7 +276,8 @@ def silu_mul_packed(gate_up: Tensor, *, quantize: Quantize | None = None) -> Ten
     """
     if quantize is not None:
         _check_packed("silu_mul_packed", gate_up)
-        return quantized.silu_mul(*gate_up.chunk(2, dim=-1), quantize)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return quantized.silu_mul(gate, up, quantize)
     return _packed_silu_op(gate_up)
 
 
