@@ -177,7 +177,10 @@ def _summary_cells(found: Sequence[list[Row]]) -> list[str]:
 
 
 def summary(results: Path) -> str:
-    """A line for each op and direction: how it stands to the best peer of each row, and to the roof."""
+    """A line for each op and direction: how it stands to the best peer of each row, and to the roof.
+
+    An op that no run has measured yet has a line that says so.
+    """
     columns = (
         "op", "direction", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
         "of the roof, median (rows)>",
@@ -188,7 +191,10 @@ def summary(results: Path) -> str:
         for group in groups(row for _, rows in files for row in rows):
             found.setdefault((group[0].op, group[0].direction), []).append(group)
         if found:
-            parts += [*_machines(files), markdown(columns, map(_summary_cells, found.values())), ""]
+            cells = [*map(_summary_cells, found.values())]
+            unmeasured = [name for name in all_cases() if name not in {op for op, _ in found}]
+            cells += [[f"`{name}`", "not measured yet", *["–"] * (len(columns) - 2)] for name in unmeasured]
+            parts += [*_machines(files), markdown(columns, sorted(cells, key=lambda c: c[0].strip("`"))), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
