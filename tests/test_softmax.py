@@ -9,31 +9,27 @@ import torch
 from helpers import BF16, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from rooftile import runtime
+from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
 from rooftile.cases.softmax import TOLERANCES
 from rooftile.ops.softmax import backward, common, forward, softmax
 from rooftile.ops.softmax.common import Config
-from rooftile.primitives.exchange import gather, publish_pair, softmax_pairs
 from rooftile.reference import softmax as reference
-
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
 
 INF, NAN = math.inf, math.nan
 INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
 FEW = settings(deadline=None, max_examples=15)
 # The kernels of both directions. In the interpreter, where one program runs at a time, a split row has one part.
-FORWARD = {
+KERNELS = {
     "tile": Config("tile", 512, 4, rows=4),
     "loop": Config("loop", 128, 4),
     "loop that holds blocks": Config("loop", 64, 2, held=2),
     "split": Config("split", 512 if INTERPRETED else 128, 4, per_multiprocessor=1, stages=2),
 }
-BACKWARD = {**FORWARD, "tile that stays": Config("tile", 512, 4, rows=4, per_multiprocessor=1, stages=3)}
-every_kernel = pytest.mark.parametrize("kernel", BACKWARD)
-every_forward_kernel = pytest.mark.parametrize("kernel", FORWARD)
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
 @pytest.fixture
@@ -41,8 +37,8 @@ def use(monkeypatch):
     """A function that has a kernel taken for both directions, whatever the length of a row."""
 
     def choose(kernel):
-        monkeypatch.setattr(forward, "config", lambda *_: FORWARD[kernel.removesuffix(" that stays")])
-        monkeypatch.setattr(backward, "config", lambda *_: BACKWARD[kernel])
+        for module in (forward, backward):
+            monkeypatch.setattr(module, "config", lambda *_: KERNELS[kernel])
 
     return choose
 
@@ -107,7 +103,7 @@ def test_a_loop_too_long_to_be_unrolled(device, monkeypatch):
         assert_right(torch.randn(3, columns, device=device))
 
 
-@every_forward_kernel
+@every_kernel
 def test_rows_sum_to_one(kernel, use, device):
     use(kernel)
     y = softmax(5 * torch.randn(9, 257, device=device), scale=2.0)
@@ -115,7 +111,7 @@ def test_rows_sum_to_one(kernel, use, device):
     torch.testing.assert_close(y.sum(-1), torch.ones(9, device=device))
 
 
-@every_forward_kernel
+@every_kernel
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.125])
 def test_a_number_added_to_a_row_changes_nothing(kernel, scale, use, device):
     """To the bit: the difference from the maximum is taken first. These are exact: a unit at 10^4 is 2^-10."""
@@ -124,7 +120,7 @@ def test_a_number_added_to_a_row_changes_nothing(kernel, scale, use, device):
     assert torch.equal(softmax(x + 1e4, scale=scale), softmax(x, scale=scale))
 
 
-@every_forward_kernel
+@every_kernel
 def test_numbers_near_the_limits_of_float32(kernel, use, device):
     use(kernel)
     x = torch.tensor(
@@ -149,6 +145,21 @@ def test_a_scale_of_zero_makes_all_equal(device):
     expected = reference.softmax(torch.zeros_like(x), causal=True)
     torch.testing.assert_close(y, expected)
     assert (dx == 0).all()
+
+
+@every_kernel
+@pytest.mark.parametrize("scale", [1e-38, 8.2e-39, -1e-46, 1e-46, 1e-60])
+def test_a_scale_that_is_hardly_a_float32(kernel, scale, use, device):
+    use(kernel)
+    assert_right(torch.randn(7, 257, device=device), scale=scale, causal=True)
+    assert_right(torch.randn(5, 130, device=device) * 1e37, scale=scale, mask=some(5, 130, device=device))
+
+
+def test_differences_that_float32_does_not_have_are_infinite_whatever_the_scale(device):
+    """What the docstring says of them."""
+    y = softmax(torch.tensor([3e38, -3e38, 1e38], device=device), scale=1e-38)
+    e = math.exp(-2.0)
+    torch.testing.assert_close(y, torch.tensor([1.0, 0.0, e], device=device) / (1 + e))
 
 
 @every_kernel
@@ -177,7 +188,7 @@ def test_a_causal_row_keeps_the_columns_up_to_its_own_from_the_end(kernel, t, s,
     assert_right(x, causal=True)
 
 
-@every_forward_kernel
+@every_kernel
 def test_what_is_not_kept_may_hold_anything(kernel, use, device):
     use(kernel)
     x, mask = torch.randn(5, 130, device=device), some(5, 130, device=device)
@@ -188,7 +199,7 @@ def test_what_is_not_kept_may_hold_anything(kernel, use, device):
             assert_same((softmax(torch.where(keep, x, filling), **options),), (expected,))
 
 
-@every_forward_kernel
+@every_kernel
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_nan_or_infinity_spoils_its_row_alone(kernel, bad, sign, use, device):
@@ -232,7 +243,7 @@ def test_a_mask_of_any_strides(device):
         assert_same((softmax(x, mask=mask),), (softmax(x, mask=mask.contiguous()),))
 
 
-@every_forward_kernel
+@every_kernel
 def test_every_kernel_walks_a_mask_by_its_strides(kernel, use, device):
     use(kernel)
     masks = (some(2, 1, 4, 130, device=device), some(2, 1, 4, 1, device=device), some(130, 3, device=device).T[:, None])
@@ -321,46 +332,17 @@ def test_the_backward_op_refuses_gradients_that_do_not_match(device):
             torch.ops.rooftile.softmax_backward(dy, y, 1.0, False)
 
 
-def test_a_row_that_no_grid_could_hold_is_looped_over():
-    target = runtime.Target("sm_90", 2, 232_448, 50 << 20)
-    for module in (forward, backward):
-        assert module.config(40_000, 2, True, target).kernel == "loop"
-        assert module.config(40_000, 2, True, runtime.TARGETS["sm_90"]).kernel == "split"
-
-
-# Maxima and sums of a row that several programs hold
-
-
-@triton.jit
-def _pairs_kernel(z_ptr, words_ptr, out_ptr, FACTOR: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    for split in tl.static_range(SPLITS):
-        z = tl.load(z_ptr + split * BLOCK + tl.arange(0, BLOCK))
-        top = tl.maximum(tl.max(z, axis=0), -3.4028234663852886e38)
-        publish_pair(words_ptr + split, top, tl.sum(tl.exp2((z - top) * FACTOR), axis=0), True)
-    tl.debug_barrier()
-    splits = tl.arange(0, 8)
-    mask = splits < SPLITS
-    words = gather(tl.load(words_ptr + splits, mask=mask, other=-1), words_ptr + splits, mask)
-    top, total = softmax_pairs(words, mask, FACTOR)
-    tl.store(out_ptr, top)
-    tl.store(out_ptr + 1, total)
-
-
-@pytest.mark.parametrize("row", ["normal", "large", "parts of -inf", "all -inf", "inf", "nan"])
-def test_published_maxima_and_sums_give_those_of_the_row(row, device):
-    z = torch.randn(5, 16, device=device)
-    if row == "large":
-        z = z * 1e37 - 2e38
-    elif row.endswith("-inf"):
-        z[:: 2 if row.startswith("parts") else 1] = -INF
-    elif row != "normal":
-        z[3, 7] = float(row)
-    words = torch.zeros(5, dtype=torch.int64, device=device)
-    out = torch.empty(2, device=device)
-    _pairs_kernel[(1,)](z, words, out, FACTOR=0.5, SPLITS=5, BLOCK=16)
-    top = z.double().max().clamp(min=torch.finfo(torch.float32).min)
-    expected = torch.exp2((z.double() - top) * 0.5).sum()  # NaN for inf, 0 for all -inf
-    torch.testing.assert_close(out[1].double(), expected, rtol=1e-6, atol=0, equal_nan=True)
+def test_rows_of_a_symbolic_length_leave_the_op_whole(device):
+    """A graph with a launch in it would be for one length; symbolic leading dimensions are no obstacle."""
+    shapes = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC, DimDynamic.DYNAMIC])
+    x = shapes.from_tensor(torch.randn(4, 64, device=device), symbolic_context=sizes)
+    assert isinstance(x.shape[1], torch.SymInt)
+    with shapes:
+        for launch in (lambda: forward.launch(x, None, 1.0, True), lambda: backward.launch(x, x, 1.0, True)):
+            with pytest.raises(launching.Untraceable, match="symbolic length"):
+                launch()
+    assert common.row_length(x.T) == 4
 
 
 # Offsets past 2^31: the helpers are those of the other ops

@@ -46,7 +46,8 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
     Args:
         x: `(..., S)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
             taken as one, or the last stride is not 1.
-        scale: what x is multiplied by, in float32; any finite number. Each is compiled into kernels of its own.
+        scale: what x is multiplied by, in float32; of a magnitude below 2^127, and 0 where that is below 8.15e-39. Each
+            is compiled into kernels of its own.
         causal: x is `(..., T, S)`, and row i keeps the columns j <= i + S - T: the last row keeps all, as in attention
             over keys that began before the queries.
         mask: bool, of a shape that broadcasts to x's; True keeps an element, as in
@@ -59,9 +60,12 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
         A row that keeps nothing, or nothing but -inf, is 0, and so is its gradient. NaN or +inf among what a row keeps
         (of `scale * x`) makes that row NaN, and no other; what is not kept may hold anything.
 
+        Differences in a row are taken before they are scaled, so they must be finite in float32: with 3e38 and -3e38 in
+        a row, the lesser becomes 0 whatever the scale, even one of 1e-38.
+
     Raises:
         ValueError: x has no dimension, or with `causal` fewer than two; the mask's shape does not broadcast to x's;
-            the scale is not finite; a device is the CPU without the interpreter, or devices differ.
+            the scale is not finite, or too large; a device is the CPU without the interpreter, or devices differ.
         TypeError: x's dtype is not one of the three, or the mask's is not bool.
     """
     return _op(x, mask, scale, causal)

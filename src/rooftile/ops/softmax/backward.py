@@ -17,45 +17,21 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.softmax.common import Config, check, inside, kept_columns, read_columns, split_config, unrolled
+from rooftile.ops.softmax.common import (
+    Config,
+    as_float32,
+    check,
+    inside,
+    kept_columns,
+    read_columns,
+    row_length,
+    split_config,
+    unrolled,
+)
 from rooftile.primitives.exchange import gather, publish, resident, split, sum_words
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-
-@triton.jit
-def _tile(
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    stride_dym,
-    stride_ym,
-    n_cols,
-    start,
-    n_rows,
-    seq_len,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = (start + tl.arange(0, ROWS))[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < n_rows) & inside(cols, n_cols, EVEN)
-    read = mask
-    if CAUSAL:
-        read &= cols < read_columns(kept_columns(rows.to(n_rows.dtype), seq_len, n_cols))
-
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=read, other=0.0, eviction_policy="evict_first")
-    y = tl.load(y_ptr + rows * stride_ym + cols, mask=read, other=0.0, eviction_policy="evict_first")
-    dy = dy.to(tl.float32)
-    y = y.to(tl.float32)
-
-    dx = SCALE * y * (dy - tl.sum(dy * y, axis=1, keep_dims=True))
-
-    tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "seq_len"])
@@ -73,21 +49,22 @@ def _tile_kernel(
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAYS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    if STAYS:
-        for each in tl.range(start, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-            _tile(
-                dy_ptr, y_ptr, dx_ptr, stride_dym, stride_ym, n_cols, each, n_rows, seq_len,
-                SCALE, CAUSAL, EVEN, ROWS, BLOCK_N,
-            )  # fmt: skip
-    else:
-        _tile(
-            dy_ptr, y_ptr, dx_ptr, stride_dym, stride_ym, n_cols, start, n_rows, seq_len,
-            SCALE, CAUSAL, EVEN, ROWS, BLOCK_N,
-        )  # fmt: skip
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < n_rows) & inside(cols, n_cols, EVEN)
+    read = mask
+    if CAUSAL:
+        read &= cols < read_columns(kept_columns(rows.to(n_rows.dtype), seq_len, n_cols))
+
+    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=read, other=0.0, eviction_policy="evict_first")
+    y = tl.load(y_ptr + rows * stride_ym + cols, mask=read, other=0.0, eviction_policy="evict_first")
+    dy = dy.to(tl.float32)
+    y = y.to(tl.float32)
+
+    dx = SCALE * y * (dy - tl.sum(dy * y, axis=1, keep_dims=True))
+
+    tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -244,10 +221,9 @@ def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> Con
 def _plan(
     dtype: torch.dtype, scale: float, causal: bool, even: bool, c: Config, chunks: int = 0, splits: int = 1
 ) -> launching.Plan:
-    flags = {"SCALE": scale, "CAUSAL": causal, "EVEN": even}
+    flags = {"SCALE": as_float32(scale)[0], "CAUSAL": causal, "EVEN": even}
     if c.kernel == "tile":
-        tile = {"ROWS": c.rows, "BLOCK_N": c.block_n, "STAYS": c.per_multiprocessor > 0, "STAGES": c.stages}
-        return launching.Plan(_tile_kernel, {**flags, **tile}, num_warps=c.num_warps)
+        return launching.Plan(_tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
     if c.kernel == "loop":
         sizes = {"BLOCK_N": c.block_n, "CHUNKS": chunks, "HELD": c.held}
         return launching.Plan(_loop_kernel, {**flags, **sizes}, num_warps=c.num_warps)
@@ -257,26 +233,27 @@ def _plan(
 
 def launch(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     dx = fake(dy, y, scale, causal)
+    n_cols = row_length(y)
     if y.numel() == 0:
         return dx
     seq_len = y.shape[-2] if causal else 1
     dy, y = library.as_rows(dy), library.as_rows(y)
-    n_rows, n_cols = y.shape[0], int(y.shape[1])
+    n_rows = y.shape[0]
     target = runtime.target(y.device)
-    c = config(n_cols, y.element_size(), n_rows < target.multiprocessors, target)
+    few = bool(n_rows < target.multiprocessors)  # a symbol while a graph is traced, which no cache may keep
+    c = config(n_cols, y.element_size(), few, target)
     strides = (dy.stride(0), y.stride(0), n_cols)
     numbers = (n_rows, seq_len)
     even = n_cols % c.block_n == 0
     mode = (y.dtype, float(scale), causal)
-    most = target.multiprocessors * c.per_multiprocessor
     if c.kernel == "tile":
-        programs = library.cdiv(n_rows, c.rows)
-        plan = _plan(*mode, even, c)
-        launching.launch(plan, min(programs, most) if most else programs, (dy, y, dx), strides, numbers)
+        plan, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
+        launching.launch(plan, programs, (dy, y, dx), strides, numbers)
     elif c.kernel == "loop":
         plan = _plan(*mode, even, c, unrolled(n_cols, c, causal))
         launching.launch(plan, n_rows, (dy, y, dx), strides, numbers)
     else:
+        most = target.multiprocessors * c.per_multiprocessor
         splits, lanes = split("softmax_backward", n_rows, n_cols, c.block_n, most)
         words = torch.zeros(n_rows * splits, dtype=torch.int32, device=y.device)
         plan = _plan(*mode, even, c, splits=splits)

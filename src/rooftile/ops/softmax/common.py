@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
-from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -48,10 +49,9 @@ def mask_row(row, n_b, n_c, stride_ma, stride_mb, stride_mc):
 class Config:
     """Which kernel; columns of a block; warps; rows that a program of the tile kernel holds.
 
-    `held` is how many blocks of its row a program of the loop kernel holds in registers. `per_multiprocessor` is how
-    many programs a multiprocessor runs at once: for the split kernels, and for a tile kernel whose programs stay and
-    take one tile after another (0: each has one tile). `max_registers` is what a thread of a split kernel may have for
-    that many to fit; `stages` is how deep a loop over rows is pipelined.
+    `held` is how many blocks of its row a program of the loop kernel holds in registers. The rest is of the split
+    kernels: `per_multiprocessor` is how many programs a multiprocessor runs at once, `max_registers` what a thread may
+    have for that many to fit, `stages` how deep the loop over rows is pipelined.
     """
 
     kernel: str
@@ -72,6 +72,26 @@ def split_config(n_cols: int, itemsize: int, target: runtime.Target) -> Config |
     else:
         c = Config("split", 8192 // itemsize, 4, 1, 4, 128 if registers else None, stages=2)
     return c if n_cols <= c.block_n * target.multiprocessors * c.per_multiprocessor else None
+
+
+def row_length(x: Tensor) -> int:
+    """The length of a row, by which its kernel is chosen. Where it is yet unknown, the op is left to choose each time.
+
+    A graph with the launch in it would be for this one length.
+    """
+    n_cols = x.shape[-1]
+    if isinstance(n_cols, torch.SymInt):
+        raise launching.Untraceable("rows of a symbolic length")
+    return n_cols
+
+
+def as_float32(scale: float) -> tuple[float, float]:
+    """The scale, and its magnitude times log2(e): 0 and 0 where the latter is no normal number of float32.
+
+    It would be 0 on the device, and 0 times the -inf of what is not kept is NaN.
+    """
+    factor = abs(scale) * math.log2(math.e)
+    return (scale, factor) if factor >= 2.0**-126 else (0.0, 0.0)
 
 
 def unrolled(n_cols: int, c: Config, causal: bool) -> int:

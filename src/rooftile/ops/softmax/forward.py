@@ -16,7 +16,6 @@ in the sum, and so in the row.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -24,12 +23,14 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.softmax.common import (
     Config,
+    as_float32,
     check,
     inside,
     kept_columns,
     mask_layout,
     mask_row,
     read_columns,
+    row_length,
     split_config,
     unrolled,
 )
@@ -317,9 +318,10 @@ def _plan(
     chunks: int = 0,
     splits: int = 1,
 ) -> launching.Plan:
+    scale, factor = as_float32(scale)
     flags = {
         "SIGN": (scale > 0) - (scale < 0),
-        "FACTOR": abs(scale) * math.log2(math.e) if scale else 1.0,
+        "FACTOR": factor or 1.0,
         "CAUSAL": causal,
         "HAS_MASK": has_mask,
         "EVEN": even,
@@ -335,6 +337,7 @@ def _plan(
 
 def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     y = fake(x, mask, scale, causal)
+    n_cols = row_length(x)
     if x.numel() == 0:
         return y
     seq_len = x.shape[-2] if causal else 1
@@ -342,9 +345,10 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     if mask is not None:
         mask, sizes, mask_strides = mask_layout(mask, tuple(x.shape))
     x = library.as_rows(x)
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
+    n_rows = x.shape[0]
     target = runtime.target(x.device)
-    c = config(n_cols, x.element_size(), n_rows < target.multiprocessors, target)
+    few = bool(n_rows < target.multiprocessors)  # a symbol while a graph is traced, which no cache may keep
+    c = config(n_cols, x.element_size(), few, target)
     strides = (x.stride(0), *mask_strides, n_cols)
     numbers = (n_rows, seq_len, *sizes)
     even = n_cols % c.block_n == 0
