@@ -170,14 +170,35 @@ def test_switches_leave_what_they_switch_off(title: str, switches: dict[str, str
             model(tokens())
 
 
-def test_what_is_left_says_why() -> None:
+@pytest.mark.parametrize(
+    ("title", "more", "expected"),
+    [
+        ("Llama", {}, 3),
+        ("Llama", {"add_rms_norm": False}, 5),
+        ("Qwen3", {}, 3),
+        ("Qwen3", {"rope": False}, 7),
+        ("Qwen3", {"add_rms_norm": False, "rope": False}, 9),
+    ],
+)
+def test_norms_that_are_fused_are_not_among_those_left(title: str, more: dict[str, bool], expected: int) -> None:
+    model = build(title)
+    with rooftile.patch(model, rms_norm=False, **more) as handle:
+        assert [left.count for left in handle.left if left.kind == "RMSNorm"] == [expected]
+        assert handle.replaced["RMSNorm"] == 0
+
+
+def test_what_is_left_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     left = {item.what: item.reason for item in rooftile.patch(build("Gemma", hidden_act="quick_gelu")).left}
     assert left["GemmaMLP"] == "its activation is QuickGELUActivation, expected SiLU, GELU or GELU's tanh form"
     left = {item.what: item.reason for item in rooftile.patch(build("GPT-2", activation_function="gelu_fast")).left}
     assert "FastGELUActivation" in left["GPT2MLP"]
     left = {item.what: item.reason for item in rooftile.patch(build("T5")).left}
     assert "ReLU" in left["T5DenseActDense"]
-    assert "no line like `H = R + X" in left["T5LayerFF"]
+    assert left["T5LayerFF"] == "its add comes last: the norm behind it belongs to the next layer"
+    left = {item.what: item.reason for item in rooftile.patch(build("OLMo2")).left}
+    assert left["Olmo2DecoderLayer"] == "it adds after the norm: there is no norm behind the add"
+    key = next(key for key in families.PARTS if key[1] == "Olmo2DecoderLayer")
+    monkeypatch.setitem(families.PARTS, key, families.Layer())
     left = {item.what: item.reason for item in rooftile.patch(build("OLMo2")).left}
     assert "behind the add (mlp) is not an RMSNorm" in left["Olmo2DecoderLayer"]
 

@@ -56,6 +56,17 @@ def test_float32_norms_of_q_and_k_keep_the_models_promotion() -> None:
             model(ids)
 
 
+@pytest.mark.parametrize("title", ["Llama", "Qwen3", "Phi-3", "GPT-2", "T5 v1.1"])
+def test_float64_keeps_the_models_code(title: str) -> None:
+    model, ids = build(title).double(), tokens()
+    logits, _, grads = run(model, ids)
+    with rooftile.patch(model):
+        patched_logits, _, patched_grads = run(model, ids)
+    assert patched_logits.dtype == torch.float64
+    assert torch.equal(patched_logits, logits)
+    assert_same_gradients(patched_grads, grads)
+
+
 @pytest.mark.parametrize("title", ["Llama", "Qwen3", "GPT-2", "T5 v1.1"])
 def test_autocast_gives_the_models_dtypes(title: str) -> None:
     model, ids = build(title), tokens()
@@ -125,6 +136,33 @@ def test_hooks_of_a_fused_norm_still_run() -> None:
         out = model(ids, output_hidden_states=True)
     assert seen == [torch.Size([1, 12, 64])]
     assert len(out.hidden_states) == 3
+
+
+def test_hooked_norm_is_left_when_norms_are_switched_off() -> None:
+    model = build("Llama")
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, args, out: None)
+    handle = rooftile.patch(model, rms_norm=False)
+    assert [left.count for left in handle.left if left.kind == "RMSNorm"] == [4]
+
+
+@pytest.mark.parametrize("title", ["Llama", "Qwen3", "GPT-2", "T5 v1.1"])
+def test_hooks_for_all_modules_see_the_fused_ones(title: str) -> None:
+    model, given = build(title), inputs(build(title), tokens())[0]
+    seen: list[str] = []
+
+    def note(module: nn.Module, args: object, out: object) -> None:
+        seen.append(type(module).__name__)
+
+    hook = nn.modules.module.register_module_forward_hook(note)
+    try:
+        plain = model(**given).logits
+        called = seen.copy()
+        seen.clear()
+        with rooftile.patch(model):
+            assert error(model(**given).logits, plain) < TOLERANCE[torch.float32]
+    finally:
+        hook.remove()
+    assert sorted(seen) == sorted(called)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,12 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer class, whose forward is searched for a residual add with an RMSNorm behind it."""
+    """A layer class, whose forward is searched for a residual add with an RMSNorm behind it.
+
+    `without` says why there is none, where the family's layers are built so.
+    """
+
+    without: str = ""
 
 
 Part = Norm | LayerNorm | Gated | Activated | Attention | Layer
@@ -97,6 +102,8 @@ def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, 
 MODELS = "transformers.models."
 GEMMA_NORM = Norm(rounding="gemma", offset=1.0, eps="eps")
 QK_NORM = Attention(qk_norm=True)
+ADD_LAST = Layer("its add comes last: the norm behind it belongs to the next layer")
+NORM_FIRST = Layer("it adds after the norm: there is no norm behind the add")
 
 FAMILIES = (
     _decoder("Llama", "llama", "Llama"),
@@ -108,7 +115,7 @@ FAMILIES = (
     _decoder("Mixtral", "mixtral", "Mixtral"),
     _decoder("Granite", "granite", "Granite"),
     _decoder("SmolLM3", "smollm3", "SmolLM3"),
-    _decoder("OLMo2", "olmo2", "Olmo2", norm=Norm(rounding="none")),
+    _decoder("OLMo2", "olmo2", "Olmo2", norm=Norm(rounding="none"), Olmo2DecoderLayer=NORM_FIRST),
     _decoder("Phi-3", "phi3", "Phi3", Phi3MLP=Gated(activation="activation_fn")),
     _decoder("Gemma", "gemma", "Gemma", norm=GEMMA_NORM),
     _decoder("Gemma 2", "gemma2", "Gemma2", norm=GEMMA_NORM),
@@ -128,9 +135,9 @@ FAMILIES = (
             "T5LayerNorm": Norm(),
             "T5DenseGatedActDense": Gated(activation="act"),
             "T5DenseActDense": Activated(),
-            "T5LayerFF": Layer(),
-            "T5LayerSelfAttention": Layer(),
-            "T5LayerCrossAttention": Layer(),
+            "T5LayerFF": ADD_LAST,
+            "T5LayerSelfAttention": ADD_LAST,
+            "T5LayerCrossAttention": ADD_LAST,
         },
     ),
     Family("GPT-2", "gpt2", {"GPT2MLP": Activated()}),

@@ -7,7 +7,7 @@ says what is known, and `replacing.py` holds what runs in the place of the model
 
 Submodules are still called as modules, but for plain ones that were fused: adapters (PEFT), hooks, FSDP and gradient
 checkpointing work as before. Where a tensor's dtype is not what the kernels would return the same dtype for (float32
-norm weights over a bfloat16 stream, say), the model's own code runs.
+norm weights over a bfloat16 stream, say), or one that they do not have (float64), the model's own code runs.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class PatchHandle:
     Attributes:
         replaced: how many of each kind: `"RMSNorm"`, `"LayerNorm"`, `"SwiGLU"`, `"GeGLU"`, `"RoPE"`,
             `"bias + activation"` for an activation behind a linear layer (the bias takes part where the layer is a
-            plain one that has one), and two that are fused with RMSNorms, which are among those under `"RMSNorm"`,
-            too: `"residual add + RMSNorm"` for adds with a norm behind them, and `"QK-norm + RoPE"` for rotations of
-            normed q and k (which are not among those under `"RoPE"`).
+            plain one that has one), and two that are fused with RMSNorms, which are among those under `"RMSNorm"`, too
+            (unless `rms_norm=False`): `"residual add + RMSNorm"` for adds with a norm behind them, and
+            `"QK-norm + RoPE"` for rotations of normed q and k (which are not among those under `"RoPE"`).
         modules: by kind, the names of the modules in which it was replaced.
         left: what was not replaced, with the reason.
         active: False once it was undone.
@@ -131,7 +131,8 @@ class PatchHandle:
         return f"<PatchHandle {'active' if self.active else 'undone'}: {counts or 'nothing replaced'}>"
 
     def __str__(self) -> str:
-        replaced = [f"replaced: {count} {kind}" for kind, count in self.replaced.items() if count]
+        verb = "replaced" if self.active else "undone; had replaced"
+        replaced = [f"{verb}: {count} {kind}" for kind, count in self.replaced.items() if count]
         return "\n".join([*replaced, *(f"left: {left}" for left in self.left)])
 
 
@@ -151,7 +152,7 @@ def patch(
             parameters, state_dict, class and configuration are unchanged; other instances are not touched.
             Patch before `torch.compile`, which for inference keeps the model's own code: Inductor fuses that better.
             A deep copy carries the patch; what is pickled does not.
-        rms_norm: replace RMSNorm modules.
+        rms_norm: replace RMSNorm modules. Those fused with an add or a rotation are replaced without it, too.
         add_rms_norm: fuse a residual add with the RMSNorm behind it, where both stand in one layer's code.
         layer_norm: replace `torch.nn.LayerNorm` modules inside the model.
         mlp: replace `act(gate) * up`, and `act(linear(x))` in MLPs without a gate, where `act` is SiLU, GELU or GELU's

@@ -44,6 +44,8 @@ class Plan:
         self.wanted = wanted
         self.replacements: list[Replacement] = []
         self.left: Counter[tuple[str, str, str]] = Counter()
+        # Norms that their layer or attention computes; it stands before them among a model's modules.
+        self._fused: set[nn.Module] = set()
         # A function per class, not per module: torch.compile traces one code object once.
         self._functions: dict[object, Any] = {}
 
@@ -51,7 +53,8 @@ class Plan:
         what = type(module).__name__
         for kind in _kinds(module, part):
             if not self.wanted[kind]:
-                self.left[kind, what, "switched off by the caller"] += 1
+                if module not in self._fused:
+                    self.left[kind, what, "switched off by the caller"] += 1
                 return
             try:
                 method, current = _method(module, part)
@@ -83,6 +86,7 @@ class Plan:
     ) -> tuple[Callable[..., Any], int]:
         key: tuple[object, ...] = (type(module), kind)
         make: Callable[[], Callable[..., Any] | Rebuilt]
+        norms: list[Any] = []
         if isinstance(part, Norm):
             make = functools.partial(replacing.norm_forward, part, current)
         elif isinstance(part, LayerNorm):
@@ -98,18 +102,21 @@ class Plan:
             if kind == ROPE:
                 make = functools.partial(_rope, part, current)
             else:
-                norm = _one_norm(
-                    [getattr(module, name, None) for name in ("q_norm", "k_norm")], "the norms of q and k are"
-                )
+                norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+                norm = _one_norm(norms, "the norms of q and k are")
                 key += norm
                 make = functools.partial(_qk_norm_rope, part, current, *norm)
         else:
+            if part.without:
+                raise NotRewritable(part.without)
             names = self._once((type(module), "norms"), functools.partial(_norm_names, current))
             norms = [getattr(module, name, None) for name in names]
             norm = _one_norm(norms, f"what stands behind the add ({', '.join(names)}) is")
             key += norm
             make = functools.partial(_add_norm, current, *norm)
-        return self._once(key, lambda: _finished(make(), current))
+        made = self._once(key, lambda: _finished(make(), current))
+        self._fused.update(norm for norm in norms if replacing.is_plain(norm, type(norm)))
+        return made
 
     def _once(self, key: object, make: Callable[[], Any]) -> Any:
         """The result of `make`, or the reason that it raised, remembered."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
 from rooftile.huggingface.activations import Activation
 from rooftile.huggingface.families import Norm
+from rooftile.library import FLOATS
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
@@ -23,13 +25,15 @@ from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rope import Style, rope
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# PyTorch's own, and not public: whether a hook was registered for all modules.
+_has_global_hook: Callable[[], object] = getattr(nn_module, "_has_any_global_hook", lambda: False)
 
 
 def is_ours(method: object) -> bool:
     return hasattr(getattr(method, "__func__", None), "_rooftile")
 
 
-def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether a call of that module does what its class's forward does, and nothing else."""
     if type(module) is not cls or _is_hooked(module):
         return False
@@ -44,7 +48,13 @@ def _is_hooked(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "_hf_hook" in module.__dict__
+        or _has_global_hook()
     )
+
+
+def _ops_take(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether all of them have one dtype (where they differ the model's own code promotes), and ops have it."""
+    return x.dtype in FLOATS and all(other is None or other.dtype == x.dtype for other in others)
 
 
 def norm_forward(norm: Norm, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -52,7 +62,7 @@ def norm_forward(norm: Norm, original: Callable[..., Tensor]) -> Callable[..., T
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        if hidden_states.dtype != weight.dtype:  # the model's own code promotes
+        if not _ops_take(hidden_states, weight):
             return original(self, hidden_states)
         return rms_norm(hidden_states, weight, eps=getattr(self, eps), offset=offset, rounding=rounding)
 
@@ -62,10 +72,9 @@ def norm_forward(norm: Norm, original: Callable[..., Tensor]) -> Callable[..., T
 def layer_norm_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        dtype = input.dtype
-        if (weight is not None and weight.dtype != dtype) or (bias is not None and bias.dtype != dtype):
+        if not _ops_take(input, weight, bias):
             return original(self, input)
-        if dtype != torch.float32 and torch.is_autocast_enabled(input.device.type):  # which may return float32
+        if input.dtype != torch.float32 and torch.is_autocast_enabled(input.device.type):  # which may return float32
             return original(self, input)
         return layer_norm(input, weight, bias, eps=self.eps)
 
@@ -76,9 +85,9 @@ def add_norm(cls: type[nn.Module], norm: Norm) -> Callable[..., tuple[Tensor, Te
     eps, offset, rounding = norm.eps, norm.offset, norm.rounding
 
     def add_norm(module: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if x.dtype == residual.dtype and _is_plain(module, cls):
+        if is_plain(module, cls):
             weight: Any = module.weight
-            if x.dtype == weight.dtype:
+            if _ops_take(x, residual, weight):
                 return add_rms_norm(x, residual, weight, eps=getattr(module, eps), offset=offset, rounding=rounding)
         hidden_states = residual + x
         return module(hidden_states), hidden_states
@@ -88,12 +97,12 @@ def add_norm(cls: type[nn.Module], norm: Norm) -> Callable[..., tuple[Tensor, Te
 
 def gated(cls: type[nn.Module], ops: Activation) -> dict[str, Callable[..., Tensor]]:
     def act_mul(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-        if gate.dtype == up.dtype and _is_plain(act, cls):
+        if _ops_take(gate, up) and is_plain(act, cls):
             return ops.mul(gate, up)
         return act(gate) * up
 
     def act_mul_packed(act: nn.Module, gate_up: Tensor) -> Tensor:
-        if _is_plain(act, cls):
+        if _ops_take(gate_up) and is_plain(act, cls):
             return ops.mul_packed(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return act(gate) * up
@@ -105,15 +114,16 @@ def linear_act(cls: type[nn.Module], ops: Activation) -> Callable[..., Tensor]:
     from transformers.pytorch_utils import Conv1D
 
     def linear_act(linear: Any, x: Tensor, act: nn.Module) -> Tensor:
-        if not _is_plain(act, cls):
+        if not _ops_take(x) or not is_plain(act, cls):
             return act(linear(x))
         # The bias is added beside the activation where nothing is lost by taking the linear layer apart.
-        if _is_plain(linear, nn.Linear) and _are_plain(linear.weight, linear.bias):
+        if is_plain(linear, nn.Linear) and _are_plain(linear.weight, linear.bias):
             h = nn.functional.linear(x, linear.weight)
-        elif _is_plain(linear, Conv1D) and _are_plain(linear.weight, linear.bias):
+        elif is_plain(linear, Conv1D) and _are_plain(linear.weight, linear.bias):
             h = x @ linear.weight
         else:
-            return ops.bias(linear(x), None)
+            h = linear(x)
+            return ops.bias(h, None) if _ops_take(h) else act(h)
         bias = linear.bias
         # Under autocast the product has another dtype; beside that, ops take float32.
         return ops.bias(h, bias if bias.dtype in (h.dtype, torch.float32) else bias.to(h.dtype))
@@ -129,7 +139,7 @@ def _are_plain(weight: Tensor, bias: Tensor | None) -> bool:
 
 def rotation(style: Style, original: Rotation | None) -> Rotation:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if q.dtype != cos.dtype and original is not None:  # the model's own code promotes
+        if original is not None and not _ops_take(q, cos):
             return original(q, k, cos, sin)
         return rope(q, k, cos, sin, style=style)
 
@@ -145,9 +155,9 @@ def norm_rotation(
     def norm_and_rotate(
         q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if _is_plain(q_norm, cls) and _is_plain(k_norm, cls) and getattr(q_norm, eps) == getattr(k_norm, eps):
+        if is_plain(q_norm, cls) and is_plain(k_norm, cls) and getattr(q_norm, eps) == getattr(k_norm, eps):
             weights = q_norm.weight, k_norm.weight
-            if q.shape[-1] <= LONGEST and all(x.dtype == q.dtype for x in (k, *weights, cos, sin)):
+            if q.shape[-1] <= LONGEST and _ops_take(q, k, *weights, cos, sin):
                 if transposed:
                     q, k = q.transpose(1, 2), k.transpose(1, 2)
                 return qk_norm_rope(q, k, *weights, cos, sin, eps=getattr(q_norm, eps), offset=offset, style=style)
