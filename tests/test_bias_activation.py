@@ -234,3 +234,13 @@ def test_the_backward_op_refuses_what_does_not_match(device):
         backward(x, x, bias, "relu", True, True)
     with pytest.raises(ValueError, match="needs_dbias is True, expected False where bias is None"):
         backward(x, x, None, "silu", True, True)
+
+
+def test_an_infinite_gradient_of_a_row_is_infinite_in_dbias(device):
+    """Kahan's sum would make NaN of inf less inf."""
+    x, dy = torch.randn(2, 80, 8, device=device)
+    dy[0, 0] = torch.inf
+    bias = torch.zeros(8, device=device, requires_grad=True)
+    (dbias,) = torch.autograd.grad(bias_gelu(x.abs(), bias), bias, dy)
+    assert dbias[0] == torch.inf
+    assert dbias[1:].isfinite().all()

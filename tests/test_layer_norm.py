@@ -230,6 +230,7 @@ def test_statistics_are_kept_where_gradients_will_be_asked_for(device):
             layer_norm(x, weight)
         ((_, _, (_, stats)),) = record.calls
         assert stats.shape == (4 if learns else 0, 3)
+    assert not torch.ops.rooftile.layer_norm(x, weight, None, 1e-5, True)[1].requires_grad
     with pytest.raises(ValueError, match="layer_norm: keeps_stats is False, expected True"):
         torch.ops.rooftile.layer_norm(x, weight, None, 1e-5, False)
 

@@ -15,7 +15,7 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 @dataclasses.dataclass(frozen=True, eq=False)  # it may hold a tensor
 class Quantize:
-    """Ask an op for its result in 8 bits, with scales: `y` is about `y_q.float() * scale`, its row's or its group's.
+    """Ask an op for its result in 8 bits, with scales; `dequantize(y_q, scale)` gives y back, but for the rounding.
 
         scale = max(|y|) / largest,   y_q = round(y / scale)
 
@@ -24,7 +24,7 @@ class Quantize:
     and int8 is symmetric (never -128). A scale is at least 2^-126, so that zeros give zeros.
 
     A NaN or an infinity makes the scale of its row (or group) NaN or infinite, and y_q NaN or 0: all of that row or
-    group comes back from `y_q.float() * scale` as NaN. With a given scale NaN stays NaN (in int8: 0) where it is, and
+    group comes back as NaN. With a given scale NaN stays NaN (in int8: 0) where it is, and
     an infinity becomes the largest number.
 
     Args:
@@ -55,6 +55,11 @@ class Quantize:
         if (self.scale is not None) != (self.per == "tensor"):
             have, want = ("no scale", "one") if self.scale is None else ("a scale", "none: it is computed")
             raise ValueError(f"Quantize: per={self.per!r} with {have}, expected {want}")
+        if self.scale is not None and not isinstance(self.scale, Tensor):
+            raise TypeError(
+                f"Quantize: scale is a {type(self.scale).__name__}, expected a float32 tensor of one element on the "
+                "inputs' device"
+            )
         if self.scale is not None and self.scale.dtype != torch.float32:
             raise TypeError(f"Quantize: scale has dtype {self.scale.dtype}, expected torch.float32")
         if self.scale is not None and self.scale.numel() != 1:
@@ -66,3 +71,17 @@ class Quantize:
     def dtype_name(self) -> str:
         """Without PyTorch's prefix: what an op's schema and a kernel take."""
         return _NAMES[self.dtype]
+
+    def dequantize(self, y: Tensor, scale: Tensor) -> Tensor:
+        """What a result and its scales stand for, in float32: each element times its row's, group's or only scale."""
+        if self.per == "group":
+            scale = scale.repeat_interleave(self.group_size, dim=-1)[..., : y.shape[-1]]
+        return y.float() * scale
+
+
+def check_quantize(op: str, quantize: object) -> None:
+    """Raise TypeError for what is no `Quantize`."""
+    if not isinstance(quantize, Quantize):
+        raise TypeError(
+            f'{op}: quantize is {quantize!r}, expected a rooftile.Quantize, such as Quantize(torch.int8, per="row")'
+        )

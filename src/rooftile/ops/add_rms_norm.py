@@ -16,7 +16,7 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.rms_norm import backward, forward, quantized
 from rooftile.ops.rms_norm.common import Rounding, check
-from rooftile.quantize import Quantize
+from rooftile.quantize import Quantize, check_quantize
 
 
 def _launch(
@@ -113,5 +113,6 @@ def add_rms_norm(
         ValueError, TypeError: as `rooftile.rms_norm`, and where residual does not match x.
     """
     if quantize is not None:
+        check_quantize("add_rms_norm", quantize)
         return quantized.add_rms_norm(x, residual, weight, eps, offset, rounding, quantize)
     return _op(x, residual, weight, eps, offset, rounding)

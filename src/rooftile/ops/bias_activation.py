@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives.activations import ACTIVATIONS, Approximate, activate, activate_with_slope, gelu_name
-from rooftile.primitives.partials import sum_partials
+from rooftile.primitives.partials import accumulate, sum_partials
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -132,13 +132,7 @@ def _dbias_kernel(
 
         if NEEDS_DX:
             tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if COMPENSATED:  # a hundred rows and more added one by one would lose more than eager's pairwise sum
-            term = dx - lost
-            total = dbias + term
-            lost = (total - dbias) - term
-            dbias = total
-        else:
-            dbias += dx
+        dbias, lost = accumulate(dbias, lost, dx, COMPENSATED)
 
     partial = tl.sum(dbias, axis=0, keep_dims=True)
     tl.store(partial_ptr + lane.to(tl.int64) * N + cols, partial, mask=col_mask)

@@ -51,10 +51,18 @@ def sum_words(words, mask):
 
 
 @triton.jit
+def _pairs(words):
+    """The two float32 of each 64-bit word."""
+    a = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    b = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return a, b
+
+
+@triton.jit
 def sum_pairs(words, mask):
-    a = (words & 0xFFFFFFFF).to(tl.int32)
-    b = (words >> 32).to(tl.int32)
-    return sum_words(a, mask), sum_words(b, mask)
+    """The sums of the first and of the second float32 of each word, always in the same order."""
+    a, b = _pairs(words)
+    return tl.sum(tl.where(mask, a, 0.0), axis=0), tl.sum(tl.where(mask, b, 0.0), axis=0)
 
 
 @triton.jit
@@ -63,18 +71,9 @@ def softmax_pairs(words, mask, FACTOR: tl.constexpr):
 
     A sum is of `exp2((z - maximum) * FACTOR)`, and no maximum is -inf.
     """
-    tops = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    sums = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    tops, sums = _pairs(words)
     top = tl.max(tl.where(mask, tops, float("-inf")), axis=0)
     return top, tl.sum(tl.where(mask, sums * tl.exp2((tops - top) * FACTOR), 0.0), axis=0)
-
-
-@triton.jit
-def pairs(words):
-    """The two float32 of each 64-bit word; both are zero for a masked one."""
-    a = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    b = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return a, b
 
 
 def split(op: str, n_rows: int, n_cols: int, block: int, programs: int) -> tuple[int, int]:

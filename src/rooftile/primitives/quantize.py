@@ -136,6 +136,15 @@ def span(n_cols: int, per: str, group_size: int) -> int:
     return {"row": library.power_of_two(n_cols), "group": group_size, "tensor": 0}[per]
 
 
+def refuse_gradient(op: str, name: str, tensor: object) -> None:
+    """Raise ValueError for a tensor that requires grad."""
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        raise ValueError(
+            f"{op}: {name} requires grad, but a quantised result has no derivative; call it under "
+            f"torch.no_grad(), or give {name}.detach()"
+        )
+
+
 def refuse_gradients(schema: str) -> library.Autograd:
     """Of an op with a quantised result, which has no derivative: an input that requires grad is an error at once."""
     op, _, rest = schema.partition("(")
@@ -143,11 +152,7 @@ def refuse_gradients(schema: str) -> library.Autograd:
 
     def check(inputs: tuple[Any, ...]) -> None:
         for name, value in zip(names, inputs, strict=False):
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise ValueError(
-                    f"{op}: {name} requires grad, but a quantised result has no derivative; call it under "
-                    f"torch.no_grad(), or give {name}.detach()"
-                )
+            refuse_gradient(op, name, value)
 
     def unreachable(*_: Any) -> NoReturn:
         raise AssertionError(f"{op} is never differentiated")

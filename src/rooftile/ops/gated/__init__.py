@@ -22,7 +22,8 @@ from rooftile import library
 from rooftile.ops.gated import quantized
 from rooftile.ops.gated.kernel import backward, forward
 from rooftile.primitives.activations import Approximate, gelu_name
-from rooftile.quantize import Quantize
+from rooftile.primitives.quantize import refuse_gradient
+from rooftile.quantize import Quantize, check_quantize
 
 __all__ = ["Approximate", "gelu_mul", "gelu_mul_packed", "silu_mul", "silu_mul_packed"]
 
@@ -127,6 +128,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, quantize: Quantize | None = None) -> T
         TypeError: dtypes differ, or are not one of the three.
     """
     if quantize is not None:
+        check_quantize("silu_mul", quantize)
         return quantized.silu_mul(gate, up, quantize)
     return _silu_op(gate, up)
 
@@ -275,7 +277,10 @@ def silu_mul_packed(gate_up: Tensor, *, quantize: Quantize | None = None) -> Ten
         TypeError: the dtype is not one of the three.
     """
     if quantize is not None:
+        check_quantize("silu_mul_packed", quantize)
         _check_packed("silu_mul_packed", gate_up)
+        if torch.is_grad_enabled():
+            refuse_gradient("silu_mul_packed", "gate_up", gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return quantized.silu_mul(gate, up, quantize)
     return _packed_silu_op(gate_up)

@@ -29,6 +29,7 @@ def _save(ctx, inputs, outputs) -> None:
     x, weight, bias, _, keeps_stats = inputs
     if not keeps_stats:
         raise ValueError("layer_norm: keeps_stats is False, expected True where gradients are asked for")
+    ctx.mark_non_differentiable(outputs[1])
     ctx.save_for_backward(x, weight, bias, outputs[1])
 
 
@@ -70,5 +71,5 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
             or devices differ.
         TypeError: a dtype is not one of the three.
     """
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias))
     return _op(x, weight, bias, eps, learns)[0]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.layer_norm.common import STATS, check
+from rooftile.ops.layer_norm.common import STATS, STRIDE, check
 from rooftile.primitives.exchange import gather, publish_pair, resident, split, sum_pairs
-from rooftile.primitives.partials import sum_partials
+from rooftile.primitives.partials import accumulate, sum_partials
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -26,7 +26,7 @@ import triton.language as tl  # isort: skip
 @triton.jit
 def _statistics(stats_ptr, row, mask):
     """mean, 1/std and rest/std, as the forward kept them."""
-    stats_ptr += row * 3
+    stats_ptr += row * STRIDE
     mean = tl.load(stats_ptr, mask=mask, other=0.0)
     rstd = tl.load(stats_ptr + 1, mask=mask, other=0.0)
     return mean, rstd, tl.load(stats_ptr + 2, mask=mask, other=0.0)
@@ -105,18 +105,6 @@ def _publish_row(
 
 
 @triton.jit
-def _add(total, lost, term, COMPENSATED: tl.constexpr):
-    """total + term, and what float32 lost of it (Kahan 1965), to be taken off the next term."""
-    if COMPENSATED:
-        term -= lost
-        new = total + term
-        lost = (new - total) - term
-    else:
-        new = total + term
-    return new, lost
-
-
-@triton.jit
 def _load_row(dy_ptr, x_ptr, stats_ptr, stride_dym, stride_xm, row, cols, col_mask, n_rows):
     mask = col_mask & (row < n_rows)
     x = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -178,11 +166,10 @@ def _split_kernel(
         total, along = sum_pairs(gather(words, words_ptr + row * SPLITS + splits, word_mask), word_mask)
         xhat = (x.to(tl.float32) - mean) * rstd - shift
         g = dy.to(tl.float32)
-        # A hundred rows and more added one by one would lose more than eager's pairwise sum.
         if NEEDS_DW:
-            dw, dw_lost = _add(dw, dw_lost, g * xhat, COMPENSATED)
+            dw, dw_lost = accumulate(dw, dw_lost, g * xhat, COMPENSATED)
         if NEEDS_DB:
-            db, db_lost = _add(db, db_lost, g, COMPENSATED)
+            db, db_lost = accumulate(db, db_lost, g, COMPENSATED)
         if NEEDS_DX:
             if HAS_WEIGHT:
                 g *= tl.load(weight_ptr + cols, mask=col_mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -232,7 +219,7 @@ def _stages(tile_bytes: int, per_multiprocessor: int, target: runtime.Target) ->
 def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
     """Chosen on an H200 (bf16) from some twenty configurations at each length; three stages always won.
 
-    Parts of a copy's speed: 0.93 at 3584 columns, 0.96 at 4096, 0.94 at 8192, 0.76 at 16384, 0.73 at 65536 and 0.74 at
+    Parts of a copy's speed: 0.93 at 1024 columns, 0.94 at 4096, 0.91 at 8192, 0.68 at 16384, 0.65 at 65536 and 0.71 at
     131072.
     """
     block_n = library.power_of_two(n_cols)
@@ -248,7 +235,8 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
         stages = _stages(rows * block_n * itemsize, per_multiprocessor, target)
         return Config("tile", block_n, warps, per_multiprocessor, rows, stages)
     registers = 128 if target.warp_size == 32 else None  # AMD's compiler takes no such limit
-    return Config("split", 8192 // itemsize, 8, 2, max_registers=registers)
+    small = target.warp_size == 32 and target.shared_memory < 128 << 10  # sm_86 and sm_89 would spill 148 bytes
+    return Config("split", (4096 if small else 8192) // itemsize, 8, 2, max_registers=registers)
 
 
 @functools.cache

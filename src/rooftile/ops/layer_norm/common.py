@@ -18,6 +18,7 @@ import triton.language as tl  # isort: skip
 
 
 STATS = 3  # numbers that are kept of a row: mean, 1/std, rest/std
+STRIDE = tl.constexpr(STATS)
 
 
 @triton.jit

@@ -13,22 +13,11 @@ import torch
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.qk_norm_rope.common import load_weight, pairing, sizes
+from rooftile.primitives.partials import accumulate
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-
-@triton.jit
-def _add(total, lost, term, COMPENSATED: tl.constexpr):
-    """Tokens added one by one lose more in float32 than eager's pairwise sum, unless what is lost is kept."""
-    if COMPENSATED:
-        term -= lost
-        new = total + term
-        lost = (new - total) - term
-    else:
-        new = total + term
-    return new, lost
 
 
 @triton.jit
@@ -135,10 +124,10 @@ def _gradients(
         # With an eps of 0 the heads that the mask leaves out would be 0 * infinity.
         rstd = tl.where(mask, tl.rsqrt(squares / D + EPS), 0.0)
         if NEEDS_DW:
-            dw_a, lost_a = _add(dw_a, lost_a, g_a * (a * rstd), COMPENSATED)
-            dw_b, lost_b = _add(dw_b, lost_b, g_b * (b * rstd), COMPENSATED)
+            dw_a, lost_a = accumulate(dw_a, lost_a, g_a * (a * rstd), COMPENSATED)
+            dw_b, lost_b = accumulate(dw_b, lost_b, g_b * (b * rstd), COMPENSATED)
             if R < D:
-                dw_rest, lost_rest = _add(dw_rest, lost_rest, g_rest * (c * rstd), COMPENSATED)
+                dw_rest, lost_rest = accumulate(dw_rest, lost_rest, g_rest * (c * rstd), COMPENSATED)
 
         if NEEDS_DX:
             g_a *= weight_a

@@ -25,7 +25,7 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.rms_norm import backward, forward, quantized
 from rooftile.ops.rms_norm.common import ROUNDINGS, Rounding, check
-from rooftile.quantize import Quantize
+from rooftile.quantize import Quantize, check_quantize
 
 __all__ = ["ROUNDINGS", "Rounding", "rms_norm"]
 
@@ -118,5 +118,6 @@ def rms_norm(
         TypeError: a dtype is not one of the three.
     """
     if quantize is not None:
+        check_quantize("rms_norm", quantize)
         return quantized.rms_norm(x, weight, eps, offset, rounding, quantize)
     return _op(x, weight, eps, offset, rounding)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.rms_norm.common import check
 from rooftile.primitives.exchange import gather, publish_pair, resident, split, sum_pairs
-from rooftile.primitives.partials import sum_partials
+from rooftile.primitives.partials import accumulate, sum_partials
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -174,13 +174,7 @@ def _split_kernel(
         if NEEDS_DW:
             if CAST_FIRST:
                 xhat = xhat.to(u_ptr.dtype.element_ty).to(tl.float32)
-            if COMPENSATED:  # a hundred rows and more added one by one would lose more than eager's pairwise sum
-                term = g * xhat - lost
-                total = dw + term
-                lost = (total - dw) - term
-                dw = total
-            else:
-                dw += g * xhat
+            dw, lost = accumulate(dw, lost, g * xhat, COMPENSATED)
         u = u1
         dy = dy1
         u1 = u2
