@@ -154,3 +154,24 @@ def test_qk_norm_rope_takes_the_norms_of_qwen3() -> None:
     expected = modeling_qwen3.apply_rotary_pos_emb(theirs.q_norm(q), theirs.k_norm(k), *tables)
     for got, want in zip(ours(q, k, *tables), expected, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_tables_and_biases_are_made_again_after_the_meta_device() -> None:
+    made, expected = nn.RoPE(16, max_positions=8, device="meta"), nn.RoPE(16, max_positions=8, device=DEVICE)
+    made.to_empty(device=DEVICE).reset_parameters()
+    assert torch.equal(made.cos, expected.cos)
+    assert torch.equal(made.sin, expected.sin)
+    bias = nn.BiasGELU(4, device="meta").to_empty(device=DEVICE)
+    bias.reset_parameters()
+    assert bias.bias.tolist() == [0.0] * 4
+
+
+def test_arguments_that_do_not_fit_are_refused_when_a_module_is_made() -> None:
+    for make, error, message in (
+        (lambda: nn.RMSNorm((4, 8)), ValueError, "RMSNorm: hidden_size is"),
+        (lambda: nn.RMSNorm(8, eps=None), TypeError, "RMSNorm: eps is a NoneType"),
+        (lambda: nn.GeluMul("fast"), ValueError, "GeluMul: approximate is 'fast'"),
+        (lambda: nn.BiasGELU(8, "fast"), ValueError, "BiasGELU: approximate is 'fast'"),
+    ):
+        with pytest.raises(error, match=message):
+            make()

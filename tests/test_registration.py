@@ -285,3 +285,13 @@ def test_compiled_for_the_cpu_without_the_interpreter():
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("rms_norm: x is on the CPU, expected a GPU (set TRITON_INTERPRET=1")
+
+
+def test_transforms_that_differentiate_are_refused_by_name(device):
+    from rooftile import rms_norm
+
+    x = torch.randn(4, 64, device=device)
+    with pytest.raises(
+        RuntimeError, match=r"rms_norm can't be differentiated by torch\.func; use torch\.autograd\.grad"
+    ):
+        torch.func.grad(lambda x: rms_norm(x).sum())(x)

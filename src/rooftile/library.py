@@ -191,6 +191,10 @@ def define(
         return False
 
     def with_gradients(keyset: Any, args: tuple[Any, ...]) -> Any:
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(
+                f"rooftile::{name} can't be differentiated by torch.func; use torch.autograd.grad or .backward()"
+            )
         if autograd is not None and autograd.check is not None:
             autograd.check(args)
         for i in mutated:

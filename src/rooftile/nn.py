@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rms_norm import Rounding, rms_norm
 from rooftile.ops.rope import Layout, Style, rope
 from rooftile.ops.softmax import softmax
-from rooftile.primitives.activations import Approximate
+from rooftile.primitives.activations import Approximate, gelu_name
 
 __all__ = [
     "AddRMSNorm",
@@ -56,6 +54,10 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(hidden_size, int) or hidden_size < 1:
+            raise ValueError(f"RMSNorm: hidden_size is {hidden_size!r}, expected a positive integer: one dimension")
+        if not isinstance(eps, (float, int)):
+            raise TypeError(f"RMSNorm: eps is a {type(eps).__name__}, expected a number")
         self.hidden_size = hidden_size
         self.eps = eps
         self.offset = offset
@@ -122,12 +124,19 @@ class RoPE(nn.Module):
         self.base = base
         self.style: Style = style
         self.layout: Layout = layout
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
-        position = torch.arange(max_positions, dtype=torch.float64, device=device)
-        angle = position[:, None] * base**-exponent
-        angle = angle.repeat_interleave(2, -1) if style == "interleaved" else torch.cat((angle, angle), -1)
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        for name in ("cos", "sin"):
+            table = torch.empty(max_positions, rotary_dim, dtype=torch.float32, device=device)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the tables, on the device where they are; after `to_empty()`, too."""
+        exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=self.cos.device) / self.rotary_dim
+        position = torch.arange(self.max_positions, dtype=torch.float64, device=self.cos.device)
+        angle = position[:, None] * self.base**-exponent
+        angle = angle.repeat_interleave(2, -1) if self.style == "interleaved" else torch.cat((angle, angle), -1)
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
 
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """q and k rotated; token t is at position t where position_ids, `(T,)` or `(B, T)`, are not given."""
@@ -164,7 +173,7 @@ class QKNormRoPE(nn.Module):
         elementwise_affine: bool = True,
         *,
         offset: float = 0.0,
-        style: Literal["half", "interleaved"] = "half",
+        style: Style = "half",
         layout: Layout = "BHTD",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -172,7 +181,7 @@ class QKNormRoPE(nn.Module):
         super().__init__()
         self.q_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
         self.k_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
-        self.style: Literal["half", "interleaved"] = style
+        self.style: Style = style
         self.layout: Layout = layout
 
     def forward(
@@ -262,6 +271,7 @@ class GeluMul(nn.Module):
 
     def __init__(self, approximate: Approximate = "none") -> None:
         super().__init__()
+        gelu_name("GeluMul", approximate)
         self.approximate: Approximate = approximate
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -282,7 +292,12 @@ class _Bias(nn.Module):
     ) -> None:
         super().__init__()
         self.features = features
-        self.bias = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero."""
+        nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         return str(self.features)
@@ -307,6 +322,7 @@ class BiasGELU(_Bias):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(features, device=device, dtype=dtype)
+        gelu_name("BiasGELU", approximate)
         self.approximate: Approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
