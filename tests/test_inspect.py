@@ -41,15 +41,9 @@ def failures(rows):
 # Every op on every target
 
 
-def test_every_op_compiles_for_sm_90_at_real_shapes_and_with_every_option():
-    tasks = plan(find_cases(), sets=("tiny", "llm"), dtypes=[torch.bfloat16])
-    rows = compile_on("sm_90", tasks)
-    assert not failures(rows)
-    assert {(r.op, r.direction) for r in rows} >= {(t.op, t.direction) for t in tasks}
-
-
-@pytest.mark.parametrize("arch", [a for a in TARGETS if a != "sm_90"])
+@pytest.mark.parametrize("arch", TARGETS)
 def test_every_op_compiles_for_every_target(arch):
+    """At one real size. `rooftile inspect --all` is for all of them, and for the options; it takes long."""
     first = [dataclasses.replace(c, sets={"llm": c.sets["llm"][:1]}) for c in find_cases()]
     tasks = plan(first, dtypes=[torch.bfloat16])
     rows = compile_on(arch, tasks)
@@ -73,7 +67,7 @@ LENGTHS = (1, 2, 15, 16, 17, 1024, 4097)
 
 def _lengths(case):
     """The case's real and decode shapes at other lengths: rows, or tokens and batches."""
-    for base in (case.sets["llm"][0], case.sets["decode"][0]):
+    for base in (case.sets["llm"][0], *case.sets.get("decode", ())[:1]):
         if "rows" in base.dims:
             grid = [{"rows": n} for n in LENGTHS]
         else:
@@ -217,7 +211,7 @@ def test_the_command_shows_and_writes_every_kernel(tmp_path, monkeypatch):
 )
 def test_the_exit_code_says_whether_all_passed(monkeypatch, name, code, closing):
     monkeypatch.setattr(cli, "_cases", lambda ops: [BROKEN[name]])
-    monkeypatch.setattr(report, "inspect_all", lambda cases, archs, console: broken("sm_86")[name])
+    monkeypatch.setattr(report, "inspect_all", lambda cases, archs, console, *_: broken("sm_86")[name])
     result = run(name)
     assert result.exit_code == code, result.output
     assert closing in result.output

@@ -219,6 +219,11 @@ def inspect(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every op on every target.")] = False,
+    sets: Annotated[
+        list[SetName] | None,
+        typer.Option("--set", help="Points to compile; repeatable. Default: tiny and all that are of real sizes."),
+    ] = None,
+    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable; all where none is given.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
     ] = None,
@@ -238,9 +243,12 @@ def inspect(
             f"unknown target {', '.join(unknown)}; known targets: {', '.join(runtime.TARGETS)}", param_hint="--arch"
         )
     cases = _cases(ops)
+    from rooftile.cases.check import DTYPES
     from rooftile.inspect import report
+    from rooftile.inspect.plan import SETS
 
-    rows = report.inspect_all(cases, chosen, console)
+    names = [s.value for s in sets] if sets else SETS
+    rows = report.inspect_all(cases, chosen, console, names, [DTYPES[d.value] for d in dtypes] if dtypes else None)
     report.show(rows, console)
     if json_file is not None:
         report.write_json(rows, json_file)

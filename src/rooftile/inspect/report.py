@@ -23,19 +23,25 @@ from rich.table import Table
 from rooftile import __version__
 from rooftile.cases import OpCase
 from rooftile.inspect.compiling import compile_on
-from rooftile.inspect.plan import Row, Task, plan
+from rooftile.inspect.plan import SETS, Row, Task, plan
 
 _STYLES = {"PASS": "green", "FAIL": "bold red", "excluded": "yellow"}
 
 
-def inspect_all(cases: Sequence[OpCase], archs: Sequence[str], console: Console) -> list[Row]:
-    """Every call of those cases, compiled for those targets; on a terminal, with a progress bar.
+def inspect_all(
+    cases: Sequence[OpCase],
+    archs: Sequence[str],
+    console: Console,
+    sets: Sequence[str] = SETS,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> list[Row]:
+    """Every call of those cases, sets and dtypes, compiled for those targets; on a terminal, with a progress bar.
 
     A process compiles for one target. Each target has one process a dtype: dtypes share no kernels, and so the cores
     are kept busy to the end.
     """
     tasks: dict[str, list[Task]] = {}
-    for task in plan(cases):
+    for task in plan(cases, sets=sets, dtypes=dtypes):
         tasks.setdefault(task.dtype, []).append(task)
     jobs = [(arch, some) for arch in archs for some in tasks.values()]
     by_name = {case.name: case for case in cases}
