@@ -101,8 +101,9 @@ class Config:
 
 @functools.cache
 def config(n_cols: int, itemsize: int, span: int, target: runtime.Target) -> Config:
-    """On an H200 (bf16, 8192 x 14336) 1.04 of a copy's speed with each kind of scale: the whole row in a tile where it
-    has a scale of its own, tiles as the unquantised forward's otherwise."""
+    """On an H200 (bf16) 1.01 to 1.04 of a copy's speed at 8192 x 14336 with each kind of scale: the whole row in a tile
+    where it has a scale of its own, tiles as the unquantised forward's otherwise. The loop has 0.71, at 8192 x 18944.
+    """
     whole = max(library.power_of_two(n_cols), span)
     if target is runtime.INTERPRETER:
         return Config("tile", max(min(4096, whole), span), num_warps=4, rows=16)
