@@ -14,14 +14,15 @@ from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.reference import qk_norm_rope as reference
 
 _ROUNDED_ONCE = "float32 inside, rounded once: half a unit in the last place"
+_AS_MODELS_ROUND = "one unit in the last place: a model rounds between the norm and the rotation, too"
 _FP32 = "a float32 sum over a head, two products and a sum, each rounded"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {
         "forward": Tolerance(1e-6, _FP32),
         "backward": Tolerance(5e-6, f"{_FP32}; sums over all tokens and heads"),
     },
-    torch.float16: {d: Tolerance(5e-4, _ROUNDED_ONCE) for d in ("forward", "backward")},
-    torch.bfloat16: {d: Tolerance(4e-3, _ROUNDED_ONCE) for d in ("forward", "backward")},
+    torch.float16: {"forward": Tolerance(5e-4, _ROUNDED_ONCE), "backward": Tolerance(1e-3, _AS_MODELS_ROUND)},
+    torch.bfloat16: {"forward": Tolerance(4e-3, _ROUNDED_ONCE), "backward": Tolerance(8e-3, _AS_MODELS_ROUND)},
 }
 _WEIGHTS = ("q_weight", "k_weight")
 
