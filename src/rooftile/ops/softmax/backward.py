@@ -23,6 +23,7 @@ from rooftile.ops.softmax.common import (
     check,
     inside,
     kept_columns,
+    narrowed,
     read_columns,
     row_length,
     split_config,
@@ -55,7 +56,7 @@ def _tile_kernel(
     mask = (rows < n_rows) & inside(cols, n_cols, EVEN)
     read = mask
     if CAUSAL:
-        read &= cols < read_columns(kept_columns(rows.to(n_rows.dtype), seq_len, n_cols))
+        read &= cols < read_columns(kept_columns(narrowed(rows, n_rows), seq_len, n_cols))
 
     dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=read, other=0.0, eviction_policy="evict_first")
     y = tl.load(y_ptr + rows * stride_ym + cols, mask=read, other=0.0, eviction_policy="evict_first")
@@ -101,7 +102,7 @@ def _loop_kernel(
     dx_ptr += row * n_cols
     stop = n_cols
     if CAUSAL:
-        stop = read_columns(kept_columns(row.to(n_rows.dtype), seq_len, n_cols))
+        stop = read_columns(kept_columns(narrowed(row, n_rows), seq_len, n_cols))
     elif CHUNKS > 0:  # a short loop is unrolled: all that it loads is on its way at once
         stop = CHUNKS * BLOCK_N
     block = tl.arange(0, BLOCK_N)
@@ -175,7 +176,7 @@ def _split_kernel(
 
         read = mask & (row < n_rows)
         if CAUSAL:
-            read &= cols < read_columns(kept_columns(row.to(n_rows.dtype), seq_len, n_cols))
+            read &= cols < read_columns(kept_columns(narrowed(row, n_rows), seq_len, n_cols))
         dy = tl.load(dy_ptr + row * stride_dym + cols, mask=read, other=0.0, eviction_policy="evict_first")
         y = tl.load(y_ptr + row * stride_ym + cols, mask=read, other=0.0, eviction_policy="evict_first")
         along = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=0)

@@ -37,6 +37,15 @@ def read_columns(kept):
 
 
 @triton.jit
+def narrowed(row, n_rows):
+    """`row` in as many bits as the number of rows needs: a remainder in 64 takes several times as long as in 32.
+
+    Where a compiler traces the launch, `n_rows` is a plain number, which has no dtype of its own.
+    """
+    return row.to((tl.zeros((), tl.int32) + n_rows).dtype)
+
+
+@triton.jit
 def mask_row(row, n_b, n_c, stride_ma, stride_mb, stride_mc):
     """Where the mask of a row begins: rows are walked as (A, B, C), see `mask_layout`."""
     a = (row // n_c // n_b).to(tl.int64)

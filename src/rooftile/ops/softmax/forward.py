@@ -29,6 +29,7 @@ from rooftile.ops.softmax.common import (
     kept_columns,
     mask_layout,
     mask_row,
+    narrowed,
     read_columns,
     row_length,
     split_config,
@@ -111,7 +112,7 @@ def _tile_kernel(
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < n_rows) & inside(cols, n_cols, EVEN)
-    index = rows.to(n_rows.dtype)  # in 32 bits, as a rule: a remainder in 64 takes several times as long
+    index = narrowed(rows, n_rows)
     kept = n_cols
     if CAUSAL:
         kept = kept_columns(index, seq_len, n_cols)
@@ -158,7 +159,7 @@ def _loop_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     y_ptr += row * n_cols
-    index = row.to(n_rows.dtype)
+    index = narrowed(row, n_rows)
     if HAS_MASK:
         mask_ptr += mask_row(index, n_b, n_c, stride_ma, stride_mb, stride_mc)
     kept = n_cols
@@ -252,7 +253,7 @@ def _split_kernel(
         word_mask = (done >= 0) & (splits < SPLITS)
         words = tl.load(words_ptr + done * SPLITS + splits, mask=word_mask, other=-1, volatile=True)
 
-        index = row.to(n_rows.dtype)
+        index = narrowed(row, n_rows)
         kept = n_cols
         if CAUSAL:
             kept = kept_columns(index, seq_len, n_cols)
