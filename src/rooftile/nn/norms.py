@@ -1,4 +1,4 @@
-"""The ops as modules. Parameters have the names and shapes of their counterparts in torch.nn and transformers."""
+"""Norms, RoPE and softmax."""
 
 from __future__ import annotations
 
@@ -6,27 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.ops.add_rms_norm import add_rms_norm
-from rooftile.ops.bias_activation import bias_gelu, bias_silu
-from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rms_norm import Rounding, rms_norm
 from rooftile.ops.rope import Layout, Style, rope
 from rooftile.ops.softmax import softmax
-from rooftile.primitives.activations import Approximate, gelu_name
-
-__all__ = [
-    "AddRMSNorm",
-    "BiasGELU",
-    "BiasSiLU",
-    "GeluMul",
-    "LayerNorm",
-    "QKNormRoPE",
-    "RMSNorm",
-    "RoPE",
-    "SiluMul",
-    "Softmax",
-]
 
 
 class RMSNorm(nn.Module):
@@ -91,6 +75,26 @@ class AddRMSNorm(RMSNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """`u = x + residual` and `y = rms_norm(u)`, returned as `(y, u)`."""
         return add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset, rounding=self.rounding)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`rooftile.layer_norm` in the place of `torch.nn.LayerNorm`, whose arguments, parameters and state it has.
+
+    `normalized_shape` may be several dimensions: they are taken as one.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`(..., *normalized_shape)` to the same shape."""
+        if input.shape[-len(self.normalized_shape) :] != self.normalized_shape:
+            raise ValueError(
+                f"LayerNorm: input has shape {tuple(input.shape)}, expected its last dimensions to be "
+                f"{tuple(self.normalized_shape)}"
+            )
+        if len(self.normalized_shape) == 1:
+            return layer_norm(input, self.weight, self.bias, eps=self.eps)
+        x = input.flatten(-len(self.normalized_shape))
+        weight, bias = (None if p is None else p.flatten() for p in (self.weight, self.bias))
+        return layer_norm(x, weight, bias, eps=self.eps).view(input.shape)
 
 
 class RoPE(nn.Module):
@@ -206,26 +210,6 @@ class QKNormRoPE(nn.Module):
         return f"style={self.style!r}, layout={self.layout!r}"
 
 
-class LayerNorm(nn.LayerNorm):
-    """`rooftile.layer_norm` in the place of `torch.nn.LayerNorm`, whose arguments, parameters and state it has.
-
-    `normalized_shape` may be several dimensions: they are taken as one.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`(..., *normalized_shape)` to the same shape."""
-        if input.shape[-len(self.normalized_shape) :] != self.normalized_shape:
-            raise ValueError(
-                f"LayerNorm: input has shape {tuple(input.shape)}, expected its last dimensions to be "
-                f"{tuple(self.normalized_shape)}"
-            )
-        if len(self.normalized_shape) == 1:
-            return layer_norm(input, self.weight, self.bias, eps=self.eps)
-        x = input.flatten(-len(self.normalized_shape))
-        weight, bias = (None if p is None else p.flatten() for p in (self.weight, self.bias))
-        return layer_norm(x, weight, bias, eps=self.eps).view(input.shape)
-
-
 class Softmax(nn.Module):
     """`rooftile.softmax` in the place of `torch.nn.Softmax`: over any dimension, by a copy where it is not the last.
 
@@ -252,90 +236,3 @@ class Softmax(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, scale={self.scale}, causal={self.causal}"
-
-
-class SiluMul(nn.Module):
-    """SwiGLU's activation, `silu(gate) * up`, of two tensors or of one that holds `[gate | up]`."""
-
-    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """`rooftile.silu_mul(gate, up)`, or `rooftile.silu_mul_packed(gate)` where up is not given."""
-        return silu_mul_packed(gate) if up is None else silu_mul(gate, up)
-
-
-class GeluMul(nn.Module):
-    """GeGLU's activation, `gelu(gate) * up`, of two tensors or of one that holds `[gate | up]`.
-
-    Args:
-        approximate: `"none"` (exact) or `"tanh"`, as in `torch.nn.GELU`.
-    """
-
-    def __init__(self, approximate: Approximate = "none") -> None:
-        super().__init__()
-        gelu_name("GeluMul", approximate)
-        self.approximate: Approximate = approximate
-
-    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """`rooftile.gelu_mul(gate, up)`, or `rooftile.gelu_mul_packed(gate)` where up is not given."""
-        if up is None:
-            return gelu_mul_packed(gate, approximate=self.approximate)
-        return gelu_mul(gate, up, approximate=self.approximate)
-
-    def extra_repr(self) -> str:
-        return f"approximate={self.approximate!r}"
-
-
-class _Bias(nn.Module):
-    """A bias that is added to what a product without one gives; named as `torch.nn.Linear` names its own."""
-
-    def __init__(
-        self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.features = features
-        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the bias to zero."""
-        nn.init.zeros_(self.bias)
-
-    def extra_repr(self) -> str:
-        return str(self.features)
-
-
-class BiasGELU(_Bias):
-    """`rooftile.bias_gelu` with its bias, of shape `(features,)`: `gelu(x + bias)`.
-
-    Its state is the `bias` of the `torch.nn.Linear` in front of it, whose product then goes without one.
-
-    Args:
-        features: the last dimension of the input.
-        approximate: `"none"` (exact) or `"tanh"`, as in `torch.nn.GELU`.
-    """
-
-    def __init__(
-        self,
-        features: int,
-        approximate: Approximate = "none",
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(features, device=device, dtype=dtype)
-        gelu_name("BiasGELU", approximate)
-        self.approximate: Approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`(..., features)` to the same shape."""
-        return bias_gelu(x, self.bias, approximate=self.approximate)
-
-    def extra_repr(self) -> str:
-        return f"{self.features}, approximate={self.approximate!r}"
-
-
-class BiasSiLU(_Bias):
-    """`rooftile.bias_silu` with its bias, of shape `(features,)`: `silu(x + bias)`. See `BiasGELU`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`(..., features)` to the same shape."""
-        return bias_silu(x, self.bias)
