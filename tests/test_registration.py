@@ -40,13 +40,21 @@ def calls(case, device, points=None):
         yield from record.calls
 
 
+# As PyTorch's own products, these cast what they are given under autocast: test_matmul.py.
+PRODUCTS = ("matmul", "linear", "gated_linear", "rms_norm_linear")
+_WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 @every_case
 def test_opcheck(case, device):
     for point in case.sets["tiny"]:
         forward_call, *rest = calls(case, device, [point])
         checked = [forward_call] if case.name.startswith("rope") else [forward_call, *rest]  # its backward is itself
         for op, args, _ in checked:
-            torch.library.opcheck(op, args)
+            # PyTorch's test of the schema multiplies what it is given, which float8 can't be.
+            narrow = any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.itemsize == 1 for a in args)
+            kept = {"test_utils": _WITHOUT_SCHEMA} if narrow else {}
+            torch.library.opcheck(op, args, **kept)
 
 
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
@@ -151,8 +159,9 @@ def test_inductor_on_the_gpu(case, device):
 
 
 @pytest.mark.gpu
-@every_case
+@pytest.mark.parametrize("case", [c for c in CASES if c.roof == "copy"], ids=lambda case: case.name)
 def test_lengths_that_change_compile_no_kernel_again(case, device):
+    """But for products, whose kernel and tiles depend on how many rows there are."""
     import triton
 
     compiled = []
@@ -233,7 +242,7 @@ def test_dtypes_that_are_not_taken(case, device):
                 case.function(**{**inputs, name: inputs[name].to(dtype)}, **point.options)
 
 
-@every_case
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in PRODUCTS], ids=lambda case: case.name)
 def test_autocast_changes_nothing(case, device):
     point = case.sets["tiny"][0]
     inputs = draw(case, point, torch.float32, device)

@@ -16,16 +16,29 @@ if TYPE_CHECKING:
     from rooftile.ops.add_rms_norm import add_rms_norm as add_rms_norm
     from rooftile.ops.bias_activation import bias_gelu as bias_gelu
     from rooftile.ops.bias_activation import bias_silu as bias_silu
+    from rooftile.ops.fp8_linear import fp8_linear as fp8_linear
     from rooftile.ops.gated import gelu_mul as gelu_mul
     from rooftile.ops.gated import gelu_mul_packed as gelu_mul_packed
     from rooftile.ops.gated import silu_mul as silu_mul
     from rooftile.ops.gated import silu_mul_packed as silu_mul_packed
     from rooftile.ops.layer_norm import layer_norm as layer_norm
+    from rooftile.ops.matmul import MatmulConfig as MatmulConfig
+    from rooftile.ops.matmul import gated_linear as gated_linear
+    from rooftile.ops.matmul import linear as linear
+    from rooftile.ops.matmul import matmul as matmul
     from rooftile.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
+    from rooftile.ops.quantize_tensor import quantize_tensor as quantize_tensor
     from rooftile.ops.rms_norm import rms_norm as rms_norm
+    from rooftile.ops.rms_norm_linear import rms_norm_linear as rms_norm_linear
     from rooftile.ops.rope import rope as rope
     from rooftile.ops.rope import rope_ as rope_
     from rooftile.ops.softmax import softmax as softmax
+    from rooftile.ops.weight_only import int4_linear as int4_linear
+    from rooftile.ops.weight_only import int8_linear as int8_linear
+    from rooftile.ops.weight_only import pack_int4 as pack_int4
+    from rooftile.ops.weight_only import quantize_int4 as quantize_int4
+    from rooftile.ops.weight_only import quantize_int8 as quantize_int8
+    from rooftile.ops.weight_only import unpack_int4 as unpack_int4
     from rooftile.quantize import Quantize as Quantize
 
 _HOME = {
@@ -34,16 +47,29 @@ _HOME = {
     "add_rms_norm": "rooftile.ops.add_rms_norm",
     "bias_gelu": "rooftile.ops.bias_activation",
     "bias_silu": "rooftile.ops.bias_activation",
+    "fp8_linear": "rooftile.ops.fp8_linear",
     "gelu_mul": "rooftile.ops.gated",
     "gelu_mul_packed": "rooftile.ops.gated",
     "silu_mul": "rooftile.ops.gated",
     "silu_mul_packed": "rooftile.ops.gated",
     "layer_norm": "rooftile.ops.layer_norm",
+    "MatmulConfig": "rooftile.ops.matmul",
+    "gated_linear": "rooftile.ops.matmul",
+    "linear": "rooftile.ops.matmul",
+    "matmul": "rooftile.ops.matmul",
     "qk_norm_rope": "rooftile.ops.qk_norm_rope",
+    "quantize_tensor": "rooftile.ops.quantize_tensor",
     "rms_norm": "rooftile.ops.rms_norm",
+    "rms_norm_linear": "rooftile.ops.rms_norm_linear",
     "rope": "rooftile.ops.rope",
     "rope_": "rooftile.ops.rope",
     "softmax": "rooftile.ops.softmax",
+    "int4_linear": "rooftile.ops.weight_only",
+    "int8_linear": "rooftile.ops.weight_only",
+    "pack_int4": "rooftile.ops.weight_only",
+    "quantize_int4": "rooftile.ops.weight_only",
+    "quantize_int8": "rooftile.ops.weight_only",
+    "unpack_int4": "rooftile.ops.weight_only",
     "Quantize": "rooftile.quantize",
 }
 

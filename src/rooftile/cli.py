@@ -332,5 +332,63 @@ def bench_prefill(
     raise typer.Exit(code)
 
 
+@app.command()
+def tune(
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="NAME|PATH", help="llama-3-8b, granite-8b-code, qwen2.5-7b, ...; or a config.json."
+        ),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="M,N,K", help="x (M, K) times a weight (N, K); repeatable.")
+    ] = None,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option("--m", min=1, help="Rows of x for --model; repeatable. Default: 1, 2, 4, ... to 4096."),
+    ] = None,
+    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: bf16.")] = None,
+    precision: Annotated[str, typer.Option(help="Of float32 products: ieee or tf32.")] = "ieee",
+    ops: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="linear, gated_linear, matmul_nn (dx), matmul_tn (dw). Default: linear."),
+    ] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds in all. Default: as long as it takes.")] = None,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="All configurations, not the likely ones.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<op>.json, not the user's own.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what the table has already.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile ahead. Default: by the cores.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for each product; where time went.")] = False,
+) -> None:
+    """Search for the fastest launch configurations, each checked before it is timed; they are used from then on."""
+    choose_mode()
+    from rooftile.bench.tune import Settings, parse_shape, run
+    from rooftile.cases.check import DTYPES
+
+    try:
+        settings = Settings(
+            models=tuple(models or ()),
+            shapes=[parse_shape(text) for text in shapes or ()],
+            rows=rows,
+            dtypes=[DTYPES[d.value] for d in dtypes] if dtypes else None,
+            precision=precision,
+            ops=tuple(_names(ops) or ("linear",)),
+            budget=budget,
+            exhaustive=exhaustive,
+            out=out,
+            again=again,
+            jobs=jobs,
+            verbose=verbose,
+        )
+        code = run(settings, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
 def main() -> None:
     app()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
+from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 _MANY = 256  # remembered kernels of a plan, over which they are forgotten: strides that never repeat
 _PLANS: weakref.WeakSet[Plan] = weakref.WeakSet()
@@ -52,12 +54,12 @@ class Plan:
 def launch(
     plan: Plan,
     programs: int,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | TensorDescriptor | None, ...],
     strides: tuple[int, ...],
     numbers: tuple[int, ...] = (),
 ) -> None:
     """Run `programs` programs of the plan's kernel over those arguments."""
-    first = tensors[0]
+    first = tensors[0].base if isinstance(tensors[0], TensorDescriptor) else tensors[0]
     if isinstance(first, FunctionalTensor):
         return _trace(plan, programs, tensors, strides, numbers)
     key = None
@@ -65,7 +67,7 @@ def launch(
         pointers = 0
         for t in tensors:
             if t is not None:
-                pointers |= t.data_ptr()
+                pointers |= (t.base if isinstance(t, TensorDescriptor) else t).data_ptr()
         # Numbers are not specialized on, but one past 2^31 is of another type.
         if not pointers & 15 and all(n < 2**31 for n in numbers):
             key = (first.get_device(), strides)  # type: ignore[union-attr]
@@ -103,8 +105,8 @@ def _trace(plan: Plan, programs: Any, tensors: Any, strides: Any, numbers: Any) 
     """Put the launch into the graph that is being traced, so that the compiler launches it without the op around it."""
     from torch.library import wrap_triton
 
-    if set(plan.options) - {"num_warps"}:
-        raise Untraceable("a cooperative grid, or a limit on registers")
+    if set(plan.options) - {"num_warps"} or any(isinstance(t, TensorDescriptor) for t in tensors):
+        raise Untraceable("a cooperative grid, a limit on registers, an early launch, or descriptors of tensors")
     wrap_triton(plan.kernel)[(programs,)](*tensors, *strides, *numbers, **plan.constants, **plan.options)
 
 
@@ -112,3 +114,32 @@ def forget() -> None:
     """Forget every remembered kernel: the next launches go through Triton again, for what watches its launcher."""
     for plan in _PLANS:
         plan.compiled.clear()
+
+
+_ARENA = 1 << 20  # counters of a device that graphs share out
+_ARENAS: dict[int, tuple[Tensor, int]] = {}
+_EAGER: dict[tuple[int, int], Tensor] = {}
+
+
+def counters(n: int, device: torch.device) -> Tensor:
+    """n int32 zeros, for a kernel that leaves them zero.
+
+    So no launch has to clear them. Kernels on one stream run one after another and share theirs; every launch that a
+    CUDA graph captures gets its own, for graphs may be replayed side by side.
+    """
+    if runtime.MODE is not runtime.Mode.GPU:
+        return torch.zeros(n, dtype=torch.int32, device=device)
+    index = device.index or 0
+    if torch.cuda.is_current_stream_capturing():
+        arena, used = _ARENAS.get(index, (None, 0))
+        if arena is None or used + n > _ARENA:
+            return torch.zeros(n, dtype=torch.int32, device=device)
+        _ARENAS[index] = (arena, used + n)
+        return arena[used : used + n]
+    if index not in _ARENAS:
+        _ARENAS[index] = (torch.zeros(_ARENA, dtype=torch.int32, device=device), 0)
+    key = (index, _stream(index))
+    found = _EAGER.get(key)
+    if found is None or found.numel() < n:
+        found = _EAGER[key] = torch.zeros(max(n, 4096), dtype=torch.int32, device=device)
+    return found

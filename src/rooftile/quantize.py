@@ -8,7 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Per = Literal["row", "group", "tensor"]
+Per = Literal["row", "group", "tensor", "block"]
+BLOCK = 128  # the edge of a block, in rows and in columns
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
@@ -31,7 +32,9 @@ class Quantize:
         dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
         per: what shares a scale. `"row"`: the last dimension, scales of shape `(..., 1)`. `"group"`: every
             `group_size` elements of it, scales of shape `(..., ceil(N / group_size))`; the last group may be shorter.
-            `"tensor"`: everything, by `scale`, which has to be known beforehand: no maximum is taken.
+            `"tensor"`: everything, by `scale`; without one, which `quantize_tensor` alone takes, by the tensor's own
+            maximum, a scale of shape `(1,)`. `"block"`, which `quantize_tensor` alone takes: blocks of 128 x 128 of a
+            matrix, scales of shape `(ceil(M / 128), ceil(N / 128))`.
         scale: for `per="tensor"` alone, a float32 tensor of one positive element on the inputs' device (its value is
             not looked at: that would wait for the device). It comes back as the op's scale.
         group_size: for `per="group"`, a power of two from 16 to 4096.
@@ -52,9 +55,8 @@ class Quantize:
             raise TypeError(f"Quantize: dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}")
         if self.per not in get_args(Per):
             raise ValueError(f"Quantize: per is {self.per!r}, expected one of {', '.join(get_args(Per))}")
-        if (self.scale is not None) != (self.per == "tensor"):
-            have, want = ("no scale", "one") if self.scale is None else ("a scale", "none: it is computed")
-            raise ValueError(f"Quantize: per={self.per!r} with {have}, expected {want}")
+        if self.scale is not None and self.per != "tensor":
+            raise ValueError(f"Quantize: per={self.per!r} with a scale, expected none: it is computed")
         if self.scale is not None and not isinstance(self.scale, Tensor):
             raise TypeError(
                 f"Quantize: scale is a {type(self.scale).__name__}, expected a float32 tensor of one element on the "
@@ -74,14 +76,31 @@ class Quantize:
 
     def dequantize(self, y: Tensor, scale: Tensor) -> Tensor:
         """What a result and its scales stand for, in float32: each element times its row's, group's or only scale."""
-        if self.per == "group":
-            scale = scale.repeat_interleave(self.group_size, dim=-1)[..., : y.shape[-1]]
+        if self.per in ("group", "block"):
+            span = self.group_size if self.per == "group" else BLOCK
+            scale = scale.repeat_interleave(span, dim=-1)[..., : y.shape[-1]]
+        if self.per == "block":
+            scale = scale.repeat_interleave(BLOCK, dim=-2)[..., : y.shape[-2], :]
         return y.float() * scale
 
 
-def check_quantize(op: str, quantize: object) -> None:
-    """Raise TypeError for what is no `Quantize`."""
+def check_quantize(op: str, quantize: object, *, fused: bool = True) -> None:
+    """Raise TypeError for what is no `Quantize`, ValueError for what an op can't do.
+
+    `fused`: the op quantises its own result, so that no program has seen more of it than its rows.
+    """
     if not isinstance(quantize, Quantize):
         raise TypeError(
             f'{op}: quantize is {quantize!r}, expected a rooftile.Quantize, such as Quantize(torch.int8, per="row")'
+        )
+    if not fused:
+        return
+    if quantize.per == "block":
+        raise ValueError(
+            f'{op}: quantize has per="block", which quantize_tensor takes; expected "row", "group" or "tensor" here'
+        )
+    if quantize.per == "tensor" and quantize.scale is None:
+        raise ValueError(
+            f'{op}: quantize has per="tensor" with no scale, expected one: the maximum of all rows is known only when '
+            "they are written (quantize_tensor takes it)"
         )

@@ -9,63 +9,33 @@ A table stands between `<!-- rooftile:table NAME -->` and `<!-- /rooftile:table 
 from __future__ import annotations
 
 import functools
-import io
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from rooftile.bench import docs_products
+from rooftile.bench.docs_tables import (
+    LARGE,
+    NO_RESULTS,
+    TIE,
+    by_gpu,
+    closing,
+    machine_line,
+    machines,
+    markdown,
+    ours_of,
+    ratios_of,
+)
 from rooftile.bench.report import HOST_COLUMNS, host_cells, number, ratio
-from rooftile.bench.rows import OURS, Row, best_peer, geometric_mean, groups, read_json
+from rooftile.bench.rows import OURS, Row, best_peer, groups
 from rooftile.cases import Direction, all_cases
 from rooftile.cases.check import NAMES, tolerance_rows
 
-NO_RESULTS = "*Not measured yet: results/ holds nothing for this table.*"
-LARGE = 128 << 20  # bytes, from which on a row is held to the roof: below it, starting and ending a kernel shows
-TIE = 0.98  # of the best peer's speed, or more
-
 _MARKED = re.compile(r"(<!-- rooftile:table (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- /rooftile:table -->)", re.DOTALL)
-
-
-def markdown(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; a column whose name ends with ">" is aligned to the right."""
-    table = Table(box=box.MARKDOWN)
-    for name in columns:
-        right = name.endswith(">")
-        table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*(Text(c.replace("|", "\\|")) for c in row))
-    out = io.StringIO()
-    Console(file=out, width=10_000, color_system=None).print(table)
-    lines = [line.strip() for line in out.getvalue().strip().splitlines()]
-    # Markdown wants the alignment in the second line, which rich draws without.
-    rules = ["---:" if name.endswith(">") else "---" for name in columns]
-    return "\n".join([lines[0], f"| {' | '.join(rules)} |", *lines[2:]])
-
-
-def machine_line(meta: dict[str, Any]) -> str:
-    """Where and when a table was measured."""
-    roofs = (
-        f"copy {number(meta['roof_copy_gbs'], 4)} GB/s, read {number(meta['roof_read_gbs'], 4)} GB/s, "
-        f"bf16 product {number(meta['roof_tflops'])} TFLOP/s"
-    )
-    versions = f"driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']}"
-    when = f"commit `{str(meta['commit'])[:10]}`, {str(meta['date'])[:10]}"
-    return f"**{meta['gpu']}** ({versions}), {when}. Roofs: {roofs}."
-
-
-def _by_gpu(results: Path, suite: str) -> dict[str, list[tuple[dict[str, Any], list[Row]]]]:
-    found: dict[str, list[tuple[dict[str, Any], list[Row]]]] = {}
-    for path in sorted(results.glob(f"*/{suite}/*.json")):
-        found.setdefault(path.parts[-3], []).append(read_json(path))
-    return found
 
 
 def ops(results: Path) -> str:
@@ -95,37 +65,6 @@ def tolerances(results: Path) -> str:
     return markdown(("ops", "of", "dtype", "at most>", "because"), rows)
 
 
-def _machines(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[str]:
-    """A line for each run that the files come from, with the ops that it measured, each followed by an empty one."""
-    runs: dict[str, dict[str, None]] = {}
-    for meta, rows in files:
-        runs.setdefault(machine_line(meta), {}).update((f"`{row.op}`", None) for row in rows)
-    return [part for line, ops in runs.items() for part in (f"{', '.join(ops)}: {line}", "")]
-
-
-def _ours(found: Iterable[list[Row]]) -> list[Row]:
-    return [next(r for r in group if r.impl == OURS) for group in found]
-
-
-def _ratios(found: Iterable[list[Row]]) -> tuple[float, Row, list[float]] | None:
-    """The geometric mean of our ratios to the best peers, the row of the least of them, and all; None for none."""
-    rows = [r for r in _ours(found) if r.ratio_to_best_peer]
-    if not rows:
-        return None
-    ratios = [r.ratio_to_best_peer or 0.0 for r in rows]
-    return geometric_mean(ratios), rows[ratios.index(min(ratios))], ratios
-
-
-def _closing(found: Sequence[list[Row]]) -> str:
-    ratios = _ratios(found)
-    if ratios is None:
-        return f"{len(found)} rows, none with a peer to compare with"
-    mean, row, all_of_them = ratios
-    least = f"least {row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
-    rows = f"{len(all_of_them)} row{'s' if len(all_of_them) > 1 else ''}"
-    return f"{rows}: geometric mean {mean:.3f}, {least}"
-
-
 def _speed_table(found: Sequence[list[Row]]) -> str:
     """A line for each shape: our figures, the best peer, and the times of the other peers."""
     peers = list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
@@ -134,7 +73,7 @@ def _speed_table(found: Sequence[list[Row]]) -> str:
 
 
 def _speed_cells(group: list[Row], peers: Sequence[str]) -> list[str]:
-    ours, best = _ours([group])[0], best_peer(group)
+    ours, best = ours_of([group])[0], best_peer(group)
     times = {r.impl: number(r.us, 4) if r.us is not None else r.status for r in group}
     # Three digits: the second is where a tie ends.
     figures = [number(ours.gbs, 4), ratio(ours.roof_fraction, 3), ratio(ours.ratio_to_best_peer, 3)]
@@ -146,26 +85,26 @@ def speed(results: Path, direction: Direction) -> str:
     """Every row of the rowwise suite in one direction, those that lose too: a table for each op, bf16 first, and the
     other dtypes folded away."""
     parts = []
-    for files in _by_gpu(results, "rowwise").values():
+    for files in by_gpu(results, "rowwise").values():
         by_op: dict[str, dict[str, list[list[Row]]]] = {}
         for group in groups(row for _, rows in files for row in rows if row.direction == direction):
             by_op.setdefault(group[0].op, {}).setdefault(group[0].dtype, []).append(group)
         if by_op:
-            parts += _machines(files)
+            parts += machines(files)
         for op, by_dtype in by_op.items():
             first, *others = sorted(by_dtype, key=lambda dtype: dtype != "bf16")
             parts += [f"**`{op}` {direction}, {first}**", "", _speed_table(by_dtype[first]), ""]
             for dtype in others:
                 # GitHub renders Markdown between empty lines; the attribute is for Python-Markdown.
-                parts += ['<details markdown="1">', f"<summary>{dtype}: {_closing(by_dtype[dtype])}</summary>", ""]
+                parts += ['<details markdown="1">', f"<summary>{dtype}: {closing(by_dtype[dtype])}</summary>", ""]
                 parts += [_speed_table(by_dtype[dtype]), "", "</details>", ""]
             every = [group for found in by_dtype.values() for group in found]
-            parts += [f"`{op}` {direction}, ratio to the best peer (over 1 is faster), {_closing(every)}.", ""]
+            parts += [f"`{op}` {direction}, ratio to the best peer (over 1 is faster), {closing(every)}.", ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
 def _summary_cells(found: Sequence[list[Row]]) -> list[str]:
-    ours, ratios = _ours(found), _ratios(found)
+    ours, ratios = ours_of(found), ratios_of(found)
     fractions = [r.roof_fraction for r in ours if r.roof_fraction and r.nbytes >= LARGE]
     roof = f"{statistics.median(fractions):.3f} ({len(fractions)})" if fractions else "–"
     head = [f"`{ours[0].op}`", ours[0].direction, ", ".join(dict.fromkeys(r.dtype for r in ours)), str(len(ours))]
@@ -186,15 +125,16 @@ def summary(results: Path) -> str:
         "of the roof, median (rows)>",
     )  # fmt: skip
     parts = []
-    for files in _by_gpu(results, "rowwise").values():
+    for files in by_gpu(results, "rowwise").values():
         found: dict[tuple[str, str], list[list[Row]]] = {}
         for group in groups(row for _, rows in files for row in rows):
             found.setdefault((group[0].op, group[0].direction), []).append(group)
         if found:
             cells = [*map(_summary_cells, found.values())]
-            unmeasured = [name for name in all_cases() if name not in {op for op, _ in found}]
+            rowwise = [name for name, case in all_cases().items() if case.roof == "copy"]
+            unmeasured = [name for name in rowwise if name not in {op for op, _ in found}]
             cells += [[f"`{name}`", "not measured yet", *["–"] * (len(columns) - 2)] for name in unmeasured]
-            parts += [*_machines(files), markdown(columns, sorted(cells, key=lambda c: c[0].strip("`"))), ""]
+            parts += [*machines(files), markdown(columns, sorted(cells, key=lambda c: c[0].strip("`"))), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
@@ -202,14 +142,14 @@ def host(results: Path) -> str:
     """The host's time for one call beside Triton's own launcher of the same kernels; what the first call costs."""
     columns = ("op", "shape", "dtype", *(f"{name}>" for name in HOST_COLUMNS))
     parts = []
-    for files in _by_gpu(results, "rowwise").values():
+    for files in (*by_gpu(results, "rowwise").values(), *by_gpu(results, "matmul").values()):
         cells = []
         for meta, _ in files:
             for op, h in meta.get("host", {}).items():
                 figures = host_cells(h, meta.get("first_call_ms", {}).get(op, {}))
                 cells.append([f"`{op}`", h["shape"], h["dtype"], *figures])
         if cells:
-            parts += [*_machines(files), markdown(columns, cells), ""]
+            parts += [*machines(files), markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
@@ -229,7 +169,7 @@ def prefill(results: Path) -> str:
         "peak MiB>", "note",
     )  # fmt: skip
     parts = []
-    for files in _by_gpu(results, "prefill").values():
+    for files in by_gpu(results, "prefill").values():
         for meta, rows in files:
             parts += [machine_line(meta), "", markdown(columns, map(_prefill_cells, rows)), ""]
             parts += [str(meta["caption"]), ""] if "caption" in meta else []
@@ -244,6 +184,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "rowwise-backward": functools.partial(speed, direction="backward"),
     "prefill": prefill,
     "host": host,
+    "matmul": docs_products.products,
+    "matmul-summary": docs_products.summary,
+    "rms_norm_linear": docs_products.rms_norm_linear,
+    "tuning": docs_products.tuning_table,
 }
 
 

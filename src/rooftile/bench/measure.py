@@ -193,7 +193,8 @@ def measure(
     device: torch.device,
     note: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Timing | Exception]:
-    """The timings of the implementations, and of the fastest copy under `ROOF`; or the exception that one raised.
+    """The timings of the implementations, and of the fastest copy under `ROOF` where the case is held to one; or the
+    exception that one raised.
 
     Args:
         note: told which phase begins: "probe", "prepare" or "time".
@@ -236,7 +237,7 @@ def measure(
                 blocks[variant.name] = clock.block([bind(variant, case, point, direction, given) for given in sets])
             except Exception as error:
                 forget(variant.name, error)
-        if clock.measures:
+        if clock.measures and case.roof == "copy":
             with torch.no_grad():
                 roofs = {f"{ROOF} {n}": clock.block(calls) for n, calls in copy_calls(nbytes, copies, device).items()}
             blocks |= roofs

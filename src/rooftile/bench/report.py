@@ -43,11 +43,11 @@ def _style(row: Row) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A column of figures: in every table, in measured ones, or only where there is room."""
+    """A column of figures: in every table, in measured ones, or only where there is room, or for products."""
 
     name: str
     cell: Callable[[Row], str]
-    when: Literal["always", "measured", "wide"] = "measured"
+    when: Literal["always", "measured", "wide", "product"] = "measured"
 
 
 _COLUMNS = (
@@ -55,7 +55,7 @@ _COLUMNS = (
     _Column("p20–p80", lambda r: "–" if r.us is None else f"{number(r.us_p20, 4)}–{number(r.us_p80, 4)}", "wide"),
     _Column("host us", lambda r: number(r.host_us), "wide"),
     _Column("GB/s", lambda r: number(r.gbs, 4)),
-    _Column("TFLOP/s", lambda r: number(r.tflops), "wide"),
+    _Column("TFLOP/s", lambda r: number(r.tflops), "product"),
     _Column("of roof", lambda r: ratio(r.roof_fraction)),
     _Column("vs eager", lambda r: ratio(r.speedup_vs_eager)),
     _Column("vs best", lambda r: ratio(r.ratio_to_best_peer)),
@@ -83,7 +83,10 @@ def _table(op: str, direction: str, found: Sequence[list[Row]], measured: bool, 
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("shape", "dtype", "impl"):
         table.add_column(name, no_wrap=True)
-    shown = [c for c in _COLUMNS if c.when == "always" or (measured and (wide or c.when == "measured"))]
+    kinds = {"measured", "wide", "product"} if wide else {"measured"}
+    if found[0][0].roof != "copy":
+        kinds.add("product")
+    shown = [c for c in _COLUMNS if c.when == "always" or (measured and c.when in kinds)]
     for column in shown:
         table.add_column(column.name, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
@@ -182,7 +185,8 @@ def _draw(axes: Any, found: Sequence[list[Row]], measured: bool) -> None:
         )
     if measured:
         roof = [next((r.roof_gbs for r in g if r.roof_gbs), float("nan")) for g in found]
-        axes.plot(range(len(places)), roof, "k--", linewidth=1.2, label="roof: a copy of the same bytes")
+        label = "a copy of the same bytes" if found[0][0].roof == "copy" else "a streaming read"
+        axes.plot(range(len(places)), roof, "k--", linewidth=1.2, label=f"roof: {label}")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GB/s" if measured else "microseconds")
     axes.set_xticks(range(len(places)), places, rotation=30, ha="right")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rooftile.tuning import gpu_slug as gpu_slug  # the folder of a GPU's results is named as that of its tables
 
 OURS = "rooftile"
 # What a row can say of itself. "ok" alone carries times.
@@ -31,9 +32,13 @@ class Row:
             faster than every peer.
         peak_bytes: the most memory that one call adds to what was allocated before it, its results included.
         max_error: the largest relative error of its outputs (or gradients) against the reference in float64.
-        roof_gbs: a copy that moves the same number of bytes, measured among the row's samples.
+        roof_gbs: a copy that moves the same number of bytes, measured among the row's samples; for a product the
+            streaming read of the run.
         method: how the device was timed: `"graph"`, `"events"`, or `"host clock"` (no measurement).
         samples, calls: how many times were taken, each of how many calls.
+        roof: what `roof_fraction` is held to, `OpCase.roof`.
+        roof_tflops: for a product, the matrix product of the run in the dtype that it is held to.
+        dims: the point's sizes by name.
     """
 
     op: str
@@ -60,6 +65,9 @@ class Row:
     method: str = ""
     samples: int = 0
     calls: int = 0
+    roof: str = "copy"
+    roof_tflops: float | None = None
+    dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -137,7 +145,7 @@ def _tidy(value: Any) -> Any:
     """JSON has no NaN, and five digits are more than any of these figures bears."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
-    return value
+    return {k: _tidy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 def to_json(meta: Mapping[str, Any], rows: Iterable[Row]) -> str:
@@ -165,11 +173,3 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}, expected what `rooftile bench --json` writes")
     return data["meta"], [Row(**{k: v for k, v in r.items() if k in names}) for r in data["rows"]]
-
-
-def gpu_slug(name: str) -> str:
-    """A GPU's name as a folder's: "NVIDIA H100 80GB HBM3" is "h100", "NVIDIA GeForce RTX 4090" is "rtx4090"."""
-    known = re.search(r"\b(?:(RTX|GTX|Arc)\s+(?:PRO\s+)?)?(MI\d+\w*|[ABGHLPTV]+\d{1,4}\w?|\d{4})\b", name)
-    if known:
-        return "".join(part for part in known.groups() if part).lower()
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

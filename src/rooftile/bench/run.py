@@ -21,7 +21,7 @@ from rooftile import runtime
 from rooftile.bench import report, warm
 from rooftile.bench.info import machine
 from rooftile.bench.measure import ROOF, Effort, Timing, measure
-from rooftile.bench.roof import Roofs, measure_roofs
+from rooftile.bench.roof import Roofs, measure_roofs, product_dtype
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug, write_json
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.variants import Variant, check_names, peer_names, variants
@@ -122,6 +122,7 @@ class Bench:
         self.meta["roof_copy_gbs"] = self.roofs and self.roofs.copy_gbs
         self.meta["roof_read_gbs"] = self.roofs and self.roofs.read_gbs
         self.meta["roof_tflops"] = self.roofs and self.roofs.tflops
+        self.meta["roof_products"] = self.roofs and dict(self.roofs.products)
         if not self.clock.measures:
             self.meta["note"] = report.NO_MEASUREMENT
 
@@ -145,7 +146,8 @@ class Bench:
 
     def row(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, name: str) -> Row:
         nbytes = case.nbytes(point, dtype.itemsize, direction)
-        return Row(case.name, direction, point.label, NAMES[dtype], name, options=dict(point.options), nbytes=nbytes)
+        where = (case.name, direction, point.label, NAMES[dtype], name)
+        return Row(*where, options=dict(point.options), nbytes=nbytes, roof=case.roof, dims=dict(point.dims))
 
     def measure_point(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
         """Check each implementation, time those that are right, compare."""
@@ -182,7 +184,13 @@ class Bench:
             return
         row.host_us, row.peak_bytes = timing.host_us, timing.peak_bytes
         row.gbs, row.tflops, row.roof_gbs = row.nbytes / row.us / 1e3, flops / row.us / 1e6, roof_gbs
-        row.roof_fraction = 1e6 * self.roofs.floor_seconds(row.nbytes, flops, roof_gbs) / row.us
+        if row.roof == "copy":
+            floor = self.roofs.floor_seconds(row.nbytes, flops, roof_gbs)
+        else:
+            dtype = product_dtype(row.roof, row.dtype, row.options)
+            row.roof_gbs, row.roof_tflops = self.roofs.read_gbs, self.roofs.products.get(dtype, self.roofs.tflops)
+            floor = self.roofs.product_floor_seconds(row.nbytes, flops, dtype)
+        row.roof_fraction = 1e6 * floor / row.us
 
     def measure_safely(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
         """The rows of a point; what goes wrong with all of them together is written into each."""
@@ -238,7 +246,7 @@ def _with_work(case: OpCase, found: Sequence[Point]) -> list[Point]:
 
 
 @contextlib.contextmanager
-def _progress(
+def progress(
     console: Console, total: int, verbose: bool = False
 ) -> Iterator[tuple[Callable[[str], None], Callable[..., None]]]:
     """`begin(what)` and `done(line)`: a bar on a terminal, a line for each point elsewhere or where asked for."""
@@ -313,12 +321,12 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
     if jobs:
         bench.phases.enter("compile ahead")
         peers = None if settings.peers is None else tuple(settings.peers)
-        with _progress(console, len(todo)) as (begin, done):
+        with progress(console, len(todo)) as (begin, done):
             begin(f"compiling in {jobs} processes")
             warm.warm([warm.Task(c.name, p, d, w, peers) for c, p, d, w in todo], jobs, done)
 
     gc.freeze()  # what is alive now stays: later collections are quick
-    with _progress(console, len(todo), settings.verbose) as (begin, done):
+    with progress(console, len(todo), settings.verbose) as (begin, done):
         for i, (case, point, dtype, direction) in enumerate(todo):
             begin(f"{case.name} {direction} {NAMES[dtype]} {point}")
             since = time.perf_counter()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Direction = Literal["forward", "backward"]
+Roof = Literal["copy", "product", "product fp8", "product int8"]
 SETS = ("tiny", "edge", "llm", "sweep", "prefill", "decode", "gemm", "softmax")
 
 
@@ -83,6 +84,8 @@ class OpCase:
         excluded: targets that the op can't be compiled for, with the reason.
         spills: bytes of register spills that are allowed on any target.
         deterministic: whether two runs on one GPU must agree to the bit.
+        roof: what a row is held to: "copy", a copy of the same bytes; "product", the slower of a streaming read of the
+            bytes and a matrix product of as many operations, in the inputs' dtype or the one named.
     """
 
     name: str
@@ -104,6 +107,7 @@ class OpCase:
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     spills: int = 0
     deterministic: bool = True
+    roof: Roof = "copy"
 
     def tolerance(self, dtype: torch.dtype, direction: Direction, output: str) -> Tolerance:
         """What that output (or gradient, `d<input>`) is held to."""

@@ -1,0 +1,110 @@
+"""The matrix products of a model's layer, by the model's name or from its Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One linear layer, x (M, k) times a weight (n, k) transposed.
+
+    `gated` marks the pair of projections that an activation of the first gates: n counts the rows of both.
+    """
+
+    name: str
+    n: int
+    k: int
+    bias: bool = False
+    gated: bool = False
+
+
+def _sizes(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, model_type: str = "llama", **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+# What `config.json` of the published models says.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3-8b": _sizes(4096, 14336, 32, 8, 128256),
+    "granite-8b-code": _sizes(4096, 14336, 32, 8, 49152, attention_bias=True, mlp_bias=True),
+    "qwen2.5-7b": _sizes(3584, 18944, 28, 4, 152064, "qwen2"),
+    "qwen3-8b": _sizes(4096, 12288, 32, 8, 151936, "qwen3", head_dim=128),
+    "llama-3.2-1b": _sizes(2048, 8192, 32, 8, 128256, head_dim=64),
+    "llama-3-70b": _sizes(8192, 28672, 64, 8, 128256),
+    "tiny": _sizes(32, 48, 4, 2, 80),
+}
+
+LAYER = ("qkv", "o", "gate_up", "up", "down")  # of one layer; lm_head is once a model
+
+_QKV_BIAS = ("qwen2", "starcoder2", "gpt_neox", "phi", "opt", "bloom")
+_ALL_BIAS = ("starcoder2", "gpt_neox", "phi", "opt", "bloom")
+_NOT_GATED = ("starcoder2", "gpt_neox", "phi", "opt", "bloom", "falcon", "nemotron", "gptj")
+
+
+def products_of(config: Mapping[str, Any]) -> list[Product]:
+    """The products of a configuration: qkv, o, gate_up (or up), down and lm_head.
+
+    Raises:
+        ValueError: it lacks a size, or its feed-forward is a mixture of experts.
+    """
+    if "hidden_size" not in config and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    if missing := [name for name in needed if not isinstance(config.get(name), int) or config[name] < 1]:
+        raise ValueError(f"the configuration has no {', '.join(missing)}")
+    if any(isinstance(config.get(name), int) and config[name] > 1 for name in ("num_local_experts", "num_experts")):
+        raise ValueError("the configuration is of a mixture of experts, whose products are grouped; give --shape")
+    model = str(config.get("model_type", ""))
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    attention_bias = bool(config.get("attention_bias", model in _ALL_BIAS))
+    mlp_bias = bool(config.get("mlp_bias", model in _ALL_BIAS))
+    qkv_bias = attention_bias or model in _QKV_BIAS
+    if model in _NOT_GATED:
+        up = Product("up", inner, hidden, mlp_bias)
+    else:
+        up = Product("gate_up", 2 * inner, hidden, mlp_bias, gated=True)
+    return [
+        Product("qkv", (heads + 2 * kv_heads) * head_dim, hidden, qkv_bias),
+        Product("o", hidden, heads * head_dim, attention_bias),
+        up,
+        Product("down", hidden, inner, mlp_bias),
+        Product("lm_head", config["vocab_size"], hidden),
+    ]
+
+
+def load(name: str) -> tuple[str, list[Product]]:
+    """A short name and the products, for a built-in name, a `config.json` or a folder that holds one.
+
+    Raises:
+        ValueError: it is none of these, or its configuration can't be read.
+    """
+    if name in MODELS:
+        return name, products_of(MODELS[name])
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"model is {name!r}, expected {', '.join(MODELS)}, a config.json or a folder that holds one")
+    title = path.resolve().parent.name if path.name == "config.json" else path.stem
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}, expected an object")
+        return title, products_of(config)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None

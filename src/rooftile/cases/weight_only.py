@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
+from rooftile.cases.draw import integers, normal
+from rooftile.ops.weight_only import int4_linear, int8_linear, unpack_int4
+from rooftile.reference import weight_only as reference
+
+_ROUNDED_ONCE = "float32 sums of exact products, rounded once: half a unit in the last place"
+TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
+    torch.float32: {"forward": Tolerance(2e-6, "float32 sums over K in another order")},
+    torch.float16: {"forward": Tolerance(5e-4, _ROUNDED_ONCE)},
+    torch.bfloat16: {"forward": Tolerance(4e-3, _ROUNDED_ONCE)},
+}
+
+
+def _point(
+    rows: int, n: int, k: int, *, group: int = 0, bias: str = "own", scale: str = "own", batch: int = 0
+) -> Point:
+    """`bias` and `scale`: "own" (of x's dtype), "fp32", and for the bias "none". Group 0 is int8."""
+    dims = {
+        "rows": rows,
+        "n": n,
+        "k": k,
+        "group": group,
+        "batch": batch,
+        "has_bias": int(bias != "none"),
+        "bias_fp32": int(bias == "fp32"),
+        "scale_fp32": int(scale == "fp32"),
+    }
+    label = f"{batch}x{rows}" if batch else str(rows)
+    label += f" {k}→{n}" + f" group {group}" * bool(group)
+    notes = {"own": "", "fp32": " bias fp32", "none": " no bias"}[bias] + {"own": "", "fp32": " scale fp32"}[scale]
+    return Point(label + notes, dims)
+
+
+def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
+    rows, n, k, group = (point[d] for d in ("rows", "n", "k", "group"))
+    scale_dtype = torch.float32 if point["scale_fp32"] else dtype
+    drawn = {"x": normal((point["batch"], rows, k) if point["batch"] else (rows, k), dtype, device, generator)}
+    if group:
+        drawn["packed"] = integers(256, (n, k // 2), device, generator).to(torch.uint8)
+        shape: tuple[int, ...] = (n, k // group)
+    else:
+        drawn["weight"] = (integers(256, (n, k), device, generator) - 128).to(torch.int8)
+        shape = (n,)
+    # The output is then nearly standard normal.
+    spread = (4.6 if group else 74) * max(1, k) ** 0.5
+    drawn["scale"] = ((normal(shape, torch.float32, device, generator).abs() + 0.2) / spread).to(scale_dtype)
+    if point["has_bias"]:
+        drawn["bias"] = normal((n,), torch.float32 if point["bias_fp32"] else dtype, device, generator)
+    return drawn
+
+
+def _elements(point: Point) -> tuple[int, int]:
+    """Of x and of the output."""
+    rows = max(1, point["batch"]) * point["rows"]
+    return rows * point["k"], rows * point["n"]
+
+
+def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
+    """The packed weight and its scales once, x, the bias and the output."""
+    n, k, group = point["n"], point["k"], point["group"]
+    weight, scales = (n * k // 2, n * k // group) if group else (n * k, n)
+    scale_size = 4 if point["scale_fp32"] else itemsize
+    bias_size = (4 if point["bias_fp32"] else itemsize) * point["has_bias"]
+    return weight + scales * scale_size + bias_size * n + itemsize * sum(_elements(point))
+
+
+def _flops(point: Point, direction: Direction) -> int:
+    """A multiply and an add for each weight and row of x."""
+    return 2 * _elements(point)[0] * point["n"]
+
+
+def _int8pack(point: Point) -> Callable[..., Any]:
+    """PyTorch's own kernel; its scales are of x's dtype."""
+    if not hasattr(torch, "_weight_int8pack_mm"):
+        raise Unsupported("this PyTorch has no torch._weight_int8pack_mm")
+
+    def run(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight, scale.to(x.dtype))
+        out = out.view(*x.shape[:-1], -1)
+        return out if bias is None else (out + bias).to(x.dtype)
+
+    return run
+
+
+def _int4pack(point: Point) -> Callable[..., Any]:
+    """PyTorch's tinygemm, in bfloat16 alone on a GPU; it wants its own order of the numbers, which is not timed."""
+    if point["k"] % 64 or point["n"] % 16:
+        raise Unsupported("torch._weight_int4pack_mm wants N a multiple of 16 and K of 64")
+    if not hasattr(torch, "_weight_int4pack_mm"):
+        raise Unsupported("this PyTorch has no torch._weight_int4pack_mm")
+    repacked = WeakTensorKeyDictionary()
+
+    def repack(x: Tensor, packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        nibbles = (unpack_int4(packed, point["group"]) + 8).to(torch.uint8)
+        scales_and_zeros = torch.stack((scale.to(x.dtype), torch.zeros_like(scale, dtype=x.dtype)), -1)
+        scales_and_zeros = scales_and_zeros.transpose(0, 1).contiguous()
+        if x.device.type == "cpu":
+            return torch._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1), scales_and_zeros
+        return torch._convert_weight_to_int4pack(nibbles[:, ::2] << 4 | nibbles[:, 1::2], 8), scales_and_zeros
+
+    def run(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.device.type != "cpu" and x.dtype != torch.bfloat16:
+            raise Unsupported("torch._weight_int4pack_mm takes bfloat16 alone")
+        known = repacked.get(packed)
+        if known is None:
+            known = repacked[packed] = repack(x, packed, scale)
+        product = torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else torch._weight_int4pack_mm
+        out = product(x.reshape(-1, x.shape[-1]), known[0], point["group"], known[1]).view(*x.shape[:-1], -1)
+        return out if bias is None else (out + bias).to(x.dtype)
+
+    return run
+
+
+# Llama-3-8B: qkv, o, gate and up, down, lm_head, as (N, K).
+_LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+
+
+def _sets(group: int, tiny: Sequence[Point], edge: Sequence[Point]) -> Mapping[str, Sequence[Point]]:
+    def models(*rows: int) -> tuple[Point, ...]:
+        return tuple(_point(m, n, k, group=group, bias="none") for n, k in _LLAMA for m in rows)
+
+    return {
+        "tiny": tiny,
+        "edge": edge,
+        "llm": models(1, 16),
+        "decode": models(1, 4, 16),
+        "prefill": tuple(_point(m, 28672, 4096, group=group, bias="none") for m in (64, 512, 2048)),
+    }
+
+
+_INT8 = _sets(
+    0,
+    (
+        _point(4, 48, 96),
+        _point(3, 32, 64, bias="none", scale="fp32"),
+        _point(2, 32, 64, bias="fp32", batch=2),
+    ),
+    (
+        _point(1, 1, 1),
+        _point(3, 17, 127),
+        _point(17, 33, 129, bias="none"),
+        _point(70, 16, 64),
+        _point(0, 16, 64),
+        _point(2, 16, 0),
+    ),
+)
+_INT4 = _sets(
+    128,
+    (
+        _point(4, 48, 128, group=32),
+        _point(3, 32, 128, group=64, bias="none", scale="fp32"),
+        _point(2, 32, 128, group=128, bias="fp32", batch=2),
+    ),
+    (
+        _point(1, 1, 32, group=32),
+        _point(3, 17, 96, group=32, bias="none"),
+        _point(17, 33, 192, group=64),
+        _point(70, 16, 64, group=32),
+        _point(0, 16, 64, group=64),
+        _point(1, 40, 128, group=128),
+    ),
+)
+
+CASES = (
+    OpCase(
+        name="int8_linear",
+        formula="out = (x · weightᵀ) · scale + bias, weight in int8",
+        function=int8_linear,
+        reference=reference.int8_linear,
+        eager=reference.int8_linear_eager,
+        inputs=_inputs,
+        outputs=("out",),
+        grads=(),
+        nbytes=_nbytes,
+        flops=_flops,
+        tolerances=TOLERANCES,
+        sets=_INT8,
+        roof="product",
+        peers=(Peer("torch int8pack", _int8pack),),
+    ),
+    OpCase(
+        name="int4_linear",
+        formula="out = x · (q · scale)ᵀ + bias, q = 4 bits of packed, a scale for each group of K",
+        function=int4_linear,
+        reference=reference.int4_linear,
+        eager=reference.int4_linear_eager,
+        inputs=_inputs,
+        outputs=("out",),
+        grads=(),
+        nbytes=_nbytes,
+        flops=_flops,
+        tolerances=TOLERANCES,
+        sets=_INT4,
+        roof="product",
+        peers=(Peer("torch int4pack", _int4pack),),
+    ),
+)

@@ -1,0 +1,255 @@
+"""The fp8 product of sm_90 whose partial sums go into float32 registers every 128 elements.
+
+Adding takes a quarter of the time that multiplying does, and one warpgroup can only do one after the other. So two or
+three of them share each tile, `rows` rows each, and while one adds, the tensor cores have what another has started.
+A warp of its own has the tensor memory accelerator fill a ring of slots, each with 128 elements of the tile's rows of
+x and of w, and runs on into the next tile while the last one is written out.
+
+    ready[slot]  completed by the bytes that land; the consumers wait for it
+    free[slot]   completed by one arrival of each consumer; the producer waits for it
+    order[i]     completed by one arrival of the consumer before i, round and round; where consumers take turns (T.turns)
+                 i waits for it before it starts to multiply, and the next one's is completed when it has
+
+All walk the ring with a slot and a parity that flips at every turn. A consumer waits for the parity it is at; the
+producer for the opposite one, which a fresh barrier counts as completed.
+
+A consumer's registers hold its sums and 128 columns at most of a partial one: a tile of 256 columns is taken in two
+halves, `low` and `high`. A half is no wider than a block of the weight that shares a scale, and begins where one does.
+
+The kernel's one constant, T, is a `Tiling` (promoted.py).
+"""
+
+from __future__ import annotations
+
+from rooftile.ops.matmul.hopper_work import corner
+
+import triton.experimental.gluon.language as gl  # isort: skip
+from triton.experimental import gluon  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.9 has other names for the copies.
+_load = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
+_store = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+
+
+@gluon.jit
+def _next(slot, parity, T: gl.constexpr):
+    """The slot after this one, and the parity there."""
+    slot += 1
+    around = slot == T.stages
+    return gl.where(around, 0, slot), gl.where(around, parity ^ 1, parity)
+
+
+@gluon.jit
+def _tiles(size, T: gl.constexpr):
+    return gl.cdiv(size[0], gl.constexpr(T.tile_rows)) * gl.cdiv(size[1], gl.constexpr(T.cols))
+
+
+@gluon.jit
+def _produce(x_desc, w_desc, ring, size, T: gl.constexpr):
+    """Keep the ring full."""
+    STEP_BYTES: gl.constexpr = T.consumers * x_desc.block_type.nbytes + T.halves * w_desc.block_type.nbytes
+    x_ring, w_ring, ready, free, _ = ring
+    slot = 0
+    parity = 0
+    for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
+        row, col = corner(tile, size, T)
+        for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
+            bar = ready.index(slot)
+            mbarrier.wait(free.index(slot), parity ^ 1)
+            mbarrier.expect(bar, STEP_BYTES)
+            for j in gl.static_range(gl.constexpr(T.consumers)):
+                _load(x_desc, [row + j * T.rows, step * T.block_k], bar, x_ring.index(slot * T.consumers + j))
+            for j in gl.static_range(gl.constexpr(T.halves)):
+                _load(w_desc, [col + j * T.half, step * T.block_k], bar, w_ring.index(slot * T.halves + j))
+            slot, parity = _next(slot, parity, T)
+
+
+@gluon.jit
+def _part_scales(scales, row, col, step, size, T: gl.constexpr):
+    """Those of 128 elements of the sum: of a consumer's rows of x, and of either half of the weight's rows.
+
+    They are one for either where they do not belong to 128 elements. What lies outside has those of the last.
+    """
+    sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk = scales
+    step = gl.minimum(step, gl.cdiv(size[2], gl.constexpr(T.block_k)) - 1)
+    x = 1.0
+    low = 1.0
+    high = 1.0
+    if T.x_scale == "group":
+        rows = row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.acc))
+        rows = gl.minimum(rows, size[0] - 1).to(gl.int64)
+        x = gl.load(sx_ptr + rows * stride_sxm + step.to(gl.int64) * stride_sxk)
+    if T.w_scale == "block":
+        at = sw_ptr + step.to(gl.int64) * stride_swk
+        block = col // 128
+        low = gl.load(at + block.to(gl.int64) * stride_swn)
+        if T.halves == 2:
+            high = gl.load(at + gl.minimum(block + 1, (size[1] - 1) // 128).to(gl.int64) * stride_swn)
+    return x, low, high
+
+
+@gluon.jit
+def _multiply(part, x, w, order, turn, mine: gl.constexpr, T: gl.constexpr):
+    """part = x @ w.T, once the tensor cores have done it."""
+    if T.turns:
+        mbarrier.wait(order.index(mine), turn)
+    part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
+    if T.turns:
+        mbarrier.arrive(order.index((mine + 1) % T.consumers), count=1)
+    return warpgroup_mma_wait(0, (part,)), turn ^ 1
+
+
+@gluon.jit
+def _add(acc, part, x_scale, w_scale, T: gl.constexpr):
+    """acc + part * its scales."""
+    if T.x_scale == "group":
+        factor = x_scale
+        if T.w_scale == "block":
+            factor = factor * w_scale
+        acc += part * factor[:, None]
+    elif T.w_scale == "block":
+        acc += part * w_scale
+    else:
+        acc += part
+    # Nothing is under way; but the compiler may not move the sum past it, which would take the registers of two parts.
+    return warpgroup_mma_wait(0, (acc,))
+
+
+@gluon.jit
+def _split(acc, PARTS: gl.constexpr):
+    """The columns of acc in PARTS equal parts. They are registers of their own: nothing moves."""
+    if PARTS == 1:
+        return (acc,)
+    else:
+        halves = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute(0, 2, 1)
+        low, high = halves.split()
+        return _split(low, PARTS // 2) + _split(high, PARTS // 2)
+
+
+@gluon.jit
+def _finish(z, out, out_desc, scales, bias_ptr, row, col, size, T: gl.constexpr):
+    """The scales that belong to the whole sum, the bias, and a chunk is written out from the buffer `out`."""
+    sx_ptr, sw_ptr, stride_sxm, _stride_sxk, stride_swn, _stride_swk = scales
+    cols = gl.minimum(col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part)), size[1] - 1)
+    if T.x_scale == "tensor":
+        z *= gl.load(sx_ptr)
+    elif T.x_scale == "row":
+        rows = gl.minimum(row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.part)), size[0] - 1)
+        z *= gl.load(sx_ptr + rows.to(gl.int64) * stride_sxm)[:, None]
+    if T.w_scale == "tensor":
+        z *= gl.load(sw_ptr)
+    elif T.w_scale == "row":
+        z *= gl.load(sw_ptr + cols.to(gl.int64) * stride_swn)[None, :]
+    if bias_ptr is not None:
+        z += gl.load(bias_ptr + cols).to(gl.float32)[None, :]
+    tma.store_wait(T.out_buffers - 1)
+    out.store(z.to(out_desc.dtype))
+    fence_async_shared()
+    _store(out_desc, [row, col], out)
+
+
+@gluon.jit
+def _consume(out_desc, scales, bias_ptr, out_ring, ring, size, mine: gl.constexpr, T: gl.constexpr):
+    """Multiply, and write out, the rows of every tile from mine * rows on."""
+    x_ring, w_ring, ready, free, order = ring
+    HALVES: gl.constexpr = T.halves
+    CHUNKS: gl.constexpr = T.half // T.chunk
+    part = gl.full([T.rows, T.half], 0, gl.float32, T.acc)
+    slot = 0
+    parity = 0
+    turn = 0 if mine else 1  # the first finds the door open
+    for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
+        row, col = corner(tile, size, T)
+        row += mine * T.rows
+        low = gl.full([T.rows, T.half], 0, gl.float32, T.acc)
+        high = low
+        x_next, low_next, high_next = _part_scales(scales, row, col, gl.to_tensor(0), size, T)
+        for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
+            x_scale, low_scale, high_scale = x_next, low_next, high_next
+            if T.x_scale == "group" or T.w_scale == "block":  # a step ahead: they come from the L2, or farther
+                x_next, low_next, high_next = _part_scales(scales, row, col, step + 1, size, T)
+            mbarrier.wait(ready.index(slot), parity)
+            x = x_ring.index(slot * T.consumers + mine)
+            part, turn = _multiply(part, x, w_ring.index(slot * HALVES), order, turn, mine, T)
+            if HALVES == 2:
+                low = _add(low, part, x_scale, low_scale, T)
+                part, turn = _multiply(part, x, w_ring.index(slot * HALVES + 1), order, turn, mine, T)
+                mbarrier.arrive(free.index(slot), count=1)
+                high = _add(high, part, x_scale, high_scale, T)
+            else:
+                mbarrier.arrive(free.index(slot), count=1)
+                low = _add(low, part, x_scale, low_scale, T)
+            slot, parity = _next(slot, parity, T)
+
+        for h in gl.static_range(HALVES):
+            parts = _split(low if h == 0 else high, CHUNKS)
+            for j in gl.static_range(CHUNKS):
+                z = gl.convert_layout(parts[j], T.part)
+                out = out_ring.index(mine * T.out_buffers + (h * CHUNKS + j) % T.out_buffers)
+                _finish(z, out, out_desc, scales, bias_ptr, row, col + h * T.half + j * T.chunk, size, T)
+    tma.store_wait(0)
+
+
+_NUMBERS = ["stride_sxm", "stride_sxk", "stride_swn", "stride_swk"]
+
+
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["sx_ptr", "sw_ptr", "bias_ptr"])
+def promoted(
+    x_desc,
+    w_desc,
+    out_desc,
+    sx_ptr,
+    sw_ptr,
+    bias_ptr,
+    stride_sxm,
+    stride_sxk,
+    stride_swn,
+    stride_swk,
+    T: gl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * x_scale * w[n, k] * w_scale, + bias[n]."""
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, T.x_ring, x_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, T.w_ring, w_desc.layout)
+    out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [T.consumers, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(gl.constexpr(T.stages)):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=T.consumers)
+    for i in gl.static_range(gl.constexpr(T.consumers)):
+        mbarrier.init(order.index(i), count=1)
+    fence_async_shared()  # the copies see them initialised too
+
+    ring = (x_ring, w_ring, ready, free, order)
+    size = (out_desc.shape[0], out_desc.shape[1], x_desc.shape[1])
+    scales = (sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk)
+    if T.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 0, T)),
+                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 1, T)),
+                (_produce, (x_desc, w_desc, ring, size, T)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.static_assert(T.consumers == 3)
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 0, T)),
+                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 1, T)),
+                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 2, T)),
+                (_produce, (x_desc, w_desc, ring, size, T)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

@@ -1,0 +1,235 @@
+"""Which kernel a product gets, and in what tiles: from a measured table where there is one, else by its sizes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from rooftile import library, runtime
+from rooftile.ops.matmul.config import MatmulConfig, Problem
+
+_LOOKUP: Callable[[str, str, runtime.Target], dict[str, Any] | None] | None
+try:
+    from rooftile.tuning import lookup as _LOOKUP
+except ImportError:
+    _LOOKUP = None
+
+
+@functools.cache
+def module(kernel: str) -> ModuleType | None:
+    """The module with that kernel; None where this Triton has not what it is written in."""
+    try:
+        return importlib.import_module(f"rooftile.ops.matmul.{kernel}")
+    except ImportError:
+        return None
+
+
+def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+    """Why the configuration can't run that problem; None where it can."""
+    found = module(c.kernel)
+    if found is None:
+        return f"kernel is '{c.kernel}', which this installation has not"
+    if p.k == 0 and c.kernel != "tiled":
+        return f"kernel is '{c.kernel}', expected 'tiled' where there is nothing to sum"
+    return found.refuses(p, c, target)
+
+
+@functools.lru_cache(maxsize=4096)
+def tuning_key(p: Problem) -> str:
+    """The problem as a tuned table names it: rows rounded up to a power of two, and 2 to 16 are one tile's rows."""
+    rows = library.power_of_two(max(1, p.m))
+    rows = 16 if 1 < rows <= 16 else min(rows, 8192)
+    words = [f"m{rows} n{p.n} k{p.k}", str(p.dtype).removeprefix("torch.")]
+    words += [f"x{p.x_layout or '-'} w{p.w_layout or '-'}"]
+    if p.batch != 1:
+        words.append(f"batch{p.batch}")
+    if p.gated:
+        words.append("gated")
+    if p.dtype == torch.float32 and p.precision != "ieee":
+        words.append(p.precision)
+    return " ".join(words)
+
+
+def tuned_config(entry: dict[str, Any]) -> MatmulConfig:
+    """The configuration that an entry of a tuned table holds, by the names of its fields."""
+    return MatmulConfig(**entry)
+
+
+def tuned_entry(p: Problem, target: runtime.Target) -> dict[str, Any] | None:
+    """What a tuned table has for the problem."""
+    if _LOOKUP is None or target is runtime.INTERPRETER:
+        return None
+    return _LOOKUP("matmul", tuning_key(p), target)
+
+
+def _tuned(p: Problem, entry: dict[str, Any], target: runtime.Target) -> MatmulConfig | None:
+    try:
+        c = tuned_config(entry)
+    except (TypeError, ValueError):  # a table of another version, or one that somebody edited
+        return None
+    return None if refuses(p, c, target) else c
+
+
+def choose(p: Problem, target: runtime.Target) -> MatmulConfig:
+    """How that product is computed on that target."""
+    return choose_from(p, tuned_entry(p, target), target)
+
+
+def choose_from(p: Problem, entry: dict[str, Any] | None, target: runtime.Target) -> MatmulConfig:
+    """The same, with what the table has for it."""
+    if target is runtime.INTERPRETER:
+        return _interpreted(p)
+    tuned = None if entry is None else _tuned(p, entry, target)
+    return _first(_candidates(p, target), p, target) if tuned is None else tuned
+
+
+def choose_tiled(p: Problem, target: runtime.Target) -> MatmulConfig:
+    """The same among the portable kernel's configurations alone."""
+    return _interpreted(p) if target is runtime.INTERPRETER else _first(_tiled(p, target), p, target)
+
+
+def _first(candidates: Iterator[MatmulConfig], p: Problem, target: runtime.Target) -> MatmulConfig:
+    for c in candidates:
+        if refuses(p, c, target) is None:
+            return c
+    return MatmulConfig("tiled", 16, 16, 16, num_warps=4, num_stages=1)
+
+
+def _candidates(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
+    """Configurations by regime, the preferred one first; the first that is not refused is taken."""
+    if p.k == 0:
+        yield MatmulConfig("tiled", 32, 32, 32, num_warps=4, num_stages=1)
+        return
+    along_k = p.batch == 1 and p.x_layout == "k" and p.w_layout == "k"
+    if along_k and p.m == 1:
+        yield from _rows(p, target)
+    # From 17 rows on x is what the skinny kernel reads too often, on an H200: 0.77 to 0.98 of this kernel's speed.
+    if target.arch == "sm_90" and (p.m > 16 or not along_k):
+        yield from _hopper(p, target)
+    # Without the matrix unit, as IEEE float32 is, its sides don't matter; without vectors a deep pipeline has no room.
+    if along_k and p.m <= 64 and _on_matrix_unit(p) and _vectors(p) and target.warp_size == 32:
+        yield from _skinny(p, target)
+    yield from _tiled(p, target)
+
+
+def _on_matrix_unit(p: Problem) -> bool:
+    return p.dtype != torch.float32 or p.precision == "tf32"
+
+
+def _interpreted(p: Problem) -> MatmulConfig:
+    """Few, large programs; the same kernel whatever the layout, so that results are the same to the bit."""
+    block_m, block_n, block_k = (min(128, max(16, library.power_of_two(max(1, n)))) for n in (p.m, p.n, p.k))
+    return MatmulConfig("tiled", block_m, block_n, block_k, num_stages=1)
+
+
+def _split(tiles: int, total: int, steps: int, target: runtime.Target) -> int:
+    """Programs that share a tile: as many as have `steps` of the `total` each, where multiprocessors would be idle."""
+    idle = target.multiprocessors // max(1, tiles)
+    return max(1, min(8, idle, total // steps))
+
+
+def _rows(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
+    """Loads of 16 bytes straight into registers, four to eight a thread, in many small programs.
+
+    Measured on an H200 for Llama-3-8B's products, of 330 configurations: with copies through shared memory (stages over
+    1) all were 2 to 6 % slower, and a sum split over programs paid nowhere.
+    """
+    if p.n >= 16384:
+        block_n, block_k, warps = 8, 256, 2
+    elif p.k >= 8192:
+        block_n, block_k, warps = 4, 2048, 4
+    elif p.n <= 4096:
+        block_n, block_k, warps = 16, 1024, 8
+    else:
+        block_n, block_k, warps = 16, 512, 8
+    warps = max(1, warps * 32 // target.warp_size)
+    yield MatmulConfig("row", 1, max(1, block_n // (1 + p.gated)), block_k * 2 // p.dtype.itemsize, 1, 1, warps, 1)
+
+
+def _skinny(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
+    """64 rows of the weight, 256 bytes along each: six such tiles on their way fill an H200's memory."""
+    block_m = max(16, library.power_of_two(p.m))
+    small = target.shared_memory < 128 << 10
+    block_n = 32 if p.gated or (small and block_m == 32) else 64  # with 64 it spills on sm_120
+    block_k = (128 if small else 256) // p.dtype.itemsize
+    split = _shared(library.cdiv(p.n, block_n), library.cdiv(p.k, block_k), target)
+    for stages in (6, 4, 3, 2):
+        yield MatmulConfig("skinny", block_m, block_n, block_k, 1, split, 4, stages)
+
+
+def _shared(tiles: int, steps: int, target: runtime.Target) -> int:
+    """Programs that share a tile: a power of two, up to one and a half for each multiprocessor, of 8 steps at least."""
+    split = 1
+    while 4 * split * tiles <= 3 * target.multiprocessors and steps >= 16 * split and split < 8:
+        split *= 2
+    return split
+
+
+def _hopper(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
+    """Tiles of 128 x 256 where there are enough to go round, as cuBLAS has them; smaller ones where there are not."""
+    units = target.multiprocessors
+    halved = 1 + p.gated
+    if p.m <= 64:
+        block_n, block_k, stages = (128, 128, 4) if library.cdiv(p.n, 128) >= units else (64, 128, 6)
+        split = _shared(library.cdiv(p.n, block_n), library.cdiv(p.k, block_k), target) if p.k >= 8192 else 1
+        yield MatmulConfig("hopper", 64, block_n // halved, block_k, 8, split, 4, stages)
+    tiles = library.cdiv(p.m, 128) * library.cdiv(p.n, 256)
+    if p.n >= 256 and tiles >= units:
+        yield MatmulConfig("hopper", 128, 256 // halved, 64, 8, 1, 8, 4)
+    split = _shared(library.cdiv(p.m, 128) * library.cdiv(p.n, 128), library.cdiv(p.k, 64), target)
+    for stages in (6, 4):
+        yield MatmulConfig("hopper", 128, 128 // halved, 64, 8, split, 8, stages)
+
+
+# Tiles of 16-bit elements, largest first: (block_m, block_n, block_k, warps). 32-bit ones take half of block_k.
+_TILES = ((128, 256, 64, 8), (128, 128, 64, 8), (64, 128, 64, 4), (64, 64, 64, 4), (32, 128, 64, 4), (16, 64, 128, 4))
+# 99 KB, and 64: no room for the largest.
+_SMALL_TILES = (
+    *((128, 128, 64, 8), (128, 128, 32, 8), (64, 128, 32, 4), (64, 64, 64, 4)),
+    *((32, 128, 64, 4), (16, 64, 64, 4)),
+)
+# What is not loaded 16 bytes at a time comes through registers: smaller tiles, so that they hold it.
+_UNALIGNED_TILES = ((64, 64, 32, 4), (32, 64, 32, 4), (16, 64, 32, 4))
+# IEEE float32 is multiplied by the ordinary units, which hold both operands in registers.
+_FLOAT32_TILES = ((64, 64, 16, 4), (32, 64, 16, 4), (16, 64, 32, 4))
+
+
+def _vectors(p: Problem) -> bool:
+    """Whether both operands are loaded 16 bytes at a time, to their last: 16 divides what they are contiguous along."""
+    x_length = p.k if p.x_layout == "k" else p.m
+    w_length = p.k if p.w_layout == "k" else p.n
+    return p.x_aligned and p.w_aligned and x_length % 16 == 0 and w_length % 16 == 0
+
+
+def _tiled(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
+    if not _on_matrix_unit(p):
+        tiles: tuple[tuple[int, int, int, int], ...] = _FLOAT32_TILES
+    elif not _vectors(p):
+        tiles = _UNALIGNED_TILES
+    else:
+        tiles = _TILES if target.shared_memory > 128 << 10 else _SMALL_TILES
+    if p.activation or p.gated or p.dtype == torch.float32 or target.arch not in ("sm_80", "sm_90"):
+        tiles = tuple(t for t in tiles if t[0] * t[1] < 128 * 256)  # the largest would spill its registers
+    rows = max(16, library.power_of_two(max(1, p.m)))
+    # No taller than the problem, and below 64 rows no shorter: the weight would be read again for each tile of rows.
+    fitting = [t for t in tiles if min(rows, 64) <= t[0] <= rows] or [tiles[-1]]
+    # As large as leaves few multiprocessors without a tile; else the smallest, and its sum is shared out.
+    busy = [t for t in fitting if 4 * _programs(p, t) >= 3 * target.multiprocessors]
+    for block_m, block_n, block_k, warps in (*busy, *reversed(fitting)):
+        programs = _programs(p, (block_m, block_n, block_k, warps))
+        split = _split(programs, library.cdiv(p.k, block_k), 4, target)
+        if p.dtype == torch.float32 and _on_matrix_unit(p):
+            block_k //= 2
+        deep = _on_matrix_unit(p) and _vectors(p) and target.warp_size == 32
+        for stages in (4, 3, 2) if deep else (2,):
+            yield MatmulConfig("tiled", block_m, block_n // (1 + p.gated), block_k, 8, split, warps, stages)
+
+
+def _programs(p: Problem, tile: tuple[int, int, int, int]) -> int:
+    block_m, block_n = tile[0], tile[1] // (1 + p.gated)
+    return p.batch * library.cdiv(p.m, block_m) * library.cdiv(p.n, block_n)

@@ -1,0 +1,161 @@
+"""`matmul`: products of batches, and their gradients, `da = dy @ b^T` and `db = a^T @ dy`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftile import library
+from rooftile.ops.matmul.common import as_rows, check_dtype, check_precision, mergeable, product, refuse_symbols
+from rooftile.ops.matmul.sums import column_sum
+
+
+def _check(op: str, a: Tensor, b: Tensor, precision: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of the result, and its batch dimensions."""
+    library.check_floating(op, a=a, b=b)
+    check_precision(op, precision)
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dim() == 0:
+            raise ValueError(f"{op}: {name} has shape (), expected at least one dimension")
+    check_dtype(op, "b", b, "a", a)
+    inner = b.shape[-2] if b.dim() > 1 else b.shape[0]
+    if inner != a.shape[-1]:
+        place = "second to last" if b.dim() > 1 else "only"
+        raise ValueError(
+            f"{op}: b has shape {tuple(b.shape)}, expected {a.shape[-1]} as its {place} dimension to match a's last"
+        )
+    try:
+        batch = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: b has shape {tuple(b.shape)}, expected batch dimensions that broadcast with those of a, "
+            f"{tuple(a.shape)}"
+        ) from None
+    rows = a.shape[-2:-1] if a.dim() > 1 else ()
+    cols = b.shape[-1:] if b.dim() > 1 else ()
+    return (*batch, *rows, *cols), batch
+
+
+def _matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A vector is a matrix of one row (a) or one column (b)."""
+    return a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
+
+
+def _multiply(
+    op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], precision: str, config: str = ""
+) -> None:
+    """`out = x @ w.mT` over batches: x (..., M, K), w (..., N, K), out (*batch, M, N), contiguous."""
+    (m, k), n = x.shape[-2:], w.shape[-2]
+    if math.prod(w.shape[:-2]) == 1 and tuple(x.shape[:-2]) == tuple(batch) and mergeable(x):
+        x, w = as_rows(x), w[(0,) * (w.dim() - 2)]  # one weight for all batches: their rows are those of one product
+        product(op, x, w, out.view(x.shape[0], n), precision=precision, config=config)
+        return
+    count = math.prod(batch)
+    x, w = x.expand(*batch, m, k).reshape(count, m, k), w.expand(*batch, n, k).reshape(count, n, k)
+    out = out.view(count, m, n)
+    if count == 1:
+        x, w, out = x[0], w[0], out[0]
+    product(op, x, w, out, precision=precision, config=config)
+
+
+def _gradient(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], precision: str) -> None:
+    """`x @ w.mT`, summed over the batch dimensions that out, (..., M, N) and contiguous, was broadcast along."""
+    own = (*(1 for _ in range(len(batch) - out.dim() + 2)), *out.shape[:-2])
+    summed = [i for i, (mine, whole) in enumerate(zip(own, batch, strict=True)) if mine != whole]
+    if not summed:
+        _multiply(op, x, w, out.view(*batch, *out.shape[-2:]), batch, precision)
+        return
+    # Their products next to each other, in float32, and then their sum.
+    order = [*summed, *(i for i in range(len(batch)) if i not in summed)]
+    size = [batch[i] for i in order]
+    x, w = (
+        t.expand(*batch, *t.shape[-2:]).permute(*order, len(batch), len(batch) + 1).reshape(*size, *t.shape[-2:])
+        for t in (x, w)
+    )
+    every = torch.empty((*size, *out.shape[-2:]), dtype=torch.float32, device=out.device)
+    _multiply(op, x, w, every, size, precision)
+    count = math.prod(size[: len(summed)])
+    column_sum(every.view(count, every.numel() // count if count else out.numel()), out)
+
+
+def _launch(a: Tensor, b: Tensor, precision: str, config: str) -> Tensor:
+    shape, batch = _check("matmul", a, b, precision)
+    refuse_symbols(*a.shape, *b.shape)
+    out = torch.empty(shape, dtype=a.dtype, device=a.device)
+    x, w = _matrices(a, b)
+    if out.numel():
+        w = w.mT
+        _multiply("matmul", x, w, out.view(*batch, x.shape[-2], w.shape[-2]), batch, precision, config)
+    return out
+
+
+def _fake(a: Tensor, b: Tensor, precision: str, config: str) -> Tensor:
+    shape, _ = _check("matmul", a, b, precision)
+    return torch.empty(shape, dtype=a.dtype, device=a.device)
+
+
+def _gradients(
+    dy: Tensor, a: Tensor, b: Tensor, precision: str, needs_da: bool, needs_db: bool
+) -> tuple[Tensor, Tensor]:
+    """Memory for them; one that is not needed is empty."""
+    op = "matmul_backward"
+    shape, _ = _check(op, a, b, precision)
+    if tuple(dy.shape) != tuple(shape):
+        raise ValueError(f"{op}: dy has shape {tuple(dy.shape)}, expected {tuple(shape)} to match a @ b")
+    check_dtype(op, "dy", dy, "a", a)
+    return (
+        torch.empty(a.shape if needs_da else (0,), dtype=a.dtype, device=a.device),
+        torch.empty(b.shape if needs_db else (0,), dtype=a.dtype, device=a.device),
+    )
+
+
+def _differentiate(
+    dy: Tensor, a: Tensor, b: Tensor, precision: str, needs_da: bool, needs_db: bool
+) -> tuple[Tensor, Tensor]:
+    op = "matmul_backward"
+    refuse_symbols(*a.shape, *b.shape)
+    da, db = _gradients(dy, a, b, precision, needs_da, needs_db)
+    _, batch = _check(op, a, b, precision)
+    x, y = _matrices(a, b)
+    dy = dy.unsqueeze(-2) if a.dim() == 1 and b.dim() > 1 else dy
+    dy = dy.unsqueeze(-1) if b.dim() == 1 else dy
+    dy = dy.unsqueeze(-2) if dy.dim() < 2 else dy
+    if needs_da and da.numel():
+        _gradient(op, dy, y, da.view(x.shape), batch, precision)
+    if needs_db and db.numel():
+        if b.dim() <= 2 and dy.numel():  # the rows of all batches are one sum
+            _gradient(op, as_rows(x).mT, as_rows(dy).mT, db.view(y.shape), (), precision)
+        else:
+            _gradient(op, x.mT, dy.mT, db.view(y.shape), batch, precision)
+    return da, db
+
+
+_backward_op = library.define(
+    "matmul_backward(Tensor dy, Tensor a, Tensor b, str precision, bool needs_da, bool needs_db) -> (Tensor, Tensor)",
+    launch=_differentiate,
+    fake=_gradients,
+)
+
+
+def _save(ctx, inputs, output) -> None:
+    a, b, ctx.precision, _ = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    needs_da, needs_db = ctx.needs_input_grad[1:3]
+    da, db = _backward_op(dy, *ctx.saved_tensors, ctx.precision, needs_da, needs_db)
+    return da if needs_da else None, db if needs_db else None, None, None
+
+
+matmul_op = library.define(
+    "matmul(Tensor a, Tensor b, str precision, str config) -> Tensor",
+    launch=_launch,
+    fake=_fake,
+    autograd=library.Autograd(_save, _backward),
+)

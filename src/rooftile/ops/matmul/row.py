@@ -1,0 +1,189 @@
+"""One row of x: multiply and sum. The matrix unit would multiply fifteen rows of nothing; the weights are read once.
+
+A program has `block_n` rows of the weight and walks along them `block_k` elements at a time; every thread multiplies
+what it loaded and keeps its own sums, which meet at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.matmul.config import MatmulConfig, Problem
+from rooftile.primitives import dependent
+from rooftile.primitives.activations import activate
+from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
+from rooftile.primitives.splitk import arrives_last
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+# Blocks of its weights that a program brings into the L2 before the kernel ahead has ended: on an H200 one took 3 to 8 %
+# off the products of one row of Llama-3-8B, four were slower than none.
+PREFETCH = 1
+
+
+@triton.jit(do_not_specialize=["n_cols"])
+def _row_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    bias_ptr,
+    residual_ptr,
+    partial_ptr,
+    counters_ptr,
+    stride_wn,
+    n_inner,
+    n_cols,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(cols, n_cols - 1).to(tl.int64)  # in bounds, so that loads need no mask
+    ks = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + rows[:, None] * stride_wn + ks[None, :]
+    up_ptrs = w_ptr + (rows + n_cols)[:, None] * stride_wn + ks[None, :]
+    length = tl.cdiv(n_inner, SPLIT * BLOCK_K) * BLOCK_K
+    start = part * length
+    if PREFETCH >= 0:
+        let_next_start()
+        LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        lines = start + tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
+        for b in tl.static_range(PREFETCH):
+            prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines + b * BLOCK_K, n_inner - 1)[None, :])
+        wait_for_previous()
+
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            w = tl.load(w_ptrs + k, eviction_policy="evict_first")
+            x = tl.load(x_ptr + k + ks)
+        else:
+            inside = k + ks < n_inner
+            w = tl.load(w_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + k + ks, mask=inside, other=0.0)
+        x = x.to(tl.float32)[None, :]
+        acc += w.to(tl.float32) * x
+        if GATED:
+            if EVEN_K:
+                w = tl.load(up_ptrs + k, eviction_policy="evict_first")
+            else:
+                w = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            up += w.to(tl.float32) * x
+    z = tl.sum(acc, axis=1)
+    if GATED:
+        z_up = tl.sum(up, axis=1)
+
+    if SPLIT > 1:
+        at = partial_ptr + tile.to(tl.int64) * (SPLIT * (1 + GATED) * BLOCK_N) + tl.arange(0, BLOCK_N)
+        tl.store(at + part * BLOCK_N, z)
+        if GATED:
+            tl.store(at + (SPLIT + part) * BLOCK_N, z_up)
+        if not arrives_last(counters_ptr + tile, SPLIT):
+            return
+        z = tl.zeros((BLOCK_N,), tl.float32)
+        for s in tl.static_range(SPLIT):
+            z += tl.load(at + s * BLOCK_N, cache_modifier=".cg")
+        if GATED:
+            z_up = tl.zeros((BLOCK_N,), tl.float32)
+            for s in tl.static_range(SPLIT):
+                z_up += tl.load(at + (SPLIT + s) * BLOCK_N, cache_modifier=".cg")
+
+    mask = cols < n_cols
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
+        if GATED:
+            z_up += tl.load(bias_ptr + n_cols + cols, mask=mask).to(tl.float32)
+    if ACTIVATION != "":
+        z = activate(z, ACTIVATION)
+    if GATED:
+        z *= z_up
+    if HAS_RESIDUAL:
+        z += tl.load(residual_ptr + cols, mask=mask).to(tl.float32)
+    tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _plan(
+    dtypes: tuple[torch.dtype | None, ...], activation: str, gated: bool, even_k: bool, prefetched: int, c: MatmulConfig
+) -> launching.Plan:
+    options = {"launch_pdl": True} if prefetched >= 0 else {}
+    constants = {
+        "ACTIVATION": activation,
+        "GATED": gated,
+        "HAS_BIAS": dtypes[2] is not None,
+        "HAS_RESIDUAL": dtypes[3] is not None,
+        "EVEN_K": even_k,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "SPLIT": c.split_k,
+        "STAGES": c.num_stages,
+        "PREFETCH": prefetched,
+    }
+    return launching.Plan(_row_kernel, constants, num_warps=c.num_warps, **options)
+
+
+def _prefetched(x: Tensor) -> int:
+    return PREFETCH if dependent.supported(runtime.target(x.device)) else -1
+
+
+def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+    """Why this kernel can't run that problem so; None where it can."""
+    if c.pingpong or c.stream_k:
+        return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
+    if p.m != 1 or p.batch != 1:
+        return f"kernel 'row' takes one row of x, not {p.batch} x {p.m}"
+    if p.x_layout != "k" or p.w_layout != "k":
+        return "kernel 'row' takes operands that are contiguous along k"
+    elements = c.block_n * c.block_k * (1 + p.gated)
+    if elements // (c.num_warps * target.warp_size) > 128:
+        return f"block_n x block_k is {elements} elements for {c.num_warps} warps, more than 128 a thread"
+    if c.num_stages > 1 and c.num_stages * elements * p.dtype.itemsize > target.shared_memory:
+        return f"num_stages is {c.num_stages}: tiles of {elements} elements don't fit the shared memory"
+    return None
+
+
+def launch(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    gated: bool,
+    precision: str,  # the multiply and the sum are float32's own, whatever was asked for
+    c: MatmulConfig,
+) -> None:
+    """Launch it: x (1, K), w (N, K) or (2N, K), out (1, N)."""
+    n_cols, n_inner = out.shape[-1], x.shape[-1]
+    tiles = library.cdiv(n_cols, c.block_n)
+    partial = counters = None
+    if c.split_k > 1:
+        if isinstance(tiles, torch.SymInt):
+            raise launching.Untraceable("counters of a symbolic number")
+        partial = torch.empty(tiles * c.split_k * (1 + gated) * c.block_n, dtype=torch.float32, device=x.device)
+        counters = launching.counters(tiles, x.device)
+    dtypes = (
+        x.dtype,
+        out.dtype,
+        bias.dtype if bias is not None else None,
+        residual.dtype if residual is not None else None,
+    )
+    plan = _plan(dtypes, activation, gated, bool(n_inner % c.block_k == 0), _prefetched(x), c)
+    tensors = (x, w, out, bias, residual, partial, counters)
+    launching.launch(plan, tiles * c.split_k, tensors, (w.stride(-2), n_inner), (n_cols,))

@@ -1,0 +1,150 @@
+"""One row of x: multiply and sum, with the row's sum of squares taken beside the products.
+
+A program has `block_n` rows of the weight and walks along them and x, `block_k` elements at a time. Every program reads
+all of x and of the norm's weight, out of the L2 or its own L1: a few kilobytes beside `block_n` rows of the weight.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.matmul import row as product
+from rooftile.ops.matmul.config import MatmulConfig, Problem
+from rooftile.primitives import dependent
+from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
+from rooftile.primitives.splitk import arrives_last
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+# Blocks of its weights that a program brings into the L2 before the kernel ahead has ended; -1: it is started after it.
+PREFETCH = 1
+
+
+@triton.jit(do_not_specialize=["n_cols"])
+def _row_kernel(
+    x_ptr,
+    norm_ptr,
+    w_ptr,
+    out_ptr,
+    bias_ptr,
+    partial_ptr,
+    counters_ptr,
+    stride_wn,
+    stride_wk,
+    n_inner,
+    n_cols,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(cols, n_cols - 1).to(tl.int64)  # in bounds, so that loads need no mask
+    block = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + rows[:, None] * stride_wn + block.to(tl.int64)[None, :] * stride_wk
+    length = tl.cdiv(n_inner, SPLIT * BLOCK_K) * BLOCK_K
+    start = part * length
+    if PREFETCH >= 0:
+        let_next_start()
+        LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        lines = start + tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
+        for b in tl.static_range(PREFETCH):
+            prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines + b * BLOCK_K, n_inner - 1)[None, :])
+        wait_for_previous()
+
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
+        ks = k + block
+        step = k.to(tl.int64) * stride_wk
+        if EVEN_K:
+            w = tl.load(w_ptrs + step, eviction_policy="evict_first")
+            x = tl.load(x_ptr + ks, eviction_policy="evict_last")
+            scale = tl.load(norm_ptr + ks, eviction_policy="evict_last")
+        else:
+            inside = ks < n_inner
+            w = tl.load(w_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
+            scale = tl.load(norm_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
+        x = x.to(tl.float32)
+        squares += x * x
+        x *= scale.to(tl.float32) + OFFSET
+        acc += w.to(tl.float32) * x[None, :]
+    z = tl.sum(acc, axis=1)
+    total = tl.sum(squares, axis=0)
+
+    if SPLIT > 1:
+        # The parts' sums, and behind those of all programs their sums of squares.
+        first = tile.to(tl.int64) * SPLIT
+        sums = partial_ptr + first * BLOCK_N + tl.arange(0, BLOCK_N)
+        totals = partial_ptr + tl.num_programs(0).to(tl.int64) * BLOCK_N + first
+        tl.store(sums + part * BLOCK_N, z)
+        tl.store(totals + part, total)
+        if not arrives_last(counters_ptr + tile, SPLIT):
+            return
+        z = tl.zeros((BLOCK_N,), tl.float32)
+        total = 0.0
+        for s in tl.static_range(SPLIT):
+            z += tl.load(sums + s * BLOCK_N, cache_modifier=".cg")
+            total += tl.load(totals + s, cache_modifier=".cg")
+
+    mask = cols < n_cols
+    z *= tl.rsqrt(total / n_inner + EPS)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
+    tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _plan(
+    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, even_k: bool, prefetched: int, c: MatmulConfig
+) -> launching.Plan:
+    options = {"launch_pdl": True} if prefetched >= 0 else {}
+    constants = {
+        "EPS": eps,
+        "OFFSET": offset,
+        "HAS_BIAS": dtypes[-1] is not None,
+        "EVEN_K": even_k,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "SPLIT": c.split_k,
+        "STAGES": c.num_stages,
+        "PREFETCH": prefetched,
+    }
+    return launching.Plan(_row_kernel, constants, num_warps=c.num_warps, **options)
+
+
+def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+    """Why this kernel can't run that problem so; None where it can. Any layout of the weight is taken."""
+    return product.refuses(p, c, target)
+
+
+def launch(
+    x: Tensor, norm_weight: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, eps: float, offset: float,
+    c: MatmulConfig,
+) -> None:  # fmt: skip
+    """Launch it: x (1, K) contiguous, w (N, K), out (1, N)."""
+    n_cols, n_inner = out.shape[-1], x.shape[-1]
+    tiles = library.cdiv(n_cols, c.block_n)
+    partial = counters = None
+    if c.split_k > 1:
+        partial = torch.empty(tiles * c.split_k * (c.block_n + 1), dtype=torch.float32, device=x.device)
+        counters = launching.counters(tiles, x.device)
+    # A prefetch is of lines along k.
+    early = dependent.supported(runtime.target(x.device)) and (w.stride(1) == 1 or n_inner == 1)
+    dtypes = (x.dtype, norm_weight.dtype, bias.dtype if bias is not None else None)
+    plan = _plan(dtypes, eps, offset, bool(n_inner % c.block_k == 0), PREFETCH if early else -1, c)
+    tensors = (x, norm_weight, w, out, bias, partial, counters)
+    launching.launch(plan, tiles * c.split_k, tensors, (*w.stride(), n_inner), (n_cols,))

@@ -1,0 +1,209 @@
+"""Linear layers whose weights alone are quantised, for decoding: the weight is read, and it is all that is read.
+
+    int8_linear    out = (x @ weight^T) * scale + bias                          a scale for each row of the weight
+    int4_linear    out = x @ (q * scale)^T + bias, q = unpack_int4(packed)      a scale for each group of a row
+
+A weight of (N, K) is read at every step of a decode, N * K bytes or half of them, beside which x, the scales and the
+output are little. Products are of x as it is and exact small integers, sums float32; scales multiply sums, in float32,
+so that nothing is rounded before the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime, tuning
+from rooftile.ops.weight_only import config as configs
+from rooftile.ops.weight_only import skinny
+from rooftile.ops.weight_only.config import WeightOnlyConfig
+from rooftile.ops.weight_only.packing import GROUPS, pack_int4, quantize_int4, quantize_int8, unpack_int4
+
+__all__ = [
+    "WeightOnlyConfig",
+    "int4_linear",
+    "int8_linear",
+    "pack_int4",
+    "quantize_int4",
+    "quantize_int8",
+    "unpack_int4",
+]
+
+_WEIGHTS = {"int8_linear": ("weight", torch.int8), "int4_linear": ("packed", torch.uint8)}
+
+
+def _rows(op: str, x: Tensor, weight: Tensor) -> int:
+    """The rows of a weight that fits x."""
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x has shape (), expected at least one dimension")
+    k = x.shape[-1]
+    if op == "int8_linear":
+        expected, columns = f"(N, {k}) to match x's last dimension", k
+    else:
+        if k % GROUPS[0]:
+            raise ValueError(f"{op}: x's last dimension is {k}, expected a multiple of the group: of 32, 64 or 128")
+        expected, columns = f"(N, {k // 2}): two numbers a byte, to match x's last dimension of {k}", k // 2
+    if weight.dim() != 2 or weight.shape[1] != columns:
+        raise ValueError(f"{op}: {_WEIGHTS[op][0]} has shape {tuple(weight.shape)}, expected {expected}")
+    return weight.shape[0]
+
+
+def _check(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[int, int]:
+    """The rows of the weight, and the group: 0 for int8. Raises for what can't be multiplied."""
+    name, dtype = _WEIGHTS[op]
+    library.check_floating(op, x=x, scale=scale, bias=bias)
+    if weight.dtype != dtype:
+        raise TypeError(f"{op}: {name} has dtype {weight.dtype}, expected {dtype}")
+    for other_name, other in (("scale", scale), ("bias", bias)):
+        if other is not None and other.dtype not in (x.dtype, torch.float32):
+            raise TypeError(
+                f"{op}: {other_name} has dtype {other.dtype}, expected {x.dtype} to match x, or torch.float32"
+            )
+    n, k = _rows(op, x, weight), x.shape[-1]
+    if op == "int8_linear":
+        group, known, wanted = 0, scale.shape == (n,), f"({n},) to match weight's rows"
+    else:
+        fit = [g for g in GROUPS if k % g == 0]
+        group = next((g for g in fit if scale.dim() == 2 and scale.shape[1] * g == k), 0)
+        known = group > 0 and scale.shape[0] == n
+        wanted = " or ".join(f"({n}, {k // g})" for g in fit) + f" for groups of {' or '.join(map(str, fit))}"
+    if not known:
+        raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}, expected {wanted}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match {name}'s rows")
+    return n, group
+
+
+@functools.cache
+def _tuned(op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any) -> WeightOnlyConfig | None:
+    """What was measured for that many rows, rounded up to a power of two."""
+    entry = tuning.lookup(op, tuning_key(m, n, k, group, dtype), target)
+    if entry is None:
+        return None
+    try:
+        found = WeightOnlyConfig(**entry)
+    except (TypeError, ValueError):  # a table of another version, or one that somebody edited
+        return None
+    return None if configs.refuses(found, group, dtype, target) else found
+
+
+def tuning_key(m: int, n: int, k: int, group: int, dtype: torch.dtype) -> str:
+    """A problem as a tuned table names it: rows rounded up to a power of two."""
+    words = [f"m{library.power_of_two(max(1, m))} n{n} k{k}", str(dtype).removeprefix("torch.")]
+    return " ".join(words + [f"group{group}"] * bool(group))
+
+
+def _choose(
+    op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any, given: str
+) -> WeightOnlyConfig:
+    asked = configs.decode(given)
+    if asked is None:
+        m = int(library.power_of_two(max(1, m)))
+        return _tuned(op, m, n, k, group, dtype, target) or configs.config(m, n, k, group, dtype, target)
+    why = configs.refuses(asked, group, dtype, target)
+    if why:
+        raise ValueError(f"{op}: config can't be used here: {why}")
+    return asked
+
+
+def _fake(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, config: str) -> Tensor:
+    n, _ = _check(op, x, weight, scale, bias)
+    return torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+
+
+def _launch(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, config: str) -> Tensor:
+    n, group = _check(op, x, weight, scale, bias)
+    k = int(x.shape[-1])
+    target = runtime.target(x.device)
+    rows = x.numel() // k if k else 0
+    if isinstance(rows, torch.SymInt):
+        raise launching.Untraceable("tiles of a symbolic number")
+    c = _choose(op, rows, n, k, group, x.dtype, target, config)
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if k == 0:
+        return out.zero_() if bias is None else out.copy_(bias)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    skinny.launch(library.as_rows(x), weight, scale.contiguous(), bias, out, c)
+    return out
+
+
+def _define(op: str) -> Any:
+    name = _WEIGHTS[op][0]
+
+    def check(inputs: tuple[Any, ...]) -> None:
+        for argument, value in zip(("x", name, "scale", "bias"), inputs, strict=False):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"{op}: {argument} requires grad, but a weight-only product has no derivative; call it under "
+                    f"torch.no_grad(), or give {argument}.detach()"
+                )
+
+    def unreachable(*_: Any) -> NoReturn:
+        raise AssertionError(f"{op} is never differentiated")
+
+    return library.define(
+        f"{op}(Tensor x, Tensor {name}, Tensor scale, Tensor? bias, str config) -> Tensor",
+        launch=functools.partial(_launch, op),
+        fake=functools.partial(_fake, op),
+        autograd=library.Autograd(save=unreachable, backward=unreachable, check=check),
+    )
+
+
+_int8_op = _define("int8_linear")
+_int4_op = _define("int4_linear")
+
+
+def int8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, config: WeightOnlyConfig | None = None
+) -> Tensor:
+    """`out = (x @ weight^T) * scale + bias`, for inference: x in floating point, the weight in 8 bits.
+
+    Args:
+        x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
+            taken as one, or the last stride is not 1.
+        weight: `(N, K)` int8, as `quantize_int8` gives it; any stride between rows.
+        scale: `(N,)`, float32 or of x's dtype.
+        bias: `(N,)`, of x's dtype or float32.
+        config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
+
+    Returns:
+        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once.
+
+    Raises:
+        ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
+            derivative), a device is the CPU without the interpreter, or devices differ.
+        TypeError: a dtype is not one of those.
+    """
+    return _int8_op(x, weight, scale, bias, "" if config is None else configs.encode(config))
+
+
+def int4_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, *, config: WeightOnlyConfig | None = None
+) -> Tensor:
+    """`out[m, n] = sum over k of x[m, k] * q[n, k] * scale[n, k // group] + bias[n]`, for inference: 4 bits a weight.
+
+    Args:
+        x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
+            taken as one, or the last stride is not 1.
+        packed: `(N, K / 2)` uint8, as `quantize_int4` or `pack_int4` gives it for that group; any stride between rows.
+        scale: `(N, K / group)`, float32 or of x's dtype; contiguous, else it is copied. The group, 32, 64 or 128, is
+            what K over its columns is.
+        bias: `(N,)`, of x's dtype or float32.
+        config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
+
+    Returns:
+        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, scales multiply a group's sum, and what comes of it
+        is rounded once.
+
+    Raises:
+        ValueError: K is no multiple of the group, shapes don't match, the configuration can't be used, an argument
+            requires grad (there is no derivative), a device is the CPU without the interpreter, or devices differ.
+        TypeError: a dtype is not one of those.
+    """
+    return _int4_op(x, packed, scale, bias, "" if config is None else configs.encode(config))

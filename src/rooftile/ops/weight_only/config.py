@@ -1,0 +1,152 @@
+"""How a weight-only product is launched, and the choice of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from rooftile import library, runtime
+from rooftile.primitives import dependent
+
+
+KERNELS = ("skinny", "direct")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightOnlyConfig:
+    """How the kernel of `int8_linear` and `int4_linear` is launched.
+
+    A program has `block_m` rows of x and `block_n` rows of the weight, and walks along K. It takes `slices` blocks of
+    `block_k` elements at a time; where there are several, each warp sums blocks of its own, and the warps' sums are
+    added at the end. So a program of 16 rows can have as many warps as its loads need to be in flight, and none of them
+    does another's work.
+
+    Args:
+        block_m, block_n: the tile: rows of x, rows of the weight.
+        block_k: elements of a block; twice the group for int4, whose low nibbles are one group and high ones the next.
+        slices: blocks that a program takes at a time; 1, or a multiple of `num_warps`.
+        split_k: how many programs share one tile's sum.
+        num_warps, num_stages: warps of a program, and how deep its loads are pipelined.
+        prefetch: -1 for an ordinary launch. From 0 on the kernel starts while the one before it still ends (for sm_90
+            and later), and brings the weights of that many steps into the L2 until it may go on.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    slices: int = 4
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    prefetch: int = -1
+    kernel: str = "skinny"
+
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ValueError(f"WeightOnlyConfig: kernel is {self.kernel!r}, expected one of {', '.join(KERNELS)}")
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < -1:
+            raise ValueError(f"WeightOnlyConfig: prefetch is {self.prefetch!r}, expected -1 or a number of steps")
+        for field in dataclasses.fields(self)[:-2]:
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"WeightOnlyConfig: {field.name} is {value!r}, expected a positive integer")
+            if field.name not in ("split_k", "num_stages") and value & (value - 1):
+                raise ValueError(f"WeightOnlyConfig: {field.name} is {value}, expected a power of two")
+        for name in ("block_n", "block_k"):
+            if getattr(self, name) < 16:
+                raise ValueError(f"WeightOnlyConfig: {name} is {getattr(self, name)}, expected at least 16")
+        if self.kernel == "direct":
+            self._check_direct()
+        elif self.slices > 1 and self.slices % self.num_warps:
+            raise ValueError(
+                f"WeightOnlyConfig: slices is {self.slices}, expected 1 or a multiple of num_warps={self.num_warps}"
+            )
+
+    def _check_direct(self) -> None:
+        if self.num_warps % self.slices:
+            raise ValueError(
+                f"WeightOnlyConfig: slices is {self.slices}, expected a divisor of num_warps={self.num_warps}"
+            )
+        least = 16 * self.num_warps // self.slices
+        if self.block_n < least:
+            raise ValueError(f"WeightOnlyConfig: block_n is {self.block_n}, expected {least}: 16 for each warp")
+        if self.block_m < 8:
+            raise ValueError(f"WeightOnlyConfig: block_m is {self.block_m}, expected at least 8")
+
+
+@functools.cache
+def encode(config: WeightOnlyConfig | None) -> str:
+    """A configuration as the schema of an op takes it; "" for none."""
+    return "" if config is None else ",".join(map(str, dataclasses.astuple(config)))
+
+
+@functools.cache
+def decode(text: str) -> WeightOnlyConfig | None:
+    """The configuration that `encode` wrote."""
+    if not text:
+        return None
+    *numbers, kernel = text.split(",")
+    return WeightOnlyConfig(*map(int, numbers), kernel=kernel)
+
+
+def refuses(c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target) -> str | None:
+    """Why a product can't be launched so, or None. `group` is 0 for int8."""
+    if group and c.block_k != 2 * group:
+        return f"block_k is {c.block_k}, expected {2 * group}, twice the group of {group}"
+    if target is runtime.INTERPRETER:
+        return None
+    if c.num_warps * target.warp_size > target.max_threads:
+        return f"num_warps is {c.num_warps}, expected at most {target.max_threads // target.warp_size} on this GPU"
+    if c.prefetch >= 0 and not dependent.supported(target):
+        return f"prefetch is {c.prefetch}, expected -1: {target.arch} has no dependent launch"
+    buffers = max(1, c.num_stages - 1)
+    packed = c.block_n * (c.block_k // 2 if group else c.block_k)
+    most = buffers * c.slices * (packed + c.block_m * c.block_k * dtype.itemsize)
+    if most > target.shared_memory:
+        return f"its tiles take {most} bytes of shared memory, a block has {target.shared_memory} on this GPU"
+    return None
+
+
+@functools.cache
+def config(m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target) -> WeightOnlyConfig:
+    """The configuration for x of (m, k) and a weight of (n, k); `group` is 0 for int8."""
+    block_k = 2 * group or 128
+    if target is runtime.INTERPRETER:
+        block_m, block_n = (min(64, max(least, library.power_of_two(s))) for least, s in ((1, m), (16, n)))
+        return WeightOnlyConfig(block_m, block_n, block_k, slices=2, num_warps=1, num_stages=1)
+    if dtype == torch.float32:  # no matrix unit keeps float32: small tiles, for registers
+        block_m = min(4, library.power_of_two(m))
+        return WeightOnlyConfig(block_m, 16, 2 * group or 64, slices=4, num_warps=4, num_stages=2)
+    return _skinny(m, n, k, group, target)
+
+
+def _skinny(m: int, n: int, k: int, group: int, target: runtime.Target) -> WeightOnlyConfig:
+    block_m, block_k = library.power_of_two(m), 2 * group or 128
+    if target.warp_size == 64:  # AMD's matrix unit has no side shorter than 16, and a block 64 KiB of shared memory
+        return WeightOnlyConfig(min(64, max(16, block_m)), 32, block_k, slices=1, num_warps=2, num_stages=2)
+    # x fills the matrix unit: warps beside one another share it, where slices would each take their own.
+    stages = 3 if target.shared_memory > 120_000 else 2
+    wgmma = target.arch == "sm_90"  # others would hold a tile of 64 rows in more registers than there are
+    if m > 64 and wgmma:
+        return WeightOnlyConfig(64, 128, block_k, slices=1, num_warps=8, num_stages=2)
+    if m > 32 and wgmma:
+        return WeightOnlyConfig(64, 64, block_k, slices=1, num_warps=4, num_stages=stages)
+    if m > 16:
+        return WeightOnlyConfig(32, 32, block_k, slices=1, num_warps=2, num_stages=stages)
+    slices = 4 * max(1, 128 // block_k)  # blocks of short groups are small: more of them at a time
+    block_n = 32 if n >= 32 * 4 * target.multiprocessors else 16
+    # As deep as shared memory allows to two programs a multiprocessor, or else to one.
+    step = slices * (block_n * (block_k // 2 if group else block_k) + 2 * block_m * block_k)
+    room = target.shared_memory - 4096
+    stages = next((s for s in (4, 3) if 2 * (s - 1) * step <= room), 2)
+    while (stages - 1) * step > room:
+        block_m //= 2
+        step = slices * (block_n * (block_k // 2 if group else block_k) + 2 * block_m * block_k)
+    tiles = library.cdiv(n, block_n)
+    steps = library.cdiv(k, slices * block_k)
+    split = 1
+    while tiles * split < 2 * target.multiprocessors and 2 * split <= steps and split < 8:
+        split *= 2
+    return WeightOnlyConfig(block_m, block_n, block_k, slices, split_k=split, num_warps=4, num_stages=stages)

@@ -1,0 +1,118 @@
+"""Weights of 8 and 4 bits as the matrix unit takes them.
+
+At 4 bits an H200's memory brings 35 weights a clock to each multiprocessor, which issues 128 instructions a clock,
+counted by lanes: 3.6 a weight, for everything. A conversion from an integer runs at half of that rate or less, so on
+NVIDIA's GPUs the bits are placed into the mantissa of a number whose last bit is worth 1, two weights an instruction,
+and what that number had before is taken off: 1.4 instructions a weight for int4, and for int8 2 in bfloat16 and 1.25
+in float16. All of it is exact.
+"""
+
+from __future__ import annotations
+
+from rooftile import runtime  # before Triton: runtime fixes the mode of the process
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+# The four low nibbles of a word, then the four high ones: MAGIC's number + nibble, less that number and 8.
+_INT4 = """{
+    .reg .b32 lo, hi, one, less;
+    mov.b32 one, ONE;
+    mov.b32 less, LESS;
+    and.b32 lo, $4, 0x0f0f0f0f;
+    shr.u32 hi, $4, 4;
+    and.b32 hi, hi, 0x0f0f0f0f;
+    prmt.b32 $0, lo, MAGIC, 0x4140;
+    prmt.b32 $1, lo, MAGIC, 0x4342;
+    prmt.b32 $2, hi, MAGIC, 0x4140;
+    prmt.b32 $3, hi, MAGIC, 0x4342;
+    fma.rn.KIND $0, $0, one, less;
+    fma.rn.KIND $1, $1, one, less;
+    fma.rn.KIND $2, $2, one, less;
+    fma.rn.KIND $3, $3, one, less;
+}"""
+# The sign's bit is turned over, which adds 128.
+_INT8_FP16 = """{
+    .reg .b32 word, one, less;
+    mov.b32 one, 0x3c003c00;
+    mov.b32 less, 0xe480e480;
+    xor.b32 word, $2, 0x80808080;
+    prmt.b32 $0, word, 0x64646464, 0x4140;
+    prmt.b32 $1, word, 0x64646464, 0x4342;
+    fma.rn.f16x2 $0, $0, one, less;
+    fma.rn.f16x2 $1, $1, one, less;
+}"""
+# bfloat16 has seven bits: 128 + the low seven, less 128, or less 256 where the sign's bit is set.
+_INT8_BF16 = """{
+    .reg .b32 low, sign, one, a, b;
+    mov.b32 one, 0x3f803f80;
+    and.b32 low, $2, 0x7f7f7f7f;
+    and.b32 sign, $2, 0x80808080;
+    prmt.b32 $0, low, 0x43434343, 0x4140;
+    prmt.b32 $1, low, 0x43434343, 0x4342;
+    prmt.b32 a, sign, 0xc3c3c3c3, 0x4140;
+    prmt.b32 b, sign, 0xc3c3c3c3, 0x4342;
+    fma.rn.bf16x2 $0, $0, one, a;
+    fma.rn.bf16x2 $1, $1, one, b;
+}"""
+
+
+def _int4(kind: str, magic: str, one: str, less: str) -> tl.constexpr:
+    text = _INT4.replace("KIND", kind).replace("MAGIC", magic).replace("ONE", one).replace("LESS", less)
+    return tl.constexpr(text)
+
+
+INT4_BF16 = _int4("bf16x2", "0x43434343", "0x3f803f80", "0xc308c308")
+INT4_FP16 = _int4("f16x2", "0x64646464", "0x3c003c00", "0xe408e408")
+INT8_BF16 = tl.constexpr(_INT8_BF16)
+INT8_FP16 = tl.constexpr(_INT8_FP16)
+
+
+def _of_word(text: tl.constexpr, pairs: int) -> tl.constexpr:
+    """The assembly for one word, whose numbers are outputs one by one."""
+    text = text.value
+    for i in range(pairs, -1, -1):
+        text = text.replace(f"${i}", f"p{i}" if i < pairs else f"${2 * pairs}")
+    head = "{\n    .reg .b32 " + ", ".join(f"p{i}" for i in range(pairs)) + ";"
+    tail = "".join(f"    mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};\n" for i in range(pairs)) + "}"
+    return tl.constexpr(head + text[1:-1] + tail)
+
+
+INT4_BF16_WORD = _of_word(INT4_BF16, 4)
+INT4_FP16_WORD = _of_word(INT4_FP16, 4)
+INT8_BF16_WORD = _of_word(INT8_BF16, 2)
+INT8_FP16_WORD = _of_word(INT8_FP16, 2)
+
+
+def has_tricks(target: runtime.Target) -> bool:
+    """Whether the target takes the assembly above; others convert integers."""
+    return target.arch.startswith("sm_")
+
+
+@triton.jit
+def int8_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
+    """int8 w in DTYPE."""
+    if TRICKS and DTYPE.is_bf16():
+        y = tl.inline_asm_elementwise(INT8_BF16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif TRICKS and DTYPE.is_fp16():
+        y = tl.inline_asm_elementwise(INT8_FP16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        y = w.to(tl.float32).to(DTYPE)
+    return y
+
+
+@triton.jit
+def int4_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
+    """The low nibbles of uint8 w, and the high ones, less 8, in DTYPE."""
+    if TRICKS and DTYPE.is_bf16():
+        low, high = tl.inline_asm_elementwise(
+            INT4_BF16, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    elif TRICKS and DTYPE.is_fp16():
+        low, high = tl.inline_asm_elementwise(
+            INT4_FP16, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low = ((w & 15).to(tl.float32) - 8).to(DTYPE)
+        high = ((w >> 4).to(tl.float32) - 8).to(DTYPE)
+    return low, high

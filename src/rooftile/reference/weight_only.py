@@ -1,0 +1,42 @@
+"""Linear layers with weights of 8 or 4 bits: dequantised, then multiplied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def unpack(packed: Tensor, group: int) -> Tensor:
+    """The numbers of a packed weight, block by block: low nibbles, then high ones, each 8 more than its number."""
+    blocks = packed.split(group, dim=1)  # two groups each; a last one of half as many bytes is one group
+    halves = [half for block in blocks for half in (block & 15, block >> 4)]
+    return torch.cat([packed[:, :0], *halves], dim=1).to(torch.int8) - 8
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The formula in x's dtype: give it float64 for the truth."""
+    out = (x @ weight.to(x.dtype).T) * scale
+    return out if bias is None else out + bias
+
+
+def int8_linear_eager(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
+    dequantised = weight.to(x.dtype) * scale.to(x.dtype)[:, None]
+    return torch.nn.functional.linear(x, dequantised, None if bias is None else bias.to(x.dtype))
+
+
+def _dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    group = 2 * packed.shape[1] // scale.shape[1]
+    return unpack(packed, group).to(dtype) * scale.to(dtype).repeat_interleave(group, dim=1)
+
+
+def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The formula in x's dtype: give it float64 for the truth."""
+    out = x @ _dequantise(packed, scale, x.dtype).T
+    return out if bias is None else out + bias
+
+
+def int4_linear_eager(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
+    bias = None if bias is None else bias.to(x.dtype)
+    return torch.nn.functional.linear(x, _dequantise(packed, scale, x.dtype), bias)

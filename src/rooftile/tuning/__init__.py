@@ -1,0 +1,180 @@
+"""Measured launch configurations, looked up by key. `rooftile tune` measures them; nothing here does.
+
+A table is a JSON file `<gpu>/<op>.json`, in the user's own folder or in this package; the user's comes first, entry by
+entry. A file that can't be used is reported once and ignored. Tables are read where kernels run on a GPU; elsewhere
+`ROOFTILE_TUNING_GPU=h200` asks for those of a GPU, and `ROOFTILE_TUNING_GPU=none` turns them off everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rooftile import runtime
+
+SCHEMA = 1
+PACKAGE = Path(__file__).parent
+
+
+def gpu_slug(name: str) -> str:
+    """A GPU's name as a folder's: "NVIDIA H100 80GB HBM3" is "h100", "NVIDIA GeForce RTX 4090" is "rtx4090"."""
+    known = re.search(r"\b(?:(RTX|GTX|Arc)\s+(?:PRO\s+)?)?(MI\d+\w*|[ABGHLPTV]+\d{1,4}\w?|\d{4})\b", name)
+    if known:
+        return "".join(part for part in known.groups() if part).lower()
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def user_folder() -> Path:
+    """Where `rooftile tune` writes, and where tables are looked for first."""
+    if named := os.environ.get("ROOFTILE_TUNING_DIR"):
+        return Path(named).expanduser()
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "rooftile" / "tuning"
+    if sys.platform == "win32" and (named := os.environ.get("LOCALAPPDATA")):
+        return Path(named) / "rooftile" / "tuning"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "rooftile" / "tuning"
+
+
+@dataclasses.dataclass
+class Table:
+    """What a file holds.
+
+    Attributes:
+        meta: the schema's number, the op, the GPU, and under "runs" where and when its entries were measured.
+        entries: by key, under "config" the fields of a configuration, beside it what it was measured to take.
+        failed: by configuration, why it was not measured.
+    """
+
+    meta: dict[str, Any]
+    entries: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def read(path: Path, op: str, gpu: str) -> Table:
+    """The table in a file.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it holds no table of that op for that GPU; the message says what is wrong, and not where.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not even UTF-8
+        raise ValueError(f"it is no JSON ({error})") from None
+    if not isinstance(data, dict) or not isinstance(data.get("meta"), dict):
+        raise ValueError('it has no "meta", expected what `rooftile tune` writes')
+    meta = data["meta"]
+    for name, expected in (("schema", SCHEMA), ("op", op), ("gpu", gpu)):
+        if meta.get(name) != expected:
+            raise ValueError(f"its {name} is {meta.get(name)!r}, expected {expected!r}")
+    entries, failed = data.get("entries"), data.get("failed", {})
+    if not isinstance(entries, dict):
+        raise ValueError('it has no "entries"')
+    for key, entry in entries.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+            raise ValueError(f'its entry {key!r} has no "config"')
+    if not isinstance(failed, dict):
+        raise ValueError('its "failed" is no object')
+    return Table(meta, entries, failed)
+
+
+def to_json(table: Table) -> str:
+    """The file's text: one entry on each line, so that a diff shows which moved."""
+
+    def lines(values: Mapping[str, Any]) -> str:
+        body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
+        return f"{{\n{body}\n }}" if body else "{}"
+
+    meta = json.dumps(table.meta, indent=1, ensure_ascii=False).replace("\n", "\n ")
+    return f'{{\n "meta": {meta},\n "entries": {lines(table.entries)},\n "failed": {lines(table.failed)}\n}}\n'
+
+
+@functools.cache
+def _gpu(target: runtime.Target) -> str | None:
+    """Whose tables serve a target; None for nobody's."""
+    if asked := os.environ.get("ROOFTILE_TUNING_GPU"):
+        return None if asked == "none" else asked
+    if runtime.MODE is not runtime.Mode.GPU:
+        return None
+    device = runtime.accelerator()
+    if device is None:
+        return None
+    module = torch.get_device_module(device.type)
+    for index in range(module.device_count()):
+        if runtime.target(torch.device(device.type, index)) is target:
+            return gpu_slug(str(module.get_device_name(index)))
+    return None
+
+
+@functools.cache
+def _entries(path: Path, op: str, gpu: str, multiprocessors: int | None) -> dict[str, dict[str, Any]]:
+    """A file's entries; none where it can't be used."""
+    try:
+        table = read(path, op, gpu)
+        measured_on = table.meta.get("multiprocessors")
+        # A part of a GPU, or a smaller variant of one name, wants tiles of its own.
+        if multiprocessors is not None and measured_on not in (None, multiprocessors):
+            if PACKAGE in path.parents:
+                return {}
+            raise ValueError(f"its GPU had {measured_on} multiprocessors, this one has {multiprocessors}")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the tuning table {path} is ignored: {error}", RuntimeWarning, stacklevel=3)
+        return {}
+    return table.entries
+
+
+@functools.cache
+def _lookup(op: str, key: str, target: runtime.Target) -> dict[str, Any] | None:
+    gpu = _gpu(target)
+    if gpu is None:
+        return None
+    multiprocessors = None if os.environ.get("ROOFTILE_TUNING_GPU") else target.multiprocessors
+    for folder in (user_folder(), PACKAGE):
+        found = _entries(folder / gpu / f"{op}.json", op, gpu, multiprocessors).get(key)
+        if found is not None:
+            return found["config"]
+    return None
+
+
+_off = 0
+
+
+def lookup(op: str, key: str, target: runtime.Target) -> dict[str, Any] | None:
+    """The fields of the configuration that was measured under that key, or None. They are shared: don't change them.
+
+    Args:
+        op: the table's name.
+        key: what the op makes of a problem.
+        target: of the device that it runs on.
+    """
+    return None if _off else _lookup(op, key, target)
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """No table is read meanwhile: an op chooses as if none were there."""
+    global _off
+    _off += 1
+    try:
+        yield
+    finally:
+        _off -= 1
+
+
+def forget() -> None:
+    """Forget what was read: files, or the variables that name them, have changed."""
+    for cached in (_gpu, _entries, _lookup):
+        cached.cache_clear()

@@ -1,0 +1,168 @@
+"""Tuning tables: which file is read, and what is done about one that can't be."""
+
+import json
+import warnings
+
+import pytest
+
+from rooftile import runtime, tuning
+from rooftile.runtime import TARGETS
+
+H100 = TARGETS["sm_90"]
+KEY = "m1 n64 k32 bfloat16"
+
+
+def table(gpu="h100", op="matmul", block_n=64, **meta):
+    entry = {"config": {"kernel": "tiled", "block_n": block_n}, "us": 1.0, "m": 1}
+    return tuning.Table({"schema": tuning.SCHEMA, "op": op, "gpu": gpu, "multiprocessors": 132, **meta}, {KEY: entry})
+
+
+@pytest.fixture
+def folders(monkeypatch, tmp_path):
+    """`write(whose, text or table)`: a file of the user's, or of the package's."""
+    found = {"user": tmp_path / "user", "package": tmp_path / "package"}
+    monkeypatch.setenv("ROOFTILE_TUNING_DIR", str(found["user"]))
+    monkeypatch.setattr(tuning, "PACKAGE", found["package"])
+    monkeypatch.setattr(tuning, "_gpu", lambda target: "h100" if target is H100 else None)
+    monkeypatch.delenv("ROOFTILE_TUNING_GPU", raising=False)
+
+    def write(whose, content):
+        path = found[whose] / "h100" / "matmul.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else tuning.to_json(content))
+        tuning.forget()
+        return path
+
+    monkeypatch.setattr(tuning._gpu, "cache_clear", lambda: None, raising=False)
+    tuning.forget()
+    yield write
+    monkeypatch.undo()
+    tuning.forget()
+
+
+def looked_up(key=KEY, target=H100):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return tuning.lookup("matmul", key, target)
+
+
+def test_no_table_is_no_configuration(folders):
+    assert looked_up() is None
+
+
+def test_the_packages_table_is_read_and_gives_the_fields_of_the_configuration(folders):
+    folders("package", table())
+    assert looked_up() == {"kernel": "tiled", "block_n": 64}
+    assert looked_up("another key") is None
+
+
+def test_the_users_own_entry_comes_first_and_the_packages_serves_the_rest(folders):
+    package = table()
+    package.entries["other"] = package.entries[KEY]
+    folders("package", package)
+    folders("user", table(block_n=128))
+    assert looked_up() == {"kernel": "tiled", "block_n": 128}
+    assert looked_up("other") == {"kernel": "tiled", "block_n": 64}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{not json", "is no JSON"),
+        ("[]", 'has no "meta"'),
+        ('{"meta": 1}', 'has no "meta"'),
+        (table(schema=tuning.SCHEMA + 1), "its schema is 2, expected 1"),
+        (table(gpu="rtx4090"), "its gpu is 'rtx4090', expected 'h100'"),
+        (table(op="attention"), "its op is 'attention', expected 'matmul'"),
+        (table(multiprocessors=114), "its GPU had 114 multiprocessors, this one has 132"),
+        (json.dumps({"meta": table().meta}), 'has no "entries"'),
+        (json.dumps({"meta": table().meta, "entries": {"k": 1}}), "its entry 'k' has no \"config\""),
+        (json.dumps({"meta": table().meta, "entries": {}, "failed": []}), 'its "failed" is no object'),
+        ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), "is no JSON"),
+    ],
+)
+def test_a_corrupt_or_foreign_file_is_reported_once_by_name_and_ignored(folders, content, message):
+    folders("package", table())
+    path = folders("user", content)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert tuning.lookup("matmul", KEY, H100) == {"kernel": "tiled", "block_n": 64}
+        assert tuning.lookup("matmul", "other", H100) is None
+    assert len(seen) == 1
+    assert str(path) in str(seen[0].message)
+    assert message in str(seen[0].message)
+
+
+def test_a_shipped_table_of_a_larger_variant_is_passed_over_in_silence(folders):
+    folders("package", table(multiprocessors=144))
+    assert looked_up() is None
+
+
+def test_a_folder_in_place_of_the_file_is_reported(folders, tmp_path):
+    (tmp_path / "user" / "h100" / "matmul.json").mkdir(parents=True)
+    tuning.forget()
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        assert tuning.lookup("matmul", KEY, H100) is None
+
+
+def test_tables_can_be_turned_off(folders):
+    folders("package", table())
+    with tuning.off():
+        assert looked_up() is None
+    assert looked_up() is not None
+
+
+def test_a_file_is_read_once(folders, monkeypatch):
+    folders("package", table())
+    reads = []
+    read = tuning.read
+    monkeypatch.setattr(tuning, "read", lambda path, *rest: reads.append(path) or read(path, *rest))
+    for key in (KEY, "other", KEY):
+        looked_up(key)
+    assert len(reads) == 2  # the user's, which is not there, and the package's
+
+
+def test_outside_a_gpu_a_table_is_read_only_where_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.INTERPRETER)
+    monkeypatch.setenv("ROOFTILE_TUNING_DIR", str(tmp_path))
+    monkeypatch.delenv("ROOFTILE_TUNING_GPU", raising=False)
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "h100" / "matmul.json").write_text(tuning.to_json(table()))
+    try:
+        for asked, expected in ((None, None), ("h100", 64), ("none", None)):
+            if asked:
+                monkeypatch.setenv("ROOFTILE_TUNING_GPU", asked)
+            tuning.forget()
+            found = looked_up(target=runtime.INTERPRETER)
+            assert (found and found["block_n"]) == expected
+    finally:
+        monkeypatch.undo()
+        tuning.forget()
+
+
+def test_the_users_folder_is_the_platforms_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("ROOFTILE_TUNING_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.user_folder() == tmp_path / "rooftile" / "tuning"
+    monkeypatch.setenv("ROOFTILE_TUNING_DIR", str(tmp_path / "own"))
+    assert tuning.user_folder() == tmp_path / "own"
+
+
+def test_a_table_survives_being_written(tmp_path):
+    path = tmp_path / "x.json"
+    wrote = table()
+    wrote.failed = {"tiled 64, bf16": "3 elements are NaN"}
+    path.write_text(tuning.to_json(wrote))
+    assert tuning.read(path, "matmul", "h100") == wrote
+    assert len([line for line in path.read_text().splitlines() if KEY in line]) == 1  # a line for each entry
+
+
+@pytest.mark.parametrize("path", sorted(tuning.PACKAGE.glob("*/*.json")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_shipped_table_can_be_read_and_names_no_folder_of_its_makers(path):
+    found = tuning.read(path, path.stem, path.parent.name)
+    assert found.entries
+    assert all({"gpu", "torch", "triton", "commit", "date", "command"} <= set(run) for run in found.meta["runs"])
+    assert not any("/home/" in run["command"] or "/root/" in run["command"] for run in found.meta["runs"])
+    for entry in found.entries.values():
+        assert found.meta["runs"][entry["run"]]
+        assert entry["us"] > 0
