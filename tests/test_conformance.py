@@ -24,8 +24,9 @@ from helpers import (
     transposed,
 )
 
+from rooftile import runtime
 from rooftile.cases import Unsupported
-from rooftile.cases.check import DTYPES, as_tuple, check_point, points, poisoned
+from rooftile.cases.check import DTYPES, as_tuple, check_point, points, poisoned, relative_error
 
 POINTS = [(case, point) for case in CASES for point in points(case, ("tiny", "edge"))]
 IDS = [f"{case.name} {point}" for case, point in POINTS]
@@ -99,6 +100,15 @@ def test_views_inside_nan_give_the_same_and_the_bands_stay(case, point, device):
         assert torch.equal(views[name]._base.view(torch.uint8), base.view(torch.uint8)), name
 
 
+def assert_agree(case, direction, actual, expected):
+    """The same; on a GPU, of products, within the case's tolerance: another layout is another kernel."""
+    if runtime.MODE is runtime.Mode.INTERPRETER or case.roof == "copy":
+        return assert_same(actual, expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        assert relative_error(a, e) <= case.tolerances[BF16][direction].ceiling
+
+
 @pytest.mark.parametrize("how", [offset, transposed])
 @every_tiny_point
 def test_strides_make_no_difference(case, point, how, device):
@@ -110,8 +120,8 @@ def test_strides_make_no_difference(case, point, how, device):
     grads = backward(case, point, inputs, output_grads)
     laid = relaid(inputs, how)
     if not case.mutates:
-        assert_same(forward(case, point, laid), outputs)
-    assert_same(backward(case, point, laid, tuple(how(g) for g in output_grads)), grads)
+        assert_agree(case, "forward", forward(case, point, laid), outputs)
+    assert_agree(case, "backward", backward(case, point, laid, tuple(how(g) for g in output_grads)), grads)
 
 
 @every_case_with_gradients
@@ -121,7 +131,7 @@ def test_gradients_that_are_one_number_repeated(case, device):
     outputs = forward(case, point, inputs)
     repeated = tuple(torch.ones((), dtype=y.dtype, device=device).expand(y.shape) for y in outputs)
     dense = tuple(torch.ones_like(y) for y in outputs)
-    assert_same(backward(case, point, inputs, repeated), backward(case, point, inputs, dense))
+    assert_agree(case, "backward", backward(case, point, inputs, repeated), backward(case, point, inputs, dense))
 
 
 @every_tiny_point

@@ -16,7 +16,7 @@ def _powers(low: int, high: int) -> list[int]:
     return [1 << i for i in range(low.bit_length() - 1, high.bit_length())]
 
 
-def _grid(kernel: str, **fields: Iterable[int]) -> list[MatmulConfig]:
+def _grid(kernel: str, **fields: Iterable[int | bool]) -> list[MatmulConfig]:
     every = itertools.product(*fields.values())
     return [MatmulConfig(kernel, **dict(zip(fields, values, strict=True))) for values in every]  # type: ignore[arg-type]
 
@@ -79,6 +79,7 @@ def _hopper_grid() -> list[MatmulConfig]:
         split_k=[1, 2, 3, 4, 6, 8],
         num_warps=[4, 8],
         num_stages=[2, 3, 4, 5, 6, 7, 8],
+        pingpong=[False, True],
     )
 
 
@@ -112,6 +113,7 @@ _HOPPER = (
     *((128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (256, 128, 64, 8, 4), (128, 128, 64, 8, 4), (128, 64, 64, 8, 6)),
     *((64, 64, 128, 4, 6), (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (64, 256, 64, 4, 4)),
 )
+_PINGPONG = ((128, 128, 64, 8, 6), (64, 256, 64, 8, 5), (64, 128, 64, 8, 7))
 _TILED = (
     *((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 128, 64, 4, 4)),
     *((64, 64, 64, 4, 4), (32, 64, 64, 4, 4), (16, 64, 128, 4, 4), (16, 64, 64, 4, 4)),
@@ -122,7 +124,9 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
     """The same, of the kernels that were the fastest for such a problem."""
     units = target.multiprocessors
 
-    def some(kernel: str, m: int, n: int, k: int, warps: int, stages: int) -> Iterator[MatmulConfig]:
+    def some(
+        kernel: str, m: int, n: int, k: int, warps: int, stages: int, *, pingpong: bool = False
+    ) -> Iterator[MatmulConfig]:
         n = n // (1 + p.gated) if kernel in ("hopper", "tiled") else n
         warps = max(1, warps * 32 // target.warp_size)
         tiles = p.batch * math.ceil(p.m / m) * math.ceil(p.n / n)
@@ -130,7 +134,7 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
             if split == 1 or (tiles < 2 * units and tiles * split <= 4 * units and p.k >= 4 * k * split):
                 deep = kernel == "hopper" and p.m > 8 * m and m * n >= 128 * 128
                 for group in (8, 4, 16) if deep and split == 1 else (1 if kernel in ("row", "skinny") else 8,):
-                    yield MatmulConfig(kernel, m, n, k, group, split, warps, stages)  # type: ignore[arg-type]
+                    yield MatmulConfig(kernel, m, n, k, group, split, warps, stages, pingpong)  # type: ignore[arg-type]
 
     def every(kernel: str, rows: Iterable[tuple[int, ...]], *m: int) -> list[MatmulConfig]:
         return [c for row in rows for c in some(kernel, *m, *row)]
@@ -140,7 +144,8 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
     if p.m <= 64:
         yield every("skinny", _SKINNY, max(16, 1 << (p.m - 1).bit_length()))
     if target.arch == "sm_90" and (p.m > 16 or (p.x_layout, p.w_layout) != ("k", "k")):
-        yield every("hopper", [h for h in _HOPPER if h[0] < 2 * max(p.m, 64)])
+        turns = [c for row in _PINGPONG for c in some("hopper", *row, pingpong=True) if p.m > 64 and c.split_k == 1]
+        yield [*every("hopper", [h for h in _HOPPER if h[0] < 2 * max(p.m, 64)]), *turns]
     yield every("tiled", [t for t in _TILED if t[0] < 2 * max(p.m, 16)])
 
 

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel that starts while the one before it on the stream still ends.
 
-Between two kernels the memory is idle for a microsecond or two, a tenth of what a small product takes. A kernel launched
-with `launch_pdl=True` starts as soon as all programs of the one before have called `let_next_start`; it may then ask
-for memory to be brought into the L2, and must call `wait_for_previous` before it reads or writes any. A prefetch reads
-nothing itself: what the kernel before still writes is written into that same L2.
+Between two kernels the memory is idle for a microsecond or two, a tenth of what a small product takes. A kernel that is
+launched with `launch_pdl=True` starts as soon as all programs of the one before have called `let_next_start`; it may
+then ask for memory to be brought into the L2, and must call `wait_for_previous` before it reads or writes any. A
+prefetch reads nothing itself: what the kernel before still writes is written into that same L2.
 
 For sm_90 and later; the constant that switches it on is never set elsewhere.
 """

@@ -116,7 +116,7 @@ def _fake(
 
 
 def _aligned(t: Tensor) -> bool:
-    return t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0
+    return t.stride(1) == 1 and t.stride(0) > 0 and (t.stride(0) | t.data_ptr()) % 16 == 0
 
 
 def _launch(

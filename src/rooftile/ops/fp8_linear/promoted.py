@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ _DTYPES = {
 # What a kernel of 12 or 16 warps is compiled for; the warps that multiply then take what the one that copies leaves.
 _REGISTERS = {2: 168, 3: 128}
 _BARRIERS = 512  # bytes of shared memory, at most, for barriers, what warps hand each other, and alignment
+Order = Literal["", "turns", "late"]
+_ORDER: Order = "late"
 _ROWS = 64  # of x, for each four warps
 
 
@@ -42,7 +45,7 @@ class Tiling:
         cols: columns of the output in a tile.
         chunk: columns that are written at a time, 128 bytes of each row.
         out_buffers: chunks of one consumer that are being written at the same time.
-        turns: consumers start to multiply in turn, rather than as they come.
+        order: how consumers keep apart, see the kernel.
     """
 
     cols: int
@@ -53,7 +56,7 @@ class Tiling:
     group_m: int
     x_scale: XScale
     w_scale: WScale
-    turns: bool
+    order: Order
     rows: int = _ROWS
     block_k: int = BLOCK
 
@@ -99,12 +102,12 @@ class Tiling:
 
 
 @functools.cache
-def _tiling(c: MatmulConfig, x_scale: XScale, w_scale: WScale, out_size: int, turns: bool, limit: int) -> Tiling:
+def _tiling(c: MatmulConfig, x_scale: XScale, w_scale: WScale, out_size: int, order: Order, limit: int) -> Tiling:
     """What the kernel is compiled for. The output is written by two chunks at once if both fit."""
     chunk = min(128 // out_size, c.block_n, BLOCK)
 
     def tiling(out_buffers: int) -> Tiling:
-        return Tiling(c.block_n, chunk, c.num_warps // 4, c.num_stages, out_buffers, c.group_m, x_scale, w_scale, turns)
+        return Tiling(c.block_n, chunk, c.num_warps // 4, c.num_stages, out_buffers, c.group_m, x_scale, w_scale, order)
 
     return tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
 
@@ -123,7 +126,7 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return f"block_k is {c.block_k} and split_k {c.split_k}, expected {BLOCK} and 1 with pingpong"
     if c.block_n not in (64, 128, 256) or c.block_n * (c.num_warps // 4) > 512:
         return f"block_n is {c.block_n}, expected 64, 128 or 256, and with 12 warps at most 128"
-    shared = _tiling(c, "row", "row", p.out_size, False, target.shared_memory).shared_memory(p.out_size)
+    shared = _tiling(c, "row", "row", p.out_size, _ORDER, target.shared_memory).shared_memory(p.out_size)
     if shared > target.shared_memory:
         return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"
     return None
@@ -144,32 +147,35 @@ def _plan(t: Tiling, out_dtype: torch.dtype, bias_dtype: torch.dtype | None) -> 
     return launching.Plan(promoted, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
-def launch(o: Operands, c: MatmulConfig, turns: bool = False) -> None:
+def launch(o: Operands, c: MatmulConfig, order: Order = _ORDER) -> None:
     if isinstance(o.x, FunctionalTensor):
         raise launching.Untraceable("descriptors of tensors")
     target = runtime.target(o.x.device)
-    t = _tiling(c, o.x_kind, o.w_kind, o.out.element_size(), turns, target.shared_memory)
+    t = _tiling(c, o.x_kind, o.w_kind, o.out.element_size(), order, target.shared_memory)
     tiles = library.cdiv(o.out.shape[0], t.tile_rows) * library.cdiv(o.out.shape[1], t.cols)
     programs = min(target.multiprocessors, tiles)
-    scales, strides = (o.x_scale, o.w_scale), o.scale_strides()
-    if max(strides) >= 2**31:  # of a view into something huge
-        scales = (o.x_scale.contiguous(), o.w_scale.contiguous())
-        strides = dataclasses.replace(o, x_scale=scales[0], w_scale=scales[1]).scale_strides()
+    if o.w_kind == "row" and o.w_scale.stride(0) != 1:
+        o = dataclasses.replace(o, w_scale=o.w_scale.contiguous())
+    if max(o.scale_strides()) >= 2**31:  # of a view into something huge
+        o = dataclasses.replace(o, x_scale=o.x_scale.contiguous(), w_scale=o.w_scale.contiguous())
     args = (
         _described(o.x, t.x_ring[1:]),
         _described(o.w, t.w_ring[1:]),
         _described(o.out, t.out_ring[1:]),
-        *scales,
+        o.x_scale,
+        o.w_scale,
         o.bias,
-        *strides,
+        *o.scale_strides(),
         t,
     )
     plan = _plan(t, o.out.dtype, None if o.bias is None else o.bias.dtype)
     device = o.x.get_device()
-    compiled = plan.compiled.get(device)
+    # What Triton compiles for, of what is left: whether these are aligned.
+    key = (device, o.w_scale.data_ptr() % 16, 0 if o.bias is None else o.bias.data_ptr() % 16)
+    compiled = plan.compiled.get(key)
     if compiled is not None:
         launching._start(compiled, programs, device, args)
         return
     compiled = promoted[(programs,)](*args, **plan.options)
     if runtime.MODE is runtime.Mode.GPU:
-        plan.compiled[device] = compiled
+        plan.compiled[key] = compiled

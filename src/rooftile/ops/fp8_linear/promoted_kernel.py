@@ -7,8 +7,11 @@ x and of w, and runs on into the next tile while the last one is written out.
 
     ready[slot]  completed by the bytes that land; the consumers wait for it
     free[slot]   completed by one arrival of each consumer; the producer waits for it
-    order[i]     completed by one arrival of the consumer before i, round and round; where consumers take turns (T.turns)
-                 i waits for it before it starts to multiply, and the next one's is completed when it has
+    order[i]     completed by one arrival of the consumer before i, once it has started to multiply
+
+How the consumers keep apart is T.order: "turns", i waits for order[i] before it multiplies (the first one's first turn
+needs none); "late", they begin as slots of the first turn land, the last one with the last, so that they come to the
+end of a tile one after another too, and some multiply while one writes; "", as they come.
 
 All walk the ring with a slot and a parity that flips at every turn. A consumer waits for the parity it is at; the
 producer for the opposite one, which a fresh barrier counts as completed.
@@ -98,24 +101,42 @@ def _part_scales(scales, row, col, step, size, T: gl.constexpr):
 @gluon.jit
 def _multiply(part, x, w, order, turn, mine: gl.constexpr, T: gl.constexpr):
     """part = x @ w.T, once the tensor cores have done it."""
-    if T.turns:
+    if T.order == "turns":
         mbarrier.wait(order.index(mine), turn)
     part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
-    if T.turns:
+    if T.order == "turns":
         mbarrier.arrive(order.index((mine + 1) % T.consumers), count=1)
     return warpgroup_mma_wait(0, (part,)), turn ^ 1
 
 
 @gluon.jit
-def _add(acc, part, x_scale, w_scale, T: gl.constexpr):
-    """acc + part * its scales."""
+def _factors(x, low, high, T: gl.constexpr):
+    """What each half of a partial sum is multiplied by.
+
+    They are made before the next step's scales are loaded, and the compiler may not move them past the wait. So those
+    are loaded into the registers that these were made of; copied from others, they would be waited for at once.
+    """
     if T.x_scale == "group":
-        factor = x_scale
         if T.w_scale == "block":
-            factor = factor * w_scale
+            low = x * low
+            high = x * high
+        else:
+            low = x
+            high = x
+        if T.halves == 2:
+            low, high = warpgroup_mma_wait(0, (low, high))
+        else:
+            low = warpgroup_mma_wait(0, (low,))
+    return low, high
+
+
+@gluon.jit
+def _add(acc, part, factor, T: gl.constexpr):
+    """acc + part * its factor."""
+    if T.x_scale == "group":
         acc += part * factor[:, None]
     elif T.w_scale == "block":
-        acc += part * w_scale
+        acc += part * factor
     else:
         acc += part
     # Nothing is under way; but the compiler may not move the sum past it, which would take the registers of two parts.
@@ -134,23 +155,51 @@ def _split(acc, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _finish(z, out, out_desc, scales, bias_ptr, row, col, size, T: gl.constexpr):
-    """The scales that belong to the whole sum, the bias, and a chunk is written out from the buffer `out`."""
-    sx_ptr, sw_ptr, stride_sxm, _stride_sxk, stride_swn, _stride_swk = scales
-    cols = gl.minimum(col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part)), size[1] - 1)
-    if T.x_scale == "tensor":
-        z *= gl.load(sx_ptr)
-    elif T.x_scale == "row":
-        rows = gl.minimum(row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.part)), size[0] - 1)
-        z *= gl.load(sx_ptr + rows.to(gl.int64) * stride_sxm)[:, None]
-    if T.w_scale == "tensor":
-        z *= gl.load(sw_ptr)
-    elif T.w_scale == "row":
-        z *= gl.load(sw_ptr + cols.to(gl.int64) * stride_swn)[None, :]
+def _of_columns(ptr, col, size, T: gl.constexpr):
+    """One number of each column of a half."""
+    cols = col + gl.arange(0, T.half, layout=gl.SliceLayout(0, T.acc))
+    even = size[1] // 2 * 2  # n is, and so they are loaded two at a time
+    return gl.load(ptr + cols, mask=cols < even, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _finish(low, high, scales, bias_ptr, row, col, size, T: gl.constexpr):
+    """The scales that belong to the whole sum, and the bias. Both halves' are loaded before either is waited for."""
+    sx_ptr, sw_ptr, stride_sxm, _stride_sxk, _stride_swn, _stride_swk = scales
+    if T.x_scale == "row":
+        rows = gl.minimum(row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.acc)), size[0] - 1)
+        x_scale = gl.load(sx_ptr + rows.to(gl.int64) * stride_sxm)[:, None]
+    elif T.x_scale == "tensor":
+        x_scale = gl.load(sx_ptr)
+    if T.w_scale == "row":
+        low_scale = _of_columns(sw_ptr, col, size, T)
+        high_scale = low_scale
+        if T.halves == 2:
+            high_scale = _of_columns(sw_ptr, col + T.half, size, T)
+    elif T.w_scale == "tensor":
+        low_scale = gl.load(sw_ptr)
+        high_scale = low_scale
+    if T.x_scale != "group":
+        low *= x_scale
+        high *= x_scale
+    if T.w_scale != "block":
+        low *= low_scale
+        high *= high_scale
     if bias_ptr is not None:
-        z += gl.load(bias_ptr + cols).to(gl.float32)[None, :]
+        low_bias = _of_columns(bias_ptr, col, size, T)
+        high_bias = low_bias
+        if T.halves == 2:
+            high_bias = _of_columns(bias_ptr, col + T.half, size, T)
+        low += low_bias
+        high += high_bias
+    return low, high
+
+
+@gluon.jit
+def _write(z, out, out_desc, row, col, T: gl.constexpr):
+    """A chunk of the result, from the buffer `out`."""
     tma.store_wait(T.out_buffers - 1)
-    out.store(z.to(out_desc.dtype))
+    out.store(gl.convert_layout(z, T.part).to(out_desc.dtype))
     fence_async_shared()
     _store(out_desc, [row, col], out)
 
@@ -165,42 +214,46 @@ def _consume(out_desc, scales, bias_ptr, out_ring, ring, size, mine: gl.constexp
     slot = 0
     parity = 0
     turn = 0 if mine else 1  # the first finds the door open
+    if T.order == "late":
+        steps = gl.cdiv(size[2], gl.constexpr(T.block_k))
+        fills = gl.cdiv(_tiles(size, T) - gl.program_id(0), gl.num_programs(0)) * steps
+        mbarrier.wait(ready.index(gl.minimum(mine * (T.stages - 1) // (T.consumers - 1), fills - 1)), 0)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
         row, col = corner(tile, size, T)
         row += mine * T.rows
         low = gl.full([T.rows, T.half], 0, gl.float32, T.acc)
         high = low
-        x_next, low_next, high_next = _part_scales(scales, row, col, gl.to_tensor(0), size, T)
+        x_scale, low_scale, high_scale = _part_scales(scales, row, col, gl.to_tensor(0), size, T)
         for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
-            x_scale, low_scale, high_scale = x_next, low_next, high_next
+            low_factor, high_factor = _factors(x_scale, low_scale, high_scale, T)
             if T.x_scale == "group" or T.w_scale == "block":  # a step ahead: they come from the L2, or farther
-                x_next, low_next, high_next = _part_scales(scales, row, col, step + 1, size, T)
+                x_scale, low_scale, high_scale = _part_scales(scales, row, col, step + 1, size, T)
             mbarrier.wait(ready.index(slot), parity)
             x = x_ring.index(slot * T.consumers + mine)
             part, turn = _multiply(part, x, w_ring.index(slot * HALVES), order, turn, mine, T)
             if HALVES == 2:
-                low = _add(low, part, x_scale, low_scale, T)
+                low = _add(low, part, low_factor, T)
                 part, turn = _multiply(part, x, w_ring.index(slot * HALVES + 1), order, turn, mine, T)
                 mbarrier.arrive(free.index(slot), count=1)
-                high = _add(high, part, x_scale, high_scale, T)
+                high = _add(high, part, high_factor, T)
             else:
                 mbarrier.arrive(free.index(slot), count=1)
-                low = _add(low, part, x_scale, low_scale, T)
+                low = _add(low, part, low_factor, T)
             slot, parity = _next(slot, parity, T)
 
+        low, high = _finish(low, high, scales, bias_ptr, row, col, size, T)
         for h in gl.static_range(HALVES):
             parts = _split(low if h == 0 else high, CHUNKS)
             for j in gl.static_range(CHUNKS):
-                z = gl.convert_layout(parts[j], T.part)
                 out = out_ring.index(mine * T.out_buffers + (h * CHUNKS + j) % T.out_buffers)
-                _finish(z, out, out_desc, scales, bias_ptr, row, col + h * T.half + j * T.chunk, size, T)
+                _write(parts[j], out, out_desc, row, col + h * T.half + j * T.chunk, T)
     tma.store_wait(0)
 
 
 _NUMBERS = ["stride_sxm", "stride_sxk", "stride_swn", "stride_swk"]
 
 
-@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["sx_ptr", "sw_ptr", "bias_ptr"])
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["sx_ptr"])
 def promoted(
     x_desc,
     w_desc,

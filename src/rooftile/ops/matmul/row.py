@@ -22,8 +22,8 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
-# Blocks of its weights that a program brings into the L2 before the kernel ahead has ended: on an H200 one took 3 to 8 %
-# off the products of one row of Llama-3-8B, four were slower than none.
+# Blocks of its weights that a program brings into the L2 before the kernel ahead has ended: on an H200 one took 3 to
+# 8 % off the products of one row in Llama-3-8B, and four were slower than none.
 PREFETCH = 1
 
 

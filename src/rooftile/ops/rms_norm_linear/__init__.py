@@ -5,7 +5,7 @@
 
     y[m, n] = rstd[m] * (sum over k of x[m, k] * (norm_weight[k] + offset) * weight[n, k]) + bias[n]
 
-rstd is one number a row, so it can wait for the end of the sums. Up to 64 rows one kernel adds up the squares beside
+rstd is one number a row, so it can wait for the end of the sums. Up to 32 rows one kernel adds up the squares beside
 the products and reads x once; with more rows, where every tile would scale the same x again, the norm is a kernel of
 its own and the product follows.
 
@@ -58,8 +58,12 @@ _OP = "rms_norm_linear"
 
 
 def fused_rows(n: int, k: int, target: runtime.Target) -> int:
-    """The most rows of x for which norm and product are one kernel: as many as the matrix unit takes at once, 64."""
-    return 64
+    """The most rows of x for which norm and product are one kernel: 32.
+
+    On an H200, 3584 -> 3584, one kernel takes 0.70 of the time of torch.compile's two with 1 row, 0.79 with 4, 0.76
+    with 16, and with 64 rows 1.14: x, four times as much, is normalised again by each program.
+    """
+    return 32
 
 
 def _check(
@@ -132,6 +136,10 @@ def _skinny(p: Problem, along_k: bool, target: runtime.Target) -> list[MatmulCon
     is read along n, 256 bytes too; one whose rows are not aligned, element by element, in tiles that fit the registers.
     """
     block_m = max(16, library.power_of_two(p.m))
+    few = p.n <= 64 * target.multiprocessors and target.shared_memory >= 200 << 10
+    if along_k and few and block_m == 16 and p.dtype.itemsize == 2 and p.k % 256 == 0:
+        # The best of 60 on an H200 for 3584 -> 3584, 2 % ahead of the next.
+        return [MatmulConfig("skinny", 16, 64, 256, 1, 2, 4, 4)]
     block_n, block_k = (64, 128) if along_k else (128, 64)
     if p.k * p.dtype.itemsize % 16:
         block_k = 32

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime, tuning
 from rooftile.ops.weight_only import config as configs
-from rooftile.ops.weight_only import skinny
+from rooftile.ops.weight_only import direct, skinny
 from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.ops.weight_only.packing import GROUPS, pack_int4, quantize_int4, quantize_int8, unpack_int4
 
@@ -32,6 +33,7 @@ __all__ = [
     "unpack_int4",
 ]
 
+_KERNELS = {"skinny": skinny.launch, "direct": direct.launch}
 _WEIGHTS = {"int8_linear": ("weight", torch.int8), "int4_linear": ("packed", torch.uint8)}
 
 
@@ -78,7 +80,9 @@ def _check(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 
 
 @functools.cache
-def _tuned(op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any) -> WeightOnlyConfig | None:
+def _tuned(
+    op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any, aligned: bool
+) -> WeightOnlyConfig | None:
     """What was measured for that many rows, rounded up to a power of two."""
     entry = tuning.lookup(op, tuning_key(m, n, k, group, dtype), target)
     if entry is None:
@@ -87,7 +91,7 @@ def _tuned(op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, targ
         found = WeightOnlyConfig(**entry)
     except (TypeError, ValueError):  # a table of another version, or one that somebody edited
         return None
-    return None if configs.refuses(found, group, dtype, target) else found
+    return None if configs.refuses(found, group, dtype, target, k, aligned) else found
 
 
 def tuning_key(m: int, n: int, k: int, group: int, dtype: torch.dtype) -> str:
@@ -97,16 +101,23 @@ def tuning_key(m: int, n: int, k: int, group: int, dtype: torch.dtype) -> str:
 
 
 def _choose(
-    op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any, given: str
+    op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any, aligned: bool, given: str
 ) -> WeightOnlyConfig:
     asked = configs.decode(given)
     if asked is None:
         m = int(library.power_of_two(max(1, m)))
-        return _tuned(op, m, n, k, group, dtype, target) or configs.config(m, n, k, group, dtype, target)
-    why = configs.refuses(asked, group, dtype, target)
+        found = _tuned(op, m, n, k, group, dtype, target, aligned)
+        return found or configs.config(m, n, k, group, dtype, target)
+    why = configs.refuses(asked, group, dtype, target, k, aligned)
     if why:
         raise ValueError(f"{op}: config can't be used here: {why}")
     return asked
+
+
+def _aligned(weight: Tensor) -> bool:
+    """Whether its rows begin at multiples of 16 bytes."""
+    start = weight.storage_offset() if isinstance(weight, FunctionalTensor) else weight.data_ptr()
+    return not (start | weight.stride(0)) % 16
 
 
 def _fake(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, config: str) -> Tensor:
@@ -121,15 +132,15 @@ def _launch(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     rows = x.numel() // k if k else 0
     if isinstance(rows, torch.SymInt):
         raise launching.Untraceable("tiles of a symbolic number")
-    c = _choose(op, rows, n, k, group, x.dtype, target, config)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    c = _choose(op, rows, n, k, group, x.dtype, target, _aligned(weight), config)
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     if k == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    skinny.launch(library.as_rows(x), weight, scale.contiguous(), bias, out, c)
+    _KERNELS[c.kernel](library.as_rows(x), weight, scale.contiguous(), bias, out, c)
     return out
 
 

@@ -10,7 +10,6 @@ import torch
 from rooftile import library, runtime
 from rooftile.primitives import dependent
 
-
 KERNELS = ("skinny", "direct")
 
 
@@ -23,14 +22,19 @@ class WeightOnlyConfig:
     added at the end. So a program of 16 rows can have as many warps as its loads need to be in flight, and none of them
     does another's work.
 
+    Kernel "skinny" brings its tiles through shared memory. Kernel "direct" (NVIDIA's GPUs, float16 and bfloat16, a K
+    that is a multiple of `block_k`) loads the weight into the registers that the matrix unit reads.
+
     Args:
         block_m, block_n: the tile: rows of x, rows of the weight.
         block_k: elements of a block; twice the group for int4, whose low nibbles are one group and high ones the next.
-        slices: blocks that a program takes at a time; 1, or a multiple of `num_warps`.
+        slices: blocks that a program takes at a time; 1, or a multiple of `num_warps`; for "direct" a divisor of it.
         split_k: how many programs share one tile's sum.
-        num_warps, num_stages: warps of a program, and how deep its loads are pipelined.
+        num_warps, num_stages: warps of a program, and how deep its loads are pipelined; for "direct" how many steps'
+            weights a thread holds.
         prefetch: -1 for an ordinary launch. From 0 on the kernel starts while the one before it still ends (for sm_90
             and later), and brings the weights of that many steps into the L2 until it may go on.
+        kernel: "skinny" or "direct".
     """
 
     block_m: int
@@ -87,25 +91,65 @@ def decode(text: str) -> WeightOnlyConfig | None:
     """The configuration that `encode` wrote."""
     if not text:
         return None
+    names = [field.name for field in dataclasses.fields(WeightOnlyConfig)]
     *numbers, kernel = text.split(",")
-    return WeightOnlyConfig(*map(int, numbers), kernel=kernel)
+    return WeightOnlyConfig(**dict(zip(names, map(int, numbers), strict=False)), kernel=kernel)
 
 
-def refuses(c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target) -> str | None:
-    """Why a product can't be launched so, or None. `group` is 0 for int8."""
+def refuses(
+    c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target, k: int = 0, aligned: bool = True
+) -> str | None:
+    """Why a product can't be launched so, or None.
+
+    `group` is 0 for int8; `aligned`: whether rows of the weight begin at multiples of 16 bytes.
+    """
     if group and c.block_k != 2 * group:
         return f"block_k is {c.block_k}, expected {2 * group}, twice the group of {group}"
+    if c.kernel == "direct":
+        why = _refuses_direct(c, group, dtype, target, k, aligned)
+        if why:
+            return why
     if target is runtime.INTERPRETER:
         return None
     if c.num_warps * target.warp_size > target.max_threads:
         return f"num_warps is {c.num_warps}, expected at most {target.max_threads // target.warp_size} on this GPU"
     if c.prefetch >= 0 and not dependent.supported(target):
         return f"prefetch is {c.prefetch}, expected -1: {target.arch} has no dependent launch"
+    if c.kernel == "direct":
+        return None
+    if c.slices > c.num_warps and c.block_m < 16:
+        # Measured on an H200 with Triton 3.6: wrong for all such configurations of block_m 1, right for those of 16.
+        return (
+            f"slices is {c.slices} with num_warps={c.num_warps} and block_m={c.block_m}: several blocks to a warp are "
+            "summed wrongly where block_m is less than 16"
+        )
     buffers = max(1, c.num_stages - 1)
     packed = c.block_n * (c.block_k // 2 if group else c.block_k)
     most = buffers * c.slices * (packed + c.block_m * c.block_k * dtype.itemsize)
     if most > target.shared_memory:
         return f"its tiles take {most} bytes of shared memory, a block has {target.shared_memory} on this GPU"
+    return None
+
+
+def _refuses_direct(
+    c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target, k: int, aligned: bool
+) -> str | None:
+    if not target.arch.startswith("sm_"):
+        return f"kernel 'direct' is for NVIDIA's GPUs, not {target.arch}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"kernel 'direct' takes float16 and bfloat16, not {dtype}"
+    if k % c.block_k:
+        return f"kernel 'direct' takes a K that is a multiple of block_k, not {k} with block_k={c.block_k}"
+    if not aligned:
+        return "kernel 'direct' takes a weight whose rows begin at multiples of 16 bytes"
+    each = c.block_k // 2 if group else c.block_k
+    if each < 32:
+        return f"block_k is {c.block_k}, expected at least 32 for kernel 'direct'"
+    # Words of the weight that a thread holds, and what becomes of those that it works on.
+    words = c.block_n * c.slices * each // (4 * 32 * c.num_warps)
+    held = words * (c.num_stages + 3) + c.block_m * each // 64 * (2 if group else 1)
+    if held > 256:
+        return f"its tiles take some {held} registers a thread for kernel 'direct', expected at most 256"
     return None
 
 
@@ -135,18 +179,24 @@ def _skinny(m: int, n: int, k: int, group: int, target: runtime.Target) -> Weigh
         return WeightOnlyConfig(64, 64, block_k, slices=1, num_warps=4, num_stages=stages)
     if m > 16:
         return WeightOnlyConfig(32, 32, block_k, slices=1, num_warps=2, num_stages=stages)
-    slices = 4 * max(1, 128 // block_k)  # blocks of short groups are small: more of them at a time
-    block_n = 32 if n >= 32 * 4 * target.multiprocessors else 16
-    # As deep as shared memory allows to two programs a multiprocessor, or else to one.
-    step = slices * (block_n * (block_k // 2 if group else block_k) + 2 * block_m * block_k)
+    # One block of K to a warp, and no more: see `refuses`. Measured on an H200: two warps suffice where tiles are many
+    # and steps long, else four; four stages only where the weight is 8 bits wide and x short, else three.
+    wide = n >= 32 * 4 * target.multiprocessors
+    slices = 2 if wide and block_k >= 256 else 4 * max(1, 128 // block_k)
+    block_n = 32 if wide and (group or m > 4) else 16
+    stages = 4 if not group and m <= 4 else 3
+    # And within what shared memory allows to two programs a multiprocessor, or else to one.
     room = target.shared_memory - 4096
-    stages = next((s for s in (4, 3) if 2 * (s - 1) * step <= room), 2)
-    while (stages - 1) * step > room:
+
+    def step() -> int:
+        return slices * (block_n * (block_k // 2 if group else block_k) + 2 * block_m * block_k)
+
+    while stages > 2 and 2 * (stages - 1) * step() > room:
+        stages -= 1
+    while (stages - 1) * step() > room:
         block_m //= 2
-        step = slices * (block_n * (block_k // 2 if group else block_k) + 2 * block_m * block_k)
-    tiles = library.cdiv(n, block_n)
-    steps = library.cdiv(k, slices * block_k)
-    split = 1
-    while tiles * split < 2 * target.multiprocessors and 2 * split <= steps and split < 8:
+    # Tiles that would leave multiprocessors without work are shared out.
+    tiles, steps, split = library.cdiv(n, block_n), library.cdiv(k, slices * block_k), 1
+    while tiles * split < target.multiprocessors and 2 * split <= steps and split < 8:
         split *= 2
-    return WeightOnlyConfig(block_m, block_n, block_k, slices, split_k=split, num_warps=4, num_stages=stages)
+    return WeightOnlyConfig(block_m, block_n, block_k, slices, split_k=split, num_warps=slices, num_stages=stages)

@@ -15,8 +15,9 @@ import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.ops.weight_only.dequantize import INT4_BF16_WORD, INT4_FP16_WORD, INT8_BF16_WORD, INT8_FP16_WORD
 from rooftile.ops.weight_only.scales import block_scales, in_pairs
@@ -39,7 +40,17 @@ _BF16_8, _FP16_8 = gl.constexpr((gl.bfloat16,) * 8), gl.constexpr((gl.float16,) 
 def _load(w_ptrs, step, LAST_BLOCK: gl.constexpr, block, SLICES: gl.constexpr, WORDS: gl.constexpr, wanted):
     """The words of a step's blocks; past the last block, those of the last."""
     at = gl.minimum(step * SLICES + block, LAST_BLOCK) * WORDS
-    return gl.load(w_ptrs + at, mask=wanted & (at >= 0), eviction_policy="evict_first")
+    return (gl.load(w_ptrs + at, mask=wanted & (at >= 0), eviction_policy="evict_first"),)
+
+
+@gluon.jit
+def _scales(
+    scale_ptr, rows, step, last_step, LAST_BLOCK: gl.constexpr, block, SLICES: gl.constexpr, GROUPS: gl.constexpr,
+    PAIRS: gl.constexpr,
+):  # fmt: skip
+    """The scales of a step's blocks, in bounds."""
+    at = gl.minimum(gl.minimum(step, last_step - 1) * SLICES + block, LAST_BLOCK)
+    return (block_scales(scale_ptr, rows, at, GROUPS, PAIRS),)
 
 
 @gluon.jit
@@ -105,8 +116,8 @@ def _direct_kernel(
     GROUPS: gl.constexpr = K // GROUP if GROUP > 0 else 0
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     WARPS_N: gl.constexpr = gl.num_warps() // SLICES
-    # How many elements of K lie together in a thread: 16 bytes of the weight.
-    TOGETHER: gl.constexpr = 16 if BYTES >= 64 else BYTES // 4
+    # How many bytes of a row lie together in a thread, of the 2 x 4 such parts that a product is of.
+    TOGETHER: gl.constexpr = 16 if BYTES >= 128 else BYTES // 8
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, WARPS_N, 1], instr_shape=[1, 16, 8])
     w_layout: gl.constexpr = gl.DotOperandLayout(0, sums, TOGETHER // 4)
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, TOGETHER)
@@ -154,13 +165,12 @@ def _direct_kernel(
     scales = ()
     for ahead in gl.static_range(AHEAD):
         step = first_step + ahead
-        coming = coming + (_load(w_ptrs, step, BLOCKS - 1, w_block, SLICES, BYTES // 4, step < last_step),)
+        coming += _load(w_ptrs, step, BLOCKS - 1, w_block, SLICES, BYTES // 4, step < last_step)
         if GROUP > 0:
-            at = gl.minimum(gl.minimum(step, last_step - 1) * SLICES + block, BLOCKS - 1)
-            scales = scales + (block_scales(scale_ptr, rows, at, GROUPS, PAIRS),)
+            scales += _scales(scale_ptr, rows, step, last_step, BLOCKS - 1, block, SLICES, GROUPS, PAIRS)
     for step in range(first_step, last_step):
         next_step = step + AHEAD
-        coming = coming + (_load(w_ptrs, next_step, BLOCKS - 1, w_block, SLICES, BYTES // 4, next_step < last_step),)
+        coming += _load(w_ptrs, next_step, BLOCKS - 1, w_block, SLICES, BYTES // 4, next_step < last_step)
         w = coming[0]
         coming = coming[1:]
         x_at = x_ptrs + step * (SLICES * BLOCK_K)
@@ -172,8 +182,7 @@ def _direct_kernel(
             else:
                 x = gl.load(x_at, mask=inside & (x_inner >= 0), other=0.0)
                 x_high = gl.load(x_at + BYTES, mask=inside & (x_inner >= 0), other=0.0)
-            scale_at = gl.minimum(gl.minimum(next_step, last_step - 1) * SLICES + block, BLOCKS - 1)
-            scales = scales + (block_scales(scale_ptr, rows, scale_at, GROUPS, PAIRS),)
+            scales += _scales(scale_ptr, rows, next_step, last_step, BLOCKS - 1, block, SLICES, GROUPS, PAIRS)
             scale, scale_high = scales[0]
             scales = scales[1:]
             low, high = _int4_as(w, DTYPE, operand)
@@ -233,6 +242,8 @@ def _plan(
 
 def launch(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, c: WeightOnlyConfig) -> None:
     """Launch it: x (M, K), w int8 (N, K) or uint8 (N, K/2), out (M, N); scale, bias and out are contiguous."""
+    if isinstance(x, FunctionalTensor):
+        raise launching.Untraceable("a kernel of Gluon")
     (n_rows, k), n_cols = x.shape, w.shape[0]
     group, pairs = 0, ""
     dtypes = (x.dtype, scale.dtype, None if bias is None else bias.dtype)
@@ -240,8 +251,6 @@ def launch(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
         group = int(k) // int(scale.shape[1])
         scale, pairs = in_pairs(scale)
     tiles = library.cdiv(n_rows, c.block_m) * library.cdiv(n_cols, c.block_n)
-    if isinstance(tiles, torch.SymInt):
-        raise launching.Untraceable("a kernel of Gluon")
     partial = counters = None
     if c.split_k > 1:
         partial = torch.empty(tiles * c.split_k * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
