@@ -186,6 +186,8 @@ def _finish(low, high, scales, bias_ptr, row, col, size, T: gl.constexpr):
         low *= low_scale
         high *= high_scale
     if bias_ptr is not None:
+        if T.w_scale == "row":  # else the compiler would have the bias in registers beside the scales
+            low, high = warpgroup_mma_wait(0, (low, high))
         low_bias = _of_columns(bias_ptr, col, size, T)
         high_bias = low_bias
         if T.halves == 2:

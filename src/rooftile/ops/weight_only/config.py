@@ -117,11 +117,11 @@ def refuses(
         return f"prefetch is {c.prefetch}, expected -1: {target.arch} has no dependent launch"
     if c.kernel == "direct":
         return None
-    if c.slices > c.num_warps and c.block_m < 16:
-        # Measured on an H200 with Triton 3.6: wrong for all such configurations of block_m 1, right for those of 16.
+    if c.slices > c.num_warps and c.block_m == 1:
+        # Triton 3.6 for sm_90: every such configuration gives other numbers, and none of two rows or more.
         return (
-            f"slices is {c.slices} with num_warps={c.num_warps} and block_m={c.block_m}: several blocks to a warp are "
-            "summed wrongly where block_m is less than 16"
+            f"slices is {c.slices} with num_warps={c.num_warps} and block_m=1: the compiler sums several blocks to a "
+            "warp wrongly for one row"
         )
     buffers = max(1, c.num_stages - 1)
     packed = c.block_n * (c.block_k // 2 if group else c.block_k)
@@ -179,8 +179,8 @@ def _skinny(m: int, n: int, k: int, group: int, target: runtime.Target) -> Weigh
         return WeightOnlyConfig(64, 64, block_k, slices=1, num_warps=4, num_stages=stages)
     if m > 16:
         return WeightOnlyConfig(32, 32, block_k, slices=1, num_warps=2, num_stages=stages)
-    # One block of K to a warp, and no more: see `refuses`. Measured on an H200: two warps suffice where tiles are many
-    # and steps long, else four; four stages only where the weight is 8 bits wide and x short, else three.
+    # One block of K to a warp: for one row no more may be, see `refuses`. Measured on an H200: two warps suffice where
+    # tiles are many and steps long, else four; four stages only where the weight has 8 bits and x is short, else three.
     wide = n >= 32 * 4 * target.multiprocessors
     slices = 2 if wide and block_k >= 256 else 4 * max(1, 128 // block_k)
     block_n = 32 if wide and (group or m > 4) else 16

@@ -44,6 +44,14 @@ def _load(w_ptrs, step, LAST_BLOCK: gl.constexpr, block, SLICES: gl.constexpr, W
 
 
 @gluon.jit
+def _issued(number):
+    """The number; the assembler moves no load across this. It would put off those of later steps until they are due."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1; bar.warp.sync 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _scales(
     scale_ptr, rows, step, last_step, LAST_BLOCK: gl.constexpr, block, SLICES: gl.constexpr, GROUPS: gl.constexpr,
     PAIRS: gl.constexpr,
@@ -113,6 +121,8 @@ def _direct_kernel(
     STEPS: gl.constexpr = (BLOCKS + SLICES - 1) // SLICES
     EACH: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     EVEN: gl.constexpr = BLOCKS % SLICES == 0
+    # Unrolled, what is on its way changes places without moves between registers.
+    UNROLL: gl.constexpr = 1 if STEPS % SPLIT != 0 else 2 if EACH % 2 == 0 else 1
     GROUPS: gl.constexpr = K // GROUP if GROUP > 0 else 0
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     WARPS_N: gl.constexpr = gl.num_warps() // SLICES
@@ -168,32 +178,36 @@ def _direct_kernel(
         coming += _load(w_ptrs, step, BLOCKS - 1, w_block, SLICES, BYTES // 4, step < last_step)
         if GROUP > 0:
             scales += _scales(scale_ptr, rows, step, last_step, BLOCKS - 1, block, SLICES, GROUPS, PAIRS)
-    for step in range(first_step, last_step):
-        next_step = step + AHEAD
-        coming += _load(w_ptrs, next_step, BLOCKS - 1, w_block, SLICES, BYTES // 4, next_step < last_step)
-        w = coming[0]
-        coming = coming[1:]
-        x_at = x_ptrs + step * (SLICES * BLOCK_K)
-        inside = (step * SLICES + x_block < BLOCKS) & (x_rows >= 0)
-        if GROUP > 0:
-            if EVEN:
-                x = gl.load(x_at)
-                x_high = gl.load(x_at + BYTES)
+    for base in range(first_step, last_step, UNROLL):
+        for sub in gl.static_range(UNROLL):
+            step = base + sub
+            next_step = step + AHEAD
+            coming += _load(w_ptrs, next_step, BLOCKS - 1, w_block, SLICES, BYTES // 4, next_step < last_step)
+            if GROUP > 0:
+                scales += _scales(scale_ptr, rows, next_step, last_step, BLOCKS - 1, block, SLICES, GROUPS, PAIRS)
+            step = _issued(step)
+            w = coming[0]
+            coming = coming[1:]
+            x_at = x_ptrs + step * (SLICES * BLOCK_K)
+            inside = (step * SLICES + x_block < BLOCKS) & (x_rows >= 0)
+            if GROUP > 0:
+                if EVEN:
+                    x = gl.load(x_at)
+                    x_high = gl.load(x_at + BYTES)
+                else:
+                    x = gl.load(x_at, mask=inside & (x_inner >= 0), other=0.0)
+                    x_high = gl.load(x_at + BYTES, mask=inside & (x_inner >= 0), other=0.0)
+                scale, scale_high = scales[0]  # type: ignore[misc]  # it sees the tuple as it began
+                scales = scales[1:]
+                low, high = _int4_as(w, DTYPE, operand)
+                acc += mma_v2(low, x, none) * scale[:, :, None]
+                acc += mma_v2(high, x_high, none) * scale_high[:, :, None]
             else:
-                x = gl.load(x_at, mask=inside & (x_inner >= 0), other=0.0)
-                x_high = gl.load(x_at + BYTES, mask=inside & (x_inner >= 0), other=0.0)
-            scales += _scales(scale_ptr, rows, next_step, last_step, BLOCKS - 1, block, SLICES, GROUPS, PAIRS)
-            scale, scale_high = scales[0]
-            scales = scales[1:]
-            low, high = _int4_as(w, DTYPE, operand)
-            acc += mma_v2(low, x, none) * scale[:, :, None]
-            acc += mma_v2(high, x_high, none) * scale_high[:, :, None]
-        else:
-            if EVEN:
-                x = gl.load(x_at)
-            else:
-                x = gl.load(x_at, mask=inside & (x_inner >= 0), other=0.0)
-            acc = mma_v2(_int8_as(w, DTYPE, operand), x, acc)
+                if EVEN:
+                    x = gl.load(x_at)
+                else:
+                    x = gl.load(x_at, mask=inside & (x_inner >= 0), other=0.0)
+                acc = mma_v2(_int8_as(w, DTYPE, operand), x, acc)
     z = gl.sum(acc, axis=0)
 
     tile_layout: gl.constexpr = gl.SliceLayout(0, sums)
