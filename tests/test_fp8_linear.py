@@ -243,7 +243,7 @@ def test_the_promoted_kernel_says_what_it_can_not_do():
     assert choose.refuses(p, c, target) is None
     cases = [
         ({}, {"block_m": 64}, "block_m is 64 and num_warps 8, expected 8 and 64 rows for each 4"),
-        ({}, {"block_n": 32}, "block_n is 32, expected 64, 128 or 256"),
+        ({}, {"block_n": 64}, "block_n is 64, expected 128 or 256"),
         ({}, {"num_stages": 5}, "num_stages is 5: 262656 bytes of tiles, expected at most 232448"),
         ({"n": 500}, {}, "not contiguous and at multiples of 16 bytes"),
     ]
@@ -258,7 +258,7 @@ def test_a_measured_configuration_comes_first(monkeypatch):
     p = choose.Problem(300, 512, 1024, True, True, True, 2)
     usual, measured = choose.choose(p, target), MatmulConfig("tiled", 32, 64, 64, 4, 2, 4, 2)
     entries = {"m512 n512 k1024 parts": dataclasses.asdict(measured)}
-    monkeypatch.setattr(choose, "_LOOKUP", lambda op, key, chip: {"fp8_linear": entries}[op].get(key))
+    monkeypatch.setattr(choose.tuning, "lookup", lambda op, key, chip: {"fp8_linear": entries}[op].get(key))
     assert choose.choose(p, target) == measured
     for bad in ({"block_k": 256}, {"kernel": "row"}, {"block_n": 48}, {"colour": 1}):  # refused, unknown, nonsense
         entries["m512 n512 k1024 parts"] = {**dataclasses.asdict(measured), **bad}

@@ -7,6 +7,7 @@ all pointers are aligned to 16 bytes. So it remembers the kernel by those, and s
 
 from __future__ import annotations
 
+import concurrent.futures
 import weakref
 from typing import Any
 
@@ -129,17 +130,56 @@ def counters(n: int, device: torch.device) -> Tensor:
     """
     if runtime.MODE is not runtime.Mode.GPU:
         return torch.zeros(n, dtype=torch.int32, device=device)
+    if torch._C._len_torch_dispatch_stack() and type(torch.empty(0)) is not Tensor:
+        raise Untraceable("counters")
     index = device.index or 0
     if torch.cuda.is_current_stream_capturing():
         arena, used = _ARENAS.get(index, (None, 0))
         if arena is None or used + n > _ARENA:
             return torch.zeros(n, dtype=torch.int32, device=device)
-        _ARENAS[index] = (arena, used + n)
+        _ARENAS[index] = (arena, used + n + -n % 4)  # 16 bytes apart: Triton compiles anew for another alignment
         return arena[used : used + n]
     if index not in _ARENAS:
-        _ARENAS[index] = (torch.zeros(_ARENA, dtype=torch.int32, device=device), 0)
+        _ARENAS[index] = (_zeros(_ARENA, index), 0)
     key = (index, _stream(index))
     found = _EAGER.get(key)
     if found is None or found.numel() < n:
-        found = _EAGER[key] = torch.zeros(max(n, 4096), dtype=torch.int32, device=device)
+        found = _EAGER[key] = _zeros(max(n, 4096), index)
     return found
+
+
+def _zeros(n: int, device: int) -> Tensor:
+    """Zeros that stay. A thread of its own is outside of the memory pools and modes that the caller may be within:
+    torch.compile's CUDA graphs would take the memory back."""
+
+    def allocate() -> Tensor:
+        with torch.cuda.device(device):
+            zeros = torch.zeros(n, dtype=torch.int32, device="cuda")
+            torch.cuda.current_stream().synchronize()
+        return zeros
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocate).result()
+
+
+def share_counters() -> None:
+    """Captures from here on may use the counters of earlier ones again: for who never replays two graphs at once."""
+    for index, (arena, _) in _ARENAS.items():
+        _ARENAS[index] = (arena, 0)
+
+
+def drop_counters() -> None:
+    """Forget all counters, where a kernel that failed may have left them dirty."""
+    _ARENAS.clear()
+    _EAGER.clear()
+
+
+def described(t: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
+    """What the tensor memory accelerator is told of a matrix and the tiles it loads of it; None where it can't."""
+    if isinstance(t, FunctionalTensor):
+        raise Untraceable("descriptors of tensors")
+    n_rows, n_cols = t.shape
+    stride = t.stride(0) if n_rows > 1 else n_cols + -n_cols % 16  # of a single row it may be anything
+    if t.stride(1) != 1 or (t.data_ptr() | stride * t.element_size()) & 15 or stride < n_cols or max(rows, cols) > 256:
+        return None
+    return TensorDescriptor(t, [n_rows, n_cols], [stride, 1], [rows, cols])

@@ -186,17 +186,6 @@ class _EventBlock(_DeviceBlock):
         self._results = [call() for call in self._calls]
 
 
-def _share_counters(device: torch.device) -> None:
-    """The next graph's launches take the same counters as the last one's, for the two never run at once.
-
-    Each launch that is captured keeps counters of its own; when there are no more, they are cleared in the graph, which
-    would be timed.
-    """
-    index = device.index or 0
-    if index in launching._ARENAS:
-        launching._ARENAS[index] = (launching._ARENAS[index][0], 0)
-
-
 class DeviceClock:
     """Times on an accelerator, on a stream of its own, for graphs can't be captured on the default one."""
 
@@ -249,7 +238,7 @@ class DeviceClock:
 
     def _capture(self, calls: Sequence[Call]) -> Any:
         graph = self.module.CUDAGraph()
-        _share_counters(self.device)
+        launching.share_counters()
         # "thread_local": autograd's own threads may do what this one must not. Collected garbage may hold graphs,
         # whose destruction is forbidden meanwhile.
         with uncollected():

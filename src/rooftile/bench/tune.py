@@ -120,6 +120,8 @@ class Store:
         self.table = Table({"schema": tuning.SCHEMA, "op": op, "gpu": gpu, "multiprocessors": multiprocessors})
         try:
             self.table = tuning.read(path, op, gpu)
+            if reason := tuning.other_variant(self.table, multiprocessors):
+                raise ValueError(reason)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -136,12 +138,6 @@ class Store:
         whole = self.path.with_suffix(".new")
         whole.write_text(tuning.to_json(self.table), encoding="utf-8")
         os.replace(whole, self.path)
-
-
-def bad_label(tunable: Tunable, problem: Any, name: str) -> str:
-    """What a configuration that failed is kept under: it may do well in another dtype."""
-    sizes = tunable.describe(problem)
-    return f"{name}, {sizes.get('dtype', '')}{' gated' if sizes.get('gated') else ''}"
 
 
 def command(arguments: Sequence[str]) -> str:
@@ -177,6 +173,7 @@ class Tuning:
         self.spaces: dict[Item, list[Any]] = {}
         self.defaults: dict[Item, Any] = {}
         self.uncompiled: set[Any] = set()
+        self.broken: set[Any] = set()  # binaries that failed ahead of the search, and would at the next problem too
 
     @property
     def left(self) -> float | None:
@@ -191,24 +188,29 @@ class Tuning:
             self.stores[table] = Store(path, table, self.gpu, self.target.multiprocessors, self.run)
         return self.stores[table]
 
+    def bad_label(self, item: Item, name: str) -> str:
+        """What a configuration that failed is kept under: it may do well at other sizes, or by another compiler."""
+        return f"{name}, {item.key}, triton {self.run['triton']}"
+
     def known_bad(self, item: Item) -> dict[str, str]:
         """By label, the configurations that failed before at such a problem."""
         failed = self.store(item).table.failed
         names = (label(item.tunable, c) for c in (self.defaults[item], *self.spaces[item]))
-        under = {name: bad_label(item.tunable, item.problem, name) for name in names}
+        under = {name: self.bad_label(item, name) for name in names}
         return {name: failed[key] for name, key in under.items() if key in failed}
 
     def remember(self, item: Item, failed: dict[str, str]) -> None:
         for name, reason in failed.items():
             if not reason.startswith("OutOfMemoryError"):  # which says something of this problem alone
-                self.store(item).table.failed.setdefault(bad_label(item.tunable, item.problem, name), reason)
+                self.store(item).table.failed.setdefault(self.bad_label(item, name), reason)
 
     def open(self, items: Sequence[Item]) -> list[Item]:
         """The problems that are left, with their spaces."""
         left = [item for item in items if self.settings.again or item.key not in self.store(item).table.entries]
         if self.settings.again:
             for item in left:
-                self.store(item).table.failed.clear()
+                table = self.store(item).table
+                table.failed = {name: why for name, why in table.failed.items() if f", {item.key}, " not in name}
         for item in left:
             self.defaults[item] = item.tunable.default(item.problem, self.target)
             self.spaces[item] = item.tunable.space(item.problem, self.target, self.settings.exhaustive)
@@ -250,6 +252,8 @@ class Tuning:
                 self.uncompiled.discard(binary)
                 if wrong:
                     self.remember(item, {label(item.tunable, task.config): wrong})
+                    if not wrong.startswith("OutOfMemoryError"):
+                        self.broken.add(binary)
                 done()
 
             tune_worker.compile_ahead([task for _, task in tasks.values()], jobs, until, finished)
@@ -267,7 +271,8 @@ class Tuning:
             by_fields = {tuple(tunable.fields(c).items()): c for c in self.spaces[item]}
             near = [c for e in found.values() if (c := by_fields.get(tuple(e["config"].items()))) is not None]
         space = dict.fromkeys((*near, *self.spaces[item]))
-        kept = tuple(c for c in space if (tunable.name, tunable.binary(item.problem, c)) not in self.uncompiled)
+        left_out = self.uncompiled | self.broken
+        kept = tuple(c for c in space if (tunable.name, tunable.binary(item.problem, c)) not in left_out)
         seconds = Seconds() if self.measures else Seconds(0.0, 0.0, 0.0)
         left = None if self.left is None else max(0.0, self.left) / share
         bad = self.known_bad(item)
@@ -281,6 +286,7 @@ class Tuning:
         """
         if process is None:
             return tune_worker.run_search(task, self.timer or clock(self.device), self.device, lambda name: None)
+        until = None if task.left is None else time.monotonic() + task.left
         for _ in range(MOST_DEATHS):
             try:
                 return process.ask(task)
@@ -289,7 +295,8 @@ class Tuning:
                     raise RuntimeError(str(death)) from None
                 died = {death.trying: str(death)}
                 self.remember(item, died)
-                task = dataclasses.replace(task, known_bad={**task.known_bad, **died})
+                left = None if until is None else max(0.0, until - time.monotonic())
+                task = dataclasses.replace(task, left=left, known_bad={**task.known_bad, **died})
         raise RuntimeError(f"{MOST_DEATHS} configurations ended the process")
 
     def finish(self, item: Item, found: Found) -> dict[str, Any]:

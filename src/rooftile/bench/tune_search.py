@@ -107,14 +107,6 @@ def verify(tunable: Tunable, problem: Any, run: Callable[[], Tensor], reference:
     return error
 
 
-def _clear_counters() -> None:
-    """What failed may have left counters that the next kernel expects to be zero."""
-    for counters, _ in launching._ARENAS.values():
-        counters.zero_()
-    for counters in launching._EAGER.values():
-        counters.zero_()
-
-
 def _quick(block: Block, clock: Clock, seconds: float) -> float:
     """The median of a few passes, the first left out: seconds a call."""
     readings = [block.enqueue() for _ in range(2 if clock.measures else 1)]
@@ -159,7 +151,7 @@ class Search:
         self.failed[name] = brief(error)
         try:
             self.clock.synchronize()
-            _clear_counters()
+            launching.drop_counters()  # which the next kernel expects to be zero; no graph with them runs again
         except Exception:
             raise Dead(self.failed[name]) from None
 

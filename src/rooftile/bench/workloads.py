@@ -50,6 +50,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 LAYER = ("qkv", "o", "gate_up", "up", "down")  # of one layer; lm_head is once a model
 
+# Sizes that make a layer another than the one below, and the least that does.
+_OTHER = {
+    "num_local_experts": (2, "its feed-forward is a mixture of experts"),
+    "num_experts": (2, "its feed-forward is a mixture of experts"),
+    "n_routed_experts": (1, "its feed-forward is a mixture of experts"),
+    "kv_lora_rank": (1, "its keys and values are projected through a latent"),
+}
+
 _QKV_BIAS = ("qwen2", "starcoder2", "gpt_neox", "phi", "opt", "bloom")
 _ALL_BIAS = ("starcoder2", "gpt_neox", "phi", "opt", "bloom")
 _NOT_GATED = ("starcoder2", "gpt_neox", "phi", "opt", "bloom", "falcon", "nemotron", "gptj")
@@ -59,15 +67,16 @@ def products_of(config: Mapping[str, Any]) -> list[Product]:
     """The products of a configuration: qkv, o, gate_up (or up), down and lm_head.
 
     Raises:
-        ValueError: it lacks a size, or its feed-forward is a mixture of experts.
+        ValueError: it lacks a size, or its layers are others: a mixture of experts, or latent attention.
     """
     if "hidden_size" not in config and isinstance(config.get("text_config"), dict):
         config = config["text_config"]
+    for name, (least, what) in _OTHER.items():
+        if isinstance(config.get(name), int) and config[name] >= least:
+            raise ValueError(f"the configuration has {name} {config[name]}: {what}, of other products; give --shape")
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if missing := [name for name in needed if not isinstance(config.get(name), int) or config[name] < 1]:
         raise ValueError(f"the configuration has no {', '.join(missing)}")
-    if any(isinstance(config.get(name), int) and config[name] > 1 for name in ("num_local_experts", "num_experts")):
-        raise ValueError("the configuration is of a mixture of experts, whose products are grouped; give --shape")
     model = str(config.get("model_type", ""))
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads

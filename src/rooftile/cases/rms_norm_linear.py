@@ -32,7 +32,7 @@ class Traffic(NamedTuple):
     Attributes:
         unfused: two kernels: x read, the normalised x written and read, the weights, the output.
         two_reads: one kernel that reads x for the mean of squares, then again for the product.
-        fused: one kernel that adds up the squares beside the products, as `rms_norm_linear` does up to 64 rows.
+        fused: one kernel that adds up the squares beside the products, as `rms_norm_linear` does up to 32 rows.
     """
 
     unfused: int

@@ -70,6 +70,9 @@ def sum_partials(partial: Tensor, out: Tensor, second: Tensor | None = None) -> 
 
     With `second`, of as many columns, the partial sums of both lie next to each other: `(programs, 2 * N)`.
     """
+    for name, tensor in (("out", out), ("second", second)):
+        if tensor is not None and tensor.dim() != 1:  # its first dimension alone would be written
+            raise ValueError(f"sum_partials: {name} has shape {tuple(tensor.shape)}, expected one dimension")
     dtypes = (out.dtype,) if second is None else (out.dtype, second.dtype)
     plan = _plan(int(out.shape[0]), dtypes)
     programs = len(dtypes) * library.cdiv(plan.constants["N"], plan.constants["BLOCK_N"])

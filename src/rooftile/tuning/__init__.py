@@ -53,7 +53,7 @@ class Table:
     Attributes:
         meta: the schema's number, the op, the GPU, and under "runs" where and when its entries were measured.
         entries: by key, under "config" the fields of a configuration, beside it what it was measured to take.
-        failed: by configuration, why it was not measured.
+        failed: by configuration, key and version of Triton, why it was not measured.
     """
 
     meta: dict[str, Any]
@@ -84,9 +84,23 @@ def read(path: Path, op: str, gpu: str) -> Table:
     for key, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
             raise ValueError(f'its entry {key!r} has no "config"')
+        for field, value in entry["config"].items():
+            if not isinstance(value, str | int):  # or bool, which is an int
+                raise ValueError(f"its entry {key!r} has {field} {value!r}, expected text, an integer or a bool")
     if not isinstance(failed, dict):
         raise ValueError('its "failed" is no object')
     return Table(meta, entries, failed)
+
+
+def other_variant(table: Table, multiprocessors: int) -> str:
+    """Why a table is not one of a GPU with so many multiprocessors; "" where it is, or doesn't say.
+
+    A part of a GPU, or a smaller variant of one name, wants tiles of its own.
+    """
+    measured_on = table.meta.get("multiprocessors")
+    if measured_on in (None, multiprocessors):
+        return ""
+    return f"its GPU had {measured_on} multiprocessors, this one has {multiprocessors}"
 
 
 def to_json(table: Table) -> str:
@@ -122,12 +136,10 @@ def _entries(path: Path, op: str, gpu: str, multiprocessors: int | None) -> dict
     """A file's entries; none where it can't be used."""
     try:
         table = read(path, op, gpu)
-        measured_on = table.meta.get("multiprocessors")
-        # A part of a GPU, or a smaller variant of one name, wants tiles of its own.
-        if multiprocessors is not None and measured_on not in (None, multiprocessors):
+        if multiprocessors is not None and (reason := other_variant(table, multiprocessors)):
             if PACKAGE in path.parents:
                 return {}
-            raise ValueError(f"its GPU had {measured_on} multiprocessors, this one has {multiprocessors}")
+            raise ValueError(reason)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
-from rooftile import library, runtime
+from rooftile import library, runtime, tuning
 from rooftile.ops.fp8_linear import hopper, skinny, tiled
 from rooftile.ops.fp8_linear.common import Operands, Problem
+from rooftile.ops.matmul.choose import common_reason
 from rooftile.ops.matmul.config import MatmulConfig
-
-_LOOKUP: Callable[[str, str, runtime.Target], dict[str, Any] | None] | None
-try:
-    from rooftile.tuning import lookup as _LOOKUP
-except ImportError:
-    _LOOKUP = None
 
 _KERNELS: dict[str, ModuleType] = {"skinny": skinny, "tiled": tiled, "hopper": hopper}
 
@@ -41,7 +34,7 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     kernel = _kernel(c)
     if kernel is None:
         return f"it needs Gluon, which this Triton has not, for kernel {c.kernel!r} with pingpong"
-    why: str | None = kernel.refuses(p, c, target)
+    why: str | None = common_reason(c, target) or kernel.refuses(p, c, target)
     if why is None:
         stages = c.num_stages * c.block_k * (c.block_m + c.block_n)
         if stages > target.shared_memory and c.num_stages > 1:
@@ -94,17 +87,26 @@ def _tiled(p: Problem, target: runtime.Target) -> MatmulConfig:
 
 
 def _hopper(p: Problem, target: runtime.Target) -> MatmulConfig:
-    """Measured on an H200, in TF/s, at M = 2048 (4096->6144, 4096->28672, 14336->4096) and 4096^3:
+    """Measured on an H200, in TF/s, at M = 2048 (4096->6144, 4096->28672, 14336->4096), 4096^3 and 8192^3:
 
-    sums left in the matrix unit: 128x256 of 8 warps          1429 1451 1536 1446
-    promoted: 128x128 of 4 warps, two programs at once        1097 1084 1146 1125
-              128x128 of 8 warps                               874  940  959  884
-    scales of 128 elements: 64x128 of 4 warps, two at once     754  766  790  735
-                            128x128 of 8 warps                 741  717  720  749
+    sums left in the matrix unit: 128x256 of 8 warps          1429 1451 1536 1446 1270
+    promoted: 128x256, what is added overlaps (pingpong)      1280 1137 1350 1261 1147
+              192x128 of 12 warps, the same                   1270 1180 1245 1206 1253
+              128x128 of 4 warps, two programs at once        1097 1084 1146 1125 1087
+    scales of 128 elements: 128x256, pingpong                 1186 1071 1197 1114 1048
+                            192x128 of 12 warps, pingpong     1205 1131 1130 1038 1160
+                            64x128 of 4 warps, two at once     754  766  790  735  770
     """
     steps = library.cdiv(p.k, 128)
     if p.fast and not p.parts and library.cdiv(p.m, 128) * library.cdiv(p.n, 256) >= target.multiprocessors:
         return MatmulConfig("hopper", 128, 256, 128, 16, 1, num_warps=8, num_stages=4)
+    large = MatmulConfig("hopper", 192, 128, 128, 8, 1, num_warps=12, num_stages=5, pingpong=True)
+    if library.cdiv(p.m, 192) * library.cdiv(p.n, 128) >= 8 * target.multiprocessors and not refuses(p, large, target):
+        return large
+    wide = MatmulConfig("hopper", 128, 256, 128, 8, 1, num_warps=8, num_stages=4, pingpong=True)
+    tiles = library.cdiv(p.m, 128) * library.cdiv(p.n, 256)
+    if 10 * tiles >= 7 * target.multiprocessors and not refuses(p, wide, target):
+        return wide
     block_m, stages = (64, 4) if p.parts else (128, 3)
     tiles = library.cdiv(p.m, block_m) * library.cdiv(p.n, 128)
     split = _split(tiles, steps, target.multiprocessors, most=8)
@@ -126,9 +128,9 @@ def tuning_key(p: Problem) -> str:
 
 def _tuned(p: Problem, target: runtime.Target) -> MatmulConfig | None:
     """What a measured table has for the problem, where it can be used."""
-    if _LOOKUP is None or target is runtime.INTERPRETER:
+    if target is runtime.INTERPRETER:
         return None
-    entry = _LOOKUP("fp8_linear", tuning_key(p), target)
+    entry = tuning.lookup("fp8_linear", tuning_key(p), target)
     if entry is None:
         return None
     try:

@@ -33,7 +33,7 @@ _DTYPES = {
 _REGISTERS = {2: 168, 3: 128}
 _BARRIERS = 512  # bytes of shared memory, at most, for barriers, what warps hand each other, and alignment
 Order = Literal["", "turns", "late"]
-_ORDER: Order = "late"
+_ORDER: Order = ""
 _ROWS = 64  # of x, for each four warps
 
 
@@ -124,8 +124,9 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return f"block_m is {c.block_m} and num_warps {c.num_warps}, expected 8 and {_ROWS} rows for each 4 of them"
     if c.block_k != BLOCK or c.split_k != 1:
         return f"block_k is {c.block_k} and split_k {c.split_k}, expected {BLOCK} and 1 with pingpong"
-    if c.block_n not in (64, 128, 256) or c.block_n * (c.num_warps // 4) > 512:
-        return f"block_n is {c.block_n}, expected 64, 128 or 256, and with 12 warps at most 128"
+    # 64 columns gave wrong sums on an H200, and others on a second run.
+    if c.block_n not in (128, 256) or c.block_n * (c.num_warps // 4) > 512:
+        return f"block_n is {c.block_n}, expected 128 or 256, and with 12 warps 128"
     shared = _tiling(c, "row", "row", p.out_size, _ORDER, target.shared_memory).shared_memory(p.out_size)
     if shared > target.shared_memory:
         return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from rooftile import library, runtime
+from rooftile import library, runtime, tuning
 from rooftile.ops.matmul.config import MatmulConfig, Problem
-
-_LOOKUP: Callable[[str, str, runtime.Target], dict[str, Any] | None] | None
-try:
-    from rooftile.tuning import lookup as _LOOKUP
-except ImportError:
-    _LOOKUP = None
 
 
 @functools.cache
 def module(kernel: str) -> ModuleType | None:
-    """The module with that kernel; None where this Triton has not what it is written in."""
+    """The module with that kernel; None where this Triton has not what it is written in (Gluon)."""
     try:
         return importlib.import_module(f"rooftile.ops.matmul.{kernel}")
     except ImportError:
+        if kernel != "hopper":
+            raise
         return None
 
 
@@ -36,7 +32,20 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return f"kernel is '{c.kernel}', which this installation has not"
     if p.k == 0 and c.kernel != "tiled":
         return f"kernel is '{c.kernel}', expected 'tiled' where there is nothing to sum"
-    return found.refuses(p, c, target)
+    return common_reason(c, target) or found.refuses(p, c, target)
+
+
+def common_reason(c: MatmulConfig, target: runtime.Target) -> str | None:
+    """What no kernel takes; of sizes that are no power of two, `"hopper"` takes some."""
+    if c.num_warps * target.warp_size > target.max_threads:
+        return (
+            f"num_warps is {c.num_warps}, of which {target.arch} runs {target.max_threads // target.warp_size} at most"
+        )
+    for name in ("block_m", "num_warps"):
+        value = getattr(c, name)
+        if c.kernel != "hopper" and value & (value - 1):
+            return f"{name} is {value}, expected a power of two"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,9 +71,9 @@ def tuned_config(entry: dict[str, Any]) -> MatmulConfig:
 
 def tuned_entry(p: Problem, target: runtime.Target) -> dict[str, Any] | None:
     """What a tuned table has for the problem."""
-    if _LOOKUP is None or target is runtime.INTERPRETER:
+    if target is runtime.INTERPRETER:
         return None
-    return _LOOKUP("matmul", tuning_key(p), target)
+    return tuning.lookup("matmul", tuning_key(p), target)
 
 
 def _tuned(p: Problem, entry: dict[str, Any], target: runtime.Target) -> MatmulConfig | None:

@@ -72,12 +72,15 @@ def _layout(t: Tensor, outer: str) -> str:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether base and strides, but that of the contiguous dimension, are multiples of 16 bytes."""
+    """Whether base and strides, but that of the contiguous dimension, are multiples of 16 bytes, and rows apart."""
     size = t.element_size()
     base = t.storage_offset() * size if isinstance(t, FunctionalTensor) else t.data_ptr()
     if base % 16:
         return False
     contiguous = t.dim() - (1 if _layout(t, "m") == "k" else 2)
+    outer = 2 * t.dim() - 3 - contiguous
+    if t.shape[outer] > 1 and t.stride(outer) < t.shape[contiguous]:
+        return False
     return all(i == contiguous or t.shape[i] == 1 or t.stride(i) * size % 16 == 0 for i in range(t.dim()))
 
 
@@ -161,7 +164,7 @@ def product(
         entry = None if portable else choose.tuned_entry(p, target)
         launch, c = _chosen(p, portable, None if entry is None else tuple(entry.items()), target)
     if isinstance(x, FunctionalTensor) and (c.split_k > 1 or c.kernel == "hopper"):
-        raise launching.Untraceable("counters, or descriptors")
+        raise launching.Untraceable("counters, or descriptors of tensors")
     launch(x, w, out, bias, residual, activation, gated, used, c)
 
 

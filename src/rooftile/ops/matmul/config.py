@@ -54,7 +54,7 @@ class MatmulConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"MatmulConfig: {field.name} is {value!r}, expected a positive integer")
-        for name in ("block_m", "block_n", "block_k", "num_warps"):
+        for name in ("block_n", "block_k"):
             value = getattr(self, name)
             if value & (value - 1):
                 raise ValueError(f"MatmulConfig: {name} is {value}, expected a power of two")

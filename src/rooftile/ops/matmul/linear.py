@@ -9,6 +9,8 @@ of its own: the backward needs z, and to compute it again would be a product mor
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -91,23 +93,26 @@ def _apply(
     shape = _check(op, x, weight, bias, residual, activation, gated)
     check_precision(op, precision)
     keep = keep and activation != ""
-    out, z = _allocate(x, weight, shape, keep)
-    if out.numel() == 0:
-        return out, z
+    if math.prod(shape) == 0:
+        return _allocate(x, weight, shape, keep)
     rows = as_rows(x)
     bias = None if bias is None else bias.contiguous()
+    if keep and residual is None:  # the activation's kernel has memory of its own for the result
+        z = _allocate(x, weight, (0,), keep)[1]
+        product(op, rows, weight, z.view(-1, weight.shape[0]), bias, precision=precision, config=config)
+        return _activated(z, activation, gated), z
+    out, z = _allocate(x, weight, shape, keep)
     if residual is not None:
         residual = library.as_rows(residual)
     if not keep:
         product(op, rows, weight, out.view(-1, shape[-1]), bias, residual,
                 activation=activation, gated=gated, precision=precision, config=config)  # fmt: skip
         return out, z
+    assert residual is not None
     flat = z.view(-1, weight.shape[0])
     product(op, rows, weight, flat, bias, precision=precision, config=config)
-    if residual is not None:
-        activate_add(flat, residual, out.view(flat.shape), activation)
-        return out, z
-    return _activated(z, activation, gated), z
+    activate_add(flat, residual, out.view(flat.shape), activation)
+    return out, z
 
 
 def _slopes(dy: Tensor, z: Tensor, activation: str, gated: bool) -> Tensor:
@@ -201,13 +206,14 @@ def _save(ctx, inputs, outputs, *, gated: bool) -> None:
     z = outputs[1]
     ctx.gated = gated
     ctx.activation, ctx.precision = (inputs[3], "ieee") if gated else inputs[4:6]
-    if not ctx.activation:  # else its edge is what a derivative of the derivative finds, and is refused by
+    needs_z = bool(ctx.activation) and (needs_dx or needs_dw or needs_db)
+    if not needs_z:  # else its edge is what a derivative of the derivative finds, and is refused by
         ctx.mark_non_differentiable(z)
     ctx.save_for_backward(
         x if needs_dw else None,
         weight if needs_dx else None,
         bias if needs_db else None,
-        z if ctx.activation else None,
+        z if needs_z else None,
     )
 
 
@@ -228,8 +234,9 @@ def _backward(ctx, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None,
     return tuple(grads)
 
 
-def _check_kept(op: str, activation: str, keep: bool) -> None:
-    if activation and not keep:
+def _check_kept(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool) -> None:
+    """The gradient of the residual needs no z."""
+    if activation and not keep and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         raise ValueError(f"{op}: keep is False, expected True where an activation is to be differentiated")
 
 
@@ -269,7 +276,7 @@ linear_op = library.define(
     autograd=library.Autograd(
         lambda ctx, inputs, outputs: _save(ctx, inputs, outputs, gated=False),
         _backward,
-        lambda inputs: _check_kept("linear", inputs[4], inputs[7]),
+        lambda inputs: _check_kept("linear", *inputs[:3], inputs[4], inputs[7]),
     ),
 )
 
@@ -294,6 +301,6 @@ gated_linear_op = library.define(
     autograd=library.Autograd(
         lambda ctx, inputs, outputs: _save(ctx, inputs, outputs, gated=True),
         _backward,
-        lambda inputs: _check_kept("gated_linear", inputs[3], inputs[5]),
+        lambda inputs: _check_kept("gated_linear", *inputs[:4], inputs[5]),
     ),
 )

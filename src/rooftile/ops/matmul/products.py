@@ -13,35 +13,43 @@ from rooftile.ops.matmul.common import as_rows, check_dtype, check_precision, me
 from rooftile.ops.matmul.sums import column_sum
 
 
+def _broadcast(op: str, a_shape: Sequence[int], b_shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of the result, and its batch dimensions."""
+    for name, shape in (("a", a_shape), ("b", b_shape)):
+        if len(shape) == 0:
+            raise ValueError(f"{op}: {name} has shape (), expected at least one dimension")
+    inner = b_shape[-2] if len(b_shape) > 1 else b_shape[0]
+    if inner != a_shape[-1]:
+        place = "second to last" if len(b_shape) > 1 else "only"
+        raise ValueError(
+            f"{op}: b has shape {tuple(b_shape)}, expected {a_shape[-1]} as its {place} dimension to match a's last"
+        )
+    try:
+        batch = tuple(torch.broadcast_shapes(a_shape[:-2], b_shape[:-2]))
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: b has shape {tuple(b_shape)}, expected batch dimensions that broadcast with those of a, "
+            f"{tuple(a_shape)}"
+        ) from None
+    return (*batch, *a_shape[-2:-1], *(b_shape[-1:] if len(b_shape) > 1 else ())), batch
+
+
 def _check(op: str, a: Tensor, b: Tensor, precision: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of the result, and its batch dimensions."""
     library.check_floating(op, a=a, b=b)
     check_precision(op, precision)
-    for name, tensor in (("a", a), ("b", b)):
-        if tensor.dim() == 0:
-            raise ValueError(f"{op}: {name} has shape (), expected at least one dimension")
+    shapes = _broadcast(op, a.shape, b.shape)
     check_dtype(op, "b", b, "a", a)
-    inner = b.shape[-2] if b.dim() > 1 else b.shape[0]
-    if inner != a.shape[-1]:
-        place = "second to last" if b.dim() > 1 else "only"
-        raise ValueError(
-            f"{op}: b has shape {tuple(b.shape)}, expected {a.shape[-1]} as its {place} dimension to match a's last"
-        )
-    try:
-        batch = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
-    except RuntimeError:
-        raise ValueError(
-            f"{op}: b has shape {tuple(b.shape)}, expected batch dimensions that broadcast with those of a, "
-            f"{tuple(a.shape)}"
-        ) from None
-    rows = a.shape[-2:-1] if a.dim() > 1 else ()
-    cols = b.shape[-1:] if b.dim() > 1 else ()
-    return (*batch, *rows, *cols), batch
+    return shapes
 
 
-def _matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A vector is a matrix of one row (a) or one column (b)."""
-    return a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
+def _row(a: Tensor) -> Tensor:
+    """A vector a is a matrix of one row, and a vector b of one column."""
+    return a.unsqueeze(0) if a.dim() == 1 else a
+
+
+def _column(b: Tensor) -> Tensor:
+    return b.unsqueeze(1) if b.dim() == 1 else b
 
 
 def _multiply(
@@ -78,14 +86,14 @@ def _gradient(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], 
     every = torch.empty((*size, *out.shape[-2:]), dtype=torch.float32, device=out.device)
     _multiply(op, x, w, every, size, precision)
     count = math.prod(size[: len(summed)])
-    column_sum(every.view(count, every.numel() // count if count else out.numel()), out)
+    column_sum(every.view(count, out.numel()), out.view(-1))
 
 
 def _launch(a: Tensor, b: Tensor, precision: str, config: str) -> Tensor:
     shape, batch = _check("matmul", a, b, precision)
     refuse_symbols(*a.shape, *b.shape)
     out = torch.empty(shape, dtype=a.dtype, device=a.device)
-    x, w = _matrices(a, b)
+    x, w = _row(a), _column(b)
     if out.numel():
         w = w.mT
         _multiply("matmul", x, w, out.view(*batch, x.shape[-2], w.shape[-2]), batch, precision, config)
@@ -98,58 +106,70 @@ def _fake(a: Tensor, b: Tensor, precision: str, config: str) -> Tensor:
 
 
 def _gradients(
-    dy: Tensor, a: Tensor, b: Tensor, precision: str, needs_da: bool, needs_db: bool
+    dy: Tensor, a: Tensor | None, b: Tensor | None, a_shape: Sequence[int], b_shape: Sequence[int], precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Memory for them; one that is not needed is empty."""
+    """Memory for them: a is there for the gradient of b, and b for that of a; one that is not asked for is empty."""
     op = "matmul_backward"
-    shape, _ = _check(op, a, b, precision)
+    library.check_floating(op, dy=dy, a=a, b=b)
+    check_precision(op, precision)
+    shape, _ = _broadcast(op, a_shape, b_shape)
     if tuple(dy.shape) != tuple(shape):
         raise ValueError(f"{op}: dy has shape {tuple(dy.shape)}, expected {tuple(shape)} to match a @ b")
-    check_dtype(op, "dy", dy, "a", a)
+    for name, tensor, expected in (("a", a, a_shape), ("b", b, b_shape)):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(expected):
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} to match {name}_shape"
+            )
+        check_dtype(op, name, tensor, "dy", dy)
     return (
-        torch.empty(a.shape if needs_da else (0,), dtype=a.dtype, device=a.device),
-        torch.empty(b.shape if needs_db else (0,), dtype=a.dtype, device=a.device),
+        torch.empty((0,) if b is None else a_shape, dtype=dy.dtype, device=dy.device),
+        torch.empty((0,) if a is None else b_shape, dtype=dy.dtype, device=dy.device),
     )
 
 
 def _differentiate(
-    dy: Tensor, a: Tensor, b: Tensor, precision: str, needs_da: bool, needs_db: bool
+    dy: Tensor, a: Tensor | None, b: Tensor | None, a_shape: Sequence[int], b_shape: Sequence[int], precision: str
 ) -> tuple[Tensor, Tensor]:
     op = "matmul_backward"
-    refuse_symbols(*a.shape, *b.shape)
-    da, db = _gradients(dy, a, b, precision, needs_da, needs_db)
-    _, batch = _check(op, a, b, precision)
-    x, y = _matrices(a, b)
-    dy = dy.unsqueeze(-2) if a.dim() == 1 and b.dim() > 1 else dy
-    dy = dy.unsqueeze(-1) if b.dim() == 1 else dy
+    refuse_symbols(*a_shape, *b_shape)
+    da, db = _gradients(dy, a, b, a_shape, b_shape, precision)
+    _, batch = _broadcast(op, a_shape, b_shape)
+    dy = dy.unsqueeze(-2) if len(a_shape) == 1 and len(b_shape) > 1 else dy
+    dy = dy.unsqueeze(-1) if len(b_shape) == 1 else dy
     dy = dy.unsqueeze(-2) if dy.dim() < 2 else dy
-    if needs_da and da.numel():
-        _gradient(op, dy, y, da.view(x.shape), batch, precision)
-    if needs_db and db.numel():
-        if b.dim() <= 2 and dy.numel():  # the rows of all batches are one sum
-            _gradient(op, as_rows(x).mT, as_rows(dy).mT, db.view(y.shape), (), precision)
+    if b is not None and da.numel():
+        _gradient(op, dy, _column(b), _row(da), batch, precision)
+    if a is not None and db.numel():
+        if len(b_shape) <= 2 and dy.numel():  # the rows of all batches are one sum
+            _gradient(op, as_rows(_row(a)).mT, as_rows(dy).mT, _column(db), (), precision)
         else:
-            _gradient(op, x.mT, dy.mT, db.view(y.shape), batch, precision)
+            _gradient(op, _row(a).mT, dy.mT, _column(db), batch, precision)
     return da, db
 
 
 _backward_op = library.define(
-    "matmul_backward(Tensor dy, Tensor a, Tensor b, str precision, bool needs_da, bool needs_db) -> (Tensor, Tensor)",
+    "matmul_backward(Tensor dy, Tensor? a, Tensor? b, SymInt[] a_shape, SymInt[] b_shape, str precision) "
+    "-> (Tensor, Tensor)",
     launch=_differentiate,
     fake=_gradients,
 )
 
 
 def _save(ctx, inputs, output) -> None:
+    """Each operand is kept where the gradient of the other needs it."""
     a, b, ctx.precision, _ = inputs
-    ctx.save_for_backward(a, b)
+    needs_da, needs_db = ctx.needs_input_grad[1:3]
+    ctx.shapes = a.shape, b.shape
+    ctx.save_for_backward(a if needs_db else None, b if needs_da else None)
 
 
 def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None
     needs_da, needs_db = ctx.needs_input_grad[1:3]
-    da, db = _backward_op(dy, *ctx.saved_tensors, ctx.precision, needs_da, needs_db)
+    da, db = _backward_op(dy, *ctx.saved_tensors, *ctx.shapes, ctx.precision)
     return da if needs_da else None, db if needs_db else None, None, None
 
 

@@ -108,9 +108,11 @@ _SHARED_COLUMNS = 1 << 20
 
 def column_sum(x: Tensor, out: Tensor) -> None:
     """`out`, `(N,)` and contiguous, becomes the sum over the rows of x, `(M, N)` of any strides."""
-    if out.numel() == 0:
-        return
     n_rows, n_cols = x.shape
+    if tuple(out.shape) != (n_cols,):
+        raise ValueError(f"column_sum: out has shape {tuple(out.shape)}, expected ({n_cols},) to match x's columns")
+    if n_cols == 0:
+        return
     target = runtime.target(x.device)
     c = config(min(4096, int(n_cols)), x.element_size(), target)
     blocks = library.cdiv(n_cols, c.block_n)

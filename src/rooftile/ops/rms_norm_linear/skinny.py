@@ -218,15 +218,6 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     return reason
 
 
-def _described(t: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """What the tensor memory accelerator is told of t; None where it can't take it."""
-    n_rows, n_cols = t.shape
-    stride = t.stride(0) if n_rows > 1 else library.cdiv(n_cols, 8) * 8  # of a single row it may be anything
-    if t.stride(1) != 1 or (t.data_ptr() | stride * t.element_size()) & 15 or stride < n_cols or max(rows, cols) > 256:
-        return None
-    return TensorDescriptor(t, [n_rows, n_cols], [stride, 1], [rows, cols])
-
-
 def launch(
     x: Tensor, norm_weight: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, eps: float, offset: float,
     c: MatmulConfig,
@@ -243,7 +234,7 @@ def launch(
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = x, w
     tma = False
     if TMA and supported and x.element_size() == 2:
-        described = _described(x, c.block_m, c.block_k), _described(w, c.block_n, c.block_k)
+        described = launching.described(x, c.block_m, c.block_k), launching.described(w, c.block_n, c.block_k)
         if described[0] is not None and described[1] is not None:
             operands, tma = (described[0], described[1]), True
     early = supported and (w.stride(1) == 1 or n_inner == 1)  # a prefetch is of lines along k

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime, tuning
@@ -107,7 +108,7 @@ def _choose(
     if asked is None:
         m = int(library.power_of_two(max(1, m)))
         found = _tuned(op, m, n, k, group, dtype, target, aligned)
-        return found or configs.config(m, n, k, group, dtype, target)
+        return found or configs.config(m, n, k, group, dtype, target, aligned)
     why = configs.refuses(asked, group, dtype, target, k, aligned)
     if why:
         raise ValueError(f"{op}: config can't be used here: {why}")
@@ -115,9 +116,9 @@ def _choose(
 
 
 def _aligned(weight: Tensor) -> bool:
-    """Whether its rows begin at multiples of 16 bytes."""
-    start = weight.storage_offset() if isinstance(weight, FunctionalTensor) else weight.data_ptr()
-    return not (start | weight.stride(0)) % 16
+    """Whether its rows begin at multiples of 16 bytes. What is traced has no address: memory begins at such a one."""
+    traced = isinstance(weight, (FunctionalTensor, FakeTensor))
+    return not ((weight.storage_offset() if traced else weight.data_ptr()) | weight.stride(0)) % 16
 
 
 def _fake(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, config: str) -> Tensor:
@@ -134,6 +135,8 @@ def _launch(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
         raise launching.Untraceable("tiles of a symbolic number")
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     c = _choose(op, rows, n, k, group, x.dtype, target, _aligned(weight), config)
+    if isinstance(x, FunctionalTensor) and (c.kernel == "direct" or c.split_k > 1 or c.prefetch >= 0):
+        raise launching.Untraceable("a kernel of Gluon, counters, or an early launch")
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out

@@ -145,17 +145,20 @@ def _refuses_direct(
     each = c.block_k // 2 if group else c.block_k
     if each < 32:
         return f"block_k is {c.block_k}, expected at least 32 for kernel 'direct'"
-    # Words of the weight that a thread holds, and what becomes of those that it works on.
+    # Words of the weight that a thread holds, and what becomes of those that it works on: a word of int4 is four of
+    # 16-bit numbers, one of int8 two.
     words = c.block_n * c.slices * each // (4 * 32 * c.num_warps)
-    held = words * (c.num_stages + 3) + c.block_m * each // 64 * (2 if group else 1)
+    held = words * (c.num_stages + (3 if group else 2)) + c.block_m * each // 64 * (2 if group else 1)
     if held > 256:
         return f"its tiles take some {held} registers a thread for kernel 'direct', expected at most 256"
     return None
 
 
 @functools.cache
-def config(m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target) -> WeightOnlyConfig:
-    """The configuration for x of (m, k) and a weight of (n, k); `group` is 0 for int8."""
+def config(
+    m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target, aligned: bool = True
+) -> WeightOnlyConfig:
+    """The configuration for x of (m, k) and a weight of (n, k); `group` and `aligned` as for `refuses`."""
     block_k = 2 * group or 128
     if target is runtime.INTERPRETER:
         block_m, block_n = (min(64, max(least, library.power_of_two(s))) for least, s in ((1, m), (16, n)))
@@ -163,7 +166,47 @@ def config(m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runti
     if dtype == torch.float32:  # no matrix unit keeps float32: small tiles, for registers
         block_m = min(4, library.power_of_two(m))
         return WeightOnlyConfig(block_m, 16, 2 * group or 64, slices=4, num_warps=4, num_stages=2)
+    direct = _direct(m, n, group, target)
+    if direct is not None and refuses(direct, group, dtype, target, k, aligned) is None:
+        return direct
     return _skinny(m, n, k, group, target)
+
+
+def _wide(n: int, target: runtime.Target) -> bool:
+    """Whether a weight has tiles of 32 rows for four programs on every multiprocessor."""
+    return n >= 32 * 4 * target.multiprocessors
+
+
+def _direct(m: int, n: int, group: int, target: runtime.Target) -> WeightOnlyConfig | None:
+    """The configuration of kernel "direct" where it was the faster of the two.
+
+    Microseconds on an H200, bfloat16, groups of 128, K of 4096:
+
+                             direct   skinny
+        int8  N 28672  M 1    30.37    31.42
+                       M 16   36.95    40.58
+              N 4096   M 1     7.46     6.91
+                       M 16    9.24     8.66
+        int4  N 28672  M 1    19.78    19.17
+                       M 16   27.39    29.65
+              N 4096   M 1     5.69     5.28
+                       M 16    7.43     8.08
+    """
+    if target.arch != "sm_90" or m > 16:
+        return None
+    if not group:
+        if not _wide(n, target):
+            return None
+        if m <= 8:  # the matrix unit's tile has 8 columns, however few there are of x
+            return WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, num_stages=1, kernel="direct")
+        return WeightOnlyConfig(16, 128, 256, slices=1, num_warps=4, num_stages=1, kernel="direct")
+    if m <= 8 or group != 128:
+        return None
+    if _wide(n, target):
+        return WeightOnlyConfig(16, 32, 256, slices=1, num_warps=1, num_stages=1, kernel="direct")
+    if n < 16 * target.multiprocessors:  # too few tiles: "skinny" shares them out
+        return None
+    return WeightOnlyConfig(16, 16, 256, slices=4, num_warps=4, num_stages=3, prefetch=1, kernel="direct")
 
 
 def _skinny(m: int, n: int, k: int, group: int, target: runtime.Target) -> WeightOnlyConfig:
@@ -181,7 +224,7 @@ def _skinny(m: int, n: int, k: int, group: int, target: runtime.Target) -> Weigh
         return WeightOnlyConfig(32, 32, block_k, slices=1, num_warps=2, num_stages=stages)
     # One block of K to a warp: for one row no more may be, see `refuses`. Measured on an H200: two warps suffice where
     # tiles are many and steps long, else four; four stages only where the weight has 8 bits and x is short, else three.
-    wide = n >= 32 * 4 * target.multiprocessors
+    wide = _wide(n, target)
     slices = 2 if wide and block_k >= 256 else 4 * max(1, 128 // block_k)
     block_n = 32 if wide and (group or m > 4) else 16
     stages = 4 if not group and m <= 4 else 3

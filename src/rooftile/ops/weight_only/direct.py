@@ -15,7 +15,6 @@ import functools
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.weight_only.config import WeightOnlyConfig
@@ -256,8 +255,6 @@ def _plan(
 
 def launch(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, c: WeightOnlyConfig) -> None:
     """Launch it: x (M, K), w int8 (N, K) or uint8 (N, K/2), out (M, N); scale, bias and out are contiguous."""
-    if isinstance(x, FunctionalTensor):
-        raise launching.Untraceable("a kernel of Gluon")
     (n_rows, k), n_cols = x.shape, w.shape[0]
     group, pairs = 0, ""
     dtypes = (x.dtype, scale.dtype, None if bias is None else bias.dtype)

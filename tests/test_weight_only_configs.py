@@ -1,0 +1,113 @@
+"""int8_linear and int4_linear: configurations that are refused, and on a GPU all that can be chosen."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from helpers import BF16
+from test_weight_only import CONFIGS, GROUPS, exact, int4, int8
+
+from rooftile import runtime
+from rooftile.cases.check import relative_error
+from rooftile.ops import weight_only
+from rooftile.ops.weight_only import WeightOnlyConfig
+from rooftile.reference import weight_only as reference
+
+GPUS = [target for target in runtime.TARGETS.values() if target is not runtime.INTERPRETER]
+
+
+@pytest.mark.parametrize("target", GPUS, ids=lambda t: t.arch)
+def test_several_blocks_to_a_warp_are_refused_where_they_were_wrong(target):
+    for slices in (8, 16):
+        config = WeightOnlyConfig(1, 16, 64, slices=slices, num_warps=4)
+        why = weight_only.configs.refuses(config, 0, BF16, target)
+        assert why.startswith(f"slices is {slices} with num_warps=4 and block_m=1: the compiler sums several blocks")
+        for right in (dataclasses.replace(config, num_warps=slices), dataclasses.replace(config, block_m=2)):
+            if right.num_warps * target.warp_size <= target.max_threads:
+                assert weight_only.configs.refuses(right, 0, BF16, target) is None
+
+
+DIRECT = [
+    WeightOnlyConfig(8, 16, 128, slices=4, num_warps=4, num_stages=1, kernel="direct"),
+    WeightOnlyConfig(8, 32, 128, slices=8, num_warps=8, num_stages=2, kernel="direct"),
+    WeightOnlyConfig(16, 64, 128, slices=2, num_warps=4, num_stages=3, kernel="direct"),
+    WeightOnlyConfig(16, 64, 128, slices=1, num_warps=4, num_stages=2, split_k=3, kernel="direct"),
+    WeightOnlyConfig(32, 16, 128, slices=4, num_warps=4, num_stages=2, split_k=2, prefetch=1, kernel="direct"),
+]
+
+
+def test_the_direct_kernel_refuses_what_it_can_not_do(device):
+    good, sm_90 = DIRECT[0], runtime.TARGETS["sm_90"]
+
+    def why(config=good, group=64, dtype=BF16, target=sm_90, k=256, aligned=True):
+        return weight_only.configs.refuses(config, group, dtype, target, k, aligned)
+
+    assert why() is None
+    assert why(k=192) == "kernel 'direct' takes a K that is a multiple of block_k, not 192 with block_k=128"
+    assert why(aligned=False) == "kernel 'direct' takes a weight whose rows begin at multiples of 16 bytes"
+    assert why(dtype=torch.float32) == "kernel 'direct' takes float16 and bfloat16, not torch.float32"
+    assert "expected at most 256" in why(dataclasses.replace(good, block_n=256))
+    for target in runtime.TARGETS.values():
+        if not target.arch.startswith("sm_"):
+            assert why(target=target) == f"kernel 'direct' is for NVIDIA's GPUs, not {target.arch}"
+    for field, value, message in (
+        ("slices", 8, "a divisor of num_warps=4"),
+        ("block_n", 16, "32: 16 for each warp"),
+        ("block_m", 4, "at least 8"),
+        ("kernel", "other", "one of skinny, direct"),
+    ):
+        changed = dataclasses.replace(good, block_n=32, slices=2)
+        with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is .*{message}"):
+            dataclasses.replace(changed, **{field: value})
+
+
+def test_a_configuration_survives_the_schema_of_an_op():
+    for config in (*CONFIGS, *DIRECT):
+        assert weight_only.configs.decode(weight_only.configs.encode(config)) == config
+    assert weight_only.configs.decode("") is None
+
+
+def check_launch(m, n, k, group, dtype, config, device):
+    """The launch alone, into an output that is NaN."""
+    x, bias = torch.randn(m, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    if group:
+        q, weight, scale = int4(n, k, group, device, dtype)
+        expected = exact(x, q, scale, group)
+    else:
+        weight, scale = int8(n, k, device)
+        expected = reference.int8_linear(x.double(), weight, scale.double())
+    out = torch.full((m, n), math.nan, device=device, dtype=dtype)
+    weight_only._KERNELS[config.kernel](x, weight, scale, bias, out, config)
+    error = relative_error(out, expected + bias.double())
+    assert error < {torch.float32: 3e-6, torch.float16: 5e-4, BF16: 4e-3}[dtype], (m, n, k, group, dtype, config, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [0, *GROUPS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_every_configuration_that_can_be_chosen_is_right(dtype, group, device):
+    """A combination of slices, warps and block_m that the compiler gets wrong is wrong by as much as the result."""
+    target, seen = runtime.target(device), set()
+    for m in (1, 2, 4, 8, 16, 32, 64, 128):
+        for n, k in ((40, 1024), (32 * 4 * target.multiprocessors + 8, 512), (48, 7 * (group or 96))):
+            config = weight_only.configs.config(m, n, k, group, dtype, target)
+            if (config, k) not in seen:
+                seen.add((config, k))
+                check_launch(m, n, k, group, dtype, config, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [0, *GROUPS])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_the_direct_kernel_is_right(dtype, group, device):
+    target, ran = runtime.target(device), 0
+    for config in DIRECT:
+        config = dataclasses.replace(config, block_k=2 * group or 128)
+        for m, n, blocks in ((1, 72, 8), (3, 50, 11), (16, 128, 6), (20, 33, 5)):
+            k = blocks * config.block_k
+            if weight_only.configs.refuses(config, group, dtype, target, k) is None:
+                check_launch(m, n, k, group, dtype, config, device)
+                ran += 1
+    if not ran:
+        pytest.skip(f"kernel 'direct' does not run on {target.arch}")
