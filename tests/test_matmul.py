@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import BF16, assert_same
+from helpers import BF16, assert_same, padded_allocations
 from test_offsets import far_rows, no_plans_kept, use_kernels_without_int64
 
 import rooftile
@@ -14,6 +14,7 @@ from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.ops.matmul import MatmulConfig, choose, gated_linear, linear, matmul, sums, tiled
 from rooftile.ops.matmul.config import KERNELS, Problem
+from rooftile.primitives.partials import sum_partials
 from rooftile.reference import matmul as reference
 
 __all__ = ["far_rows", "no_plans_kept"]  # fixtures
@@ -93,6 +94,11 @@ SHAPES = [
     *(((0, 4, 5), (0, 5, 6)), ((0, 4, 5), (5, 6)), ((0,), (0,)), ((4, 5), (0, 5, 6))),
 ]
 
+# So many batches share an operand that the sum over them is of several programs: in the interpreter, and on a GPU.
+SHAPES += [((3, 4), (66, 4, 5)), ((66, 2, 3, 4), (2, 4, 5)), ((66, 2, 3, 4), (1, 2, 4, 5)), ((4,), (66, 4, 5))]
+MANY = [((3, 4), (600, 4, 5)), ((600, 2, 3, 4), (2, 4, 5)), ((16, 16), (600, 16, 16)), ((600, 33, 9), (1, 9, 40))]
+SHAPES += [pytest.param(*shapes, marks=pytest.mark.gpu) for shapes in MANY]
+
 
 @pytest.mark.parametrize(("a_shape", "b_shape"), SHAPES, ids=str)
 def test_shapes_are_those_of_torch(a_shape, b_shape, device):
@@ -105,6 +111,16 @@ def test_shapes_are_those_of_torch(a_shape, b_shape, device):
     grads = torch.autograd.grad(y, (a, b), dy)
     for found, expected in zip(grads, torch.autograd.grad(ref, doubles, dy.double()), strict=True):
         assert_close(found, expected, "backward")
+
+
+def test_sums_of_partials_take_vectors_alone(device):
+    x = drawn(65, 12, device=device)
+    for out in (x.new_empty(1, 3, 4), x.new_empty(12, 1), x.new_empty(11)):
+        with pytest.raises(ValueError, match=r"column_sum: out has shape .*, expected \(12,\)"):
+            sums.column_sum(x, out)
+    for outs in ((x.new_empty(3, 4),), (x.new_empty(6), x.new_empty(2, 3))):
+        with pytest.raises(ValueError, match=r"sum_partials: .* has shape .*, expected one dimension"):
+            sum_partials(x, *outs)
 
 
 def test_a_shared_weight_is_one_product_over_all_rows(device, monkeypatch):
@@ -167,6 +183,37 @@ def test_a_frozen_weight_keeps_no_input(device):
         kept.clear()
         linear(x.detach(), weight.requires_grad_()).sum()
         assert kept == [x.shape]
+        kept.clear()
+        matmul(x, weight.detach().mT).sum()
+        assert kept == [weight.mT.shape]
+        kept.clear()
+        matmul(x.detach(), weight.mT).sum()
+        assert kept == [x.shape]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_residual_alone_may_ask_for_a_gradient(activation, device):
+    x, weight, residual = (drawn(8, 8, device=device) for _ in range(3))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = linear(x, weight, activation=activation, residual=residual.requires_grad_())
+    assert kept == []
+    assert_same((y.detach(),), (linear(x, weight, activation=activation, residual=residual.detach()),))
+    dy = torch.randn_like(y)
+    assert torch.equal(*torch.autograd.grad(y, residual, dy), dy)
+
+
+def test_what_is_kept_for_the_backward_is_all_that_is_allocated_beside_the_result(device, monkeypatch):
+    x, weight, residual = drawn(7, 16, device=device), drawn(44, 16, device=device), drawn(7, 44, device=device)
+    weight.requires_grad_()
+    for call, sizes in (
+        (lambda: linear(x, weight, activation="silu"), [7 * 44, 7 * 44]),
+        (lambda: linear(x, weight, activation="gelu", residual=residual), [7 * 44, 7 * 44]),
+        (lambda: gated_linear(x, weight), [7 * 22, 7 * 44]),
+    ):
+        with padded_allocations(monkeypatch) as made:
+            call()
+        assert sorted(numel for _, numel in made if numel) == sizes
 
 
 def test_derivatives_of_derivatives_are_refused_where_they_are_not_zero(device):
@@ -279,14 +326,14 @@ def test_a_tuned_entry_comes_first_unless_it_can_not_be_launched(monkeypatch):
     p = Problem(13, 4096, 4096, BF16)
     asked = []
     entry = {"kernel": "tiled", "block_m": 16, "block_n": 32, "block_k": 64}
-    monkeypatch.setattr(choose, "_LOOKUP", lambda op, key, on: asked.append((op, key, on)) or entry)
+    monkeypatch.setattr(choose.tuning, "lookup", lambda op, key, on: asked.append((op, key, on)) or entry)
     assert choose.choose(p, target) == MatmulConfig(**entry)
     assert asked == [("matmul", "m16 n4096 k4096 bfloat16 xk wk", target)]
-    default = choose.choose_tiled(p, target)
+    untuned = choose.choose_from(p, None, target)
+    good, taken = entry, MatmulConfig(**entry)
     for change in ({"kernel": "skinny", "block_m": 8}, {"block_m": 15}, {"colour": "red"}):
-        entry = {**entry, **change}
-        assert choose.choose(p, target) != MatmulConfig("tiled", 16, 32, 64)
-    assert default.kernel == "tiled"
+        entry = {**good, **change}
+        assert choose.choose(p, target) == untuned != taken
 
 
 def test_rows_far_apart(far_rows, device):

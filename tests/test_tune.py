@@ -3,6 +3,7 @@
 import io
 import json
 import time
+import types
 
 import pytest
 import serving
@@ -10,14 +11,12 @@ import torch
 from doubler import PROBLEM, US, WRONG, ConfigClock, Doubler, Doubling
 from rich.console import Console
 from toys import CPU
-from typer.testing import CliRunner
 
-from rooftile import runtime, tuning
-from rooftile.bench import tune, tune_space, tune_worker, workloads
+from rooftile import launching, tuning
+from rooftile.bench import tune, tune_worker, workloads
 from rooftile.bench.timer import HostClock
 from rooftile.bench.tune_search import Seconds, Wrong, search, verify
 from rooftile.bench.tune_space import TUNABLES
-from rooftile.cli import app
 
 
 def searched(doubler, seconds=None, **options):
@@ -111,6 +110,14 @@ def test_many_configurations_go_through_all_rounds():
     assert found.tried == 41
 
 
+def test_after_a_failure_the_counters_are_new(monkeypatch):
+    dropped = []
+    doubler = Doubler("raises", "right")
+    monkeypatch.setattr(launching, "drop_counters", lambda: dropped.append(doubler.ran[-1]))
+    searched(doubler)
+    assert dropped == ["raises"]
+
+
 def test_it_is_said_what_is_tried_before_it_runs():
     said = []
     searched(Doubler("a"), trying=said.append)
@@ -125,6 +132,11 @@ def test_two_runs_must_agree_and_every_element_counts():
     spoiled[3, 3] += 0.05
     with pytest.raises(Wrong, match="1 of 4096 elements are far off"):
         verify(doubler, PROBLEM, spoiled.clone, reference)
+
+
+def test_the_search_needs_no_gpu():
+    found = search(Doubler("a"), PROBLEM, ["a"], "default", HostClock(), CPU, seconds=Seconds(0, 0, 0))
+    assert found.config in ("a", "default")
 
 
 # Processes
@@ -185,8 +197,26 @@ def test_a_configuration_that_ends_the_process_is_recorded_and_the_search_goes_o
     run.finish(item, found)
     assert found.tried == 2
     assert tuning.read(tmp_path / "interpreter" / "doubler.json", "doubler", "interpreter").failed == {
-        "bad, fp32": "no answer in 120 s"
+        "bad, m8 n16 k4, triton 3.6.0": "no answer in 120 s"
     }
+
+
+def test_a_search_that_begins_again_has_only_the_time_that_is_left(doubler, tmp_path, monkeypatch):
+    now, left = [1000.0], []
+    monkeypatch.setattr(tune, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Hanging:
+        def ask(self, task):
+            left.append(task.left)
+            now[0] += 120
+            raise tune_worker.Died("no answer in 120 s", f"c{len(left)}")
+
+    run = tune.Tuning(settings(out=tmp_path, budget=300.0), Console(file=io.StringIO()), CPU, ConfigClock({}))
+    (item,) = run.open(tune.plan(run.settings))
+    with pytest.raises(RuntimeError, match="ended the process"):
+        run.search(item, run.task(item, 1), Hanging())
+    assert left[:4] == [300.0, 180.0, 60.0, 0.0]
+    assert set(left[4:]) == {0.0}
 
 
 # A run
@@ -196,7 +226,7 @@ def test_a_configuration_that_ends_the_process_is_recorded_and_the_search_goes_o
 def doubler(monkeypatch):
     made = Doubler("fast", "slow")
     monkeypatch.setitem(TUNABLES, "doubler", made)
-    monkeypatch.setattr(tune, "machine", lambda: dict.fromkeys(MACHINE, None))
+    monkeypatch.setattr(tune, "machine", lambda: {**dict.fromkeys(MACHINE, None), "triton": "3.6.0"})
     return made
 
 
@@ -262,11 +292,56 @@ def test_what_was_found_is_on_disk_when_a_later_problem_ends_the_run(doubler, tm
     assert list(table.entries) == ["m8 n16 k4"]
 
 
-def test_what_failed_is_in_the_file_and_left_out_of_the_next_problem(doubler, tmp_path):
+def test_what_failed_bars_a_configuration_from_that_problem_alone_and_that_triton(doubler, tmp_path, monkeypatch):
     doubler.configs = ["nan", "fast"]
     _, _, data = ran(out=tmp_path, shapes=((8, 16, 4), (9, 16, 4)))
-    assert data["failed"] == {"nan, fp32": "1 elements are NaN or infinite"}
-    assert doubler.ran.count("nan") == 2  # of the first problem's check
+    under = [f"nan, m{m} n16 k4, triton 3.6.0" for m in (8, 9)]
+    assert data["failed"] == dict.fromkeys(under, "1 elements are NaN or infinite")
+    assert doubler.ran.count("nan") == 4  # two runs of either problem's check
+
+    def barred():
+        """At the first problem, begun anew."""
+        run = tune.Tuning(settings(out=tmp_path), Console(file=io.StringIO()), CPU, ConfigClock({}))
+        run.store(items[0]).table.entries.clear()
+        return list(run.known_bad(run.open(items)[0]))
+
+    items = tune.plan(settings())
+    assert barred() == ["nan"]
+    monkeypatch.setattr(tune, "machine", lambda: {**dict.fromkeys(MACHINE, None), "triton": "3.7.0"})
+    assert barred() == []
+
+
+def test_again_forgets_the_failures_of_what_is_tuned_again_and_no_others(doubler, tmp_path):
+    doubler.configs = ["nan", "fast"]
+    ran(out=tmp_path, shapes=((8, 16, 4), (9, 16, 4)))
+    doubler.configs = ["fast"]
+    _, _, data = ran(out=tmp_path, again=True)
+    assert list(data["failed"]) == ["nan, m9 n16 k4, triton 3.6.0"]
+
+
+def test_a_kernel_that_fails_ahead_of_the_search_is_left_out_of_every_problem(doubler, tmp_path, monkeypatch):
+    def compile_ahead(tasks, jobs, until, done):
+        for task in tasks:
+            done(task, {"slow": "it hangs", "fast": "OutOfMemoryError: of others"}.get(task.config, ""))
+
+    monkeypatch.setattr(tune_worker, "compile_ahead", compile_ahead)
+    wanted = settings(out=tmp_path, shapes=((8, 16, 4), (9, 16, 4)), jobs=1)
+    run = tune.Tuning(wanted, Console(file=io.StringIO()), CPU, ConfigClock({}))
+    items = run.open(tune.plan(wanted))
+    run.compile_ahead(items)
+    assert [run.task(item, 1).space for item in items] == [("fast",), ("fast",)]
+    assert [list(run.known_bad(item)) for item in items] == [["slow"], []]  # on disk, it is what was tried
+
+
+def test_a_table_of_another_variant_of_the_gpu_is_not_added_to(doubler, tmp_path):
+    ran(out=tmp_path)
+    path = tmp_path / "interpreter" / "doubler.json"
+    data = json.loads(path.read_text())
+    data["meta"]["multiprocessors"] += 1
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"can't be added to: its GPU had \d+ multiprocessors, this one has \d+; move"):
+        ran(out=tmp_path, shapes=((9, 16, 4),))
+    assert json.loads(path.read_text()) == data
 
 
 def test_a_problem_without_a_right_configuration_makes_the_run_fail_and_not_end(doubler, tmp_path):
@@ -313,46 +388,3 @@ def test_each_key_is_tuned_once_and_each_binary_compiled_once_at_its_smallest(do
 def test_the_command_is_kept_without_this_machines_folders():
     words = ["tune", "--model", "/home/me/qwen/config.json", "--out", "/tmp/x", "--m", "1", "--out=/tmp"]
     assert tune.command(words) == "rooftile tune --model config.json --m 1"
-
-
-# The command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give --model or --shape"),
-        (["--shape", "1,2"], "expected three positive numbers"),
-        (["--shape", "1,0,2"], "expected three positive numbers"),
-        (["--shape", "a,b,c"], "expected three positive numbers"),
-        (["--model", "nobody"], "model is 'nobody', expected"),
-        (["--shape", "1,2,3", "--op", "sort"], "unknown op sort; known ops"),
-        (["--shape", "1,2,3", "--precision", "exact"], "precision is 'exact'"),
-        (["--shape", "1,2,3", "--m", "0"], "'--m'"),
-        (["--shape", "1,2,3", "--dtype", "int8"], "int8"),
-    ],
-)
-def test_the_command_refuses_what_it_can_not_do(arguments, message, tmp_path):
-    done = CliRunner().invoke(app, ["tune", *arguments, "--out", str(tmp_path)], env={"COLUMNS": "300"})
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="shows what the interpreter says of itself")
-def test_the_command_in_the_interpreter_tunes_and_calls_it_no_measurement(tmp_path):
-    arguments = ["tune", "--shape", "1,48,64", "--shape", "16x24x32", "--op", "linear,gated_linear"]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path), "--verbose"])
-    assert done.exit_code == 0, done.output
-    assert "not a measurement" in done.output
-    table = tuning.read(tmp_path / "interpreter" / "matmul.json", "matmul", "interpreter")
-    assert len(table.entries) == 4
-    assert table.failed == {}
-    for entry in table.entries.values():
-        assert entry["error"] < tune_space.LIMITS["bf16"]
-        assert entry["tried"] == entry["space"] >= 3
-
-
-def test_the_search_needs_no_gpu():
-    found = search(Doubler("a"), PROBLEM, ["a"], "default", HostClock(), CPU, seconds=Seconds(0, 0, 0))
-    assert found.config in ("a", "default")

@@ -4,8 +4,11 @@ import json
 import warnings
 
 import pytest
+import torch
 
 from rooftile import runtime, tuning
+from rooftile.bench.tune_space import DTYPE_NAMES, TUNABLES
+from rooftile.ops.matmul import choose
 from rooftile.runtime import TARGETS
 
 H100 = TARGETS["sm_90"]
@@ -77,6 +80,9 @@ def test_the_users_own_entry_comes_first_and_the_packages_serves_the_rest(folder
         (table(multiprocessors=114), "its GPU had 114 multiprocessors, this one has 132"),
         (json.dumps({"meta": table().meta}), 'has no "entries"'),
         (json.dumps({"meta": table().meta, "entries": {"k": 1}}), "its entry 'k' has no \"config\""),
+        (table(block_n=[16]), f"its entry {KEY!r} has block_n [16], expected text, an integer or a bool"),
+        (table(block_n=16.0), f"its entry {KEY!r} has block_n 16.0, expected"),
+        (table(block_n=None), f"its entry {KEY!r} has block_n None, expected"),
         (json.dumps({"meta": table().meta, "entries": {}, "failed": []}), 'its "failed" is no object'),
         ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), "is no JSON"),
     ],
@@ -157,12 +163,68 @@ def test_a_table_survives_being_written(tmp_path):
     assert len([line for line in path.read_text().splitlines() if KEY in line]) == 1  # a line for each entry
 
 
-@pytest.mark.parametrize("path", sorted(tuning.PACKAGE.glob("*/*.json")), ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_shipped_table_can_be_read_and_names_no_folder_of_its_makers(path):
-    found = tuning.read(path, path.stem, path.parent.name)
-    assert found.entries
-    assert all({"gpu", "torch", "triton", "commit", "date", "command"} <= set(run) for run in found.meta["runs"])
-    assert not any("/home/" in run["command"] or "/root/" in run["command"] for run in found.meta["runs"])
-    for entry in found.entries.values():
-        assert found.meta["runs"][entry["run"]]
+# What is shipped
+
+ARCH = {"h100": "sm_90", "h200": "sm_90"}  # of each GPU that has a folder
+SHIPPED = sorted(tuning.PACKAGE.glob("*/*.json"))
+DTYPES = {"tf32": (torch.float32, "tf32"), **{name: (dtype, "ieee") for dtype, name in DTYPE_NAMES.items()}}
+
+
+def check_shipped(path):
+    """It is read without a warning, each entry stands under the key of its problem, and its kernel takes it."""
+    target = TARGETS[ARCH[path.parent.name]]
+    tuning.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entries = tuning._entries(path, path.stem, path.parent.name, target.multiprocessors)
+    assert entries, "it is empty, or of a variant with other multiprocessors: nothing would be found in it"
+    runs = tuning.read(path, path.stem, path.parent.name).meta["runs"]
+    assert all({"gpu", "torch", "triton", "commit", "date", "command"} <= set(run) for run in runs)
+    for run in runs:
+        assert "/" not in run["command"]
+    tunables = {(t.layout, t.gated): t for t in TUNABLES.values() if t.table == path.stem}
+    for key, entry in entries.items():
+        tunable = tunables[entry["layout"], entry["gated"]]
+        problem = tunable.problem(entry["m"], entry["n"], entry["k"], *DTYPES[entry["dtype"]])
+        assert tunable.key(problem) == key
+        assert choose.refuses(problem, choose.tuned_config(entry["config"]), target) is None, key
+        assert runs[entry["run"]]
         assert entry["us"] > 0
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.skipif(not SHIPPED, reason="no table is shipped")
+def test_a_shipped_table_is_read_and_its_kernels_take_every_entry(path):
+    check_shipped(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, None),
+        ({"m": 128}, "assert 'm128 "),  # it would be looked up under another key
+        ({"kernel": "row"}, "is None"),  # which takes one row
+        ({"block_n": 1 << 12}, "is None"),
+        ({"num_warps": [4]}, "is ignored"),
+        ({"multiprocessors": 60}, "had 60 multiprocessors"),
+        ({"command": "rooftile tune --model /home/me/x"}, "not in"),
+    ],
+)
+def test_what_is_shipped_is_held_to_that(tmp_path, wrong, message):
+    tunable = TUNABLES["linear"]
+    problem = tunable.problem(16, 4096, 4096, torch.bfloat16, "ieee")
+    fields = tunable.fields(tunable.default(problem, H100))
+    entry = {**tunable.describe(problem), "config": fields, "us": 9.0, "run": 0}
+    run = dict.fromkeys(("gpu", "torch", "triton", "commit", "date", "command"), "rooftile tune")
+    shipped = table("h200", runs=[run])
+    shipped.entries = {tunable.key(problem): entry}
+    for name, value in wrong.items():
+        next(d for d in (fields, entry, run, shipped.meta) if name in d)[name] = value
+    path = tmp_path / "h200" / "matmul.json"
+    path.parent.mkdir()
+    path.write_text(tuning.to_json(shipped))
+    if message is None:
+        check_shipped(path)
+    else:
+        with pytest.raises((AssertionError, RuntimeWarning), match=message):
+            check_shipped(path)

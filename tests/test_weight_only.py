@@ -334,4 +334,4 @@ def test_the_configuration_of_every_size_can_be_used():
                 for m in (1, 2, 5, 16, 33, 64, 65, 4096):
                     for n, k in ((4096, 4096), (128256, 4096), (4096, 14336), (16, 128)):
                         c = weight_only.configs.config(m, n, k, group, dtype, target)
-                        assert weight_only.configs.refuses(c, group, dtype, target) is None, (target, group, m)
+                        assert weight_only.configs.refuses(c, group, dtype, target, k) is None, (target, group, m)

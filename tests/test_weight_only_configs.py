@@ -7,8 +7,10 @@ import pytest
 import torch
 from helpers import BF16
 from test_weight_only import CONFIGS, GROUPS, exact, int4, int8
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from rooftile import runtime
+from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
 from rooftile.ops import weight_only
 from rooftile.ops.weight_only import WeightOnlyConfig
@@ -62,6 +64,75 @@ def test_the_direct_kernel_refuses_what_it_can_not_do(device):
             dataclasses.replace(changed, **{field: value})
 
 
+def choice(m, n, k=4096, group=128, dtype=BF16, target=runtime.TARGETS["sm_90"], aligned=True):
+    return weight_only.configs.config(m, n, k, group, dtype, target, aligned)
+
+
+def test_the_kernel_that_measured_faster_is_chosen():
+    """By sm_90's numbers; M of 1, 8 and 16, of a wide weight and a square one."""
+    chosen = {
+        (group, n): "".join(choice(m, n, group=group).kernel[0] for m in (1, 8, 16, 32))
+        for group in (0, 64, 128)
+        for n in (28672, 4096, 1024)
+    }
+    assert chosen == {
+        (0, 28672): "ddds",
+        (0, 4096): "ssss",
+        (0, 1024): "ssss",
+        (64, 28672): "ssss",
+        (64, 4096): "ssss",
+        (64, 1024): "ssss",
+        (128, 28672): "ssds",
+        (128, 4096): "ssds",
+        (128, 1024): "ssss",
+    }
+    assert choice(16, 4096).prefetch == 1
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_what_the_direct_kernel_does_not_take_goes_to_the_other(group):
+    assert choice(16, 28672, group=group, dtype=torch.float16).kernel == "direct"
+    for change in ({"aligned": False}, {"k": 4096 + 128}, {"dtype": torch.float32}):
+        assert choice(16, 28672, group=group, **change).kernel == "skinny", change
+    for target in runtime.TARGETS.values():
+        if target.arch != "sm_90":
+            assert choice(16, 1 << 17, group=group, target=target).kernel == "skinny", target
+
+
+def test_without_gluon_the_other_kernel_is_chosen(monkeypatch):
+    configs = weight_only.configs
+    monkeypatch.setattr(configs, "module", lambda kernel: None)
+    configs.config.cache_clear()
+    assert choice(16, 28672).kernel == "skinny"
+    configs.config.cache_clear()
+    why = configs.refuses(DIRECT[0], 64, BF16, runtime.TARGETS["sm_90"], 256)
+    assert why == "kernel 'direct' is written in Gluon, which this Triton has not"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, kernel="direct"),
+        WeightOnlyConfig(1, 16, 128, split_k=2),
+        WeightOnlyConfig(1, 16, 128, prefetch=1),
+    ],
+    ids=["gluon", "counters", "early"],
+)
+def test_a_launch_that_can_not_be_traced_takes_no_counters(config, monkeypatch):
+    """A compiler's tensors have no addresses, and counters would become constants of its graph."""
+
+    def taken(*_):
+        raise AssertionError("counters were taken")
+
+    monkeypatch.setattr(runtime, "target", lambda device: runtime.TARGETS["sm_90"])
+    monkeypatch.setattr(launching, "counters", taken)
+    with FakeTensorMode(), FunctionalTensorMode():
+        inputs = (torch.empty(1, 256, dtype=BF16), torch.empty(64, 256, dtype=torch.int8), torch.empty(64))
+        assert all(isinstance(t, FunctionalTensor) for t in inputs)
+        with pytest.raises(launching.Untraceable):
+            weight_only._launch("int8_linear", *inputs, None, weight_only.configs.encode(config))
+
+
 def test_a_configuration_survives_the_schema_of_an_op():
     for config in (*CONFIGS, *DIRECT):
         assert weight_only.configs.decode(weight_only.configs.encode(config)) == config
@@ -78,7 +149,7 @@ def check_launch(m, n, k, group, dtype, config, device):
         weight, scale = int8(n, k, device)
         expected = reference.int8_linear(x.double(), weight, scale.double())
     out = torch.full((m, n), math.nan, device=device, dtype=dtype)
-    weight_only._KERNELS[config.kernel](x, weight, scale, bias, out, config)
+    weight_only.configs.module(config.kernel).launch(x, weight, scale, bias, out, config)
     error = relative_error(out, expected + bias.double())
     assert error < {torch.float32: 3e-6, torch.float16: 5e-4, BF16: 4e-3}[dtype], (m, n, k, group, dtype, config, error)
 
@@ -90,7 +161,8 @@ def test_every_configuration_that_can_be_chosen_is_right(dtype, group, device):
     """A combination of slices, warps and block_m that the compiler gets wrong is wrong by as much as the result."""
     target, seen = runtime.target(device), set()
     for m in (1, 2, 4, 8, 16, 32, 64, 128):
-        for n, k in ((40, 1024), (32 * 4 * target.multiprocessors + 8, 512), (48, 7 * (group or 96))):
+        few, many = 16 * target.multiprocessors + 8, 32 * 4 * target.multiprocessors + 8
+        for n, k in ((40, 1024), (few, 1536), (many, 512), (48, 7 * (group or 96))):
             config = weight_only.configs.config(m, n, k, group, dtype, target)
             if (config, k) not in seen:
                 seen.add((config, k))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from rooftile.ops.matmul import Activation, gated_linear, linear
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.ops.weight_only import int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.quantize import Quantize
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Linear(nn.Linear):
@@ -83,7 +87,11 @@ class GatedLinear(nn.Linear):
 
 
 class _Quantized(nn.Module):
-    """A weight of fewer bits and its scales, as buffers; inference only."""
+    """A weight of fewer bits and its scales, as buffers; inference only.
+
+    Both keep their dtypes when the module is converted, to `.bfloat16()`, say: to PyTorch fp8 is a floating point dtype
+    as others are. The bias is converted.
+    """
 
     weight: Tensor
     weight_scale: Tensor
@@ -95,6 +103,15 @@ class _Quantized(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {"weight": self.weight, "weight_scale": self.weight_scale}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            after = getattr(self, name)
+            if after.dtype != tensor.dtype:
+                setattr(self, name, tensor.to(after.device))
+        return self
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -10,6 +10,7 @@ of its own: the backward needs z, and to compute it again would be a product mor
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,9 +235,9 @@ def _backward(ctx, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None,
     return tuple(grads)
 
 
-def _check_kept(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool) -> None:
-    """The gradient of the residual needs no z."""
-    if activation and not keep and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+def _check_kept(op: str, inputs: tuple[Any, ...], activation: str, keep: bool) -> None:
+    """The gradients of x, weight and bias need z; that of the residual does not."""
+    if activation and not keep and any(t is not None and t.requires_grad for t in inputs[:3]):
         raise ValueError(f"{op}: keep is False, expected True where an activation is to be differentiated")
 
 
@@ -276,7 +277,7 @@ linear_op = library.define(
     autograd=library.Autograd(
         lambda ctx, inputs, outputs: _save(ctx, inputs, outputs, gated=False),
         _backward,
-        lambda inputs: _check_kept("linear", *inputs[:3], inputs[4], inputs[7]),
+        lambda inputs: _check_kept("linear", inputs, inputs[4], inputs[7]),
     ),
 )
 
@@ -301,6 +302,6 @@ gated_linear_op = library.define(
     autograd=library.Autograd(
         lambda ctx, inputs, outputs: _save(ctx, inputs, outputs, gated=True),
         _backward,
-        lambda inputs: _check_kept("gated_linear", *inputs[:4], inputs[5]),
+        lambda inputs: _check_kept("gated_linear", inputs, inputs[3], inputs[5]),
     ),
 )

@@ -20,7 +20,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime, tuning
 from rooftile.ops.weight_only import config as configs
-from rooftile.ops.weight_only import direct, skinny
 from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.ops.weight_only.packing import GROUPS, pack_int4, quantize_int4, quantize_int8, unpack_int4
 
@@ -34,7 +33,6 @@ __all__ = [
     "unpack_int4",
 ]
 
-_KERNELS = {"skinny": skinny.launch, "direct": direct.launch}
 _WEIGHTS = {"int8_linear": ("weight", torch.int8), "int4_linear": ("packed", torch.uint8)}
 
 
@@ -143,7 +141,9 @@ def _launch(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     if k == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     bias = None if bias is None else bias.contiguous()
-    _KERNELS[c.kernel](library.as_rows(x), weight, scale.contiguous(), bias, out, c)
+    kernel = configs.module(c.kernel)
+    assert kernel is not None, "no such configuration is chosen, and one that is given is refused"
+    kernel.launch(library.as_rows(x), weight, scale.contiguous(), bias, out, c)
     return out
 
 

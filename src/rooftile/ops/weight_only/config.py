@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+from types import ModuleType
 
 import torch
 
@@ -81,6 +83,17 @@ class WeightOnlyConfig:
 
 
 @functools.cache
+def module(kernel: str) -> ModuleType | None:
+    """The module with that kernel; None where this Triton has not what it is written in (Gluon)."""
+    try:
+        return importlib.import_module(f"rooftile.ops.weight_only.{kernel}")
+    except ImportError:
+        if kernel != "direct":
+            raise
+        return None
+
+
+@functools.cache
 def encode(config: WeightOnlyConfig | None) -> str:
     """A configuration as the schema of an op takes it; "" for none."""
     return "" if config is None else ",".join(map(str, dataclasses.astuple(config)))
@@ -142,6 +155,8 @@ def _refuses_direct(
         return f"kernel 'direct' takes a K that is a multiple of block_k, not {k} with block_k={c.block_k}"
     if not aligned:
         return "kernel 'direct' takes a weight whose rows begin at multiples of 16 bytes"
+    if module(c.kernel) is None:
+        return "kernel 'direct' is written in Gluon, which this Triton has not"
     each = c.block_k // 2 if group else c.block_k
     if each < 32:
         return f"block_k is {c.block_k}, expected at least 32 for kernel 'direct'"
