@@ -259,7 +259,9 @@ REFUSED = [
     (MatmulConfig("row", 1, 8, 32), "takes one row of x"),
     (MatmulConfig("skinny", 16, 16, 16), "block_m is 16"),
     (MatmulConfig("tiled", 8, 16, 16), "block_m is 8, expected at least 16"),
-    (MatmulConfig("tiled", 32, 32, 32, num_warps=64), "num_warps is 64, expected at most 32"),
+    (MatmulConfig("tiled", 32, 32, 32, num_warps=64), "num_warps is 64, of which"),
+    (MatmulConfig("tiled", 24, 32, 32), "block_m is 24, expected a power of two"),
+    (MatmulConfig("tiled", 32, 32, 32, num_warps=3), "num_warps is 3, expected a power of two"),
     (MatmulConfig("tiled", 512, 512, 32), "block_m x block_n has 2048 sums for each thread of 4 warps"),
     (MatmulConfig("tiled", 32, 32, 32, stream_k=True), "stream_k is True, which kernel 'hopper' alone has"),
     (MatmulConfig("tiled", 64, 64, 4096, num_stages=8192), "num_stages is 8192"),
@@ -303,7 +305,7 @@ def test_bad_arguments_are_named(device):
     for call, kind, message in wrong:
         with pytest.raises(kind, match=message):
             call()
-    for bad in ({"kernel": "best"}, {"block_m": 24}, {"split_k": 0}, {"num_stages": 2.0}):
+    for bad in ({"kernel": "best"}, {"block_n": 24}, {"split_k": 0}, {"num_stages": 2.0}):
         with pytest.raises(ValueError, match="MatmulConfig: "):
             MatmulConfig(**{"kernel": "tiled", "block_m": 16, "block_n": 16, "block_k": 16, **bad})
 

@@ -15,6 +15,7 @@ from rooftile.ops.matmul.config import Problem
 HOPPER = (
     MatmulConfig("hopper", 128, 256, 64, num_warps=8, num_stages=4),
     MatmulConfig("hopper", 256, 128, 64, num_warps=8, num_stages=4),
+    MatmulConfig("hopper", 192, 128, 64, num_warps=12, num_stages=4),
     MatmulConfig("hopper", 64, 128, 64, num_warps=4, num_stages=4),
     MatmulConfig("hopper", 128, 128, 64, split_k=3, num_warps=8, num_stages=4),
     MatmulConfig("hopper", 128, 128, 64, num_warps=8, num_stages=6, pingpong=True),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rooftile.ops.matmul.common import autocast, encoded
 from rooftile.ops.matmul.config import MatmulConfig, Precision
-from rooftile.ops.matmul.linear import gated_linear_op, linear_op
+from rooftile.ops.matmul.layers import gated_linear_op, linear_op
 from rooftile.ops.matmul.products import matmul_op
 
 __all__ = ["Activation", "MatmulConfig", "gated_linear", "linear", "matmul"]
