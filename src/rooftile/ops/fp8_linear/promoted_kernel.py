@@ -37,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 )
 
 # Triton 3.9 has other names for the copies.
-_load = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
-_store = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit

@@ -46,9 +46,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
     warpgroup_mma_wait,
 )
 
-# Triton 3.9 has other names for the copies.
-_load = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
-_store = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+# Triton 3.9 has other names; the old ones of the copies are still there, and raise.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def _seen_as(memory, shape: gl.constexpr, like):
+    """The same shared memory, seen as a tile of that shape, in the dtype and layout of another."""
+    if _RENAMED:
+        return memory.reinterpret(like.dtype, shape, like.layout)
+    else:
+        return memory._reinterpret(like.dtype, shape, like.layout)
 
 
 @gluon.jit
@@ -103,7 +113,7 @@ def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
                 mbarrier.expect(bar, T.sharing * residual_desc.block_type.nbytes)
                 for j in gl.static_range(gl.constexpr(T.sharing)):
                     to = x_ring.index(slot * T.sharing + j)
-                    to = to._reinterpret(residual_desc.dtype, T.out_block, residual_desc.layout)
+                    to = _seen_as(to, gl.constexpr(T.out_block), residual_desc)
                     _load(residual_desc, [row + j * T.rows, col + chunk * T.chunk], bar, to)
                 slot, parity = _next(slot, parity, T)
 
@@ -115,7 +125,7 @@ def _multiply(acc, gate, x_ring, w_ring, slot, use_acc, lane, T: gl.constexpr):
     if not T.x_k:
         x = x.permute((1, 0))
     if T.joined:
-        w = w_ring.index(slot * 2)._reinterpret(w_ring.dtype, T.joined_block, w_ring.layout)
+        w = _seen_as(w_ring, gl.constexpr(T.joined_ring), w_ring).index(slot)
     else:
         w = w_ring.index(slot * T.w_tiles + T.w_tiles - 1)
     if T.w_k:
@@ -299,7 +309,7 @@ def _consume(
             if HAS_RESIDUAL:
                 mbarrier.wait(ready.index(slot), parity)
                 residual = x_ring.index(slot * T.sharing + LANE)
-                residual = residual._reinterpret(out_desc.dtype, T.out_block, out_desc.layout)
+                residual = _seen_as(residual, gl.constexpr(T.out_block), out_desc)
             if last:
                 z = gl.convert_layout(parts[UP + j], T.part)
                 z_gate = gl.convert_layout(gates[j], T.part)

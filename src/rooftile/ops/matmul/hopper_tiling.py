@@ -69,8 +69,8 @@ class Tiling:
         return self.gated and self.w_k and self.block_k <= 64
 
     @property
-    def joined_block(self) -> list[int]:
-        return [2 * self.cols, self.block_k]
+    def joined_ring(self) -> list[int]:
+        return [self.stages, 2 * self.cols, self.block_k]
 
     @property
     def sums(self) -> int:

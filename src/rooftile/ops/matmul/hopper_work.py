@@ -85,7 +85,7 @@ def unit(i, size, T: gl.constexpr):
         tile = at // T.split
         part = at % T.split
         at = tile * T.split
-        return tile, steps * part // T.split, steps * (part + 1) // T.split, (T.split, part, at, at + 1)
+        return tile, steps * part // T.split, steps * (part + 1) // T.split, (gl.constexpr(T.split), part, at, at + 1)
 
 
 @gluon.jit
