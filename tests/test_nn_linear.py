@@ -203,3 +203,17 @@ def test_errors_name_what_is_wrong():
     for kind in ("fp8", "int8", "int4"):
         with pytest.raises(ValueError, match="requires grad"):
             quantized(kind, source())(torch.randn(3, 64, device=DEVICE, requires_grad=True))
+
+
+@pytest.mark.parametrize("quantised", [nn.FP8Linear, nn.Int8Linear, nn.Int4Linear])
+def test_what_a_quantised_layer_has_not_is_refused(quantised):
+    for layer in (nn.Linear(128, 48, device=DEVICE, activation="gelu"), nn.GatedLinear(128, 24, device=DEVICE)):
+        with pytest.raises(ValueError, match=f"linear is a {type(layer).__name__} with activation="):
+            quantised(layer)
+
+
+def test_gated_linear_says_what_comes_out():
+    layer = nn.GatedLinear(128, 24, device=DEVICE, activation="gelu")
+    assert layer.out_features == layer(torch.randn(2, 128, device=DEVICE)).shape[-1] == 24
+    assert "out_features=24" in repr(layer)
+    assert "activation='gelu'" in repr(layer)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rooftile.ops.rope import rope as rope
     from rooftile.ops.rope import rope_ as rope_
     from rooftile.ops.softmax import softmax as softmax
+    from rooftile.ops.weight_only import WeightOnlyConfig as WeightOnlyConfig
     from rooftile.ops.weight_only import int4_linear as int4_linear
     from rooftile.ops.weight_only import int8_linear as int8_linear
     from rooftile.ops.weight_only import pack_int4 as pack_int4
@@ -64,6 +65,7 @@ _HOME = {
     "rope": "rooftile.ops.rope",
     "rope_": "rooftile.ops.rope",
     "softmax": "rooftile.ops.softmax",
+    "WeightOnlyConfig": "rooftile.ops.weight_only",
     "int4_linear": "rooftile.ops.weight_only",
     "int8_linear": "rooftile.ops.weight_only",
     "pack_int4": "rooftile.ops.weight_only",

@@ -59,7 +59,7 @@ def machines(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[str]:
     runs: dict[str, dict[str, None]] = {}
     for meta, rows in files:
         runs.setdefault(machine_line(meta), {}).update((f"`{row.op}`", None) for row in rows)
-    return [part for line, ops in runs.items() for part in (f"{', '.join(ops)}: {line}", "")]
+    return [part for line, ops in runs.items() if ops for part in (f"{', '.join(ops)}: {line}", "")]
 
 
 def ours_of(found: Iterable[list[Row]]) -> list[Row]:

@@ -75,6 +75,7 @@ class GatedLinear(nn.Linear):
         activation: Activation = "silu",
     ) -> None:
         super().__init__(in_features, 2 * out_features, bias, device, dtype)
+        self.out_features = out_features
         if activation not in get_args(Activation):
             raise ValueError(
                 f"GatedLinear: activation is {activation!r}, expected one of {', '.join(get_args(Activation))}"
@@ -84,6 +85,9 @@ class GatedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
         return gated_linear(x, self.weight, self.bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"
 
 
 class _Quantized(nn.Module):
@@ -120,6 +124,11 @@ class _Quantized(nn.Module):
 def _check_linear(name: str, layer: nn.Linear) -> Tensor:
     if not isinstance(layer, nn.Linear):
         raise TypeError(f"{name}: linear is a {type(layer).__name__}, expected a torch.nn.Linear")
+    if isinstance(layer, GatedLinear) or getattr(layer, "activation", None) is not None:
+        raise ValueError(
+            f"{name}: linear is a {type(layer).__name__} with activation={layer.activation!r}, which the quantised "
+            "product has not; expected one without, and the activation behind it"
+        )
     return layer.weight.detach()
 
 

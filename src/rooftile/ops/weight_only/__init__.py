@@ -173,6 +173,14 @@ _int8_op = _define("int8_linear")
 _int4_op = _define("int4_linear")
 
 
+def _encoded(op: str, config: WeightOnlyConfig | None) -> str:
+    if config is None:
+        return ""
+    if not isinstance(config, WeightOnlyConfig):
+        raise TypeError(f"{op}: config is a {type(config).__name__}, expected a rooftile.WeightOnlyConfig or None")
+    return configs.encode(config)
+
+
 def int8_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, config: WeightOnlyConfig | None = None
 ) -> Tensor:
@@ -194,7 +202,7 @@ def int8_linear(
             derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    return _int8_op(x, weight, scale, bias, "" if config is None else configs.encode(config))
+    return _int8_op(x, weight, scale, bias, _encoded("int8_linear", config))
 
 
 def int4_linear(
@@ -220,4 +228,4 @@ def int4_linear(
             requires grad (there is no derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    return _int4_op(x, packed, scale, bias, "" if config is None else configs.encode(config))
+    return _int4_op(x, packed, scale, bias, _encoded("int4_linear", config))
