@@ -61,8 +61,8 @@ def fused_rows(n: int, k: int, target: runtime.Target) -> int:
     """The most rows of x for which norm and product are one kernel.
 
     On an H200 one kernel for 3584 -> 3584 takes 0.76 of the time of torch.compile's two with 1 row, 0.74 with 16, 0.79
-    with 32 and 1.14 with 64: x, four times as much, is normalised again by each program. For 3584 -> 18944, of which
-    every multiprocessor has more than two tiles, it takes 0.90 with 1 row and 1.15 with 2 to 16.
+    with 32 and 1.13 with 64: x, four times as much, is normalised again by each program. For 3584 -> 18944, of which
+    every multiprocessor has more than two tiles, it takes 0.90 with 1 row and 1.15 to 1.17 with 2 to 16.
     """
     if n > 64 * target.multiprocessors:
         return 1
