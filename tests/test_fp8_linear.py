@@ -227,6 +227,7 @@ def test_configurations_that_can_not_be_are_refused(device):
         (blocks, MatmulConfig("tiled", 16, 16, 256), "block_k is 256, expected at most 128, the elements of the sum"),
         (given, MatmulConfig("tiled", 16, 16, 128, split_k=3), "split_k is 3, expected at most the 2 steps of 128"),
         (given, MatmulConfig("hopper", 32, 64, 128), "block_m is 32 and block_n 64, expected 64 to 256"),
+        (given, MatmulConfig("hopper", 64, 96, 128), "block_n is 96, expected a power of two"),
         (operands(5, 250, 48, "row", "row", device), MatmulConfig("hopper", 64, 64, 128), "16 bytes"),
     ]
     for tensors, config, message in cases:

@@ -9,8 +9,9 @@ from helpers import BF16
 from test_matmul import assert_close, drawn, truth
 
 from rooftile import runtime
+from rooftile.bench.tune_matmul import matmul_space
 from rooftile.ops.matmul import MatmulConfig, choose, gated_linear, linear
-from rooftile.ops.matmul.config import Problem
+from rooftile.ops.matmul.config import Problem, decode, encode
 
 HOPPER = (
     MatmulConfig("hopper", 128, 256, 64, num_warps=8, num_stages=4),
@@ -21,12 +22,21 @@ HOPPER = (
     MatmulConfig("hopper", 128, 128, 64, num_warps=8, num_stages=6, pingpong=True),
     MatmulConfig("hopper", 64, 256, 64, num_warps=8, num_stages=5, pingpong=True),
     MatmulConfig("hopper", 128, 128, 64, num_warps=8, num_stages=6, stream_k=True),
+    # Between powers of two: two sums, or three.
+    MatmulConfig("hopper", 128, 96, 64, num_warps=8, num_stages=7),
+    MatmulConfig("hopper", 128, 96, 32, num_warps=8, num_stages=8, pingpong=True),
+    MatmulConfig("hopper", 128, 192, 64, split_k=3, num_warps=8, num_stages=4),
+    MatmulConfig("hopper", 64, 192, 64, num_warps=8, num_stages=6, pingpong=True),
+    MatmulConfig("hopper", 192, 192, 64, num_warps=12, num_stages=4),
+    MatmulConfig("hopper", 256, 160, 64, num_warps=8, num_stages=4),
+    MatmulConfig("hopper", 64, 224, 64, num_warps=4, num_stages=5),
 )
 
 
 def halved(config):
     """The configuration for a gated product, which has two sums for each column of the output."""
-    return dataclasses.replace(config, block_n=config.block_n // 2)
+    widths = (32, 64, 128) if config.num_warps == 12 else (32, 64, 96, 128)
+    return dataclasses.replace(config, block_n=max(n for n in widths if n <= config.block_n // 2))
 
 
 def apart(t, layout):
@@ -69,3 +79,44 @@ def test_hopper_takes_what_its_tests_give_it(config):
     for gated, (x, w), dtype in itertools.product((False, True), ("kk", "kn", "mk", "mn"), (BF16, torch.half)):
         p = Problem(77, 200, 136, dtype, gated=gated, x_layout=x, w_layout=w)
         assert choose.refuses(p, halved(config) if gated else config, runtime.TARGETS["sm_90"]) is None
+
+
+WIDE = MatmulConfig("hopper", 128, 192, 64, num_warps=8, num_stages=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "reason"),
+    [
+        ({"block_k": 128, "num_stages": 2}, {}, "block_k is 128, expected 32 or 64 with 192 columns and a weight that"),
+        ({"block_k": 128, "num_stages": 2}, {"w_layout": "n"}, None),
+        ({"stream_k": True}, {}, "stream_k is True, expected False with 192 columns"),
+        ({"block_m": 192, "num_warps": 12, "split_k": 2}, {}, "num_warps is 12, expected 4 or 8 with 192 columns"),
+        ({"block_m": 192, "num_warps": 12, "block_n": 96}, {"gated": True}, "num_warps is 12, expected 4 or 8 with 96"),
+        ({"block_n": 96}, {"gated": True}, None),
+        ({}, {"gated": True}, "the tile has 192 sums for each thread of 8 warps, expected at most 128"),
+        ({"pingpong": True}, {}, "the tile has 192 sums for each thread of 4 warps, expected at most 160"),
+        ({"block_m": 64, "block_n": 224, "pingpong": True}, {}, "num_stages is 4: expected more than 7 with pingpong"),
+        ({"num_stages": 6}, {}, "num_stages is 6: "),
+        ({}, {"dtype": torch.float32}, "takes float16 and bfloat16, not torch.float32"),
+    ],
+)
+def test_what_widths_between_powers_of_two_can_not_do_is_refused(change, sizes, reason):
+    p = Problem(**{"m": 77, "n": 200, "k": 4096, "dtype": BF16, **sizes})
+    refused = choose.refuses(p, dataclasses.replace(WIDE, **change), runtime.TARGETS["sm_90"])
+    assert refused is None if reason is None else reason in refused
+
+
+def test_other_kernels_take_powers_of_two_alone():
+    for kernel in ("row", "skinny", "tiled"):
+        with pytest.raises(ValueError, match=r"block_n is 192, expected a power of two$"):
+            dataclasses.replace(WIDE, kernel=kernel)
+    with pytest.raises(ValueError, match="block_n is 48, expected a power of two, or one of 96, 160, 192, 224"):
+        dataclasses.replace(WIDE, block_n=48)
+    assert decode(encode(WIDE)) == WIDE
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_tuner_tries_widths_between_powers_of_two(gated):
+    p = Problem(256, 6144, 4096, BF16, gated=gated, activation="silu" if gated else "")
+    space = matmul_space(p, runtime.TARGETS["sm_90"], False)
+    assert {c.block_n for c in space if c.block_n % 64} >= ({96} if gated else {96, 160, 224})

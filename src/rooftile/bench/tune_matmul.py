@@ -70,17 +70,19 @@ def _tiled_grid() -> list[MatmulConfig]:
 
 @functools.cache
 def _hopper_grid() -> list[MatmulConfig]:
-    return _grid(
+    both = functools.partial(
+        _grid,
         "hopper",
-        block_m=[64, 128, 256],
-        block_n=[32, 64, 128, 256],
+        block_n=[32, 64, 96, 128, 160, 192, 224, 256],
         block_k=[32, 64, 128],
         group_m=[4, 8, 16],
         split_k=[1, 2, 3, 4, 6, 8],
-        num_warps=[4, 8],
         num_stages=[2, 3, 4, 5, 6, 7, 8],
-        pingpong=[False, True],
     )
+    return [
+        *both(block_m=[64, 128, 256], num_warps=[4, 8], pingpong=[False, True]),
+        *both(block_m=[192], num_warps=[12]),
+    ]
 
 
 def _grids(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
@@ -113,6 +115,11 @@ _HOPPER = (
     *((128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (256, 128, 64, 8, 4), (128, 128, 64, 8, 4), (128, 64, 64, 8, 6)),
     *((64, 64, 128, 4, 6), (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (64, 256, 64, 4, 4)),
 )
+# Between powers of two, where they may come closer to a tile for each multiprocessor.
+_BETWEEN = (
+    *((128, 160, 64, 8, 6), (128, 192, 64, 8, 5), (128, 224, 64, 8, 4), (256, 160, 64, 8, 4)),
+    *((192, 128, 64, 12, 5), (64, 96, 64, 4, 8), (64, 160, 64, 4, 7), (64, 192, 64, 4, 6)),
+)
 _PINGPONG = ((128, 128, 64, 8, 6), (64, 256, 64, 8, 5), (64, 128, 64, 8, 7))
 _TILED = (
     *((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 128, 64, 4, 4)),
@@ -127,6 +134,8 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
     def some(
         kernel: str, m: int, n: int, k: int, warps: int, stages: int, *, pingpong: bool = False
     ) -> Iterator[MatmulConfig]:
+        if kernel == "hopper" and p.gated and n % 64:  # half of it is no width
+            return
         n = n // (1 + p.gated) if kernel in ("hopper", "tiled") else n
         warps = max(1, warps * 32 // target.warp_size)
         tiles = p.batch * math.ceil(p.m / m) * math.ceil(p.n / n)
@@ -145,7 +154,7 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
         yield every("skinny", _SKINNY, max(16, 1 << (p.m - 1).bit_length()))
     if target.arch == "sm_90" and (p.m > 16 or (p.x_layout, p.w_layout) != ("k", "k")):
         turns = [c for row in _PINGPONG for c in some("hopper", *row, pingpong=True) if p.m > 64 and c.split_k == 1]
-        yield [*every("hopper", [h for h in _HOPPER if h[0] < 2 * max(p.m, 64)]), *turns]
+        yield [*every("hopper", [h for h in (*_HOPPER, *_BETWEEN) if h[0] < 2 * max(p.m, 64)]), *turns]
     yield every("tiled", [t for t in _TILED if t[0] < 2 * max(p.m, 16)])
 
 

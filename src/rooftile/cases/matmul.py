@@ -102,7 +102,7 @@ _LINEAR_SETS = {
         _point(1, 4096, 4096, residual=True),
     ),
     "decode": tuple(_point(m, k, n, bias=b) for k, n, b in (*_LLAMA, *_LM_HEAD, *_QWEN) for m in _DECODE_ROWS),
-    "prefill": tuple(_point(m, k, n, bias=b) for k, n, b in _LLAMA for m in _PREFILL_ROWS),
+    "prefill": tuple(_point(m, k, n, bias=b) for k, n, b in (*_LLAMA, *_QWEN) for m in _PREFILL_ROWS),
 }
 
 

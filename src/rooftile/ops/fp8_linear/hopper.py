@@ -116,6 +116,8 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return "x's and the weight's rows are not contiguous and at multiples of 16 bytes"
     if max(c.block_m, c.block_n) > 256 or c.block_m < 64:
         return f"block_m is {c.block_m} and block_n {c.block_n}, expected 64 to 256 and at most 256"
+    if c.block_n & (c.block_n - 1):
+        return f"block_n is {c.block_n}, expected a power of two"
     return common.refuses(p, c)
 
 

@@ -230,7 +230,8 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
         asked = p.m * p.n * halved / max(1, count * block_m * block_n)
         return speed * _filled(count, units) * asked
 
-    found = sorted(_HOPPER_TILES, key=lambda tile: worth(*tile[:3]), reverse=True)
+    known = (tile for tile in _HOPPER_TILES if not p.gated or tile[2] % 64 == 0)  # 48 is no width
+    found = sorted(known, key=lambda tile: worth(*tile[:3]), reverse=True)
     if tiles(128, 128) < units and p.k >= 8192:
         split = _shared(tiles(128, 128), library.cdiv(p.k, 64), target)
         yield MatmulConfig("hopper", 128, 128 // halved, 64, 8, split, 8, 6)
@@ -239,11 +240,15 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
 
 
 # Speed where all multiprocessors work, over that of the first, on an H200: block_m, block_n, block_k, num_warps,
-# num_stages, pingpong. The smallest was 1.26 times the speed of tiles twice as wide at 128 x 4096 x 4096, where those
-# leave half of the GPU idle, and behind them at 256 rows, where they don't.
+# num_stages, pingpong. From products of 128 to 2048 rows by 3584 to 6144 columns, where cuBLAS has tiles of such widths
+# too: 512 x 4096 -> 6144 in tiles of 128 x 192 is 1.01 of it and in tiles of 64 x 128 0.87, 256 x 3584 -> 4608 in tiles
+# of 64 x 160 0.92 and in tiles of 128 x 128 0.75. The smallest is for 128 rows or fewer.
 _HOPPER_TILES = (
     *((1.0, 128, 256, 64, 8, 4, False), (0.99, 256, 128, 64, 8, 4, False), (0.985, 128, 128, 64, 8, 6, True)),
-    *((0.87, 64, 128, 64, 8, 7, True), (0.6, 64, 64, 128, 4, 6, False)),
+    *((0.99, 128, 192, 64, 8, 5, False), (0.98, 192, 128, 64, 12, 5, False), (0.95, 256, 160, 64, 8, 4, False)),
+    *((0.9, 128, 160, 64, 8, 6, False), (0.9, 128, 224, 64, 8, 4, False), (0.87, 64, 128, 64, 8, 7, True)),
+    *((0.79, 64, 192, 64, 4, 6, False), (0.76, 64, 160, 64, 4, 7, False), (0.7, 64, 96, 64, 4, 8, False)),
+    *((0.6, 64, 64, 128, 4, 6, False),),
 )
 
 

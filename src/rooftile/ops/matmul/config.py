@@ -12,6 +12,7 @@ Kernel = Literal["row", "skinny", "tiled", "hopper"]
 KERNELS: tuple[Kernel, ...] = ("row", "skinny", "tiled", "hopper")
 Precision = Literal["ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
+_WIDTHS = (96, 160, 192, 224)  # that "hopper" takes besides powers of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,8 @@ class MatmulConfig:
         kernel: `"row"`, multiply and sum, for one row of x; `"skinny"`, weights on the side of the matrix unit that is
             64 wide, for up to 64 rows; `"tiled"`, any size, any strides, any GPU; `"hopper"`, persistent, copies by the
             tensor memory accelerator, for sm_90.
-        block_m, block_n, block_k: the tile: rows of x, rows of the weight, elements of the sum.
+        block_m, block_n, block_k: the tile: rows of x, rows of the weight, elements of the sum. Powers of two, but
+            for `"hopper"` block_m may be 192, and block_n 96, 160, 192 or 224.
         group_m: how many tiles of rows are walked before the next tile of columns, so that both stay in the L2.
         split_k: how many programs share one tile's sum.
         num_warps, num_stages: warps of a program, and how deep its loads are pipelined.
@@ -56,8 +58,10 @@ class MatmulConfig:
                 raise ValueError(f"MatmulConfig: {field.name} is {value!r}, expected a positive integer")
         for name in ("block_n", "block_k"):
             value = getattr(self, name)
-            if value & (value - 1):
-                raise ValueError(f"MatmulConfig: {name} is {value}, expected a power of two")
+            also = _WIDTHS if name == "block_n" and self.kernel == "hopper" else ()
+            if value & (value - 1) and value not in also:
+                or_else = f", or one of {', '.join(map(str, also))}" if also else ""
+                raise ValueError(f"MatmulConfig: {name} is {value}, expected a power of two{or_else}")
 
 
 @functools.cache

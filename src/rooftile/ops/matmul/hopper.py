@@ -31,7 +31,7 @@ def _tiling(c: MatmulConfig, x_k: bool, w_k: bool, gated: bool, activation: str,
     """What the kernel is compiled for. The output is written by 64 columns at a time, of two at once if both fit."""
     consumers = max(1, c.num_warps // 4)
     rows = c.block_m // (1 if c.pingpong else consumers)
-    chunk = min(64, c.block_n, c.block_k)
+    chunk = min(64, c.block_n & -c.block_n, c.block_k)  # a part of every sum
 
     def tiling(out_buffers: int) -> Tiling:
         return Tiling(
@@ -63,8 +63,13 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return f"block_m is {c.block_m}: kernel 'hopper' takes 64 or 128 rows for every 4 of 4, 8 or 12 warps"
     if not 32 <= c.block_n <= 256 or not 32 <= c.block_k <= 128:
         return f"the tile is {c.block_n} x {c.block_k}: kernel 'hopper' takes 32 to 256 columns, and 32 to 128 a step"
-    if c.block_m * c.block_n * (1 + p.gated) // (warps * 32) > 128:
-        return f"the tile has more than 128 sums for each thread of {warps} warps"
+    between = c.block_n & (c.block_n - 1) != 0  # powers of two: pieces of w, and several sums
+    if between and c.block_k == 128 and p.w_layout == "k":
+        return f"block_k is 128, expected 32 or 64 with {c.block_n} columns and a weight that is contiguous along k"
+    if between and c.stream_k:  # this, and what follows, spilled registers when it was compiled
+        return f"stream_k is True, expected False with {c.block_n} columns"
+    if between and c.num_warps == 12 and (p.gated or c.split_k > 1):
+        return f"num_warps is 12, expected 4 or 8 with {c.block_n} columns and a gate or split_k"
     steps = library.cdiv(p.k, c.block_k)
     if c.split_k > steps:
         return f"split_k is {c.split_k}: there are {steps} steps of {c.block_k}"
@@ -73,6 +78,9 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     if c.stream_k and steps * 2 * target.multiprocessors >= 2**31:
         return f"stream_k is True: the sum has {steps} steps of {c.block_k}, too many to count"
     t = _tiling(c, True, True, p.gated, "", target.shared_memory)
+    most = 160 if c.num_warps < 12 and not p.gated and c.split_k == 1 else 128
+    if t.thread_sums > most:
+        return f"the tile has {t.thread_sums} sums for each thread of {warps} warps, expected at most {most}"
     if c.pingpong and c.num_stages <= t.chunks:  # one consumer holds the slots of its residual while the other runs
         return f"num_stages is {c.num_stages}: expected more than {t.chunks} with pingpong"
     shared = t.shared_memory
@@ -131,7 +139,7 @@ def launch(
     partial = counters = None
     if t.partial:
         kept = 2 * programs if t.stream else units
-        size = kept * t.tile_rows * t.cols * t.w_tiles
+        size = kept * t.tile_rows * t.cols * t.halves
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles * t.sharing, x.device)
     args = (

@@ -14,6 +14,9 @@ producer for the opposite one, which a fresh barrier counts as completed.
 The kernel's one constant, T, is a `Tiling` (hopper_tiling.py). What it holds are numbers, no constants of Triton's:
 where one is needed, `gl.constexpr` makes it one.
 
+Where a tile's columns are no power of two, and for some gated products, w has several rings and a consumer several
+sums, which are multiplied one after another (hopper_tiling.py).
+
 The residual comes through the same ring: after a tile's last step the producer sends it in slots of its own, `chunk`
 columns a slot, in the place of x. So it is there when the sum is.
 
@@ -32,6 +35,7 @@ their order.
 
 from __future__ import annotations
 
+from rooftile.ops.matmul.hopper_partial import keep, total
 from rooftile.ops.matmul.hopper_work import corner, count_units, unit
 from rooftile.primitives.activations import activate
 from rooftile.primitives.splitk import arrives_last
@@ -78,10 +82,23 @@ def _skip(slot, parity, count, T: gl.constexpr):
 
 
 @gluon.jit
+def _copy_w(w_desc, w_rings, slot, col, n, at, bar, T: gl.constexpr):
+    """Start the copies of w for a slot: the rows of w from col on, and for a gated product those n rows on too."""
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        for j in gl.static_range(gl.constexpr(T.pieces[i])):
+            to = w_rings[i].index(slot * T.pieces[i] + j)
+            row = col + T.begins[i][j] // T.cols * n + T.begins[i][j] % T.cols
+            if T.w_k:
+                _load(w_desc, [row, at], bar, to)
+            else:
+                _load(w_desc, [at, row], bar, to)
+
+
+@gluon.jit
 def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
     """Keep the ring full."""
-    STEP_BYTES: gl.constexpr = T.sharing * x_desc.block_type.nbytes + T.w_tiles * w_desc.block_type.nbytes
-    x_ring, w_ring, ready, free, _ = ring
+    STEP_BYTES: gl.constexpr = T.sharing * x_desc.block_type.nbytes + T.w_loads * w_desc.block_type.nbytes
+    x_ring, w_rings, ready, free, _ = ring
     n = size[1]
     slot = 0
     parity = 0
@@ -99,12 +116,7 @@ def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
                     _load(x_desc, [row + j * T.rows, at], bar, to)
                 else:
                     _load(x_desc, [at, row + j * T.rows], bar, to)
-            for j in gl.static_range(gl.constexpr(T.w_tiles)):
-                to = w_ring.index(slot * T.w_tiles + j)
-                if T.w_k:
-                    _load(w_desc, [col + j * n, at], bar, to)
-                else:
-                    _load(w_desc, [at, col + j * n], bar, to)
+            _copy_w(w_desc, w_rings, slot, col, n, at, bar, T)
             slot, parity = _next(slot, parity, T)
         if residual_desc is not None:
             for chunk in range(T.chunks):
@@ -119,34 +131,27 @@ def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(acc, gate, x_ring, w_ring, slot, use_acc, lane, T: gl.constexpr):
-    """Start acc += x @ w.T on what is in the slot, and for a gated product that of the gate rows."""
+def _multiply(sums, x_ring, w_rings, slot, use_acc, lane, T: gl.constexpr):
+    """Start sum += x @ w.T for every sum, on what is in the slot."""
     x = x_ring.index(slot * T.sharing + lane)
     if not T.x_k:
         x = x.permute((1, 0))
-    if T.joined:
-        w = _seen_as(w_ring, gl.constexpr(T.joined_ring), w_ring).index(slot)
-    else:
-        w = w_ring.index(slot * T.w_tiles + T.w_tiles - 1)
-    if T.w_k:
-        w = w.permute((1, 0))
-    if T.gated and not T.joined:
-        w_gate = w_ring.index(slot * 2)
+    after = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        w = _seen_as(w_rings[i], gl.constexpr(T.w_tiles[i]), w_rings[i]).index(slot)
         if T.w_k:
-            w_gate = w_gate.permute((1, 0))
-        gate = warpgroup_mma(x, w_gate, gate, use_acc=use_acc, is_async=True)
-    acc = warpgroup_mma(x, w, acc, use_acc=use_acc, is_async=True)
-    return acc, gate
+            w = w.permute((1, 0))
+        after += (warpgroup_mma(x, w, sums[i], use_acc=use_acc, is_async=True),)  # type: ignore[assignment]
+    return after
 
 
 @gluon.jit
-def _wait(acc, gate, STEPS: gl.constexpr, T: gl.constexpr):
+def _wait(sums, STEPS: gl.constexpr, T: gl.constexpr):
     """Wait until at most STEPS steps are under way."""
-    if T.gated and not T.joined:
-        acc, gate = warpgroup_mma_wait(2 * STEPS, (acc, gate))
+    if T.n_sums == 1:
+        return (warpgroup_mma_wait(STEPS, sums),)
     else:
-        acc = warpgroup_mma_wait(STEPS, (acc,))
-    return acc, gate
+        return warpgroup_mma_wait(gl.constexpr(STEPS * T.n_sums), sums)
 
 
 @gluon.jit
@@ -161,58 +166,19 @@ def _split(acc, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _chunks(sums, T: gl.constexpr):
+    """All sums, `chunk` columns each: of a gated product first those of the gate."""
+    chunks = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        chunks += _split(sums[i], gl.constexpr(T.widths[i] // T.chunk))
+    return chunks
+
+
+@gluon.jit
 def _add_bias(z, bias_ptr, col, n, T: gl.constexpr):
     cols = col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part))
     bias = gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32)
     return z + bias[None, :]
-
-
-@gluon.jit
-def _flat(z, T: gl.constexpr):
-    """A chunk in an order in which a thread's registers make 16 bytes at a time, and those of a warp lie together."""
-    z = z.reshape([T.rows // 16, 2, 8, T.chunk // 8, 4, 2]).permute(0, 3, 2, 4, 1, 5)
-    return z.reshape([T.rows * T.chunk])
-
-
-@gluon.jit
-def _from_flat(z, T: gl.constexpr):
-    z = z.reshape([T.rows // 16, T.chunk // 8, 8, 4, 2, 2]).permute(0, 4, 2, 1, 3, 5)
-    return gl.convert_layout(z.reshape([T.rows, T.chunk]), T.part)
-
-
-@gluon.jit
-def _place(partial_ptr, whose, i, which, lane, T: gl.constexpr):
-    """Where a chunk of part i of a tile's sum, or of a consumer's rows of it, is kept for the one that adds them up."""
-    STRIDE: gl.constexpr = 2 if T.stream else 1
-    place = gl.where(i == 0, whose[2], whose[3] + (i - 1) * STRIDE)
-    place = (place * T.sharing + lane) * (T.chunks * T.w_tiles) + which
-    return partial_ptr + place.to(gl.int64) * (T.rows * T.chunk)
-
-
-@gluon.jit
-def _keep(z, partial_ptr, whose, which, lane, T: gl.constexpr):
-    z = _flat(gl.convert_layout(z, T.part), T)
-    gl.store(
-        _place(partial_ptr, whose, whose[1], which, lane, T) + gl.arange(0, T.rows * T.chunk, layout=z.type.layout), z
-    )
-
-
-@gluon.jit
-def _total(z, partial_ptr, whose, which, lane, T: gl.constexpr):
-    """The sum of all parts, in their order; z is this unit's own."""
-    if whose[0] > 1:
-        part = whose[1]
-        own = _flat(z, T)
-        at = gl.arange(0, T.rows * T.chunk, layout=own.type.layout)
-        total = gl.full([T.rows * T.chunk], 0, gl.float32, own.type.layout)
-        for i in range(whose[0]):
-            place = _place(partial_ptr, whose, i, which, lane, T)
-            other = gl.load(
-                place + at, mask=at >= gl.where(part == i, T.rows * T.chunk, 0), other=0.0, cache_modifier=".cg"
-            )
-            total += gl.where(part == i, own, other)
-        z = _from_flat(total, T)
-    return z
 
 
 @gluon.jit
@@ -221,12 +187,12 @@ def _finish(
 ):
     """The epilogue of a chunk: z of a consumer, and z_gate for a gated product, written out from the buffer `out`."""
     if T.partial:
-        z = _total(z, partial_ptr, whose, which, lane, T)
+        z = total(z, partial_ptr, whose, which, lane, T)
     if bias_ptr is not None:
         z = _add_bias(z, bias_ptr + n if T.gated else bias_ptr, col, n, T)
     if T.gated:
         if T.partial:
-            z_gate = _total(z_gate, partial_ptr, whose, which + T.chunks, lane, T)
+            z_gate = total(z_gate, partial_ptr, whose, which + T.chunks, lane, T)
         if bias_ptr is not None:
             z_gate = _add_bias(z_gate, bias_ptr, col, n, T)
         z = activate(z_gate, gl.constexpr(T.activation)) * z
@@ -254,13 +220,14 @@ def _consume(
     T: gl.constexpr,
 ):
     """Multiply, and write out, the rows of every tile from mine * rows on; of two that take turns, every other tile."""
-    x_ring, w_ring, ready, free, order = ring
+    x_ring, w_rings, ready, free, order = ring
     n = size[1]
     LANE: gl.constexpr = 0 if T.pingpong else mine
     SLOTS: gl.constexpr = T.chunks if HAS_RESIDUAL else 0
-    UP: gl.constexpr = T.chunks if T.joined else 0  # where the columns of up begin, in chunks
-    acc = gl.full([T.rows, T.sums], 0, gl.float32, T.acc)
-    gate = acc
+    UP: gl.constexpr = T.chunks if T.gated else 0  # where the columns of up begin, in chunks
+    sums = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        sums += (gl.full([T.rows, T.widths[i]], 0, gl.float32, T.layouts[i]),)  # type: ignore[assignment]
     slot = 0
     parity = 0
     turn = 1 - mine  # the first of two finds the door open
@@ -274,14 +241,14 @@ def _consume(
             mbarrier.wait(order.index(mine), turn)
             turn ^= 1
         mbarrier.wait(ready.index(slot), parity)
-        acc, gate = _multiply(acc, gate, x_ring, w_ring, slot, False, LANE, T)
-        acc, gate = _wait(acc, gate, 1, T)  # for nothing yet
+        sums = _multiply(sums, x_ring, w_rings, slot, False, LANE, T)
+        sums = _wait(sums, 1, T)  # for nothing yet
         for _ in range(begin + 1, end):
             before = slot
             slot, parity = _next(slot, parity, T)
             mbarrier.wait(ready.index(slot), parity)
-            acc, gate = _multiply(acc, gate, x_ring, w_ring, slot, True, LANE, T)
-            acc, gate = _wait(acc, gate, 1, T)
+            sums = _multiply(sums, x_ring, w_rings, slot, True, LANE, T)
+            sums = _wait(sums, 1, T)
             mbarrier.arrive(free.index(before), count=1)
         if T.pingpong:
             ahead, ahead_parity = slot, parity
@@ -289,20 +256,19 @@ def _consume(
                 ahead, ahead_parity = _next(ahead, ahead_parity, T)
                 mbarrier.wait(ready.index(ahead), ahead_parity)
             mbarrier.arrive(order.index(1 - mine), count=1)
-        acc, gate = _wait(acc, gate, 0, T)
+        sums = _wait(sums, 0, T)
         mbarrier.arrive(free.index(slot), count=1)
         slot, parity = _next(slot, parity, T)
 
-        parts = _split(acc, gl.constexpr(T.sums // T.chunk))
-        gates = parts if T.joined else _split(gate, gl.constexpr(T.chunks))
+        chunks = _chunks(sums, T)
         last = True
         if T.partial:
             last = gl.to_tensor(whose[0]) < 2
             if not last:
                 for j in gl.static_range(gl.constexpr(T.chunks)):
-                    _keep(parts[UP + j], partial_ptr, whose, j, LANE, T)
+                    keep(chunks[UP + j], partial_ptr, whose, j, LANE, T)
                     if T.gated:
-                        _keep(gates[j], partial_ptr, whose, j + T.chunks, LANE, T)
+                        keep(chunks[j], partial_ptr, whose, j + T.chunks, LANE, T)
                 last = arrives_last(counter_ptr + tile * T.sharing + LANE, whose[0])
         for j in gl.static_range(gl.constexpr(T.chunks)):
             residual = None
@@ -311,8 +277,8 @@ def _consume(
                 residual = x_ring.index(slot * T.sharing + LANE)
                 residual = _seen_as(residual, gl.constexpr(T.out_block), out_desc)
             if last:
-                z = gl.convert_layout(parts[UP + j], T.part)
-                z_gate = gl.convert_layout(gates[j], T.part)
+                z = gl.convert_layout(chunks[UP + j], T.part)
+                z_gate = gl.convert_layout(chunks[j], T.part)
                 out = out_ring.index(mine * T.out_buffers + j % T.out_buffers)
                 at = row + LANE * T.rows
                 _finish(
@@ -345,7 +311,9 @@ def _consume(
 def product(x_desc, w_desc, out_desc, residual_desc, bias_ptr, partial_ptr, counter_ptr, T: gl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], and the epilogue."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, T.x_ring, x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, T.w_ring, w_desc.layout)
+    w_rings = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        w_rings += (gl.allocate_shared_memory(w_desc.dtype, T.w_rings[i], w_desc.layout),)  # type: ignore[assignment]
     out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
@@ -362,7 +330,7 @@ def product(x_desc, w_desc, out_desc, residual_desc, bias_ptr, partial_ptr, coun
     m = out_desc.shape[0]
     n = out_desc.shape[1]
     k = x_desc.shape[1] if T.x_k else x_desc.shape[0]
-    ring = (x_ring, w_ring, ready, free, order)
+    ring = (x_ring, w_rings, ready, free, order)
     size = (m, n, k)
     HAS_RESIDUAL: gl.constexpr = residual_desc is not None
     if T.consumers == 1:
