@@ -100,6 +100,19 @@ def test_plots_are_made_of_rows_with_gaps(tmp_path):
     assert [p.name for p in made] == ["op-forward.png"]
 
 
+def test_time_and_memory_are_charted_over_a_dimension(tmp_path):
+    def at(n, impl, us, **more):
+        row = measured(impl, us, peak_bytes=n << 20)
+        return dataclasses.replace(row, shape=f"T{n}", dims={"batch": 1, "seq_len": n}, **more)
+
+    rows = [at(n, impl, n * us) for n in (8, 16, 32) for impl, us in ((OURS, 1.0), ("naive", 4.0))]
+    two = [at(n, OURS, 1.0, direction="backward") for n in (8, 16)]  # no chart of two sizes
+    failed = [dataclasses.replace(at(64, "naive", 1.0), us=None, status="unsupported")]
+    made = report.plot_over(tmp_path / "new", rows + two + failed, "seq_len", "a GPU")
+    assert [p.name for p in made] == [f"{rows[0].op}-forward-{rows[0].dtype}-batch1.png"]
+    assert made[0].stat().st_size > 0
+
+
 # Around it
 
 

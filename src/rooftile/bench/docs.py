@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.bench import docs_products
+from rooftile.bench import docs_attention, docs_products
 from rooftile.bench.docs_tables import (
     LARGE,
     NO_RESULTS,
@@ -188,6 +188,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "matmul-summary": docs_products.summary,
     "rms_norm_linear": docs_products.rms_norm_linear,
     "tuning": docs_products.tuning_table,
+    "attention": docs_attention.rows,
+    "attention-summary": docs_attention.summary,
+    "attention-memory": docs_attention.memory,
 }
 
 

@@ -11,18 +11,23 @@ from typing import Any
 from rooftile import tuning
 from rooftile.bench import tune_report, workloads
 from rooftile.bench.docs_tables import (
+    FIGURES,
     LARGE,
     NO_RESULTS,
     TIE,
+    bound,
     by_gpu,
     closing,
+    every_row,
+    figures_of,
+    impls_of,
     machines,
     markdown,
     ours_of,
     ratios_of,
 )
 from rooftile.bench.report import number, ratio
-from rooftile.bench.rows import OURS, Row, best_peer, groups
+from rooftile.bench.rows import Row, groups
 from rooftile.bench.tune_report import over
 from rooftile.cases.rms_norm_linear import traffic
 
@@ -38,59 +43,14 @@ def _size(row: Row, *names: str) -> int | None:
     return next((row.dims[name] for name in names if name in row.dims), None)
 
 
-def _bound(row: Row) -> str:
-    """What the roof of the row is."""
-    if not (row.roof_gbs and row.roof_tflops and row.gbs and row.tflops):
-        return "–"
-    return "memory" if row.gbs / row.roof_gbs >= row.tflops / row.roof_tflops else "product"
-
-
-def _impls(found: Sequence[list[Row]]) -> list[str]:
-    return list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
-
-
-def _figures(group: list[Row], peers: Sequence[str]) -> list[str]:
-    ours, best = ours_of([group])[0], best_peer(group)
-    times = {r.impl: number(r.us, 4) if r.us is not None else r.status for r in group}
-    rates = [number(ours.gbs, 4), number(ours.tflops), ratio(ours.roof_fraction, 3), _bound(ours)]
-    against = [ratio(ours.ratio_to_best_peer, 3), "–" if best is None else best.impl]
-    return [times[OURS], *rates, *against, *(times.get(name, "–") for name in peers)]
-
-
-_FIGURES = ("us>", "GB/s>", "TFLOP/s>", "of the roof>", "roof", "ratio>", "best peer")
-
-
-def _speed_table(found: Sequence[list[Row]]) -> str:
-    peers = _impls(found)
-    columns = ("shape", *_FIGURES, *(f"{name}, us>" for name in peers))
-    return markdown(columns, ([group[0].place, *_figures(group, peers)] for group in found))
-
-
 def products(results: Path) -> str:
-    """Every row of the suite, those that lose too: a table for each op and direction, bf16 first, the other dtypes
-    folded away."""
-    parts = []
-    for files in by_gpu(results, SUITE).values():
-        files = [(meta, [r for r in rows if r.op != FUSED]) for meta, rows in files]
-        by_op: dict[tuple[str, str], dict[str, list[list[Row]]]] = {}
-        for group in groups(row for _, rows in files for row in rows):
-            by_op.setdefault((group[0].op, group[0].direction), {}).setdefault(group[0].dtype, []).append(group)
-        if by_op:
-            parts += machines(files)
-        for (op, direction), by_dtype in by_op.items():
-            first, *others = sorted(by_dtype, key=lambda dtype: dtype != "bf16")
-            parts += [f"**`{op}` {direction}, {first}**", "", _speed_table(by_dtype[first]), ""]
-            for dtype in others:
-                parts += ['<details markdown="1">', f"<summary>{dtype}: {closing(by_dtype[dtype])}</summary>", ""]
-                parts += [_speed_table(by_dtype[dtype]), "", "</details>", ""]
-            every = [group for found in by_dtype.values() for group in found]
-            parts += [f"`{op}` {direction}, ratio to the best peer (over 1 is faster), {closing(every)}.", ""]
-    return "\n".join(parts).strip() or NO_RESULTS
+    """Every row of the suite, those that lose too; but for the op that has a table of its own."""
+    return every_row(results, SUITE, leave_out=(FUSED,))
 
 
 def _summary_cells(op: str, direction: str, regime: str, found: Sequence[list[Row]]) -> list[str]:
     ours, ratios = ours_of(found), ratios_of(found)
-    fractions = [r.roof_fraction for r in ours if r.roof_fraction and (r.nbytes >= LARGE or _bound(r) == "product")]
+    fractions = [r.roof_fraction for r in ours if r.roof_fraction and (r.nbytes >= LARGE or bound(r) == "product")]
     roof = f"{statistics.median(fractions):.3f} ({len(fractions)})" if fractions else "–"
     dtypes = ", ".join(dict.fromkeys(r.dtype for r in ours))
     head = [f"`{op}`", direction, regime, dtypes, str(len(ours))]
@@ -143,10 +103,10 @@ def rms_norm_linear(results: Path) -> str:
         if weights:
             parts += machines(files)
         for (k, n, dtype), found in weights.items():
-            peers = _impls(found)
-            columns = ("M>", *_FIGURES, *(f"{name}, us>" for name in peers), *_TRAFFIC)
+            peers = impls_of(found)
+            columns = ("M>", *FIGURES, *(f"{name}, us>" for name in peers), *_TRAFFIC)
             found.sort(key=lambda group: _size(group[0], "rows", "m") or 0)
-            cells = ([str(_size(g[0], "rows", "m")), *_figures(g, peers), *_traffic(g[0])] for g in found)
+            cells = ([str(_size(g[0], "rows", "m")), *figures_of(g, peers), *_traffic(g[0])] for g in found)
             parts += [f"**{k} -> {n}, {dtype}**", "", markdown(columns, cells), ""]
             parts += [f"Ratio to the best peer (over 1 is faster), {closing(found)}.", ""]
     if not parts:

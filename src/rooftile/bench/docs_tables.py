@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rooftile.bench.report import number
-from rooftile.bench.rows import OURS, Row, geometric_mean, read_json
+from rooftile.bench.report import number, ratio
+from rooftile.bench.rows import OURS, Row, best_peer, geometric_mean, groups, read_json
 
 NO_RESULTS = "*Not measured yet: results/ holds nothing for this table.*"
 LARGE = 128 << 20  # bytes, from which on a row is held to the roof: below it, starting and ending a kernel shows
@@ -83,3 +83,55 @@ def closing(found: Sequence[list[Row]]) -> str:
     least = f"least {row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
     rows = f"{len(all_of_them)} row{'s' if len(all_of_them) > 1 else ''}"
     return f"{rows}: geometric mean {mean:.3f}, {least}"
+
+
+def bound(row: Row) -> str:
+    """What the roof of the row is."""
+    if not (row.roof_gbs and row.roof_tflops and row.gbs and row.tflops):
+        return "–"
+    return "memory" if row.gbs / row.roof_gbs >= row.tflops / row.roof_tflops else "product"
+
+
+def impls_of(found: Sequence[list[Row]]) -> list[str]:
+    """The other implementations, in the order of their rows."""
+    return list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
+
+
+FIGURES = ("us>", "GB/s>", "TFLOP/s>", "of the roof>", "roof", "ratio>", "best peer")
+
+
+def figures_of(group: list[Row], peers: Sequence[str]) -> list[str]:
+    """Our figures under `FIGURES`, and the times of those peers."""
+    ours, best = ours_of([group])[0], best_peer(group)
+    times = {r.impl: number(r.us, 4) if r.us is not None else r.status for r in group}
+    rates = [number(ours.gbs, 4), number(ours.tflops), ratio(ours.roof_fraction, 3), bound(ours)]
+    against = [ratio(ours.ratio_to_best_peer, 3), "–" if best is None else best.impl]
+    return [times[OURS], *rates, *against, *(times.get(name, "–") for name in peers)]
+
+
+def speed_table(found: Sequence[list[Row]]) -> str:
+    peers = impls_of(found)
+    columns = ("shape", *FIGURES, *(f"{name}, us>" for name in peers))
+    return markdown(columns, ([group[0].place, *figures_of(group, peers)] for group in found))
+
+
+def every_row(results: Path, suite: str, leave_out: Sequence[str] = ()) -> str:
+    """Every row of a suite, those that lose too: a table for each op and direction, bf16 first, the other dtypes
+    folded away."""
+    parts = []
+    for files in by_gpu(results, suite).values():
+        files = [(meta, [r for r in rows if r.op not in leave_out]) for meta, rows in files]
+        by_op: dict[tuple[str, str], dict[str, list[list[Row]]]] = {}
+        for group in groups(row for _, rows in files for row in rows):
+            by_op.setdefault((group[0].op, group[0].direction), {}).setdefault(group[0].dtype, []).append(group)
+        if by_op:
+            parts += machines(files)
+        for (op, direction), by_dtype in by_op.items():
+            first, *others = sorted(by_dtype, key=lambda dtype: dtype != "bf16")
+            parts += [f"**`{op}` {direction}, {first}**", "", speed_table(by_dtype[first]), ""]
+            for dtype in others:
+                parts += ['<details markdown="1">', f"<summary>{dtype}: {closing(by_dtype[dtype])}</summary>", ""]
+                parts += [speed_table(by_dtype[dtype]), "", "</details>", ""]
+            every = [group for found in by_dtype.values() for group in found]
+            parts += [f"`{op}` {direction}, ratio to the best peer (over 1 is faster), {closing(every)}.", ""]
+    return "\n".join(parts).strip() or NO_RESULTS

@@ -220,3 +220,58 @@ def plot(folder: Path, rows: Iterable[Row], machine: str, measured: bool) -> lis
         pyplot.close(figure)
         paths.append(path)
     return paths
+
+
+def _series(rows: Iterable[Row], dim: str) -> list[list[Row]]:
+    """Rows that differ in that dimension alone and in who computes them, where they have three sizes of it or more."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        if dim in row.dims and row.us is not None:
+            rest = tuple((k, v) for k, v in row.dims.items() if k != dim)
+            found.setdefault((row.op, row.direction, row.dtype, rest, str(dict(row.options))), []).append(row)
+    return [some for some in found.values() if len({row.dims[dim] for row in some}) >= 3]
+
+
+def plot_over(folder: Path, rows: Iterable[Row], dim: str, machine: str) -> list[Path]:
+    """A chart for each op, direction and dtype, of time and of memory over one dimension; the files' paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    paths = []
+    for some in _series(rows, dim):
+        first = some[0]
+        figure, panels = pyplot.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
+        for axes, label, value in (
+            (panels[0], "milliseconds", lambda r: r.us / 1e3),
+            (panels[1], "MiB beside the inputs, at most", lambda r: r.peak_bytes / 2**20 if r.peak_bytes else None),
+        ):
+            for name in dict.fromkeys(r.impl for r in some):
+                found = sorted((r.dims[dim], value(r)) for r in some if r.impl == name and value(r) is not None)
+                ours = name == OURS
+                axes.plot(
+                    [x for x, _ in found],
+                    [y for _, y in found],
+                    marker="o" if ours else "s",
+                    markersize=7 if ours else 5,
+                    linewidth=2.4 if ours else 1.3,
+                    color=COLOURS.get(name),
+                    label=name,
+                    zorder=3 if ours else 2,
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel(dim)
+            axes.set_ylabel(label)
+            axes.grid(alpha=0.3)
+        panels[0].legend(fontsize=8)
+        options = " ".join(f"{k}={v}" for k, v in first.options.items())
+        figure.suptitle(f"{first.op} {first.direction}, {first.dtype} {options}, {machine}", fontsize=11)
+        sizes = "-".join(f"{k}{v}" for k, v in first.dims.items() if k in ("batch", "heads", "head_dim"))
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{first.op}-{first.direction}-{first.dtype}-{sizes}.png"
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+        paths.append(path)
+    return paths

@@ -8,7 +8,7 @@ import gc
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,16 +205,19 @@ class Bench:
             row.status, row.message = "error", message
         return rows
 
-    def write_results(self, op: str) -> None:
+    def write_results(self, case: OpCase) -> None:
         if self.settings.results is None:
             return
-        path = self.settings.results / gpu_slug(str(self.meta["gpu"])) / self.settings.suite / f"{op}.json"
+        path = self.settings.results / gpu_slug(str(self.meta["gpu"])) / self.settings.suite / f"{case.name}.json"
         meta = {**self.meta, "suite": self.settings.suite}
         for key in ("host", "first_call_ms"):
-            meta[key] = {name: value for name, value in self.meta.get(key, {}).items() if name == op}
-        write_json(path, meta, [r for r in self.rows if r.op == op])
+            meta[key] = {name: value for name, value in self.meta.get(key, {}).items() if name == case.name}
+        rows = [r for r in self.rows if r.op == case.name]
+        write_json(path, meta, rows)
+        if case.over:
+            report.plot_over(path.parent, rows, case.over, str(self.meta["gpu"]))
 
-    def write_reports(self) -> None:
+    def write_reports(self, cases: Iterable[OpCase]) -> None:
         s = self.settings
         if s.csv is not None:
             report.write_csv(s.csv, self.rows)
@@ -222,6 +225,10 @@ class Bench:
             write_json(s.json, self.meta, self.rows)
         if s.plot is not None:
             report.plot(s.plot, self.rows, str(self.meta["gpu"]), self.clock.measures)
+            for case in cases:
+                if case.over:
+                    own = [r for r in self.rows if r.op == case.name]
+                    report.plot_over(s.plot, own, case.over, str(self.meta["gpu"]))
 
 
 def plan(settings: Settings) -> dict[str, tuple[OpCase, list[Point]]]:
@@ -334,7 +341,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
             bench.rows += rows
             done(_line(rows, time.perf_counter() - since))
             if i + 1 == len(todo) or todo[i + 1][0] is not case:
-                bench.write_results(case.name)  # now, lest a later op takes them with it
+                bench.write_results(case)  # now, lest a later op takes them with it
                 bench.clock.release()
     gc.unfreeze()
 
@@ -342,7 +349,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
     report.show(console, bench.rows, bench.clock.measures)
     if bench.meta.get("host"):
         report.show_host(console, bench.meta["host"], bench.meta["first_call_ms"])
-    bench.write_reports()
+    bench.write_reports(case for case, _ in work.values())
     if settings.verbose:
         bench.phases.show(console)
     return int(any(r.failed for r in bench.rows))

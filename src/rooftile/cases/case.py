@@ -11,7 +11,7 @@ from torch import Tensor
 
 Direction = Literal["forward", "backward"]
 Roof = Literal["copy", "product", "product fp8", "product int8"]
-SETS = ("tiny", "edge", "llm", "sweep", "prefill", "decode", "gemm", "softmax")
+SETS = ("tiny", "edge", "llm", "sweep", "prefill", "decode", "gemm", "softmax", "memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,7 @@ class OpCase:
         excluded: targets that the op can't be compiled for, with the reason.
         spills: bytes of register spills that are allowed on any target.
         deterministic: whether two runs on one GPU must agree to the bit.
+        over: the dimension over which time and memory of the op are charted, where a run has several sizes of it.
         roof: what a row is held to: "copy", a copy of the same bytes; "product", the slower of a streaming read of the
             bytes and a matrix product of as many operations, in the inputs' dtype or the one named.
     """
@@ -107,6 +108,7 @@ class OpCase:
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     spills: int = 0
     deterministic: bool = True
+    over: str = ""
     roof: Roof = "copy"
 
     def tolerance(self, dtype: torch.dtype, direction: Direction, output: str) -> Tolerance:

@@ -1,0 +1,87 @@
+"""The documentation's tables of attention: results/<gpu>/attention/ and results/<gpu>/attention-memory/."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rooftile.bench.docs_tables import (
+    NO_RESULTS,
+    TIE,
+    by_gpu,
+    every_row,
+    impls_of,
+    machines,
+    markdown,
+    ours_of,
+    ratios_of,
+)
+from rooftile.bench.report import number
+from rooftile.bench.rows import OURS, Row, groups
+
+SUITE = "attention"
+MEMORY = "attention-memory"
+LARGE = 256 << 20  # bytes of cache, from which on decoding is held to the roof
+
+
+def rows(results: Path) -> str:
+    """Every row of the suite, those that lose too."""
+    return every_row(results, SUITE)
+
+
+def _summary_cells(op: str, direction: str, found: Sequence[list[Row]]) -> list[str]:
+    ours, ratios = ours_of(found), ratios_of(found)
+    bound = op.startswith("decode")
+    fractions = [r.roof_fraction for r in ours if r.roof_fraction and bound and r.nbytes >= LARGE]
+    roof = f"{statistics.median(fractions):.3f} ({len(fractions)})" if fractions else "–"
+    rates = [r.tflops for r in ours if r.tflops and not bound]
+    head = [f"`{op}`", direction, ", ".join(dict.fromkeys(r.dtype for r in ours)), str(len(ours))]
+    tail = [number(max(rates)) if rates else "–", roof]
+    if ratios is None:
+        return [*head, "–", "–", "–", *tail]
+    mean, row, all_of_them = ratios
+    tied = f"{sum(r >= TIE for r in all_of_them)} of {len(all_of_them)}"
+    least = f"{row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
+    return [*head, f"{mean:.3f}", least, tied, *tail]
+
+
+def summary(results: Path) -> str:
+    """A line for each op and direction: how it stands to the best peer of each row, and to the roof."""
+    columns = (
+        "op", "direction", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
+        "TFLOP/s, most>", "of the read roof, median (rows of 256 MiB)>",
+    )  # fmt: skip
+    parts = []
+    for files in by_gpu(results, SUITE).values():
+        found: dict[tuple[str, str], list[list[Row]]] = {}
+        for group in groups(row for _, of_file in files for row in of_file):
+            found.setdefault((group[0].op, group[0].direction), []).append(group)
+        if found:
+            parts += [*machines(files), markdown(columns, [_summary_cells(*k, some) for k, some in found.items()]), ""]
+    return "\n".join(parts).strip() or NO_RESULTS
+
+
+def _mebibytes(row: Row | None) -> str:
+    return "–" if row is None or row.peak_bytes is None or row.us is None else number(row.peak_bytes / 2**20)
+
+
+def _cells(group: Sequence[Row], impls: Sequence[str]) -> list[str]:
+    by_impl: Mapping[str, Row] = {r.impl: r for r in group}
+    times = [number(by_impl[name].us, 4) if name in by_impl else "–" for name in impls]
+    return [group[0].place, group[0].dtype, *times, *(_mebibytes(by_impl.get(name)) for name in impls)]
+
+
+def memory(results: Path) -> str:
+    """Time and memory of one call over T, of the naive form, the blocked one and the kernel."""
+    parts = []
+    for files in by_gpu(results, MEMORY).values():
+        parts += machines(files)
+        by_direction: dict[str, list[list[Row]]] = {}
+        for group in groups(row for _, of_file in files for row in of_file):
+            by_direction.setdefault(group[0].direction, []).append(group)
+        for direction, found in by_direction.items():
+            impls = [OURS, *impls_of(found)]
+            columns = ("shape", "dtype", *(f"{n}, us>" for n in impls), *(f"{n}, MiB>" for n in impls))
+            parts += [f"**{direction}**", "", markdown(columns, (_cells(group, impls) for group in found)), ""]
+    return "\n".join(parts).strip() or NO_RESULTS
