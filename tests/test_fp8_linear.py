@@ -146,12 +146,16 @@ def test_chips_without_fp8_read_the_same_from_bytes(name, device, monkeypatch):
 def test_scales_and_operands_of_any_strides(device):
     given = operands(5, 256, 144, "block", "block", device)
     expected = fp8_linear(**given)
+
+    def assert_near(found):  # another kernel may take them, and add in another order: not to the bit of a small sum
+        of = expected[0] if found.dim() == 1 else expected
+        assert found.shape == of.shape
+        assert (found - of).norm() <= 2 * torch.finfo(of.dtype).eps * of.norm()
+
     for name in given:
-        turned = {**given, name: given[name].T.contiguous().T}
-        assert_same((fp8_linear(**turned),), (expected,))
-    assert_same((fp8_linear(**{**given, "x": given["x"][None], "x_scale": given["x_scale"][None]})[0],), (expected,))
-    one = fp8_linear(**{**given, "x": given["x"][0], "x_scale": given["x_scale"][0]})
-    assert_same((one,), (expected[0],))
+        assert_near(fp8_linear(**{**given, name: given[name].T.contiguous().T}))
+    assert_near(fp8_linear(**{**given, "x": given["x"][None], "x_scale": given["x_scale"][None]})[0])
+    assert_near(fp8_linear(**{**given, "x": given["x"][0], "x_scale": given["x_scale"][0]}))
 
 
 def test_split_sums_leave_their_counters_zero_and_do_not_depend_on_who_is_last(device, monkeypatch):
