@@ -41,7 +41,7 @@ def calls(case, device, points=None):
 
 
 # As PyTorch's own products, these cast what they are given under autocast: test_matmul.py.
-PRODUCTS = ("matmul", "linear", "gated_linear", "rms_norm_linear")
+PRODUCTS = ("matmul", "linear", "gated_linear", "rms_norm_linear", "attention", "attention_varlen")
 _WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 

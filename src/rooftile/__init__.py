@@ -11,16 +11,27 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rooftile import nn as nn
+    from rooftile.engine import KVCache as KVCache
+    from rooftile.engine import PagedKVCache as PagedKVCache
+    from rooftile.engine import PagedSequence as PagedSequence
     from rooftile.huggingface import PatchHandle as PatchHandle
     from rooftile.huggingface import patch as patch
+    from rooftile.huggingface import register_attention as register_attention
     from rooftile.ops.add_rms_norm import add_rms_norm as add_rms_norm
+    from rooftile.ops.attention import AttentionConfig as AttentionConfig
+    from rooftile.ops.attention import attention as attention
+    from rooftile.ops.attention import attention_varlen as attention_varlen
     from rooftile.ops.bias_activation import bias_gelu as bias_gelu
     from rooftile.ops.bias_activation import bias_silu as bias_silu
+    from rooftile.ops.decode_attention import DecodeConfig as DecodeConfig
+    from rooftile.ops.decode_attention import decode_attention as decode_attention
     from rooftile.ops.fp8_linear import fp8_linear as fp8_linear
     from rooftile.ops.gated import gelu_mul as gelu_mul
     from rooftile.ops.gated import gelu_mul_packed as gelu_mul_packed
     from rooftile.ops.gated import silu_mul as silu_mul
     from rooftile.ops.gated import silu_mul_packed as silu_mul_packed
+    from rooftile.ops.kv_cache import append_kv as append_kv
+    from rooftile.ops.kv_cache import rope_and_cache as rope_and_cache
     from rooftile.ops.layer_norm import layer_norm as layer_norm
     from rooftile.ops.matmul import MatmulConfig as MatmulConfig
     from rooftile.ops.matmul import gated_linear as gated_linear
@@ -43,16 +54,27 @@ if TYPE_CHECKING:
     from rooftile.quantize import Quantize as Quantize
 
 _HOME = {
+    "KVCache": "rooftile.engine",
+    "PagedKVCache": "rooftile.engine",
+    "PagedSequence": "rooftile.engine",
     "PatchHandle": "rooftile.huggingface",
     "patch": "rooftile.huggingface",
+    "register_attention": "rooftile.huggingface",
     "add_rms_norm": "rooftile.ops.add_rms_norm",
+    "AttentionConfig": "rooftile.ops.attention",
+    "attention": "rooftile.ops.attention",
+    "attention_varlen": "rooftile.ops.attention",
     "bias_gelu": "rooftile.ops.bias_activation",
     "bias_silu": "rooftile.ops.bias_activation",
+    "DecodeConfig": "rooftile.ops.decode_attention",
+    "decode_attention": "rooftile.ops.decode_attention",
     "fp8_linear": "rooftile.ops.fp8_linear",
     "gelu_mul": "rooftile.ops.gated",
     "gelu_mul_packed": "rooftile.ops.gated",
     "silu_mul": "rooftile.ops.gated",
     "silu_mul_packed": "rooftile.ops.gated",
+    "append_kv": "rooftile.ops.kv_cache",
+    "rope_and_cache": "rooftile.ops.kv_cache",
     "layer_norm": "rooftile.ops.layer_norm",
     "MatmulConfig": "rooftile.ops.matmul",
     "gated_linear": "rooftile.ops.matmul",

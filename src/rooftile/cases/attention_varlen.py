@@ -1,0 +1,126 @@
+"""Attention of packed sequences."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from rooftile.cases.attention import TOLERANCES, pairs
+from rooftile.cases.case import Direction, OpCase, Point
+from rooftile.cases.draw import integers, normal
+from rooftile.ops.attention import attention_varlen
+from rooftile.reference import attention as reference
+
+
+def point(
+    sequences: int,
+    heads: int,
+    seq_len: int,
+    dim: int,
+    *,
+    kv_heads: int | None = None,
+    more_keys: int = 0,
+    sinks: bool = False,
+    **options: object,
+) -> Point:
+    """`seq_len` queries in all, and in each sequence so many keys more than queries."""
+    dims = {
+        "batch": sequences,
+        "heads": heads,
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "seq_len": seq_len,
+        "more_keys": more_keys,
+        "head_dim": dim,
+        "has_sinks": int(sinks),
+    }
+    label = f"{sequences} of {seq_len} H{heads}" + (f"/{kv_heads}" if kv_heads else "") + f" D{dim}"
+    label += f" {more_keys} more keys" if more_keys else ""
+    return Point(label + " sinks" * sinks, dims, options)
+
+
+def starts_about(point: Point) -> list[int]:
+    """Where sequences begin: each longer than the one before it. What is drawn is off by up to `_jitter`."""
+    n, total = point["batch"], point["seq_len"]
+    return [total * i * (i + 1) // (n * (n + 1)) for i in range(n + 1)]
+
+
+def _jitter(point: Point) -> int:
+    return point["seq_len"] // (2 * point["batch"] * (point["batch"] + 1))
+
+
+def _longest(sequences: int, seq_len: int) -> int:
+    """More than the longest sequence has, whatever is drawn."""
+    return seq_len * 2 // (sequences + 1) + seq_len // (sequences * (sequences + 1)) + 1
+
+
+def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
+    heads, kv_heads, n_q, dim = point["heads"], point["kv_heads"], point["seq_len"], point["head_dim"]
+    n_k = n_q + point["batch"] * point["more_keys"]
+    off = _jitter(point)
+    starts = torch.tensor(starts_about(point), dtype=torch.int32, device=device)
+    starts[1:-1] += (integers(2 * off + 1, (point["batch"] - 1,), device, generator) - off).int()
+    found = {
+        "q": normal((n_q, heads, dim), dtype, device, generator),
+        "k": normal((n_k, kv_heads, dim), dtype, device, generator),
+        "v": normal((n_k, kv_heads, dim), dtype, device, generator),
+        "cu_seqlens_q": starts,
+    }
+    if point["more_keys"]:
+        more = torch.arange(point["batch"] + 1, dtype=torch.int32, device=device) * point["more_keys"]
+        found["cu_seqlens_k"] = starts + more
+    if point["has_sinks"]:
+        found["sinks"] = normal((heads,), dtype, device, generator)
+    return found
+
+
+def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
+    n_q, heads = point["seq_len"], point["heads"]
+    n_k = n_q + point["batch"] * point["more_keys"]
+    q, kv = heads * n_q, 2 * point["kv_heads"] * n_k
+    starts = 4 * (point["batch"] + 1)
+    return starts + itemsize * point["head_dim"] * (2 * q + kv if direction == "forward" else 4 * q + 2 * kv)
+
+
+def _flops(point: Point, direction: Direction) -> int:
+    starts = starts_about(point)
+    lengths = (b - a for a, b in itertools.pairwise(starts))
+    seen = sum(pairs(n, n + point["more_keys"], point.options) for n in lengths)
+    forward = 4 * point["heads"] * point["head_dim"] * seen
+    return int(forward if direction == "forward" else 2.5 * forward)
+
+
+_SETS = {
+    "tiny": (
+        point(3, 8, 60, 32, sinks=True),
+        point(3, 4, 48, 16, kv_heads=2, more_keys=5, causal=True),
+        point(2, 2, 70, 40, causal=True, window=9),
+    ),
+    "edge": (point(1, 2, 65, 16), point(9, 2, 30, 24), point(3, 2, 0, 16)),
+    "llm": tuple(
+        point(n, heads, 16384, dim, causal=True, max_seqlen_q=_longest(n, 16384))
+        for n in (4, 16)
+        for heads, dim in ((16, 128), (32, 64))
+    ),
+}
+
+CASES = (
+    OpCase(
+        name="attention_varlen",
+        formula="attention of each of the sequences that are packed one behind the other",
+        function=attention_varlen,
+        reference=reference.attention_varlen,
+        eager=reference.eager_varlen,
+        inputs=_inputs,
+        outputs=("out",),
+        grads=("q", "k", "v", "sinks"),
+        nbytes=_nbytes,
+        flops=_flops,
+        tolerances=TOLERANCES,
+        roof="product",
+        # Scalar registers of gfx942, which go into lanes of vector registers.
+        spills=128,
+        sets=_SETS,
+    ),
+)

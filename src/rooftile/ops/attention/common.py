@@ -1,0 +1,309 @@
+"""From tensors to a launch: the checks of an attention's arguments, and what it is for the choice of its kernel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from rooftile import launching, library
+from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring, encode
+
+Layout = Literal["bhtd", "bthd"]
+LAYOUTS = ("bhtd", "bthd")
+LONGEST_HEAD = 256
+Window = int | tuple[int | None, int | None]
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """A dimension as the blocks that it is computed in: a power of two, or a larger and a smaller one; the last masked.
+
+    80 is 64 + 16, 96 is 64 + 32, 192 is 128 + 64; but 112 is 128, for 64 + 64 would be as much. 0 is no second part.
+    """
+    whole = max(16, library.power_of_two(dim))
+    first = whole // 2
+    if dim <= first or first < 16:
+        return whole, 0
+    second = max(16, library.power_of_two(dim - first))
+    return (whole, 0) if second == first else (first, second)
+
+
+# The arguments of the public functions
+
+
+def scoring_arguments(
+    op: str, causal: bool, scale: float | None, window: Window | None, softcap: float | None
+) -> tuple[float | None, float, int, int]:
+    """scale, softcap, left and right as the schemas take them."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal is a {type(causal).__name__}, expected a bool")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (not isinstance(number, (float, int)) or isinstance(number, bool)):
+            raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number or None")
+    if scale is not None and not abs(scale) < 2.0**127:
+        raise ValueError(f"{op}: scale is {scale}, expected a finite number below 2^127")
+    if softcap is not None and not 0 <= softcap < 2.0**64:
+        raise ValueError(f"{op}: softcap is {softcap}, expected a positive number, or None or 0 for none")
+    left, right = _window(op, window, causal)
+    return None if scale is None else float(scale), float(softcap or 0.0), left, right
+
+
+def _window(op: str, window: Window | None, causal: bool) -> tuple[int, int]:
+    """How many keys before and after its own position a query sees; -1 is no limit."""
+    if window is None:
+        return -1, 0 if causal else -1
+    wrong = TypeError(f"{op}: window is {window!r}, expected an int, (left, right) of ints or None, or None")
+    if isinstance(window, int) and not isinstance(window, bool):
+        if window < 1:
+            raise ValueError(f"{op}: window is {window}, expected at least 1: the query's own position")
+        return window - 1, 0 if causal else window - 1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise wrong
+    sides = []
+    for side in window:
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+            raise wrong
+        if side is not None and side < -1:
+            raise ValueError(f"{op}: window is {window!r}, expected sides of 0 or more, or None (or -1) for no limit")
+        sides.append(-1 if side is None else side)
+    return sides[0], 0 if causal else sides[1]
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as torch.autocast wants the inputs of a product, where it is on."""
+    from rooftile.ops.matmul.common import autocast as of_products
+
+    return of_products(*tensors)  # type: ignore[return-value]
+
+
+def encoded(op: str, config: AttentionConfig | None) -> str:
+    """The configuration as the schema of an op takes it."""
+    if config is None:
+        return ""
+    if not isinstance(config, AttentionConfig):
+        raise TypeError(f"{op}: config is {type(config).__name__}, expected rooftile.AttentionConfig or None")
+    # Dynamo traces the function itself, and warns of a cache around it.
+    return (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)
+
+
+def is_deterministic(op: str, asked: bool | None) -> bool:
+    """Whether gradients have to be the same bits on every run."""
+    if asked is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(asked, bool):
+        raise TypeError(f"{op}: deterministic is {asked!r}, expected True, False or None")
+    return asked
+
+
+def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int | None) -> tuple[Tensor, int]:
+    """Where packed sequences begin, and the longest of them: checked where the numbers are at hand, on the CPU.
+
+    A list, or a tensor on the CPU, is copied to `like`'s device. Of a tensor there, nothing is known without waiting
+    for the device: its kernels clamp it. 0 is a longest sequence that nobody named.
+    """
+    name, longest_name, total = f"cu_seqlens_{side}", f"max_seqlen_{side}", like.shape[0] if like.dim() else 0
+    if longest is not None and not isinstance(longest, torch.SymInt):
+        if not isinstance(longest, int) or isinstance(longest, bool):
+            raise TypeError(f"{op}: {longest_name} is a {type(longest).__name__}, expected an int or None")
+        if longest < 0:
+            raise ValueError(f"{op}: {longest_name} is {longest}, expected 0 or more")
+    if isinstance(starts, (list, tuple)):
+        if not all(isinstance(n, int) for n in starts):
+            raise TypeError(f"{op}: {name} is a {type(starts).__name__} of other things than ints")
+        values: list[int] | None = list(starts)
+        if any(abs(n) >= 2**31 for n in starts):
+            raise ValueError(f"{op}: {name} has a number past 2^31")
+        starts = torch.tensor(values, dtype=torch.int32)
+    elif isinstance(starts, Tensor):
+        known = type(starts) is Tensor and starts.device.type == "cpu" and not torch.compiler.is_compiling()
+        values = starts.tolist() if known and starts.dim() == 1 and starts.dtype == torch.int32 else None
+    else:
+        raise TypeError(f"{op}: {name} is a {type(starts).__name__}, expected an int32 tensor or a list of ints")
+    if starts.device.type == "cpu" and like.device.type != "cpu" and starts.dtype == torch.int32:
+        starts = starts.to(like.device, non_blocking=True)
+    if values is None:
+        return starts, longest or 0
+    if not values or values[0] != 0:
+        raise ValueError(f"{op}: {name} begins with {values[:1]}, expected 0")
+    for i, (a, b) in enumerate(itertools.pairwise(values)):
+        if b < a:
+            raise ValueError(f"{op}: {name} decreases from {a} to {b} at {i + 1}, expected numbers that don't")
+    if values[-1] != total:
+        raise ValueError(f"{op}: {name} ends with {values[-1]}, expected {total}, the number of packed tokens")
+    found = max((b - a for a, b in itertools.pairwise(values)), default=0)
+    if longest is not None and longest < found:
+        raise ValueError(
+            f"{op}: {longest_name} is {longest}, expected {found} at least, the longest sequence of {name}"
+        )
+    return starts, found
+
+
+# The tensors of the ops
+
+
+def check_tensors(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Raise unless shapes and dtypes fit together. `layout` is "thd" for packed sequences."""
+    library.check_floating(op, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
+    if layout != "thd" and layout not in LAYOUTS:
+        raise ValueError(f"{op}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    names = ", ".join({"b": "batch", "h": "heads", "t": "tokens", "d": "head_dim"}[d] for d in layout)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != len(layout):
+            raise ValueError(f"{op}: {name} has shape {tuple(t.shape)}, expected {len(layout)} dimensions ({names})")
+        if t.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} has dtype {t.dtype}, expected {q.dtype} to match q")
+        if not 1 <= t.shape[-1] <= LONGEST_HEAD:
+            raise ValueError(f"{op}: {name} has a head_dim of {t.shape[-1]}, expected 1 to {LONGEST_HEAD}")
+    heads, tokens = layout.index("h"), layout.index("t")
+    if k.shape[-1] != q.shape[-1] or ("b" in layout and k.shape[0] != q.shape[0]):
+        expected = tuple(
+            n if d in "bd" else {"h": "kv_heads", "t": "keys"}[d] for d, n in zip(layout, q.shape, strict=True)
+        )
+        raise ValueError(f"{op}: k has shape {tuple(k.shape)}, expected {expected} to match q")
+    if v.shape[:-1] != k.shape[:-1]:
+        expected = (*k.shape[:-1], "value_dim")
+        raise ValueError(f"{op}: v has shape {tuple(v.shape)}, expected {expected} to match k")
+    q_heads, kv_heads = q.shape[heads], k.shape[heads]
+    if q_heads % kv_heads if kv_heads else q_heads:
+        raise ValueError(f"{op}: q has {q_heads} heads, expected a multiple of the {kv_heads} heads of k and v")
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is not None and tuple(per_head.shape) != (q_heads,):
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(per_head.shape)}, expected ({q_heads},), a number for each head of q"
+            )
+    if mask is None:
+        return
+    if mask.dtype is not torch.bool and mask.dtype not in library.FLOATS:
+        raise TypeError(
+            f"{op}: mask has dtype {mask.dtype}, expected torch.bool (True is seen), or float32, float16 or bfloat16 "
+            "(added to the scores)"
+        )
+    scores = (q.shape[0], q_heads, q.shape[tokens], k.shape[tokens])
+    trailing = scores[len(scores) - min(mask.dim(), 4) :]
+    if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(mask.shape, trailing, strict=True)):
+        raise ValueError(
+            f"{op}: mask has shape {tuple(mask.shape)}, expected one that broadcasts to {scores}, (batch, heads of q, "
+            "queries, keys)"
+        )
+
+
+def check_starts(op: str, starts_q: Tensor, starts_k: Tensor | None) -> None:
+    for name, starts in (("cu_seqlens_q", starts_q), ("cu_seqlens_k", starts_k)):
+        if starts is None:
+            continue
+        if starts.dtype != torch.int32:
+            raise TypeError(f"{op}: {name} has dtype {starts.dtype}, expected torch.int32")
+        if starts.dim() != 1 or starts.shape[0] < 1 or starts.shape != starts_q.shape:
+            expected = (
+                "(sequences + 1,)" if name == "cu_seqlens_q" else f"{tuple(starts_q.shape)} to match cu_seqlens_q"
+            )
+            raise ValueError(f"{op}: {name} has shape {tuple(starts.shape)}, expected {expected}")
+
+
+def as_bhtd(x: Tensor, layout: str) -> Tensor:
+    """x seen as (batch, heads, tokens, dim): no copy. Packed sequences are one batch entry."""
+    if layout == "bthd":
+        return x.transpose(1, 2)
+    return x.transpose(0, 1)[None] if layout == "thd" else x
+
+
+def from_bhtd(x: Tensor, layout: str) -> Tensor:
+    """The same back."""
+    if layout == "bthd":
+        return x.transpose(1, 2)
+    return x[0].transpose(0, 1) if layout == "thd" else x
+
+
+def unit_last(x: Tensor) -> Tensor:
+    """x with a last stride of 1: copied where it has another."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def dense(x: Tensor, dim: int) -> Tensor:
+    """Memory for x (batch, heads, tokens, ...) with that last dimension; in (B, T, H, D) order where x has it so."""
+    batch, heads, tokens, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty((batch, heads, tokens, dim), dtype=x.dtype, device=x.device)
+
+
+def extras(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    starts_q: Tensor | None = None,
+    starts_k: Tensor | None = None,
+    longest_q: int = 0,
+    longest_k: int = 0,
+) -> Extras:
+    """The other tensors, as kernels take them: for q and k as (batch, heads, tokens, dim)."""
+    batch, heads, n_q, _ = q.shape
+    n_k = k.shape[2]
+    if starts_q is not None:
+        starts_q = starts_q.contiguous()
+        starts_k = starts_q if starts_k is None else starts_k.contiguous()
+    return Extras(
+        mask=None if mask is None else mask.expand(batch, heads, n_q, n_k),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().contiguous(),
+        sinks=None if sinks is None else sinks.float().contiguous(),
+        starts_q=starts_q,
+        starts_k=starts_k,
+        longest_q=min(longest_q, n_q) if longest_q and starts_q is not None else n_q,
+        longest_k=min(longest_k, n_k) if longest_k and starts_q is not None else n_k,
+    )
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether bases and strides, but the last, are multiples of 16 bytes."""
+    for t in tensors:
+        size = t.element_size()
+        if t.data_ptr() % 16 or any(
+            n > 1 and stride * size % 16 for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+        ):
+            return False
+    return True
+
+
+def problem(q: Tensor, k: Tensor, v: Tensor, x: Extras, s: Scoring) -> Problem:
+    """What the choice of a kernel goes by."""
+    return Problem(
+        batch=q.shape[0] if x.starts_q is None else x.starts_q.shape[0] - 1,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        n_q=x.longest_q,
+        n_k=x.longest_k,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        scoring=s,
+        mask="" if x.mask is None else "bool" if x.mask.dtype is torch.bool else "float",
+        alibi=x.alibi_slopes is not None,
+        sinks=x.sinks is not None,
+        packed=x.starts_q is not None,
+        aligned=_aligned(q, k, v),
+    )
+
+
+def scoring(q: Tensor, scale: float | None, softcap: float, left: int, right: int) -> Scoring:
+    return Scoring(1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, left, right)
+
+
+def refuse_tracing(q: Tensor) -> None:
+    """The choice of a kernel needs numbers: in a compiled graph the op stays whole."""
+    if isinstance(q, FunctionalTensor):
+        raise launching.Untraceable("a kernel that is chosen by all sizes")
