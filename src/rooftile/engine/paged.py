@@ -1,0 +1,272 @@
+"""A cache of keys and values in pages, which sequences take as they grow and share where they began the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile.engine.steps import Steps, _on, _positive
+from rooftile.ops.kv_cache import Layout
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+_PAGES = (16, 32, 64, 128, 256)
+
+
+@triton.jit(do_not_specialize=["layers"])
+def _copy_kernel(x_ptr, pairs_ptr, stride_l, layers, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """In every layer the page pairs[i, 0] onto pairs[i, 1], as words."""
+    CHUNKS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    words = (tl.program_id(0) % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+    rest = tl.program_id(0) // CHUNKS
+    x_ptr += (rest % layers).to(tl.int64) * stride_l
+    old = tl.load(pairs_ptr + 2 * (rest // layers)).to(tl.int64)
+    new = tl.load(pairs_ptr + 2 * (rest // layers) + 1).to(tl.int64)
+    x = tl.load(x_ptr + old * WORDS + words, mask=words < WORDS)
+    tl.store(x_ptr + new * WORDS + words, x, mask=words < WORDS)
+
+
+@functools.cache
+def _copy_plan(words: int) -> launching.Plan:
+    return launching.Plan(_copy_kernel, {"WORDS": words, "BLOCK": min(1024, library.power_of_two(words))}, num_warps=4)
+
+
+class PagedSequence:
+    """A sequence of a `PagedKVCache`, until it is freed.
+
+    Attributes:
+        slot: its row of the batch, of `page_table` and of `lengths`; -1 after it was freed.
+        length: its tokens, as the host knows it: those reserved among them.
+        pages: the pages that hold them, in order.
+    """
+
+    __slots__ = ("length", "pages", "slot")
+
+    def __init__(self, slot: int, length: int, pages: list[int]) -> None:
+        self.slot, self.length, self.pages = slot, length, pages
+
+    def __repr__(self) -> str:
+        state = f"slot {self.slot}, {self.length} tokens" if self.slot >= 0 else "freed"
+        return f"<PagedSequence: {state}>"
+
+
+class PagedKVCache(Steps):
+    """Keys and values in pages of a common pool.
+
+        cache = rooftile.PagedKVCache(pages, page_size, kv_heads, head_dim, max_sequences=64, layers=layers)
+        a = cache.allocate()
+        cache.extend({a: n})                                     # pages for n tokens of a
+        for layer in range(layers):
+            q = cache.rope_and_append(layer, q, k, v, cos, sin)  # or cache.append(layer, k, v)
+            y = cache.attend(layer, q)                           # rooftile.decode_attention(q, **cache.inputs(layer))
+        b = cache.fork(a)                                        # the same tokens, in the same pages
+        cache.free(a)
+
+    The batch of q, k and v is always `max_sequences`: a sequence is the row `sequence.slot` of it, and rows that take
+    no part in a step are neither read nor written. So page table and lengths keep their addresses, and one CUDA graph
+    serves any sequences. Pages are counted: a fork shares those of its source, and a shared page that is not full is
+    copied before one of its sequences writes into it.
+
+    Args:
+        pages: how many there are.
+        page_size: tokens of one: 16, 32, 64, 128 or 256.
+        kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales: as in `KVCache`.
+        max_sequences: the most that there are at a time.
+        max_seq_len: the most tokens of one; by default as many as all pages hold.
+    """
+
+    page_table: Tensor
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        max_sequences: int,
+        max_seq_len: int | None = None,
+        value_dim: int | None = None,
+        layers: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        layout: Layout = "bthd",
+        scales: str | tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        _positive("PagedKVCache", pages=pages, max_sequences=max_sequences)
+        if page_size not in _PAGES:
+            raise ValueError(
+                f"PagedKVCache: page_size is {page_size!r}, expected one of {', '.join(str(n) for n in _PAGES)}"
+            )
+        if max_seq_len is None:
+            max_seq_len = pages * page_size
+        _positive("PagedKVCache", max_seq_len=max_seq_len)
+        super().__init__(
+            pages, page_size, max_sequences, max_seq_len,
+            kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales,
+        )  # fmt: skip
+        self.page_size = page_size
+        shape = (max_sequences, library.cdiv(max_seq_len, page_size))
+        self.page_table = torch.full(shape, -1, dtype=torch.int32, device=self.k.device)
+        self._slots: list[PagedSequence | None] = [None] * max_sequences
+        self._free = list(range(pages))[::-1]
+        self._users = [0] * pages
+
+    @property
+    def sequences(self) -> list[PagedSequence]:
+        """Those that there are, by slot."""
+        return [s for s in self._slots if s is not None]
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def _known(self, op: str, sequence: PagedSequence) -> PagedSequence:
+        if not isinstance(sequence, PagedSequence):
+            raise TypeError(
+                f"PagedKVCache.{op}: a sequence is a {type(sequence).__name__}, expected what allocate or fork returned"
+            )
+        if sequence.slot < 0:
+            raise ValueError(f"PagedKVCache.{op}: the sequence was freed")
+        if self._slots[sequence.slot : sequence.slot + 1] != [sequence]:
+            raise ValueError(f"PagedKVCache.{op}: the sequence is another cache's")
+        return sequence
+
+    def _empty_slot(self, op: str) -> int:
+        for slot, sequence in enumerate(self._slots):
+            if sequence is None:
+                return slot
+        raise ValueError(f"PagedKVCache.{op}: the cache is full: it has its {len(self._slots)} sequences already")
+
+    def _place(self, sequence: PagedSequence) -> PagedSequence:
+        self._slots[sequence.slot] = sequence
+        self._show(sequence.slot, sequence)
+        self._send(self.lengths[sequence.slot : sequence.slot + 1], [sequence.length])
+        return sequence
+
+    def _show(self, slot: int, sequence: PagedSequence | None) -> None:
+        """The sequence's row of the page table."""
+        pages = [] if sequence is None else sequence.pages
+        self._send(self.page_table[slot], pages + [-1] * (self.page_table.shape[1] - len(pages)))
+
+    def allocate(self) -> PagedSequence:
+        """A new sequence, without tokens.
+
+        Raises:
+            ValueError: there are `max_sequences` already.
+        """
+        return self._place(PagedSequence(self._empty_slot("allocate"), 0, []))
+
+    def fork(self, sequence: PagedSequence) -> PagedSequence:
+        """A new sequence with the tokens of another, in the same pages. No page is taken, nothing is copied.
+
+        Raises:
+            ValueError: there are `max_sequences` already, or the sequence was freed.
+        """
+        self._known("fork", sequence)
+        new = PagedSequence(self._empty_slot("fork"), sequence.length, list(sequence.pages))
+        for page in new.pages:
+            self._users[page] += 1
+        return self._place(new)
+
+    def free(self, sequence: PagedSequence) -> None:
+        """Give the sequence's slot back, and those of its pages that no other sequence shares.
+
+        Raises:
+            ValueError: it was freed already, or is another cache's.
+        """
+        slot = self._known("free", sequence).slot
+        for page in reversed(sequence.pages):
+            self._release(page)
+        sequence.slot, sequence.pages, self._slots[slot] = -1, [], None
+        self._show(slot, None)
+        self._send(self.lengths[slot : slot + 1], [0])
+        if self._counts[slot]:
+            self._counts[slot] = 0
+            self._send(self.counts, self._counts)
+
+    def _release(self, page: int) -> None:
+        self._users[page] -= 1
+        if self._users[page] == 0:
+            self._free.append(page)
+
+    def reserve(self, new: int | Mapping[PagedSequence, int]) -> None:
+        """Begin a step of so many new tokens for every sequence, or for those named: take the pages that they need.
+
+        On the device the page table and `counts` are written where they change, and shared pages are copied that are
+        about to be written.
+
+        Raises:
+            ValueError: a number is negative, a sequence was freed or would be longer than `max_seq_len`, or there are
+                not enough free pages. Nothing is changed then.
+        """
+        if isinstance(new, int):
+            new = dict.fromkeys(self.sequences, new)
+        users: dict[int, int] = {}  # of last pages, as they become
+        needed = 0
+        shared: list[PagedSequence] = []  # whose last page is to be copied
+        for sequence, n in new.items():
+            self._known("reserve", sequence)
+            if n < 0:
+                raise ValueError(f"PagedKVCache.reserve: {n} new tokens for {sequence}, expected 0 or more")
+            if sequence.length + n > self.capacity:
+                raise ValueError(
+                    f"PagedKVCache.reserve: {sequence} has no room for {n} tokens more, expected at most "
+                    f"{self.capacity} in all"
+                )
+            needed += library.cdiv(sequence.length + n, self.page_size) - len(sequence.pages)
+            if n and sequence.length % self.page_size:
+                last = sequence.pages[-1]
+                if users.setdefault(last, self._users[last]) > 1:
+                    users[last] -= 1  # the last of those that share it keeps it
+                    shared.append(sequence)
+        if needed + len(shared) > len(self._free):
+            raise ValueError(
+                f"PagedKVCache.reserve: the cache is full: the new tokens need {needed + len(shared)} pages, and "
+                f"{len(self._free)} are free"
+            )
+
+        pairs = []
+        for sequence in shared:
+            pairs.append((sequence.pages[-1], self._take()))
+            self._release(sequence.pages[-1])
+            sequence.pages[-1] = pairs[-1][1]
+        counts = [0] * len(self._slots)
+        for sequence, n in new.items():
+            counts[sequence.slot] = n
+            sequence.length += n
+            missing = library.cdiv(sequence.length, self.page_size) - len(sequence.pages)
+            sequence.pages += [self._take() for _ in range(missing)]
+            if missing or sequence in shared:
+                self._show(sequence.slot, sequence)
+        if pairs:
+            self._copy(pairs)
+        self._begin(counts)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        by_page = [self.k, self.v]
+        if self._scales is not None and self._scales[0].dim() == 4:
+            by_page += self._scales
+        on_device = torch.empty((len(pairs), 2), dtype=torch.int32, device=self.k.device)
+        self._send(on_device, pairs)
+        for x in by_page:
+            words = x.view(self.layers, x.shape[1], -1).view(torch.int32)
+            plan = _copy_plan(words.shape[2])
+            programs = len(pairs) * self.layers * library.cdiv(words.shape[2], plan.constants["BLOCK"])
+            with _on(x.device):
+                launching.launch(plan, programs, (words, on_device), (words.stride(0),), (self.layers,))
+
+    def extend(self, new: int | Mapping[PagedSequence, int]) -> None:
+        """`reserve` and `advance`."""
+        self.reserve(new)
+        self.advance()

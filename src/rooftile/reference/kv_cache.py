@@ -1,0 +1,134 @@
+"""New keys and values at their places in a cache, and q and k turned by their positions on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.reference import quantize, rope
+
+Nearest = Callable[[Tensor, str], Tensor]
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    counts: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bthd",
+    dtype: str | None = None,
+    nearest: Nearest = quantize.nearest,
+) -> tuple[Tensor, ...]:
+    """The caches as they are afterwards, and the scales, `(0,)` where there are none; nothing is written in place.
+
+    `dtype` names that of a quantised cache, which may be given in float64 here.
+    """
+    places = _places(k, k_cache, lengths, page_table, counts, layout)
+    written: list[Tensor] = []
+    scales: list[Tensor] = []
+    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if dtype is not None:
+            x, scale = _quantized(x, scale, dtype, places, layout, nearest)
+        written.append(_put(x, cache, places, layout))
+        scales.append(k.new_empty(0, dtype=torch.float32) if scale is None else scale)
+    return *written, *scales
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    counts: Tensor | None = None,
+    style: str = "half",
+    layout: str = "bthd",
+    turn: Callable[..., tuple[Tensor, Tensor]] = rope.rope,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """`append_kv`'s results, and q turned: zeros for what is no token."""
+    t = layout.index("t")
+    tokens = torch.arange(k.shape[t], device=k.device)
+    if cos.dim() == 2:  # a table: the row of each token's position, NaN where it has none
+        position = lengths[:, None] + tokens
+        known = (position >= 0) & (position < cos.shape[0])
+        cos, sin = (x[position.clamp(0, cos.shape[0] - 1)].where(known[..., None], torch.nan) for x in (cos, sin))
+    q, k = turn(q, k, cos, sin, style=style, layout=layout.upper())
+    there = (lengths[:, None] >= 0) & (tokens < (k.shape[t] if counts is None else counts[:, None]))
+    q = q.where((there[:, None, :] if layout == "bhtd" else there[:, :, None])[..., None], 0.0)
+    return (*append_kv(k, v, k_cache, v_cache, lengths, counts=counts, layout=layout, **options), q)
+
+
+def append_kv_eager(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """As plain PyTorch has it: an assignment by index, of what was quantised in float32."""
+    return append_kv(*args, nearest=_cast, **options)
+
+
+def rope_and_cache_eager(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """As Hugging Face's models and caches have it: q and k turned in their dtype, then assigned by index."""
+    return rope_and_cache(*args, turn=rope.eager, nearest=_cast, **options)
+
+
+def _cast(v: Tensor, dtype: str) -> Tensor:
+    v = v.clamp(-quantize.LARGEST[dtype], quantize.LARGEST[dtype])
+    return (v.round() if dtype == "int8" else v).to(getattr(torch, dtype))
+
+
+def _token_major(x: Tensor, layout: str) -> Tensor:
+    return x.transpose(1, 2) if layout == "bhtd" else x
+
+
+def _places(
+    k: Tensor, cache: Tensor, lengths: Tensor, page_table: Tensor | None, counts: Tensor | None, layout: str
+) -> Tensor:
+    """The row of the cache, as (blocks * rows, ...), that each token goes to: (B, T); one past the last for none."""
+    t = layout.index("t")
+    blocks, rows = cache.shape[0], cache.shape[t]
+    tokens = torch.arange(k.shape[t], device=k.device)
+    position = lengths[:, None].long() + tokens
+    there = (lengths[:, None] >= 0) & (tokens < (k.shape[t] if counts is None else counts[:, None]))
+    if page_table is None:
+        block = torch.arange(k.shape[0], device=k.device)[:, None].expand_as(position)
+        there = there & (position < rows)
+    else:
+        there = there & (position < rows * page_table.shape[1])
+        index = (position // rows).clamp(0, max(0, page_table.shape[1] - 1))
+        block = page_table.long().gather(1, index)
+        there = there & (block >= 0) & (block < blocks)
+    return torch.where(there, block * rows + position % max(1, rows), blocks * rows)
+
+
+def _put(x: Tensor, cache: Tensor, places: Tensor, layout: str) -> Tensor:
+    """The cache with the tokens x at their places."""
+    by_token = _token_major(cache, layout)
+    flat = by_token.reshape(-1, *by_token.shape[2:])
+    bits = {1: torch.uint8}.get(flat.element_size(), flat.dtype)  # PyTorch can't index float8 everywhere
+    longer = torch.cat((flat.view(bits), flat.new_zeros((1, *flat.shape[1:])).view(bits)))
+    new = _token_major(x, layout).to(cache.dtype).reshape(-1, *flat.shape[1:]).view(bits)
+    longer = longer.index_put((places.reshape(-1),), new)[:-1].view(cache.dtype)
+    return _token_major(longer.reshape(by_token.shape), layout)
+
+
+def _quantized(
+    x: Tensor, scale: Tensor | None, dtype: str, places: Tensor, layout: str, nearest: Nearest
+) -> tuple[Tensor, Tensor | None]:
+    """x in the cache's numbers, and the scales as they are afterwards."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    if scale is None or scale.dim() < 3:
+        by = 1.0 if scale is None else scale if scale.dim() == 0 or layout == "bthd" else scale[:, None]
+        return nearest(wide / (by[..., None] if isinstance(by, Tensor) and by.dim() else by), dtype), scale
+    own = (wide.abs().amax(-1) / quantize.LARGEST[dtype]).clamp(min=2.0**-126)
+    return nearest(wide / own[..., None], dtype), _put(own[..., None], scale[..., None], places, layout)[..., 0]

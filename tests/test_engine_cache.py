@@ -1,0 +1,362 @@
+"""KVCache and PagedKVCache: steps, sharing, what is left alone, errors; against a plain dict of tensors."""
+
+import pytest
+import torch
+from helpers import BF16
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rooftile import runtime
+from rooftile.engine import KVCache, PagedKVCache
+
+E4M3 = torch.float8_e4m3fn
+
+
+def drawn(*shape, device, dtype=torch.float32):
+    return torch.randn(shape, device=device).to(dtype)
+
+
+class TestKVCache:
+    @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+    def test_steps_of_any_lengths(self, layout, device):
+        cache = KVCache(2, 12, 2, 8, value_dim=4, layers=3, dtype=torch.float32, device=device, layout=layout)
+        at = [cache.k.data_ptr(), cache.lengths.data_ptr(), cache.starts.data_ptr()]
+        expected = [[[], []] for _ in range(3)]
+        for new in (5, [1, 0], [3, 2], 1):
+            counts = [new] * 2 if isinstance(new, int) else new
+            cache.extend(new)
+            for layer in (2, 0, 1):
+                x = drawn(2, max(counts), 2, 8, device=device)
+                k, v = (y.transpose(1, 2) if layout == "bhtd" else y for y in (x, x[..., :4]))
+                cache.append(layer, k, v)
+                for b in range(2):
+                    expected[layer][b].append(x[b, : counts[b]])
+        assert cache.tokens == cache.lengths.tolist() == [10, 8]
+        assert at == [cache.k.data_ptr(), cache.lengths.data_ptr(), cache.starts.data_ptr()]
+        for layer in range(3):
+            given = cache.inputs(layer)
+            for b in range(2):
+                k, v = (given[n].transpose(1, 2) if layout == "bhtd" else given[n] for n in ("k_cache", "v_cache"))
+                rows = torch.cat(expected[layer][b])
+                assert torch.equal(k[b, : len(rows)], rows)
+                assert torch.equal(v[b, : len(rows)], rows[..., :4])
+                assert not k[b, len(rows) :].any()
+
+    def test_a_step_that_does_not_fit_changes_nothing(self, device):
+        cache = KVCache(2, 6, 1, 8, device=device)
+        cache.extend([5, 2])
+        cache.append(0, *[drawn(2, 5, 1, 8, device=device, dtype=BF16)] * 2)
+        before = cache.k.clone()
+        with pytest.raises(ValueError, match=r"full: sequence 0 has 5 tokens, and 2 more do not fit into 6"):
+            cache.extend(2)
+        with pytest.raises(ValueError, match=r"new has 3 numbers, expected 2"):
+            cache.extend([1, 1, 1])
+        with pytest.raises(ValueError, match=r"-1 new tokens for sequence 1, expected 0 or more"):
+            cache.reserve([1, -1])
+        assert cache.tokens == cache.lengths.tolist() == [5, 2]
+        assert torch.equal(cache.k, before)
+        cache.reset(0)
+        assert cache.tokens == cache.lengths.tolist() == [0, 2]
+        cache.extend([6, 4])
+        cache.reset()
+        assert cache.tokens == cache.lengths.tolist() == [0, 0]
+
+    def test_out_of_step(self, device):
+        cache = KVCache(2, 6, 1, 8, layers=2, device=device)
+        k = drawn(2, 1, 1, 8, device=device, dtype=BF16)
+        with pytest.raises(RuntimeError, match="layer 0 has the tokens of this step; call extend or reserve"):
+            cache.append(0, k, k)
+        with pytest.raises(RuntimeError, match="no new tokens were reserved; call reserve first"):
+            cache.advance()
+        cache.reserve(1)
+        with pytest.raises(RuntimeError, match="the lengths were not advanced for the tokens reserved"):
+            cache.append(0, k, k)
+        cache.advance()
+        for layer in (2, -1, "0"):
+            with pytest.raises(IndexError, match=f"KVCache.append: layer is {layer!r}, expected 0 to 1"):
+                cache.append(layer, k, k)
+        with pytest.raises(ValueError, match="k has 3 sequences, expected 2"):
+            cache.append(0, *[drawn(3, 1, 1, 8, device=device, dtype=BF16)] * 2)
+        with pytest.raises(ValueError, match="k has 2 new tokens, expected the 1 that were reserved"):
+            cache.append(0, *[drawn(2, 2, 1, 8, device=device, dtype=BF16)] * 2)
+        with pytest.raises(ValueError, match=r"append_kv: v_cache has shape"):
+            cache.append(0, k, k[..., :4])
+        assert not cache.k.any()
+        cache.append(0, k, k)
+        with pytest.raises(RuntimeError, match="layer 0 has the tokens of this step"):
+            cache.append(0, k, k)
+        cache.append(1, k, k)
+
+    @pytest.mark.parametrize("dtype", [E4M3, torch.int8])
+    def test_scales(self, dtype, device):
+        x = drawn(1, 4, 2, 8, device=device)
+        by_token = KVCache(1, 4, 2, 8, layers=2, dtype=dtype, device=device)
+        by_layer = KVCache(1, 4, 2, 8, layers=2, dtype=dtype, device=device, scales=(torch.full((2, 2), 0.05),) * 2)
+        for cache in (by_token, by_layer):
+            cache.extend(4)
+            cache.append(1, x, x)
+            given = cache.inputs(1)
+            scale = given["k_scale"]
+            found = given["k_cache"].float() * (scale[..., None] if scale.dim() == 3 else scale[:, None])
+            assert float((found - x).abs().max()) < 0.2
+        with pytest.raises(ValueError, match=r"scales are given for torch\.bfloat16"):
+            KVCache(1, 4, 2, 8, scales="token", device=device)
+        with pytest.raises(ValueError, match=r"the scale of k is torch.float32 of shape \(3,\), expected float32 of"):
+            KVCache(1, 4, 2, 8, dtype=dtype, scales=(torch.ones(3),) * 2, device=device)
+
+    def test_wrong_sizes(self, device):
+        for sizes in ((0, 4, 2, 8), (1, -1, 2, 8), (1, 4, 2.0, 8)):
+            with pytest.raises(ValueError, match=r"KVCache: \w+ is .*, expected a positive integer"):
+                KVCache(*sizes, device=device)
+        with pytest.raises(TypeError, match=r"KVCache: dtype is torch\.float64, expected float32"):
+            KVCache(1, 4, 2, 8, dtype=torch.float64, device=device)
+        with pytest.raises(ValueError, match="KVCache: layout is 'BTHD', expected one of bthd, bhtd"):
+            KVCache(1, 4, 2, 8, layout="BTHD", device=device)
+
+
+class TestPagedKVCache:
+    def make(self, device, **options):
+        given = {"max_sequences": 3, "dtype": torch.float32, "device": device} | options
+        return PagedKVCache(6, 16, 1, 8, **given)
+
+    def test_freed_sequences(self, device):
+        cache = self.make(device)
+        a = cache.allocate()
+        cache.extend({a: 20})
+        assert cache.free_pages == 4
+        cache.free(a)
+        assert cache.free_pages == 6
+        for use in (cache.free, cache.fork, lambda s: cache.extend({s: 1})):
+            with pytest.raises(ValueError, match="the sequence was freed"):
+                use(a)
+        b = cache.allocate()  # has the slot that a had
+        with pytest.raises(ValueError, match="the sequence was freed"):
+            cache.free(a)
+        assert cache.sequences == [b]
+        with pytest.raises(ValueError, match=r"PagedKVCache.free: the sequence is another cache's"):
+            self.make(device).free(b)
+        with pytest.raises(TypeError, match="a sequence is a int, expected what allocate or fork returned"):
+            cache.free(0)
+
+    def test_a_full_cache_changes_nothing(self, device):
+        cache = self.make(device, max_seq_len=64)
+        a, b = cache.allocate(), cache.allocate()
+        cache.extend({a: 40, b: 20})
+        state = cache.page_table.clone(), cache.lengths.clone(), cache.counts.clone(), cache.free_pages
+        wrong = [
+            ({a: 25}, r"has no room for 25 tokens more, expected at most 64 in all"),
+            ({a: 20, b: 13}, r"the cache is full: the new tokens need 2 pages, and 1 are free"),
+            ({a: 1, b: -1}, r"-1 new tokens for"),
+        ]
+        for new, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                cache.extend(new)
+        assert (a.length, b.length) == (40, 20)
+        now = cache.page_table, cache.lengths, cache.counts, cache.free_pages
+        assert all(torch.equal(x, y) for x, y in zip(now[:3], state[:3], strict=True))
+        assert now[3] == state[3]
+        cache.allocate()
+        for take in (cache.allocate, lambda: cache.fork(a)):
+            with pytest.raises(ValueError, match="the cache is full: it has its 3 sequences already"):
+                take()
+
+    def test_a_fork_takes_a_page_only_when_it_writes(self, device):
+        cache = self.make(device)
+        a = cache.allocate()
+        cache.extend({a: 20})
+        b = cache.fork(a)
+        assert cache.free_pages == 4
+        assert a.pages == b.pages
+        cache.extend({a: 1, b: 1})
+        assert cache.free_pages == 3  # the other keeps the page
+        assert a.pages[0] == b.pages[0]
+        assert a.pages[1] != b.pages[1]
+        cache.free(a)
+        assert cache.free_pages == 4
+        cache.free(b)
+        assert cache.free_pages == 6
+
+    def test_wrong_page_sizes(self, device):
+        for size in (8, 24, 512):
+            with pytest.raises(ValueError, match=f"PagedKVCache: page_size is {size}, expected one of 16, 32, 64"):
+                PagedKVCache(4, size, 1, 8, max_sequences=1, device=device)
+
+
+def generate(cache, steps, device, *, sequence=None):
+    """What each step of one sequence attends to, layer by layer."""
+    angle = torch.ones(64, 8, device=device).cumsum(0)
+    numbers = torch.Generator().manual_seed(0)
+    outputs = []
+    for n in steps:
+        cache.extend(n if sequence is None else {sequence: n})
+        for layer in range(cache.layers):
+            x = torch.randn(1, n, 8, 8, generator=numbers).to(device, cache.k.dtype)
+            q, k, v = x[:, :, :4], x[:, :, 4:6], x[:, :, 6:]
+            if cache.layout == "bhtd":
+                q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            q = cache.rope_and_append(layer, q, k, v, angle.cos(), angle.sin())
+            outputs.append(cache.attend(layer, q.transpose(1, 2) if cache.layout == "bhtd" else q))
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_both_caches_attend_to_the_same(layout, device):
+    options = {"layers": 2, "dtype": torch.float32, "layout": layout, "device": device}
+    steps = (9, 1, 16, 3, 1)
+    contiguous = generate(KVCache(1, 48, 2, 8, **options), steps, device)
+    paged = PagedKVCache(5, 16, 2, 8, max_sequences=1, **options)
+    paged.extend({(other := paged.allocate()): 1})
+    paged.free(other)
+    torch.testing.assert_close(generate(paged, steps, device, sequence=paged.allocate()), contiguous)
+
+
+def test_a_step_attends_as_reference_attention_does(device):
+    cache = KVCache(2, 32, 2, 8, dtype=torch.float32, device=device)
+    q, k, v = (drawn(2, 12, heads, 8, device=device) for heads in (4, 2, 2))
+    cache.extend(8)
+    cache.append(0, k[:, :8], v[:, :8])
+    cache.extend(4)
+    cache.append(0, k[:, 8:], v[:, 8:])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(cache.attend(0, q[:, 8:]), expected.transpose(1, 2)[:, 8:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_steps_in_a_cuda_graph(device):
+    """One graph for all lengths: pages are taken on the host, between replays."""
+    steps = 40
+    x = torch.randn(steps, 1, 1, 8, 64, device=device, dtype=BF16)
+    expected, found = [], []
+    for graphed in (False, True):
+        cache = PagedKVCache(8, 16, 2, 64, max_sequences=1, device=device)
+        cache.allocate()
+        now = x[0].clone()
+
+        def body(cache=cache, now=now):
+            cache.advance()
+            cache.append(0, now[:, :, 4:6], now[:, :, 6:])
+            return cache.attend(0, now[:, :, :4])
+
+        cache.reserve(1)
+        body()  # compiles
+        graph, out = torch.cuda.CUDAGraph(), None
+        for i in range(1, steps):
+            now.copy_(x[i])
+            cache.reserve(1)
+            if not graphed:
+                expected.append(body())
+                continue
+            if out is None:
+                with torch.cuda.graph(graph):
+                    out = body()
+            graph.replay()
+            found.append(out.clone())
+        assert cache.lengths.tolist() == [steps]
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+class PagedMachine(RuleBasedStateMachine):
+    """PagedKVCache beside a plain dict: for each sequence the tokens that it was given, by layer."""
+
+    @initialize(dtype=st.sampled_from([torch.float32, E4M3]), layout=st.sampled_from(["bthd", "bhtd"]))
+    def start(self, dtype, layout):
+        self.device = runtime.default_device()
+        self.cache = PagedKVCache(
+            7, 16, 2, 4, max_sequences=3, max_seq_len=70, value_dim=8, layers=2, dtype=dtype, device=self.device,
+            layout=layout,
+        )  # fmt: skip
+        self.model = {}
+        self.freed = []
+        self.seed = 0
+
+    def fails(self, action):
+        """The action raises ValueError and changes nothing."""
+        cache = self.cache
+        tensors = (cache.k, cache.v, cache.page_table, cache.lengths, cache.counts)
+        before = [t.clone() for t in tensors]
+        with pytest.raises(ValueError, match="PagedKVCache"):
+            action()
+        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(tensors, before, strict=True))
+
+    @rule()
+    def allocate(self):
+        if len(self.model) == 3:
+            return self.fails(self.cache.allocate)
+        self.model[self.cache.allocate()] = [torch.zeros(0, 2, 4, device=self.device)] * 2
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def fork(self, data):
+        source = data.draw(st.sampled_from(list(self.model)))
+        if len(self.model) == 3:
+            return self.fails(lambda: self.cache.fork(source))
+        self.model[self.cache.fork(source)] = list(self.model[source])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def free(self, data):
+        gone = data.draw(st.sampled_from(list(self.model)))
+        self.cache.free(gone)
+        del self.model[gone]
+        self.freed.append(gone)
+
+    @precondition(lambda self: self.freed)
+    @rule(data=st.data())
+    def use_a_freed_one(self, data):
+        gone = data.draw(st.sampled_from(self.freed))
+        use = data.draw(st.sampled_from([self.cache.free, self.cache.fork, lambda s: self.cache.extend({s: 1})]))
+        self.fails(lambda: use(gone))
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def extend(self, data):
+        cache = self.cache
+        new = {s: data.draw(st.integers(0, 33)) for s in self.model if data.draw(st.booleans())}
+        if not self.fits(new):
+            return self.fails(lambda: cache.extend(new))
+        cache.extend(new)
+        if not (most := max(new.values(), default=0)):
+            return
+        for layer in range(2):
+            self.seed += 1
+            x = torch.randn(3, most, 2, 8, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
+            k, v = (y.transpose(1, 2) if cache.layout == "bhtd" else y for y in (x[..., :4], x))
+            cache.append(layer, k, v)
+            for s, n in new.items():
+                self.model[s][layer] = torch.cat((self.model[s][layer], x[s.slot, :n, :, :4]))
+
+    def fits(self, new):
+        """Whether there are pages enough, counted in another way: as those that all sequences hold afterwards."""
+        if any(s.length + n > 70 for s, n in new.items()):
+            return False
+        writing = [s for s in self.model if s.length % 16 and new.get(s)]  # into the last page that they have
+        kept = {page for s in self.model for page in (s.pages[:-1] if s in writing else s.pages)}
+        grown = sum(-(-(s.length + n) // 16) - len(s.pages) for s, n in new.items())
+        return len(kept) + len(writing) + grown <= 7
+
+    @invariant()
+    def every_sequence_has_its_tokens(self):
+        if not hasattr(self, "cache"):
+            return
+        cache = self.cache
+        assert cache.sequences == sorted(self.model, key=lambda s: s.slot)
+        used = {page for s in self.model for page in s.pages}
+        assert len(used) + cache.free_pages == 7
+        for s, tokens in self.model.items():
+            assert cache.lengths[s.slot] == s.length == len(tokens[0])
+            assert cache.page_table[s.slot, : len(s.pages)].tolist() == s.pages
+            for layer in range(2):
+                given = cache.inputs(layer)
+                pages = given["k_cache"][s.pages].float()
+                if given["k_scale"] is not None:
+                    pages = pages * given["k_scale"][s.pages][..., None]
+                pages = pages.transpose(1, 2) if cache.layout == "bhtd" else pages
+                found = pages.reshape(-1, 2, 4)[: s.length]
+                assert torch.allclose(found, tokens[layer], rtol=0.07, atol=0.02 if given["k_scale"] is not None else 0)
+
+
+TestPagedAgainstAModel = PagedMachine.TestCase
+TestPagedAgainstAModel.settings = settings(deadline=None, max_examples=15, stateful_step_count=12)

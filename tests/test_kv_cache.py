@@ -1,0 +1,177 @@
+"""append_kv and rope_and_cache: places, what is not written, errors."""
+
+import pytest
+import torch
+from helpers import BF16
+
+from rooftile.ops.kv_cache import append_kv, launch, rope_and_cache
+from rooftile.ops.rope import rope
+
+
+def fresh(shape, device, dtype=torch.float32):
+    """Memory that shows what was written."""
+    return torch.full(shape, -7, dtype=dtype, device=device)
+
+
+def drawn(*shape, device, dtype=torch.float32):
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def ints(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_each_token_at_its_position_and_nothing_else_is_written(layout, device):
+    k, v = drawn(2, 3, 2, 8, device=device), drawn(2, 3, 2, 4, device=device)
+    k_cache, v_cache = fresh((2, 10, 2, 8), device), fresh((2, 10, 2, 4), device)
+    laid = [x.transpose(1, 2) if layout == "bhtd" else x for x in (k, v, k_cache, v_cache)]
+    append_kv(*laid, ints([7, 2], device), layout=layout)
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        expected = fresh(cache.shape, device)
+        expected[0, 7:10], expected[1, 2:5] = x[0], x[1]
+        assert torch.equal(cache, expected)
+
+
+def test_pages_in_any_order(device):
+    k = drawn(1, 40, 1, 8, device=device, dtype=BF16)
+    k_cache, v_cache = fresh((4, 16, 1, 8), device, BF16), fresh((4, 16, 1, 8), device, BF16)
+    append_kv(k, k, k_cache, v_cache, ints([5], device), page_table=ints([[2, 0, 3]], device))
+    assert torch.equal(k_cache[[2, 0, 3]].flatten(0, 1)[5:45], k[0])
+    assert (k_cache[1] == -7).all()
+    assert (k_cache[2, :5] == -7).all()
+    assert torch.equal(k_cache, v_cache)
+
+
+def test_counts_and_negative_lengths_leave_tokens_out(device):
+    q, k = drawn(3, 4, 2, 8, device=device), drawn(3, 4, 1, 8, device=device)
+    k_cache, v_cache = fresh((3, 8, 1, 8), device), fresh((3, 8, 1, 8), device)
+    cos, sin = torch.ones(8, 8, device=device), torch.zeros(8, 8, device=device)
+    given = {"counts": ints([4, 0, 2], device)}
+    turned = rope_and_cache(q, k, k, cos, sin, k_cache, v_cache, ints([-1, 3, 1], device), **given)
+    expected = fresh((3, 8, 1, 8), device)
+    expected[2, 1:3] = k[2, :2]
+    assert torch.equal(k_cache, expected)
+    assert torch.equal(v_cache, expected)
+    assert torch.equal(turned[2, :2], q[2, :2])
+    assert not turned[:2].any()
+    assert not turned[2, 2:].any()
+
+
+def test_what_leads_out_of_the_cache_is_left_out_on_the_device(device):
+    """As the kernel sees it, which can't raise: here without the look that is taken at what is on the CPU."""
+    k = drawn(3, 4, 1, 8, device=device)
+    memory = fresh((6, 16, 1, 8), device)
+    k_cache, v_cache = memory[1:3], fresh((2, 16, 1, 8), device)
+    table = ints([[1, 7], [-1, 0], [0, 1]], device)
+    lengths = ints([14, 14, 30], device)
+    cache = launch.Cache(k_cache, v_cache, lengths, table, None, None, None, "", "bthd")
+    launch.append(k, k, cache)
+    expected = fresh((2, 16, 1, 8), device)
+    expected[1, 14:] = k[0, :2]
+    expected[0, :2] = k[1, 2:]
+    expected[1, 14:] = k[2, :2]  # the same places: two sequences were given one page
+    for written in (k_cache, v_cache):
+        assert torch.equal(written[0], expected[0])
+        assert torch.equal(written[1, :14], expected[1, :14])
+        assert all(any(torch.equal(row, k[b, t]) for b in (0, 2) for t in (0, 1)) for row in written[1, 14:])
+    assert (memory[0] == -7).all()
+    assert (memory[3:] == -7).all()
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved", "deepseek"])
+def test_the_rotation_is_ropes(style, device):
+    q, k = drawn(2, 3, 4, 16, device=device), drawn(2, 3, 2, 16, device=device)
+    angle = drawn(20, 6, device=device)
+    angle = angle.repeat_interleave(2, -1) if style == "interleaved" else angle.repeat(1, 2)
+    cos, sin, lengths = angle.cos(), angle.sin(), ints([4, 9], device)
+    k_cache, v_cache = fresh((2, 12, 2, 16), device), fresh((2, 12, 2, 16), device)
+    turned = rope_and_cache(q, k, k, cos, sin, k_cache, v_cache, lengths, style=style)
+    ids = lengths[:, None].long() + torch.arange(3, device=device)
+    expected = rope(q, k, cos, sin, position_ids=ids, style=style, layout="BTHD")
+    assert torch.equal(turned, expected[0])
+    assert torch.equal(k_cache[0, 4:7], expected[1][0])
+    assert torch.equal(k_cache[1, 9:], expected[1][1])
+    by_token = rope_and_cache(q, k, k, cos[ids], sin[ids], *(torch.zeros_like(c) for c in (k_cache, v_cache)), lengths)
+    if style == "half":
+        assert torch.equal(by_token, turned)
+
+
+def test_a_position_outside_the_table_is_nan(device):
+    q = drawn(1, 3, 1, 8, device=device)
+    cache = fresh((1, 8, 1, 8), device)
+    table = torch.ones(5, 8, device=device)
+    turned = rope_and_cache(q, q, q, table, table, cache, cache.clone(), ints([3], device))
+    assert torch.isfinite(turned[0, :2]).all()
+    assert turned[0, 2].isnan().all()
+
+
+def test_errors_before_anything_is_written(device):
+    k = drawn(2, 3, 2, 8, device=device)
+    cache, lengths = fresh((2, 10, 2, 8), device), ints([0, 0], device)
+    paged, table = fresh((4, 16, 2, 8), device), ints([[0, 1], [2, 3]], device)
+    eight = fresh((2, 10, 2, 8), device, torch.int8)
+    one = torch.ones((), device=device)
+    wrong = [
+        ((k[0], k, cache, cache, lengths), {}, ValueError, r"k has shape \(3, 2, 8\), expected 4 dimensions, bthd"),
+        ((k, k[:, :2], cache, cache, lengths), {}, ValueError, r"v has shape .*, expected \(2, 3, 2, value_dim\)"),
+        ((k, k.half(), cache, cache, lengths), {}, TypeError, "v has dtype torch.float16, expected torch.float32"),
+        ((k, k, cache[:1], cache, lengths), {}, ValueError, r"k_cache has shape .*, expected \(2, max_seq_len, 2, 8\)"),
+        ((k, k, cache, cache[:, :9], lengths), {}, ValueError, r"v_cache has shape .*, expected \(2, 10, 2, 8\)"),
+        ((k, k, cache.half(), cache, lengths), {}, TypeError, "k_cache has dtype torch.float16, expected"),
+        ((k, k, eight, cache, lengths), {}, TypeError, "v_cache has dtype torch.float32, expected torch.int8"),
+        ((k, k, cache, cache, lengths[:1]), {}, ValueError, r"lengths has shape \(1,\), expected \(2,\)"),
+        ((k, k, cache, cache, lengths.float()), {}, TypeError, "lengths has dtype torch.float32, expected int32"),
+        ((k, k, cache, cache, lengths), {"counts": lengths[:1]}, ValueError, r"counts has shape \(1,\)"),
+        ((k, k, cache, cache, lengths), {"layout": "thd"}, ValueError, "layout is 'thd', expected one of bthd, bhtd"),
+        ((k, k, cache, cache, lengths), {"k_scale": one, "v_scale": one}, ValueError, "k_scale is given for a cache"),
+        ((k, k, eight, eight, lengths), {}, ValueError, "the cache is int8 and has no scales"),
+        ((k, k, eight, eight, lengths), {"k_scale": one}, ValueError, "k_scale and v_scale are of two kinds"),
+        ((k, k, eight, eight, lengths), {"k_scale": one.double()}, TypeError, "k_scale has dtype torch.float64"),
+        ((k, k, eight, eight, lengths), {"k_scale": one.expand(3)}, ValueError, r"k_scale has shape \(3,\), expected"),
+        ((k, k, paged, paged, lengths), {"page_table": table[:1]}, ValueError, r"page_table has shape \(1, 2\)"),
+        ((k, k, paged[:, :9], paged[:, :9], lengths), {"page_table": table}, ValueError, "k_cache has pages of 9"),
+        (
+            (k, k, cache.expand(2, 10, 2, 8).mT.contiguous().mT, cache, lengths),
+            {},
+            ValueError,
+            "k_cache has a last stride of",
+        ),
+        ((k, k, cache[:1].expand(2, -1, -1, -1), cache, lengths), {}, ValueError, "k_cache is expanded"),
+        ((k, k, cache, cache, lengths), {}, ValueError, "v_cache is the same memory as k_cache"),
+    ]
+    for args, options, kind, message in wrong:
+        with pytest.raises(kind, match=f"append_kv: {message}"):
+            append_kv(*args, **options)
+    with pytest.raises(ValueError, match=r"append_kv: k requires grad, but a cache keeps no graph"):
+        append_kv(k.clone().requires_grad_(), k, cache, cache.clone(), lengths)
+    with pytest.raises(ValueError, match=r"rope_and_cache: q has shape .*, expected \(2, 3, q_heads, 8\) to match k"):
+        rope_and_cache(k[:1], k, k, k[0, :, 0], k[0, :, 0], cache, cache.clone(), lengths)
+    with pytest.raises(ValueError, match=r"rope_and_cache: cos has shape \(3, 3, 8\), expected \(positions, R\), or"):
+        rope_and_cache(k, k, k, *[k[:1, :, 0].expand(3, 3, 8)] * 2, cache, cache.clone(), lengths)
+    assert all((memory == -7).all() for memory in (cache, paged, eight))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([8, 0], {}, r"lengths\[0\] is 8, and 3 new tokens go beyond the cache's 10 positions"),
+        ([0, 10], {"counts": [3, 1]}, r"lengths\[1\] is 10, and 1 new tokens go beyond"),
+        ([0, 0], {"counts": [3, 4]}, r"counts\[1\] is 4, expected at most the 3 tokens of k"),
+        ([14, 0], {"page_table": [[0, 4], [2, 3]]}, r"page_table\[0, 1\] is 4, expected one of the 4 pages"),
+        ([14, 0], {"page_table": [[0, 1], [-1, 3]]}, r"page_table\[1, 0\] is -1, expected one of the 4 pages"),
+        (
+            [31, 0],
+            {"page_table": [[0, 1], [2, 3]]},
+            r"lengths\[0\] is 31, and 3 new .* beyond the cache's 32",
+        ),
+    ],
+)
+def test_lengths_and_pages_on_the_cpu_are_looked_at(lengths, options, message, device):
+    k = drawn(2, 3, 2, 8, device=device)
+    shape = (4, 16, 2, 8) if "page_table" in options else (2, 10, 2, 8)
+    caches = fresh(shape, device), fresh(shape, device)
+    options = {name: ints(value, "cpu") for name, value in options.items()}
+    with pytest.raises(ValueError, match=f"append_kv: {message}"):
+        append_kv(k, k, *caches, ints(lengths, "cpu"), **options)
+    assert all((cache == -7).all() for cache in caches)
