@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from rooftile.huggingface import families
+from rooftile.huggingface.attention import Switch
 from rooftile.huggingface.planning import (
     ADD_RMS_NORM,
+    ATTENTION,
     BIAS_ACTIVATION,
     GATED,
     GEGLU,
@@ -81,7 +83,8 @@ class PatchHandle:
             `"bias + activation"` for an activation behind a linear layer (the bias takes part where the layer is a
             plain one that has one), and two that are fused with RMSNorms, which are among those under `"RMSNorm"`, too
             (unless `rms_norm=False`): `"residual add + RMSNorm"` for adds with a norm behind them, and
-            `"QK-norm + RoPE"` for rotations of normed q and k (which are not among those under `"RoPE"`).
+            `"QK-norm + RoPE"` for rotations of normed q and k (which are not among those under `"RoPE"`). `"attention"`
+            counts modules whose attention is Rooftile's.
         modules: by kind, the names of the modules in which it was replaced.
         left: what was not replaced, with the reason.
         active: False once it was undone.
@@ -89,16 +92,25 @@ class PatchHandle:
     As a context manager it undoes the patch when the block is left, also by an exception.
     """
 
-    def __init__(self, model: nn.Module, replacements: Sequence[Replacement], left: tuple[Left, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        replacements: Sequence[Replacement],
+        left: tuple[Left, ...],
+        attention: Switch | None = None,
+    ) -> None:
         self.replaced: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.modules: dict[str, tuple[str, ...]] = dict.fromkeys(KINDS, ())
         for new in replacements:
             self.replaced[new.kind] += new.count
             self.modules[new.kind] += (new.name,)
+        if attention is not None:
+            self.replaced[ATTENTION], self.modules[ATTENTION] = len(attention.names), attention.names
         self.left = left
         self.active = True
         self._model = model
         self._replacements = replacements
+        self._attention = attention
 
     def undo(self) -> None:
         """Put the model back as it was: the same methods, so the same results to the bit. A second call does nothing.
@@ -112,6 +124,8 @@ class PatchHandle:
         slots = [(new, _slot(new)) for new in self._replacements]
         for new, slot in slots:
             _revert(new, new.module, slot)
+        if self._attention is not None:
+            self._attention.undo()
         # Copies that a wrapper made since (PEFT's modules_to_save) carry the patch, and lose it, too.
         ours: dict[object, Replacement] = {new.function: new for new in self._replacements}
         for module in self._model.modules():
@@ -144,12 +158,14 @@ def patch(
     layer_norm: bool = True,
     mlp: bool = True,
     rope: bool = True,
+    attention: bool = False,
 ) -> PatchHandle:
-    """Replace the norms, MLP activations and RoPE of *this* Hugging Face model by Rooftile's kernels.
+    """Replace the norms, MLP activations, RoPE and attention of *this* Hugging Face model by Rooftile's kernels.
 
     Args:
         model: a transformers model or anything that holds one (a PEFT model, say), of a family that Rooftile knows. Its
-            parameters, state_dict, class and configuration are unchanged; other instances are not touched.
+            parameters, state_dict and class are unchanged, and but for `attention` its configuration; other instances
+            are not touched.
             Patch before `torch.compile`, which for inference keeps the model's own code: Inductor fuses that better.
             A deep copy carries the patch; what is pickled does not.
         rms_norm: replace RMSNorm modules. Those fused with an add or a rotation are replaced without it, too.
@@ -158,6 +174,9 @@ def patch(
         mlp: replace `act(gate) * up`, and `act(linear(x))` in MLPs without a gate, where `act` is SiLU, GELU or GELU's
             tanh form. In the latter the linear layer's bias is added beside the activation.
         rope: replace the rotation of q and k, both in one launch, with the norms of q and k where each head has one.
+        attention: compute attention by `rooftile.attention` and `rooftile.decode_attention`, as
+            `attn_implementation="rooftile"` does (see `rooftile.register_attention`): the configuration of the model
+            names another implementation, so a model built over the very same configuration object changes with it.
 
     Returns:
         A `PatchHandle`: counts what was replaced, says what was left and why, and reverts with `.undo()` or as a
@@ -192,7 +211,10 @@ def patch(
             f"known are transformers' {', '.join(families.TITLES)}"
         )
     left = tuple(Left(kind, what, count, reason) for (kind, what, reason), count in plan.left.items())
-    handle = PatchHandle(model, plan.replacements, left)
+    switch = Switch(model) if attention else None
+    if switch is not None and not switch.names:
+        left += (Left(ATTENTION, type(model).__name__, 1, "it does not ask transformers for an attention by name"),)
+    handle = PatchHandle(model, plan.replacements, left, switch)
     for new in plan.replacements:
         _apply(new)
     return handle

@@ -19,8 +19,8 @@ from rooftile.huggingface.rewrite import NotRewritable, Rebuilt, rebuild
 
 RMS_NORM, ADD_RMS_NORM, LAYER_NORM = "RMSNorm", "residual add + RMSNorm", "LayerNorm"
 SWIGLU, GEGLU, BIAS_ACTIVATION = "SwiGLU", "GeGLU", "bias + activation"
-ROPE, QK_NORM_ROPE = "RoPE", "QK-norm + RoPE"
-KINDS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, BIAS_ACTIVATION, ROPE, QK_NORM_ROPE)
+ROPE, QK_NORM_ROPE, ATTENTION = "RoPE", "QK-norm + RoPE", "attention"
+KINDS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, BIAS_ACTIVATION, ROPE, QK_NORM_ROPE, ATTENTION)
 GATED = "gated activation"  # one that is neither SwiGLU nor GeGLU
 HOOKED = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
 

@@ -1,0 +1,288 @@
+"""`attn_implementation="rooftile"`: Rooftile's attention in any model of transformers that asks for attention by name.
+
+Two functions are registered. `attention_mask` describes who sees whom: nothing, where the causal rule, the window or
+neither says it all and the last query stands at the last key; `(B, Tk)` where there is padding beside; and the whole
+`(B, 1, Tq, Tk)` for all else (packed sequences, static caches with a tail that is not filled, masks of a model's own).
+`attention_forward` computes: a step of few tokens by `rooftile.decode_attention`, all else by `rooftile.attention`. So
+a padded batch costs memory that grows with T, not with its square, and blocks outside of the window are not visited.
+
+What the kernels don't have goes to another implementation: dropout, a bias by position that gets a gradient (T5 in
+training), heads over 256, float64. That is PyTorch's `scaled_dot_product_attention`, or for models with a soft cap or
+sinks their own eager code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftile.library import FLOATS
+
+NAME = "rooftile"
+_LONGEST_HEAD = 256
+_DECODED = 16  # the most new tokens that decode_attention takes
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="rooftile"` known to transformers. A second call changes nothing.
+
+        rooftile.register_attention()
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="rooftile")
+
+    Padded batches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), grouped heads, training, and generation with
+    dynamic and static caches are computed as the model's eager attention has them, but that a query whose every key is
+    masked (a padded one, say) gives zeros.
+
+    Raises:
+        ImportError: transformers is not installed, or is older than 4.56, which has no such registry.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    **options: Any,
+) -> Tensor | None:
+    """Who sees whom, as `attention_forward` takes it. Called by transformers, with arguments of its."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    # transformers allows the skip where nothing was added to the pattern. Where the queries end is not known on the
+    # host for a static cache, and the first of its keys need not be there yet for a window of fewer.
+    aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    if local_size is None:
+        plain = mask_function is causal_mask_function
+    else:  # a window of config.sliding_window, or else chunks
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        plain = local_size == getattr(config, "sliding_window", None) and not chunked
+    if allow_is_causal_skip and plain and aligned:
+        return _padding(attention_mask, kv_length, kv_offset)
+    if allow_is_bidirectional_skip and local_size is None and mask_function is bidirectional_mask_function:
+        padding = _padding(attention_mask, kv_length, kv_offset)
+        # Whole: whether a module is causal is no part of a mask. The strides of what is repeated are 0.
+        return None if padding is None else padding[:, None, None, :].expand(-1, 1, q_length, -1)
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **options,
+    )
+
+
+def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """The keys that are there, (B, Tk); None where all are, as far as that can be asked."""
+    if mask is None:
+        return None
+    mask = mask[:, kv_offset : kv_offset + kv_length]
+    if mask.shape[1] < kv_length:
+        mask = nn.functional.pad(mask, (0, kv_length - mask.shape[1]))
+    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return mask
+    return None if bool(mask.all()) else mask  # waits for the device, once a forward, as transformers' own masks do
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One attention, as a model asks for it: q `(B, Hq, Tq, D)`, k and v `(B, Hkv, Tk, D)`."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None  # None, (B, Tk), or 4 dimensions: then it says all
+    causal: bool
+    window: int | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    dropout: float
+
+    @property
+    def asks_for_gradients(self) -> bool:
+        tensors = (self.q, self.k, self.v, self.sinks)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def unsupported(self) -> str:
+        """Why the kernels can't compute it, or nothing."""
+        if self.dropout > 0:
+            return "dropout"
+        if self.q.dtype not in FLOATS:
+            return f"inputs of {self.q.dtype}"
+        if max(self.q.shape[3], self.v.shape[3]) > _LONGEST_HEAD:
+            return f"heads over {_LONGEST_HEAD}"
+        if self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled():
+            return "a bias by position that gets a gradient"
+        return ""
+
+    def whole_mask(self) -> Tensor | None:
+        """bool or floating, `(B or 1, H or 1, Tq, Tk)`: padding, the causal rule and the window in one."""
+        if self.mask is not None and self.mask.dim() == 4:
+            return self.mask
+        n_q, n_k = self.q.shape[2], self.k.shape[2]
+        seen = None if self.mask is None else self.mask[:, None, None, :].bool()
+        if (self.causal and n_q > 1) or (self.window is not None and self.window < n_k):
+            keys = torch.arange(n_k, device=self.q.device)
+            places = torch.arange(n_k - n_q, n_k, device=self.q.device)[:, None]
+            pattern = keys <= places
+            if self.window is not None:
+                pattern = pattern & (keys > places - self.window)
+            seen = pattern[None, None] if seen is None else seen & pattern
+        return seen
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a module. Called by transformers, with arguments of its; the result is `(B, Tq, Hq, Dv)`."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    call = _Call(
+        module, query, key, value, attention_mask, bool(causal), sliding_window or None, scaling, softcap or None,
+        s_aux, position_bias, dropout,
+    )  # fmt: skip
+    if reason := call.unsupported():
+        return _elsewhere(call, reason, options), None
+    starts = options.get("cu_seq_lens_q")
+    if starts is not None and query.shape[0] == 1 and position_bias is None:
+        return _packed(call, starts, options), None
+    return _attention(call), None
+
+
+def _attention(call: _Call) -> Tensor:
+    from rooftile.ops.attention import attention
+    from rooftile.ops.decode_attention import decode_attention
+
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    n_q, n_k = call.q.shape[2], call.k.shape[2]
+    common: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+    mask, causal, window = call.mask, call.causal, call.window
+    if mask is not None and mask.dim() == 4:  # it says all
+        causal, window = False, None
+    elif not causal and n_q > 1:  # an encoder's window reaches both ways, and is in the mask
+        window = None
+    else:
+        causal = True
+    if mask is None and causal and n_q <= _DECODED and call.bias is None and not call.asks_for_gradients:
+        lengths = torch.full((call.q.shape[0],), n_k, dtype=torch.int32, device=call.q.device)
+        return decode_attention(q, call.k, call.v, lengths, window=window, layout="bhtd", **common)  # type: ignore[return-value]
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None, :].bool()
+    if call.bias is not None:
+        bias = call.bias.to(call.q.dtype)
+        if mask is None:
+            mask = bias
+        else:
+            mask = bias.where(mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    out = attention(q, k, v, causal=causal, window=window, mask=mask, layout="bthd", **common)
+    return out  # type: ignore[return-value]
+
+
+def _packed(call: _Call, starts: Tensor, options: dict[str, Any]) -> Tensor:
+    """Sequences one behind the other in a batch of one, as transformers' collators for FlashAttention give them."""
+    from rooftile.ops.attention import attention_varlen
+
+    starts_k = options.get("cu_seq_lens_k")
+    q, k, v = (x[0].transpose(0, 1) for x in (call.q, call.k, call.v))
+    out = attention_varlen(
+        q,
+        k,
+        v,
+        starts,
+        starts if starts_k is None else starts_k,
+        options.get("max_length_q"),
+        options.get("max_length_k"),
+        causal=call.causal,
+        scale=call.scale,
+        window=call.window if call.causal else None,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+    return out[None]  # type: ignore[call-overload]
+
+
+def _elsewhere(call: _Call, reason: str, options: dict[str, Any]) -> Tensor:
+    """By PyTorch's kernels or, where they lack what the model needs, by its own eager code."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.utils import logging
+
+    logging.get_logger(__name__).warning_once(
+        f"attn_implementation=\"{NAME}\" has no {reason}: PyTorch's, or the model's own attention is used for it"
+    )
+    mask = call.whole_mask()
+    given: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scale, **options}
+    if call.bias is not None:
+        given["position_bias"] = call.bias
+    if call.softcap is None and call.sinks is None:
+        return sdpa_attention_forward(call.module, call.q, call.k, call.v, mask, is_causal=False, **given)[0]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=call.q.dtype, device=mask.device).where(mask, torch.finfo(call.q.dtype).min)
+    eager = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise ValueError(f"attention: {type(call.module).__name__} needs {reason}, and its file has no eager attention")
+    return eager(call.module, call.q, call.k, call.v, mask, softcap=call.softcap, **given)[0]
+
+
+def attends_by_name(module: nn.Module) -> bool:
+    """Whether the module asks transformers for its attention by the configuration's name for it."""
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+class Switch:
+    """The attention of a model's configurations set to Rooftile's, and back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = tuple(name for name, module in model.named_modules() if attends_by_name(module))
+        self._before: list[tuple[Any, str | None]] = []
+        if not self.names:
+            return
+        register_attention()
+        configs: dict[int, Any] = {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}
+        for config in configs.values():
+            if hasattr(config, "_attn_implementation_internal"):
+                self._before.append((config, config._attn_implementation_internal))
+                config._attn_implementation_internal = NAME
+
+    def undo(self) -> None:
+        """Each configuration as it was, but for those that were set to another implementation since."""
+        for config, before in self._before:
+            if config._attn_implementation_internal == NAME:
+                config._attn_implementation_internal = before
+        self._before = []

@@ -1,0 +1,252 @@
+"""`attn_implementation="rooftile"`: the same tokens, logits and gradients as eager attention, in every family."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import transformers
+from helpers import Calls
+from tiny_models import _TINY, BY_TITLE, DEVICE, assert_same_gradients, build, error, gradients, tokens
+
+from rooftile.demo.models import inputs
+from rooftile.huggingface import attention, patch
+from rooftile.huggingface.attention import register_attention
+
+TITLES = (*BY_TITLE, "gpt-oss")
+_GPT_OSS = {**_TINY, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 8}
+# A window that the sequences pass, where the configuration has one.
+WINDOWS = dict.fromkeys(("Mistral", "Gemma 2", "Gemma 3", "Phi-3", "Mixtral", "StarCoder2"), 8)
+GENERATING = [title for title in TITLES if title not in ("BERT", "RoBERTa")]
+# A rounding more or less of float32 in each of two layers.
+TOLERANCE = 5e-6
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    register_attention()
+
+
+def gpt_oss(**more):
+    """With sinks, which PyTorch's own attention does not have."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        vocab_size=256, pad_token_id=0, bos_token_id=1, eos_token_id=2, **_GPT_OSS | more
+    )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def pair(title, **more):
+    """The model with eager attention, and its twin with Rooftile's."""
+    if title in WINDOWS:
+        more = {"sliding_window": WINDOWS[title], **more}
+    eager = gpt_oss(**more) if title == "gpt-oss" else build(title, **more)
+    ours = copy.deepcopy(eager)
+    for model, name in ((eager, "eager"), (ours, "rooftile")):
+        for module in model.modules():  # set_attn_implementation does not reach T5's two halves
+            if isinstance(module, transformers.PreTrainedModel):
+                module.config._attn_implementation = name
+    return eager, ours
+
+
+def padded(n, batch, side):
+    """Tokens of which the sequences but the first have fewer, and the mask that says so."""
+    ids, mask = tokens(n, batch), torch.ones(batch, n, dtype=torch.long, device=DEVICE)
+    for b in range(1, batch):
+        gone = slice(0, 2 * b + 1) if side == "left" else slice(n - 2 * b - 1, n)
+        ids[b, gone], mask[b, gone] = 0, 0
+    return ids, mask
+
+
+def logits(model, ids, mask):
+    given = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    with torch.no_grad():
+        return model(**given).logits
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_logits_of_padded_batches(title):
+    eager, ours = pair(title)
+    for side in ("left", "right"):
+        ids, mask = padded(20, 3, side)
+        there = mask.bool()
+        with Calls() as record:
+            found = logits(ours, ids, mask)[there]
+        assert error(found, logits(eager, ids, mask)[there]) < TOLERANCE, side
+        assert {func._schema.name for func, _, _ in record.calls} == {"rooftile::attention"}
+
+
+@pytest.mark.parametrize("title", GENERATING)
+def test_greedy_tokens_of_a_padded_batch(title):
+    eager, ours = pair(title)
+    ids, mask = padded(11, 2, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6}
+    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 2", "Gemma 3", "gpt-oss", "DeepSeek-V3", "T5"])
+def test_greedy_tokens_without_padding_are_decoded(title):
+    eager, ours = pair(title)
+    ids = tokens(11, 2)
+    options = {"max_new_tokens": 5, "do_sample": False, "min_new_tokens": 5}
+    with Calls() as record:
+        found = ours.generate(ids, **options)
+    assert torch.equal(found, eager.generate(ids, **options))
+    ran = [func._schema.name for func, _, _ in record.calls]
+    assert ("rooftile::decode_attention" in ran) == (not title.startswith("T5"))  # which adds a bias by position
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 2", "Gemma 3", "gpt-oss"])
+@pytest.mark.parametrize("side", ["", "left"])
+def test_greedy_tokens_with_a_static_cache(title, side):
+    eager, ours = pair(title)
+    ids, mask = padded(7, 2, side) if side else (tokens(7, 2), None)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 3", "gpt-oss"])
+def test_a_prompt_in_two_parts(title):
+    """More than one new token against a cache: causal at the end of the keys."""
+    eager, ours = pair(title)
+    ids = tokens(30, 2)
+    found = []
+    for model in (eager, ours):
+        with torch.no_grad():
+            first = model(ids[:, :11], use_cache=True)
+            found.append(model(ids[:, 11:], past_key_values=first.past_key_values, use_cache=True).logits)
+    assert error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_a_training_step(title):
+    eager, ours = pair(title)
+    ids, mask = padded(20, 2, "right")
+    found = []
+    for model in (eager, ours):
+        model.zero_grad()
+        given = inputs(model, ids)[0]
+        if not model.config.is_encoder_decoder:
+            given["attention_mask"] = mask
+            given["labels"] = given["labels"].masked_fill(mask == 0, -100)
+        out = model(**given)
+        out.loss.backward()
+        found.append((out.loss.detach(), gradients(model)))
+    assert error(found[1][0], found[0][0]) < TOLERANCE
+    assert_same_gradients(found[1][1], found[0][1])
+
+
+def test_sequences_that_are_packed():
+    eager, ours = pair("Llama")
+    ids = tokens(20, 1)
+    places = torch.cat((torch.arange(13), torch.arange(7)))[None].to(DEVICE)
+    starts = torch.tensor([0, 13, 20], dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        expected = eager(ids, position_ids=places, use_cache=False).logits
+        by_place = ours(ids, position_ids=places, use_cache=False).logits
+        with Calls() as record:
+            lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 13, "max_length_k": 13}
+            by_starts = ours(ids, position_ids=places, use_cache=False, **lengths).logits
+    assert error(by_place, expected) < TOLERANCE
+    assert error(by_starts, expected) < TOLERANCE
+    assert {func._schema.name for func, _, _ in record.calls} == {"rooftile::attention_varlen"}
+
+
+def test_a_mask_of_ones_own():
+    eager, ours = pair("Llama")
+    ids = tokens(12, 2)
+    seen = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.5
+    seen |= torch.eye(12, dtype=torch.bool, device=DEVICE)
+    added = torch.zeros((), device=DEVICE).where(seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=added).logits
+        assert error(ours(ids, attention_mask=added).logits, expected) < TOLERANCE
+        assert error(ours(ids, attention_mask=seen).logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 2", "gpt-oss"])
+def test_dropout_is_left_to_others(title):
+    eager, ours = pair(title, attention_dropout=1e-6)  # so little that nothing falls out
+    ids, mask = padded(12, 2, "left")
+    found = [model.train()(ids, attention_mask=mask).logits[mask.bool()] for model in (eager, ours)]
+    assert error(found[1], found[0]) < TOLERANCE
+
+
+def test_a_padded_batch_takes_no_square_mask():
+    ids, mask = padded(20, 3, "left")
+    _, ours = pair("Mistral")
+    with Calls() as record:
+        logits(ours, ids, mask)
+    masks = [args[3] for _, args, _ in record.calls]
+    assert [tuple(m.shape) for m in masks] == [(3, 1, 1, 20)] * 2
+
+
+def test_torch_compile_takes_it_whole():
+    eager, ours = pair("Gemma 2")
+    ids, mask = padded(20, 2, "left")
+    step = torch.compile(lambda ids, mask: ours(ids, attention_mask=mask, use_cache=False).logits, backend="aot_eager")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = step(ids, mask)[mask.bool()]
+    assert error(found, logits(eager, ids, mask)[mask.bool()]) < TOLERANCE
+
+
+def test_from_pretrained(tmp_path):
+    model = build("Llama")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="rooftile").to(DEVICE)
+    ids, mask = padded(12, 2, "left")
+    with Calls() as record:
+        found = logits(loaded, ids, mask)
+    assert record.calls
+    assert error(found[mask.bool()], logits(model, ids, mask)[mask.bool()]) < TOLERANCE
+
+
+class TestSwitch:
+    def test_it_sets_the_instance_and_takes_it_back(self):
+        model = build("Llama")
+        other = copy.deepcopy(model)
+        before = model.config._attn_implementation
+        ids, mask = padded(12, 2, "left")
+        expected = logits(model, ids, mask)
+        switch = attention.Switch(model)
+        assert len(switch.names) == 2
+        assert model.config._attn_implementation == "rooftile"
+        assert other.config._attn_implementation == before
+        assert error(logits(model, ids, mask)[mask.bool()], expected[mask.bool()]) < TOLERANCE
+        switch.undo()
+        assert model.config._attn_implementation == before
+        assert torch.equal(logits(model, ids, mask), expected)
+
+    def test_what_was_set_since_stays(self):
+        model = build("Llama")
+        switch = attention.Switch(model)
+        model.set_attn_implementation("eager")
+        switch.undo()
+        assert model.config._attn_implementation == "eager"
+
+    @pytest.mark.parametrize("title", ["Llama", "Gemma 2", "BERT", "T5"])
+    def test_patch_sets_it_beside_the_rest(self, title):
+        model = build(title)
+        ids, mask = padded(12, 2, "right")
+        expected = logits(model, ids, mask)
+        before = model.config._attn_implementation
+        with patch(model, attention=True) as handle:
+            assert handle.replaced["attention"] == len(handle.modules["attention"]) == (6 if title == "T5" else 2)
+            with Calls() as record:
+                found = logits(model, ids, mask)
+            assert error(found[mask.bool()], expected[mask.bool()]) < TOLERANCE
+            names = {func._schema.name for func, _, _ in record.calls}
+            assert "rooftile::attention" in names
+            assert len(names) > 1
+        assert model.config._attn_implementation == before
+        assert torch.equal(logits(model, ids, mask), expected)
