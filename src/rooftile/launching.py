@@ -8,7 +8,9 @@ all pointers are aligned to 16 bytes. So it remembers the kernel by those, and s
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,15 +39,22 @@ class Plan:
         kernel: the `@triton.jit` function; its parameters are pointers, then integers that Triton specializes on, then
             numbers that it does not, then constants.
         constants: the kernel's constants, in the order of its parameters.
+        newest_assembler: on sm_90 take the newest ptxas that comes with Triton, not the one that Triton would. Version
+            12.8 computes descriptors of the tensor cores' operands from registers that nothing wrote, where a kernel
+            has operands of several products in one place of shared memory, or several loops over one operand.
+            `rooftile inspect` finds such reads (resources.py).
         options: num_warps and the like.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
+    def __init__(
+        self, kernel: Any, constants: dict[str, Any], *, newest_assembler: bool = False, **options: Any
+    ) -> None:
         parameters = list(kernel.arg_names)
         if parameters[len(parameters) - len(constants) :] != list(constants):
             raise ValueError(f"Plan: constants are {list(constants)}, expected the last parameters of {parameters}")
         self.kernel = kernel
         self.constants = constants
+        self.newest_assembler = newest_assembler
         self.options = options
         self.values = tuple(constants.values())
         self.compiled: dict[Any, Any] = {}
@@ -75,12 +84,26 @@ def launch(
             compiled = plan.compiled.get(key)
             if compiled is not None:
                 return _start(compiled, programs, key[0], (*tensors, *strides, *numbers, *plan.values))
-    compiled = plan.kernel[(programs,)](*tensors, *strides, *numbers, **plan.constants, **plan.options)
+    with _assembler(plan, first.device) as options:  # type: ignore[union-attr]
+        compiled = plan.kernel[(programs,)](*tensors, *strides, *numbers, **plan.constants, **options)
     if key is not None:
         if len(plan.compiled) >= _MANY:
             plan.compiled.clear()
         plan.compiled[key] = compiled
     return None
+
+
+@contextlib.contextmanager
+def _assembler(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The plan's options, while the assembler that it needs is in place."""
+    if not plan.newest_assembler or runtime.target(device).arch != "sm_90":
+        yield plan.options
+        return
+    tools = triton.knobs.nvidia
+    with tools.scope():
+        tools.ptxas = tools.ptxas_blackwell.path
+        # Triton's cache does not know the assembler: an option that changes nothing keeps the two apart.
+        yield {**plan.options, "ptx_options": "--fmad=true"}
 
 
 def _stream(device: int) -> int:

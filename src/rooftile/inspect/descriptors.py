@@ -1,0 +1,91 @@
+"""Whether the tensor cores of sm_90 are told of operands by registers that hold something.
+
+A warpgroup's product takes the places of its operands in shared memory from descriptors in uniform registers. Some
+versions of ptxas (12.8 among them) compute a descriptor from registers that nothing wrote: the product then reads what
+lies somewhere else, or raises an illegal access, and only on a GPU, and only with some bad luck. In the machine code it
+shows: a uniform register is read where no path from the beginning has written it, or not every path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_LINE = re.compile(r"^(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;$")
+_ALL = (1 << 64) - 1  # every uniform register, one bit each
+
+Instruction = tuple[str | None, str, str]  # predicate, name with modifiers, operands
+
+
+def _parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        line = re.sub(r"/\*[^*]*\*/", "", line).strip()
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _LINE.match(line):
+            code.append((found[1], found[2], found[3]))
+    return code, labels
+
+
+def _registers(name: str, operands: str) -> tuple[int, int]:
+    """The uniform registers that an instruction writes and those that it reads, as bits."""
+    parts = [part.strip() for part in operands.split(",")]
+    if "gdesc[UR" in operands:  # two registers for each operand in shared memory; the first may be in registers
+        found = re.search(r"gdesc\[UR(\d+)\]", operands)
+        assert found is not None
+        first = int(found[1])
+        in_memory = len(parts) > 1 and parts[1].startswith("gdesc")
+        return 0, (12 << first) | (3 << first if in_memory else 0)
+    writes = reads = 0
+    is_wide = ".64" in name or ".WIDE" in name
+    if (name.startswith("U") and not name.startswith(("UTMA", "UBLK"))) or name.startswith(("R2UR", "S2UR")):
+        while parts and re.match(r"^!?UP\w+$", parts[0]):  # predicates that it writes
+            parts.pop(0)
+        if parts and (target := re.match(r"^UR(\d+)$", parts[0])):
+            writes = (3 if is_wide else 1) << int(target[1])
+            parts.pop(0)
+    for part in parts:
+        for n in re.findall(r"\bUR(\d+)\b", part):
+            is_pair = part.startswith("desc[") or (".64" in name and name.startswith("U"))
+            reads |= (3 if is_pair else 1) << int(n)
+    return writes, reads
+
+
+def _next(code: Sequence[Instruction], labels: dict[str, int], i: int) -> list[int]:
+    predicate, name, operands = code[i]
+    following = [i + 1] if i + 1 < len(code) else []
+    if name.startswith(("BRA", "BRX", "JMP")):
+        there = [
+            labels[label] for label in re.findall(r"\.L_x_\d+", operands) if labels.get(label, len(code)) < len(code)
+        ]
+        falls_through = predicate is not None or "UP" in operands.partition("`")[0]
+        return there + (following if falls_through else [])
+    if name.startswith(("EXIT", "RET")):
+        return following if predicate is not None else []
+    return following
+
+
+def unwritten(sass: str) -> list[str]:
+    """The instructions that read a uniform register which some path to them has not written."""
+    code, labels = _parse(sass)
+    if not any("gdesc[UR" in operands for _, _, operands in code):
+        return []
+    registers = [_registers(name, operands) for _, name, operands in code]
+    written = [_ALL] * len(code)  # before each instruction, on every path to it
+    reached = [False] * len(code)
+    work = [0]
+    written[0], reached[0] = 0, True
+    while work:
+        i = work.pop()
+        after = written[i] | registers[i][0]
+        for j in _next(code, labels, i):
+            both = written[j] & after
+            if both != written[j] or not reached[j]:
+                written[j], reached[j] = both, True
+                work.append(j)
+    return [
+        " ".join(filter(None, code[i][1:])) for i in range(len(code)) if reached[i] and registers[i][1] & ~written[i]
+    ]

@@ -1,0 +1,59 @@
+"""Machine code in which a product's operands are described by registers that nothing wrote is found."""
+
+import pytest
+
+from rooftile.inspect.descriptors import unwritten
+from rooftile.inspect.plan import faults
+
+GOOD = """
+        ULDC.64 UR8, c[0x0][0x250] ;
+        UIMAD.WIDE UR10, UR8, UR9, URZ ;
+        @P1 BRA `(.L_x_0) ;
+        UMOV UR12, 0x1 ;
+        BRA `(.L_x_1) ;
+.L_x_0:
+        UMOV UR12, 0x2 ;
+.L_x_1:
+        UIADD3.64 UR14, UR8, UR10, URZ ;
+        UMOV UR13, 0x0 ;
+        HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT ;
+        EXIT ;
+"""
+
+
+def test_what_every_path_has_written_may_be_read():
+    assert unwritten(GOOD) == []
+
+
+def test_a_register_that_nothing_wrote_is_found():
+    """As ptxas 12.8 has it for the second product of a block, whose operand lies where the first one's did."""
+    wrong = GOOD.replace("UIADD3.64 UR14, UR8, UR10, URZ", "UIADD3 UR14, UP0, UR14, 0x20, URZ")
+    assert unwritten(wrong) == [
+        "UIADD3 UR14, UP0, UR14, 0x20, URZ",
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT",  # its other half, UR15
+    ]
+
+
+def test_a_register_that_one_path_has_not_written_is_found():
+    """As it has it for the second of two loops over one operand, where the first is not run."""
+    assert unwritten(GOOD.replace("UMOV UR12, 0x2", "UMOV UR16, 0x2")) == [
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT"
+    ]
+
+
+def test_an_operand_in_registers_has_no_descriptor():
+    code = GOOD.replace("gdesc[UR12], RZ", "R4, gdesc[UR12], RZ").replace("UMOV UR12, 0x2", "NOP")
+    assert unwritten(code) == []
+
+
+def test_code_without_such_products_is_not_looked_at():
+    assert unwritten("IMAD R0, R6, UR4, RZ ;\nEXIT ;") == []
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, []), (2, ["2 instructions read registers that nothing wrote"])])
+def test_it_is_a_fault(count, said):
+    from rooftile.inspect.plan import Kernel
+    from rooftile.runtime import TARGETS
+
+    kernel = Kernel("", "k", {}, {}, 4, 1, 1, 128, 32, 0, 0, 0, "16", "16", 1.0, count)
+    assert [fault.partition(":")[0] for fault in faults(kernel, TARGETS["sm_90"])] == said
