@@ -1,11 +1,11 @@
 """The attention forward of sm_90 in its forms, against attention in float32."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
 from helpers import BF16
+from test_attention_backward import formula
 
 from rooftile import runtime
 from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
@@ -30,25 +30,6 @@ def apart(batch, heads, rows, cols, dtype, device, layout):
     t = buffer[:, : shape[1], : shape[2], :cols]
     t.copy_(torch.randn(shape, device=device))
     return t.transpose(1, 2) if layout == "bthd" else t
-
-
-def truth(q, k, v, s, sinks):
-    """Output and log-sum-exp in float32."""
-    q, k, v = q.float(), k.float(), v.float()
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.mT * s.scale
-    if s.softcap:
-        scores = s.softcap * torch.tanh(scores / s.softcap)
-    j = torch.arange(k.shape[2], device=q.device)
-    p = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
-    seen = (j <= p + s.right if s.right >= 0 else j >= 0) & (j >= p - s.left if s.left >= 0 else p >= p)
-    scores = scores.masked_fill(~seen, -math.inf)
-    terms = scores
-    if sinks is not None:
-        terms = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], 3)
-    lse = torch.logsumexp(terms, 3)
-    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    return weights @ v, lse
 
 
 POINTS = [
@@ -82,7 +63,7 @@ def test_it_is_attention(point, device):
     out = torch.full((batch, heads, n_q, head_dim), torch.nan, dtype=dtype, device=device)
     lse = torch.full((batch, heads, n_q), torch.nan, device=device)
     hopper_forward.launch(q, k, v, out, lse, Extras(sinks=sinks), s, config(head_dim))
-    expected, expected_lse = truth(q, k, v, s, sinks)
+    expected, expected_lse = formula(q.float(), k.float(), v.float(), s, sinks=sinks)
     error = (out.float() - expected).norm() / expected.norm()
     assert error < (5e-3 if dtype == BF16 else 1e-3)  # rounding of weights and output alone is a third of it
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-3)
@@ -114,6 +95,9 @@ def test_it_takes_what_its_tests_give_it(point):
         {"aligned": False},
         {"n_k": 0},
         {"scoring": Scoring(0.0)},
+        {"scoring": Scoring(1e-40)},
+        {"scoring": Scoring(1e9)},
+        {"scoring": Scoring(0.1, 1e9)},
     ],
     ids=str,
 )

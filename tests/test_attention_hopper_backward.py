@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from test_attention_backward import formula
 
 from rooftile import runtime
 from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
@@ -30,29 +31,6 @@ LIMIT = {BF16: 1.2e-2, HALF: 2e-3}
 
 def config(head_dim, stages=2):
     return AttentionConfig("hopper", 128 if head_dim <= 64 else 64, 128, 8, stages)
-
-
-def truth(q, k, v, s, sinks=None):
-    """out and lse of float32 q, k, v."""
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * s.scale
-    if s.softcap:
-        scores = s.softcap * torch.tanh(scores / s.softcap)
-    n_q, n_k = scores.shape[2:]
-    position = torch.arange(n_q, device=q.device)[:, None] + n_k - n_q
-    keys = torch.arange(n_k, device=q.device)[None]
-    seen = torch.ones_like(scores[0, 0], dtype=torch.bool)
-    if s.left >= 0:
-        seen &= keys >= position - s.left
-    if s.right >= 0:
-        seen &= keys <= position + s.right
-    scores = scores.masked_fill(~seen, -torch.inf)
-    terms = scores
-    if sinks is not None:
-        terms = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], 3)
-    lse = torch.logsumexp(terms, -1)
-    p = torch.where(seen, (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp(), 0.0)
-    return p @ v.repeat_interleave(group, 1), lse
 
 
 def error(x, y):
@@ -82,7 +60,7 @@ class Drawn:
         self.s = Scoring(head_dim**-0.5, softcap, left, right)
         wide = [x.float().requires_grad_() for x in (self.q, self.k, self.v)]
         sinks = self.sinks.clone().requires_grad_() if with_sinks else None
-        out, lse = truth(*wide, self.s, sinks)
+        out, lse = formula(*wide, self.s, sinks=sinks)
         total = (out * self.dout.float()).sum()
         if self.dlse is not None:
             total = total + (torch.where(torch.isfinite(lse), lse, 0.0) * self.dlse).sum()

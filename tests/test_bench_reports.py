@@ -111,6 +111,8 @@ def test_time_and_memory_are_charted_over_a_dimension(tmp_path):
     made = report.plot_over(tmp_path / "new", rows + two + failed, "seq_len", "a GPU")
     assert [p.name for p in made] == [f"{rows[0].op}-forward-{rows[0].dtype}-batch1.png"]
     assert made[0].stat().st_size > 0
+    causal = [dataclasses.replace(row, options={"causal": True}) for row in rows]
+    assert len(set(report.plot_over(tmp_path / "both", rows + causal, "seq_len", "a GPU"))) == 2
 
 
 # Around it

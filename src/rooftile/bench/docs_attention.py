@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rooftile.bench.docs_tables import (
     NO_RESULTS,
@@ -20,14 +21,15 @@ from rooftile.bench.docs_tables import (
 from rooftile.bench.report import number
 from rooftile.bench.rows import OURS, Row, groups
 
-SUITE = "attention"
+SUITES = ("attention", "attention-fp16")  # the second at fewer lengths
 MEMORY = "attention-memory"
 LARGE = 256 << 20  # bytes of cache, from which on decoding is held to the roof
 
 
 def rows(results: Path) -> str:
-    """Every row of the suite, those that lose too."""
-    return every_row(results, SUITE)
+    """Every row of the suites, those that lose too."""
+    parts = [every_row(results, suite) for suite in SUITES if by_gpu(results, suite)]
+    return "\n\n".join(parts) or NO_RESULTS
 
 
 def _summary_cells(op: str, direction: str, found: Sequence[list[Row]]) -> list[str]:
@@ -53,7 +55,11 @@ def summary(results: Path) -> str:
         "TFLOP/s, most>", "of the read roof, median (rows of 256 MiB)>",
     )  # fmt: skip
     parts = []
-    for files in by_gpu(results, SUITE).values():
+    by_name: dict[str, list[tuple[dict[str, Any], list[Row]]]] = {}
+    for suite in SUITES:
+        for name, files in by_gpu(results, suite).items():
+            by_name.setdefault(name, []).extend(files)
+    for files in by_name.values():
         found: dict[tuple[str, str], list[list[Row]]] = {}
         for group in groups(row for _, of_file in files for row in of_file):
             found.setdefault((group[0].op, group[0].direction), []).append(group)

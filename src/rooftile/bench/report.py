@@ -239,7 +239,7 @@ def plot_over(folder: Path, rows: Iterable[Row], dim: str, machine: str) -> list
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    paths = []
+    paths: list[Path] = []
     for some in _series(rows, dim):
         first = some[0]
         figure, panels = pyplot.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
@@ -271,6 +271,8 @@ def plot_over(folder: Path, rows: Iterable[Row], dim: str, machine: str) -> list
         sizes = "-".join(f"{k}{v}" for k, v in first.dims.items() if k in ("batch", "heads", "head_dim"))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{first.op}-{first.direction}-{first.dtype}-{sizes}.png"
+        if path in paths:  # they differ in options, or in a size that is not named
+            path = path.with_stem(f"{path.stem}-{sum(p.stem.startswith(path.stem) for p in paths) + 1}")
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
         paths.append(path)

@@ -119,6 +119,9 @@ CASES = (
         flops=_flops,
         tolerances=TOLERANCES,
         roof="product",
+        # The softmax as it goes adds in the order of the keys, where eager's products add in a tree; and the lse from
+        # which the backward has the probabilities is rounded.
+        float32_floor=1e-6,
         # Scalar registers of gfx942, which go into lanes of vector registers.
         spills=128,
         sets=_SETS,

@@ -85,6 +85,8 @@ class OpCase:
         spills: bytes of register spills that are allowed on any target.
         deterministic: whether two runs on one GPU must agree to the bit.
         over: the dimension over which time and memory of the op are charted, where a run has several sizes of it.
+        float32_floor: of float32, the error below which nothing is held to what eager PyTorch loses; where it is more
+            than that of all ops (check.rounding_floor), the case says why.
         roof: what a row is held to: "copy", a copy of the same bytes; "product", the slower of a streaming read of the
             bytes and a matrix product of as many operations, in the inputs' dtype or the one named.
     """
@@ -109,6 +111,7 @@ class OpCase:
     spills: int = 0
     deterministic: bool = True
     over: str = ""
+    float32_floor: float = 0.0
     roof: Roof = "copy"
 
     def tolerance(self, dtype: torch.dtype, direction: Direction, output: str) -> Tolerance:

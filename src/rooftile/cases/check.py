@@ -226,8 +226,9 @@ def check_point(
     """One row for each output (forward) or gradient (backward) of the case at that point.
 
     An error is held to `min(ceiling, max(2 * eager's error, rounding_floor))`, with the floor of the inputs' dtype or
-    of the output's, whichever is more. The op's own function runs in poisoned memory, and an input that it changes
-    without saying so is a fault. An exception makes FAIL rows with its message.
+    of the output's, whichever is more, and of float32 the case's own where it has one. The op's own function runs in
+    poisoned memory, and an input that it changes without saying so is a fault. An exception makes FAIL rows with its
+    message.
 
     Args:
         case, point, dtype, direction: what is checked.
@@ -265,6 +266,7 @@ def check_point(
             eager_error = relative_error(eager.to(expected), ref)
             ceiling = case.tolerance(dtype, direction, name).ceiling
             floor = max(rounding_floor(dtype), rounding_floor(expected))
+            floor = max(floor, case.float32_floor) if dtype == torch.float32 else floor
             tolerance = min(ceiling, max(2 * eager_error, floor))
             error = relative_error(out, ref) if out.shape == ref.shape else math.nan
             message = _verdict(out, ref, expected, error, tolerance)

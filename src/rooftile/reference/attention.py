@@ -90,7 +90,7 @@ def _in_heads(
         parts = []
         for i in range(0, n_q, rows):
             of_rows = q.narrow(t, i, min(rows, n_q - i))
-            keys = n_k - n_q + i + of_rows.shape[t] if options["causal"] else n_k
+            keys = n_k - n_q + i + of_rows.shape[t] if options.get("causal") else n_k
             parts.append(
                 checkpoint(one, of_rows, k.narrow(t, 0, keys), v.narrow(t, 0, keys), *rest, use_reentrant=False)
             )

@@ -124,10 +124,10 @@ def attention_varlen(
             tensor on the CPU, is checked and copied to the device. Of a tensor on the GPU nothing can be known without
             waiting for it: it is clamped so that nothing outside of the tensors is read or written, and rows of the
             output that no sequence covers are zeros.
-        cu_seqlens_k: the same for k and v; by default that of q.
+        cu_seqlens_k: the same for k and v; by default that of q, and k has as many tokens.
         max_seqlen_q, max_seqlen_k: queries and keys of the longest sequence. Where the numbers are on the CPU they are
             found; else the default is as many as there are in all, which is right and launches programs that have
-            nothing to do. Rows past max_seqlen_q may be zeros.
+            nothing to do. Rows past max_seqlen_q may be zeros, and keys past max_seqlen_k may have no gradient.
         causal, scale, window, softcap, alibi_slopes, sinks, return_lse, deterministic, config: as in `attention`;
             positions are counted within each sequence.
 
@@ -145,6 +145,7 @@ def attention_varlen(
     text, exact = common.encoded(op, config), common.is_deterministic(op, deterministic)
     starts_q, longest_q = common.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     if cu_seqlens_k is None:
+        common.check_alike(op, q, k, longest_q, max_seqlen_k)
         starts_k, longest_k = None, max_seqlen_k or longest_q
     else:
         starts_k, longest_k = common.checked_starts(op, "k", cu_seqlens_k, k, max_seqlen_k)

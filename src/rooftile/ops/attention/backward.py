@@ -139,7 +139,7 @@ def _candidates(p: Problem, target: runtime.Target) -> Iterator[BackwardConfig]:
 @functools.cache
 def _plan(tiling: Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, ...]) -> launching.Plan:
     kernel = dq_kernel if tiling.wanted == "dq" else dkdv_kernel
-    return launching.Plan(kernel, {"T": tiling}, num_warps=num_warps)
+    return launching.Plan(kernel, {"T": tiling}, newest_assembler=True, num_warps=num_warps)
 
 
 def _together(lane_bytes: int, lanes: int, target: runtime.Target) -> int:
@@ -199,8 +199,8 @@ def _tiling(rows: Rows, x: Extras, s: Scoring, c: AttentionConfig, wanted: str) 
         shared=q.shape[1] > k.shape[1],
         scale=s.scale,
         softcap=s.softcap,
-        left=min(s.left, 1 << 30),  # sums with positions stay below 2^31
-        right=min(s.right, 1 << 30),
+        left=s.left,
+        right=s.right,
         mask="" if x.mask is None else "bool" if x.mask.dtype == torch.bool else "float",
         alibi=x.alibi_slopes is not None,
         packed=x.starts_q is not None,

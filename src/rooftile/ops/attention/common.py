@@ -46,8 +46,10 @@ def scoring_arguments(
             raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number or None")
     if scale is not None and not abs(scale) < 2.0**127:
         raise ValueError(f"{op}: scale is {scale}, expected a finite number below 2^127")
-    if softcap is not None and not 0 <= softcap < 2.0**64:
-        raise ValueError(f"{op}: softcap is {softcap}, expected a positive number, or None or 0 for none")
+    if softcap and not 2.0**-64 <= softcap < 2.0**64:
+        raise ValueError(
+            f"{op}: softcap is {softcap}, expected a positive number from 2^-64 to 2^64, or None or 0 for none"
+        )
     left, right = _window(op, window, causal)
     return None if scale is None else float(scale), float(softcap or 0.0), left, right
 
@@ -84,7 +86,7 @@ def encoded(op: str, config: AttentionConfig | None) -> str:
     """The configuration as the schema of an op takes it."""
     if config is None:
         return ""
-    if not isinstance(config, AttentionConfig):
+    if type(config) is not AttentionConfig:  # that of the backward is one too
         raise TypeError(f"{op}: config is {type(config).__name__}, expected rooftile.AttentionConfig or None")
     # Dynamo traces the function itself, and warns of a cache around it.
     return (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)
@@ -106,11 +108,7 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
     for the device: its kernels clamp it. 0 is a longest sequence that nobody named.
     """
     name, longest_name, total = f"cu_seqlens_{side}", f"max_seqlen_{side}", like.shape[0] if like.dim() else 0
-    if longest is not None and not isinstance(longest, torch.SymInt):
-        if not isinstance(longest, int) or isinstance(longest, bool):
-            raise TypeError(f"{op}: {longest_name} is a {type(longest).__name__}, expected an int or None")
-        if longest < 0:
-            raise ValueError(f"{op}: {longest_name} is {longest}, expected 0 or more")
+    check_longest(op, longest_name, longest)
     if isinstance(starts, (list, tuple)):
         if not all(isinstance(n, int) for n in starts):
             raise TypeError(f"{op}: {name} is a {type(starts).__name__} of other things than ints")
@@ -124,7 +122,7 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
     else:
         raise TypeError(f"{op}: {name} is a {type(starts).__name__}, expected an int32 tensor or a list of ints")
     if starts.device.type == "cpu" and like.device.type != "cpu" and starts.dtype == torch.int32:
-        starts = starts.to(like.device, non_blocking=True)
+        starts = starts.to(like.device)
     if values is None:
         return starts, longest or 0
     if not values or values[0] != 0:
@@ -134,12 +132,36 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
             raise ValueError(f"{op}: {name} decreases from {a} to {b} at {i + 1}, expected numbers that don't")
     if values[-1] != total:
         raise ValueError(f"{op}: {name} ends with {values[-1]}, expected {total}, the number of packed tokens")
-    found = max((b - a for a, b in itertools.pairwise(values)), default=0)
+    found = max([0, *(b - a for a, b in itertools.pairwise(values))])
     if longest is not None and longest < found:
         raise ValueError(
             f"{op}: {longest_name} is {longest}, expected {found} at least, the longest sequence of {name}"
         )
     return starts, found
+
+
+def check_alike(op: str, q: Tensor, k: Tensor, longest_q: int, longest_k: int | None) -> None:
+    """Raise unless k can be packed as q is, with no numbers of its own."""
+    if q.dim() and k.dim() and k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{op}: cu_seqlens_k is None and k has {k.shape[0]} tokens, expected {q.shape[0]}, as many as q, or where "
+            "its sequences begin"
+        )
+    check_longest(op, "max_seqlen_k", longest_k)
+    if longest_k and longest_k < longest_q:
+        raise ValueError(
+            f"{op}: max_seqlen_k is {longest_k}, expected {longest_q} at least, the longest sequence of q, as "
+            "cu_seqlens_k is None"
+        )
+
+
+def check_longest(op: str, name: str, longest: int | None) -> None:
+    if longest is None or isinstance(longest, torch.SymInt):
+        return
+    if not isinstance(longest, int) or isinstance(longest, bool):
+        raise TypeError(f"{op}: {name} is a {type(longest).__name__}, expected an int or None")
+    if longest < 0:
+        raise ValueError(f"{op}: {name} is {longest}, expected 0 or more")
 
 
 # The tensors of the ops
@@ -300,6 +322,9 @@ def problem(q: Tensor, k: Tensor, v: Tensor, x: Extras, s: Scoring) -> Problem:
 
 
 def scoring(q: Tensor, scale: float | None, softcap: float, left: int, right: int) -> Scoring:
+    """What the schemas' numbers ask for; a window longer than any sequence, whose sums with positions would pass 2^31,
+    is none."""
+    left, right = (-1 if side >= 1 << 30 else side for side in (left, right))
     return Scoring(1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, left, right)
 
 

@@ -46,6 +46,7 @@ def _delta_kernel(
     heads,
     N: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -70,10 +71,13 @@ def _delta_kernel(
     if HAS_DLSE:
         dlse = dlse_ptr + batch * stride_lb + head * stride_lh + row.to(tl.int64) * stride_lt
         delta -= tl.load(dlse, mask=row_mask, other=0.0).to(tl.float32)
+    if HAS_LSE:
+        lse = tl.load(lse_ptr + flat, mask=row_mask, other=float("inf"))
+        # The gradient of a log-sum-exp of -inf is often NaN, and what it is multiplied by is 0: that would be NaN.
+        delta = tl.where(lse == float("-inf"), 0.0, delta)
 
     tl.store(delta_ptr + flat, delta, mask=row_mask)
     if SINKS:
-        lse = tl.load(lse_ptr + flat, mask=row_mask, other=float("inf"))
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         # A sink of -inf over a row that sees nothing: neither takes part.
         share = tl.where(lse == float("-inf"), 0.0, tl.exp2((sink - lse) * 1.4426950408889634))
@@ -82,11 +86,12 @@ def _delta_kernel(
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], value_dim: int, has_dlse: bool, sinks: bool, block_m: int
+    dtypes: tuple[torch.dtype | None, ...], value_dim: int, has_dlse: bool, has_lse: bool, sinks: bool, block_m: int
 ) -> launching.Plan:
     constants = {
         "N": value_dim,
         "HAS_DLSE": has_dlse,
+        "HAS_LSE": has_lse,
         "SINKS": sinks,
         "BLOCK_M": block_m,
         "BLOCK_N": library.power_of_two(value_dim),
@@ -105,8 +110,8 @@ def launch(
 ) -> None:
     """Fill `delta`, (B, H, T) float32 contiguous, and `dsinks`, (H,), where one is given (then with `lse` and `sinks`).
 
-    out and dout are (B, H, T, value_dim) and dlse (B, H, T), of any strides. The sinks' gradient is added up in one
-    order, the same every time.
+    out and dout are (B, H, T, value_dim) and dlse (B, H, T), of any strides. Where lse is given and -inf, delta is 0,
+    whatever dlse is. The sinks' gradient is added up in one order, the same every time.
     """
     batch, heads, n_q, value_dim = out.shape
     if delta.numel() == 0:
@@ -125,8 +130,10 @@ def launch(
         dlse.dtype if dlse is not None else None,
         sinks.dtype if partial is not None and sinks is not None else None,
     )
-    plan = _plan(dtypes, value_dim, dlse is not None, partial is not None, block_m)
-    tensors = (out, dout, dlse, delta) + ((lse, sinks, partial) if partial is not None else (None, None, None))
+    if dlse is None and partial is None:
+        lse = None  # nothing depends on it
+    plan = _plan(dtypes, value_dim, dlse is not None, lse is not None, partial is not None, block_m)
+    tensors = (out, dout, dlse, delta, lse, *((sinks, partial) if partial is not None else (None, None)))
     strides = (*out.stride(), *dout.stride(), *(dlse.stride() if dlse is not None else (0, 0, 0)))
     launching.launch(plan, batch * heads * blocks, tensors, strides, (n_q, heads))
     if partial is not None and dsinks is not None:

@@ -84,7 +84,7 @@ def _plan(
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
     }
-    return launching.Plan(forward_kernel, constants, num_warps=c.num_warps)
+    return launching.Plan(forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
 
 
 def launch(

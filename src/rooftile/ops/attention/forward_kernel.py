@@ -142,7 +142,7 @@ def _walk(
     return acc, acc_rest, m, denom
 
 
-@triton.jit(do_not_specialize=["pairs", "together", "heads", "group", "n_q", "n_k", "longest_q", "n_blocks"])
+@triton.jit(do_not_specialize=["pairs", "together", "heads", "group", "n_q", "n_k", "n_blocks"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, slopes_ptr, sinks_ptr, starts_q_ptr, starts_k_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,

@@ -73,8 +73,10 @@ def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | Non
         )
     if not p.aligned:
         return "kernel 'hopper' takes tensors whose base and strides are multiples of 16 bytes"
-    if not p.scoring.scale > 0:
-        return f"kernel 'hopper' takes a scale above 0, not {p.scoring.scale}"
+    # What scores are multiplied by, -inf and the lowest maximum (-1e30) among them: neither 0 nor past float32.
+    factor = p.scoring.softcap or p.scoring.scale
+    if not (p.scoring.scale > 0 and 2.0**-100 < factor < 2.0**27):
+        return f"kernel 'hopper' takes a scale above 0, and it or the softcap from 2^-100 to 2^27, not {p.scoring}"
     if min(p.batch, p.heads, p.n_q, p.n_k) < 1 or max(p.n_q, p.n_k) >= 2**30:
         return f"kernel 'hopper' takes from 1 to 2^30 - 1 queries and keys, not {p.n_q} and {p.n_k}"
     if p.batch * p.heads * library.cdiv(p.n_q, 64) >= 2**30:

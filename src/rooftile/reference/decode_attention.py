@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _sequences(cache: Tensor, page_table: Tensor | None, layout: str) -> Tensor:
+    """The cache (or scales by token) as `(B, Hkv, S, ...)`, pages put one after another."""
+    if layout == "bthd":
+        cache = cache.transpose(1, 2)
+    if page_table is None:
+        return cache
+    pages = cache[page_table.long().clamp(0, cache.shape[0] - 1)]  # (B, pages, Hkv, page_size, ...)
+    return pages.transpose(1, 2).flatten(2, 3)
+
+
+def _dequantized(
+    cache: Tensor, scale: Tensor | None, page_table: Tensor | None, layout: str, dtype: torch.dtype
+) -> Tensor:
+    x = _sequences(cache.to(dtype), page_table, layout)
+    if scale is None:
+        return x
+    if scale.dim() < 2:
+        return x * scale.to(dtype).reshape(-1, 1, 1)
+    return x * _sequences(scale.to(dtype), page_table, layout)[..., None]
+
+
+def _seen(n_new: int, n_keys: int, length: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Which keys (columns) each new token sees, and how far they are away."""
+    j = torch.arange(n_keys, device=length.device)
+    p = (length.clamp(0, n_keys) - n_new + torch.arange(n_new, device=length.device))[:, None]
+    seen = j <= p
+    if window is not None:
+        seen = seen & (j > p - window)
+    return seen, (p - j).abs()
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bthd",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sequence by sequence, the softmax over all keys at once; in the dtype of q: give it float64 for the truth."""
+    k_all = _dequantized(k_cache, k_scale, page_table, layout, q.dtype)
+    v_all = _dequantized(v_cache, v_scale, page_table, layout, q.dtype)
+    (_, n_new, heads, head_dim), (_, kv_heads, n_keys, _) = q.shape, k_all.shape
+    outs, lses = [torch.zeros(0, n_new, heads, v_all.shape[3])], [torch.zeros(0, heads, n_new)]
+    for x, k, v, length in zip(q, k_all, v_all, lengths, strict=True):
+        x = x.transpose(0, 1).unflatten(0, (kv_heads, -1))  # (Hkv, group, T, D)
+        s = (x @ k[:, None].transpose(2, 3)) * (head_dim**-0.5 if scale is None else scale)
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        seen, distance = _seen(n_new, n_keys, length, window)
+        if alibi_slopes is not None:
+            s = s - alibi_slopes.to(s.dtype).view(kv_heads, -1, 1, 1) * distance
+        s = s.masked_fill(~seen, float("-inf"))
+        lse = torch.logsumexp(s, dim=-1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(s.dtype).view(kv_heads, -1, 1))
+        p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0)[..., None])
+        # What lies beyond the sequence's end may be anything.
+        v = v.masked_fill(~seen.any(dim=0)[:, None], 0)
+        outs.append((p @ v[:, None]).flatten(0, 1).transpose(0, 1)[None])
+        lses.append(lse.flatten(0, 1)[None])
+    out, lse = (torch.cat(parts[1:]) if len(parts) > 1 else parts[0].to(q) for parts in (outs, lses))
+    return (out, lse) if return_lse else out
+
+
+def eager(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bthd",
+) -> Tensor:
+    """As Hugging Face models write it: KV heads repeated, a mask added, the softmax in float32 and rounded."""
+    k = _dequantized(k_cache, k_scale, page_table, layout, q.dtype)
+    v = _dequantized(v_cache, v_scale, page_table, layout, q.dtype)
+    n_new, n_keys = q.shape[1], k.shape[2]
+    group = q.shape[2] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    s = (q.transpose(1, 2) @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    j = torch.arange(n_keys, device=q.device)
+    p = (lengths.clamp(0, n_keys)[:, None] - n_new + torch.arange(n_new, device=q.device))[:, None, :, None]
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(s.dtype)[:, None, None] * (p - j).abs()
+    seen = (j <= p) if window is None else (j <= p) & (j > p - window)
+    s = s.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
+    weights = torch.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype)[..., :n_keys]
+    return (weights.nan_to_num(0.0) @ v).transpose(1, 2)  # a row of nothing but -inf is NaN
