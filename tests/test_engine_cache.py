@@ -70,8 +70,13 @@ class TestKVCache:
         with pytest.raises(RuntimeError, match="no new tokens were reserved; call reserve first"):
             cache.advance()
         cache.reserve(1)
-        with pytest.raises(RuntimeError, match="the lengths were not advanced for the tokens reserved"):
+        with pytest.raises(RuntimeError, match="the lengths were not advanced for the tokens reserved; call advance"):
             cache.append(0, k, k)
+        with pytest.raises(
+            RuntimeError, match="the lengths were not advanced for the tokens reserved before; call adv"
+        ):
+            cache.reserve(1)
+        assert cache.tokens == [1, 1]
         cache.advance()
         for layer in (2, -1, "0"):
             with pytest.raises(IndexError, match=f"KVCache.append: layer is {layer!r}, expected 0 to 1"):
@@ -87,6 +92,47 @@ class TestKVCache:
         with pytest.raises(RuntimeError, match="layer 0 has the tokens of this step"):
             cache.append(0, k, k)
         cache.append(1, k, k)
+
+    def test_a_reset_sequence_leaves_the_step(self, device):
+        cache = KVCache(2, 6, 1, 8, device=device)
+        cache.reserve([3, 2])
+        cache.reset(0)
+        cache.advance()
+        cache.append(0, *[drawn(2, 3, 1, 8, device=device, dtype=BF16)] * 2)
+        assert cache.tokens == cache.lengths.tolist() == [0, 2]
+        assert not cache.k[0, 0].any()
+        cache.reserve(1)
+        cache.reset()
+        cache.extend(4)
+        assert cache.tokens == cache.lengths.tolist() == [4, 4]
+
+    def test_numbers_of_new_tokens_are_integers(self, device):
+        cache = KVCache(2, 6, 1, 8, device=device)
+        with pytest.raises(TypeError, match=r"KVCache.reserve: 1.5 new tokens for sequence 1, expected an integer"):
+            cache.reserve([1, 1.5])
+        assert cache.tokens == [0, 0]
+        cache.extend(torch.tensor([1, 2]))
+        assert cache.tokens == cache.lengths.tolist() == [1, 2]
+
+    def test_attending_of_more_tokens_than_a_sequence_got(self, device):
+        cache = KVCache(3, 8, 1, 8, dtype=torch.float32, device=device)
+        x = drawn(3, 4, 1, 8, device=device)
+        cache.extend([4, 2, 0])
+        cache.append(0, x, x)
+        with pytest.raises(
+            ValueError, match=r"attend: q has 4 tokens of each sequence, expected at most 2: a sequence"
+        ):
+            cache.attend(0, x)
+        last = torch.stack((x[0, 3:], x[1, 1:2], x[2, :1]))
+        expected = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(y.transpose(0, 1) for y in (last[b], x[b, :n], x[b, :n]))
+            )
+            for b, n in ((0, 4), (1, 2))
+        ]
+        torch.testing.assert_close(cache.attend(0, last)[:2], torch.stack(expected), rtol=1e-4, atol=1e-5)
+        with pytest.raises(IndexError, match=r"KVCache.attend: layer is 1, expected 0 to 0"):
+            cache.attend(1, last)
 
     @pytest.mark.parametrize("dtype", [E4M3, torch.int8])
     def test_scales(self, dtype, device):
@@ -148,9 +194,11 @@ class TestPagedKVCache:
             ({a: 25}, r"has no room for 25 tokens more, expected at most 64 in all"),
             ({a: 20, b: 13}, r"the cache is full: the new tokens need 2 pages, and 1 are free"),
             ({a: 1, b: -1}, r"-1 new tokens for"),
+            ({a: 1, b: 2.0}, r"2.0 new tokens for .*, expected an integer"),
+            ([1, 1], r"\[1, 1\] new tokens for .*, expected an integer"),
         ]
         for new, message in wrong:
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(TypeError if "integer" in message else ValueError, match=message):
                 cache.extend(new)
         assert (a.length, b.length) == (40, 20)
         now = cache.page_table, cache.lengths, cache.counts, cache.free_pages
@@ -317,8 +365,23 @@ class PagedMachine(RuleBasedStateMachine):
         new = {s: data.draw(st.integers(0, 33)) for s in self.model if data.draw(st.booleans())}
         if not self.fits(new):
             return self.fails(lambda: cache.extend(new))
-        cache.extend(new)
-        if not (most := max(new.values(), default=0)):
+        cache.reserve(new)
+        meanwhile = data.draw(st.sampled_from(["", "fork", "free"]))
+        chosen = data.draw(st.sampled_from(list(self.model)))
+        forked = cache.fork(chosen) if meanwhile == "fork" and len(self.model) < 3 else None
+        if meanwhile == "free":
+            cache.free(chosen)
+            del self.model[chosen]
+            self.freed.append(chosen)
+            new.pop(chosen, None)
+        cache.advance()
+        self.append(new)
+        if forked is not None:
+            self.model[forked] = list(self.model[chosen])
+
+    def append(self, new):
+        cache, most = self.cache, max(new.values(), default=0)
+        if not most:
             return
         for layer in range(2):
             self.seed += 1

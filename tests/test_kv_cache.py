@@ -92,9 +92,11 @@ def test_the_rotation_is_ropes(style, device):
     assert torch.equal(turned, expected[0])
     assert torch.equal(k_cache[0, 4:7], expected[1][0])
     assert torch.equal(k_cache[1, 9:], expected[1][1])
-    by_token = rope_and_cache(q, k, k, cos[ids], sin[ids], *(torch.zeros_like(c) for c in (k_cache, v_cache)), lengths)
-    if style == "half":
-        assert torch.equal(by_token, turned)
+    caches = fresh((2, 12, 2, 16), device), fresh((2, 12, 2, 16), device)
+    by_token = rope_and_cache(q, k, k, cos[ids], sin[ids], *caches, lengths.long(), style=style)
+    assert torch.equal(by_token, turned)
+    assert torch.equal(caches[0], k_cache)
+    assert torch.equal(caches[1], v_cache)
 
 
 def test_a_position_outside_the_table_is_nan(device):
@@ -111,7 +113,7 @@ def test_errors_before_anything_is_written(device):
     cache, lengths = fresh((2, 10, 2, 8), device), ints([0, 0], device)
     paged, table = fresh((4, 16, 2, 8), device), ints([[0, 1], [2, 3]], device)
     eight = fresh((2, 10, 2, 8), device, torch.int8)
-    one = torch.ones((), device=device)
+    one, by_token = torch.ones((), device=device), torch.ones((2, 10, 2), device=device)
     wrong = [
         ((k[0], k, cache, cache, lengths), {}, ValueError, r"k has shape \(3, 2, 8\), expected 4 dimensions, bthd"),
         ((k, k[:, :2], cache, cache, lengths), {}, ValueError, r"v has shape .*, expected \(2, 3, 2, value_dim\)"),
@@ -139,6 +141,12 @@ def test_errors_before_anything_is_written(device):
         ),
         ((k, k, cache[:1].expand(2, -1, -1, -1), cache, lengths), {}, ValueError, "k_cache is expanded"),
         ((k, k, cache, cache, lengths), {}, ValueError, "v_cache is the same memory as k_cache"),
+        (
+            (k, k, eight, eight.clone(), lengths),
+            {"k_scale": by_token, "v_scale": by_token},
+            ValueError,
+            "v_scale is the same memory as k_scale",
+        ),
     ]
     for args, options, kind, message in wrong:
         with pytest.raises(kind, match=f"append_kv: {message}"):

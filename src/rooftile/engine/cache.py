@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.paged import PagedKVCache, PagedSequence
-from rooftile.engine.steps import Steps, _positive
+from rooftile.engine.steps import Steps, check_positive, new_tokens
 from rooftile.ops.kv_cache import Layout
 
 __all__ = ["KVCache", "PagedKVCache", "PagedSequence"]
@@ -52,7 +52,7 @@ class KVCache(Steps):
         layout: Layout = "bthd",
         scales: str | tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        _positive("KVCache", batch=batch, max_seq_len=max_seq_len)
+        check_positive("KVCache", batch=batch, max_seq_len=max_seq_len)
         super().__init__(
             batch, max_seq_len, batch, max_seq_len, kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales
         )
@@ -68,16 +68,19 @@ class KVCache(Steps):
         `counts` is written where it changes.
 
         Raises:
+            TypeError: a number is no integer.
             ValueError: a number is negative, there are not as many as sequences, or a sequence has no room for them.
-                Nothing is changed then.
+            RuntimeError: `advance` was not called for the tokens reserved before.
+
+        Nothing is changed then.
         """
+        self._check_advanced()
         batch = len(self._tokens)
-        counts = [new] * batch if isinstance(new, int) else [int(n) for n in new]
+        counts = [new] * batch if isinstance(new, int) else list(new)
         if len(counts) != batch:
             raise ValueError(f"KVCache.reserve: new has {len(counts)} numbers, expected {batch}, one for each sequence")
+        counts = [new_tokens("KVCache.reserve", f"sequence {b}", n) for b, n in enumerate(counts)]
         for b, (length, n) in enumerate(zip(self._tokens, counts, strict=True)):
-            if n < 0:
-                raise ValueError(f"KVCache.reserve: {n} new tokens for sequence {b}, expected 0 or more")
             if length + n > self.capacity:
                 raise ValueError(
                     f"KVCache.reserve: the cache is full: sequence {b} has {length} tokens, and {n} more do not fit "
@@ -92,7 +95,7 @@ class KVCache(Steps):
         self.advance()
 
     def reset(self, sequence: int | None = None) -> None:
-        """Forget the tokens of a sequence, or of all.
+        """Forget the tokens of a sequence, or of all, and what they were to get in this step.
 
         Raises:
             IndexError: there is no such sequence.
@@ -103,3 +106,4 @@ class KVCache(Steps):
         rows = slice(0, batch) if sequence is None else slice(sequence, sequence + 1)
         self._tokens[rows] = [0] * len(self._tokens[rows])
         self._send(self.lengths[rows], self._tokens[rows])
+        self._drop(rows)

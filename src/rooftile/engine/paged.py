@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.engine.steps import Steps, _on, _positive
+from rooftile.engine.steps import Steps, check_positive, new_tokens, on
 from rooftile.ops.kv_cache import Layout
 
 import triton  # isort: skip
@@ -68,7 +68,7 @@ class PagedKVCache(Steps):
         cache.free(a)
 
     The batch of q, k and v is always `max_sequences`: a sequence is the row `sequence.slot` of it, and rows that take
-    no part in a step are neither read nor written. So page table and lengths keep their addresses, and one CUDA graph
+    no part in a step are not written to the cache. So page table and lengths keep their addresses, and one CUDA graph
     serves any sequences. Pages are counted: a fork shares those of its source, and a shared page that is not full is
     copied before one of its sequences writes into it.
 
@@ -98,14 +98,14 @@ class PagedKVCache(Steps):
         layout: Layout = "bthd",
         scales: str | tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        _positive("PagedKVCache", pages=pages, max_sequences=max_sequences)
+        check_positive("PagedKVCache", pages=pages, max_sequences=max_sequences)
         if page_size not in _PAGES:
             raise ValueError(
                 f"PagedKVCache: page_size is {page_size!r}, expected one of {', '.join(str(n) for n in _PAGES)}"
             )
         if max_seq_len is None:
             max_seq_len = pages * page_size
-        _positive("PagedKVCache", max_seq_len=max_seq_len)
+        check_positive("PagedKVCache", max_seq_len=max_seq_len)
         super().__init__(
             pages, page_size, max_sequences, max_seq_len,
             kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales,
@@ -165,6 +165,8 @@ class PagedKVCache(Steps):
     def fork(self, sequence: PagedSequence) -> PagedSequence:
         """A new sequence with the tokens of another, in the same pages. No page is taken, nothing is copied.
 
+        In the middle of a step it has the step's tokens, too, as the layers of the other are given them.
+
         Raises:
             ValueError: there are `max_sequences` already, or the sequence was freed.
         """
@@ -186,9 +188,7 @@ class PagedKVCache(Steps):
         sequence.slot, sequence.pages, self._slots[slot] = -1, [], None
         self._show(slot, None)
         self._send(self.lengths[slot : slot + 1], [0])
-        if self._counts[slot]:
-            self._counts[slot] = 0
-            self._send(self.counts, self._counts)
+        self._drop(slice(slot, slot + 1))
 
     def _release(self, page: int) -> None:
         self._users[page] -= 1
@@ -202,18 +202,20 @@ class PagedKVCache(Steps):
         about to be written.
 
         Raises:
+            TypeError: a number is no integer, or what should get tokens is no `PagedSequence`.
             ValueError: a number is negative, a sequence was freed or would be longer than `max_seq_len`, or there are
-                not enough free pages. Nothing is changed then.
+                not enough free pages.
+            RuntimeError: `advance` was not called for the tokens reserved before.
+
+        Nothing is changed then.
         """
-        if isinstance(new, int):
-            new = dict.fromkeys(self.sequences, new)
+        self._check_advanced()
+        by_sequence = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
+        steps = {self._known("reserve", s): new_tokens("PagedKVCache.reserve", s, n) for s, n in by_sequence.items()}
         users: dict[int, int] = {}  # of last pages, as they become
         needed = 0
         shared: list[PagedSequence] = []  # whose last page is to be copied
-        for sequence, n in new.items():
-            self._known("reserve", sequence)
-            if n < 0:
-                raise ValueError(f"PagedKVCache.reserve: {n} new tokens for {sequence}, expected 0 or more")
+        for sequence, n in steps.items():
             if sequence.length + n > self.capacity:
                 raise ValueError(
                     f"PagedKVCache.reserve: {sequence} has no room for {n} tokens more, expected at most "
@@ -237,7 +239,7 @@ class PagedKVCache(Steps):
             self._release(sequence.pages[-1])
             sequence.pages[-1] = pairs[-1][1]
         counts = [0] * len(self._slots)
-        for sequence, n in new.items():
+        for sequence, n in steps.items():
             counts[sequence.slot] = n
             sequence.length += n
             missing = library.cdiv(sequence.length, self.page_size) - len(sequence.pages)
@@ -263,7 +265,7 @@ class PagedKVCache(Steps):
             words = x.view(self.layers, x.shape[1], -1).view(torch.int32)
             plan = _copy_plan(words.shape[2])
             programs = len(pairs) * self.layers * library.cdiv(words.shape[2], plan.constants["BLOCK"])
-            with _on(x.device):
+            with on(x.device):
                 launching.launch(plan, programs, (words, on_device), (words.stride(0),), (self.layers,))
 
     def extend(self, new: int | Mapping[PagedSequence, int]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,10 +35,26 @@ def _advance_plan() -> launching.Plan:
     return launching.Plan(_advance_kernel, {"BLOCK": 1024}, num_warps=4)
 
 
-def _positive(name: str, **sizes: int) -> None:
+def check_positive(name: str, **sizes: int) -> None:
     for what, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name}: {what} is {size!r}, expected a positive integer")
+
+
+def new_tokens(op: str, sequence: object, n: object) -> int:
+    """How many new tokens a sequence is to get."""
+    try:
+        new = operator.index(n)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{op}: {n!r} new tokens for {sequence}, expected an integer") from None
+    if new < 0:
+        raise ValueError(f"{op}: {new} new tokens for {sequence}, expected 0 or more")
+    return new
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.get_device_module(device.type).device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Steps:
@@ -76,7 +94,7 @@ class Steps:
     ) -> None:
         name = type(self).__name__
         value_dim = head_dim if value_dim is None else value_dim
-        _positive(name, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, layers=layers)
+        check_positive(name, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, layers=layers)
         if layout not in LAYOUTS:
             raise ValueError(f"{name}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
         if dtype not in (*library.FLOATS, *QUANTIZED):
@@ -93,6 +111,7 @@ class Steps:
         self._counts = [0] * slots  # what `counts` holds
         self._new = 0  # the most tokens that a sequence has in the step
         self._advanced = True
+        self._captured = False  # a graph advances, and the host is not told when
         self._appended = set(range(layers))  # the layers that have the tokens of the step
 
     def _make_scales(
@@ -119,12 +138,25 @@ class Steps:
 
     # Steps.
 
+    def _check_advanced(self) -> None:
+        if not self._advanced and not self._captured and any(self._counts):
+            raise RuntimeError(
+                f"{type(self).__name__}.reserve: the lengths were not advanced for the tokens reserved before; call "
+                f"advance first"
+            )
+
     def _begin(self, counts: list[int]) -> None:
         """The step that was reserved: from here on nothing fails."""
         if counts != self._counts:
             self._send(self.counts, counts)
         self._counts, self._new = counts, max(counts, default=0)
         self._advanced, self._appended = False, set()
+
+    def _drop(self, rows: slice) -> None:
+        """Those sequences take no part any more in the step that was begun."""
+        if any(self._counts[rows]):
+            self._counts = [0 if i in range(rows.start, rows.stop) else n for i, n in enumerate(self._counts)]
+            self._send(self.counts, self._counts)
 
     def _send(self, tensor: Tensor, values: Sequence[Any]) -> None:
         tensor.copy_(torch.tensor(values, dtype=tensor.dtype), non_blocking=True)
@@ -139,9 +171,10 @@ class Steps:
             raise RuntimeError(f"{type(self).__name__}.advance: no new tokens were reserved; call reserve first")
         n = self.lengths.shape[0]
         tensors = (self.lengths, self.starts, self.counts)
-        with _on(self.lengths.device):
+        with on(self.lengths.device):
             launching.launch(_advance_plan(), library.cdiv(n, 1024), tensors, (), (n, self.capacity))
         self._advanced = True
+        self._captured |= self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
     # Layers.
 
@@ -176,7 +209,7 @@ class Steps:
             tokens = k.shape[self.layout.index("t")]
             if k.shape[0] != len(self._counts):
                 raise ValueError(f"{name}: k has {k.shape[0]} sequences, expected {len(self._counts)}")
-            if tokens < self._new or (tokens > self._new and len(set(self._counts)) == 1):
+            if tokens < max(self._counts) or (tokens > self._new and len(set(self._counts)) == 1):
                 raise ValueError(f"{name}: k has {tokens} new tokens, expected the {self._new} that were reserved")
         return given
 
@@ -203,22 +236,20 @@ class Steps:
         return turned
 
     def attend(self, layer: int, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`rooftile.decode_attention` of q, `(slots, T, Hq, D)`, against this layer: the tokens of a step of 1 to 16,
-        in which all sequences that take part have as many. `options` are that function's."""
+        """`rooftile.decode_attention` of q, `(slots, T, Hq, D)`, against this layer: of the last T tokens of the step,
+        1 to 16, in every sequence that takes part. The rows of those that take none mean nothing. `options` are that
+        function's.
+
+        Raises:
+            IndexError: there is no such layer.
+            ValueError, TypeError: a sequence has fewer than T tokens in the step; or as `rooftile.decode_attention`.
+        """
         from rooftile.ops.decode_attention import decode_attention
 
-        return decode_attention(q, **self.inputs(layer), **options)
-
-
-def _on(device: torch.device) -> Any:
-    """Kernels are launched on the current device."""
-    return torch.get_device_module(device.type).device(device) if device.type == "cuda" else _NOWHERE
-
-
-class _Nowhere:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-_NOWHERE = _Nowhere()
+        given = self.inputs(self._layer("attend", layer))
+        if q.dim() == 4 and (fewer := [n for n in self._counts if 0 < n < q.shape[1]]):
+            raise ValueError(
+                f"{type(self).__name__}.attend: q has {q.shape[1]} tokens of each sequence, expected at most "
+                f"{min(fewer)}: a sequence has no more in this step"
+            )
+        return decode_attention(q, **given, **options)

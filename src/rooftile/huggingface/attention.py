@@ -26,6 +26,8 @@ from rooftile.library import FLOATS
 NAME = "rooftile"
 _LONGEST_HEAD = 256
 _DECODED = 16  # the most new tokens that decode_attention takes
+# Their attention is not told of the window: it stands in the mask alone.
+_WINDOW_IN_MASK = ("qwen2_moe", "phimoe", "doge")
 
 
 def register_attention() -> None:
@@ -72,7 +74,8 @@ def attention_mask(
         plain = mask_function is causal_mask_function
     else:  # a window of config.sliding_window, or else chunks
         chunked = getattr(config, "attention_chunk_size", None) is not None
-        plain = local_size == getattr(config, "sliding_window", None) and not chunked
+        told = getattr(config, "model_type", None) not in _WINDOW_IN_MASK
+        plain = told and local_size == getattr(config, "sliding_window", None) and not chunked
     if allow_is_causal_skip and plain and aligned:
         return _padding(attention_mask, kv_length, kv_offset)
     if allow_is_bidirectional_skip and local_size is None and mask_function is bidirectional_mask_function:
@@ -137,22 +140,26 @@ class _Call:
         if max(self.q.shape[3], self.v.shape[3]) > _LONGEST_HEAD:
             return f"heads over {_LONGEST_HEAD}"
         if self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled():
-            return "a bias by position that gets a gradient"
+            return "bias by position that gets a gradient"
         return ""
 
-    def whole_mask(self) -> Tensor | None:
-        """bool or floating, `(B or 1, H or 1, Tq, Tk)`: padding, the causal rule and the window in one."""
-        if self.mask is not None and self.mask.dim() == 4:
-            return self.mask
+    def whole_mask(self, starts: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """bool or floating, `(B or 1, H or 1, Tq, Tk)`: padding, the causal rule, the window and packing in one."""
         n_q, n_k = self.q.shape[2], self.k.shape[2]
-        seen = None if self.mask is None else self.mask[:, None, None, :].bool()
-        if (self.causal and n_q > 1) or (self.window is not None and self.window < n_k):
-            keys = torch.arange(n_k, device=self.q.device)
-            places = torch.arange(n_k - n_q, n_k, device=self.q.device)[:, None]
-            pattern = keys <= places
-            if self.window is not None:
-                pattern = pattern & (keys > places - self.window)
-            seen = pattern[None, None] if seen is None else seen & pattern
+        keys = torch.arange(n_k, device=self.q.device)
+        places = torch.arange(n_k - n_q, n_k, device=self.q.device)[:, None]
+        seen = self.mask
+        if seen is None or seen.dim() != 4:
+            seen = None if seen is None else seen[:, None, None, :].bool()
+            if (self.causal and n_q > 1) or (self.window is not None and n_q == 1):
+                pattern = (keys <= places)[None, None]
+                if self.window is not None:
+                    pattern = pattern & (keys > places - self.window)
+                seen = pattern if seen is None else seen & pattern
+        if starts is not None:
+            of_q, of_k = (torch.bucketize(at, s[1:], right=True) for at, s in zip((places, keys), starts, strict=True))
+            same = (of_q == of_k)[None, None]
+            seen = same if seen is None else seen & same if seen.dtype == torch.bool else seen.where(same, -torch.inf)
         return seen
 
 
@@ -177,10 +184,13 @@ def attention_forward(
         module, query, key, value, attention_mask, bool(causal), sliding_window or None, scaling, softcap or None,
         s_aux, position_bias, dropout,
     )  # fmt: skip
+    starts = None
+    if (starts_q := options.get("cu_seq_lens_q")) is not None and query.shape[0] == 1 and position_bias is None:
+        starts_k = options.get("cu_seq_lens_k")
+        starts = (starts_q, starts_q if starts_k is None else starts_k)
     if reason := call.unsupported():
-        return _elsewhere(call, reason, options), None
-    starts = options.get("cu_seq_lens_q")
-    if starts is not None and query.shape[0] == 1 and position_bias is None:
+        return _elsewhere(call, reason, starts, options), None
+    if starts is not None:
         return _packed(call, starts, options), None
     return _attention(call), None
 
@@ -214,30 +224,28 @@ def _attention(call: _Call) -> Tensor:
     return out  # type: ignore[return-value]
 
 
-def _packed(call: _Call, starts: Tensor, options: dict[str, Any]) -> Tensor:
+def _packed(call: _Call, starts: tuple[Tensor, Tensor], options: dict[str, Any]) -> Tensor:
     """Sequences one behind the other in a batch of one, as transformers' collators for FlashAttention give them."""
     from rooftile.ops.attention import attention_varlen
 
-    starts_k = options.get("cu_seq_lens_k")
     q, k, v = (x[0].transpose(0, 1) for x in (call.q, call.k, call.v))
     out = attention_varlen(
         q,
         k,
         v,
-        starts,
-        starts if starts_k is None else starts_k,
+        *starts,
         options.get("max_length_q"),
         options.get("max_length_k"),
         causal=call.causal,
         scale=call.scale,
-        window=call.window if call.causal else None,
+        window=call.window,
         softcap=call.softcap,
         sinks=call.sinks,
     )
     return out[None]  # type: ignore[call-overload]
 
 
-def _elsewhere(call: _Call, reason: str, options: dict[str, Any]) -> Tensor:
+def _elsewhere(call: _Call, reason: str, starts: tuple[Tensor, Tensor] | None, options: dict[str, Any]) -> Tensor:
     """By PyTorch's kernels or, where they lack what the model needs, by its own eager code."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.utils import logging
@@ -245,7 +253,7 @@ def _elsewhere(call: _Call, reason: str, options: dict[str, Any]) -> Tensor:
     logging.get_logger(__name__).warning_once(
         f"attn_implementation=\"{NAME}\" has no {reason}: PyTorch's, or the model's own attention is used for it"
     )
-    mask = call.whole_mask()
+    mask = call.whole_mask(starts)
     given: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scale, **options}
     if call.bias is not None:
         given["position_bias"] = call.bias

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rooftile import library
 from rooftile.ops.kv_cache import launch
-from rooftile.ops.kv_cache.checks import LAYOUTS, check, check_rope, check_values
+from rooftile.ops.kv_cache.checks import LAYOUTS, check, check_indices, check_rope, check_values
 from rooftile.ops.rope import Style, dense
 
 Layout = Literal["bthd", "bhtd"]
@@ -57,10 +57,12 @@ def _cache(
 
 def _check_memory(op: str, k: Tensor, cache: launch.Cache) -> None:
     """What can be said of tensors that hold something."""
-    if (
-        cache.k.numel() and cache.v.numel() and cache.k.data_ptr() == cache.v.data_ptr() != 0
-    ):  # all meta tensors lie at 0
-        raise ValueError(f"{op}: v_cache is the same memory as k_cache, expected memory of its own")
+    written = [("k_cache", cache.k, "v_cache", cache.v)]
+    if cache.scales == "token":
+        written.append(("k_scale", cache.k_scale, "v_scale", cache.v_scale))  # type: ignore[arg-type]
+    for first, x, second, y in written:
+        if x.numel() and y.numel() and x.data_ptr() == y.data_ptr() != 0:  # all meta tensors lie at 0
+            raise ValueError(f"{op}: {second} is the same memory as {first}, expected memory of its own")
     check_values(op, k, cache.k, cache.lengths, cache.page_table, cache.counts, cache.layout)
 
 
@@ -133,7 +135,7 @@ _rope = library.define(
 
 
 def _here(x: Tensor | None, device: torch.device) -> Tensor | None:
-    return x if x is None or x.device.type != "cpu" else x.to(device, non_blocking=True)
+    return x if x is None or x.device.type != "cpu" else x.to(device)
 
 
 def _rest(
@@ -149,9 +151,11 @@ def _rest(
 ) -> tuple[Any, ...]:
     """The arguments behind the caches, as the schemas have them: what is on the CPU is looked at and sent over."""
     if k.device.type == "cuda" and lengths.device.type == "cpu":
-        if k.dim() == k_cache.dim() == 4 and layout in LAYOUTS:  # if not, the op says so
+        # Where these are wrong the op says so; what is being compiled has no values yet.
+        if k.dim() == k_cache.dim() == 4 and layout in LAYOUTS and not torch.compiler.is_compiling():
+            check_indices(op, k.shape[0], lengths, page_table, counts)
             check_values(op, k, k_cache, lengths, page_table, counts, layout)
-        lengths = lengths.to(k.device, non_blocking=True)
+        lengths = lengths.to(k.device)
         page_table, counts = _here(page_table, k.device), _here(counts, k.device)
     none = [torch.empty((0,), dtype=torch.float32, device=k.device) for _ in range(2)]
     scales = (k_scale, v_scale)

@@ -32,7 +32,7 @@ def _check_new(op: str, k: Tensor, v: Tensor, layout: str) -> tuple[int, int, in
     return k.shape[0], k.shape[layout.index("t")], k.shape[layout.index("h")]
 
 
-def _check_indices(op: str, batch: int, lengths: Tensor, page_table: Tensor | None, counts: Tensor | None) -> None:
+def check_indices(op: str, batch: int, lengths: Tensor, page_table: Tensor | None, counts: Tensor | None) -> None:
     for name, x in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
         if x is not None and x.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{op}: {name} has dtype {x.dtype}, expected int32 or int64")
@@ -104,7 +104,7 @@ def check(
     layout: str,
 ) -> None:
     batch, _, heads = _check_new(op, k, v, layout)
-    _check_indices(op, batch, lengths, page_table, counts)
+    check_indices(op, batch, lengths, page_table, counts)
     entries = batch if page_table is None else None
     _check_cache(op, "k_cache", k, "k", k_cache, entries, None, layout)
     blocks = k_cache.shape[0]
