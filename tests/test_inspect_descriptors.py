@@ -8,6 +8,8 @@ from rooftile.inspect.plan import faults
 GOOD = """
         ULDC.64 UR8, c[0x0][0x250] ;
         UIMAD.WIDE UR10, UR8, UR9, URZ ;
+        REDUX.MAX.S32 UR16, R20 ;
+        IMAD.U32 R23, RZ, RZ, UR16 ;
         @P1 BRA `(.L_x_0) ;
         UMOV UR12, 0x1 ;
         BRA `(.L_x_1) ;
@@ -36,7 +38,7 @@ def test_a_register_that_nothing_wrote_is_found():
 
 def test_a_register_that_one_path_has_not_written_is_found():
     """As it has it for the second of two loops over one operand, where the first is not run."""
-    assert unwritten(GOOD.replace("UMOV UR12, 0x2", "UMOV UR16, 0x2")) == [
+    assert unwritten(GOOD.replace("UMOV UR12, 0x2", "UMOV UR17, 0x2")) == [
         "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT"
     ]
 

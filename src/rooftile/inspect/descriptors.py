@@ -41,12 +41,11 @@ def _registers(name: str, operands: str) -> tuple[int, int]:
         return 0, (12 << first) | (3 << first if in_memory else 0)
     writes = reads = 0
     is_wide = ".64" in name or ".WIDE" in name
-    if (name.startswith("U") and not name.startswith(("UTMA", "UBLK"))) or name.startswith(("R2UR", "S2UR")):
-        while parts and re.match(r"^!?UP\w+$", parts[0]):  # predicates that it writes
-            parts.pop(0)
-        if parts and (target := re.match(r"^UR(\d+)$", parts[0])):
-            writes = (3 if is_wide else 1) << int(target[1])
-            parts.pop(0)
+    while parts and re.match(r"^!?UP\w+$", parts[0]):  # predicates that it writes
+        parts.pop(0)
+    if parts and (target := re.match(r"^UR(\d+)$", parts[0])):
+        writes = (3 if is_wide else 1) << int(target[1])
+        parts.pop(0)
     for part in parts:
         for n in re.findall(r"\bUR(\d+)\b", part):
             is_pair = part.startswith("desc[") or (".64" in name and name.startswith("U"))

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
+from rooftile.cases.draw import integers, normal
+from rooftile.ops.decode_attention import decode_attention
+from rooftile.reference import decode_attention as reference
+
+_FP32 = "products, exponentials and sums in float32, in another order; a GPU's exp2 is good to two units"
+_ROUNDED = "float32 sums; the weights are rounded before they multiply the values, and the result"
+TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
+    torch.float32: {"forward": Tolerance(3e-6, _FP32)},
+    torch.float16: {"forward": Tolerance(1e-3, _ROUNDED)},
+    torch.bfloat16: {"forward": Tolerance(6e-3, _ROUNDED)},
+}
+_CACHES = ("own", "fp8", "int8")
+_SCALES = ("none", "tensor", "head", "token")
+
+
+def _point(
+    batch: int,
+    seq_len: int,
+    heads: tuple[int, int] = (32, 8),
+    dims: tuple[int, int] = (128, 128),
+    *,
+    tokens: int = 1,
+    page: int = 0,
+    cache: str = "own",
+    scales: str = "none",
+    ragged: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    **options: object,
+) -> Point:
+    """`heads`: of queries and of the cache; `dims`: head_dim and the values'; `scales`: what shares one. Lengths are
+    the cache's, or drawn (ragged)."""
+    sizes = {
+        "batch": batch,
+        "seq_len": seq_len,
+        "tokens": tokens,
+        "heads": heads[0],
+        "kv_heads": heads[1],
+        "head_dim": dims[0],
+        "value_dim": dims[1],
+        "page": page,
+        "cache": _CACHES.index(cache),
+        "scales": _SCALES.index(scales),
+        "ragged": int(ragged),
+        "alibi": int(alibi),
+        "sinks": int(sinks),
+    }
+    label = f"B{batch} T{seq_len} H{heads[0]}/{heads[1]} D{dims[0]}" + f"/{dims[1]}" * (dims[0] != dims[1])
+    label += f" tokens {tokens}" * (tokens > 1) + f" page {page}" * (page > 0) + " ragged" * ragged
+    label += (f" {cache} by {scales}" if cache != "own" else "") + " alibi" * alibi + " sinks" * sinks
+    return Point(label, sizes, options)
+
+
+def _pages(point: Point) -> int:
+    """Of a sequence."""
+    return -(-point["seq_len"] // point["page"])
+
+
+def _cache_shape(point: Point, dim: int) -> tuple[int, ...]:
+    heads = point["kv_heads"]
+    outer, inner = point["batch"], point["seq_len"]
+    if point["page"]:
+        outer, inner = outer * _pages(point), point["page"]
+    return (outer, heads, inner, dim) if point.options.get("layout") == "bhtd" else (outer, inner, heads, dim)
+
+
+def _drawn_cache(
+    point: Point, dim: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """A cache whose numbers times their scales are of order 1."""
+    shape, kind, by = _cache_shape(point, dim), _CACHES[point["cache"]], _SCALES[point["scales"]]
+    if kind == "own":
+        return normal(shape, dtype, device, generator), None
+    if kind == "int8":
+        cache, size = (integers(255, shape, device, generator) - 127).to(torch.int8), 1 / 73
+    else:
+        cache, size = normal(shape, torch.float8_e4m3fn, device, generator), 1.0
+    if by == "none":
+        return cache, None
+    scale_shape = {"tensor": (), "head": (point["kv_heads"],), "token": shape[:3]}[by]
+    scale = normal(scale_shape, torch.float32, device, generator)
+    return cache, (scale.abs() * 0.2 + 0.8) * size
+
+
+def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
+    batch, seq_len = point["batch"], point["seq_len"]
+    drawn = {"q": normal((batch, point["tokens"], point["heads"], point["head_dim"]), dtype, device, generator)}
+    drawn["k_cache"], k_scale = _drawn_cache(point, point["head_dim"], dtype, device, generator)
+    drawn["v_cache"], v_scale = _drawn_cache(point, point["value_dim"], dtype, device, generator)
+    lengths = torch.full((batch,), seq_len, device=device)
+    if point["ragged"]:
+        lengths = integers(seq_len + 1, (batch,), device, generator)
+    drawn["lengths"] = lengths.to(torch.int32)
+    if point["page"]:
+        n = batch * _pages(point)
+        shuffled = (
+            torch.empty(n, device=device)
+            if device.type == "meta"
+            else torch.randperm(n, device=device, generator=generator)
+        )
+        drawn["page_table"] = shuffled.to(torch.int32).view(batch, -1)
+    if k_scale is not None and v_scale is not None:
+        drawn["k_scale"], drawn["v_scale"] = k_scale, v_scale
+    if point["alibi"]:
+        drawn["alibi_slopes"] = normal((point["heads"],), torch.float32, device, generator).abs() * 0.1
+    if point["sinks"]:
+        drawn["sinks"] = normal((point["heads"],), torch.float32, device, generator)
+    return drawn
+
+
+def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
+    """q and out, and the cache as far as it is seen, with its scales and pages. Drawn lengths count as whole."""
+    batch, tokens, heads = point["batch"], point["tokens"], point["heads"]
+    wide = point["head_dim"] + point["value_dim"]
+    seen = point["seq_len"]
+    if "window" in point.options:
+        seen = min(seen, point.options["window"] + tokens - 1)
+    elif point["page"]:
+        seen = _pages(point) * point["page"]
+    numbers = batch * seen * point["kv_heads"]
+    total = itemsize * batch * tokens * heads * wide + 4 * batch
+    total += numbers * wide * (1 if point["cache"] else itemsize)
+    total += 4 * batch * _pages(point) if point["page"] else 0
+    total += 2 * 4 * {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": numbers}[_SCALES[point["scales"]]]
+    return total + 4 * heads * (point["alibi"] + point["sinks"])
+
+
+def _flops(point: Point, direction: Direction) -> int:
+    """Two products."""
+    rows = point["batch"] * point["tokens"] * point["heads"]
+    return 2 * rows * point["seq_len"] * (point["head_dim"] + point["value_dim"])
+
+
+def _plain(point: Point, name: str) -> None:
+    if point["page"]:
+        raise Unsupported(f"{name} takes no pages")
+    if point["cache"]:
+        raise Unsupported(f"{name} takes no quantised cache")
+    if point["ragged"]:
+        raise Unsupported(f"{name} is compared at full lengths")
+    if point["tokens"] > 1:
+        raise Unsupported(f"{name} aligns causal to the first key")
+    if point["alibi"] or point["sinks"] or set(point.options) - {"layout", "scale"}:
+        raise Unsupported(f"{name} has only the plain form")
+
+
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    if layout == "bthd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    return q.transpose(1, 2), k, v
+
+
+def _sdpa(backend: str, packed: bool) -> Callable[[Point], Callable[..., Any]]:
+    """SDPA through one of its backends, on a GPU; on the CPU, whichever there is. `packed`: the query heads of a KV
+    head as if they were tokens, for who knows no groups."""
+
+    def build(point: Point) -> Callable[..., Any]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        _plain(point, f"SDPA ({backend})")
+        chosen = getattr(SDPBackend, backend)
+
+        def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, layout="bthd", scale=None) -> Tensor:
+            q, k, v = _heads_first(q, k_cache, v_cache, layout)
+            shape = q.shape
+            if packed:
+                q = q.reshape(shape[0], k.shape[1], -1, shape[3])
+            with sdpa_kernel(chosen) if q.is_cuda else contextlib.nullcontext():
+                out = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            return out.reshape(*shape[:3], v.shape[3]).transpose(1, 2)
+
+        return run
+
+    return build
+
+
+def _flex(point: Point) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    _plain(point, "FlexAttention")
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, layout="bthd", scale=None) -> Tensor:
+        q, k, v = _heads_first(q, k_cache, v_cache, layout)
+        attend = compiled if q.is_cuda else flex_attention
+        return attend(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+    return run
+
+
+_SMALL = {"heads": (4, 2), "dims": (16, 16)}
+_TINY = (
+    _point(3, 40, **_SMALL, ragged=True),  # type: ignore[arg-type]
+    _point(2, 33, (4, 2), (32, 16)),
+    _point(2, 40, (4, 4), (24, 16), tokens=3, ragged=True, layout="bhtd", window=9, softcap=4.0),
+    _point(2, 40, (4, 1), (80, 48), page=16, ragged=True, scale=0.2, sinks=True, alibi=True),
+    _point(2, 40, (4, 2), (32, 64), cache="fp8", scales="head"),
+    _point(2, 40, (4, 2), (32, 32), page=32, cache="int8", scales="token"),
+)
+_EDGE = (
+    _point(1, 1, (1, 1), (1, 1)),
+    _point(1, 130, (8, 1), (32, 32), tokens=16),
+    _point(5, 127, (6, 2), (16, 40), ragged=True),
+    _point(0, 16, (2, 1), (16, 16)),
+    _point(2, 0, (2, 1), (16, 16)),
+    _point(2, 65, (2, 2), (16, 16), page=16, ragged=True, layout="bhtd"),
+    _point(2, 40, (2, 1), (16, 40), cache="fp8", scales="tensor"),
+    _point(2, 70, (2, 1), (94, 32), tokens=2, cache="int8", scales="head"),
+)
+_BATCHES, _LENGTHS = (1, 2, 8, 32, 64), (512, 2048, 8192, 32768)
+_DECODE = (
+    *(_point(b, t) for b in _BATCHES for t in _LENGTHS),
+    *(_point(b, t, (8, 8)) for b, t in ((1, 512), (1, 1024), (1, 2048), (2, 1024))),
+    *(_point(1, t, (32, 32)) for t in (44, 512, 1024, 2048, 4096, 8192, 16384, 32768)),
+    *(_point(b, t, page=p) for b, t in ((1, 8192), (8, 8192), (32, 2048)) for p in (16, 64, 256)),
+    *(_point(b, t, cache=c, scales="head") for b, t in ((1, 8192), (8, 8192)) for c in ("fp8", "int8")),
+)
+
+CASES = (
+    OpCase(
+        name="decode_attention",
+        formula="out = softmax(scale · q · kᵀ) · v, of the last tokens over a cache of keys and values",
+        function=decode_attention,
+        reference=reference.decode_attention,
+        eager=reference.eager,
+        inputs=_inputs,
+        outputs=("out",),
+        grads=(),
+        nbytes=_nbytes,
+        flops=_flops,
+        tolerances=TOLERANCES,
+        sets={
+            "tiny": _TINY,
+            "edge": _EDGE,
+            "llm": (_point(1, 2048), _point(8, 2048), _point(8, 2048, page=64), _point(1, 8192, (32, 32))),
+            "decode": _DECODE,
+        },
+        # What a part begins and ends with; the loop over keys has none.
+        spills=256,
+        roof="product",
+        # The softmax as it goes adds in the order of the keys, where eager's products add in a tree; and the lse from
+        # which the backward has the probabilities is rounded.
+        float32_floor=1e-6,
+        peers=(
+            Peer("sdpa flash", _sdpa("FLASH_ATTENTION", False)),
+            Peer("sdpa cudnn", _sdpa("CUDNN_ATTENTION", False)),
+            Peer("sdpa efficient", _sdpa("EFFICIENT_ATTENTION", True)),
+            Peer("flex", _flex),
+        ),
+    ),
+)

@@ -1,0 +1,305 @@
+"""Attention of a few new tokens against a cache of keys and values, of a length of its own for each sequence.
+
+    out = softmax(score(scale * q · k)) · v
+
+Bytes: the cache as far as it is seen, once for all query heads of a KV head and all new tokens; q and out are little
+beside it. A GPU has some hundred multiprocessors, and a sequence has some eight KV heads: so its keys are cut into
+parts, whose softmaxes are brought together afterwards (Flash-Decoding). How many parts there are is decided on the
+device, from the lengths, the batch and the number of programs: the launch depends on shapes alone, and one CUDA graph
+serves all lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.attention.common import parts
+from rooftile.ops.decode_attention.choose import DecodeConfig, choose, decode, encode, row_tile
+from rooftile.ops.decode_attention.combine import combine_kernel
+from rooftile.ops.decode_attention.common import (
+    check,
+    check_arguments,
+    check_values,
+    scale_kind,
+    scale_strides,
+    shape_of,
+    strides_of,
+)
+from rooftile.ops.decode_attention.kernel import decode_kernel
+from rooftile.ops.decode_attention.pairs import kind_of, words_of
+from rooftile.primitives import dependent
+from rooftile.primitives.quantize import writable
+
+__all__ = ["DecodeConfig", "decode_attention"]
+
+
+@functools.cache
+def _plans(
+    dtypes: tuple[torch.dtype | None, ...],
+    head_dim: int,
+    value_dim: int,
+    group: int,
+    rows: int,
+    page: int,
+    token_strides: tuple[int, int],
+    scale: float,
+    softcap: float,
+    window: int,
+    scales: tuple[str, str],
+    has_lse: bool,
+    block_b: int,
+    c: DecodeConfig,
+    early: bool,
+    pairs: str,
+    ptx: bool,
+    split: bool,
+) -> tuple[launching.Plan, launching.Plan | None]:
+    """The kernel, and the one that brings parts together where that is one of its own."""
+    (d0, d1), (v0, v1) = parts(head_dim), parts(value_dim)
+    tile, tiles = row_tile(rows)
+    width = max(v0, v1)
+    itemsize = 1 if pairs else dtypes[1].itemsize  # type: ignore[union-attr]
+    flags = {"HAS_SINKS": dtypes[3] is not None, "HAS_LSE": has_lse, "V0": v0, "V1": v1, "ROWS": tile}
+    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": c.least, "SURPLUS": c.surplus}
+    # A single program splits nothing: its kernel is another, as it is given no buffers for parts.
+    last = max(1, min(64, 1024 * c.num_warps // (tile * width))) if split and c.combine == "last" else 0
+    constants = {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "GROUP": group,
+        "TILES": tiles,
+        "PAGE": page,
+        "STRIDE_KT": token_strides[0],
+        "STRIDE_VT": token_strides[1],
+        "SCALE": scale,
+        "SOFTCAP": softcap,
+        "WINDOW": window,
+        "K_SCALES": scales[0],
+        "V_SCALES": scales[1],
+        "HAS_ALIBI": dtypes[2] is not None,
+        "HAS_SINKS": flags["HAS_SINKS"],
+        "HAS_LSE": has_lse,
+        "D0": d0,
+        "D1": d1,
+        "V0": v0,
+        "V1": v1,
+        "ROWS": tile,
+        "BLOCK_B": block_b,
+        "BLOCK_M": max(c.block_m, tile),
+        "BLOCK_N": c.block_n,
+        "STAGES": c.num_stages,
+        "LEAST": c.least,
+        "SURPLUS": c.surplus,
+        "AT_ONCE": last,
+        "AHEAD": c.ahead if early else 0,
+        "K_LINES": library.power_of_two(library.cdiv(head_dim * itemsize, 128)),
+        "V_LINES": library.power_of_two(library.cdiv(value_dim * itemsize, 128)),
+        "EARLY": early,
+        "PAIRS": pairs,
+        "PTX": ptx,
+    }
+    options = {"launch_pdl": True} if early else {}
+    limit: dict[str, Any] = {"maxnreg": c.registers} if c.registers and ptx else {}
+    plan = launching.Plan(decode_kernel, constants, newest_assembler=True, num_warps=c.num_warps, **options, **limit)
+    if last or not split:
+        return plan, None
+    second = {"VALUE_DIM": value_dim, "GROUP": group, "TILES": tiles, "WINDOW": window, **flags, **sharing}
+    second |= {"AT_ONCE": max(1, min(64, 8192 // width)), "EARLY": early}
+    return plan, launching.Plan(combine_kernel, second, num_warps=4, **options)
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    layout: str,
+    return_lse: bool,
+    config: str,
+) -> tuple[Tensor, Tensor]:
+    if isinstance(q, FunctionalTensor):
+        raise launching.Untraceable("counters")
+    out, lse = _fake(
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, scale, window, softcap,
+        layout, return_lse, config,
+    )  # fmt: skip
+    s = shape_of(q, k_cache, v_cache, page_table, layout)
+    check_values(lengths, page_table, s)
+    if out.numel() == 0:
+        return out, lse
+    if s.capacity == 0 or (s.page and s.n_pages == 0):  # no keys at all, for any lengths
+        lse.fill_(float("-inf"))
+        if sinks is not None and return_lse:
+            lse.copy_(sinks[:, None].expand_as(lse))
+        return out.zero_(), lse
+    target = runtime.target(q.device)
+    rows = s.heads // s.kv_heads * s.n_new
+    tile, tiles = row_tile(rows)
+    items = s.batch * s.kv_heads * tiles
+    c = decode(config) or choose(
+        rows, s.head_dim, s.value_dim, q.dtype, k_cache.dtype, items, s.capacity, s.page, target
+    )
+
+    q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
+    lengths = lengths.contiguous()
+    pairs = kind_of(q, k_cache, v_cache, target)
+    k_bytes, v_bytes = (words_of(t) if pairs else writable(t) for t in (k_cache, v_cache))
+    if page_table is not None and page_table.stride(1) != 1:
+        page_table = page_table.contiguous()
+    alibi_slopes, sinks = (None if t is None else t.contiguous() for t in (alibi_slopes, sinks))
+
+    blocks = items * library.cdiv(s.capacity, c.block_n)
+    programs = max(1, min(target.multiprocessors * c.programs, blocks // c.least))
+    partial = counters = None
+    (_, _), (v0, v1) = parts(s.head_dim), parts(s.value_dim)
+    split = programs > 1
+    if split:
+        partial = torch.empty(programs * 2 * tile * (v0 + v1 + 2), dtype=torch.float32, device=q.device)
+        if c.combine == "last":
+            counters = launching.counters(items, q.device)
+    factor = s.head_dim**-0.5 if scale is None else scale
+    optional = (alibi_slopes, sinks, page_table)
+    dtypes = (q.dtype, k_bytes.dtype, *(None if t is None else t.dtype for t in optional), lengths.dtype)
+    k_strides, v_strides = strides_of(k_bytes, layout), strides_of(v_bytes, layout)
+    plan, second = _plans(
+        dtypes, s.head_dim, s.value_dim, s.heads // s.kv_heads, rows, s.page, (k_strides[1], v_strides[1]), factor,
+        softcap, window,
+        (scale_kind(k_scale), scale_kind(v_scale)), return_lse, library.power_of_two(s.batch), c,
+        c.early and dependent.supported(target), pairs, target.arch.startswith("sm_"), split,
+    )  # fmt: skip
+    lse_or_none = lse if return_lse else None
+    tensors = (q, k_bytes, v_bytes, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, out, lse_or_none)
+    strides: tuple[int, ...] = (
+        *q.stride()[:3],
+        *k_strides[::2],
+        *v_strides[::2],
+        *scale_strides(k_scale, layout),
+        *scale_strides(v_scale, layout),
+        0 if page_table is None else page_table.stride(0),
+    )
+    sizes = (s.batch, s.n_new, s.kv_heads, s.capacity)
+    launching.launch(plan, programs, (*tensors, partial, counters), strides, (*sizes, s.n_pages, programs))
+    if second is not None:
+        launching.launch(second, items * tile, (lengths, sinks, partial, out, lse_or_none), (), (*sizes, programs))
+    return out, lse
+
+
+def _fake(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    layout: str,
+    return_lse: bool,
+    config: str,
+) -> tuple[Tensor, Tensor]:
+    check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, layout)
+    batch, n_new, heads, _ = q.shape
+    out = torch.empty((batch, n_new, heads, v_cache.shape[3]), dtype=q.dtype, device=q.device)
+    shape = (batch, heads, n_new) if return_lse else (0,)
+    return out, torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+_op = library.define(
+    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, float? scale, int window, float softcap, str layout, "
+    "bool return_lse, str config) -> (Tensor, Tensor)",
+    launch=_launch,
+    fake=_fake,
+)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bthd",
+    return_lse: bool = False,
+    config: DecodeConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the last T tokens of each sequence to all its keys up to their own position.
+
+    Token i of sequence b stands at position `p = lengths[b] - T + i`, and its keys and values are in the cache already:
+
+        s_j = scale * q · k_j * k_scale,   softcap * tanh(s_j / softcap),   - slope * (p - j)
+        out = sum_j exp(s_j) v_j * v_scale / (sum_j exp(s_j) + exp(sink)),   p - window < j <= p
+
+    computed in float32 (products of q's dtype, as in all of Rooftile's attention) and rounded once. It has no
+    derivative. The parts that keys are cut into depend on the lengths, the batch and the GPU alone, so results are the
+    same to the bit every time.
+
+    Args:
+        q: `(B, T, Hq, D)`, T at most 16, float32, float16 or bfloat16. Any strides; copied where the last is not 1.
+        k_cache, v_cache: `(B, S, Hkv, D)` in layout `"bthd"`, `(B, Hkv, S, D)` in `"bhtd"`; with a page table
+            `(pages, page_size, Hkv, D)` or `(pages, Hkv, page_size, D)`, page_size 16, 32, 64, 128 or 256. Of q's
+            dtype, float8_e4m3fn or int8. Query head h reads KV head `h // (Hq // Hkv)`. D, and the last dimension of
+            v_cache, which may be another, are 1 to 256. Any strides; copied, whole, where the last is not 1, or where
+            rows of 8 bits begin at odd bytes.
+        lengths: `(B,)`, int32: keys of each sequence, those of the new tokens among them. 0 or less: none.
+            What the cache holds beyond may be anything.
+        page_table: `(B, pages of a sequence)`, int32: where the pages of each sequence lie. What is beyond a
+            sequence's length is not read.
+        scale: of the scores; `1 / sqrt(D)` by default. Each is compiled into a kernel of its own, as are the options:
+        window: keys that a token sees at most, its own among them; those before are not read.
+        softcap: as in Gemma 2; None or 0 for none.
+        alibi_slopes: `(Hq,)`, floating (Press et al. 2022).
+        sinks: `(Hq,)`, floating: a score of each head that takes part in the softmax, and has no value.
+        k_scale, v_scale: float32, what the cached numbers are multiplied by: `()`, `(Hkv,)`, or one for each token and
+            head, in the cache's layout: its first three dimensions.
+        layout: of the caches, and of scales by token. q and out are `(B, T, Hq, D)` in any case.
+        return_lse: also return `(B, Hq, T)`, float32: the logarithm of the softmax's denominator, sinks in it.
+        config: how the kernel is launched; chosen by default.
+
+    Returns:
+        out, `(B, T, Hq, Dv)`, of q's dtype, contiguous; with `return_lse` (out, lse). A token that sees no key is 0,
+        and its lse is -inf, or its sink.
+
+    Raises:
+        ValueError: shapes or devices that do not fit together; a length beyond the cache, or a page that is not there,
+            where lengths and page table are on the CPU. On the GPU no one looks: a length is cut to the cache's, and a
+            page taken as the nearest that there is. Nothing outside the cache is read.
+        TypeError: dtypes that are not taken.
+    """
+    check_arguments(layout, window, softcap, scale)
+    if q.device.type != "cpu" and not torch.compiler.is_compiling() and lengths.device.type == "cpu":
+        s = check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, layout)
+        check_values(lengths, page_table, s)
+        lengths = lengths.to(q.device)
+        page_table = None if page_table is None else page_table.to(q.device)
+    out, lse = _op(
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, scale, window or 0,
+        float(softcap or 0.0), layout, return_lse, encode(config),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

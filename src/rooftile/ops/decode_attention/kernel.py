@@ -1,0 +1,354 @@
+"""The kernel: each program walks its parts of the work, and of each part over the keys, block after block.
+
+The query heads of one KV head, times the new tokens, are the rows of one tile: a block of keys and values is read once
+for all of them. Blocks are on their way STAGES - 1 ahead; an early program has its first ones brought into the L2 while
+the kernel before still ends.
+"""
+
+from __future__ import annotations
+
+from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.attention.scores import LOG2E, capped
+from rooftile.ops.decode_attention.combine import bring_together, finish, leave_part, rescaled, slot_of
+from rooftile.ops.decode_attention.pairs import along_rows, halves, into_range
+from rooftile.ops.decode_attention.place import guess_ahead, home_of, place_in
+from rooftile.ops.decode_attention.schedule import load_lengths, part_at, parts_of_item, program_range, share_out
+from rooftile.primitives.dependent import let_next_start, wait_for_previous
+from rooftile.primitives.splitk import arrives_last
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+@triton.jit
+def _query(
+    q_ptr, rows_at, mask, first: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Columns of the query's rows, transposed; in `along_rows`'s order, of pairs."""
+    cols = tl.arange(0, D)
+    if PAIRS != "":
+        cols = cols % (D // 2) * 2 + cols // (D // 2)
+    cols += first
+    return tl.load(q_ptr + rows_at[None, :] + cols[:, None], mask=mask[None, :] & (cols < HEAD_DIM)[:, None], other=0.0)
+
+
+@triton.jit
+def _largest(q):
+    return tl.max(tl.abs(q.to(tl.float32)), axis=0)
+
+
+@triton.jit
+def _scaled(q, by):
+    return (q.to(tl.float32) * by[None, :]).to(tl.float16)
+
+
+@triton.jit
+def _as(x, DTYPE: tl.constexpr):
+    """Cached numbers as the matrix unit takes them; none of e4m3's or int8's is rounded."""
+    if x.dtype == tl.uint8:  # e4m3 where the chip has none: its bits moved to where float32 has them, 2^120 too small
+        bits = x.to(tl.int32)
+        number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+        y = tl.where((bits & 0x7F) == 0x7F, float("nan"), number).to(DTYPE)
+    else:
+        y = x.to(DTYPE)
+    return y
+
+
+@triton.jit
+def _cached(
+    c_ptr, offsets, mask, first: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, EVICTION: tl.constexpr,
+    SIDEWAYS: tl.constexpr,
+):  # fmt: skip
+    """Columns of a block of keys or values, (keys, columns), zero where there are none; sideways (columns, keys), which
+    is how words get to a transposed operand by way of shared memory. `c_ptr` may be one for each key."""
+    cols = first + tl.arange(0, D)
+    across: tl.constexpr = 0 if SIDEWAYS else 1
+    cols = tl.expand_dims(cols, 1 - across)
+    there = tl.expand_dims(mask, across)
+    if first + D > WHOLE:
+        there &= cols < WHOLE
+    if offsets.shape[0] > 1:
+        pointers = c_ptr + (tl.expand_dims(offsets, across) + cols)
+    else:
+        pointers = tl.expand_dims(c_ptr, across) + cols
+    return tl.load(pointers, mask=there, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _keys(
+    c_ptr, offsets, mask, first: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
+    EVICTION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Columns of a block of keys."""
+    if PAIRS == "":
+        k = _as(_cached(c_ptr, offsets, mask, first, D, WHOLE, EVICTION, False), DTYPE)
+    else:
+        words = _cached(c_ptr, offsets, mask, first // 2, D // 2, WHOLE // 2, EVICTION, False)
+        k = along_rows(words, PAIRS, PTX)
+    return k
+
+
+@triton.jit
+def _add_values(
+    p, kept, o, o_odd, c_ptr, offsets, mask, first: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr,
+    EVICTION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """kept * o + transposed values · p, of some columns; of pairs, the even columns' and the odd ones'."""
+    if PAIRS == "":
+        v = _as(_cached(c_ptr, offsets, mask, first, V, WHOLE, EVICTION, False), p.dtype)
+        o = tl.dot(v.T, p, o * kept[None, :], input_precision="ieee")
+    else:
+        words = _cached(c_ptr, offsets, mask, first // 2, V // 2, WHOLE // 2, EVICTION, True)
+        even, odd = halves(words, PAIRS, PTX)
+        o = tl.dot(even, p, o * kept[None, :])
+        o_odd = tl.dot(odd, p, o_odd * kept[None, :])
+    return o, o_odd
+
+
+@triton.jit
+def _rows_of(o, o_odd, PAIRS: tl.constexpr):
+    """(rows, columns) of a transposed result."""
+    if PAIRS == "":
+        rows = o.T
+    else:
+        rows = tl.interleave(o.T, o_odd.T)
+    return rows
+
+
+@triton.jit(do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "programs"])
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    pages_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    counters_ptr,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    stride_ksb,
+    stride_kst,
+    stride_ksh,
+    stride_vsb,
+    stride_vst,
+    stride_vsh,
+    stride_pb,
+    n_seqs,
+    n_new,
+    kv_heads,
+    capacity,
+    n_pages,
+    programs,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILES: tl.constexpr,
+    PAGE: tl.constexpr,
+    STRIDE_KT: tl.constexpr,
+    STRIDE_VT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    LEAST: tl.constexpr,
+    SURPLUS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    K_LINES: tl.constexpr,
+    V_LINES: tl.constexpr,
+    EARLY: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    DTYPE: tl.constexpr = tl.float16 if PAIRS != "" else q_ptr.dtype.element_ty
+    OF_RANGE: tl.constexpr = PAIRS != "" and q_ptr.dtype.element_ty != tl.float16
+    PER: tl.constexpr = 2 if PAIRS != "" else 1  # numbers to what the cache's pointers point to
+    EVICTION: tl.constexpr = "evict_first" if TILES == 1 else ""
+    program = tl.program_id(0)
+    per_seq = kv_heads * TILES
+    if EARLY:
+        if AT_ONCE > 0:
+            let_next_start()
+        if AHEAD > 0:
+            guess_ahead(
+                k_ptr, v_ptr, lengths_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, program,
+                n_seqs, n_new, per_seq, capacity, n_pages, programs, HEAD_DIM // PER, VALUE_DIM // PER, TILES, PAGE,
+                STRIDE_KT, STRIDE_VT, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS, AHEAD, K_LINES, V_LINES, PTX,
+            )  # fmt: skip
+        wait_for_previous()
+        if AT_ONCE == 0:  # the next is the second kernel, which shall find the lengths as they are now
+            let_next_start()
+    lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
+    blocks, aligned, parts, shares, each, more = share_out(
+        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
+    )
+    at, stop, ends = program_range(program, programs, blocks, aligned, parts, shares, each, more, n_seqs, per_seq)
+
+    rows = tl.arange(0, BLOCK_M)
+    key = tl.arange(0, BLOCK_N)
+    # From a block's first key to the others, where they lie in one sequence or page.
+    SCATTERED: tl.constexpr = PAGE > 0 and PAGE < BLOCK_N
+    FAR: tl.constexpr = BLOCK_N * (STRIDE_KT if STRIDE_KT > STRIDE_VT else STRIDE_VT) >= 2**31
+    near = key.to(tl.int64) if FAR else key
+    k_offsets = near * STRIDE_KT
+    v_offsets = near * STRIDE_VT
+    if SCATTERED:  # a pointer to each key
+        k_offsets = tl.zeros((1,), tl.int32)
+        v_offsets = k_offsets
+    while at < stop:
+        seq, within, begin, n_keys, first_block, n_blocks, low, high = part_at(
+            at, stop, lengths, ends, aligned, parts, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+        )
+        item = seq * per_seq + within
+        kv_head = within // TILES
+        first_program, late, count = parts_of_item(item, begin, n_blocks, aligned, parts, each, more)
+
+        if low < high:
+            row = (within % TILES) * ROWS + rows
+            mask = (rows < ROWS) & (row < n_new * GROUP)
+            token = row // GROUP
+            head = kv_head * GROUP + row % GROUP
+            position = (n_keys - n_new + token)[None, :]
+            q_rows = seq.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+            q = _query(q_ptr, q_rows, mask, 0, D0, HEAD_DIM, PAIRS)
+            if D1 > 0:
+                q_second = _query(q_ptr, q_rows, mask, D0, D1, HEAD_DIM, PAIRS)
+            if HAS_ALIBI:
+                slope = (tl.load(slopes_ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2E)[None, :]
+            k_head = k_ptr + kv_head.to(tl.int64) * stride_kh
+            v_head = v_ptr + kv_head.to(tl.int64) * stride_vh
+            k_scale_head = k_scale_ptr
+            v_scale_head = v_scale_ptr
+            if K_SCALES != "":
+                k_scale_head += kv_head.to(tl.int64) * stride_ksh
+            if V_SCALES != "":
+                v_scale_head += kv_head.to(tl.int64) * stride_vsh
+            factor = 1.0
+            if K_SCALES == "head":
+                factor = tl.load(k_scale_head)
+            if OF_RANGE:
+                largest = _largest(q)
+                if D1 > 0:
+                    largest = tl.maximum(largest, _largest(q_second))
+                up, down = into_range(largest)
+                factor = (factor * down)[None, :]
+                q = _scaled(q, up)
+                if D1 > 0:
+                    q_second = _scaled(q_second, up)
+
+            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            # Summed over the keys at the end: what goes across warps costs as much as a product.
+            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            o = tl.zeros((V0 // PER, BLOCK_M), tl.float32)
+            o_odd = o
+            o_second = tl.zeros((V1 // PER if V1 > 0 else 1, BLOCK_M), tl.float32)
+            o_second_odd = o_second
+            of_values = 0.0  # the largest scale of the values so far
+            for block in tl.range(first_block + low, first_block + high, num_stages=STAGES):
+                cols = block * BLOCK_N + key
+                inside = cols < n_keys
+                home = home_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, PTX)
+                place = place_in(block, key, PAGE, BLOCK_N)
+                k_block = k_head + (home * stride_kb + place * STRIDE_KT)
+                v_block = v_head + (home * stride_vb + place * STRIDE_VT)
+                k = _keys(k_block, k_offsets, inside, 0, D0, HEAD_DIM, DTYPE, EVICTION, PAIRS, PTX)
+                s = tl.dot(k, q, input_precision="ieee")
+                if D1 > 0:
+                    k = _keys(k_block, k_offsets, inside, D0, D1, HEAD_DIM, DTYPE, EVICTION, PAIRS, PTX)
+                    s = tl.dot(k, q_second, s, input_precision="ieee")
+                if K_SCALES == "head" or OF_RANGE:
+                    s *= factor
+                if K_SCALES == "token":
+                    at_key = home * stride_ksb + (place if SCATTERED else place + key) * stride_kst
+                    of_key = tl.load(k_scale_head + at_key, mask=inside, other=0.0)
+                    s *= of_key[:, None]
+                s = capped(s, SCALE, SOFTCAP)
+                ahead = position - cols[:, None]  # how far the key is before the query
+                if HAS_ALIBI:
+                    s -= slope * tl.abs(ahead).to(tl.float32)
+                seen = (ahead >= 0) & inside[:, None]
+                if WINDOW > 0:
+                    seen &= ahead < WINDOW
+                s = tl.where(seen, s, float("-inf"))
+
+                new = tl.maximum(m, tl.max(s, axis=0))
+                kept = rescaled(m, new)
+                p = rescaled(s, new[None, :])
+                sums = sums * kept[None, :] + p
+                m = new
+                if V_SCALES == "token":
+                    at_key = home * stride_vsb + (place if SCATTERED else place + key) * stride_vst
+                    of_key = tl.load(v_scale_head + at_key, mask=inside, other=0.0)
+                    if PAIRS != "":  # float16 has not their range: the weights are in units of the largest
+                        larger = tl.maximum(of_values, tl.max(tl.abs(of_key), axis=0))
+                        inverse = tl.where(larger > 0.0, 1.0 / larger, 0.0)
+                        kept *= of_values * inverse
+                        of_key *= inverse
+                        of_values = larger
+                    p *= of_key[:, None]
+                p = p.to(DTYPE)
+                o, o_odd = _add_values(
+                    p, kept, o, o_odd, v_block, v_offsets, inside, 0, V0, VALUE_DIM, EVICTION, PAIRS, PTX
+                )
+                if V1 > 0:
+                    o_second, o_second_odd = _add_values(
+                        p, kept, o_second, o_second_odd, v_block, v_offsets, inside, V0, V1, VALUE_DIM, EVICTION,
+                        PAIRS, PTX,
+                    )  # fmt: skip
+
+            total = tl.sum(sums, axis=0)
+            factor = 1.0
+            if V_SCALES == "head":
+                factor = tl.load(v_scale_head)
+            if V_SCALES == "token" and PAIRS != "":
+                factor = of_values
+            row_o = _rows_of(o, o_odd, PAIRS) * factor
+            row_o_second = tl.zeros((BLOCK_M, 1), tl.float32)
+            if V1 > 0:
+                row_o_second = _rows_of(o_second, o_second_odd, PAIRS) * factor
+            if count == 1:
+                finish(
+                    out_ptr, lse_ptr, sinks_ptr, m, total, row_o, row_o_second, seq, kv_head, row, mask, n_new,
+                    kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+                )  # fmt: skip
+            else:
+                part = tl.where(aligned, at % parts, program - first_program)
+                slot = slot_of(part, first_program, late)
+                leave_part(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
+                if AT_ONCE > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
+                    if arrives_last(counters_ptr + item, count):
+                        few = tl.arange(0, ROWS)
+                        few_row = (within % TILES) * ROWS + few
+                        few_mask = few_row < n_new * GROUP
+                        all_m, all_total, all_o, all_o_second = bring_together(
+                            partial_ptr, first_program, late, count, few, few_mask, V0, V1, ROWS, AT_ONCE
+                        )
+                        finish(
+                            out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head, few_row,
+                            few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+                        )  # fmt: skip
+        at = tl.where(aligned, at + programs, begin + high)

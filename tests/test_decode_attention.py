@@ -1,0 +1,373 @@
+"""What is special to decode_attention: lengths, pages, parts, quantised caches, and what is refused."""
+
+import pytest
+import torch
+
+from rooftile.cases.check import relative_error
+from rooftile.ops.decode_attention import DecodeConfig, decode_attention
+from rooftile.ops.decode_attention.choose import decode, encode
+from rooftile.reference.decode_attention import decode_attention as reference
+
+BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+# Parts of 16 keys: aligned to the items, or equal shares; brought together by the last to arrive, or a second kernel.
+ALIGNED = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=1000)
+SHARES = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=0)
+CONFIGS = {
+    "aligned": ALIGNED,
+    "shares": SHARES,
+    "aligned, kernel": DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=1000, combine="kernel"),
+    "shares, kernel": DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=0, combine="kernel"),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def make(device, lengths, *, tokens=1, heads=(4, 2), dims=(16, 16), capacity=None, dtype=torch.float32):
+    batch, capacity = len(lengths), max(lengths) if capacity is None else capacity
+    q = torch.randn(batch, tokens, heads[0], dims[0], device=device).to(dtype)
+    k = torch.randn(batch, capacity, heads[1], dims[0], device=device).to(dtype)
+    v = torch.randn(batch, capacity, heads[1], dims[1], device=device).to(dtype)
+    return q, k, v, torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def expected(q, k, v, lengths, **options):
+    options = {
+        n: o.double() if isinstance(o, torch.Tensor) and o.is_floating_point() else o for n, o in options.items()
+    }
+    return reference(q.double(), k.double(), v.double(), lengths, return_lse=True, **options)
+
+
+def assert_right(results, wanted, tolerance=3e-6):
+    out, lse = results
+    assert relative_error(out, wanted[0]) < tolerance
+    torch.testing.assert_close(lse.double(), wanted[1].double(), rtol=tolerance, atol=2e-5)
+
+
+def paged(cache, page, page_order, n_pages):
+    """The cache of (B, S, H, D) in pages, those of the table, and the table."""
+    batch, capacity = cache.shape[:2]
+    per = -(-capacity // page)
+    padded = torch.zeros(batch, per * page, *cache.shape[2:], dtype=cache.dtype, device=cache.device)
+    padded.view(torch.uint8)[:, :capacity] = cache.view(torch.uint8)
+    pages = torch.zeros(n_pages, page, *cache.shape[2:], dtype=cache.dtype, device=cache.device)
+    pages.view(torch.uint8)[page_order] = padded.view(batch * per, page, *cache.shape[2:]).view(torch.uint8)
+    return pages
+
+
+@every_config
+def test_ragged_lengths_and_none_in_nan(config, device):
+    """Empty, one key, a block and one more, all of the cache; beyond each length the cache is NaN."""
+    inputs = make(device, [0, 1, 17, 100, 64], capacity=100)
+    wanted = expected(*inputs)
+    for cache in inputs[1:3]:
+        for b, n in enumerate(inputs[3].tolist()):
+            cache[b, n:] = float("nan")
+    out, lse = decode_attention(*inputs, return_lse=True, config=config)
+    assert_right((out, lse), wanted)
+    assert (out[0] == 0).all()
+    assert (lse[0] == float("-inf")).all()
+
+
+@every_config
+def test_tokens_are_causal_among_themselves(config, device):
+    """Also where there are fewer keys than new tokens: the first see nothing."""
+    assert_right(
+        decode_attention(*(inputs := make(device, [70, 2, 33], tokens=5)), return_lse=True, config=config),
+        expected(*inputs),
+    )
+
+
+@pytest.mark.parametrize("keys", [15, 16, 17, 31, 32, 33, 127, 128, 129])
+def test_lengths_at_the_ends_of_parts(keys, device):
+    inputs = make(device, [keys], heads=(2, 1))
+    assert_right(decode_attention(*inputs, return_lse=True, config=SHARES), expected(*inputs))
+
+
+@every_config
+def test_one_long_sequence_among_short_ones(config, device):
+    inputs = make(device, [3, 130, 1, 9, 2])
+    assert_right(decode_attention(*inputs, return_lse=True, config=config), expected(*inputs))
+
+
+@every_config
+@pytest.mark.parametrize("window", [1, 16, 20, 1000])
+def test_a_window_reads_nothing_before_it(window, config, device):
+    inputs = make(device, [100, 40], tokens=2)
+    wanted = expected(*inputs, window=window)
+    first = 100 - 2 - (window - 1)
+    if first >= 16:  # whole blocks before the window are not read
+        inputs[1][0, : first // 16 * 16] = inputs[2][0, : first // 16 * 16] = float("nan")
+    assert_right(decode_attention(*inputs, window=window, return_lse=True, config=config), wanted)
+
+
+@every_config
+def test_softcap_alibi_and_sinks(config, device):
+    inputs = make(device, [100, 0, 7], tokens=2)
+    options = {"softcap": 3.0, "scale": 0.5, "alibi_slopes": torch.rand(4, device=device)}
+    options["sinks"] = torch.randn(4, device=device)
+    results = decode_attention(*inputs, **options, return_lse=True, config=config)
+    assert_right(results, expected(*inputs, **options))
+    torch.testing.assert_close(results[1][1, :, 0], options["sinks"])  # no key but the sink
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@every_config
+def test_pages_give_what_a_contiguous_cache_gives(page, config, device):
+    q, k, v, lengths = make(device, [100, 0, 33, 64], tokens=2)
+    per = -(-100 // page)
+    order = torch.randperm(4 * per + 3, device=device)[: 4 * per]
+    pages = [paged(t, page, order, 4 * per + 3) for t in (k, v)]
+    table = order.to(torch.int32).view(4, per)
+    for b, n in enumerate(lengths.tolist()):  # as engines leave them: nobody looks at pages beyond a length
+        table[b, -(-n // page) :] = -1
+    plain = decode_attention(q, k, v, lengths, return_lse=True, config=config)
+    results = decode_attention(q, *pages, lengths, page_table=table, return_lse=True, config=config)
+    assert_right(results, expected(q, k, v, lengths))
+    assert relative_error(results[0], plain[0].double()) < 1e-6
+    heads_first = [t.transpose(1, 2).contiguous() for t in pages]
+    again = decode_attention(q, *heads_first, lengths, page_table=table, layout="bhtd", config=config)
+    assert torch.equal(again, results[0])
+
+
+def test_layouts_give_the_same_to_the_bit(device):
+    q, k, v, lengths = make(device, [70, 33], dims=(80, 48))
+    out = decode_attention(q, k, v, lengths)
+    heads_first = [t.transpose(1, 2).contiguous() for t in (k, v)]
+    assert torch.equal(decode_attention(q, *heads_first, lengths, layout="bhtd"), out)
+    last = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
+    assert torch.equal(decode_attention(*last, lengths), out)
+
+
+@pytest.mark.parametrize("by", ["one", "head", "token"])
+@pytest.mark.parametrize("cache", [FP8, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_quantised_caches(dtype, cache, by, device):
+    q, k, v, lengths = make(device, [100, 33], heads=(4, 2), dims=(32, 96), dtype=dtype)
+    size = 0.02 if cache == torch.int8 else 1.0
+    k, v = ((t.float() / size).clamp(-127, 127).to(cache) for t in (k, v))
+    shape = {"one": (), "head": (2,), "token": k.shape[:3]}[by]
+    scales = {name: (torch.rand(shape, device=device) + 0.5) * size for name in ("k_scale", "v_scale")}
+    results = decode_attention(q, k, v, lengths, **scales, return_lse=True, config=SHARES)
+    tolerance = 3e-6 if dtype == torch.float32 else 6e-3
+    wanted = expected(q, k, v, lengths, **scales)
+    assert relative_error(results[0], wanted[0]) < tolerance
+    assert relative_error(results[1], wanted[1]) < 1e-5
+
+
+@pytest.mark.parametrize("cache", [FP8, torch.int8])
+def test_eight_bits_with_queries_and_scales_beyond_float16(cache, device):
+    """Products are of float16 there: rows of q, and scales by token, are brought into its range."""
+    q, k, v, lengths = make(device, [100, 33], dims=(32, 32), dtype=BF16)
+    k, v = ((t.float() * 30).clamp(-127, 127).to(cache) for t in (k, v))
+    sizes = torch.tensor([1e-30, 1e9, 1.0, 1e5], device=device)
+    q = (q.float() * sizes[:, None]).to(BF16)
+    v_scale = torch.rand(2, 100, 2, device=device) * torch.tensor([1e-12, 1e12], device=device)
+    v_scale[:, :20] = 0.0
+    for k_scale in (1.0, 1e-9):
+        scales = {"k_scale": torch.tensor(k_scale, device=device), "v_scale": v_scale}
+        out = decode_attention(q, k, v, lengths, **scales, scale=1e-3, config=SHARES)
+        wanted, _ = expected(q, k, v, lengths, **scales, scale=1e-3)
+        for head in range(4):
+            assert relative_error(out[:, :, head], wanted[:, :, head]) < 6e-3
+
+
+def test_every_number_of_eight_bits_is_taken_as_it_is(device):
+    """One key, so that out is its value; a NaN stays one."""
+    numbers = torch.arange(256, device=device).to(torch.uint8).view(1, 1, 2, 128)
+    q, lengths = torch.zeros(1, 1, 2, 32, dtype=BF16, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    k, one = torch.zeros(1, 1, 2, 32, device=device), torch.ones((), device=device)
+    for cache in (FP8, torch.int8):
+        out = decode_attention(q, k.to(cache), numbers.view(cache), lengths, k_scale=one, v_scale=one)
+        assert torch.equal(out.nan_to_num(nan=1e4), numbers.view(cache).float().to(BF16)[:1].nan_to_num(nan=1e4))
+
+
+def test_rows_of_eight_bits_at_odd_bytes(device):
+    """They are read by two, so such a cache is copied."""
+    q, k, v, lengths = make(device, [40], dims=(32, 32), dtype=BF16)
+    k, v = ((t.float() * 30).clamp(-127, 127).to(torch.int8) for t in (k, v))
+    scales = {"k_scale": torch.ones((), device=device), "v_scale": torch.ones((), device=device)}
+    plain = decode_attention(q, k, v, lengths, scale=1e-2, **scales)
+    odd = [torch.zeros(1, 40, 2, 33, dtype=torch.int8, device=device)[..., 1:].copy_(t) for t in (k, v)]
+    assert torch.equal(decode_attention(q, *odd, lengths, scale=1e-2, **scales), plain)
+    heads = [torch.zeros(1, 40, 2, 33, dtype=torch.int8, device=device)[..., :31].copy_(t[..., :31]) for t in (k, v)]
+    out = decode_attention(q[..., :31], *heads, lengths, scale=1e-2, **scales)  # of an odd length: number by number
+    assert relative_error(out, expected(q[..., :31], *heads, lengths, scale=1e-2, **scales)[0]) < 6e-3
+
+
+def test_scales_by_token_of_pages(device):
+    q, k, v, lengths = make(device, [70, 33])
+    k, v = ((t * 40).clamp(-127, 127).to(torch.int8) for t in (k, v))
+    k_scale, v_scale = (torch.rand(2, 70, 2, device=device) * 0.02 for _ in range(2))
+    order = torch.randperm(10, device=device)
+    pages = [paged(t, 16, order, 10) for t in (k, v)]
+    page_scales = [paged(t[..., None], 16, order, 10)[..., 0] for t in (k_scale, v_scale)]
+    table = order.to(torch.int32).view(2, 5)
+    out = decode_attention(q, *pages, lengths, page_table=table, k_scale=page_scales[0], v_scale=page_scales[1])
+    wanted, _ = expected(q, k, v, lengths, k_scale=k_scale, v_scale=v_scale)
+    assert relative_error(out, wanted) < 3e-6
+    moved = [t.transpose(1, 2).contiguous() for t in (*pages, *page_scales)]
+    again = decode_attention(
+        q, *moved[:2], lengths, page_table=table, k_scale=moved[2], v_scale=moved[3], layout="bhtd"
+    )
+    assert torch.equal(again, out)
+
+
+def test_more_query_rows_than_a_tile(device):
+    """40 heads of one KV head times 3 tokens: two tiles of 64 rows."""
+    inputs = make(device, [50, 33], tokens=3, heads=(40, 1))
+    assert_right(decode_attention(*inputs, return_lse=True, config=SHARES), expected(*inputs))
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (72, 16), (96, 128), (192, 128), (256, 24)])
+def test_head_dims(dims, device):
+    inputs = make(device, [40], heads=(2, 1), dims=dims)
+    assert_right(decode_attention(*inputs, return_lse=True), expected(*inputs))
+
+
+def test_a_cache_of_no_keys(device):
+    q, k, v, _ = make(device, [5, 7])
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    out, lse = decode_attention(q, k[:, :0], v[:, :0], lengths, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
+    sinks = torch.randn(4, device=device)
+    table = torch.zeros(2, 0, dtype=torch.int32, device=device)
+    pages = [t[:, :0].reshape(0, 16, *t.shape[2:]) for t in (k, v)]
+    _, lse = decode_attention(q, *pages, lengths, page_table=table, sinks=sinks, return_lse=True)
+    assert torch.equal(lse, sinks[None, :, None].expand(2, -1, 1))
+
+
+def test_rows_far_apart_in_memory(device):
+    """A token stride of 2^30 + 64 over four tokens: offsets past 2^31. The memory is mapped, and mostly never there."""
+    if device.type != "cpu":
+        pytest.skip("takes memory that is there")
+    far = 2**30 + 64
+    k = torch.empty_strided((1, 4, 1, 16), (4 * far, far, 16, 1), dtype=torch.float16)
+    k.copy_(torch.randn(k.shape))
+    q, lengths = torch.randn(1, 1, 1, 16).half(), torch.tensor([4], dtype=torch.int32)
+    assert torch.equal(decode_attention(q, k, k, lengths), decode_attention(q, *[k.contiguous()] * 2, lengths))
+
+
+def test_configurations_survive_the_schema():
+    for config in (*CONFIGS.values(), DecodeConfig(early=True), None):
+        assert decode(encode(config)) == config
+
+
+@pytest.mark.gpu
+@every_config
+def test_a_graph_replayed_with_other_lengths(config, device):
+    q, k, v, lengths = make(device, [200, 7, 1, 64], capacity=300, dtype=BF16)
+    lengths = lengths.clone()
+    decode_attention(q, k, v, lengths, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(q, k, v, lengths, config=config)
+    for new in ([300, 300, 300, 300], [0, 1, 16, 17], [1, 299, 0, 5], [64, 64, 64, 64]):
+        lengths.copy_(torch.tensor(new))
+        graph.replay()
+        assert relative_error(out, expected(q, k, v, lengths)[0]) < 6e-3
+        assert torch.equal(out, decode_attention(q, k, v, lengths.clone(), config=config))
+
+
+@pytest.mark.gpu
+def test_lengths_and_pages_on_the_gpu_are_clamped(device):
+    q, k, v, lengths = make(device, [100, 100], dtype=BF16)
+    beyond = torch.tensor([100_000, -5], dtype=torch.int32, device=device)
+    out = decode_attention(q, k, v, beyond)
+    assert torch.equal(out[0], decode_attention(q, k, v, lengths)[0])
+    assert (out[1] == 0).all()
+    table = torch.tensor([[-7, 1 << 30], [2, 1]], dtype=torch.int32, device=device)
+    pages = [t.reshape(-1, *t.shape[2:])[:192].view(3, 64, *t.shape[2:]) for t in (k, v)]
+    nearest = torch.tensor([[0, 2], [2, 1]], dtype=torch.int32, device=device)
+    wild, tame = (decode_attention(q, *pages, lengths, page_table=t) for t in (table, nearest))
+    assert torch.equal(wild, tame)
+
+
+@pytest.mark.gpu
+def test_lengths_on_the_cpu_are_checked_and_taken_along(device):
+    q, k, v, lengths = make(device, [100, 30], dtype=BF16)
+    assert torch.equal(decode_attention(q, k, v, lengths.cpu()), decode_attention(q, k, v, lengths))
+    with pytest.raises(ValueError, match=r"lengths\[0\] is 101, expected at most 100"):
+        decode_attention(q, k, v, lengths.cpu() + 1)
+
+
+class TestRefused:
+    def test_values_on_the_cpu(self):
+        q, k, v, lengths = make(torch.device("cpu"), [20, 33])
+        with pytest.raises(ValueError, match=r"decode_attention: lengths\[1\] is 34, expected at most 33"):
+            decode_attention(q, k, v, lengths + 1)
+        pages = [torch.zeros(4, 16, 2, 16)] * 2
+        table = torch.tensor([[0, 9, -1], [3, 2, 4]], dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"page_table\[0, 1\] is 9, expected 0 to 3: k_cache has 4 pages"):
+            decode_attention(q, *pages, lengths, page_table=table)
+        table[0, 1] = 1
+        with pytest.raises(ValueError, match=r"page_table\[1, 2\] is 4, expected 0 to 3"):
+            decode_attention(q, *pages, lengths, page_table=table)
+
+    def test_shapes(self, device):
+        q, k, v, lengths = make(device, [20, 33])
+        table = torch.zeros(2, 3, dtype=torch.int32, device=device)
+        ones = torch.ones(3, device=device)
+        wrong = [
+            ((q[0], k, v, lengths), {}, r"q has shape \(1, 4, 16\), expected 4 dimensions"),
+            ((q, k[0], v, lengths), {}, r"k_cache has shape \(33, 2, 16\), expected 4 dimensions \(B, S, Hkv, D\)"),
+            ((q.expand(2, 17, 4, 16), k, v, lengths), {}, "q has 17 tokens a sequence, expected at most 16"),
+            ((q[..., :8], k, v, lengths), {}, "q and k_cache have last dimensions of 8 and 16"),
+            ((q, k, v[:, :30], lengths), {}, r"v_cache has shape \(2, 30, 2, 16\), expected \(2, 33, 2, 16\)"),
+            ((q[:, :, :3], k, v, lengths), {}, "q has 3 heads, expected a multiple of k_cache's 2"),
+            ((q, k, v, lengths[:1]), {}, r"lengths has shape \(1,\), expected \(2,\)"),
+            ((q, k[:1], v[:1], lengths), {}, "k_cache has 1 sequences, expected 2 to match q"),
+            ((q, k, v, lengths), {"page_table": table}, "k_cache has pages of 33 tokens, expected one of 16, 32"),
+            ((q, k[:, :16], v[:, :16], lengths), {"page_table": table[:1]}, r"page_table has shape \(1, 3\), expected"),
+            ((q, k, v, lengths), {"k_scale": ones}, r"k_scale has shape \(3,\), expected \(\), \(2,\) or \(2, 33, 2\)"),
+            ((q, k, v, lengths), {"sinks": ones}, r"sinks has shape \(3,\), expected \(4,\)"),
+            ((q, k, v, lengths), {"alibi_slopes": ones}, r"alibi_slopes has shape \(3,\), expected \(4,\)"),
+            ((q, k, v, lengths), {"layout": "thd"}, "layout is 'thd', expected one of bthd, bhtd"),
+            ((q, k, v, lengths), {"window": 0}, "window is 0, expected at least 1"),
+            ((q, k, v, lengths), {"softcap": -1.0}, "softcap is -1.0, expected a positive number"),
+            ((q, k, v, lengths), {"scale": float("nan")}, "scale is nan, expected a finite number"),
+        ]
+        for args, options, message in wrong:
+            with pytest.raises(ValueError, match=f"decode_attention: {message}"):
+                decode_attention(*args, **options)
+
+    def test_dtypes(self, device):
+        q, k, v, lengths = make(device, [20, 33])
+        wrong = [
+            (
+                (q, k.half(), v.half(), lengths),
+                {},
+                "k_cache has dtype torch.float16, expected torch.float32 to match q",
+            ),
+            ((q, k, v.to(FP8), lengths), {}, "v_cache has dtype torch.float8_e4m3fn, expected torch.float32"),
+            ((q, k, v, lengths.long()), {}, "lengths has dtype torch.int64, expected int32"),
+            ((q, k, v, lengths), {"k_scale": torch.ones((), dtype=BF16, device=device)}, "k_scale has dtype"),
+            ((q, k, v, lengths), {"window": 2.5}, "window is a float, expected an int or None"),
+            ((q, k, v, lengths), {"config": "fast"}, "config is a str, expected a DecodeConfig or None"),
+        ]
+        for args, options, message in wrong:
+            with pytest.raises(TypeError, match=f"decode_attention: {message}"):
+                decode_attention(*args, **options)
+
+    def test_configurations(self):
+        for options in ({"block_n": 48}, {"num_stages": 0}, {"combine": "never"}, {"surplus": -1}, {"block_m": 4}):
+            with pytest.raises(ValueError, match=r"DecodeConfig: .* expected"):
+                DecodeConfig(**options)
+
+
+def test_one_program_and_many_over_the_same_strides(device):
+    """A launch that splits nothing has no buffers for parts: its kernel is not remembered for one that does."""
+    q, k, v, lengths = make(device, [64], heads=(2, 1))
+    for keys in (16, 64):
+        inputs = (q, k[:, :keys], v[:, :keys], lengths.clamp(max=keys))
+        for config in CONFIGS.values():
+            assert_right(decode_attention(*inputs, return_lse=True, config=config), expected(*inputs))
+
+
+def test_lengths_just_written_by_the_kernel_before(device):
+    """An early launch may guess from the lengths of before; what it computes it computes from the new ones."""
+    q, k, v, lengths = make(device, [64, 64])
+    config = DecodeConfig(block_n=16, num_stages=2, programs=4, ahead=2, early=True)
+    for new in ([64, 1], [0, 40], [3, 64]):
+        lengths.copy_(torch.tensor(new))
+        assert_right(decode_attention(q, k, v, lengths, return_lse=True, config=config), expected(q, k, v, lengths))
