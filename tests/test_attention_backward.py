@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_same
 
 from rooftile import runtime
 from rooftile.ops.attention import backward, delta, gaps
@@ -264,12 +265,12 @@ def test_strides_are_taken_as_they_are(device):
 
     found = launched(relaid(q), relaid(k), relaid(v), relaid(out), lse, relaid(dout), dlse.mT.contiguous().mT, x, s)
     for name in ("dq", "dk", "dv"):
-        assert torch.equal(found[name], expected[name])
+        assert_same((found[name],), (expected[name],))  # on a GPU what is not aligned is added in another order
     ones = torch.ones((), device=device).expand(dout.shape)
     found = launched(q, k, v, out, lse, ones, None, x, s)
     expected = launched(q, k, v, out, lse, ones.contiguous(), None, x, s)
     for name in ("dq", "dk", "dv"):
-        assert torch.equal(found[name], expected[name])
+        assert_same((found[name],), (expected[name],))  # on a GPU what is not aligned is added in another order
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(0, 20), (20, 0), (0, 0)])

@@ -172,7 +172,11 @@ def _sdpa(backend: str, packed: bool) -> Callable[[Point], Callable[..., Any]]:
         chosen = getattr(SDPBackend, backend)
 
         def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, layout="bthd", scale=None) -> Tensor:
+            if q.dtype == torch.float32 and backend != "EFFICIENT_ATTENTION":
+                raise Unsupported(f"SDPA ({backend}) takes float16 and bfloat16")
             q, k, v = _heads_first(q, k_cache, v_cache, layout)
+            if k.shape[3] != v.shape[3] and backend != "EFFICIENT_ATTENTION":
+                raise Unsupported(f"SDPA ({backend}) takes keys and values of one size")
             shape = q.shape
             if packed:
                 q = q.reshape(shape[0], k.shape[1], -1, shape[3])

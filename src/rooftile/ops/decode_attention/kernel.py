@@ -336,19 +336,20 @@ def decode_kernel(
                     kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
                 )  # fmt: skip
             else:
-                part = tl.where(aligned, at % parts, program - first_program)
-                slot = slot_of(part, first_program, late)
-                leave_part(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
-                if AT_ONCE > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
-                    if arrives_last(counters_ptr + item, count):
-                        few = tl.arange(0, ROWS)
-                        few_row = (within % TILES) * ROWS + few
-                        few_mask = few_row < n_new * GROUP
-                        all_m, all_total, all_o, all_o_second = bring_together(
-                            partial_ptr, first_program, late, count, few, few_mask, V0, V1, ROWS, AT_ONCE
-                        )
-                        finish(
-                            out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head, few_row,
-                            few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
-                        )  # fmt: skip
+                if partial_ptr is not None:  # one program alone shares no item
+                    part = tl.where(aligned, at % parts, program - first_program)
+                    slot = slot_of(part, first_program, late)
+                    leave_part(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
+                    if AT_ONCE > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
+                        if arrives_last(counters_ptr + item, count):
+                            few = tl.arange(0, ROWS)
+                            few_row = (within % TILES) * ROWS + few
+                            few_mask = few_row < n_new * GROUP
+                            all_m, all_total, all_o, all_o_second = bring_together(
+                                partial_ptr, first_program, late, count, few, few_mask, V0, V1, ROWS, AT_ONCE
+                            )
+                            finish(
+                                out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head,
+                                few_row, few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+                            )  # fmt: skip
         at = tl.where(aligned, at + programs, begin + high)
