@@ -22,6 +22,8 @@ from rooftile import runtime  # before Triton: runtime fixes the mode of the pro
 import triton  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
+# Triton's cache does not know the assembler: an option that changes nothing keeps what the newest made apart.
+NEWEST_ASSEMBLER = "--fmad=true"
 _MANY = 256  # remembered kernels of a plan, over which they are forgotten: strides that never repeat
 _PLANS: weakref.WeakSet[Plan] = weakref.WeakSet()
 
@@ -102,8 +104,7 @@ def _assembler(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
     tools = triton.knobs.nvidia
     with tools.scope():
         tools.ptxas = tools.ptxas_blackwell.path
-        # Triton's cache does not know the assembler: an option that changes nothing keeps the two apart.
-        yield {**plan.options, "ptx_options": "--fmad=true"}
+        yield {**plan.options, "ptx_options": NEWEST_ASSEMBLER}
 
 
 def _stream(device: int) -> int:

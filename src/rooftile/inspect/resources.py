@@ -83,7 +83,10 @@ def _nvidia(kernel: Any) -> Resources:
 
 
 def _ptxas_spills(kernel: Any, ptx: str, folder: Path) -> int:
+    from triton import knobs
     from triton.backends.nvidia.compiler import get_ptxas
+
+    from rooftile.launching import NEWEST_ASSEMBLER
 
     source = folder / "kernel.ptx"
     source.write_text(ptx)
@@ -91,8 +94,10 @@ def _ptxas_spills(kernel: Any, ptx: str, folder: Path) -> int:
     assert arch is not None, "PTX always names its target"
     options = getattr(kernel.metadata, "ptx_options", None) or ""
     fused = [] if getattr(kernel.metadata, "enable_fp_fusion", True) else ["--fmad=false"]
+    newest = NEWEST_ASSEMBLER in options.split()
+    ptxas = knobs.nvidia.ptxas_blackwell if newest else get_ptxas(kernel.metadata.target.arch)
     log = _run(
-        get_ptxas(kernel.metadata.target.arch).path, "-v", "-lineinfo", *fused, *options.split(),
+        ptxas.path, "-v", "-lineinfo", *fused, *options.split(),
         f"--gpu-name={arch[1]}", source, "-o", folder / "again.cubin",
     )  # fmt: skip
     return max(_field(r"(\d+) bytes spill (?:stores|loads)", log, "ptxas"))
