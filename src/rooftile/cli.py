@@ -66,6 +66,7 @@ class SetName(str, enum.Enum):
     decode = "decode"
     gemm = "gemm"
     softmax = "softmax"
+    memory = "memory"
 
 
 def _cases(ops: list[str] | None):

@@ -205,7 +205,7 @@ class Bench:
             row.status, row.message = "error", message
         return rows
 
-    def write_results(self, case: OpCase) -> None:
+    def write_results(self, case: OpCase, charts: bool) -> None:
         if self.settings.results is None:
             return
         path = self.settings.results / gpu_slug(str(self.meta["gpu"])) / self.settings.suite / f"{case.name}.json"
@@ -214,7 +214,7 @@ class Bench:
             meta[key] = {name: value for name, value in self.meta.get(key, {}).items() if name == case.name}
         rows = [r for r in self.rows if r.op == case.name]
         write_json(path, meta, rows)
-        if case.over:
+        if case.over and charts:
             report.plot_over(path.parent, rows, case.over, str(self.meta["gpu"]))
 
     def write_reports(self, cases: Iterable[OpCase]) -> None:
@@ -340,8 +340,9 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
             rows = bench.measure_safely(case, point, dtype, direction)
             bench.rows += rows
             done(_line(rows, time.perf_counter() - since))
-            if i + 1 == len(todo) or todo[i + 1][0] is not case:
-                bench.write_results(case)  # now, lest a later op takes them with it
+            ends = i + 1 == len(todo) or todo[i + 1][0] is not case
+            bench.write_results(case, charts=ends)  # now, lest a later point takes them with it
+            if ends:
                 bench.clock.release()
     gc.unfreeze()
 
