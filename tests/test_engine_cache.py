@@ -423,3 +423,16 @@ class PagedMachine(RuleBasedStateMachine):
 
 TestPagedAgainstAModel = PagedMachine.TestCase
 TestPagedAgainstAModel.settings = settings(deadline=None, max_examples=15, stateful_step_count=12)
+
+
+def test_heads_that_nothing_attends_over_are_refused():
+    with pytest.raises(ValueError, match="KVCache: head_dim and value_dim are 300 and 300, expected at most 256"):
+        KVCache(2, 8, 2, 300)
+
+
+def test_a_cache_on_the_cpu_needs_the_interpreter(monkeypatch):
+    from rooftile import runtime
+
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
+    with pytest.raises(ValueError, match="KVCache: device is cpu, expected a GPU"):
+        KVCache(2, 8, 2, 16, device="cpu")

@@ -109,7 +109,8 @@ def _node(
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             if autograd is None:
-                raise RuntimeError(f"rooftile::{name} has no derivative: gradients of gradients are not supported")
+                why = ": gradients of gradients are not supported" if name.endswith("_backward") else ""
+                raise RuntimeError(f"rooftile::{name} has no derivative{why}")
             return None, *autograd.backward(ctx, *grads)
 
     Node.__name__ = Node.__qualname__ = "".join(part.capitalize() for part in name.split("_")) + "Backward"

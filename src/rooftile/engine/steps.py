@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.decode_attention.common import LONGEST_HEAD
 from rooftile.ops.kv_cache import Layout, append_kv, rope_and_cache
 from rooftile.ops.kv_cache.checks import LAYOUTS, QUANTIZED
 from rooftile.ops.rope import Style
@@ -95,11 +96,17 @@ class Steps:
         name = type(self).__name__
         value_dim = head_dim if value_dim is None else value_dim
         check_positive(name, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, layers=layers)
+        if max(head_dim, value_dim) > LONGEST_HEAD:
+            raise ValueError(
+                f"{name}: head_dim and value_dim are {head_dim} and {value_dim}, expected at most {LONGEST_HEAD}"
+            )
         if layout not in LAYOUTS:
             raise ValueError(f"{name}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
         if dtype not in (*library.FLOATS, *QUANTIZED):
             raise TypeError(f"{name}: dtype is {dtype}, expected float32, float16, bfloat16, float8_e4m3fn or int8")
         device = runtime.default_device() if device is None else torch.device(device)
+        if device.type == "cpu" and runtime.MODE is runtime.Mode.GPU:
+            raise ValueError(f"{name}: device is {device}, expected a GPU (or TRITON_INTERPRET=1, to run on the CPU)")
         middle = (rows, kv_heads) if layout == "bthd" else (kv_heads, rows)
         self.layers, self.kv_heads, self.layout, self.capacity = layers, kv_heads, layout, capacity
         self.k = torch.zeros((layers, blocks, *middle, head_dim), dtype=dtype, device=device)
