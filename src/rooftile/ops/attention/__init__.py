@@ -62,8 +62,8 @@ def attention(
             FlashAttention has it; `causal` makes right 0.
         softcap: scores become `softcap * tanh(s / softcap)`, as in Gemma 2; before masks and biases.
         mask: broadcasts to `(B, Hq, Tq, Tk)` in either layout. bool: True is seen, together with `causal` and `window`;
-            float32, float16 or bfloat16: added to the scores, and what is below -2.3e38 is not seen. Read by its strides,
-            never expanded.
+            float32, float16 or bfloat16: added to the scores, and a key with less than -2.3e38 is not seen. Read by its
+            strides, never expanded.
         alibi_slopes: `(Hq,)`: slope times |p - j| is taken off the score (Press et al. 2022,
             https://arxiv.org/abs/2108.12409).
         sinks: `(Hq,)`: a score for each head that takes part in the softmax and has no value, as in gpt-oss.
