@@ -86,7 +86,7 @@ def launch(
             compiled = plan.compiled.get(key)
             if compiled is not None:
                 return _start(compiled, programs, key[0], (*tensors, *strides, *numbers, *plan.values))
-    with _assembler(plan, first.device) as options:  # type: ignore[union-attr]
+    with _assembler(plan, first) as options:
         compiled = plan.kernel[(programs,)](*tensors, *strides, *numbers, **plan.constants, **options)
     if key is not None:
         if len(plan.compiled) >= _MANY:
@@ -96,9 +96,9 @@ def launch(
 
 
 @contextlib.contextmanager
-def _assembler(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The plan's options, while the assembler that it needs is in place."""
-    if not plan.newest_assembler or runtime.target(device).arch != "sm_90":
+def _assembler(plan: Plan, like: Any) -> Iterator[dict[str, Any]]:
+    """The plan's options, while the assembler that it needs for that tensor's device is in place."""
+    if not plan.newest_assembler or runtime.target(like.device).arch != "sm_90":
         yield plan.options
         return
     tools = triton.knobs.nvidia

@@ -99,8 +99,8 @@ _SETS = {
     ),
     "edge": (point(1, 2, 65, 16), point(9, 2, 30, 24), point(3, 2, 0, 16)),
     "llm": tuple(
-        point(n, heads, 16384, dim, causal=True, max_seqlen_q=_longest(n, 16384))
-        for n in (4, 16)
+        point(n, heads, total, dim, causal=True, max_seqlen_q=_longest(n, total))
+        for n, total in ((4, 8192), (16, 16384))
         for heads, dim in ((16, 128), (32, 64))
     ),
 }

@@ -206,7 +206,7 @@ def _flex(point: Point) -> Callable[..., Any]:
 _SMALL = {"heads": (4, 2), "dims": (16, 16)}
 _TINY = (
     _point(3, 40, **_SMALL, ragged=True),  # type: ignore[arg-type]
-    _point(2, 33, (4, 2), (32, 16)),
+    _point(2, 33, (4, 2), (32, 32)),
     _point(2, 40, (4, 4), (24, 16), tokens=3, ragged=True, layout="bhtd", window=9, softcap=4.0),
     _point(2, 40, (4, 1), (80, 48), page=16, ragged=True, scale=0.2, sinks=True, alibi=True),
     _point(2, 40, (4, 2), (32, 64), cache="fp8", scales="head"),
