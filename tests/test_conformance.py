@@ -188,17 +188,17 @@ def test_no_graph_where_no_gradient_is_asked_for(case, device):
 
 
 @every_case
-def test_a_second_run_is_equal_to_the_bit(case, device, monkeypatch):
-    """Where it is asked for: of attention's gradients on sm_90 it has to be."""
+def test_a_second_run_is_equal_to_the_bit(case, device):
+    """Where PyTorch is asked for it, as it is in poisoned memory: attention's gradients on sm_90 need to be asked."""
     assert case.deterministic, "say here why it is not"
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     for point in points(case, ("tiny",) if device.type == "cpu" else ("tiny", "edge", "decode", "sweep")):
         inputs = draw(case, point, BF16, device)
-        first, second = forward(case, point, inputs), forward(case, point, inputs)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        output_grads = output_grads_for(first)
-        first, second = (backward(case, point, inputs, output_grads) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        with poisoned():
+            first, second = forward(case, point, inputs), forward(case, point, inputs)
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            output_grads = output_grads_for(first)
+            first, second = (backward(case, point, inputs, output_grads) for _ in range(2))
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @every_case_with_gradients
