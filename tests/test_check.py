@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from rooftile import cases, cli
 from rooftile.cases import SETS, find_cases
 from rooftile.cases import check as checking
+from rooftile.cases.case import Tolerance
 from rooftile.cases.check import check_point, poisoned, relative_error, rounding_floor, tolerance_rows
 
 
@@ -82,6 +83,29 @@ def test_an_element_left_unwritten_is_caught(case):
         return fresh, u
 
     assert verdicts(checked(case, spoil)) == {"y": False, "u": True}
+
+
+def test_what_runs_unless_determinism_is_asked_for_is_checked_too(case):
+    """Poisoned memory asks for it, and a benchmark does not."""
+
+    def change(y, u):
+        return (y if torch.are_deterministic_algorithms_enabled() else y * 2), u
+
+    assert verdicts(checked(case, change)) == {"y": True, "u": True}
+    asked = dataclasses.replace(case, deterministic="asked")
+    assert verdicts(checked(asked, change)) == {"y": False, "u": True}
+
+
+def test_a_peer_may_lose_twice_the_ceiling(case):
+    """Of float16 held to almost nothing: ours fails, and so does a peer that loses more than twice that."""
+    point, lost = case.sets["tiny"][0], torch.finfo(torch.float16).eps / 64
+    ceiling = Tolerance(lost, "less than is possible")
+    tight = dataclasses.replace(
+        case, tolerances={torch.float16: {"forward": ceiling, "backward": ceiling}}, output_tolerances={}
+    )
+    for function, most in ((None, lost), (case.function, 2 * lost)):
+        rows = check_point(tight, point, torch.float16, "forward", function=function)
+        assert {(row.tolerance, row.passed) for row in rows} == {(most, False)}
 
 
 def test_a_wrong_shape_is_caught(case):

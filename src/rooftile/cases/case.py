@@ -83,7 +83,8 @@ class OpCase:
         mutates: names of inputs that the op writes; they are drawn afresh for each call.
         excluded: targets that the op can't be compiled for, with the reason.
         spills: bytes of register spills that are allowed on any target.
-        deterministic: whether two runs on one GPU must agree to the bit.
+        deterministic: whether two runs on one GPU must agree to the bit; "asked" where PyTorch has to be asked for it
+            (`torch.use_deterministic_algorithms`), and other kernels run if not: both are checked.
         over: the dimension over which time and memory of the op are charted, where a run has several sizes of it.
         float32_floor: of float32, the error below which nothing is held to what eager PyTorch loses; where it is more
             than that of all ops (check.rounding_floor), the case says why.
@@ -109,7 +110,7 @@ class OpCase:
     mutates: tuple[str, ...] = ()
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     spills: int = 0
-    deterministic: bool = True
+    deterministic: bool | Literal["asked"] = True
     over: str = ""
     float32_floor: float = 0.0
     roof: Roof = "copy"

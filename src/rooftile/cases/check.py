@@ -70,6 +70,17 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     return difference / scale if scale else math.inf
 
 
+# A ceiling says what an op of Rooftile may lose. Its peers round more often: eager attention in bfloat16 rounds its
+# scores, and loses 4.8e-3 to 5.01e-3 on different processors where the ceiling is 5e-3.
+PEERS_CEILINGS = 2.0
+
+
+def _badness(out: Tensor, ref: Tensor) -> float:
+    """The relative error; infinite for what has none."""
+    error = relative_error(out, ref) if out.shape == ref.shape else math.inf
+    return math.inf if math.isnan(error) else error
+
+
 def rounding_floor(dtype: torch.dtype) -> float:
     """What no kernel is held below, however little eager PyTorch loses.
 
@@ -227,8 +238,8 @@ def check_point(
 
     An error is held to `min(ceiling, max(2 * eager's error, rounding_floor))`, with the floor of the inputs' dtype or
     of the output's, whichever is more, and of float32 the case's own where it has one. The op's own function runs in
-    poisoned memory, and an input that it changes without saying so is a fault. An exception makes FAIL rows with its
-    message.
+    poisoned memory, and an input that it changes without saying so is a fault; another's has `PEERS_CEILINGS` times
+    the ceiling. An exception makes FAIL rows with its message.
 
     Args:
         case, point, dtype, direction: what is checked.
@@ -256,15 +267,21 @@ def check_point(
         with poisoned() if own else contextlib.nullcontext():
             results = task.run_on_copies(case.function if function is None else function, written)
         outs = list(results.tensors)
+        # Poisoned memory asks for deterministic kernels: those that run otherwise are checked beside them.
+        others = (
+            list(task.run_on_copies(case.function, written).tensors) if own and case.deterministic == "asked" else []
+        )
         if len(outs) != len(names):
             raise RuntimeError(f"{len(outs)} results, expected {len(names)}: {', '.join(names)}")
         eagers = list(task.run(case.eager))
         refs = list(task.in_float64().run(case.reference))
         for name in names:  # each is freed before the next is compared
             out, eager, ref = outs.pop(0), eagers.pop(0), refs.pop(0)
+            if others and _badness(other := others.pop(0), ref) > _badness(out, ref):
+                out = other
             expected = own_dtypes.get(name, dtype) if direction == "forward" else task.inputs[name[1:]].dtype
             eager_error = relative_error(eager.to(expected), ref)
-            ceiling = case.tolerance(dtype, direction, name).ceiling
+            ceiling = PEERS_CEILINGS ** (not own) * case.tolerance(dtype, direction, name).ceiling
             floor = max(rounding_floor(dtype), rounding_floor(expected))
             floor = max(floor, case.float32_floor) if dtype == torch.float32 else floor
             tolerance = min(ceiling, max(2 * eager_error, floor))
