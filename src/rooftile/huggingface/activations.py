@@ -10,22 +10,27 @@ from torch import Tensor, nn
 
 from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
+from rooftile.ops.matmul import Activation as Product
 
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """An activation's ops: `act(gate) * up` of two tensors, of one packed tensor, and `act(x + bias)`."""
+    """An activation's ops: `act(gate) * up` of two tensors, of one packed tensor, and `act(x + bias)`.
 
+    `name` is what the matrix products call it.
+    """
+
+    name: Product
     gated: str
     mul: Callable[[Tensor, Tensor], Tensor]
     mul_packed: Callable[[Tensor], Tensor]
     bias: Callable[[Tensor, Tensor | None], Tensor]
 
 
-SILU = Activation("SwiGLU", silu_mul, silu_mul_packed, bias_silu)
-GELU = Activation("GeGLU", gelu_mul, gelu_mul_packed, bias_gelu)
+SILU = Activation("silu", "SwiGLU", silu_mul, silu_mul_packed, bias_silu)
+GELU = Activation("gelu", "GeGLU", gelu_mul, gelu_mul_packed, bias_gelu)
 GELU_TANH = Activation(
-    "GeGLU", *(functools.partial(op, approximate="tanh") for op in (gelu_mul, gelu_mul_packed, bias_gelu))
+    "gelu_tanh", "GeGLU", *(functools.partial(op, approximate="tanh") for op in (gelu_mul, gelu_mul_packed, bias_gelu))
 )
 
 # transformers' own classes, by name. FastGELU rounds the constant of the tanh form; QuickGELU is x * sigmoid(1.702 x).

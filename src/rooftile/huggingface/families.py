@@ -34,10 +34,14 @@ class LayerNorm:
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """A class that computes `act(gate) * up`: the attribute that holds `act`, and the method that does it."""
+    """A class that computes `act(gate) * up`: the attribute that holds `act`, and the method that does it.
+
+    `layers` hold gate and up, or both in one; none where they are no layers of its own.
+    """
 
     activation: str = "act_fn"
     method: str = "forward"
+    layers: tuple[str, ...] = ("gate_proj", "up_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +55,13 @@ class Activated:
 class Attention:
     """An attention class: the functions by which it rotates q and k, each with its style.
 
-    `qk_norm` says that each head of q and of k goes through an RMSNorm first: `self.q_norm` and `self.k_norm`.
+    `qk_norm` says that each head of q and of k goes through an RMSNorm first: `self.q_norm` and `self.k_norm`. `layers`
+    are those that project one input, where they are several.
     """
 
     rope: Mapping[str, Style] = dataclasses.field(default_factory=lambda: {"apply_rotary_pos_emb": "half"})
     qk_norm: bool = False
+    layers: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +100,7 @@ def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, 
         f"{prefix}MLP": Gated(),
         f"{prefix}Attention": Attention(),
         f"{prefix}DecoderLayer": Layer(),
-        f"{prefix}Experts": Gated(method="_apply_gate"),
+        f"{prefix}Experts": Gated(method="_apply_gate", layers=()),
     }
     return Family(title, module, parts | more)
 
@@ -102,6 +108,7 @@ def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, 
 MODELS = "transformers.models."
 GEMMA_NORM = Norm(rounding="gemma", offset=1.0, eps="eps")
 QK_NORM = Attention(qk_norm=True)
+QUERY_KEY_VALUE = ("query", "key", "value")
 ADD_LAST = Layer("its add comes last: the norm behind it belongs to the next layer")
 NORM_FIRST = Layer("it adds after the norm: there is no norm behind the add")
 
@@ -116,7 +123,13 @@ FAMILIES = (
     _decoder("Granite", "granite", "Granite"),
     _decoder("SmolLM3", "smollm3", "SmolLM3"),
     _decoder("OLMo2", "olmo2", "Olmo2", norm=Norm(rounding="none"), Olmo2DecoderLayer=NORM_FIRST),
-    _decoder("Phi-3", "phi3", "Phi3", Phi3MLP=Gated(activation="activation_fn")),
+    _decoder(
+        "Phi-3",
+        "phi3",
+        "Phi3",
+        Phi3MLP=Gated(activation="activation_fn", layers=("gate_up_proj",)),
+        Phi3Attention=Attention(layers=()),
+    ),
     _decoder("Gemma", "gemma", "Gemma", norm=GEMMA_NORM),
     _decoder("Gemma 2", "gemma2", "Gemma2", norm=GEMMA_NORM),
     _decoder("Gemma 3", "gemma3", "Gemma3", norm=GEMMA_NORM, Gemma3Attention=QK_NORM),
@@ -125,7 +138,7 @@ FAMILIES = (
         "deepseek_v3",
         "DeepseekV3",
         DeepseekV3Attention=Attention(
-            {"apply_rotary_pos_emb_interleave": "deepseek", "apply_rotary_pos_emb": "half"},
+            {"apply_rotary_pos_emb_interleave": "deepseek", "apply_rotary_pos_emb": "half"}, layers=()
         ),
     ),
     Family(
@@ -133,7 +146,8 @@ FAMILIES = (
         "t5",
         {
             "T5LayerNorm": Norm(),
-            "T5DenseGatedActDense": Gated(activation="act"),
+            "T5DenseGatedActDense": Gated(activation="act", layers=("wi_0", "wi_1")),
+            "T5Attention": Attention({}, layers=("k", "v")),  # q may be of another input than k and v
             "T5DenseActDense": Activated(),
             "T5LayerFF": ADD_LAST,
             "T5LayerSelfAttention": ADD_LAST,
@@ -141,18 +155,28 @@ FAMILIES = (
         },
     ),
     Family("GPT-2", "gpt2", {"GPT2MLP": Activated()}),
-    Family("GPT-NeoX", "gpt_neox", {"GPTNeoXMLP": Activated(), "GPTNeoXAttention": Attention()}),
+    Family("GPT-NeoX", "gpt_neox", {"GPTNeoXMLP": Activated(), "GPTNeoXAttention": Attention(layers=())}),
     Family("StarCoder2", "starcoder2", {"Starcoder2MLP": Activated(), "Starcoder2Attention": Attention()}),
-    Family("OPT", "opt", {"OPTDecoderLayer": Activated("activation_fn")}),
+    Family("OPT", "opt", {"OPTDecoderLayer": Activated("activation_fn"), "OPTAttention": Attention({})}),
     Family(
         "BERT",
         "bert",
         {
             "BertIntermediate": Activated("intermediate_act_fn"),
             "BertPredictionHeadTransform": Activated("transform_act_fn"),
+            "BertSelfAttention": Attention({}, layers=QUERY_KEY_VALUE),
+            "BertCrossAttention": Attention({}, layers=QUERY_KEY_VALUE[1:]),
         },
     ),
-    Family("RoBERTa", "roberta", {"RobertaIntermediate": Activated("intermediate_act_fn")}),
+    Family(
+        "RoBERTa",
+        "roberta",
+        {
+            "RobertaIntermediate": Activated("intermediate_act_fn"),
+            "RobertaSelfAttention": Attention({}, layers=QUERY_KEY_VALUE),
+            "RobertaCrossAttention": Attention({}, layers=QUERY_KEY_VALUE[1:]),
+        },
+    ),
 )
 
 TITLES = tuple(sorted(family.title for family in FAMILIES))

@@ -3,7 +3,8 @@
 A module is changed by putting a `forward` of its own on the instance, in front of its class's; nothing process-wide is
 touched. The norms have a forward of their own; those of MLPs, attentions and layers are the model's own code with the
 lines in question replaced (`rules.py`), compiled once per class. `planning.py` decides what is changed, `families.py`
-says what is known, and `replacing.py` holds what runs in the place of the model's lines.
+says what is known, and `replacing.py` holds what runs in the place of the model's lines. Linear layers have rooms of
+their own: `linear_planning.py`, `linear_memory.py` and `linear.py`.
 
 Submodules are still called as modules, but for plain ones that were fused: adapters (PEFT), hooks, FSDP and gradient
 checkpointing work as before. Where a tensor's dtype is not what the kernels would return the same dtype for (float32
@@ -20,6 +21,8 @@ from torch import nn
 
 from rooftile.huggingface import families
 from rooftile.huggingface.attention import Switch
+from rooftile.huggingface.linear_memory import Memory
+from rooftile.huggingface.linear_planning import Layers
 from rooftile.huggingface.planning import (
     ADD_RMS_NORM,
     ATTENTION,
@@ -84,7 +87,8 @@ class PatchHandle:
             plain one that has one), and two that are fused with RMSNorms, which are among those under `"RMSNorm"`, too
             (unless `rms_norm=False`): `"residual add + RMSNorm"` for adds with a norm behind them, and
             `"QK-norm + RoPE"` for rotations of normed q and k (which are not among those under `"RoPE"`). `"attention"`
-            counts modules whose attention is Rooftile's.
+            counts modules whose attention is Rooftile's, `"linear"` all linear layers, and `"q, k, v in one product"`
+            and `"gate, up in one product"` the modules that make one product of several of those.
         modules: by kind, the names of the modules in which it was replaced.
         left: what was not replaced, with the reason.
         active: False once it was undone.
@@ -98,12 +102,16 @@ class PatchHandle:
         replacements: Sequence[Replacement],
         left: tuple[Left, ...],
         attention: Switch | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.replaced: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.modules: dict[str, tuple[str, ...]] = dict.fromkeys(KINDS, ())
         for new in replacements:
             self.replaced[new.kind] += new.count
             self.modules[new.kind] += (new.name,)
+            if new.also:
+                self.replaced[new.also] += 1
+                self.modules[new.also] += (new.name,)
         if attention is not None:
             self.replaced[ATTENTION], self.modules[ATTENTION] = len(attention.names), attention.names
         self.left = left
@@ -111,9 +119,12 @@ class PatchHandle:
         self._model = model
         self._replacements = replacements
         self._attention = attention
+        self._memory = memory
 
     def undo(self) -> None:
         """Put the model back as it was: the same methods, so the same results to the bit. A second call does nothing.
+
+        Weights that were put together in memory get memory of their own again, a group at a time.
 
         Raises:
             RuntimeError: a module's `forward` was overridden after the patch by something other than accelerate's
@@ -126,6 +137,8 @@ class PatchHandle:
             _revert(new, new.module, slot)
         if self._attention is not None:
             self._attention.undo()
+        if self._memory is not None:
+            self._memory.undo()
         # Copies that a wrapper made since (PEFT's modules_to_save) carry the patch, and lose it, too.
         ours: dict[object, Replacement] = {new.function: new for new in self._replacements}
         for module in self._model.modules():
@@ -159,8 +172,9 @@ def patch(
     mlp: bool = True,
     rope: bool = True,
     attention: bool = False,
+    linear: bool = False,
 ) -> PatchHandle:
-    """Replace the norms, MLP activations, RoPE and attention of *this* Hugging Face model by Rooftile's kernels.
+    """Replace norms, MLP activations, RoPE, attention and products of *this* Hugging Face model by Rooftile's kernels.
 
     Args:
         model: a transformers model or anything that holds one (a PEFT model, say), of a family that Rooftile knows. Its
@@ -177,6 +191,11 @@ def patch(
         attention: compute attention by `rooftile.attention` and `rooftile.decode_attention`, as
             `attn_implementation="rooftile"` does (see `rooftile.register_attention`): the configuration of the model
             names another implementation, so a model built over the very same configuration object changes with it.
+        linear: compute every `torch.nn.Linear` of the model by `rooftile.linear`: q, k and v projection as one product,
+            gate and up with their activation as one kernel. Their weights are put one behind the other in memory, group
+            by group: parameters stay the same objects with the same values, and memory grows by one group while it is
+            copied. Patch where the model is to stay: weights that are moved or converted later lie apart again, and are
+            multiplied one by one.
 
     Returns:
         A `PatchHandle`: counts what was replaced, says what was left and why, and reverts with `.undo()` or as a
@@ -190,7 +209,10 @@ def patch(
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
     wanted = {RMS_NORM: rms_norm, ADD_RMS_NORM: add_rms_norm, LAYER_NORM: layer_norm}
     plan = Plan(
-        wanted | dict.fromkeys((SWIGLU, GEGLU, GATED, BIAS_ACTIVATION), mlp) | dict.fromkeys((ROPE, QK_NORM_ROPE), rope)
+        wanted
+        | dict.fromkeys((SWIGLU, GEGLU, GATED, BIAS_ACTIVATION), mlp)
+        | dict.fromkeys((ROPE, QK_NORM_ROPE), rope),
+        Layers(model) if linear else None,
     )
     known = False
     for name, module, part in families.parts_of(model):
@@ -205,16 +227,18 @@ def patch(
         else:
             known = True
             plan.add(name, module, part)
+        plan.add_linear(name, module)
     if not known:
         raise ValueError(
             f"patch: {type(model).__name__} is no model that Rooftile knows; "
             f"known are transformers' {', '.join(families.TITLES)}"
         )
     left = tuple(Left(kind, what, count, reason) for (kind, what, reason), count in plan.left.items())
+    memory = None if plan.layers is None else Memory(plan.layers.groups)
     switch = Switch(model) if attention else None
     if switch is not None and not switch.names:
         left += (Left(ATTENTION, type(model).__name__, 1, "it does not ask transformers for an attention by name"),)
-    handle = PatchHandle(model, plan.replacements, left, switch)
+    handle = PatchHandle(model, plan.replacements, left, switch, memory)
     for new in plan.replacements:
         _apply(new)
     return handle

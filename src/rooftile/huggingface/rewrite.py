@@ -8,6 +8,8 @@ A line `...` among statements stands for any others between them, which stay whe
 
     Rule("Q = self.q_norm(X)\\n...\\nQ = turn(Q)", "Q = X\\n...\\nQ = norm_and_turn(self.q_norm, Q)")
 
+Calls that stand in several lines, and are one call in front of them, are a rule of another kind, `Together`.
+
 `rebuild` parses the method, replaces each place that matches, and compiles it again over the *same, live* globals; the
 names that the rules brought in are closure variables. Nothing else changes: line numbers in tracebacks, defaults and
 whatever the method does between the lines are the model's own. A method that no rule matches, that uses elsewhere what
@@ -23,7 +25,7 @@ import dataclasses
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Bindings = dict[str, ast.expr]
 
@@ -48,6 +50,28 @@ class Rule:
         parts = _parts(self.before)
         only = parts[0][0]
         return only.value if len(parts) == len(parts[0]) == 1 and isinstance(only, ast.Expr) else parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Calls of modules with one argument, made by one call in front of the first of them:
+
+        Together(("k_proj", "v_proj"), "products")
+
+        k = self.k_proj(x).view(s)      ours_k_proj, ours_v_proj = products((self.k_proj, self.v_proj), x)
+        v = self.v_proj(x)              k = ours_k_proj.view(s)
+                                        v = ours_v_proj
+
+    Each is called once in the method, in statements of one block, whatever the statements' conditions and operators;
+    the argument is a name, which from the first of them to the last is mentioned in the calls alone.
+    """
+
+    modules: tuple[str, ...]
+    function: str
+
+    @property
+    def before(self) -> str:
+        return "\n".join(f"self.{module}(X)" for module in self.modules)
 
 
 def _parts(source: str) -> list[list[ast.stmt]]:
@@ -184,7 +208,78 @@ def _find(pattern: list[list[ast.stmt]], block: list[ast.stmt], bindings: Bindin
     return ends
 
 
-def rebuild(function: Callable[..., object], rules: Sequence[Rule], names: Mapping[str, object]) -> Rebuilt:
+def _in_any_case(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement that are evaluated once whenever it is."""
+    yield node
+    if isinstance(node, ast.IfExp | ast.BoolOp | ast.Compare | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp):
+        return
+    if not isinstance(node, ast.GeneratorExp):
+        for child in ast.iter_child_nodes(node):
+            yield from _in_any_case(child)
+
+
+def _called(node: ast.AST, modules: Sequence[str]) -> str | None:
+    """Which of self's modules that node calls with one argument, a name."""
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
+        return None
+    return next((module for module in modules if ast.unparse(node.func) == f"self.{module}"), None)
+
+
+def _join(definition: ast.FunctionDef, rule: Together) -> list[Bindings]:
+    """Apply the rule to the one place that it can have."""
+    mentions = [ast.unparse(node) for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
+    blocks = (
+        block
+        for node in ast.walk(definition)
+        for field in ("body", "orelse", "finalbody")
+        if isinstance(block := getattr(node, field, None), list)
+    )
+    for block in blocks:
+        calls: dict[str, ast.Call] = {}
+        places = []
+        for i, statement in enumerate(block):
+            if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return):
+                for node in _in_any_case(statement):
+                    if (module := _called(node, rule.modules)) is not None:
+                        calls[module] = node  # type: ignore[assignment]
+                        places.append(i)
+        if len(places) != len(rule.modules) or len(calls) != len(places):
+            continue
+        if any(mentions.count(f"self.{module}") != 1 for module in rule.modules):
+            continue
+        between = block[min(places) : max(places) + 1]
+        argument = calls[rule.modules[0]].args[0]
+        mentioned = [n.id for s in between for n in ast.walk(s) if isinstance(n, ast.Name)]
+        same = {ast.unparse(call.args[0]) for call in calls.values()} == {argument.id}  # type: ignore[attr-defined]
+        if not same or mentioned.count(argument.id) != len(calls):  # type: ignore[attr-defined]
+            continue
+        first = between[0]
+        results = {calls[module]: f"ours_{module}" for module in rule.modules}
+        for statement in between:
+            _Results(results).visit(statement)
+        modules = ", ".join(f"self.{module}" for module in rule.modules)
+        together = ast.parse(f"{', '.join(results.values())} = {rule.function}(({modules}), {ast.unparse(argument)})")
+        for node in ast.walk(together.body[0]):
+            ast.copy_location(node, first)
+        block.insert(min(places), together.body[0])
+        return [{"X": argument}]
+    return []
+
+
+class _Results(ast.NodeTransformer):
+    """Puts a name in the place of each call."""
+
+    def __init__(self, results: Mapping[ast.Call, str]) -> None:
+        self.results = results
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if node in self.results:
+            return ast.copy_location(ast.Name(self.results[node], ast.Load()), node)
+        self.generic_visit(node)
+        return node
+
+
+def rebuild(function: Callable[..., object], rules: Sequence[Rule | Together], names: Mapping[str, object]) -> Rebuilt:
     """`function` with the rules applied, in their order, wherever they match; `names` are what the rules bring in.
 
     Raises:
@@ -203,6 +298,9 @@ def rebuild(function: Callable[..., object], rules: Sequence[Rule], names: Mappi
         raise NotRewritable("it is not a plain, undecorated function")
     places: list[Bindings] = []
     for rule in rules:
+        if isinstance(rule, Together):
+            places += _join(definition, rule)
+            continue
         apply = _Apply(rule)
         apply.visit(definition)
         if again := sorted(apply.gone & _names(definition.body)):
@@ -213,7 +311,7 @@ def rebuild(function: Callable[..., object], rules: Sequence[Rule], names: Mappi
     return Rebuilt(_compile(function, definition, names), tuple(places))
 
 
-def _one_line(rule: Rule) -> str:
+def _one_line(rule: Rule | Together) -> str:
     return "; ".join(rule.before.strip().splitlines())
 
 

@@ -5,7 +5,7 @@ See `rewrite.Rule` for the notation.
 
 from __future__ import annotations
 
-from rooftile.huggingface.rewrite import Rule
+from rooftile.huggingface.rewrite import Rule, Together
 
 ADD_NORM = (
     Rule(
@@ -95,4 +95,36 @@ K = Y
 Q, K = norm_rope_of_{function}(self.q_norm, self.k_norm, Q, K, COS, SIN)
 """,
         ),
+    )
+
+
+def joint_products(layers: tuple[str, ...]) -> tuple[Together, ...]:
+    return (Together(layers, "products"),)
+
+
+def gated_products(activation: str, layers: tuple[str, ...]) -> tuple[Rule, ...]:
+    """Of two layers, gate and up, or of one that is both (Phi-3)."""
+    act = f"self.{activation}"
+    if len(layers) == 1:
+        return (
+            Rule(
+                f"""
+H = self.{layers[0]}(X)
+GATE, UP = H.chunk(2, dim=-1)
+Y = UP * {act}(GATE)
+""",
+                f"Y = gated_product_packed({act}, self.{layers[0]}, X)",
+            ),
+        )
+    gate, up = (f"self.{layer}" for layer in layers)
+    return (
+        Rule(
+            f"""
+A = {act}({gate}(X))
+B = {up}(X)
+Y = A * B
+""",
+            f"Y = gated_product({act}, {gate}, {up}, X)",
+        ),
+        Rule(f"{act}({gate}(X)) * {up}(X)", f"gated_product({act}, {gate}, {up}, X)"),
     )
