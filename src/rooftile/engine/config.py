@@ -1,0 +1,263 @@
+"""What the engine needs to know of a model, read from its Hugging Face configuration.
+
+Five families are one decoder with options:
+
+    s = embedding(ids) * embedding_scale
+    for each layer:
+        s = s + o(attention(rope(qkv(norm(s)))))        q and k normalised by head where qk_norm
+        s = s + down(silu(gate(norm(s))) * up(norm(s)))
+    logits = lm_head(norm(s)) * logits_scale
+
+Granite multiplies what a layer adds by m (residual_multiplier): r' = r + m f(norm(r)). Its stream is kept divided by m,
+s = r / m, which makes that s' = s + f(norm(s)), with nothing to multiply: rms_norm does not see the scale of its input
+but for eps, which becomes eps / m^2, and the embedding is scaled by embedding_multiplier / m.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rooftile.engine import rotary
+from rooftile.engine.rotary import Rotary
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+# A configuration without them would be filled up with those of some model.
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A model's sizes and options.
+
+    Attributes:
+        family: "llama", "granite", "qwen2", "qwen3" or "mistral".
+        hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes.
+        max_positions: the context that it was made for.
+        norm_eps: of the norms of the stream, as the kernels take it: see above.
+        head_norm_eps: of the norms of q and k.
+        qkv_bias, o_bias, mlp_bias: which products have biases.
+        qk_norm: whether each head of q and k is normalised.
+        windows: for each layer the tokens that a token sees, itself among them, or None for all.
+        tied: whether lm_head is the embedding.
+        attention_scale: of the scores.
+        embedding_scale, logits_scale: see above; the latter is folded into the last norm's weight.
+        eos, bos: tokens that end, and the one that begins.
+        rotary: frequencies of the rotary embedding.
+        torch_dtype: of the checkpoint, where it says.
+        initializer_range: the standard deviation of random weights.
+        source: where it came from, for errors.
+    """
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    head_norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    tied: bool
+    attention_scale: float
+    embedding_scale: float
+    logits_scale: float
+    eos: tuple[int, ...]
+    bos: int | None
+    rotary: Rotary
+    torch_dtype: torch.dtype | None = None
+    initializer_range: float = 0.02
+    source: str = "config"
+
+    @classmethod
+    def from_hf(cls, config: str | os.PathLike[str] | Mapping[str, Any] | Any) -> ModelConfig:
+        """Read a checkpoint folder, a config.json, its contents as a dict, or a transformers configuration.
+
+        Of a folder generation_config.json is read too: its end tokens count beside the configuration's.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is no JSON, a size is absent or impossible, or the model computes something that the
+                engine does not: the field, what came and what is accepted are named.
+            ImportError: transformers is not installed.
+        """
+        fields, source = _fields(config)
+        return _checked(cls, _from_transformers(fields, source), source)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path}: no JSON: {e}") from e
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: holds a {type(fields).__name__}, expected an object")
+    return fields
+
+
+def _fields(config: Any) -> tuple[dict[str, Any], str]:
+    """The configuration as config.json has it, and where it came from."""
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        folder = path.is_dir()
+        if folder:
+            path /= "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file, expected a model's config.json or the folder that holds it")
+        fields = _read(path)
+        if folder and (path := path.with_name("generation_config.json")).is_file():
+            more = _tokens(_read(path).get("eos_token_id"), str(path))
+            own = _tokens(fields.get("eos_token_id"), str(path.with_name("config.json")))
+            if more:
+                fields["eos_token_id"] = list(dict.fromkeys((*own, *more)))
+        return fields, str(Path(config) / "config.json" if folder else config)
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config)), "config"
+    if hasattr(config, "model_type") and hasattr(config, "to_dict"):
+        fields = config.to_dict()
+        return {**fields, "model_type": config.model_type}, type(config).__name__
+    raise TypeError(
+        f"config is a {type(config).__name__}, expected a path, a dict as config.json has it, or a transformers "
+        "configuration"
+    )
+
+
+def _from_transformers(fields: dict[str, Any], source: str) -> Any:
+    """transformers' configuration of those fields: it knows their older names, and the defaults of a family."""
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"{source}: model_type is {family!r}, expected one of {', '.join(FAMILIES)}")
+    architectures = fields.get("architectures")
+    if architectures and FAMILIES[family].lower() not in (
+        str(a).lower() for a in architectures
+    ):  # once LLaMAForCausalLM
+        raise ValueError(f"{source}: architectures is {architectures}, expected {FAMILIES[family]}")
+    if fields.get("quantization_config"):
+        method = dict(fields["quantization_config"]).get("quant_method")
+        raise ValueError(
+            f"{source}: quantization_config has quant_method {method!r}, expected none: the engine quantises weights "
+            'of 16 or 32 bits itself (quantize="fp8", "int8" or "int4")'
+        )
+    for name in _NEEDED:
+        if name not in fields:
+            raise ValueError(f"{source}: {name} is absent, expected an integer")
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as e:
+        raise ImportError(
+            "the engine reads Hugging Face configurations with transformers, which is not installed: pip install "
+            '"rooftile[hf]"'
+        ) from e
+    try:
+        return CONFIG_MAPPING[family].from_dict(fields)
+    except Exception as e:  # its own checks raise errors of many kinds
+        raise ValueError(f"{source}: transformers does not take it: {e}") from e
+
+
+def _tokens(value: Any, source: str) -> tuple[int, ...]:
+    """End tokens: None, one or a list."""
+    tokens = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(t, int) and not isinstance(t, bool) for t in tokens):
+        raise ValueError(f"{source}: eos_token_id is {value!r}, expected a token's number, or a list of them")
+    return tokens
+
+
+def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None, ...]:
+    """Llama and Granite have none; Mistral one for all layers; Qwen names the layers."""
+    kinds: list[Any] = getattr(hf, "layer_types", None) or []
+    window = getattr(hf, "sliding_window", None) if family in ("qwen2", "qwen3", "mistral") else None
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"{source}: sliding_window is {window!r}, expected a positive integer, or null")
+    if family in ("qwen2", "qwen3"):
+        accepted = {"full_attention": None, "sliding_attention": window}
+        if len(kinds) != layers:
+            raise ValueError(f"{source}: layer_types has {len(kinds)} entries, expected {layers}, one for each layer")
+        for kind in kinds:
+            if kind not in accepted:
+                raise ValueError(f"{source}: layer_types has {kind!r}, expected {' or '.join(accepted)}")
+        if "sliding_attention" in kinds and window is None:
+            raise ValueError(f"{source}: layer_types has sliding_attention, expected a sliding_window for it")
+        return tuple(accepted[kind] for kind in kinds)
+    own = "full_attention" if window is None else "sliding_attention"
+    if kinds and set(kinds) != {own}:
+        raise ValueError(f"{source}: layer_types has {', '.join(sorted(set(kinds)))}, expected {own} for {family}")
+    return (window,) * layers
+
+
+def _number(hf: Any, name: str, source: str) -> float:
+    value = getattr(hf, name)
+    if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{source}: {name} is {value!r}, expected a positive number")
+    return float(value)
+
+
+def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
+    family = hf.model_type
+    for name in (*_NEEDED, "max_position_embeddings", "num_key_value_heads"):
+        value = getattr(hf, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{source}: {name} is {value!r}, expected a positive integer")
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"{source}: num_key_value_heads is {kv_heads}, expected a divisor of {heads} attention heads")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+        raise ValueError(f"{source}: head_dim is {head_dim!r}, expected an even number")
+    if hf.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"{source}: hidden_act is {hf.hidden_act!r}, expected silu")
+    eps = _number(hf, "rms_norm_eps", source)
+    granite = family == "granite"
+    m = _number(hf, "residual_multiplier", source) if granite else 1.0
+    # Qwen2 has biases of q, k and v without a field that says so.
+    attention_bias = family in ("llama", "granite", "qwen3") and bool(hf.attention_bias)
+    dtype = hf.dtype if isinstance(hf.dtype, torch.dtype) else getattr(torch, str(hf.dtype), None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else None
+    bos = hf.bos_token_id
+    return cls(
+        family=family,
+        hidden=hf.hidden_size,
+        layers=hf.num_hidden_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=hf.intermediate_size,
+        vocab=hf.vocab_size,
+        max_positions=hf.max_position_embeddings,
+        norm_eps=eps / m**2,
+        head_norm_eps=eps,
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=family in ("llama", "granite") and bool(hf.mlp_bias),
+        qk_norm=family == "qwen3",
+        windows=_windows(hf, family, hf.num_hidden_layers, source),
+        tied=bool(hf.tie_word_embeddings),
+        attention_scale=_number(hf, "attention_multiplier", source) if granite else head_dim**-0.5,
+        embedding_scale=_number(hf, "embedding_multiplier", source) / m if granite else 1.0,
+        logits_scale=1.0 / _number(hf, "logits_scaling", source) if granite else 1.0,
+        eos=_tokens(hf.eos_token_id, source),
+        bos=bos[0] if isinstance(bos, (list, tuple)) and bos else bos,
+        rotary=rotary.of(hf, head_dim, source),
+        torch_dtype=dtype,
+        initializer_range=float(hf.initializer_range),
+        source=source,
+    )

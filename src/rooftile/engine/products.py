@@ -1,0 +1,306 @@
+"""The matrix products of a decoder, with what stands around them, for each way that weights are kept.
+
+                    dense                       fp8                         int8, int4
+    normed          one kernel                  norm and quantise, product  norm, product
+    gated           one kernel                  norm and quantise, product, norm, product, silu_mul
+                                                silu_mul and quantise
+    add             product with the residual   product; the next norm adds
+
+Between them goes a `Stream`, the hidden states as x + y: what a quantised product leaves to be added is y, and the norm
+that comes next adds it, which saves a pass over the hidden states. `dense` may be two kernels, where x has many rows.
+
+A weight is quantised as it is filled in, some rows at a time: beside the quantised model there is never more than those
+few rows in more bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.add_rms_norm import add_rms_norm
+from rooftile.ops.fp8_linear import fp8_linear
+from rooftile.ops.gated import silu_mul_packed
+from rooftile.ops.matmul import linear
+from rooftile.ops.quantize_tensor import quantize_tensor
+from rooftile.ops.rms_norm import rms_norm
+from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear
+from rooftile.ops.weight_only import int4_linear, int8_linear, quantize_int4, quantize_int8
+from rooftile.ops.weight_only.packing import GROUPS
+from rooftile.quantize import Quantize
+
+# Elements of a weight that are quantised at a time: 64 MiB for each of the float32 tensors that come up on the way.
+_AT_A_TIME = 1 << 24
+_BY_ROW = Quantize()  # float8_e4m3fn
+
+
+class Stream(NamedTuple):
+    """Hidden states x + y; y is None where there is nothing left to add."""
+
+    x: Tensor
+    y: Tensor | None = None
+
+
+# What `gated` gives and `add` takes: in fp8 it is quantised, with its scales.
+Activations = Tensor | tuple[Tensor, Tensor]
+
+
+class Product:
+    """`x @ weight^T + bias`, with a weight of `(n, k)`, kept in one way or another. See the subclasses.
+
+    It begins with memory alone; `fill` brings the weight, and `fill_bias` the bias. Results have the dtype of the
+    stream (of `x`, where it is called alone).
+
+    Args:
+        n, k: rows and columns of the weight.
+        bias: whether there is one.
+        dtype: of the stream, and of a dense weight.
+        device: where the weight lies.
+    """
+
+    kind: str
+
+    def __init__(self, n: int, k: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self.n, self.k, self.dtype = n, k, dtype
+        self.bias = torch.zeros(n, dtype=dtype, device=device) if bias else None
+        self._tensors = self._empty(device)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """That weight and bias: kept as they are by `Dense`, else quantised."""
+        product = cls(*weight.shape, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+        product.fill(0, weight)
+        if bias is not None:
+            product.fill_bias(0, bias)
+        return product
+
+    @property
+    def nbytes(self) -> int:
+        """What one step of decoding reads of it."""
+        tensors = (*self._tensors, self.bias)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensors[0].device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.k} -> {self.n}{', bias' if self.bias is not None else ''})"
+
+    def fill(self, first: int, rows: Tensor) -> None:
+        """Set the rows of the weight from `first` on; they may be of any float dtype, on any device."""
+        if rows.dim() != 2 or rows.shape[1] != self.k or not 0 <= first <= self.n - rows.shape[0]:
+            raise ValueError(f"fill: rows {tuple(rows.shape)} from {first} on, expected to fit ({self.n}, {self.k})")
+        for part in rows.split(max(1, _AT_A_TIME // max(1, self.k))):
+            last = first + part.shape[0]
+            for tensor, value in zip(self._tensors, self._encode(part.to(self.device)), strict=True):
+                tensor[first:last].copy_(value)
+            first = last
+
+    def fill_bias(self, first: int, values: Tensor) -> None:
+        """Set the bias from `first` on."""
+        assert self.bias is not None, "the product has a bias"
+        self.bias[first : first + values.shape[0]].copy_(values)
+
+    # What a way to keep weights says of itself.
+
+    def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Memory for the weight: tensors of n rows."""
+        raise NotImplementedError
+
+    def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows of the weight, as those tensors have them."""
+        raise NotImplementedError
+
+    # What a decoder does with it.
+
+    def __call__(self, x: Activations) -> Tensor:
+        """`x @ weight^T + bias`, `(..., n)` of `(..., k)`."""
+        raise NotImplementedError
+
+    def add(self, x: Activations, stream: Stream) -> Stream:
+        """The stream with the product of x added."""
+        if stream.y is not None:
+            raise ValueError("add: the stream has a y that is not yet added, expected none: a norm adds it")
+        return Stream(stream.x, self(x))
+
+    def normed(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Tensor, Stream]:
+        """The product of `rms_norm(x + y)`, and the stream with y added."""
+        normed, stream = self._norm(stream, norm_weight, eps)
+        return self(normed), stream
+
+    def gated(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Activations, Stream]:
+        """`silu(g) * u` of the product `[g | u]` of `rms_norm(x + y)`, as `add` of the same kind of product takes it,
+        and the stream with y added."""
+        gate_up, stream = self.normed(stream, norm_weight, eps)
+        return silu_mul_packed(gate_up), stream
+
+    def _norm(self, stream: Stream, weight: Tensor, eps: float) -> tuple[Activations, Stream]:
+        """Rounded once, as the dense products' own norm is."""
+        if stream.y is None:
+            return rms_norm(stream.x, weight, eps=eps, rounding="none"), stream
+        normed, x = add_rms_norm(stream.x, stream.y, weight, eps=eps, rounding="none")
+        return normed, Stream(x)
+
+
+class Dense(Product):
+    """In the stream's dtype."""
+
+    kind = "dense"
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Product:
+        product = cls(0, weight.shape[1], bias=False, dtype=weight.dtype, device=weight.device)
+        product.n, product.bias, product._tensors = weight.shape[0], bias, (weight,)
+        return product
+
+    @property
+    def weight(self) -> Tensor:
+        return self._tensors[0]
+
+    def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        return (torch.empty((self.n, self.k), dtype=self.dtype, device=device),)
+
+    def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return (rows,)
+
+    def __call__(self, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor), "nothing dense is quantised"
+        return linear(x, self.weight, self.bias)
+
+    def add(self, x: Activations, stream: Stream) -> Stream:
+        if stream.y is not None or not isinstance(x, Tensor):
+            return super().add(x, stream)
+        return Stream(linear(x, self.weight, self.bias, residual=stream.x))
+
+    def normed(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Tensor, Stream]:
+        if stream.y is not None:
+            return super().normed(stream, norm_weight, eps)
+        return rms_norm_linear(stream.x, norm_weight, self.weight, self.bias, eps=eps), stream
+
+    def gated(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Activations, Stream]:
+        if stream.y is not None:
+            return super().gated(stream, norm_weight, eps)
+        return rms_norm_gated_linear(stream.x, norm_weight, self.weight, self.bias, eps=eps), stream
+
+
+class Fp8(Product):
+    """In float8_e4m3fn with a scale for each row, and x in it too, by row."""
+
+    kind = "fp8"
+
+    @property
+    def weight(self) -> Tensor:
+        return self._tensors[0]
+
+    @property
+    def scale(self) -> Tensor:
+        return self._tensors[1]
+
+    def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        return (
+            torch.empty((self.n, self.k), dtype=torch.float8_e4m3fn, device=device),
+            torch.empty((self.n, 1), dtype=torch.float32, device=device),
+        )
+
+    def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return quantize_tensor(rows, _BY_ROW)
+
+    def __call__(self, x: Activations) -> Tensor:
+        if isinstance(x, Tensor):
+            return fp8_linear(x, self.weight, self.scale, bias=self.bias)
+        x, scale = x
+        return fp8_linear(x, self.weight, self.scale, x_scale=scale, bias=self.bias, out_dtype=self.dtype)
+
+    def gated(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Activations, Stream]:
+        gate_up, stream = self.normed(stream, norm_weight, eps)
+        return silu_mul_packed(gate_up, quantize=_BY_ROW), stream
+
+    def _norm(self, stream: Stream, weight: Tensor, eps: float) -> tuple[Activations, Stream]:
+        if stream.y is None:
+            return rms_norm(stream.x, weight, eps=eps, rounding="none", quantize=_BY_ROW), stream
+        q, x, scale = add_rms_norm(stream.x, stream.y, weight, eps=eps, rounding="none", quantize=_BY_ROW)
+        return (q, scale), Stream(x)
+
+
+class Int8(Product):
+    """In int8 with a scale for each row; x stays as it is."""
+
+    kind = "int8"
+
+    @property
+    def weight(self) -> Tensor:
+        return self._tensors[0]
+
+    @property
+    def scale(self) -> Tensor:
+        return self._tensors[1]
+
+    def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        return (
+            torch.empty((self.n, self.k), dtype=torch.int8, device=device),
+            torch.empty(self.n, dtype=torch.float32, device=device),
+        )
+
+    def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return quantize_int8(rows)
+
+    def __call__(self, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor), "x is not quantised"
+        return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+class Int4(Product):
+    """In int4 with a scale for each group of a row: of 128 columns, or where they don't divide it of 64 or 32.
+
+    Scales have the stream's dtype, if that is bfloat16, which is half the bytes; float16 would lose the small ones.
+    """
+
+    kind = "int4"
+
+    @property
+    def packed(self) -> Tensor:
+        return self._tensors[0]
+
+    @property
+    def scale(self) -> Tensor:
+        return self._tensors[1]
+
+    @staticmethod
+    def group_of(k: int) -> int | None:
+        """The group for that many columns; None where there is none."""
+        return next((g for g in reversed(GROUPS) if k % g == 0), None)
+
+    @property
+    def group(self) -> int:
+        group = self.group_of(self.k)
+        if group is None:
+            raise ValueError(f"int4: a weight has {self.k} columns, expected a multiple of 32")
+        return group
+
+    def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        scales = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        return (
+            torch.empty((self.n, self.k // 2), dtype=torch.uint8, device=device),
+            torch.empty((self.n, self.k // self.group), dtype=scales, device=device),
+        )
+
+    def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return quantize_int4(rows, self.group)
+
+    def __call__(self, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor), "x is not quantised"
+        return int4_linear(x, self.packed, self.scale, self.bias)
+
+
+KINDS: dict[str | None, type[Product]] = {None: Dense, "fp8": Fp8, "int8": Int8, "int4": Int4}
+
+
+def kind_of(quantize: str | None, *, lm_head: bool = False) -> type[Product]:
+    """How weights are kept; lm_head has 8 bits where the others have 4: its errors go straight into the logits."""
+    if quantize not in KINDS:
+        raise ValueError(f"quantize is {quantize!r}, expected None, {', '.join(repr(k) for k in KINDS if k)}")
+    return Int8 if lm_head and quantize == "int4" else KINDS[quantize]

@@ -1,0 +1,93 @@
+"""Rotary position embedding as a model's configuration describes it, with the scaling that lets it see further.
+
+    angle[p, i] = p * inv_freq[i],   cos = attention_factor * cos(angle),   sin = attention_factor * sin(angle)
+
+The frequencies of scaled types come from transformers' own functions, so that they are its numbers to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rooftile.engine.config import ModelConfig
+
+# Those whose frequencies are the same at every length; and "dynamic", whose are until max_position_embeddings.
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Frequencies of the pairs of a head.
+
+    Attributes:
+        kind: the rope type.
+        inv_freq: radians a token of each pair, as float32 has them.
+        attention_factor: cos and sin are multiplied by it.
+        limit: positions from there on have other frequencies, which depend on the length; None where none has.
+    """
+
+    kind: str
+    inv_freq: tuple[float, ...]
+    attention_factor: float = 1.0
+    limit: int | None = None
+
+
+def of(config: Any, head_dim: int, source: str) -> Rotary:
+    """The rotary embedding of a transformers configuration.
+
+    Raises:
+        ValueError: the rope type is not one of KINDS, or its settings are none.
+    """
+    settings = config.rope_parameters or {}
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise ValueError(
+            f"{source}: rope_parameters has settings for {', '.join(map(str, settings))}, expected one for all layers"
+        )
+    kind = settings.get("rope_type", "default")
+    if kind not in KINDS:
+        raise ValueError(f"{source}: rope_type is {kind!r}, expected one of {', '.join(KINDS)}")
+    part = settings.get("partial_rotary_factor", 1.0)
+    if part not in (None, 1):
+        raise ValueError(f"{source}: partial_rotary_factor is {part!r}, expected 1")
+    theta = settings.get("rope_theta")
+    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        raise ValueError(f"{source}: rope_theta is {theta!r}, expected a positive number")
+    if kind == "default":
+        inv_freq, factor = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        config.head_dim = head_dim  # not every configuration has it, and one may have None
+        try:
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        except (ArithmeticError, KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{source}: rope_parameters is {settings}, which is no {kind!r}: {e!r}") from e
+    if not bool(torch.isfinite(inv_freq).all()) or not math.isfinite(factor):
+        raise ValueError(f"{source}: rope_parameters is {settings}, whose frequencies are not finite")
+    limit = config.max_position_embeddings if kind == "dynamic" else None
+    return Rotary(kind, tuple(inv_freq.float().tolist()), float(factor), limit)
+
+
+def tables(config: ModelConfig, positions: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin of the first positions, `(positions, head_dim)` in float32, as `rooftile.rope` takes them.
+
+    Raises:
+        ValueError: there are more positions than have fixed frequencies ("dynamic" alone).
+    """
+    r = config.rotary
+    if r.limit is not None and positions > r.limit:
+        raise ValueError(
+            f"{config.source}: rope_type is {r.kind!r}, whose frequencies are fixed for the first {r.limit} positions "
+            f"(max_position_embeddings), and {positions} are asked for; expected at most {r.limit}"
+        )
+    # On the CPU, whatever the device, so that they are the same everywhere.
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), torch.tensor(r.inv_freq, dtype=torch.float32))
+    angles = torch.cat((angles, angles), dim=1)
+    return (angles.cos() * r.attention_factor).to(device), (angles.sin() * r.attention_factor).to(device)

@@ -1,0 +1,341 @@
+"""A model's weights on the device, as its kernels take them: q, k and v are one product, and so are gate and up.
+
+A checkpoint is read straight into them: memory for the whole model is taken first, and each tensor then goes to its
+rows of it, some megabytes at a time, quantised on the way where that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from torch import Tensor
+
+from rooftile import library, runtime
+from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry
+from rooftile.engine.config import ModelConfig
+from rooftile.engine.products import Dense, Product, kind_of
+
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_AT_A_TIME = 1 << 24  # elements of a tensor that go to the device at a time
+_LARGEST_HALF = torch.finfo(torch.float16).max
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer's weights: the rows of qkv are those of q, then k, then v; of gate_up gate's, then up's."""
+
+    input_norm: Tensor
+    qkv: Product
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Product
+    post_norm: Tensor
+    gate_up: Product
+    down: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def norms(self) -> tuple[Tensor, ...]:
+        return tuple(n for n in (self.input_norm, self.q_norm, self.k_norm, self.post_norm) if n is not None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """A model's weights: `embedding` is `(vocab, hidden)`, and `norm` the last one, with the logits' scale in it."""
+
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    lm_head: Product
+
+    @property
+    def nbytes(self) -> int:
+        """What a step of decoding reads: all of them once, but of the embedding, if it is not lm_head, a few rows."""
+        products = [p for layer in self.layers for p in layer.products]
+        norms = [n for layer in self.layers for n in layer.norms]
+        return sum(p.nbytes for p in (*products, self.lm_head)) + sum(
+            n.numel() * n.element_size() for n in (*norms, self.norm)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tensor of the checkpoint goes: `fill(first, rows)` sets its rows from `first` on."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[int, Tensor], None]
+
+
+def _into(tensor: Tensor) -> _Place:
+    return _Place(tuple(tensor.shape), lambda first, rows: _set(tensor, first, rows))
+
+
+def _set(tensor: Tensor, first: int, rows: Tensor) -> None:
+    tensor[first : first + rows.shape[0]].copy_(rows)
+
+
+def _parts(prefix: str, product: Product, parts: dict[str, int]) -> Iterator[tuple[str, _Place]]:
+    """The tensors that make a product: their names and how many of its rows each has."""
+    at = 0
+    for name, n in parts.items():
+
+        def fill(first: int, rows: Tensor, at: int = at) -> None:
+            product.fill(at + first, rows)
+
+        def fill_bias(first: int, values: Tensor, at: int = at) -> None:
+            product.fill_bias(at + first, values)
+
+        yield f"{prefix}{name}.weight", _Place((n, product.k), fill)
+        if product.bias is not None:
+            yield f"{prefix}{name}.bias", _Place((n,), fill_bias)
+        at += n
+
+
+def _check(config: ModelConfig, dtype: torch.dtype, quantize: str | None) -> None:
+    if dtype not in library.FLOATS:
+        raise TypeError(f"dtype is {dtype}, expected float32, float16 or bfloat16")
+    if kind_of(quantize).kind == "int4":
+        sizes = {
+            "hidden_size": config.hidden,
+            "num_attention_heads * head_dim": config.heads * config.head_dim,
+            "intermediate_size": config.intermediate,
+        }
+        for name, size in sizes.items():
+            if size % 32:
+                raise ValueError(f"{config.source}: {name} is {size}, expected a multiple of 32 for quantize='int4'")
+
+
+def _empty(
+    config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device, tied: bool
+) -> tuple[Weights, dict[str, _Place]]:
+    """Memory for a model, and for each tensor of a checkpoint its place there. Norms are ones, biases zeros."""
+    _check(config, dtype, quantize)
+    c, kind = config, kind_of(quantize)
+    places: dict[str, _Place] = {}
+
+    def norm(name: str, size: int) -> Tensor:
+        tensor = torch.ones(size, dtype=dtype, device=device)
+        places[f"{name}.weight"] = _into(tensor)
+        return tensor
+
+    def product(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Product:
+        made = kind(sum(parts.values()), k, bias=bias, dtype=dtype, device=device)
+        places.update(_parts(prefix, made, parts))
+        return made
+
+    embedding = torch.empty((c.vocab, c.hidden), dtype=dtype, device=device)
+    places[_EMBEDDING] = _into(embedding)
+    layers = []
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    for i in range(c.layers):
+        at = f"model.layers.{i}."
+        layers.append(
+            Layer(
+                input_norm=norm(f"{at}input_layernorm", c.hidden),
+                qkv=product(f"{at}self_attn.", {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden, c.qkv_bias),
+                q_norm=norm(f"{at}self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+                k_norm=norm(f"{at}self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+                o=product(f"{at}self_attn.", {"o_proj": c.hidden}, q, c.o_bias),
+                post_norm=norm(f"{at}post_attention_layernorm", c.hidden),
+                gate_up=product(
+                    f"{at}mlp.", {"gate_proj": c.intermediate, "up_proj": c.intermediate}, c.hidden, c.mlp_bias
+                ),
+                down=product(f"{at}mlp.", {"down_proj": c.hidden}, c.intermediate, c.mlp_bias),
+            )
+        )
+    last = norm("model.norm", c.hidden)
+    lm_kind = kind_of(quantize, lm_head=True)
+    if tied and lm_kind is Dense:
+        return Weights(embedding, layers, last, Dense.of(embedding)), places
+    lm_head = lm_kind(c.vocab, c.hidden, bias=False, dtype=dtype, device=device)
+    if tied:  # in fewer bits it is a tensor of its own all the same
+
+        def both(first: int, rows: Tensor) -> None:
+            _set(embedding, first, rows)
+            lm_head.fill(first, rows)
+
+        places[_EMBEDDING] = _Place((c.vocab, c.hidden), both)
+    else:
+        places[_LM_HEAD] = _Place((c.vocab, c.hidden), lm_head.fill)
+    return Weights(embedding, layers, last, lm_head), places
+
+
+def _with_logits_scale(weights: Weights, scale: float) -> Weights:
+    """The scale goes into the last norm's weight: a power of two changes no bit of the logits; with any other the
+    weight is kept in float32, as rounding it once more would."""
+    wide = weights.norm.float() * scale
+    exact = wide.to(weights.norm.dtype)
+    keep = weights.norm.device.type == "meta" or torch.equal(exact.float(), wide)
+    return dataclasses.replace(weights, norm=exact if keep else wide)
+
+
+def _harmless(name: str, tied: bool) -> bool:
+    """Whether nothing is lost where a tensor has no place: tables of frequencies, which old checkpoints have, and
+    lm_head where it is the embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == _LM_HEAD)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _matched(config: ModelConfig, checkpoint: Checkpoint, places: dict[str, _Place], tied: bool) -> dict[Entry, _Place]:
+    """The tensors to read, when each place has one that fits it, and nothing is left over."""
+    found, path = checkpoint.entries, checkpoint.path
+    missing = [name for name in places if name not in found]
+    unexpected = [name for name in found if name not in places and not _harmless(name, tied)]
+    if missing:
+        other = f"; it has {_some(unexpected)}, which the model does not" if unexpected else ""
+        raise CheckpointError(
+            f"{path}: {_some(missing)} absent, expected by {config.source} for {config.family} of {config.layers} "
+            f"layers{other}"
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"{path}: {_some(unexpected)} has no place in the model that {config.source} describes ({config.family} of "
+            f"{config.layers} layers)"
+        )
+    for name, place in places.items():
+        entry = found[name]
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{entry} has dtype {entry.dtype}, expected {', '.join(DTYPES)}")
+        if entry.shape != place.shape:
+            raise CheckpointError(f"{entry} has shape {entry.shape}, expected {place.shape} by {config.source}")
+    return {found[name]: place for name, place in places.items()}
+
+
+def _is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
+    """Whether lm_head is the embedding: as the configuration says, but that of two different tensors none is dropped,
+    as transformers has it."""
+    found = checkpoint.entries
+    if config.tied and _LM_HEAD in found and _EMBEDDING not in found:  # a tied tensor goes by either name
+        found[_EMBEDDING] = found.pop(_LM_HEAD)
+    if not config.tied or _LM_HEAD not in found:
+        return config.tied
+    pair = [found[_EMBEDDING], found[_LM_HEAD]]
+    if any(e.dtype not in DTYPES for e in pair) or pair[0].shape != pair[1].shape:
+        return False  # what is wrong with one is found with the others
+    (_, a), (_, b) = (next(checkpoint.read([e])) for e in pair)
+    if torch.equal(a, b):
+        return True
+    warnings.warn(
+        f"{config.source}: tie_word_embeddings is true, but {checkpoint.path} has an {_LM_HEAD} that is not "
+        f"{_EMBEDDING}: both are used",
+        stacklevel=3,
+    )
+    return False
+
+
+def _narrowed(entry: Entry, rows: Tensor, dtype: torch.dtype) -> None:
+    """Raise where float16 has no such numbers: infinities would come of them without a word."""
+    if dtype != torch.float16 or entry.dtype == "F16":
+        return
+    largest = float(rows.abs().amax()) if rows.numel() else 0.0
+    if _LARGEST_HALF < largest < float("inf"):
+        raise CheckpointError(
+            f"{entry} has {largest:.4g} in {entry.dtype}, expected at most {_LARGEST_HALF:.0f} for float16; load it in "
+            "bfloat16"
+        )
+
+
+def load(
+    config: ModelConfig,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    quantize: str | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Weights:
+    """Read a checkpoint.
+
+    Args:
+        config: of the model that it is of.
+        folder: with `model.safetensors`, or an index and its shards.
+        dtype: float32, float16 or bfloat16: of embedding, norms and biases, and of weights that are not quantised.
+        quantize: None, "fp8", "int8" or "int4" (lm_head is then int8).
+        device: by default that of kernels.
+        progress: show a bar, if standard error is a terminal.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError (a ValueError): a file is absent, truncated or corrupt, or a tensor is absent, misshapen, of a
+            dtype that is no weight's, or has no place in the model.
+        TypeError, ValueError: dtype or quantize is not one of those.
+
+    All of that is found before a byte goes to the device, but for numbers that float16 does not have.
+    """
+    device = runtime.default_device() if device is None else torch.device(device)
+    _check(config, dtype, quantize)
+    checkpoint = Checkpoint(folder)
+    tied = _is_tied(config, checkpoint)
+    # On the meta device places have their shapes, and no memory.
+    _matched(config, checkpoint, _empty(config, dtype, quantize, torch.device("meta"), tied)[1], tied)
+    weights, places = _empty(config, dtype, quantize, device, tied)
+    wanted = _matched(config, checkpoint, places, tied)
+    with _bar(progress, sum(e.nbytes for e in wanted), Path(folder).name) as advance, torch.no_grad():
+        for entry, tensor in checkpoint.read(list(wanted)):
+            place, first = wanted[entry], 0
+            for rows in tensor.split(max(1, _AT_A_TIME // max(1, tensor[:1].numel()))):
+                part = rows.to(device)
+                _narrowed(entry, part, dtype)
+                place.fill(first, part)
+                first += rows.shape[0]
+                advance(rows.numel() * rows.element_size())
+    return _with_logits_scale(weights, config.logits_scale)
+
+
+@contextlib.contextmanager
+def _bar(shown: bool, total: int, title: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error, if that is a terminal; gives the function that moves it on by some bytes."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task(f"loading {title}", total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+def random(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    quantize: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Weights:
+    """Weights drawn on the device from the seed: normal, of the configuration's initializer_range; norms are ones and
+    biases zeros, as transformers begins. Quantised ones are those that are drawn without, quantised.
+
+    On the meta device nothing is drawn: for who asks for sizes alone.
+
+    Raises:
+        TypeError, ValueError: dtype or quantize is not one of `load`'s.
+    """
+    device = runtime.default_device() if device is None else torch.device(device)
+    weights, places = _empty(config, dtype, quantize, device, config.tied)
+    if device.type != "meta":
+        generator = torch.Generator(device=device).manual_seed(seed)
+        with torch.no_grad():
+            for place in places.values():
+                if len(place.shape) == 2:  # neither a norm nor a bias
+                    _draw(place, config.initializer_range, dtype, device, generator)
+    return _with_logits_scale(weights, config.logits_scale)
+
+
+def _draw(place: _Place, std: float, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    n, k = place.shape
+    rows = max(1, _AT_A_TIME // k)
+    for first in range(0, n, rows):
+        part = torch.empty((min(rows, n - first), k), dtype=dtype, device=device)
+        place.fill(first, part.normal_(0.0, std, generator=generator))

@@ -1,0 +1,259 @@
+"""ModelConfig of published models and of what is not computed; rotary tables against transformers' own."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+from rooftile.engine import rotary
+from rooftile.engine.config import ModelConfig
+
+transformers = pytest.importorskip("transformers")
+
+# As their config.json files have them, but for what no model reads.
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+LLAMA_3_1_SCALING = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+LLAMA_3_1_8B = LLAMA_3_8B | {
+    "eos_token_id": [128001, 128008, 128009], "max_position_embeddings": 131072, "rope_scaling": LLAMA_3_1_SCALING
+}  # fmt: skip
+GRANITE_3_1_8B = {
+    "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_multiplier": 0.0078125,
+    "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 12800, "logits_scaling": 16.0, "max_position_embeddings": 131072,
+    "mlp_bias": False, "model_type": "granite", "num_attention_heads": 32, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49155,
+}  # fmt: skip
+GRANITE_8B_CODE = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": True, "bos_token_id": 0, "eos_token_id": 0,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 4096,
+    "mlp_bias": True, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49152,
+}  # fmt: skip
+QWEN2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
+    "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+    "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}  # fmt: skip
+
+# What each says beside what all of them have.
+_COMMON = {
+    "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "layers": 32,
+    "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": None, "tied": False,
+    "attention_scale": 128**-0.5, "embedding_scale": 1.0, "logits_scale": 1.0, "norm_eps": 1e-5,
+    "torch_dtype": torch.bfloat16, "initializer_range": 0.02,
+}  # fmt: skip
+PUBLISHED = {
+    "Llama-3-8B": (LLAMA_3_8B, {"family": "llama", "vocab": 128256, "max_positions": 8192, "eos": (128001,)}),
+    "Llama-3.1-8B": (
+        LLAMA_3_1_8B,
+        {"family": "llama", "vocab": 128256, "max_positions": 131072, "eos": (128001, 128008, 128009)},
+    ),
+    "Granite-3.1-8B": (
+        GRANITE_3_1_8B,
+        {
+            "family": "granite", "vocab": 49155, "layers": 40, "intermediate": 12800, "tied": True, "bos": 0,
+            "attention_scale": 1 / 128, "embedding_scale": 12 / 0.22, "logits_scale": 1 / 16,
+            "norm_eps": 1e-5 / 0.22**2, "head_norm_eps": 1e-5,
+        },
+    ),
+    "Granite-8B-code": (
+        GRANITE_8B_CODE,
+        {"family": "llama", "layers": 36, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": True},
+    ),
+    "Qwen2.5-7B": (
+        QWEN2_5_7B,
+        {
+            "family": "qwen2", "hidden": 3584, "heads": 28, "kv_heads": 4, "layers": 28, "intermediate": 18944,
+            "qkv_bias": True, "norm_eps": 1e-6, "vocab": 152064,
+        },
+    ),
+    "Qwen3-8B": (
+        QWEN3_8B,
+        {"family": "qwen3", "layers": 36, "intermediate": 12288, "qk_norm": True, "norm_eps": 1e-6, "eos": (151645,)},
+    ),
+    "Mistral-7B-v0.1": (MISTRAL_7B, {"family": "mistral", "windows": 4096, "vocab": 32000, "eos": (2,), "bos": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name):
+    published, said = PUBLISHED[name]
+    config = ModelConfig.from_hf(published)
+    expected = _COMMON | said
+    expected["windows"] = (expected["windows"],) * expected["layers"]
+    for field, value in expected.items():
+        found = getattr(config, field)
+        assert found == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), field
+    # Their own classes, whatever transformers calls its fields today.
+    again = ModelConfig.from_hf(transformers.CONFIG_MAPPING[published["model_type"]].from_dict(dict(published)))
+    assert dataclasses.replace(again, source="config") == config
+    hash(config)
+
+
+def test_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    config = ModelConfig.from_hf(tmp_path)
+    assert config == ModelConfig.from_hf(str(tmp_path / "config.json"))
+    assert dataclasses.replace(config, source="config") == ModelConfig.from_hf(LLAMA_3_8B)
+    assert config.source == str(tmp_path / "config.json")
+    # As Llama-3-8B-Instruct has it: a turn's end is an end too.
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [128001, 128009]}))
+    assert ModelConfig.from_hf(tmp_path).eos == (128001, 128009)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", ')
+    with pytest.raises(ValueError, match=r"config\.json: no JSON"):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json: holds a list, expected an object"):
+        ModelConfig.from_hf(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"absent.json: no such file, expected a model's config.json or the"):
+        ModelConfig.from_hf(tmp_path / "absent.json")
+    with pytest.raises(TypeError, match=r"config is a int, expected a path, a dict"):
+        ModelConfig.from_hf(3)
+
+
+def test_windows_of_layers():
+    qwen = QWEN2_5_7B | {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 26}
+    assert ModelConfig.from_hf(qwen).windows == (None,) * 26 + (512,) * 2
+    kinds = ["full_attention", "sliding_attention"] * 14
+    assert ModelConfig.from_hf(qwen | {"layer_types": kinds}).windows == (None, 512) * 14
+    assert ModelConfig.from_hf(MISTRAL_7B | {"sliding_window": None}).windows == (None,) * 32
+    # Fields that a family does not have say nothing.
+    assert ModelConfig.from_hf(LLAMA_3_8B | {"sliding_window": 16}).windows == (None,) * 32
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "message"),
+    [
+        (LLAMA_3_8B, {"model_type": "mixtral"}, r"config: model_type is 'mixtral', expected one of llama, gran"),
+        (LLAMA_3_8B, {"model_type": None}, r"model_type is None, expected one of"),
+        (LLAMA_3_8B, {"architectures": ["LlamaModel"]}, r"architectures is \['LlamaModel'\], expected LlamaForC"),
+        (LLAMA_3_8B, {"hidden_act": "gelu"}, r"hidden_act is 'gelu', expected silu"),
+        (
+            LLAMA_3_8B,
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantization_config has quant_method 'gptq', expected none: the engine quantises",
+        ),
+        (LLAMA_3_8B, {"hidden_size": "many"}, r"config: transformers does not take it: .*hidden_size"),
+        (LLAMA_3_8B, {"num_hidden_layers": 0}, r"num_hidden_layers is 0, expected a positive integer"),
+        (LLAMA_3_8B, {"num_key_value_heads": 5}, r"num_key_value_heads is 5, expected a divisor of 32 attention heads"),
+        (LLAMA_3_8B, {"head_dim": 7}, r"head_dim is 7, expected an even number"),
+        (LLAMA_3_8B, {"eos_token_id": ["end"]}, r"eos_token_id"),
+        (LLAMA_3_8B, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5, expected 1"),
+        (
+            LLAMA_3_8B,
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
+            r"rope_type is 'longrope', expected one of default, linear, llama3, yarn, dynamic",
+        ),
+        (LLAMA_3_8B, {"rope_scaling": {"rope_type": "linear"}}, r"transformers does not take it: .*factor"),
+        (LLAMA_3_8B, {"rope_scaling": {"type": "linear", "factor": 0.0}}, r"whose frequencies are not finite"),
+        (LLAMA_3_8B, {"rope_theta": -1.0}, r"rope_theta is -1.0, expected a positive number"),
+        (LLAMA_3_8B, {"layer_types": ["chunked_attention"] * 32}, r"layer_types"),
+        (GRANITE_3_1_8B, {"residual_multiplier": 0.0}, r"residual_multiplier is 0.0, expected a positive number"),
+        (GRANITE_3_1_8B, {"logits_scaling": 0}, r"logits_scaling is 0, expected a positive number"),
+        (MISTRAL_7B, {"sliding_window": -3}, r"sliding_window is -3, expected a positive integer, or null"),
+        (QWEN2_5_7B, {"layer_types": ["full_attention"] * 3}, r"layer_types"),
+        (QWEN2_5_7B, {"layer_types": ["sliding_attention"] * 28}, r"layer_types has sliding_attention, expected a sl"),
+        (QWEN2_5_7B, {"layer_types": ["linear_attention"] * 28}, r"layer_types has 'linear_attention', expected full"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_named(config, changed, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(config | changed)
+
+
+def test_transformers_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'with transformers, which is not installed: pip install "rooftile\[hf\]"'):
+        ModelConfig.from_hf(LLAMA_3_8B)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_size_that_is_absent_is_not_made_up(name):
+    with pytest.raises(ValueError, match=f"{name} is absent, expected an integer"):
+        ModelConfig.from_hf({field: value for field, value in LLAMA_3_8B.items() if field != name})
+
+
+_TINY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32, "max_position_embeddings": 600,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 150}
+
+
+class TestRotary:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"rope_theta": 10000.0},
+            {"rope_theta": 500000.0, "rope_scaling": LLAMA_3_1_SCALING | {"original_max_position_embeddings": 256}},
+            {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+            {"rope_theta": 10000.0, "rope_scaling": YARN},
+            {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}},
+            {"rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1000.0}},
+            {"rope_parameters": LLAMA_3_1_SCALING | {"rope_theta": 1e6}, "head_dim": 80},
+        ],
+    )
+    def test_transformers_tables(self, settings):
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        described = _TINY | settings
+        module = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(dict(described)))
+        cos, sin = module(torch.zeros(1), torch.arange(600)[None])
+        ours = rotary.tables(ModelConfig.from_hf(described), 600)
+        assert ours[0].shape == (600, described.get("head_dim", 32))
+        assert all(t.dtype == torch.float32 for t in ours)
+        # One rounding of cos and sin, which PyTorch computes otherwise where a row is not a multiple of a vector.
+        for actual, expected in zip(ours, (cos[0], sin[0]), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=2e-7)
+
+    @pytest.mark.parametrize("family", ["granite", "qwen2", "qwen3", "mistral"])
+    def test_of_every_family(self, family):
+        config = ModelConfig.from_hf(_TINY | {"model_type": family, "rope_theta": 1e4, "head_dim": 32})
+        scaled = ModelConfig.from_hf(
+            _TINY | {"model_type": family, "rope_theta": 1e4, "head_dim": 32, "rope_scaling": YARN}
+        )
+        assert config.rotary.inv_freq[:2] == pytest.approx((1.0, 1e4 ** (-1 / 16)), rel=1e-6)
+        assert scaled.rotary.kind == "yarn"
+        assert scaled.rotary.inv_freq[-1] == pytest.approx(config.rotary.inv_freq[-1] / 4, rel=1e-6)
+
+    def test_dynamic_frequencies_are_fixed_up_to_the_models_length(self):
+        described = {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+        config = ModelConfig.from_hf(_TINY | described)
+        assert torch.equal(rotary.tables(config, 600)[0], rotary.tables(ModelConfig.from_hf(_TINY), 600)[0])
+        with pytest.raises(
+            ValueError, match=r"'dynamic', whose frequencies are fixed for the first 600 .* expected at most 600"
+        ):
+            rotary.tables(config, 601)

@@ -1,0 +1,93 @@
+"""The products of the engine's layers, dense and quantised, with the stream that goes through them."""
+
+import pytest
+import torch
+
+from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product, Stream, kind_of
+from rooftile.ops.weight_only import unpack_int4
+
+
+def dense_of(product):
+    """The weight that a product multiplies by, in float32."""
+    if isinstance(product, Int4):
+        numbers = unpack_int4(product.packed, product.group).float()
+        return numbers * product.scale.float().repeat_interleave(product.group, dim=1)
+    if isinstance(product, Dense):
+        return product.weight.float()
+    return product.weight.float() * product.scale.reshape(-1, 1)
+
+
+# What a chain of them may lose: float32 sums in another order; and in fp8 three bits of x, as in fp8_linear's case.
+TOLERANCE = {Dense: 1e-6, Int8: 1e-6, Int4: 1e-6, Fp8: 5e-2}
+
+
+@pytest.mark.parametrize("kind", [Dense, Fp8, Int8, Int4])
+class TestProducts:
+    def error(self, actual, expected):
+        return float((actual - expected).norm() / expected.norm())
+
+    @pytest.mark.parametrize("rows", [1, 5])
+    def test_as_a_layer_uses_them(self, kind, rows, device):
+        """The stream goes through add, gated (with what add left), add and normed."""
+        k, inner = 96, 64
+        o = kind.of(torch.randn(k, inner, device=device) / 8, torch.randn(k, device=device))
+        gate_up = kind.of(torch.randn(2 * inner, k, device=device) / 8)
+        down = kind.of(torch.randn(k, inner, device=device) / 8)
+        last = kind.of(torch.randn(40, k, device=device) / 8, torch.randn(40, device=device))
+        x, a = torch.randn(rows, k, device=device), torch.randn(rows, inner, device=device)
+        weight, eps = torch.rand(k, device=device) + 0.5, 1e-2
+
+        def norm(s):
+            return s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps) * weight
+
+        s = x + a @ dense_of(o).T + o.bias
+        gate, up = (norm(s) @ dense_of(gate_up).T).chunk(2, -1)
+        t = s + (torch.nn.functional.silu(gate) * up) @ dense_of(down).T
+
+        stream = o.add(a, Stream(x))
+        assert (stream.y is None) == (kind is Dense)
+        gated, stream = gate_up.gated(stream, weight, eps)
+        assert stream.y is None
+        assert self.error(stream.x, s) < TOLERANCE[kind]
+        stream = down.add(gated, stream)
+        out, stream = last.normed(stream, weight, eps)
+        assert stream.y is None
+        assert self.error(stream.x, t) < TOLERANCE[kind]
+        assert self.error(out, norm(t) @ dense_of(last).T + last.bias) < TOLERANCE[kind]
+        assert out.dtype == x.dtype
+
+    def test_streams_with_and_without_something_to_add(self, kind, device):
+        product = kind.of(torch.randn(64, 32, device=device) / 4)
+        x, y, weight = (
+            torch.randn(2, 3, 32, device=device),
+            torch.randn(2, 3, 32, device=device),
+            torch.rand(32, device=device),
+        )
+        summed, stream = product.normed(Stream(x, y), weight, 1e-5)
+        plain, untouched = product.normed(Stream(x + y), weight, 1e-5)
+        assert torch.equal(stream.x, x + y)
+        assert untouched.y is None
+        assert summed.shape == (2, 3, 64)
+        torch.testing.assert_close(summed, plain, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match=r"add: the stream has a y that is not yet added"):
+            product.add(x, Stream(x, y))
+
+    def test_bytes_and_rows(self, kind, device):
+        weight = torch.randn(8, 64, device=device)
+        product = kind.of(weight.clone(), torch.randn(8, device=device))
+        of_weight = {Dense: 4 * 512, Fp8: 512 + 32, Int8: 512 + 32, Int4: 256 + 32}[kind]
+        assert product.nbytes == of_weight + 32
+        product.fill(4, -weight[4:])
+        torch.testing.assert_close(dense_of(product)[4:], -dense_of(kind.of(weight))[4:])
+        for rows, first in ((weight[:, :32], 0), (weight, 1)):
+            with pytest.raises(ValueError, match=r"fill: rows .* expected to fit \(8, 64\)"):
+                product.fill(first, rows)
+
+
+def test_int4_takes_the_largest_group_and_keeps_lm_head_in_8_bits():
+    assert [Int4.group_of(k) for k in (4096, 192, 96, 80)] == [128, 64, 32, None]
+    with pytest.raises(ValueError, match=r"int4: a weight has 80 columns, expected a multiple of 32"):
+        Int4.of(torch.zeros(4, 80))
+    assert kind_of("int4", lm_head=True) is Int8
+    assert kind_of("fp8", lm_head=True) is Fp8
+    assert issubclass(kind_of(None), Product)
