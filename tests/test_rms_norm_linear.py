@@ -1,4 +1,4 @@
-"""What is special to the norm in front of a product: one kernel or two, every split, numbers far from 1."""
+"""What is special to the norm before a product, plain or gated: one kernel or two, every split, numbers far from 1."""
 
 import re
 
@@ -11,11 +11,11 @@ from rooftile import launching, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.cases.rms_norm_linear import traffic
-from rooftile.ops import rms_norm_linear as family
-from rooftile.ops.matmul import MatmulConfig, linear
+from rooftile.ops.matmul import MatmulConfig, gated_linear, linear
 from rooftile.ops.matmul.config import Problem
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.ops.rms_norm_linear import choose, fused_rows, rms_norm_linear, row, skinny
+from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear, row, skinny
+from rooftile.ops.rms_norm_linear.choose import choose, fused_rows, module
 from rooftile.reference import rms_norm_linear as reference
 
 __all__ = ["far_rows", "no_plans_kept"]  # fixtures
@@ -46,6 +46,15 @@ def truth(*tensors, **options):
     return reference.rms_norm_linear(*(None if t is None else t.double() for t in tensors), **options)
 
 
+def gated_inputs(m, k, n, dtype=torch.float32, device=None, bias=True):
+    """The same for n columns of the result: as many rows of the gate, and of up."""
+    return inputs(m, k, 2 * n, dtype, device, bias)
+
+
+def gated_truth(*tensors, **options):
+    return reference.rms_norm_gated_linear(*(None if t is None else t.double() for t in tensors), **options)
+
+
 def assert_close(out, ref, direction="forward"):
     assert out.shape == ref.shape
     assert relative_error(out, ref) <= TOLERANCES[out.dtype][direction].ceiling
@@ -67,6 +76,37 @@ def test_one_kernel_is_the_same_function_as_two(config, dtype, device):
             assert_close(rms_norm_linear(*given, **options, config=APART), truth(*given, **options))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", [*ROW, *SKINNY[:2]], ids=named)
+def test_one_gated_kernel_is_the_same_function_as_two(config, dtype, device):
+    rows = (1,) if config.kernel == "row" else (1, 13)
+    for m, (k, n), activation in zip(rows, ((77, 33), (64, 7)), ("gelu", "gelu_tanh"), strict=False):
+        for bias, options in ((True, {}), (False, {"eps": 0.5, "offset": 1.0, "activation": activation})):
+            given = gated_inputs(m, k, n, dtype, device, bias)
+            out = rms_norm_gated_linear(*given, **options, config=config)
+            assert_close(out, gated_truth(*given, **options))
+
+
+def test_gate_and_up_do_not_change_places(device):
+    """Each is told from the other by its bias alone."""
+    x, norm_weight, weight, _ = gated_inputs(2, 32, 5, device=device)
+    weight.zero_()
+    bias = torch.cat((torch.full((5,), 2.0), torch.arange(5.0))).to(device)
+    expected = torch.nn.functional.silu(bias[:5]) * bias[5:]
+    for m, configs in ((1, (*ROW, None)), (2, (*SKINNY, APART, None))):
+        for config in configs:
+            out = rms_norm_gated_linear(x[:m], norm_weight, weight, bias, config=config)
+            torch.testing.assert_close(out, expected.expand(m, 5), rtol=1e-5, atol=0)
+
+
+def test_the_tiled_configuration_of_a_gate_is_the_norm_and_then_the_product(device):
+    x, norm_weight, weight, bias = gated_inputs(9, 70, 40, BF16, device)
+    normed = rms_norm(x, norm_weight, eps=0.1, offset=1.0, rounding="none")
+    given = {"activation": "gelu", "config": APART}
+    out = rms_norm_gated_linear(x, norm_weight, weight, bias, eps=0.1, offset=1.0, **given)
+    assert torch.equal(out, gated_linear(normed, weight, bias, **given))
+
+
 def test_the_tiled_configuration_is_the_norm_and_then_the_product(device):
     x, norm_weight, weight, bias = inputs(9, 70, 40, BF16, device)
     normed = rms_norm(x, norm_weight, eps=0.1, offset=1.0, rounding="none")
@@ -74,18 +114,22 @@ def test_the_tiled_configuration_is_the_norm_and_then_the_product(device):
     assert torch.equal(out, linear(normed, weight, bias, config=APART))
 
 
-def test_the_switch_is_where_it_is_said_to_be(device, monkeypatch):
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_the_switch_is_where_it_is_said_to_be(gated, device, monkeypatch):
     launched = []
     for file in (row, skinny):
         kept = file.launch
         monkeypatch.setattr(
             file, "launch", lambda *args, name=file.__name__, kept=kept: launched.append(name) or kept(*args)
         )
-    most = fused_rows(16, 32, runtime.target(device))
+    function, expect, draw = (rms_norm_linear, truth, inputs)
+    if gated:
+        function, expect, draw = (rms_norm_gated_linear, gated_truth, gated_inputs)
+    most = fused_rows(16, 32, runtime.target(device), gated)
     for m, expected in ((1, "row"), (2, "skinny"), (most, "skinny"), (most + 1, None)):
         launched.clear()
-        given = inputs(m, 32, 16, BF16, device)
-        assert_close(rms_norm_linear(*given), truth(*given))
+        given = draw(m, 32, 16, BF16, device)
+        assert_close(function(*given), expect(*given))
         assert [name.rpartition(".")[2] for name in launched] == ([expected] if expected else [])
 
 
@@ -122,6 +166,20 @@ def test_numbers_far_from_one_are_normalised_as_any(config, dtype, device):
             assert_close(out[i], ref[i])
 
 
+@pytest.mark.parametrize("config", [ROW[0], SKINNY[0]], ids=named)
+def test_numbers_far_from_one_are_normalised_before_a_gate(config, device):
+    """In float16, whose range x times the norm's weight passes: up is scaled back as the gate is."""
+    m = 1 if config.kernel == "row" else 3
+    x, norm_weight, weight, bias = gated_inputs(m, 96, 24, torch.float16, device)
+    x = (
+        x.float().sign() * (0.5 + x.float().abs() / 8) * torch.tensor([3e4, 1.0, 6e-5], device=device)[:m, None]
+    ).half()
+    given = x, norm_weight * 8, weight / 8, bias
+    out, ref = rms_norm_gated_linear(*given, eps=0.0, config=config), gated_truth(*given, eps=0.0)
+    for i in range(m):
+        assert_close(out[i], ref[i])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 def test_a_number_that_stands_out_leaves_the_others_their_digits(dtype, device):
     """One of a row that is a thousand times the rest, as the residual stream of a model has them."""
@@ -141,9 +199,10 @@ def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(config, dev
     stock = launching.counters
     monkeypatch.setattr(launching, "counters", lambda *args: made.append(stock(*args)) or made[-1])
     given = inputs(1 if config in ROW else 7, 300, 40, BF16, device)
-    results = [rms_norm_linear(*given, config=config) for _ in range(3)]
-    assert all(torch.equal(r, results[0]) for r in results)
-    assert made
+    for function in (rms_norm_linear, rms_norm_gated_linear):
+        results = [function(*given, config=config) for _ in range(2)]
+        assert torch.equal(*results)
+    assert len(made) == 4
     assert all(not t.any() for t in made)
 
 
@@ -162,6 +221,40 @@ def test_gradients_are_those_of_the_reference(m, dtype, device):
     assert [g.dtype for g in grads] == [t.dtype for t in leaves]
     for found, expected in zip(grads, torch.autograd.grad(ref, doubles, dy.double()), strict=True):
         assert_close(found.to(dtype), expected, "backward")
+
+
+@pytest.mark.parametrize(("m", "activation"), [(1, "silu"), (7, "gelu"), (70, "gelu_tanh")])
+def test_gradients_behind_a_gate_are_those_of_the_reference(m, activation, device):
+    leaves = [t.requires_grad_() for t in gated_inputs(m, 40, 24, device=device)]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    options = {"eps": 0.1, "offset": 1.0, "activation": activation}
+    y = rms_norm_gated_linear(*leaves, **options)
+    assert_close(y.detach(), gated_truth(*(t.detach() for t in leaves), **options))
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, leaves, dy)
+    expected = torch.autograd.grad(reference.rms_norm_gated_linear(*doubles, **options), doubles, dy.double())
+    for found, wanted in zip(grads, expected, strict=True):
+        assert_close(found, wanted, "backward")
+
+
+def test_a_gate_keeps_its_argument_or_is_not_differentiated(device):
+    x, norm_weight, weight, _ = gated_inputs(8, 32, 16, device=device)
+    kept = []
+    x.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        rms_norm_gated_linear(x, norm_weight, weight).sum()
+    own = {t.data_ptr() for t in (x, norm_weight, weight)}
+    assert [t.shape for t in kept if t.data_ptr() not in own] == [(8, 32)]
+    op = torch.ops.rooftile.rms_norm_gated_linear
+    with pytest.raises(ValueError, match="rms_norm_gated_linear: keep is False, expected True"):
+        op(x, norm_weight, weight, None, 1e-6, 0.0, "silu", "", False)
+    # What is kept has gradients too, for who calls the op itself.
+    leaves = [t.detach().requires_grad_() for t in (x, norm_weight, weight)]
+    out, z = op(*leaves, None, 1e-6, 0.0, "silu", "", True)
+    both = torch.autograd.grad((out.sum(), z.sum()), leaves)
+    out = rms_norm_gated_linear(*leaves).sum() + rms_norm_linear(*leaves).sum()
+    for found, expected in zip(both, torch.autograd.grad(out, leaves), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_beside_the_inputs_nothing_is_kept(device):
@@ -184,6 +277,10 @@ def test_autocast_takes_the_norm_of_x_as_it_is(device):
             (rms_norm_linear(half, norm_weight, weight, bias),),
             (rms_norm_linear(half, norm_weight, weight.half(), bias.half()),),
         )
+        gated = rms_norm_gated_linear(x, norm_weight, weight, bias)
+        assert_same((gated,), (gated_linear(normed, weight.half(), bias.half()),))
+        gated = rms_norm_gated_linear(half, norm_weight, weight, bias)
+        assert_same((gated,), (rms_norm_gated_linear(half, norm_weight, weight.half(), bias.half()),))
         leaf = weight.clone().requires_grad_()
         rms_norm_linear(x, norm_weight, leaf).sum().backward()
     assert out.dtype == torch.float16
@@ -206,6 +303,8 @@ def test_impossible_configurations_are_refused_before_launch(config, reason, dev
     monkeypatch.setattr(launching, "launch", lambda *_: pytest.fail("launched"))
     with pytest.raises(ValueError, match=rf"rms_norm_linear: config can't be launched: .*{re.escape(reason)}"):
         rms_norm_linear(*given, config=config)
+    with pytest.raises(ValueError, match=rf"rms_norm_gated_linear: config can't be launched: .*{re.escape(reason)}"):
+        rms_norm_gated_linear(*given, config=config)
 
 
 def test_bad_arguments_are_named(device):
@@ -226,22 +325,45 @@ def test_bad_arguments_are_named(device):
     for call, kind, message in wrong:
         with pytest.raises(kind, match=f"rms_norm_linear: {message}"):
             call()
+    gated = [
+        (lambda: rms_norm_gated_linear(x, g, w[:5]), ValueError, "weight has 5 rows, expected an even number"),
+        (lambda: rms_norm_gated_linear(x, g, w[:, :7]), ValueError, r"weight has shape \(6, 7\), expected \(2N, 8\)"),
+        (lambda: rms_norm_gated_linear(x, g, w, b[:3]), ValueError, r"bias has shape \(3,\), expected \(6,\)"),
+        (
+            lambda: rms_norm_gated_linear(x, g, w, activation="relu"),
+            ValueError,
+            "activation is 'relu', expected one of",
+        ),
+        (lambda: rms_norm_gated_linear(x, g, w, activation=""), ValueError, "activation is '', expected one of"),
+        (lambda: rms_norm_gated_linear(x, g, w, config="row"), TypeError, "config is str, expected"),
+    ]
+    for call, kind, message in gated:
+        with pytest.raises(kind, match=f"rms_norm_gated_linear: {message}"):
+            call()
 
 
 EVERY_TARGET = [*runtime.TARGETS.values(), runtime.INTERPRETER]
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("target", EVERY_TARGET, ids=lambda t: t.arch)
-def test_every_problem_has_a_configuration_that_its_kernel_takes(target):
+def test_every_problem_has_a_configuration_that_its_kernel_takes(target, gated):
     for m in (1, 2, 16, 33, 64, 65, 4096):
         for n, k in ((1, 1), (33, 40), (3584, 3584), (18944, 3584), (3584, 18944)):
             for dtype in (torch.float32, BF16):
                 for along_k in (True, False):
-                    c = choose(m, n, k, dtype, along_k, target)
-                    if m <= fused_rows(n, k, target) and (dtype == BF16 or m == 1):
+                    c = choose(m, n, k, dtype, along_k, target, gated)
+                    if m <= fused_rows(n, k, target, gated) and (dtype == BF16 or m == 1):
                         assert c is not None
                     if c is not None:
-                        assert family._module(c).refuses(Problem(m, n, k, dtype), c, target) is None
+                        assert module(c).refuses(Problem(m, n, k, dtype, gated=gated), c, target) is None
+
+
+def test_what_the_compiler_fails_at_is_refused():
+    target, c = runtime.TARGETS["sm_100"], MatmulConfig("skinny", 16, 64, 128, num_stages=3)
+    assert "the compiler fails for sm_100" in skinny.refuses(Problem(8, 512, 4096, BF16, gated=True), c, target)
+    assert skinny.refuses(Problem(8, 512, 4096, BF16), c, target) is None
+    assert choose(8, 512, 4096, BF16, True, target, gated=True).block_n == 32
 
 
 def run_far(lay, device):
@@ -250,7 +372,9 @@ def run_far(lay, device):
     results = []
     for place in (torch.clone, lay):
         several = rms_norm_linear(place(x), norm_weight, weight), rms_norm_linear(x, norm_weight, place(weight))
-        results.append((*several, rms_norm_linear(x[:1], norm_weight, place(weight))))
+        one = rms_norm_linear(x[:1], norm_weight, place(weight))
+        gated = (rms_norm_gated_linear(x[:m], norm_weight, place(weight)) for m in (1, 4))
+        results.append((*several, one, *gated))
     return results
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance
 from rooftile.cases.draw import normal
+from rooftile.ops.matmul import Activation, gated_linear
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.ops.rms_norm_linear import rms_norm_linear
+from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear
 from rooftile.reference import rms_norm_linear as reference
 
 # A chain of K float32 sums loses 0.4 * 2^-24 * sqrt(K / 2): 1.0e-6 at 3584; the norm's own sum is shorter, a tree's.
@@ -46,10 +47,14 @@ def traffic(m: int, n: int, k: int) -> Traffic:
     return Traffic(3 * m * k + rest, 2 * m * k + rest, m * k + rest)
 
 
-def _point(rows: int, k: int, n: int, *, bias: bool = False, weight: str = "own", **options: object) -> Point:
-    """`weight`: the norm's, "own" (of x's dtype) or "fp32"."""
-    dims = {"rows": rows, "k": k, "n": n, "has_bias": int(bias), "weight_fp32": int(weight == "fp32")}
-    return Point(f"{rows}x{k}->{n}" + " bias" * bias + " norm weight fp32" * (weight == "fp32"), dims, options)
+def _point(
+    rows: int, k: int, n: int, *, bias: bool = False, weight: str = "own", gated: bool = False, **options: object
+) -> Point:
+    """`n` counts rows of the weight; `weight`: the norm's, "own" (of x's dtype) or "fp32"."""
+    out = n // 2 if gated else n
+    dims = {"rows": rows, "k": k, "n": n, "out": out, "has_bias": int(bias), "weight_fp32": int(weight == "fp32")}
+    label = f"{rows}x{k}->{f'2x{out}' if gated else n}"
+    return Point(label + " bias" * bias + " norm weight fp32" * (weight == "fp32"), dims, options)
 
 
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
@@ -66,14 +71,16 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """Forward: x, both weights, bias and output once. Backward: dy, x and both weights, and all their gradients."""
-    x, weight, out = point["rows"] * point["k"], point["n"] * point["k"], point["rows"] * point["n"]
+    """Forward: x, both weights, bias and output once. Backward: dy, x and both weights, and all their gradients, and
+    what a gate keeps."""
+    x, weight, out = point["rows"] * point["k"], point["n"] * point["k"], point["rows"] * point["out"]
     bias = point["has_bias"] * point["n"] * itemsize
     norm_weight = point["k"] * (4 if point["weight_fp32"] else itemsize)
     once = itemsize * (x + weight) + norm_weight
     if direction == "forward":
         return once + bias + itemsize * out
-    return itemsize * out + 2 * once + bias
+    kept = point["rows"] * point["n"] if point["out"] < point["n"] else 0
+    return itemsize * (out + kept) + 2 * once + bias
 
 
 def _flops(point: Point, direction: Direction) -> int:
@@ -100,7 +107,35 @@ def _cublas(point: Point) -> Callable[..., Any]:
     return run
 
 
+def _apart(point: Point) -> Callable[..., Any]:
+    """Rooftile's norm, and its gated product behind it: two kernels at every size."""
+
+    def run(
+        x: Tensor,
+        norm_weight: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        normed = rms_norm(x, norm_weight, eps=eps, offset=offset, rounding="none")
+        return gated_linear(normed, weight, bias, activation=activation)
+
+    return run
+
+
+def _gated(rows: int, k: int, n: int, *, activation: str = "silu", **options: Any) -> Point:
+    """`n` counts rows of the gate and of up together."""
+    return _point(rows, k, n, gated=True, activation=activation, **options)
+
+
 _QWEN = ((3584, 3584), (3584, 18944))
+_GATED_MODELS = ((4096, 28672), (3584, 37888))  # Llama-3-8B, Qwen2.5-7B
+_GATED_SMALL = (960, 5120)  # SmolLM2-360M, narrow enough to be one kernel of several rows
+_DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_PREFILL_ROWS = (128, 256, 512, 1024, 2048)
 
 CASES = (
     OpCase(
@@ -129,9 +164,38 @@ CASES = (
                 _point(65, 33, 17, bias=True),
             ),
             "llm": (_point(1, 3584, 3584), _point(16, 3584, 18944), _point(2048, 3584, 3584)),
-            "decode": tuple(_point(m, k, n) for k, n in _QWEN for m in (1, 2, 4, 8, 16, 32, 64)),
-            "prefill": tuple(_point(m, k, n) for k, n in _QWEN for m in (128, 256, 512, 1024, 2048)),
+            "decode": tuple(_point(m, k, n) for k, n in _QWEN for m in _DECODE_ROWS),
+            "prefill": tuple(_point(m, k, n) for k, n in _QWEN for m in _PREFILL_ROWS),
         },
         peers=(Peer("rms_norm+cublas", _cublas),),
+    ),
+    OpCase(
+        name="rms_norm_gated_linear",
+        formula="y = act(g) · u, [g | u] = (x / sqrt(mean(x²) + eps) · (norm_weight + offset)) · weightᵀ + bias",
+        function=rms_norm_gated_linear,
+        reference=reference.rms_norm_gated_linear,
+        eager=reference.gated_eager,
+        inputs=_inputs,
+        outputs=("y",),
+        grads=("x", "norm_weight", "weight", "bias"),
+        nbytes=_nbytes,
+        flops=_flops,
+        tolerances=TOLERANCES,
+        roof="product",
+        sets={
+            "tiny": (
+                _gated(1, 64, 96, bias=True),
+                _gated(80, 96, 40, activation="gelu"),
+                _gated(3, 70, 66, weight="fp32", activation="gelu_tanh", eps=0.5, offset=1.0),
+            ),
+            "edge": (
+                *(_gated(m, k, n) for m, k, n in ((1, 127, 66), (17, 130, 62), (0, 64, 32), (5, 64, 0))),
+                _gated(65, 33, 34, bias=True),
+            ),
+            "llm": (_gated(1, 4096, 28672), _gated(16, *_GATED_SMALL), _gated(2048, 4096, 28672)),
+            "decode": tuple(_gated(m, k, n) for k, n in (*_GATED_MODELS, _GATED_SMALL) for m in _DECODE_ROWS),
+            "prefill": tuple(_gated(m, k, n) for k, n in _GATED_MODELS for m in _PREFILL_ROWS),
+        },
+        peers=(Peer("rms_norm+gated_linear", _apart),),
     ),
 )

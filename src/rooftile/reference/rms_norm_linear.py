@@ -1,10 +1,11 @@
-"""RMSNorm, then a linear layer."""
+"""RMSNorm, then a linear layer, plain or gated."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from rooftile.reference import matmul
 from rooftile.reference import rms_norm as norm
 
 
@@ -36,3 +37,36 @@ def eager(
     """As Hugging Face's models write it: LlamaRMSNorm, or with an offset GemmaRMSNorm, and nn.Linear."""
     normed = norm.eager(x, norm_weight, eps=eps, offset=offset, rounding="gemma" if offset else "llama")
     return torch.nn.functional.linear(normed.to(weight.dtype), weight, None if bias is None else bias.to(x.dtype))
+
+
+def rms_norm_gated_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    activation: str = "silu",
+    **_: object,
+) -> Tensor:
+    """The formula in x's dtype: give it float64 for the truth."""
+    return matmul.gated_linear(
+        norm.rms_norm(x, norm_weight, eps=eps, offset=offset), weight, bias, activation=activation
+    )
+
+
+def gated_eager(
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    activation: str = "silu",
+    **_: object,
+) -> Tensor:
+    """As Phi-3 writes it: the norm, one projection for gate and up, `up * act_fn(gate)`."""
+    normed = norm.eager(x, norm_weight, eps=eps, offset=offset, rounding="gemma" if offset else "llama")
+    return matmul.gated_linear_eager(normed.to(weight.dtype), weight, bias, activation=activation)

@@ -1,7 +1,8 @@
 """One row of x: multiply and sum, with the row's sum of squares taken beside the products.
 
-A program has `block_n` rows of the weight and walks along them and x, `block_k` elements at a time. Every program reads
-all of x and of the norm's weight, out of the L2 or its own L1: a few kilobytes beside `block_n` rows of the weight.
+A program has `block_n` rows of the weight (gated, as many of the gate and of up) and walks along them and x, `block_k`
+elements at a time. Every program reads all of x and of the norm's weight, out of the L2 or its own L1: a few kilobytes
+beside `block_n` rows of the weight.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.matmul import row as product
 from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
+from rooftile.primitives.activations import activate
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
 from rooftile.primitives.splitk import arrives_last
 
@@ -40,6 +42,8 @@ def _row_kernel(
     n_cols,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -54,6 +58,7 @@ def _row_kernel(
     rows = tl.minimum(cols, n_cols - 1).to(tl.int64)  # in bounds, so that loads need no mask
     block = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + rows[:, None] * stride_wn + block.to(tl.int64)[None, :] * stride_wk
+    up_ptrs = w_ptr + (rows + n_cols)[:, None] * stride_wn + block.to(tl.int64)[None, :] * stride_wk
     length = tl.cdiv(n_inner, SPLIT * BLOCK_K) * BLOCK_K
     start = part * length
     if PREFETCH >= 0:
@@ -65,6 +70,7 @@ def _row_kernel(
         wait_for_previous()
 
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
         ks = k + block
@@ -82,15 +88,26 @@ def _row_kernel(
         squares += x * x
         x *= scale.to(tl.float32) + OFFSET
         acc += w.to(tl.float32) * x[None, :]
+        if GATED:
+            if EVEN_K:
+                w = tl.load(up_ptrs + step, eviction_policy="evict_first")
+            else:
+                w = tl.load(up_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            up += w.to(tl.float32) * x[None, :]
     z = tl.sum(acc, axis=1)
+    if GATED:
+        z_up = tl.sum(up, axis=1)
     total = tl.sum(squares, axis=0)
 
     if SPLIT > 1:
         # The parts' sums, and behind those of all programs their sums of squares.
         first = tile.to(tl.int64) * SPLIT
-        sums = partial_ptr + first * BLOCK_N + tl.arange(0, BLOCK_N)
-        totals = partial_ptr + tl.num_programs(0).to(tl.int64) * BLOCK_N + first
+        EACH: tl.constexpr = (1 + GATED) * BLOCK_N
+        sums = partial_ptr + first * EACH + tl.arange(0, BLOCK_N)
+        totals = partial_ptr + tl.num_programs(0).to(tl.int64) * EACH + first
         tl.store(sums + part * BLOCK_N, z)
+        if GATED:
+            tl.store(sums + (SPLIT + part) * BLOCK_N, z_up)
         tl.store(totals + part, total)
         if not arrives_last(counters_ptr + tile, SPLIT):
             return
@@ -99,22 +116,35 @@ def _row_kernel(
         for s in tl.static_range(SPLIT):
             z += tl.load(sums + s * BLOCK_N, cache_modifier=".cg")
             total += tl.load(totals + s, cache_modifier=".cg")
+        if GATED:
+            z_up = tl.zeros((BLOCK_N,), tl.float32)
+            for s in tl.static_range(SPLIT):
+                z_up += tl.load(sums + (SPLIT + s) * BLOCK_N, cache_modifier=".cg")
 
     mask = cols < n_cols
-    z *= tl.rsqrt(total / n_inner + EPS)
+    rstd = tl.rsqrt(total / n_inner + EPS)
+    z *= rstd
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
+    if GATED:
+        z_up *= rstd
+        if HAS_BIAS:
+            z_up += tl.load(bias_ptr + n_cols + cols, mask=mask).to(tl.float32)
+        z = activate(z, ACTIVATION) * z_up
     tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, even_k: bool, prefetched: int, c: MatmulConfig
-) -> launching.Plan:
+    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, even_k: bool,
+    prefetched: int, c: MatmulConfig,
+) -> launching.Plan:  # fmt: skip
     options = {"launch_pdl": True} if prefetched >= 0 else {}
     constants = {
         "EPS": eps,
         "OFFSET": offset,
+        "ACTIVATION": activation,
+        "GATED": activation != "",
         "HAS_BIAS": dtypes[-1] is not None,
         "EVEN_K": even_k,
         "BLOCK_N": c.block_n,
@@ -133,18 +163,19 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
 
 def launch(
     x: Tensor, norm_weight: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, eps: float, offset: float,
-    c: MatmulConfig,
+    c: MatmulConfig, activation: str = "",
 ) -> None:  # fmt: skip
-    """Launch it: x (1, K) contiguous, w (N, K), out (1, N)."""
+    """Launch it: x (1, K) contiguous, w (N, K), out (1, N); with an activation it is gated, and w (2N, K)."""
     n_cols, n_inner = out.shape[-1], x.shape[-1]
     tiles = library.cdiv(n_cols, c.block_n)
     partial = counters = None
     if c.split_k > 1:
-        partial = torch.empty(tiles * c.split_k * (c.block_n + 1), dtype=torch.float32, device=x.device)
+        each = c.block_n * (2 if activation else 1)
+        partial = torch.empty(tiles * c.split_k * (each + 1), dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
     # A prefetch is of lines along k.
     early = dependent.supported(runtime.target(x.device)) and (w.stride(1) == 1 or n_inner == 1)
     dtypes = (x.dtype, norm_weight.dtype, bias.dtype if bias is not None else None)
-    plan = _plan(dtypes, eps, offset, bool(n_inner % c.block_k == 0), PREFETCH if early else -1, c)
+    plan = _plan(dtypes, eps, offset, activation, bool(n_inner % c.block_k == 0), PREFETCH if early else -1, c)
     tensors = (x, norm_weight, w, out, bias, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (*w.stride(), n_inner), (n_cols,))

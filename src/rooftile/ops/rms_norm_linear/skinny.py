@@ -3,7 +3,8 @@
 A tile is `block_n` rows of the weight and all rows of x (`block_m`, padded), computed transposed, `w[n, k] x[m, k]`, as
 in the plain product (`matmul/skinny.py`). A step multiplies its part of x by the norm's weight in float32 and rounds it
 for the matrix unit; squares are added up beside that, and what they say of a row, its rstd, scales the sums at the end.
-Where `split_k` programs share a tile, each writes the squares of its part behind its partial sums.
+Where `split_k` programs share a tile, each writes the squares of its part behind its partial sums. A gated tile has
+`block_n` rows of the gate and as many of up, which are multiplied by the same part of x.
 
 float16 would overflow where x times the norm's weight passes 65504, which the norm of x may be far from: a row's part
 is brought near 1 by a power of two first, and its products are scaled back.
@@ -20,6 +21,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.matmul import skinny as product
 from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
+from rooftile.primitives.activations import activate
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
 from rooftile.primitives.splitk import arrives_last
 
@@ -119,6 +121,8 @@ def _skinny_kernel(
     n_cols,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -146,6 +150,7 @@ def _skinny_kernel(
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     squares = tl.zeros((BLOCK_M, BLOCK_K // VECTOR), tl.float32)
     z = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    z_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     next_scale = _norm_weight(norm_ptr, start, n_inner, OFFSET, EVEN_K, BLOCK_K)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
         w_tile = _weights(w, row, k, n_cols, n_inner, stride_wn, stride_wk, TMA, EVEN_K, BLOCK_N, BLOCK_K)
@@ -155,18 +160,31 @@ def _skinny_kernel(
         squares += tl.sum((x_tile * x_tile).reshape(BLOCK_M, BLOCK_K // VECTOR, VECTOR), axis=2)
         x_tile *= scale[None, :]
         if DTYPE is tl.float16:
-            x_tile, up = _near_one(x_tile)
-            z += tl.dot(w_tile, x_tile.to(DTYPE).T) * up[None, :]
+            x_tile, back = _near_one(x_tile)
+        multiplied = x_tile.to(DTYPE).T
+        if DTYPE is tl.float16:
+            z += tl.dot(w_tile, multiplied) * back[None, :]
         else:
-            z = tl.dot(w_tile, x_tile.to(DTYPE).T, z, input_precision="ieee")
+            z = tl.dot(w_tile, multiplied, z, input_precision="ieee")
+        if GATED:
+            w_tile = _weights(
+                w, n_cols + row, k, 2 * n_cols, n_inner, stride_wn, stride_wk, TMA, EVEN_K, BLOCK_N, BLOCK_K
+            )
+            if DTYPE is tl.float16:
+                z_up += tl.dot(w_tile, multiplied) * back[None, :]
+            else:
+                z_up = tl.dot(w_tile, multiplied, z_up, input_precision="ieee")
     total = tl.sum(squares, axis=1)
 
     if SPLIT > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        behind = partial_ptr + tile.to(tl.int64) * (SPLIT * (SIZE + BLOCK_M)) + SPLIT * SIZE + rows
-        at = partial_ptr + tile.to(tl.int64) * (SPLIT * (SIZE + BLOCK_M))
+        SUMS: tl.constexpr = (1 + GATED) * SIZE
+        behind = partial_ptr + tile.to(tl.int64) * (SPLIT * (SUMS + BLOCK_M)) + SPLIT * SUMS + rows
+        at = partial_ptr + tile.to(tl.int64) * (SPLIT * (SUMS + BLOCK_M))
         at += tl.arange(0, BLOCK_N)[:, None] + rows[None, :] * BLOCK_N
         tl.store(at + part * SIZE, z)
+        if GATED:
+            tl.store(at + (SPLIT + part) * SIZE, z_up)
         tl.store(behind + part * BLOCK_M, total)
         if not arrives_last(counters_ptr + tile, SPLIT):
             return
@@ -175,23 +193,35 @@ def _skinny_kernel(
         for s in tl.static_range(SPLIT):
             z += tl.load(at + s * SIZE, cache_modifier=".cg")
             total += tl.load(behind + s * BLOCK_M, cache_modifier=".cg")
+        if GATED:
+            z_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for s in tl.static_range(SPLIT):
+                z_up += tl.load(at + (SPLIT + s) * SIZE, cache_modifier=".cg")
 
     cols = row + tl.arange(0, BLOCK_N)
-    z *= tl.rsqrt(total / n_inner + EPS)[None, :]
+    rstd = tl.rsqrt(total / n_inner + EPS)[None, :]
+    z *= rstd
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)[:, None]
+    if GATED:
+        z_up *= rstd
+        if HAS_BIAS:
+            z_up += tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols).to(tl.float32)[:, None]
+        z = activate(z, ACTIVATION) * z_up
     mask = (rows < n_rows)[None, :] & (cols < n_cols)[:, None]
     tl.store(out_ptr + rows.to(tl.int64)[None, :] * n_cols + cols[:, None], z.to(DTYPE), mask=mask)
 
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, tma: bool, even_k: bool,
+    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, tma: bool, even_k: bool,
     prefetched: int, c: MatmulConfig,
 ) -> launching.Plan:  # fmt: skip
     constants = {
         "EPS": eps,
         "OFFSET": offset,
+        "ACTIVATION": activation,
+        "GATED": activation != "",
         "HAS_BIAS": dtypes[-1] is not None,
         "TMA": tma,
         "EVEN_K": even_k,
@@ -211,8 +241,13 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     reason = product.refuses(p, c, target)
     if reason is None and c.block_m * c.block_k // (c.num_warps * target.warp_size) > 128:
         return f"block_m x block_k is {c.block_m * c.block_k} elements for {c.num_warps} warps, more than 128 a thread"
+    if reason is None and target.arch == "sm_100" and p.gated and c.block_n >= 64 and c.num_stages > 1:
+        # Triton 3.6 fails an assertion of its pipeliner, in bfloat16; 32 rows go to another instruction.
+        return (
+            f"block_n is {c.block_n} with num_stages={c.num_stages}: the compiler fails for sm_100, expected 32, or 1"
+        )
     # Beside the tiles that are on their way lies the one of x that is multiplied.
-    shared = (c.num_stages * (c.block_n + c.block_m) + c.block_m) * c.block_k * p.dtype.itemsize
+    shared = (c.num_stages * (c.block_n * (1 + p.gated) + c.block_m) + c.block_m) * c.block_k * p.dtype.itemsize
     if reason is None and shared > target.shared_memory:
         return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"
     return reason
@@ -220,14 +255,14 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
 
 def launch(
     x: Tensor, norm_weight: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, eps: float, offset: float,
-    c: MatmulConfig,
+    c: MatmulConfig, activation: str = "",
 ) -> None:  # fmt: skip
-    """Launch it: x (M, K) with a last stride of 1, w (N, K), out (M, N) contiguous."""
+    """Launch it: x (M, K) with a last stride of 1, w (N, K), or gated, with an activation, (2N, K), out (M, N)."""
     (n_rows, n_inner), n_cols = x.shape, out.shape[-1]
     tiles = library.cdiv(n_cols, c.block_n)
     partial = counters = None
     if c.split_k > 1:
-        size = c.split_k * (c.block_n + 1) * c.block_m
+        size = c.split_k * (c.block_n * (2 if activation else 1) + 1) * c.block_m
         partial = torch.empty(tiles * size, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
     supported = dependent.supported(runtime.target(x.device))
@@ -239,6 +274,6 @@ def launch(
             operands, tma = (described[0], described[1]), True
     early = supported and (w.stride(1) == 1 or n_inner == 1)  # a prefetch is of lines along k
     dtypes = (x.dtype, norm_weight.dtype, bias.dtype if bias is not None else None)
-    plan = _plan(dtypes, eps, offset, tma, n_inner % c.block_k == 0, PREFETCH if early else -1, c)
+    plan = _plan(dtypes, eps, offset, activation, tma, n_inner % c.block_k == 0, PREFETCH if early else -1, c)
     tensors = (*operands, x, norm_weight, w, out, bias, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (x.stride(0), *w.stride(), n_inner), (n_rows, n_cols))

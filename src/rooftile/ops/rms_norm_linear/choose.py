@@ -1,0 +1,126 @@
+"""Whether norm and product are one kernel, and how that is launched."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from rooftile import library, runtime
+from rooftile.ops.matmul import choose as product_choice
+from rooftile.ops.matmul.common import _aligned as is_aligned
+from rooftile.ops.matmul.common import _layout as layout
+from rooftile.ops.matmul.config import Kernel, MatmulConfig, Problem, decode
+from rooftile.ops.rms_norm_linear import row, skinny
+
+# Rows of x up to which one kernel is taken, and columns of the result for each multiprocessor above which it is taken
+# for one row alone. On an H200 it needs for 3584 -> 3584 0.76 of the time of torch.compile's two with 1 row, 0.74 with
+# 16, 0.79 with 32 and 1.13 with 64: x, four times as much, is normalised again by each program. For 3584 -> 18944, of
+# which every multiprocessor has more than two tiles, it needs 0.90 with 1 row and 1.15 to 1.17 with 2 to 16.
+_ROWS, _WIDE = 32, 64
+# Not measured for the gated product yet: taken from the plain one's measurement, with two rows of the weight a column.
+_GATED_ROWS, _GATED_WIDE = 32, 32
+
+
+def fused_rows(n: int, k: int, target: runtime.Target, gated: bool = False) -> int:
+    """The most rows of x for which norm and product are one kernel; n counts columns of the result."""
+    rows, wide = (_GATED_ROWS, _GATED_WIDE) if gated else (_ROWS, _WIDE)
+    return 1 if n > wide * target.multiprocessors else rows
+
+
+def module(c: MatmulConfig) -> ModuleType | None:
+    """The fused kernel that the configuration is for; None for those of the plain product."""
+    return {"row": row, "skinny": skinny}.get(c.kernel)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    m: int, n: int, k: int, dtype: torch.dtype, along_k: bool, target: runtime.Target, gated: bool = False
+) -> MatmulConfig | None:
+    """How the one kernel is launched for that problem; None where norm and product are two.
+
+    `along_k`: whether the weight is contiguous along k.
+    """
+    if m > fused_rows(n, k, target, gated):
+        return None
+    if target is runtime.INTERPRETER:
+        # Few, large programs. The same whatever the layout, and for a gate that is computed apart, to the bit.
+        block_m, block_n, block_k = (min(128, max(16, library.power_of_two(size))) for size in (m, n * (1 + gated), k))
+        kernel: Kernel = "row" if m == 1 else "skinny"
+        return MatmulConfig(kernel, block_m if m > 1 else 1, min(64, block_n), block_k, num_stages=1)
+    # IEEE float32 is multiplied by the ordinary units: of several rows the tiled product makes better use of them.
+    if dtype == torch.float32 and m > 1:
+        return None
+    p = Problem(m, n, k, dtype, gated=gated)
+    candidates = _rows(p, target) if m == 1 and (along_k or dtype == torch.float32) else _skinny(p, along_k, target)
+    for c in candidates:
+        found = module(c)
+        if found is not None and found.refuses(p, c, target) is None:
+            return c
+    return None
+
+
+def _rows(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
+    """Loads straight to registers, four of 16 bytes a thread, and many small programs."""
+    warps = 4 * 32 // target.warp_size
+    return [MatmulConfig("row", 1, 8 // (1 + p.gated), 1024 // p.dtype.itemsize, 1, 1, warps, 1)]
+
+
+def _skinny(p: Problem, along_k: bool, target: runtime.Target) -> list[MatmulConfig]:
+    """64 rows of the weight, 256 bytes along each, in stages that leave room for two programs a multiprocessor.
+
+    Where tiles leave multiprocessors idle, up to four programs share one's sum. A weight that is not contiguous along k
+    is read along n, 256 bytes too; one whose rows are not aligned, element by element, in tiles that fit the registers.
+    A gated tile has 64 rows of the gate and as many of up, or half of each where a stage of those leaves no room.
+    """
+    block_m = max(16, library.power_of_two(p.m))
+    few = p.n <= 64 * target.multiprocessors and target.shared_memory >= 200 << 10
+    if along_k and few and not p.gated and block_m == 16 and p.dtype.itemsize == 2 and p.k % 256 == 0:
+        # The best of 60 on an H200 for 3584 -> 3584, 2 % ahead of the next.
+        return [MatmulConfig("skinny", 16, 64, 256, 1, 2, 4, 4)]
+    block_n, block_k = (64, 128) if along_k else (128, 64)
+    if p.gated and (not along_k or target.shared_memory < 128 << 10):
+        block_n //= 2
+    if p.gated and target.arch == "sm_100":  # see skinny.refuses
+        block_n = 32
+    if p.k * p.dtype.itemsize % 16:
+        block_k = 32
+    tiles, steps = library.cdiv(p.n, block_n), library.cdiv(p.k, block_k)
+    split = max(1, min(4, 2 * target.multiprocessors // tiles, steps // 4))
+    warps = 4 * 32 // target.warp_size
+    stage = (block_n * (1 + p.gated) + block_m) * block_k * p.dtype.itemsize
+    deepest = max(2, min(5, (target.shared_memory // 2 - block_m * block_k * p.dtype.itemsize) // stage))
+    depths = (2, 1) if target.warp_size == 64 else range(deepest, 0, -1)
+    return [MatmulConfig("skinny", block_m, block_n, block_k, 1, split, warps, stages) for stages in depths]
+
+
+def _refuses(x: Tensor, weight: Tensor, activation: str, c: MatmulConfig, target: runtime.Target) -> str | None:
+    gated = activation != ""
+    m, n, k = x.numel() // x.shape[-1], weight.shape[0] // (1 + gated), x.shape[-1]
+    found = module(c)
+    if found is not None:
+        return found.refuses(Problem(m, n, k, x.dtype, gated=gated), c, target)
+    # The normalised x is laid out anew.
+    aligned = k * x.element_size() % 16 == 0
+    p = Problem(
+        m, n, k, x.dtype, gated=gated, activation=activation,
+        w_layout=layout(weight, "n"), x_aligned=aligned, w_aligned=is_aligned(weight),
+    )  # fmt: skip
+    return product_choice.refuses(p, c, target)
+
+
+def chosen(op: str, x: Tensor, weight: Tensor, activation: str, config: str) -> MatmulConfig | None:
+    """The configuration of the one kernel, or None. Raises for one that was asked for and can't be launched."""
+    target = runtime.target(x.device)
+    asked = decode(config)
+    if asked is None:
+        gated = activation != ""
+        m, k = x.numel() // x.shape[-1], x.shape[-1]
+        along_k = weight.stride(1) == 1 or k == 1
+        return choose(m, weight.shape[0] // (1 + gated), k, x.dtype, along_k, target, gated)
+    reason = _refuses(x, weight, activation, asked, target)
+    if reason is not None:
+        raise ValueError(f"{op}: config can't be launched: {reason}")
+    return asked if module(asked) else None
