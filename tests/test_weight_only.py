@@ -153,7 +153,9 @@ CONFIGS = [
 def test_every_configuration_computes_the_same(config, device):
     x = torch.randn(19, 448, device=device)
     q, packed, scale = int4(70, 448, 64, device)
-    assert relative_error(int4_linear(x, packed, scale, config=config), exact(x, q, scale, 64)) < 1e-6
+    residual = torch.randn(19, 70, device=device)
+    out = int4_linear(x, packed, scale, residual=residual, config=config)
+    assert relative_error(out, exact(x, q, scale, 64) + residual.double()) < 1e-6
     weight, scale = int8(70, 448, device)
     expected = reference.int8_linear(x.double(), weight, scale.double())
     assert relative_error(int8_linear(x, weight, scale, config=config), expected) < 1e-6

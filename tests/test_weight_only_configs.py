@@ -130,7 +130,7 @@ def test_a_launch_that_can_not_be_traced_takes_no_counters(config, monkeypatch):
         inputs = (torch.empty(1, 256, dtype=BF16), torch.empty(64, 256, dtype=torch.int8), torch.empty(64))
         assert all(isinstance(t, FunctionalTensor) for t in inputs)
         with pytest.raises(launching.Untraceable):
-            weight_only._launch("int8_linear", *inputs, None, weight_only.configs.encode(config))
+            weight_only._launch("int8_linear", *inputs, None, None, weight_only.configs.encode(config))
 
 
 def test_a_configuration_survives_the_schema_of_an_op():
@@ -141,7 +141,7 @@ def test_a_configuration_survives_the_schema_of_an_op():
 
 def check_launch(m, n, k, group, dtype, config, device):
     """The launch alone, into an output that is NaN."""
-    x, bias = torch.randn(m, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    x, bias, residual = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (n,), (m, n)))
     if group:
         q, weight, scale = int4(n, k, group, device, dtype)
         expected = exact(x, q, scale, group)
@@ -149,8 +149,8 @@ def check_launch(m, n, k, group, dtype, config, device):
         weight, scale = int8(n, k, device)
         expected = reference.int8_linear(x.double(), weight, scale.double())
     out = torch.full((m, n), math.nan, device=device, dtype=dtype)
-    weight_only.configs.module(config.kernel).launch(x, weight, scale, bias, out, config)
-    error = relative_error(out, expected + bias.double())
+    weight_only.configs.module(config.kernel).launch(x, weight, scale, bias, residual, out, config)
+    error = relative_error(out, expected + bias.double() + residual.double())
     assert error < {torch.float32: 3e-6, torch.float16: 5e-4, BF16: 4e-3}[dtype], (m, n, k, group, dtype, config, error)
 
 

@@ -29,6 +29,7 @@ def _run(
     weight_scale: Tensor,
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     out_dtype: str = "bfloat16",
     fast_accumulation: bool = False,
@@ -39,16 +40,26 @@ def _run(
         weight_scale,
         x_scale=x_scale,
         bias=bias,
+        residual=residual,
         out_dtype=getattr(torch, out_dtype),
         fast_accumulation=fast_accumulation,
     )
 
 
-def _point(rows: int, k: int, n: int, kind: str, *, wide: bool = False, bias: bool = False, **options: object) -> Point:
+def _point(
+    rows: int, k: int, n: int, kind: str, *, wide: bool = False, bias: bool = False, residual: bool = False,
+    **options: object,
+) -> Point:  # fmt: skip
     """`kind`: what shares a scale; `wide`: x is of the point's dtype, and is quantised in the op."""
-    dims = {"rows": rows, "k": k, "n": n, "kind": _KINDS.index(kind), "wide": int(wide), "bias": int(bias)}
-    label = f"{rows} {k}->{n} {kind}{' wide x' if wide else ''}{' bias' if bias else ''}"
+    dims = {"rows": rows, "k": k, "n": n, "kind": _KINDS.index(kind), "wide": int(wide)}
+    dims |= {"bias": int(bias), "residual": int(residual)}
+    label = f"{rows} {k}->{n} {kind}" + " wide x" * wide + " bias" * bias + " residual" * residual
     return Point(label, dims, options)
+
+
+def _out_dtype(point: Point) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, point.options.get("out_dtype", "bfloat16"))
+    return dtype
 
 
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
@@ -62,17 +73,19 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         drawn["x_scale"] = scale.T.contiguous().T if kind == "block" else scale
     if point["bias"]:
         drawn["bias"] = normal((n,), dtype, device, generator)
+    if point["residual"]:
+        drawn["residual"] = normal((rows, n), _out_dtype(point), device, generator)
     return drawn
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """x, the weight and the result, scales and bias."""
+    """x, the weight and the result, scales, bias and residual."""
     rows, k, n, kind = point["rows"], point["k"], point["n"], _KINDS[point["kind"]]
     groups = -(-k // BLOCK)
     scales = {"tensor": 2, "row": rows + n, "block": (rows + -(-n // BLOCK)) * groups}[kind]
     x_size = itemsize if point["wide"] else 1
-    out_size: int = getattr(torch, point.options.get("out_dtype", "bfloat16")).itemsize
-    return x_size * rows * k + n * k + out_size * rows * n + 4 * scales + itemsize * n * point["bias"]
+    out = _out_dtype(point).itemsize * rows * n * (1 + point["residual"])
+    return x_size * rows * k + n * k + out + 4 * scales + itemsize * n * point["bias"]
 
 
 def _flops(point: Point, direction: Direction) -> int:
@@ -85,6 +98,8 @@ def _scaled_mm(point: Point) -> Callable[..., Tensor]:
 
     if point["wide"]:
         raise Unsupported("torch._scaled_mm takes an x that is quantised")
+    if point["residual"]:
+        raise Unsupported("torch._scaled_mm adds no residual")
     if point["k"] % 16 or point["n"] % 16:
         raise Unsupported("torch._scaled_mm takes sizes that are multiples of 16")
     if point["kind"] == 2 and (not torch.cuda.is_available() or point["k"] % 512 or point["n"] % BLOCK):
@@ -115,13 +130,13 @@ _LLAMA = ((4096, 6144), (4096, 28672), (14336, 4096))
 CASES = (
     OpCase(
         name="fp8_linear",
-        formula="out = (x · x_scale) · (weight · weight_scale)ᵀ + bias, both in e4m3",
+        formula="out = (x · x_scale) · (weight · weight_scale)ᵀ + bias + residual, both in e4m3",
         function=_run,
         reference=reference.fp8_linear,
         eager=reference.fp8_linear_eager,
         inputs=_inputs,
         outputs=("out",),
-        output_dtypes=lambda point: {"out": getattr(torch, point.options.get("out_dtype", "bfloat16"))},
+        output_dtypes=lambda point: {"out": _out_dtype(point)},
         grads=(),
         nbytes=_nbytes,
         flops=_flops,
@@ -132,7 +147,7 @@ CASES = (
                 _point(5, 128, 48, "row"),
                 _point(70, 128, 64, "tensor"),
                 _point(5, 200, 140, "block"),
-                _point(5, 128, 40, "row", wide=True, bias=True, out_dtype="float16"),
+                _point(5, 128, 40, "row", wide=True, bias=True, residual=True, out_dtype="float16"),
                 _point(5, 130, 130, "block", wide=True),
                 _point(5, 64, 16, "tensor", wide=True, fast_accumulation=True),
             ),

@@ -21,7 +21,15 @@ TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
 
 
 def _point(
-    rows: int, n: int, k: int, *, group: int = 0, bias: str = "own", scale: str = "own", batch: int = 0
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    group: int = 0,
+    bias: str = "own",
+    scale: str = "own",
+    batch: int = 0,
+    residual: bool = False,
 ) -> Point:
     """`bias` and `scale`: "own" (of x's dtype), "fp32", and for the bias "none". Group 0 is int8."""
     dims = {
@@ -33,11 +41,12 @@ def _point(
         "has_bias": int(bias != "none"),
         "bias_fp32": int(bias == "fp32"),
         "scale_fp32": int(scale == "fp32"),
+        "has_residual": int(residual),
     }
     label = f"{batch}x{rows}" if batch else str(rows)
     label += f" {k}→{n}" + f" group {group}" * bool(group)
     notes = {"own": "", "fp32": " bias fp32", "none": " no bias"}[bias] + {"own": "", "fp32": " scale fp32"}[scale]
-    return Point(label + notes, dims)
+    return Point(label + notes + " residual" * residual, dims)
 
 
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
@@ -55,6 +64,8 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     drawn["scale"] = ((normal(shape, torch.float32, device, generator).abs() + 0.2) / spread).to(scale_dtype)
     if point["has_bias"]:
         drawn["bias"] = normal((n,), torch.float32 if point["bias_fp32"] else dtype, device, generator)
+    if point["has_residual"]:
+        drawn["residual"] = normal((*drawn["x"].shape[:-1], n), dtype, device, generator)
     return drawn
 
 
@@ -65,12 +76,13 @@ def _elements(point: Point) -> tuple[int, int]:
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """The packed weight and its scales once, x, the bias and the output."""
+    """The packed weight and its scales once, x, the bias, the residual and the output."""
     n, k, group = point["n"], point["k"], point["group"]
     weight, scales = (n * k // 2, n * k // group) if group else (n * k, n)
     scale_size = 4 if point["scale_fp32"] else itemsize
     bias_size = (4 if point["bias_fp32"] else itemsize) * point["has_bias"]
-    return weight + scales * scale_size + bias_size * n + itemsize * sum(_elements(point))
+    x, out = _elements(point)
+    return weight + scales * scale_size + bias_size * n + itemsize * (x + (1 + point["has_residual"]) * out)
 
 
 def _flops(point: Point, direction: Direction) -> int:
@@ -78,15 +90,23 @@ def _flops(point: Point, direction: Direction) -> int:
     return 2 * _elements(point)[0] * point["n"]
 
 
+def _plus(out: Tensor, *terms: Tensor | None) -> Tensor:
+    """What PyTorch's kernels leave to others: each sum a kernel, and a rounding, of its own."""
+    for term in terms:
+        out = out if term is None else (out + term).to(out.dtype)
+    return out
+
+
 def _int8pack(point: Point) -> Callable[..., Any]:
     """PyTorch's own kernel; its scales are of x's dtype."""
     if not hasattr(torch, "_weight_int8pack_mm"):
         raise Unsupported("this PyTorch has no torch._weight_int8pack_mm")
 
-    def run(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    def run(
+        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         out = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight, scale.to(x.dtype))
-        out = out.view(*x.shape[:-1], -1)
-        return out if bias is None else (out + bias).to(x.dtype)
+        return _plus(out.view(*x.shape[:-1], -1), bias, residual)
 
     return run
 
@@ -107,7 +127,9 @@ def _int4pack(point: Point) -> Callable[..., Any]:
             return torch._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1), scales_and_zeros
         return torch._convert_weight_to_int4pack(nibbles[:, ::2] << 4 | nibbles[:, 1::2], 8), scales_and_zeros
 
-    def run(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    def run(
+        x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         if x.device.type != "cpu" and x.dtype != torch.bfloat16:
             raise Unsupported("torch._weight_int4pack_mm takes bfloat16 alone")
         known = repacked.get(packed)
@@ -115,7 +137,7 @@ def _int4pack(point: Point) -> Callable[..., Any]:
             known = repacked[packed] = repack(x, packed, scale)
         product = torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else torch._weight_int4pack_mm
         out = product(x.reshape(-1, x.shape[-1]), known[0], point["group"], known[1]).view(*x.shape[:-1], -1)
-        return out if bias is None else (out + bias).to(x.dtype)
+        return _plus(out, bias, residual)
 
     return run
 
@@ -142,7 +164,7 @@ _INT8 = _sets(
     (
         _point(4, 48, 96),
         _point(3, 32, 64, bias="none", scale="fp32"),
-        _point(2, 32, 64, bias="fp32", batch=2),
+        _point(2, 32, 64, bias="fp32", batch=2, residual=True),
     ),
     (
         _point(1, 1, 1),
@@ -158,7 +180,7 @@ _INT4 = _sets(
     (
         _point(4, 48, 128, group=32),
         _point(3, 32, 128, group=64, bias="none", scale="fp32"),
-        _point(2, 32, 128, group=128, bias="fp32", batch=2),
+        _point(2, 32, 128, group=128, bias="fp32", batch=2, residual=True),
     ),
     (
         _point(1, 1, 32, group=32),
@@ -173,7 +195,7 @@ _INT4 = _sets(
 CASES = (
     OpCase(
         name="int8_linear",
-        formula="out = (x · weightᵀ) · scale + bias, weight in int8",
+        formula="out = (x · weightᵀ) · scale + bias + residual, weight in int8",
         function=int8_linear,
         reference=reference.int8_linear,
         eager=reference.int8_linear_eager,
@@ -189,7 +211,7 @@ CASES = (
     ),
     OpCase(
         name="int4_linear",
-        formula="out = x · (q · scale)ᵀ + bias, q = 4 bits of packed, a scale for each group of K",
+        formula="out = x · (q · scale)ᵀ + bias + residual, q = 4 bits of packed, a scale for each group of K",
         function=int4_linear,
         reference=reference.int4_linear,
         eager=reference.int4_linear_eager,

@@ -34,13 +34,15 @@ def fp8_linear(
     weight_scale: Tensor,
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     **_: object,
 ) -> Tensor:
     """Computed in weight_scale's dtype. An x without scales is taken as it is: what quantising it costs is an error."""
     dtype = weight_scale.dtype
     x = x.to(dtype) if x_scale is None else _wide_x(x, x_scale, dtype)
     y = x @ _wide(weight, weight_scale, dtype).T
-    return y if bias is None else y + bias.to(dtype)
+    y = y if bias is None else y + bias.to(dtype)
+    return y if residual is None else y + residual.to(dtype)
 
 
 def fp8_linear_eager(
@@ -49,6 +51,7 @@ def fp8_linear_eager(
     weight_scale: Tensor,
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     out_dtype: str = "bfloat16",
     **_: object,
@@ -58,7 +61,8 @@ def fp8_linear_eager(
     if x_scale is None:
         x, x_scale = quantize_tensor_eager(x, per=_PER[weight_kind(weight, weight_scale)])
     y = _wide_x(x, x_scale, torch.float32).to(dtype) @ _wide(weight, weight_scale, torch.float32).to(dtype).T
-    return y if bias is None else y + bias.to(dtype)
+    y = y if bias is None else y + bias.to(dtype)
+    return y if residual is None else y + residual
 
 
 def quantize_weight(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:

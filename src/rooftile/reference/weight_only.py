@@ -13,16 +13,26 @@ def unpack(packed: Tensor, group: int) -> Tensor:
     return torch.cat([packed[:, :0], *halves], dim=1).to(torch.int8) - 8
 
 
-def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def _plus(out: Tensor, *terms: Tensor | None) -> Tensor:
+    """With what there is of those added, one after another."""
+    for term in terms:
+        out = out if term is None else out + term
+    return out
+
+
+def int8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    out = (x @ weight.to(x.dtype).T) * scale
-    return out if bias is None else out + bias
+    return _plus((x @ weight.to(x.dtype).T) * scale, bias, residual)
 
 
-def int8_linear_eager(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def int8_linear_eager(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
     dequantised = weight.to(x.dtype) * scale.to(x.dtype)[:, None]
-    return torch.nn.functional.linear(x, dequantised, None if bias is None else bias.to(x.dtype))
+    return _plus(torch.nn.functional.linear(x, dequantised, None if bias is None else bias.to(x.dtype)), residual)
 
 
 def _dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -30,13 +40,16 @@ def _dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return unpack(packed, group).to(dtype) * scale.to(dtype).repeat_interleave(group, dim=1)
 
 
-def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def int4_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    out = x @ _dequantise(packed, scale, x.dtype).T
-    return out if bias is None else out + bias
+    return _plus(x @ _dequantise(packed, scale, x.dtype).T, bias, residual)
 
 
-def int4_linear_eager(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def int4_linear_eager(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
     bias = None if bias is None else bias.to(x.dtype)
-    return torch.nn.functional.linear(x, _dequantise(packed, scale, x.dtype), bias)
+    return _plus(torch.nn.functional.linear(x, _dequantise(packed, scale, x.dtype), bias), residual)

@@ -1,9 +1,9 @@
 """A product with fp8 weights, `out = x @ weight.T`, where x is fp8 too or becomes it on the way.
 
-    out[m, n] = sum over k of x[m, k] * x_scale * weight[n, k] * weight_scale + bias[n]
+    out[m, n] = sum over k of x[m, k] * x_scale * weight[n, k] * weight_scale + bias[n] + residual[m, n]
 
 A scale belongs to a whole operand, to a row of it, or to 128 elements of the sum: of one row of x, and of 128 rows of
-the weight. The sum is float32; scales that belong to all of it, and the bias, are applied at its end, those of 128
+the weight. The sum is float32; scales that belong to all of it, bias and residual are applied at its end, those of 128
 elements to each partial sum. Bytes: one for each element of x and of the weight, the result's own for each of its.
 
 On Hopper the matrix unit adds fp8 products with some 14 bits. So every 128 elements what it has goes into float32
@@ -67,7 +67,13 @@ def _check_scale(name: str, scale: Tensor) -> None:
 
 
 def _check(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None, bias: Tensor | None, out_dtype: str
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: str,
 ) -> tuple[XScale | None, WScale, Tensor]:
     """What shares a scale of x (None: x is to be quantised) and of the weight, and memory for the result."""
     if x.dtype not in (_FP8, *library.FLOATS):
@@ -93,13 +99,20 @@ def _check(
         x_kind = _x_kind(x, x_scale, w_kind)
     elif x_scale is not None:
         raise ValueError(f"fp8_linear: x_scale is given, expected None for an x of {x.dtype}, which is quantised here")
-    library.check_floating("fp8_linear", bias=bias)
+    library.check_floating("fp8_linear", bias=bias, residual=residual)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"fp8_linear: bias has shape {tuple(bias.shape)}, expected ({weight.shape[0]},) to match the weight's rows"
         )
-    shape = (*x.shape[:-1], weight.shape[0])
-    return x_kind, w_kind, torch.empty(shape, dtype=getattr(torch, out_dtype), device=x.device)
+    shape, dtype = (*x.shape[:-1], weight.shape[0]), getattr(torch, out_dtype)
+    if residual is not None:
+        if residual.shape != shape:
+            raise ValueError(
+                f"fp8_linear: residual has shape {tuple(residual.shape)}, expected {shape} to match the result"
+            )
+        if residual.dtype != dtype:
+            raise TypeError(f"fp8_linear: residual has dtype {residual.dtype}, expected {dtype} to match the result")
+    return x_kind, w_kind, torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def _fake(
@@ -108,11 +121,12 @@ def _fake(
     weight_scale: Tensor,
     x_scale: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     out_dtype: str,
     fast: bool,
     config: str,
 ) -> Tensor:
-    return _check(x, weight, weight_scale, x_scale, bias, out_dtype)[2]
+    return _check(x, weight, weight_scale, x_scale, bias, residual, out_dtype)[2]
 
 
 def _aligned(t: Tensor) -> bool:
@@ -125,13 +139,14 @@ def _launch(
     weight_scale: Tensor,
     x_scale: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     out_dtype: str,
     fast: bool,
     config: str,
 ) -> Tensor:
     if isinstance(x, FunctionalTensor):
         raise launching.Untraceable("the kernel depends on the number of rows")
-    x_kind, w_kind, out = _check(x, weight, weight_scale, x_scale, bias, out_dtype)
+    x_kind, w_kind, out = _check(x, weight, weight_scale, x_scale, bias, residual, out_dtype)
     n, k = weight.shape
     flat = x.reshape(-1, k) if k else x.new_empty((out.numel() // max(1, n), 0))
     m = flat.shape[0]
@@ -147,7 +162,8 @@ def _launch(
     if out.numel() == 0:
         return out
     if k == 0:  # a sum of nothing
-        return out.zero_() if bias is None else out.copy_(bias.expand(out.shape))
+        out = out.zero_() if bias is None else out.copy_(bias.expand(out.shape))
+        return out if residual is None else out.copy_(residual if bias is None else bias.float() + residual)
     if x_kind is None:
         x_kind = _LIKE[w_kind]
         flat, x_scale = quantize_tensor.launch(flat, None, "float8_e4m3fn", x_kind, BLOCK)
@@ -156,14 +172,15 @@ def _launch(
     if w_kind == "tensor":
         weight_scale = weight_scale.reshape(1)
     bias = None if bias is None else bias.contiguous()
-    operands = Operands(flat, weight, x_scale, weight_scale, bias, out.view(m, n), x_kind, w_kind, fast)
+    residual = None if residual is None else residual.contiguous().view(m, n)
+    operands = Operands(flat, weight, x_scale, weight_scale, bias, residual, out.view(m, n), x_kind, w_kind, fast)
     choose.launch(operands, c)
     return out
 
 
 _SCHEMA = (
-    "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? x_scale, Tensor? bias, str out_dtype, "
-    "bool fast_accumulation, str config) -> Tensor"
+    "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? x_scale, Tensor? bias, "
+    "Tensor? residual, str out_dtype, bool fast_accumulation, str config) -> Tensor"
 )
 _op = library.define(_SCHEMA, launch=_launch, fake=_fake, autograd=quantize.refuse_gradients(_SCHEMA))
 
@@ -175,11 +192,14 @@ def fp8_linear(
     *,
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     fast_accumulation: bool = False,
     config: MatmulConfig | None = None,
 ) -> Tensor:
-    """`out = (x * x_scale) @ (weight * weight_scale).T + bias`, of fp8 numbers, summed in float32. For inference.
+    """`out = (x * x_scale) @ (weight * weight_scale).T + bias + residual`, of fp8 numbers, for inference.
+
+    Sums are float32, and rounded once.
 
     Args:
         x: `(..., K)`, float8_e4m3fn with its scales, as `quantize_tensor` and the option `quantize` of `rms_norm` and
@@ -191,6 +211,8 @@ def fp8_linear(
         x_scale: float32, of one element, `(..., 1)`, or `(..., ceil(K / 128))`; it need not be of the weight's kind.
             Where two kinds have one shape they are one and the same.
         bias: `(N,)`, float32, float16 or bfloat16.
+        residual: `(..., N)`, of the result's dtype, added in float32 before the sum is rounded; contiguous, else it is
+            copied.
         out_dtype: bfloat16, float16 or float32; by default x's, and bfloat16 for an x that is fp8.
         fast_accumulation: leave a sum in the matrix unit, as torch._scaled_mm's use_fast_accum does: on Hopper it keeps
             some 14 bits there, and is quicker. It makes no difference where scales belong to 128 elements of the sum,
@@ -216,4 +238,4 @@ def fp8_linear(
     if config is not None and not isinstance(config, MatmulConfig):
         raise TypeError(f"fp8_linear: config is {config!r}, expected a rooftile.MatmulConfig")
     name = str(out_dtype).removeprefix("torch.")
-    return _op(x, weight, weight_scale, x_scale, bias, name, fast_accumulation, encode(config))
+    return _op(x, weight, weight_scale, x_scale, bias, residual, name, fast_accumulation, encode(config))

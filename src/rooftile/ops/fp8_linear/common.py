@@ -19,7 +19,7 @@ import triton.language as tl  # isort: skip
 
 XScale = Literal["tensor", "row", "group"]
 WScale = Literal["tensor", "row", "block"]
-Key = tuple[int, int, XScale, WScale, bool, torch.dtype, torch.dtype, torch.dtype | None]
+Key = tuple[int, int, XScale, WScale, bool, torch.dtype, torch.dtype, torch.dtype | None, bool]
 
 EDGE = tl.constexpr(BLOCK)
 # An operand that is read as bytes is 2^-8 of what it stands for, and so the product 2^-16.
@@ -45,13 +45,14 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operands:
-    """x `(M, K)`, w `(N, K)` and their scales, out `(M, N)`, all in two dimensions."""
+    """x `(M, K)`, w `(N, K)` and their scales, out and residual `(M, N)`, contiguous, all in two dimensions."""
 
     x: Tensor
     w: Tensor
     x_scale: Tensor
     w_scale: Tensor
     bias: Tensor | None
+    residual: Tensor | None
     out: Tensor
     x_kind: XScale
     w_kind: WScale
@@ -63,7 +64,17 @@ class Operands:
         n, k = self.w.shape
         bias = None if self.bias is None else self.bias.dtype
         read = self.readable()[0].dtype
-        return int(n), int(k), self.x_kind, self.w_kind, self.fast, read, self.out.dtype, bias
+        return (
+            int(n),
+            int(k),
+            self.x_kind,
+            self.w_kind,
+            self.fast,
+            read,
+            self.out.dtype,
+            bias,
+            self.residual is not None,
+        )
 
     def scale_strides(self) -> tuple[int, int, int, int]:
         """Of x's scales along its rows and the sum, and of the weight's along its rows and the sum."""
@@ -201,6 +212,14 @@ def scaled(
     if bias_ptr is not None:
         acc += tl.expand_dims(tl.load(bias_ptr + cols).to(tl.float32), 0 if ROWS_FIRST else 1)
     return acc
+
+
+@triton.jit
+def store(z, residual_ptr, out_ptr, at, mask):
+    """Round a tile of the result, to which the residual is added where there is one, and write it."""
+    if residual_ptr is not None:
+        z += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from rooftile.ops.fp8_linear.common import (
     exchange,
     multiply,
     scaled,
+    store,
     tile_of,
     w_scales,
     x_scales,
@@ -39,6 +40,7 @@ def _hopper_kernel(
     sx_ptr,
     sw_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     partial_ptr,
     counter_ptr,
@@ -99,7 +101,7 @@ def _hopper_kernel(
         if last:
             scales = (sx_ptr, sw_ptr, stride_sxm, stride_swn)
             z = scaled(acc, x_ptr, bias_ptr, scales, inner_rows, inner_cols, X_SCALE, W_SCALE, True)
-            tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
+            store(z, residual_ptr, out_ptr, at, mask)
 
 
 @functools.lru_cache(1024)
@@ -154,6 +156,6 @@ def launch(o: Operands, c: MatmulConfig) -> None:
         TensorDescriptor(o.x, [m, k], [o.x.stride(0), 1], [c.block_m, c.block_k]),
         TensorDescriptor(o.w, [n, k], [o.w.stride(0), 1], [c.block_n, c.block_k]),
     )
-    tensors = (o.x, o.x_scale, o.w_scale, o.bias, o.out, partial, counter)
+    tensors = (o.x, o.x_scale, o.w_scale, o.bias, o.residual, o.out, partial, counter)
     programs = min(tiles * c.split_k, _resident(c, runtime.target(o.x.device)))
     _launch(plan, programs, (*maps, *tensors, *o.scale_strides(), m), tensors)

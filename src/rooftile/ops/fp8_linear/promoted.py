@@ -144,7 +144,7 @@ def _described(t: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @functools.cache
-def _plan(t: Tiling, out_dtype: torch.dtype, bias_dtype: torch.dtype | None) -> launching.Plan:
+def _plan(t: Tiling, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, residual: bool) -> launching.Plan:
     return launching.Plan(promoted, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
@@ -166,13 +166,14 @@ def launch(o: Operands, c: MatmulConfig, order: Order = _ORDER) -> None:
         o.x_scale,
         o.w_scale,
         o.bias,
+        o.residual,
         *o.scale_strides(),
         t,
     )
-    plan = _plan(t, o.out.dtype, None if o.bias is None else o.bias.dtype)
+    plan = _plan(t, o.out.dtype, None if o.bias is None else o.bias.dtype, o.residual is not None)
     device = o.x.get_device()
     # What Triton compiles for, of what is left: whether these are aligned.
-    key = (device, o.w_scale.data_ptr() % 16, 0 if o.bias is None else o.bias.data_ptr() % 16)
+    key = (device, *(0 if t is None else t.data_ptr() % 16 for t in (o.w_scale, o.bias, o.residual)))
     compiled = plan.compiled.get(key)
     if compiled is not None:
         launching._start(compiled, programs, device, args)

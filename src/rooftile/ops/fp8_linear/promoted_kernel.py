@@ -198,16 +198,28 @@ def _finish(low, high, scales, bias_ptr, row, col, size, T: gl.constexpr):
 
 
 @gluon.jit
-def _write(z, out, out_desc, row, col, T: gl.constexpr):
+def _residual(residual_ptr, row, col, size, T: gl.constexpr):
+    """A chunk of what is added to the result."""
+    rows = row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.part))[:, None]
+    cols = col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part))[None, :]
+    n = size[1] // 2 * 2  # it is even, and so they are loaded two at a time
+    return gl.load(residual_ptr + rows.to(gl.int64) * n + cols, mask=(rows < size[0]) & (cols < n), other=0.0)
+
+
+@gluon.jit
+def _write(z, residual_ptr, out, out_desc, row, col, size, T: gl.constexpr):
     """A chunk of the result, from the buffer `out`."""
+    z = gl.convert_layout(z, T.part)
+    if residual_ptr is not None:
+        z += _residual(residual_ptr, row, col, size, T).to(gl.float32)
     tma.store_wait(T.out_buffers - 1)
-    out.store(gl.convert_layout(z, T.part).to(out_desc.dtype))
+    out.store(z.to(out_desc.dtype))
     fence_async_shared()
     _store(out_desc, [row, col], out)
 
 
 @gluon.jit
-def _consume(out_desc, scales, bias_ptr, out_ring, ring, size, mine: gl.constexpr, T: gl.constexpr):
+def _consume(out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, mine: gl.constexpr, T: gl.constexpr):
     """Multiply, and write out, the rows of every tile from mine * rows on."""
     x_ring, w_ring, ready, free, order = ring
     HALVES: gl.constexpr = T.halves
@@ -248,7 +260,7 @@ def _consume(out_desc, scales, bias_ptr, out_ring, ring, size, mine: gl.constexp
             parts = _split(low if h == 0 else high, CHUNKS)
             for j in gl.static_range(CHUNKS):
                 out = out_ring.index(mine * T.out_buffers + (h * CHUNKS + j) % T.out_buffers)
-                _write(parts[j], out, out_desc, row, col + h * T.half + j * T.chunk, T)
+                _write(parts[j], residual_ptr, out, out_desc, row, col + h * T.half + j * T.chunk, size, T)
     tma.store_wait(0)
 
 
@@ -263,13 +275,14 @@ def promoted(
     sx_ptr,
     sw_ptr,
     bias_ptr,
+    residual_ptr,
     stride_sxm,
     stride_sxk,
     stride_swn,
     stride_swk,
     T: gl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * x_scale * w[n, k] * w_scale, + bias[n]."""
+    """out[m, n] = sum over k of x[m, k] * x_scale * w[n, k] * w_scale, + bias[n] + residual[m, n]."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, T.x_ring, x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, T.w_ring, w_desc.layout)
     out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, out_desc.layout)
@@ -289,8 +302,8 @@ def promoted(
     if T.consumers == 2:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 0, T)),
-                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 1, T)),
+                (_consume, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
+                (_consume, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
                 (_produce, (x_desc, w_desc, ring, size, T)),
             ],
             [4, 1],
@@ -300,9 +313,9 @@ def promoted(
         gl.static_assert(T.consumers == 3)
         gl.warp_specialize(
             [
-                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 0, T)),
-                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 1, T)),
-                (_consume, (out_desc, scales, bias_ptr, out_ring, ring, size, 2, T)),
+                (_consume, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
+                (_consume, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
+                (_consume, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 2, T)),
                 (_produce, (x_desc, w_desc, ring, size, T)),
             ],
             [4, 4, 1],

@@ -18,6 +18,7 @@ from rooftile.ops.fp8_linear.common import (
     multiply,
     operand,
     scaled,
+    store,
     w_scales,
     x_scales,
 )
@@ -34,6 +35,7 @@ def _skinny_kernel(
     sx_ptr,
     sw_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     partial_ptr,
     counter_ptr,
@@ -102,7 +104,7 @@ def _skinny_kernel(
     if last:
         scales = (sx_ptr, sw_ptr, stride_sxm, stride_swn)
         z = scaled(acc, x_ptr, bias_ptr, scales, inner_rows, inner_cols, X_SCALE, W_SCALE, False)
-        tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
+        store(z, residual_ptr, out_ptr, at, mask)
 
 
 @functools.lru_cache(1024)
@@ -125,5 +127,5 @@ def launch(o: Operands, c: MatmulConfig) -> None:
     tiles = library.cdiv(n, c.block_n)
     partial, counter = o.split(tiles, c)
     plan = _plan(o.key, c)
-    tensors = (*o.readable(), o.x_scale, o.w_scale, o.bias, o.out, partial, counter)
+    tensors = (*o.readable(), o.x_scale, o.w_scale, o.bias, o.residual, o.out, partial, counter)
     launching.launch(plan, tiles * c.split_k, tensors, (*o.x.stride(), *o.w.stride(), *o.scale_strides()), (m,))

@@ -14,6 +14,7 @@ from rooftile.ops.fp8_linear.common import (
     multiply,
     operand,
     scaled,
+    store,
     tile_of,
     w_scales,
     x_scales,
@@ -31,6 +32,7 @@ def _tiled_kernel(
     sx_ptr,
     sw_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     partial_ptr,
     counter_ptr,
@@ -99,7 +101,7 @@ def _tiled_kernel(
     if last:
         scales = (sx_ptr, sw_ptr, stride_sxm, stride_swn)
         z = scaled(acc, x_ptr, bias_ptr, scales, inner_rows, inner_cols, X_SCALE, W_SCALE, True)
-        tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
+        store(z, residual_ptr, out_ptr, at, mask)
 
 
 @functools.lru_cache(1024)
@@ -120,5 +122,5 @@ def launch(o: Operands, c: MatmulConfig) -> None:
     tiles = library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n)
     partial, counter = o.split(tiles, c)
     plan = _plan(o.key, c)
-    tensors = (*o.readable(), o.x_scale, o.w_scale, o.bias, o.out, partial, counter)
+    tensors = (*o.readable(), o.x_scale, o.w_scale, o.bias, o.residual, o.out, partial, counter)
     launching.launch(plan, tiles * c.split_k, tensors, (*o.x.stride(), *o.w.stride(), *o.scale_strides()), (m,))

@@ -1,7 +1,8 @@
 """Linear layers whose weights alone are quantised, for decoding: the weight is read, and it is all that is read.
 
-    int8_linear    out = (x @ weight^T) * scale + bias                          a scale for each row of the weight
-    int4_linear    out = x @ (q * scale)^T + bias, q = unpack_int4(packed)      a scale for each group of a row
+    int8_linear    out = (x @ weight^T) * scale + bias + residual               a scale for each row of the weight
+    int4_linear    out = x @ (q * scale)^T + bias + residual                    a scale for each group of a row,
+                   q = unpack_int4(packed)
 
 A weight of (N, K) is read at every step of a decode, N * K bytes or half of them, beside which x, the scales and the
 output are little. Products are of x as it is and exact small integers, sums float32; scales multiply sums, in float32,
@@ -52,10 +53,12 @@ def _rows(op: str, x: Tensor, weight: Tensor) -> int:
     return weight.shape[0]
 
 
-def _check(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[int, int]:
+def _check(
+    op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> tuple[int, int]:
     """The rows of the weight, and the group: 0 for int8. Raises for what can't be multiplied."""
     name, dtype = _WEIGHTS[op]
-    library.check_floating(op, x=x, scale=scale, bias=bias)
+    library.check_floating(op, x=x, scale=scale, bias=bias, residual=residual)
     if weight.dtype != dtype:
         raise TypeError(f"{op}: {name} has dtype {weight.dtype}, expected {dtype}")
     for other_name, other in (("scale", scale), ("bias", bias)):
@@ -75,6 +78,12 @@ def _check(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}, expected {wanted}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match {name}'s rows")
+    if residual is not None:
+        shape = (*x.shape[:-1], n)
+        if residual.shape != shape:
+            raise ValueError(f"{op}: residual has shape {tuple(residual.shape)}, expected {shape} to match the result")
+        if residual.dtype != x.dtype:
+            raise TypeError(f"{op}: residual has dtype {residual.dtype}, expected {x.dtype} to match x")
     return n, group
 
 
@@ -119,13 +128,17 @@ def _aligned(weight: Tensor) -> bool:
     return not ((weight.storage_offset() if traced else weight.data_ptr()) | weight.stride(0)) % 16
 
 
-def _fake(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, config: str) -> Tensor:
-    n, _ = _check(op, x, weight, scale, bias)
+def _fake(
+    op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, config: str
+) -> Tensor:
+    n, _ = _check(op, x, weight, scale, bias, residual)
     return torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
 
 
-def _launch(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, config: str) -> Tensor:
-    n, group = _check(op, x, weight, scale, bias)
+def _launch(
+    op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, config: str
+) -> Tensor:
+    n, group = _check(op, x, weight, scale, bias, residual)
     k = int(x.shape[-1])
     target = runtime.target(x.device)
     rows = x.numel() // k if k else 0
@@ -139,11 +152,13 @@ def _launch(op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     if out.numel() == 0:
         return out
     if k == 0:
-        return out.zero_() if bias is None else out.copy_(bias)
+        out = out.zero_() if bias is None else out.copy_(bias)
+        return out if residual is None else out.copy_(residual if bias is None else bias.float() + residual)
     bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
     kernel = configs.module(c.kernel)
     assert kernel is not None, "no such configuration is chosen, and one that is given is refused"
-    kernel.launch(library.as_rows(x), weight, scale.contiguous(), bias, out, c)
+    kernel.launch(library.as_rows(x), weight, scale.contiguous(), bias, residual, out, c)
     return out
 
 
@@ -151,7 +166,7 @@ def _define(op: str) -> Any:
     name = _WEIGHTS[op][0]
 
     def check(inputs: tuple[Any, ...]) -> None:
-        for argument, value in zip(("x", name, "scale", "bias"), inputs, strict=False):
+        for argument, value in zip(("x", name, "scale", "bias", "residual"), inputs, strict=False):
             if isinstance(value, Tensor) and value.requires_grad:
                 raise ValueError(
                     f"{op}: {argument} requires grad, but a weight-only product has no derivative; call it under "
@@ -162,7 +177,7 @@ def _define(op: str) -> Any:
         raise AssertionError(f"{op} is never differentiated")
 
     return library.define(
-        f"{op}(Tensor x, Tensor {name}, Tensor scale, Tensor? bias, str config) -> Tensor",
+        f"{op}(Tensor x, Tensor {name}, Tensor scale, Tensor? bias, Tensor? residual, str config) -> Tensor",
         launch=functools.partial(_launch, op),
         fake=functools.partial(_fake, op),
         autograd=library.Autograd(save=unreachable, backward=unreachable, check=check),
@@ -182,9 +197,15 @@ def _encoded(op: str, config: WeightOnlyConfig | None) -> str:
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, config: WeightOnlyConfig | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    config: WeightOnlyConfig | None = None,
 ) -> Tensor:
-    """`out = (x @ weight^T) * scale + bias`, for inference: x in floating point, the weight in 8 bits.
+    """`out = (x @ weight^T) * scale + bias + residual`, for inference: x in floating point, the weight in 8 bits.
 
     Args:
         x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
@@ -192,6 +213,7 @@ def int8_linear(
         weight: `(N, K)` int8, as `quantize_int8` gives it; any stride between rows.
         scale: `(N,)`, float32 or of x's dtype.
         bias: `(N,)`, of x's dtype or float32.
+        residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
 
     Returns:
@@ -202,13 +224,21 @@ def int8_linear(
             derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    return _int8_op(x, weight, scale, bias, _encoded("int8_linear", config))
+    return _int8_op(x, weight, scale, bias, residual, _encoded("int8_linear", config))
 
 
 def int4_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, *, config: WeightOnlyConfig | None = None
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    config: WeightOnlyConfig | None = None,
 ) -> Tensor:
-    """`out[m, n] = sum over k of x[m, k] * q[n, k] * scale[n, k // group] + bias[n]`, for inference: 4 bits a weight.
+    """`out = x @ (q * scale)^T + bias + residual`, for inference: 4 bits a weight.
+
+        out[m, n] = sum over k of x[m, k] * q[n, k] * scale[n, k // group] + bias[n] + residual[m, n]
 
     Args:
         x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
@@ -217,6 +247,7 @@ def int4_linear(
         scale: `(N, K / group)`, float32 or of x's dtype; contiguous, else it is copied. The group, 32, 64 or 128, is
             what K over its columns is.
         bias: `(N,)`, of x's dtype or float32.
+        residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
 
     Returns:
@@ -228,4 +259,4 @@ def int4_linear(
             requires grad (there is no derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    return _int4_op(x, packed, scale, bias, _encoded("int4_linear", config))
+    return _int4_op(x, packed, scale, bias, residual, _encoded("int4_linear", config))

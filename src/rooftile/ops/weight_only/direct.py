@@ -96,6 +96,7 @@ def _direct_kernel(
     w_ptr,
     scale_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     partial_ptr,
     counters_ptr,
@@ -106,6 +107,7 @@ def _direct_kernel(
     K: gl.constexpr,
     GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
     PAIRS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -229,6 +231,9 @@ def _direct_kernel(
         z += gl.load(bias_ptr + n, mask=n < n_cols, other=0.0).to(gl.float32)[:, None]
     mask = (m < n_rows)[None, :] & (n < n_cols)[:, None]
     out = out_ptr + m.to(gl.int64)[None, :] * n_cols + n[:, None]
+    if HAS_RESIDUAL:
+        residual = residual_ptr + m.to(gl.int64)[None, :] * n_cols + n[:, None]
+        z += gl.load(residual, mask=mask, other=0.0).to(gl.float32)
     gl.store(out, z.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -240,6 +245,7 @@ def _plan(
         "K": k,
         "GROUP": group,
         "HAS_BIAS": dtypes[2] is not None,
+        "HAS_RESIDUAL": dtypes[3] is not None,
         "PAIRS": pairs,
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,
@@ -253,11 +259,13 @@ def _plan(
     return launching.Plan(_direct_kernel, constants, num_warps=c.num_warps, **options)
 
 
-def launch(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, c: WeightOnlyConfig) -> None:
-    """Launch it: x (M, K), w int8 (N, K) or uint8 (N, K/2), out (M, N); scale, bias and out are contiguous."""
+def launch(
+    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
+) -> None:
+    """Launch it: x (M, K), w int8 (N, K) or uint8 (N, K/2), out and residual (M, N); all but x and w are contiguous."""
     (n_rows, k), n_cols = x.shape, w.shape[0]
     group, pairs = 0, ""
-    dtypes = (x.dtype, scale.dtype, None if bias is None else bias.dtype)
+    dtypes = (x.dtype, scale.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
     if w.dtype == torch.uint8:
         group = int(k) // int(scale.shape[1])
         scale, pairs = in_pairs(scale)
@@ -267,5 +275,5 @@ def launch(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
         partial = torch.empty(tiles * c.split_k * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
     plan = _plan(int(k), group, dtypes, pairs, c)
-    tensors = (x, w, scale, bias, out, partial, counters)
+    tensors = (x, w, scale, bias, residual, out, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (x.stride(0), w.stride(0)), (n_rows, n_cols))

@@ -65,6 +65,7 @@ def _weight_only_kernel(
     w_ptr,
     scale_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     partial_ptr,
     counters_ptr,
@@ -75,6 +76,7 @@ def _weight_only_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     TRICKS: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -169,6 +171,9 @@ def _weight_only_kernel(
         acc += tl.load(bias_ptr + n, mask=n < n_cols).to(tl.float32)[:, None]
     mask = (m < n_rows)[None, :] & (n < n_cols)[:, None]
     out = out_ptr + m.to(tl.int64)[None, :] * n_cols + n[:, None]
+    if HAS_RESIDUAL:
+        residual = residual_ptr + m.to(tl.int64)[None, :] * n_cols + n[:, None]
+        acc += tl.load(residual, mask=mask).to(tl.float32)
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -180,6 +185,7 @@ def _plan(
         "K": k,
         "GROUP": group,
         "HAS_BIAS": dtypes[2] is not None,
+        "HAS_RESIDUAL": dtypes[3] is not None,
         "TRICKS": tricks,
         "PAIRS": pairs,
         "BLOCK_M": c.block_m,
@@ -194,11 +200,13 @@ def _plan(
     return launching.Plan(_weight_only_kernel, constants, num_warps=c.num_warps, **options)
 
 
-def launch(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, c: WeightOnlyConfig) -> None:
-    """Launch it: x (M, K), w int8 (N, K) or uint8 (N, K/2), out (M, N); scale, bias and out are contiguous."""
+def launch(
+    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
+) -> None:
+    """Launch it: x (M, K), w int8 (N, K) or uint8 (N, K/2), out and residual (M, N); all but x and w are contiguous."""
     (n_rows, k), n_cols = x.shape, w.shape[0]
     group, pairs = 0, ""
-    dtypes = (x.dtype, scale.dtype, None if bias is None else bias.dtype)
+    dtypes = (x.dtype, scale.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
     if w.dtype == torch.uint8:
         group = int(k) // int(scale.shape[1])
         scale, pairs = in_pairs(scale)
@@ -208,5 +216,5 @@ def launch(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
         partial = torch.empty(tiles * c.split_k * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
     plan = _plan(int(k), group, dtypes, has_tricks(runtime.target(x.device)), pairs, c)
-    tensors = (x, w, scale, bias, out, partial, counters)
+    tensors = (x, w, scale, bias, residual, out, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (x.stride(0), w.stride(0)), (n_rows, n_cols))
