@@ -1,9 +1,9 @@
-"""The products of the engine's layers, dense and quantised, with the stream that goes through them."""
+"""The products of the engine's layers, dense and quantised."""
 
 import pytest
 import torch
 
-from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product, Stream, kind_of
+from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product, kind_of
 from rooftile.ops.weight_only import unpack_int4
 
 
@@ -28,7 +28,7 @@ class TestProducts:
 
     @pytest.mark.parametrize("rows", [1, 5])
     def test_as_a_layer_uses_them(self, kind, rows, device):
-        """The stream goes through add, gated (with what add left), add and normed."""
+        """With a residual, gated, with a residual, and behind a norm."""
         k, inner = 96, 64
         o = kind.of(torch.randn(k, inner, device=device) / 8, torch.randn(k, device=device))
         gate_up = kind.of(torch.randn(2 * inner, k, device=device) / 8)
@@ -44,33 +44,13 @@ class TestProducts:
         gate, up = (norm(s) @ dense_of(gate_up).T).chunk(2, -1)
         t = s + (torch.nn.functional.silu(gate) * up) @ dense_of(down).T
 
-        stream = o.add(a, Stream(x))
-        assert (stream.y is None) == (kind is Dense)
-        gated, stream = gate_up.gated(stream, weight, eps)
-        assert stream.y is None
-        assert self.error(stream.x, s) < TOLERANCE[kind]
-        stream = down.add(gated, stream)
-        out, stream = last.normed(stream, weight, eps)
-        assert stream.y is None
-        assert self.error(stream.x, t) < TOLERANCE[kind]
+        summed = o(a, residual=x)
+        assert self.error(summed, s) < TOLERANCE[kind]
+        summed = down(gate_up.gated(summed, weight, eps), residual=summed)
+        assert self.error(summed, t) < TOLERANCE[kind]
+        out = last.normed(summed, weight, eps)
         assert self.error(out, norm(t) @ dense_of(last).T + last.bias) < TOLERANCE[kind]
         assert out.dtype == x.dtype
-
-    def test_streams_with_and_without_something_to_add(self, kind, device):
-        product = kind.of(torch.randn(64, 32, device=device) / 4)
-        x, y, weight = (
-            torch.randn(2, 3, 32, device=device),
-            torch.randn(2, 3, 32, device=device),
-            torch.rand(32, device=device),
-        )
-        summed, stream = product.normed(Stream(x, y), weight, 1e-5)
-        plain, untouched = product.normed(Stream(x + y), weight, 1e-5)
-        assert torch.equal(stream.x, x + y)
-        assert untouched.y is None
-        assert summed.shape == (2, 3, 64)
-        torch.testing.assert_close(summed, plain, rtol=1e-5, atol=1e-5)
-        with pytest.raises(ValueError, match=r"add: the stream has a y that is not yet added"):
-            product.add(x, Stream(x, y))
 
     def test_bytes_and_rows(self, kind, device):
         weight = torch.randn(8, 64, device=device)

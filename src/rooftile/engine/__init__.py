@@ -1,5 +1,7 @@
-"""Inference: the caches of keys and values."""
+"""Inference: models that generate text, and the caches of keys and values."""
 
 from rooftile.engine.cache import KVCache, PagedKVCache, PagedSequence
+from rooftile.engine.engine import Engine
+from rooftile.engine.generation import Completion, Piece
 
-__all__ = ["KVCache", "PagedKVCache", "PagedSequence"]
+__all__ = ["Completion", "Engine", "KVCache", "PagedKVCache", "PagedSequence", "Piece"]

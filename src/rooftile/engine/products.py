@@ -1,13 +1,11 @@
 """The matrix products of a decoder, with what stands around them, for each way that weights are kept.
 
-                    dense                       fp8                         int8, int4
-    normed          one kernel                  norm and quantise, product  norm, product
-    gated           one kernel                  norm and quantise, product, norm, product, silu_mul
-                                                silu_mul and quantise
-    add             product with the residual   product; the next norm adds
+                dense         fp8                                                int8, int4
+    product     one kernel, with the residual in it
+    normed      one kernel    norm and quantise, product                         norm, product
+    gated       one kernel    norm and quantise, product, silu_mul and quantise  norm, product, silu_mul
 
-Between them goes a `Stream`, the hidden states as x + y: what a quantised product leaves to be added is y, and the norm
-that comes next adds it, which saves a pass over the hidden states. `dense` may be two kernels, where x has many rows.
+A dense product behind a norm may be two kernels, where x has many rows.
 
 A weight is quantised as it is filled in, some rows at a time: beside the quantised model there is never more than those
 few rows in more bits.
@@ -15,13 +13,10 @@ few rows in more bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.fp8_linear import fp8_linear
 from rooftile.ops.gated import silu_mul_packed
 from rooftile.ops.matmul import linear
@@ -37,14 +32,7 @@ _AT_A_TIME = 1 << 24
 _BY_ROW = Quantize()  # float8_e4m3fn
 
 
-class Stream(NamedTuple):
-    """Hidden states x + y; y is None where there is nothing left to add."""
-
-    x: Tensor
-    y: Tensor | None = None
-
-
-# What `gated` gives and `add` takes: in fp8 it is quantised, with its scales.
+# What is multiplied; what `gated` gives: in fp8 it is quantised, with its scales.
 Activations = Tensor | tuple[Tensor, Tensor]
 
 
@@ -117,33 +105,21 @@ class Product:
 
     # What a decoder does with it.
 
-    def __call__(self, x: Activations) -> Tensor:
-        """`x @ weight^T + bias`, `(..., n)` of `(..., k)`."""
+    def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
+        """`x @ weight^T + bias + residual`, `(..., n)` of `(..., k)`."""
         raise NotImplementedError
 
-    def add(self, x: Activations, stream: Stream) -> Stream:
-        """The stream with the product of x added."""
-        if stream.y is not None:
-            raise ValueError("add: the stream has a y that is not yet added, expected none: a norm adds it")
-        return Stream(stream.x, self(x))
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+        """The product of `rms_norm(x)`."""
+        return self(self._norm(x, norm_weight, eps))
 
-    def normed(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Tensor, Stream]:
-        """The product of `rms_norm(x + y)`, and the stream with y added."""
-        normed, stream = self._norm(stream, norm_weight, eps)
-        return self(normed), stream
+    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
+        """`silu(g) * u` of the product `[g | u]` of `rms_norm(x)`, as another product of the same kind takes it."""
+        return silu_mul_packed(self.normed(x, norm_weight, eps))
 
-    def gated(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Activations, Stream]:
-        """`silu(g) * u` of the product `[g | u]` of `rms_norm(x + y)`, as `add` of the same kind of product takes it,
-        and the stream with y added."""
-        gate_up, stream = self.normed(stream, norm_weight, eps)
-        return silu_mul_packed(gate_up), stream
-
-    def _norm(self, stream: Stream, weight: Tensor, eps: float) -> tuple[Activations, Stream]:
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
         """Rounded once, as the dense products' own norm is."""
-        if stream.y is None:
-            return rms_norm(stream.x, weight, eps=eps, rounding="none"), stream
-        normed, x = add_rms_norm(stream.x, stream.y, weight, eps=eps, rounding="none")
-        return normed, Stream(x)
+        return rms_norm(x, weight, eps=eps, rounding="none")
 
 
 class Dense(Product):
@@ -167,24 +143,15 @@ class Dense(Product):
     def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         return (rows,)
 
-    def __call__(self, x: Activations) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "nothing dense is quantised"
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, residual=residual)
 
-    def add(self, x: Activations, stream: Stream) -> Stream:
-        if stream.y is not None or not isinstance(x, Tensor):
-            return super().add(x, stream)
-        return Stream(linear(x, self.weight, self.bias, residual=stream.x))
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+        return rms_norm_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
-    def normed(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Tensor, Stream]:
-        if stream.y is not None:
-            return super().normed(stream, norm_weight, eps)
-        return rms_norm_linear(stream.x, norm_weight, self.weight, self.bias, eps=eps), stream
-
-    def gated(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Activations, Stream]:
-        if stream.y is not None:
-            return super().gated(stream, norm_weight, eps)
-        return rms_norm_gated_linear(stream.x, norm_weight, self.weight, self.bias, eps=eps), stream
+    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
+        return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
 
 class Fp8(Product):
@@ -209,21 +176,19 @@ class Fp8(Product):
     def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         return quantize_tensor(rows, _BY_ROW)
 
-    def __call__(self, x: Activations) -> Tensor:
-        if isinstance(x, Tensor):
-            return fp8_linear(x, self.weight, self.scale, bias=self.bias)
-        x, scale = x
-        return fp8_linear(x, self.weight, self.scale, x_scale=scale, bias=self.bias, out_dtype=self.dtype)
+    def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
+        scale = None
+        if isinstance(x, tuple):
+            x, scale = x
+        return fp8_linear(
+            x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype
+        )
 
-    def gated(self, stream: Stream, norm_weight: Tensor, eps: float) -> tuple[Activations, Stream]:
-        gate_up, stream = self.normed(stream, norm_weight, eps)
-        return silu_mul_packed(gate_up, quantize=_BY_ROW), stream
+    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
+        return silu_mul_packed(self.normed(x, norm_weight, eps), quantize=_BY_ROW)
 
-    def _norm(self, stream: Stream, weight: Tensor, eps: float) -> tuple[Activations, Stream]:
-        if stream.y is None:
-            return rms_norm(stream.x, weight, eps=eps, rounding="none", quantize=_BY_ROW), stream
-        q, x, scale = add_rms_norm(stream.x, stream.y, weight, eps=eps, rounding="none", quantize=_BY_ROW)
-        return (q, scale), Stream(x)
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
+        return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_ROW)
 
 
 class Int8(Product):
@@ -248,9 +213,9 @@ class Int8(Product):
     def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         return quantize_int8(rows)
 
-    def __call__(self, x: Activations) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "x is not quantised"
-        return int8_linear(x, self.weight, self.scale, self.bias)
+        return int8_linear(x, self.weight, self.scale, self.bias, residual=residual)
 
 
 class Int4(Product):
@@ -291,9 +256,9 @@ class Int4(Product):
     def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         return quantize_int4(rows, self.group)
 
-    def __call__(self, x: Activations) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "x is not quantised"
-        return int4_linear(x, self.packed, self.scale, self.bias)
+        return int4_linear(x, self.packed, self.scale, self.bias, residual=residual)
 
 
 KINDS: dict[str | None, type[Product]] = {None: Dense, "fp8": Fp8, "int8": Int8, "int4": Int4}

@@ -1,0 +1,212 @@
+"""`rooftile generate`: the text as it comes, then how long it took, and how near that is to what the memory allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from rooftile import runtime
+
+if TYPE_CHECKING:
+    from rooftile.engine.engine import Engine, Quantization
+    from rooftile.engine.generation import Piece
+
+DEMO = "demo"  # in the place of a path: the byte model that comes with Rooftile
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to generate; the options of sampling are `Engine.generate`'s."""
+
+    path: str
+    prompts: Sequence[str]
+    max_new_tokens: int = 128
+    stream: bool = False
+    quantize: Quantization | None = None
+    dtype: torch.dtype = torch.bfloat16
+    stop: Sequence[str] = ()
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Timing:
+    """When tokens came. Seconds are since the call; a step is one token of each prompt that lives."""
+
+    begun: float = dataclasses.field(default_factory=time.perf_counter)
+    first: float | None = None
+    settled: float = 0.0  # when every prompt had its first token
+    last: float = 0.0
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, index: int) -> None:
+        now = time.perf_counter() - self.begun
+        self.first = now if self.first is None else self.first
+        if index not in self.tokens:
+            self.settled = now
+        self.last = now
+        self.tokens[index] = self.tokens.get(index, 0) + 1
+
+    @property
+    def count(self) -> int:
+        return sum(self.tokens.values())
+
+    @property
+    def steps(self) -> int:
+        """Of decoding: the first token of each prompt is of its prefill."""
+        return max(self.tokens.values(), default=1) - 1
+
+    @property
+    def step_seconds(self) -> float | None:
+        return (self.last - self.settled) / self.steps if self.steps else None
+
+    @property
+    def decoded_per_second(self) -> float | None:
+        """Tokens of all prompts, but for the first of each, a second."""
+        return (self.count - len(self.tokens)) / (self.last - self.settled) if self.steps else None
+
+
+def folder_of(path: str) -> Path:
+    """The checkpoint's folder.
+
+    Raises:
+        FileNotFoundError: there is none, and the message says what is expected.
+    """
+    if path == DEMO:
+        from rooftile.demo.library_text import folder
+
+        return folder()
+    found = Path(path)
+    if not found.is_dir():
+        what = "is a file" if found.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}; expected a checkpoint's folder, or {DEMO!r}, the model shipped here")
+    return found
+
+
+def step_bytes(engine: Engine, lengths: Sequence[int]) -> int:
+    """The least that a step of decoding reads: the weights once, and the keys and values of sequences so long."""
+    c = engine.config
+    of_a_token = 2 * c.kv_heads * c.head_dim * engine.runner.cache.k.element_size()
+    read = (n if w is None else min(n, w) for w in c.windows for n in lengths)
+    return engine.weights.nbytes + of_a_token * sum(read)
+
+
+class Printer:
+    """Writes the texts of several prompts one behind the other, though they come a token of each at a time.
+
+    With `stream` the first that has not ended is written as it comes, and of the others what had come by then.
+    """
+
+    def __init__(self, prompts: Sequence[str], stream: bool, console: Console) -> None:
+        self.prompts, self.stream, self.console = prompts, stream, console
+        self.waiting = [""] * len(prompts)
+        self.ended = [False] * len(prompts)
+        self.at = 0
+
+    def begin(self) -> None:
+        """The prompt whose text is next."""
+        if self.at < len(self.prompts):
+            prompt = self.prompts[self.at]
+            self.console.print(prompt, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self) -> None:
+        self.console.file.write(self.waiting[self.at])
+        self.console.file.flush()
+        self.waiting[self.at] = ""
+
+    def add(self, piece: Piece) -> None:
+        self.waiting[piece.index] += piece.text or ""
+        self.ended[piece.index] = piece.finish_reason is not None
+        if self.stream and piece.index == self.at:
+            self._write()
+        while self.at < len(self.prompts) and self.ended[self.at]:
+            self._write()
+            self.console.file.write("\n" if self.at + 1 == len(self.prompts) else "\n\n")
+            self.at += 1
+            self.begin()
+            if self.stream and self.at < len(self.prompts):
+                self._write()
+
+
+def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_gbs: float | None) -> list[str]:
+    """What is said below the text, a line each."""
+    measured = runtime.MODE is runtime.Mode.GPU
+    prompts = len(timing.tokens)
+    lines = [] if measured else ["In Triton's interpreter, on the CPU: these times are no measurement."]
+    head = f"{timing.count} tokens of {prompts} prompt{'s' if prompts > 1 else ''}"
+    if timing.first is not None:
+        head += f"; {1e3 * timing.first:.1f} ms to the first, of a prompt of {max(prompt_tokens)}"
+    lines.append(head)
+    seconds, rate = timing.step_seconds, timing.decoded_per_second
+    if seconds is None or rate is None:
+        return [*lines, "one token of each: nothing was decoded after the prompt"]
+    # Each sequence at half of its way, as long as it lives.
+    steps = timing.steps
+    lengths = [n + new / 2 for n, new in zip(prompt_tokens, timing.tokens.values(), strict=True)]
+    alive = [int(length * new / (steps + 1)) for length, new in zip(lengths, timing.tokens.values(), strict=True)]
+    nbytes = step_bytes(engine, alive)
+    gbs = nbytes / seconds / 1e9
+    lines.append(f"{rate:.1f} tokens/s, {1e3 * seconds:.3f} ms a token")
+    share = f"{gbs:.3g} GB/s: a step reads {nbytes / 1e9:.3g} GB"
+    if read_gbs is not None:
+        share += f"; {gbs / read_gbs:.1%} of the {read_gbs:.0f} GB/s that this GPU reads"
+    elif not measured:
+        share += "; no share of a roof, which is a GPU's"
+    return [*lines, share]
+
+
+def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
+    """Generate, and print meanwhile."""
+    timing = Timing()
+    pieces: Iterable[Piece] = engine.generate(
+        list(settings.prompts), settings.max_new_tokens, stop=list(settings.stop), stream=True, **settings.sampling
+    )
+    printer.begin()  # nothing is wrong with the options, or it had been raised
+    for piece in pieces:
+        timing.add(piece.index)
+        printer.add(piece)
+    return timing
+
+
+def run(settings: Settings, console: Console) -> int:
+    """Load, generate, and say how long it took; 0.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError: as `Engine.from_pretrained` and `Engine.generate`.
+    """
+    from rooftile.engine.config import ModelConfig
+    from rooftile.engine.engine import Engine
+
+    folder = folder_of(settings.path)
+    # A token is of a byte or more, but for those that a tokenizer puts around a text.
+    longest = max(len(p.encode()) for p in settings.prompts) + 8 + settings.max_new_tokens
+    engine = Engine.from_pretrained(
+        folder,
+        dtype=settings.dtype,
+        quantize=settings.quantize,
+        max_batch=len(settings.prompts),
+        max_seq_len=min(longest, ModelConfig.from_hf(folder).max_positions),
+        progress=console.is_terminal,
+    )
+    if runtime.MODE is runtime.Mode.GPU:  # kernels are compiled, and the step is recorded
+        warm = dataclasses.replace(settings, max_new_tokens=min(3, settings.max_new_tokens))
+        generated(engine, warm, Printer(settings.prompts, False, Console(quiet=True)))
+    timing = generated(engine, settings, Printer(settings.prompts, settings.stream, console))
+    assert engine.tokenizer is not None  # the prompts are text
+    prompt_tokens = [len(engine.tokenizer.encode(p).ids) for p in settings.prompts]
+    read_gbs = None
+    if runtime.MODE is runtime.Mode.GPU and timing.steps:
+        from rooftile.bench.roof import measure_roofs
+        from rooftile.bench.timer import clock
+
+        device = runtime.default_device()
+        read_gbs = measure_roofs(clock(device), device).read_gbs
+    console.print()
+    for line in figures(engine, timing, prompt_tokens, read_gbs):
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,302 @@
+"""The engine: a model that generates text, every computation of it on the GPU a Triton kernel of Rooftile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from rooftile import runtime
+from rooftile.engine import weights as weights_
+from rooftile.engine.config import ModelConfig
+from rooftile.engine.generation import Completion, Piece, Readback, Watch, encoded, stops_of
+from rooftile.engine.runner import Runner, Sampling
+from rooftile.engine.scheduling import Request, Scheduler
+from rooftile.engine.steps import check_positive
+from rooftile.engine.weights import Weights
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Stop = str | int | Sequence[str | int]
+Quantization = Literal["fp8", "int8", "int4"]
+
+# Prompt tokens of one forward pass: from some thousands on the products are as fast as they get, and what lies between
+# two of them grows.
+PROMPT_TOKENS = 8192
+_DEFAULT_LENGTH = 4096
+
+
+class Engine:
+    """A model, its cache, and what generates with them.
+
+        engine = rooftile.Engine.from_pretrained("path/to/a/checkpoint")
+        print(engine.generate("Once upon a time", max_new_tokens=100)[0].text)
+
+    Attributes:
+        config: what of the model's configuration is computed.
+        weights: on the device.
+        tokenizer: of the checkpoint, or None.
+        runner: the steps on the device.
+        max_batch: sequences that are generated at a time; others wait until one has ended.
+        max_seq_len: the most tokens of one, prompt and new.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, runner: Runner) -> None:
+        self.config, self.weights, self.tokenizer, self.runner = config, weights, tokenizer, runner
+        self.max_batch, self.max_seq_len = runner.max_batch, runner.max_seq_len
+        self._generating = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        quantize: Quantization | None = None,
+        max_batch: int = 8,
+        max_seq_len: int | None = None,
+        page_size: int = 64,
+        pages: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        cuda_graphs: bool = True,
+        progress: bool = True,
+    ) -> Engine:
+        """Of a folder as `save_pretrained` writes it: config.json, safetensors, and, for prompts that are text,
+        tokenizer.json.
+
+        Args:
+            path: the folder.
+            dtype: of weights that are not quantised, and of all between: bfloat16, float16 or float32.
+            quantize: the weights of products in 8 or 4 bits.
+            max_batch, max_seq_len: how many sequences at a time, and the most tokens of each, prompt and new: what
+                the cache is made for. By default at most 4096 tokens.
+            page_size, pages: of the cache; fewer pages than `max_batch` sequences at their longest need let sequences
+                wait for each other.
+            kv_dtype: of the cache: dtype by default, float8_e4m3fn or int8.
+            device: by default that of kernels.
+            cuda_graphs: replay a CUDA graph for each step of decoding.
+            progress: show how much is loaded.
+
+        Raises:
+            FileNotFoundError: no folder, or a file is missing.
+            ValueError: the model is none that is computed, or a tensor or file is not as it must be; the message names
+                it. Nothing is loaded then.
+            TypeError: a dtype is not one of those.
+        """
+        folder = Path(path)
+        config = ModelConfig.from_hf(folder)
+        where = _device(device)
+        length = _check(config, dtype, max_batch, max_seq_len)
+        tokenizer = _tokenizer(folder)
+        loaded = weights_.load(config, folder, dtype=dtype, quantize=quantize, device=where, progress=progress)
+        runner = Runner(
+            config, loaded, max_batch=max_batch, max_seq_len=length, page_size=page_size, pages=pages,
+            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
+        )  # fmt: skip
+        return cls(config, loaded, tokenizer, runner)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        quantize: Quantization | None = None,
+        max_batch: int = 8,
+        max_seq_len: int | None = None,
+        page_size: int = 64,
+        pages: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        cuda_graphs: bool = True,
+        seed: int = 0,
+    ) -> Engine:
+        """With random weights, drawn from the seed, for benchmarks and tests.
+
+        Args:
+            config: a `ModelConfig`, or what `ModelConfig.from_hf` takes: a Hugging Face configuration, a dict of what
+                config.json says, the file, or a folder that has it.
+            seed: of the weights.
+
+        The others are `from_pretrained`'s, and so is what is raised.
+        """
+        config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
+        length = _check(config, dtype, max_batch, max_seq_len)
+        drawn = weights_.random(config, dtype=dtype, quantize=quantize, device=_device(device), seed=seed)
+        runner = Runner(
+            config, drawn, max_batch=max_batch, max_seq_len=length, page_size=page_size, pages=pages,
+            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
+        )  # fmt: skip
+        return cls(config, drawn, None, runner)
+
+    @overload
+    def generate(
+        self, prompts: Prompts, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
+        top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., stop: Stop = ...,
+        seed: int | Sequence[int] = ..., logprobs: bool = ..., stream: Literal[False] = ..., ignore_eos: bool = ...,
+    ) -> list[Completion]: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompts: Prompts, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
+        top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., stop: Stop = ...,
+        seed: int | Sequence[int] = ..., logprobs: bool = ..., stream: Literal[True], ignore_eos: bool = ...,
+    ) -> Iterator[Piece]: ...  # fmt: skip
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: Stop = (),
+        seed: int | Sequence[int] = 0,
+        logprobs: bool = False,
+        stream: bool = False,
+        ignore_eos: bool = False,
+    ) -> list[Completion] | Iterator[Piece]:
+        """Continue prompts.
+
+        Prompts are packed, not padded. As many as `max_batch` run at a time; when one ends the next takes its place,
+        while the others go on.
+
+        Args:
+            prompts: a text or several, or token ids: of one prompt, or of several.
+            max_new_tokens: the most for each.
+            temperature: 0 takes the likeliest token.
+            top_k, top_p, min_p, repetition_penalty: as in `rooftile.sample`.
+            stop: strings and token ids. The text ends before the string or token; the tokens with the one that brought
+                it.
+            seed: of all prompts, or one each. A token depends on its logits, on the seed and on its position, not on
+                what else is generated: two equal prompts with one seed continue alike.
+            logprobs: also the logarithm of the probability of each token, before temperature and penalty.
+            stream: return an iterator of `Piece`, one for each token as it comes, in place of a list.
+            ignore_eos: go on after the model's end of sequence.
+
+        Returns:
+            a `Completion` for each prompt, in their order.
+
+        Raises:
+            ValueError: a prompt is empty, has a token that the model does not know, or is, with the new ones, longer
+                than `max_seq_len` or all pages; an option is out of range; prompts or stops are text, and there is no
+                tokenizer.
+            TypeError: an option is of another type.
+            RuntimeError: another call generates: its iterator was neither exhausted nor closed.
+
+        All of it before anything runs.
+        """
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+            raise ValueError(f"generate: max_new_tokens is {max_new_tokens!r}, expected a positive integer")
+        ids = encoded(prompts, self.tokenizer, self.config.vocab)
+        seeds = [seed] * len(ids) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(ids):
+            raise ValueError(
+                f"generate: seed has {len(seeds)} numbers, expected one, or {len(ids)}, one for each prompt"
+            )
+        requests = [
+            Request(i, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, min_p, repetition_penalty, s))
+            for i, (prompt, s) in enumerate(zip(ids, seeds, strict=True))
+        ]
+        cache = self.runner.cache
+        scheduler = Scheduler(self.max_batch, cache.k.shape[1], cache.page_size, PROMPT_TOKENS)
+        for request in requests:
+            if request.longest + 1 > self.max_seq_len:
+                raise ValueError(
+                    f"generate: prompt {request.index} has {len(request.prompt)} tokens, and {max_new_tokens} new ones "
+                    f"are more than max_seq_len, {self.max_seq_len}"
+                )
+            if scheduler.pages_of(request) > cache.k.shape[1]:
+                raise ValueError(
+                    f"generate: prompt {request.index} and its new tokens need {scheduler.pages_of(request)} pages, "
+                    f"and the cache has {cache.k.shape[1]}"
+                )
+        ends = () if ignore_eos else self.config.eos
+        watches = [Watch(r, ends, stops_of(stop, self.tokenizer), self.tokenizer, logprobs) for r in requests]
+        if self._generating:
+            raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
+        scheduler.waiting.extend(requests)
+        pieces = self._pieces(scheduler, watches, logprobs)
+        if stream:
+            return pieces
+        deque(pieces, maxlen=0)
+        return [watch.completion() for watch in watches]
+
+    def _pieces(self, scheduler: Scheduler, watches: list[Watch], logprobs: bool) -> Iterator[Piece]:
+        """Launch a step, then look at the tokens of the one before it, as long as there are any."""
+        if self._generating:
+            raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
+        self._generating = True
+        runner, launched = self.runner, deque[Readback]()
+        try:
+            while scheduler.waiting or scheduler.running:
+                if requests := scheduler.admit():
+                    sequences = runner.prefill([r.prompt for r in requests], [r.sampling for r in requests])
+                    for request, sequence in zip(requests, sequences, strict=True):
+                        request.sequence = sequence
+                elif requests := scheduler.unfinished():
+                    runner.decode([r.sequence for r in requests if r.sequence is not None])
+                if requests:
+                    for request in requests:
+                        request.launched += 1
+                    launched.append(Readback(runner, requests, logprobs))
+                while len(launched) > bool(requests):
+                    for request, token, logprob in launched.popleft().tokens():
+                        if request.finish_reason is not None:
+                            continue  # of a step that was launched before its end was known
+                        yield watches[request.index].add(token, logprob)
+                        if request.finish_reason is not None and request.sequence is not None:
+                            runner.free(request.sequence)
+                            request.sequence = None
+                            scheduler.remove(request)
+        finally:
+            for request in scheduler.running:
+                if request.sequence is not None:
+                    runner.free(request.sequence)
+            self._generating = False
+
+    def logits(self, prompts: Prompts) -> list[Tensor]:
+        """Logits of each token of prompts, `(T, V)` float32: for checks. They need slots and pages for all at a time.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        ids = encoded(prompts, self.tokenizer, self.config.vocab)
+        return [x.float() for x in self.runner.logits(ids)]
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return runtime.default_device() if device is None else torch.device(device)
+
+
+def _check(config: ModelConfig, dtype: torch.dtype, max_batch: int, max_seq_len: int | None) -> int:
+    """The length of sequences, where nothing speaks against it."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"Engine: dtype is {dtype}, expected float32, float16 or bfloat16")
+    length = min(config.max_positions, _DEFAULT_LENGTH) if max_seq_len is None else max_seq_len
+    check_positive("Engine", max_batch=max_batch, max_seq_len=length)
+    if length > config.max_positions:
+        raise ValueError(f"Engine: max_seq_len is {length}, expected at most the model's {config.max_positions}")
+    return length
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no class of its own
+        raise ValueError(f"{file}: no tokenizer can be read from it: {error}") from error

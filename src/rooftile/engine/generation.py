@@ -1,0 +1,158 @@
+"""What goes into generation and what comes out: prompts as tokens, tokens as text, ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rooftile.engine.runner import Runner
+from rooftile.engine.scheduling import Request
+from rooftile.engine.text import Text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What was generated of one prompt.
+
+    Attributes:
+        prompt: its tokens.
+        tokens: the new ones, with that at which it stopped.
+        text: of the new ones, without that; None where the engine has no tokenizer.
+        finish_reason: "stop" (the end of the sequence, or a stop that was asked for) or "length".
+        logprobs: of each new token, where they were asked for.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    logprobs: list[float] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One new token, as it comes.
+
+    Attributes:
+        index: the prompt's.
+        token: its id.
+        text: what is certain to follow the text before; it may be empty, and of the last token more than its own.
+        logprob: where it was asked for.
+        finish_reason: with the last token of a prompt, as in `Completion`.
+    """
+
+    index: int
+    token: int
+    text: str | None
+    logprob: float | None
+    finish_reason: str | None
+
+
+def encoded(prompts: Any, tokenizer: Tokenizer | None, vocab: int) -> list[list[int]]:
+    """The tokens of each prompt."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(p, int) for p in prompts):
+        prompts = [prompts]
+    if not prompts:
+        raise ValueError("generate: there is no prompt")
+    if any(isinstance(p, str) for p in prompts) and tokenizer is None:
+        raise ValueError("generate: a prompt is text, and the engine has no tokenizer: give token ids")
+    ids = [list(tokenizer.encode(p).ids) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[union-attr]
+    for i, prompt in enumerate(ids):
+        if not prompt:
+            raise ValueError(f"generate: prompt {i} is empty, expected one token or more")
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise TypeError(f"generate: prompt {i} has {token!r}, expected text, or token ids as integers")
+            if not 0 <= token < vocab:
+                raise ValueError(f"generate: prompt {i} has the token {token}, expected 0 to {vocab - 1}")
+    return ids
+
+
+def stops_of(stop: str | int | Sequence[str | int], tokenizer: Tokenizer | None) -> tuple[set[int], list[str]]:
+    """Token ids and strings."""
+    stops = [stop] if isinstance(stop, (str, int)) else list(stop)
+    for s in stops:
+        if not isinstance(s, (str, int)) or isinstance(s, bool):
+            raise TypeError(f"generate: stop has {s!r}, expected strings and token ids")
+        if s == "":
+            raise ValueError("generate: stop has an empty string")
+        if isinstance(s, str) and tokenizer is None:
+            raise ValueError(f"generate: stop has the string {s!r}, and the engine has no tokenizer: give token ids")
+    return {s for s in stops if isinstance(s, int)}, [s for s in stops if isinstance(s, str)]
+
+
+class Watch:
+    """Looks at the tokens of one request as they come: text, and whether it has ended."""
+
+    def __init__(
+        self,
+        request: Request,
+        ends: Sequence[int],
+        stops: tuple[set[int], list[str]],
+        tokenizer: Tokenizer | None,
+        logprobs: bool,
+    ) -> None:
+        self._request, self._logprobs = request, logprobs
+        self._ends = {*ends, *stops[0]}
+        self._text = None if tokenizer is None else Text(tokenizer, stops[1])
+
+    def add(self, token: int, logprob: float | None) -> Piece:
+        request = self._request
+        request.tokens.append(token)
+        if logprob is not None:
+            request.logprobs.append(logprob)
+        text = None if self._text is None else ""
+        ended = token in self._ends
+        if self._text is not None and not ended:
+            text = self._text.add(token)
+            ended = self._text.stopped
+        if ended or len(request.tokens) == request.limit:
+            request.finish_reason = "stop" if ended else "length"
+            if self._text is not None:
+                text = (text or "") + self._text.end()
+        return Piece(request.index, token, text, logprob, request.finish_reason)
+
+    def completion(self) -> Completion:
+        request = self._request
+        return Completion(
+            prompt=list(request.prompt),
+            tokens=request.tokens,
+            text=None if self._text is None else self._text.text,
+            finish_reason=request.finish_reason or "length",
+            logprobs=request.logprobs if self._logprobs else None,
+        )
+
+
+class Readback:
+    """The tokens of a step on their way to the host. The copy is put behind the step; only `tokens` waits for it."""
+
+    def __init__(self, runner: Runner, requests: Sequence[Request], logprobs: bool) -> None:
+        self._slots = [(r, r.sequence.slot) for r in requests if r.sequence is not None]
+        self._tokens = self._copy(runner.tokens)
+        self._logprobs = self._copy(runner.logprobs) if logprobs else None
+        self._done = None
+        if runner.tokens.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(runner.tokens.device))
+
+    @staticmethod
+    def _copy(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+
+    def tokens(self) -> Iterator[tuple[Request, int, float | None]]:
+        """Each request with its new token."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens = self._tokens.tolist()
+        logprobs = [None] * len(tokens) if self._logprobs is None else self._logprobs.tolist()
+        for request, slot in self._slots:
+            yield request, tokens[slot], logprobs[slot]

@@ -1,0 +1,276 @@
+"""The kernels of one step of decoding: what each reads, writes and computes, and by how many launches.
+
+What is counted is what must move, as for every op: a weight once, activations in and out once, keys and values as far
+as they are seen. What stays in the L2 from one kernel to the next is counted all the same; beside the weights it is
+little. Operations are those of products and attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from rooftile import library, runtime
+from rooftile.engine import weights
+from rooftile.engine.config import ModelConfig
+from rooftile.engine.products import Dense, Product
+from rooftile.ops.decode_attention.choose import choose as choose_attention
+from rooftile.ops.decode_attention.choose import row_tile
+from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A call of an op.
+
+    Attributes:
+        name: what of the model it is.
+        op: of Rooftile; "" for a kernel that belongs to none.
+        shape: of what it works on.
+        read, written: bytes.
+        flops: two for a multiplication with its addition.
+        launches: kernels.
+        times: how often a decoding step has it: once for each layer, or once.
+    """
+
+    name: str
+    op: str
+    shape: str
+    read: int
+    written: int
+    flops: int = 0
+    launches: int = 1
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The steps in their order, those of a layer once."""
+
+    steps: tuple[Step, ...]
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(s, name) * s.times for s in self.steps)
+
+    @property
+    def read(self) -> int:
+        return self._sum("read")
+
+    @property
+    def written(self) -> int:
+        return self._sum("written")
+
+    @property
+    def nbytes(self) -> int:
+        return self.read + self.written
+
+    @property
+    def flops(self) -> int:
+        return self._sum("flops")
+
+    @property
+    def launches(self) -> int:
+        return self._sum("launches")
+
+    def launches_by_op(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for s in self.steps:
+            found[s.op] += s.launches * s.times
+        return found
+
+
+_LENGTH = 4  # bytes of a length, a count or a page
+
+
+class _Builder:
+    """The steps of one configuration, batch and context."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        context: int,
+        dtype: torch.dtype,
+        quantize: str | None,
+        kv_dtype: torch.dtype,
+        page_size: int,
+        capacity: int,
+        target: runtime.Target,
+    ) -> None:
+        self.c, self.batch, self.context, self.dtype, self.target = config, batch, context, dtype, target
+        self.kv_dtype, self.page_size, self.capacity = kv_dtype, page_size, capacity
+        # Of sizes alone: nothing is allocated.
+        self.weights = weights.random(config, dtype=dtype, quantize=quantize, device="meta")
+        self.size = dtype.itemsize
+
+    def _rows(self, *columns: int) -> int:
+        """Bytes of activations with a row for each sequence."""
+        return self.batch * sum(columns) * self.size
+
+    def _norm(self, name: str, columns: int, quantised: bool, times: int) -> Step:
+        """A norm of its own."""
+        op = "rms_norm_quantized" if quantised else "rms_norm"
+        out = self.batch * (columns + 4) if quantised else self._rows(columns)
+        read = self._rows(columns) + columns * self.size
+        return Step(name, op, f"{self.batch} x {columns}", read, out, times=times)
+
+    def _product(
+        self,
+        name: str,
+        op: str,
+        p: Product,
+        x_bytes: int,
+        out: int,
+        *,
+        more: int = 0,
+        launches: int = 1,
+        times: int = 1,
+    ) -> Step:
+        """A product of x with the weight of p, and `more` bytes that it reads."""
+        flops = 2 * self.batch * p.n * p.k
+        shape = f"{self.batch} x {p.k} -> {p.n}" if out == p.n else f"{self.batch} x {p.k} -> {p.n // out} x {out}"
+        return Step(name, op, shape, p.nbytes + x_bytes + more, self._rows(out), flops, launches, times)
+
+    def _normed(self, name: str, p: Product, times: int, *, gated: bool = False) -> Iterator[Step]:
+        """`Product.normed`, or `gated`."""
+        n = p.n // (1 + gated)
+        if isinstance(p, Dense):
+            one = choose_norm_linear(self.batch, n, p.k, self.dtype, True, self.target, gated)
+            op = "rms_norm_gated_linear" if gated else "rms_norm_linear"
+            norm = p.k * self.size
+            launches = 1 if one is not None else 2
+            yield self._product(
+                f"norm and {name}", op, p, self._rows(p.k), n, more=norm, launches=launches, times=times
+            )
+            return
+        fp8 = p.kind == "fp8"
+        yield self._norm(f"norm before {name}", p.k, fp8, times)
+        x = self.batch * (p.k + 4) if fp8 else self._rows(p.k)
+        yield self._product(name, f"{p.kind}_linear", p, x, p.n, times=times)
+        if gated:
+            out = self.batch * (n + 4) if fp8 else self._rows(n)
+            op = "silu_mul_quantized" if fp8 else "silu_mul_packed"
+            yield Step("activation", op, f"{self.batch} x {n}", self._rows(p.n), out, times=times)
+
+    def _added(self, name: str, p: Product, times: int) -> Step:
+        """A product with what it is added to."""
+        op, residual = "linear" if isinstance(p, Dense) else f"{p.kind}_linear", self._rows(p.n)
+        quantised = p.kind == "fp8" and name == "down"
+        x = self.batch * (p.k + 4) if quantised else self._rows(p.k)
+        # What attention gives is not quantised yet: fp8_linear does that by a launch of its own.
+        launches = 2 if p.kind == "fp8" and not quantised else 1
+        return self._product(name, op, p, x, p.n, more=residual, launches=launches, times=times)
+
+    def _rotation(self, times: int) -> Iterator[Step]:
+        """New keys and values into the cache, and q and k turned."""
+        c, b = self.c, self.batch
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        scales = 4 * c.kv_heads if self.kv_dtype.itemsize == 1 else 0  # one for each token and head
+        cached = b * 2 * (kv * self.kv_dtype.itemsize + scales)
+        tables = b * 2 * len(c.rotary.inv_freq) * 4  # cos and sin of each pair
+        places = b * 3 * _LENGTH  # where the token goes: a length, a count, a page
+        shape = f"{b} x {c.heads}/{c.kv_heads} heads of {c.head_dim}"
+        if c.qk_norm:
+            read = self._rows(q, kv) + tables + 2 * c.head_dim * self.size + b * _LENGTH
+            yield Step("norms of q and k, RoPE", "qk_norm_rope", shape, read, self._rows(q, kv), times=times)
+            yield Step("cache write", "append_kv", shape, self._rows(kv, kv) + places, cached, times=times)
+            return
+        read = self._rows(q, kv, kv) + tables + places
+        yield Step("RoPE and cache write", "rope_and_cache", shape, read, self._rows(q) + cached, times=times)
+
+    def _attention(self, window: int | None, times: int) -> Step:
+        c, b = self.c, self.batch
+        seen = min(self.context, window or self.context)
+        scales = 4 if self.kv_dtype.itemsize == 1 else 0
+        cache = 2 * b * seen * c.kv_heads * (c.head_dim * self.kv_dtype.itemsize + scales)
+        pages = b * (library.cdiv(seen, self.page_size) + 1) * _LENGTH
+        q = self._rows(c.heads * c.head_dim)
+        cut = f", the last {seen}" if seen < self.context else ""
+        return Step(
+            "attention",
+            "decode_attention",
+            f"{b} x {c.heads}/{c.kv_heads} heads of {c.head_dim}, {self.context} tokens{cut}",
+            cache + q + pages,
+            q,
+            4 * b * c.heads * c.head_dim * seen,
+            self._attention_launches(),
+            times,
+        )
+
+    def _attention_launches(self) -> int:
+        """Two where another kernel brings parts together."""
+        c = self.c
+        group = c.heads // c.kv_heads
+        items = self.batch * c.kv_heads * row_tile(group)[1]
+        capacity = library.cdiv(self.capacity, self.page_size) * self.page_size
+        chosen = choose_attention(
+            group, c.head_dim, c.head_dim, self.dtype, self.kv_dtype, items, capacity, self.page_size, self.target
+        )
+        blocks = items * library.cdiv(capacity, chosen.block_n)
+        programs = min(self.target.multiprocessors * chosen.programs, blocks // chosen.least)
+        return 2 if programs > 1 and chosen.combine == "kernel" else 1
+
+    def steps(self) -> Iterator[Step]:
+        c, b, w = self.c, self.batch, self.weights
+        n, layer = c.layers, w.layers[0]
+        numbers = 3 * b * _LENGTH
+        yield Step("lengths", "", f"{b}", numbers, numbers)
+        yield Step(
+            "embedding",
+            "embedding",
+            f"{b} of {c.vocab} x {c.hidden}",
+            self._rows(c.hidden) + b * _LENGTH,
+            self._rows(c.hidden),
+        )
+        yield from self._normed("qkv", layer.qkv, n)
+        yield from self._rotation(n)
+        for window, times in Counter(c.windows).items():
+            yield self._attention(window, times)
+        yield self._added("o", layer.o, n)
+        yield from self._normed("gate_up", layer.gate_up, n, gated=True)
+        yield self._added("down", layer.down, n)
+        yield from self._normed("lm_head", w.lm_head, 1)
+        yield self._sampling()
+
+    def _sampling(self) -> Step:
+        """The likeliest token of each row."""
+        logits = self._rows(self.c.vocab)
+        return Step("the likeliest token", "sample_", f"{self.batch} x {self.c.vocab}", logits, self.batch * 8)
+
+
+def plan(
+    config: ModelConfig,
+    batch: int = 1,
+    context: int = 512,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    quantize: str | None = None,
+    kv_dtype: torch.dtype | None = None,
+    page_size: int = 64,
+    capacity: int | None = None,
+    target: runtime.Target | None = None,
+) -> Plan:
+    """What a greedy decoding step of `rooftile.Engine` launches.
+
+    Args:
+        config: the model.
+        batch: sequences.
+        context: tokens that each has in the cache, the new one among them.
+        dtype, quantize, kv_dtype, page_size: as `Engine.from_pretrained` takes them.
+        capacity: the engine's max_seq_len; `context` by default.
+        target: the GPU, on which launches depend; an H100 by default.
+
+    Raises:
+        ValueError, TypeError: a size is not positive, or dtype or quantize is none that the engine takes.
+    """
+    for name, size in (("batch", batch), ("context", context)):
+        if size < 1:
+            raise ValueError(f"plan: {name} is {size}, expected a positive integer")
+    builder = _Builder(
+        config, batch, context, dtype, quantize, kv_dtype or dtype, page_size, capacity or context,
+        target or runtime.TARGETS["sm_90"],
+    )  # fmt: skip
+    return Plan(tuple(builder.steps()))

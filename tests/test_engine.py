@@ -1,0 +1,398 @@
+"""The engine against Hugging Face's models, and what generation promises: who runs, what comes out, what goes back."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from helpers import BF16
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import rooftile
+from rooftile.engine.runner import Sampling
+from rooftile.engine.scheduling import Request, Scheduler
+from rooftile.engine.text import Text
+
+transformers = pytest.importorskip("transformers")
+
+_SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES = {
+    "Llama": ("LlamaConfig", {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "Llama 3.1": ("LlamaConfig", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "Granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "Granite code": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "Qwen2.5": ("Qwen2Config", {}),
+    "Qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "Mistral": ("MistralConfig", {"sliding_window": 7}),
+}
+# Layers of float32 products in other orders; through 64 tokens, whose keys carry their own roundings.
+TOLERANCE = 2e-5
+PROMPTS = [[3, 5, 8, 13, 21, 34, 55, 89, 23, 42, 7], [9, 9, 4], [100, 2, 64, 17, 31, 5, 77]]
+
+
+def built(family, **more):
+    """Hugging Face's model with random biases and norms, where models start from zeros and ones."""
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, name)(**_SIZES | sizes | more)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def saved(model, folder, tokenizer=False):
+    model.save_pretrained(folder)
+    if tokenizer:
+        tokenizer = Tokenizer(models.BPE(vocab={chr(32 + i): i for i in range(131)}, merges=[]))
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def byte_tokenizer():
+    """A token for each byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return built("Llama")
+
+
+@pytest.fixture(scope="module")
+def engine(llama, tmp_path_factory):
+    folder = saved(llama, tmp_path_factory.mktemp("llama"))
+    return rooftile.Engine.from_pretrained(
+        folder, dtype=torch.float32, max_batch=3, max_seq_len=96, page_size=16, progress=False
+    )
+
+
+@contextlib.contextmanager
+def logits_of_steps(engine):
+    """What each step of decoding computes."""
+    decoder, steps = engine.runner.decoder, []
+
+    def decode(ids):
+        steps.append(type(decoder).decode(decoder, ids))
+        return steps[-1]
+
+    decoder.decode = decode
+    try:
+        yield steps
+    finally:
+        del decoder.decode
+
+
+def relative(actual, expected):
+    return float((actual.cpu() - expected).norm() / expected.norm())
+
+
+def free_of(engine):
+    return engine.runner.cache.free_pages, len(engine.runner.cache.sequences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens_are_those_of_hugging_face(family, tmp_path, device):
+    """Of prompts of unequal lengths and of 64 tokens behind each (16 in the interpreter, but for one family), in the
+    company of the other."""
+    prompts, new = PROMPTS[:2], 64 if device.type == "cuda" or family == "Llama" else 16
+    model = built(family)
+    engine = rooftile.Engine.from_pretrained(
+        saved(model, tmp_path), dtype=torch.float32, max_batch=2, max_seq_len=80, page_size=16, device=device,
+        cuda_graphs=False, progress=False,
+    )  # fmt: skip
+    for actual, prompt in zip(engine.logits(prompts), prompts, strict=True):
+        assert relative(actual, model(torch.tensor([prompt])).logits[0].detach()) < TOLERANCE
+    with logits_of_steps(engine) as steps:
+        completions = engine.generate(prompts, new, ignore_eos=True)
+    assert len(steps) == new - 1
+    for row, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt + completion.tokens])).logits[0, len(prompt) - 1 : -1]
+        assert completion.tokens == expected.argmax(-1).tolist()
+        assert relative(torch.stack([step[row] for step in steps]), expected[1:]) < TOLERANCE
+
+
+def rounded(model, quantize):
+    """The model with its products' weights as the engine keeps them, and for fp8 what is multiplied by them, too."""
+    model = copy.deepcopy(model)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        weight = layer.weight.detach()
+        if quantize == "fp8":
+            layer.weight.data = by_row_in_fp8(weight)
+            layer.register_forward_pre_hook(lambda _, args: (by_row_in_fp8(args[0]), *args[1:]))
+        elif quantize == "int8" or name == "lm_head":
+            q, scale = rooftile.quantize_int8(weight)
+            layer.weight.data = q * scale[:, None]
+        else:
+            group = 64 if weight.shape[1] % 64 == 0 else 32
+            packed, scale = rooftile.quantize_int4(weight, group)
+            layer.weight.data = rooftile.unpack_int4(packed, group) * scale.repeat_interleave(group, dim=1)
+    return model
+
+
+def by_row_in_fp8(x):
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
+def test_quantised_weights(quantize, llama, tmp_path, device):
+    """Against Hugging Face's model with the same roundings, in prompts and in single tokens. In fp8 a number between
+    two of the format may go the other way by the last bit of float32."""
+    engine = rooftile.Engine.from_pretrained(
+        saved(llama, tmp_path), dtype=torch.float32, quantize=quantize, max_batch=3, max_seq_len=48, page_size=16,
+        device=device, cuda_graphs=False, progress=False,
+    )  # fmt: skip
+    model, most = rounded(llama, quantize), 1e-2 if quantize == "fp8" else TOLERANCE
+    with logits_of_steps(engine) as steps:
+        completions = engine.generate(PROMPTS, 4, ignore_eos=True)
+    for row, completion in enumerate(completions):
+        expected = model_logits(model, completion.prompt + completion.tokens)
+        assert relative(engine.logits(completion.prompt)[0], expected[: len(completion.prompt)]) < most
+        assert relative(torch.stack([s[row] for s in steps]), expected[len(completion.prompt) : -1]) < most
+    assert relative(engine.logits(PROMPTS[0])[0], model_logits(llama, PROMPTS[0])) > most
+
+
+def model_logits(model, prompt):
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_cache_of_8_bits(kv_dtype, llama, tmp_path, device):
+    engine = rooftile.Engine.from_pretrained(
+        saved(llama, tmp_path), dtype=torch.float32, kv_dtype=kv_dtype, max_batch=1, max_seq_len=32, page_size=16,
+        device=device, cuda_graphs=False, progress=False,
+    )  # fmt: skip
+    with logits_of_steps(engine) as steps:
+        tokens = engine.generate(PROMPTS[0], 6, ignore_eos=True)[0].tokens
+    expected = model_logits(llama, PROMPTS[0] + tokens)[len(PROMPTS[0]) : -1]
+    assert 0 < relative(torch.cat(steps), expected) < 0.1
+
+
+def test_sequences_join_and_leave_while_others_decode(engine):
+    """Five prompts, three slots: tokens are those of each alone, and all is given back."""
+    prompts = [*PROMPTS, [50, 60], [70] * 20]
+    before = free_of(engine)
+    together = engine.generate(prompts, 9)
+    assert [c.prompt for c in together] == prompts
+    assert [c.tokens for c in together] == [engine.generate(p, 9)[0].tokens for p in prompts]
+    assert free_of(engine) == before
+
+
+def test_sequences_wait_for_pages(llama, tmp_path, device):
+    """Pages for one at a time, though there are slots for two."""
+    engine = rooftile.Engine.from_pretrained(
+        saved(llama, tmp_path), dtype=torch.float32, max_batch=2, max_seq_len=32, page_size=16, pages=2, device=device,
+        progress=False,
+    )  # fmt: skip
+    pieces = list(engine.generate([[5] * 14, [6] * 14], 6, stream=True, ignore_eos=True))
+    assert [p.index for p in pieces] == [0] * 6 + [1] * 6
+    assert free_of(engine) == (2, 0)
+    with pytest.raises(ValueError, match="prompt 1 has 14 tokens, and 19 new ones are more than max_seq_len, 32"):
+        engine.generate([[5], [6] * 14], 19)
+
+
+def test_pieces_make_the_completion(engine):
+    options = {"temperature": 0.8, "seed": 3, "logprobs": True, "ignore_eos": True}
+    completions = engine.generate(PROMPTS, 5, **options)
+    pieces = list(engine.generate(PROMPTS, 5, stream=True, **options))
+    for i, completion in enumerate(completions):
+        mine = [p for p in pieces if p.index == i]
+        assert [p.token for p in mine] == completion.tokens
+        assert [p.logprob for p in mine] == completion.logprobs
+        assert [p.finish_reason for p in mine] == [None] * 4 + ["length"]
+    assert completions[0].text is None
+
+
+def test_log_probabilities(engine, llama):
+    completion = engine.generate(PROMPTS[0], 4, temperature=1.5, logprobs=True, ignore_eos=True)[0]
+    logits = model_logits(llama, PROMPTS[0] + completion.tokens)[len(PROMPTS[0]) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
+
+
+def test_tokens_depend_on_the_seed_and_not_on_the_company(engine):
+    options = {"temperature": 1.2, "top_p": 0.95, "ignore_eos": True}
+    alone = [engine.generate(p, 6, seed=7, **options)[0].tokens for p in PROMPTS]
+    assert [c.tokens for c in engine.generate(PROMPTS, 6, seed=7, **options)] == alone
+    seeds = engine.generate([PROMPTS[0]] * 3, 6, seed=[7, 8, 9], **options)
+    assert seeds[0].tokens == alone[0]
+    assert len({tuple(c.tokens) for c in seeds}) == 3
+
+
+def test_repetition_penalty_holds_prompt_and_new_tokens(engine):
+    """So high that no token comes twice."""
+    tokens = engine.generate(PROMPTS[0], 12, repetition_penalty=1e6, ignore_eos=True)[0].tokens
+    assert len({*tokens, *PROMPTS[0]}) == 12 + len(PROMPTS[0])
+    # The slot's next sequence knows nothing of it.
+    assert engine.generate(PROMPTS[0], 12, repetition_penalty=1e6, ignore_eos=True)[0].tokens == tokens
+
+
+def test_it_stops_where_it_is_told(engine):
+    plain = engine.generate(PROMPTS[0], 8, ignore_eos=True)[0].tokens
+    stopped = engine.generate(PROMPTS[0], 8, stop=plain[3], ignore_eos=True)[0]
+    at = plain.index(plain[3])
+    assert (stopped.tokens, stopped.finish_reason) == (plain[: at + 1], "stop")
+    assert free_of(engine) == (18, 0)
+
+
+def test_an_iterator_that_is_closed_gives_all_back(engine):
+    before = free_of(engine)
+    pieces = engine.generate(PROMPTS, 8, stream=True, ignore_eos=True)
+    next(pieces)
+    with pytest.raises(RuntimeError, match="another call generates"):
+        engine.generate([1, 2], 3)
+    pieces.close()
+    assert free_of(engine) == before
+    assert len(engine.generate([1, 2], 3, ignore_eos=True)[0].tokens) == 3
+
+
+def test_text(llama, tmp_path, device):
+    """Text in and out, in one piece or as it comes, and cut at a string that lies over several tokens."""
+    folder = saved(llama, tmp_path, tokenizer=True)
+    engine = rooftile.Engine.from_pretrained(
+        folder, dtype=torch.float32, max_batch=2, max_seq_len=64, page_size=16, device=device, progress=False
+    )
+    whole = engine.generate("roof", 6, ignore_eos=True)[0]
+    assert whole.prompt == engine.tokenizer.encode("roof").ids
+    assert whole.text == engine.tokenizer.decode(whole.tokens)
+    stop = whole.text[3:5]
+    cut = engine.generate("roof", 6, stop=stop, ignore_eos=True)[0]
+    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
+    pieces = list(engine.generate("roof", 6, stop=stop, ignore_eos=True, stream=True))
+    assert "".join(p.text for p in pieces) == cut.text
+    assert [p.token for p in pieces] == cut.tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "there is no prompt"),
+        ({"prompts": [[]]}, "prompt 0 is empty"),
+        ({"prompts": [[1], [131]]}, "prompt 1 has the token 131, expected 0 to 130"),
+        ({"prompts": "text"}, "the engine has no tokenizer"),
+        ({"prompts": [1], "stop": "x", "max_new_tokens": 4}, "the engine has no tokenizer"),
+        ({"prompts": [1], "max_new_tokens": 0}, "max_new_tokens is 0, expected a positive integer"),
+        ({"prompts": [1], "max_new_tokens": 96}, "prompt 0 has 1 tokens, and 96 new ones"),
+        ({"prompts": [1], "temperature": -1.0}, "temperature is -1.0, expected 0"),
+        ({"prompts": [1], "top_p": 0.0}, "top_p is 0.0, expected more than 0"),
+        ({"prompts": [1], "seed": [1, 2]}, "seed has 2 numbers, expected one, or 1"),
+    ],
+)
+def test_what_cannot_be_generated(engine, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate(**arguments)
+    assert free_of(engine) == (18, 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"max_seq_len": 129}, ValueError, "max_seq_len is 129, expected at most the model's 128"),
+        ({"max_batch": 0}, ValueError, "max_batch is 0, expected a positive integer"),
+        ({"dtype": torch.int32}, TypeError, r"dtype is torch.int32, expected float32, float16 or bfloat16"),
+    ],
+)
+def test_what_cannot_be_built(llama, more, error, message):
+    with pytest.raises(error, match=message):
+        rooftile.Engine.from_config(llama.config, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_random_weights(llama, dtype, device):
+    """The same from the same seed, and finite through the model."""
+    first, again, other = (
+        rooftile.Engine.from_config(llama.config, dtype=dtype, seed=s, max_seq_len=32, device=device) for s in (0, 0, 1)
+    )
+    logits = [e.logits([PROMPTS[0]])[0] for e in (first, again, other)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    assert logits[0].isfinite().all()
+
+
+class TestScheduler:
+    def request(self, index, prompt, limit):
+        return Request(index, [0] * prompt, limit, Sampling())
+
+    def test_first_come_first_served(self):
+        scheduler = Scheduler(slots=3, pages=10, page_size=16, prompt_tokens=1000)
+        scheduler.waiting.extend([self.request(0, 33, 48), self.request(1, 64, 33), self.request(2, 1, 1)])
+        first, third = scheduler.waiting[0], scheduler.waiting[2]
+        # Five pages and six are more than ten; the third would fit and does not overtake.
+        assert scheduler.admit() == [first]
+        assert scheduler.admit() == []
+        scheduler.remove(first)
+        assert [r.index for r in scheduler.admit()] == [1, third.index]
+
+    def test_prompts_of_one_pass_are_bounded(self):
+        scheduler = Scheduler(slots=8, pages=100, page_size=16, prompt_tokens=50)
+        scheduler.waiting.extend(self.request(i, n, 4) for i, n in enumerate((90, 20, 30, 1)))
+        assert [[r.index for r in scheduler.admit()] for _ in range(4)] == [[0], [1, 2], [3], []]
+
+
+class TestText:
+    def texts(self, ids, stops=()):
+        text = Text(byte_tokenizer(), stops)
+        pieces = [text.add(i) for i in ids]
+        return text, [*pieces, text.end()]
+
+    def ids(self, string):
+        return byte_tokenizer().encode(string).ids
+
+    def test_characters_come_whole(self):
+        text, pieces = self.texts(self.ids("aé€b"))
+        assert pieces == ["a", "", "é", "", "", "€", "b", ""]
+        assert text.text == "aé€b"
+
+    def test_what_may_begin_a_stop_is_held_back(self):
+        text, pieces = self.texts(self.ids("a--b---"), ["---"])
+        assert pieces == ["a", "", "", "--b", "", "", "", ""]
+        assert (text.text, text.stopped) == ("a--b", True)
+
+    def test_at_the_end_it_is_let_go(self):
+        text, pieces = self.texts(self.ids("ab--"), ["---"])
+        assert pieces == ["a", "b", "", "", "--"]
+        assert not text.stopped
+
+    def test_the_first_of_several_stops(self):
+        text, _ = self.texts(self.ids("one two"), ["wo", " t"])
+        assert (text.text, text.stopped) == ("one", True)

@@ -1,0 +1,98 @@
+"""The plan of a decoding step against what the engine launches, and the table that is made of it."""
+
+import pytest
+import torch
+
+from rooftile import runtime
+from rooftile.bench import docs_engine
+from rooftile.bench.e2e_model import read
+from rooftile.engine import Engine, weights
+from rooftile.engine.config import ModelConfig
+from rooftile.engine.plan import plan
+from rooftile.engine.runner import Sampling
+from rooftile.inspect.audit_calls import Recorder
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+interpreted = pytest.mark.skipif(
+    runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are recorded on the CPU"
+)
+
+
+def config(family="llama", **more):
+    return ModelConfig.from_hf({"model_type": family, **SIZES, **more})
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("family", "more", "quantize", "batch"),
+    [
+        ("llama", {}, None, 1),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, None, 2),
+        ("qwen3", {"head_dim": 8}, None, 1),
+        ("mistral", {"sliding_window": 4}, "fp8", 1),
+        ("qwen2", {}, "int4", 2),
+    ],
+)
+def test_a_step_launches_what_the_plan_says(family, more, quantize, batch):
+    c = config(family, **more)
+    engine = Engine.from_config(
+        c, dtype=torch.float32, quantize=quantize, max_batch=batch, max_seq_len=32, page_size=16
+    )
+    engine.runner.prefill([[3, 1, 4]] * batch, [Sampling()] * batch)
+    recorder = Recorder()
+    with recorder.phase("decode"):
+        engine.runner.decode()
+    p = plan(
+        c, batch, 4, dtype=torch.float32, quantize=quantize, page_size=16, capacity=32, target=runtime.INTERPRETER
+    )  # fmt: skip
+    launched = [launch.op for launch in recorder.launches["decode"]]
+    assert {op: launched.count(op) for op in launched} == p.launches_by_op()
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8", "int8", "int4"])
+def test_a_step_reads_every_weight_once(quantize):
+    """And beside them, at one token of context, nothing that is not a row or two."""
+    c = config(tie_word_embeddings=False)
+
+    drawn = weights.random(c, quantize=quantize, device="meta")
+    p = plan(c, 1, 1, quantize=quantize)
+    assert drawn.nbytes < p.read < drawn.nbytes + 24 * c.layers * 2 * (c.hidden + c.intermediate)
+
+
+def test_attention_reads_what_a_window_leaves():
+    c = config("mistral", sliding_window=16)
+    near, far = (next(s for s in plan(c, 3, n).steps if s.op == "decode_attention") for n in (16, 48))
+    assert far.read == near.read
+    whole = next(s for s in plan(config(), 3, 48).steps if s.op == "decode_attention")
+    keys = 2 * 3 * 2 * 8 * 2  # k and v, sequences, heads, head_dim, bytes: of one token
+    assert whole.read - near.read == 32 * keys
+
+
+def test_layers_of_other_windows_are_steps_of_their_own():
+    c = config("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    assert [s.times for s in plan(c, 1, 48).steps if s.op == "decode_attention"] == [1, 1]
+
+
+def test_the_table_adds_up_to_the_weights_of_the_model(tmp_path):
+    made = docs_engine.decode_step(tmp_path)
+    assert "No read roof is measured yet" in made
+    c = ModelConfig.from_hf(read("llama-3-8b")[1])
+    step = next(line for line in made.splitlines() if line.startswith("| **the step**"))
+    per_layer = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
+    weights = 2 * (c.layers * per_layer + 128256 * 4096)
+    assert f"{plan(c).nbytes / 1e9:.4g} GB" in step
+    assert weights < plan(c).read < 1.01 * weights
+
+
+@pytest.mark.parametrize(("batch", "context", "named"), [(0, 4, "batch"), (1, 0, "context")])
+def test_a_size_that_is_not_positive_is_refused(batch, context, named):
+    with pytest.raises(ValueError, match=f"plan: {named} is 0"):
+        plan(config(), batch, context)
