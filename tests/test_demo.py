@@ -15,8 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from typer.testing import CliRunner
 
 from rooftile import cli, runtime
-from rooftile.bench import prefill, prefill_model
-from rooftile.bench.prefill_report import COMPILE, EAGER, OURS_COMPILE
+from rooftile.bench import prefill
+from rooftile.bench.prefill import model as prefill_model
+from rooftile.bench.prefill.report import COMPILE, EAGER, OURS_COMPILE
 from rooftile.bench.rows import OURS, read_json
 from rooftile.demo import compare as demo
 from rooftile.demo.models import MODELS

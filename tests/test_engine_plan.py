@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rooftile import runtime
-from rooftile.bench import docs_engine
-from rooftile.bench.e2e_model import read
+from rooftile.bench.docs import engine as docs_engine
+from rooftile.bench.e2e.model import read
 from rooftile.engine import Engine, weights
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.plan import plan
 from rooftile.engine.runner import Sampling
-from rooftile.inspect.audit_calls import Recorder
+from rooftile.inspect.audit.calls import Recorder
 
 SIZES = {
     "hidden_size": 32,

@@ -41,7 +41,9 @@ def calls(case, device, points=None):
 
 
 # As PyTorch's own products, these cast what they are given under autocast: test_matmul.py.
-PRODUCTS = ("matmul", "linear", "gated_linear", "rms_norm_linear", "attention", "attention_varlen")
+PRODUCTS = (
+    "matmul", "linear", "gated_linear", "rms_norm_linear", "rms_norm_gated_linear", "attention", "attention_varlen",
+)  # fmt: skip
 _WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 

@@ -13,10 +13,11 @@ from rich.console import Console
 from toys import CPU
 
 from rooftile import launching, tuning
-from rooftile.bench import tune, tune_worker, workloads
+from rooftile.bench import tune, workloads
 from rooftile.bench.timer import HostClock
-from rooftile.bench.tune_search import Seconds, Wrong, search, verify
-from rooftile.bench.tune_space import TUNABLES
+from rooftile.bench.tune import worker as tune_worker
+from rooftile.bench.tune.search import Seconds, Wrong, search, verify
+from rooftile.bench.tune.space import TUNABLES
 
 
 def searched(doubler, seconds=None, **options):

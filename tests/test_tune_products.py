@@ -8,10 +8,11 @@ import torch
 from typer.testing import CliRunner
 
 from rooftile import runtime, tuning
-from rooftile.bench import tune_report, workloads
+from rooftile.bench import workloads
 from rooftile.bench.timer import clock
-from rooftile.bench.tune_search import Search, Seconds, verify
-from rooftile.bench.tune_space import LIMITS, TUNABLES, label
+from rooftile.bench.tune import report as tune_report
+from rooftile.bench.tune.search import Search, Seconds, verify
+from rooftile.bench.tune.space import LIMITS, TUNABLES, label
 from rooftile.cli import app
 from rooftile.ops.matmul import choose
 

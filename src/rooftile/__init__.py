@@ -11,9 +11,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rooftile import nn as nn
+    from rooftile.engine import Completion as Completion
+    from rooftile.engine import Engine as Engine
     from rooftile.engine import KVCache as KVCache
     from rooftile.engine import PagedKVCache as PagedKVCache
     from rooftile.engine import PagedSequence as PagedSequence
+    from rooftile.engine import Piece as Piece
     from rooftile.huggingface import PatchHandle as PatchHandle
     from rooftile.huggingface import patch as patch
     from rooftile.huggingface import register_attention as register_attention
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from rooftile.ops.bias_activation import bias_silu as bias_silu
     from rooftile.ops.decode_attention import DecodeConfig as DecodeConfig
     from rooftile.ops.decode_attention import decode_attention as decode_attention
+    from rooftile.ops.embedding import embedding as embedding
     from rooftile.ops.fp8_linear import fp8_linear as fp8_linear
     from rooftile.ops.gated import gelu_mul as gelu_mul
     from rooftile.ops.gated import gelu_mul_packed as gelu_mul_packed
@@ -40,9 +44,13 @@ if TYPE_CHECKING:
     from rooftile.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
     from rooftile.ops.quantize_tensor import quantize_tensor as quantize_tensor
     from rooftile.ops.rms_norm import rms_norm as rms_norm
+    from rooftile.ops.rms_norm_linear import rms_norm_gated_linear as rms_norm_gated_linear
     from rooftile.ops.rms_norm_linear import rms_norm_linear as rms_norm_linear
     from rooftile.ops.rope import rope as rope
     from rooftile.ops.rope import rope_ as rope_
+    from rooftile.ops.sample import mark_seen_ as mark_seen_
+    from rooftile.ops.sample import sample as sample
+    from rooftile.ops.sample import sample_ as sample_
     from rooftile.ops.softmax import softmax as softmax
     from rooftile.ops.weight_only import WeightOnlyConfig as WeightOnlyConfig
     from rooftile.ops.weight_only import int4_linear as int4_linear
@@ -54,9 +62,12 @@ if TYPE_CHECKING:
     from rooftile.quantize import Quantize as Quantize
 
 _HOME = {
+    "Completion": "rooftile.engine",
+    "Engine": "rooftile.engine",
     "KVCache": "rooftile.engine",
     "PagedKVCache": "rooftile.engine",
     "PagedSequence": "rooftile.engine",
+    "Piece": "rooftile.engine",
     "PatchHandle": "rooftile.huggingface",
     "patch": "rooftile.huggingface",
     "register_attention": "rooftile.huggingface",
@@ -68,6 +79,7 @@ _HOME = {
     "bias_silu": "rooftile.ops.bias_activation",
     "DecodeConfig": "rooftile.ops.decode_attention",
     "decode_attention": "rooftile.ops.decode_attention",
+    "embedding": "rooftile.ops.embedding",
     "fp8_linear": "rooftile.ops.fp8_linear",
     "gelu_mul": "rooftile.ops.gated",
     "gelu_mul_packed": "rooftile.ops.gated",
@@ -83,9 +95,13 @@ _HOME = {
     "qk_norm_rope": "rooftile.ops.qk_norm_rope",
     "quantize_tensor": "rooftile.ops.quantize_tensor",
     "rms_norm": "rooftile.ops.rms_norm",
+    "rms_norm_gated_linear": "rooftile.ops.rms_norm_linear",
     "rms_norm_linear": "rooftile.ops.rms_norm_linear",
     "rope": "rooftile.ops.rope",
     "rope_": "rooftile.ops.rope",
+    "mark_seen_": "rooftile.ops.sample",
+    "sample": "rooftile.ops.sample",
+    "sample_": "rooftile.ops.sample",
     "softmax": "rooftile.ops.softmax",
     "WeightOnlyConfig": "rooftile.ops.weight_only",
     "int4_linear": "rooftile.ops.weight_only",

@@ -1,4 +1,4 @@
-"""`python -m rooftile.demo`: models on real text, plain and patched; then every op checked; then measured."""
+"""`python -m rooftile.demo`: models on real text, plain and patched; the engine; every op checked and measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main(
         Path, typer.Option(metavar="DIR", file_okay=False, help="On a GPU: where <gpu>/prefill/ is written.")
     ] = Path("results"),
 ) -> None:
-    """Run Hugging Face models on the shipped text with and without Rooftile, check every op, and measure.
+    """Run Hugging Face models on real text with and without Rooftile, generate text, check every op, and measure.
 
     Exit code 1 if a difference is over its bound or a check fails.
     """
@@ -28,6 +28,7 @@ def main(
     from rooftile.bench.run import Settings, run
     from rooftile.cases import check_report, find_cases
     from rooftile.demo.compare import compare, show, text
+    from rooftile.demo.engine import show_engine
     from rooftile.demo.models import MODELS
 
     real = runtime.MODE is runtime.Mode.GPU
@@ -44,6 +45,8 @@ def main(
             torch.get_device_module(device.type).empty_cache()
     show(compared, tokens.shape[1], console)
     right = all(c.passed for c in compared)
+
+    right &= show_engine(console)
 
     console.print("\nEvery op against its reference in float64:", highlight=False)
     rows = check_report.check_all(find_cases(), ["tiny", "llm"] if real else ["tiny"], None, console)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rooftile import tuning
 from rooftile.bench.roof import tf32
-from rooftile.bench.tune_matmul import matmul_space
+from rooftile.bench.tune.matmul import matmul_space
 from rooftile.bench.workloads import Product
 from rooftile.cases.draw import normal
 from rooftile.ops.gated import silu_mul_packed

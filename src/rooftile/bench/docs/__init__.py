@@ -17,8 +17,11 @@ from typing import Annotated
 
 import typer
 
-from rooftile.bench import docs_attention, docs_products
-from rooftile.bench.docs_tables import (
+from rooftile.bench.docs import attention as docs_attention
+from rooftile.bench.docs import engine as docs_engine
+from rooftile.bench.docs import products as docs_products
+from rooftile.bench.docs import quality as docs_quality
+from rooftile.bench.docs.tables import (
     LARGE,
     NO_RESULTS,
     TIE,
@@ -191,6 +194,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention": docs_attention.rows,
     "attention-summary": docs_attention.summary,
     "attention-memory": docs_attention.memory,
+    "decode-step": docs_engine.decode_step,
+    "quality": docs_quality.table,
 }
 
 
@@ -234,7 +239,3 @@ def main(
         typer.echo(f"{path}: {'stale' if check else 'written'}")
     if check and stale:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

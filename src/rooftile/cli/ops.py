@@ -1,82 +1,14 @@
-"""The command line. Each command parses, then calls the room that does the work."""
+"""Commands over ops: check, bench, inspect, tune, and what there is to run them on."""
 
 from __future__ import annotations
 
 import enum
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
-
-class _Commands(TyperGroup):
-    """`bench prefill` is a command of its own: `bench` takes ops, and a whole model is none."""
-
-    def resolve_command(self, ctx, args):
-        two_words = args[:2] == ["bench", "prefill"]
-        return super().resolve_command(ctx, ["bench prefill", *args[2:]] if two_words else args)
-
-
-app = typer.Typer(
-    name="rooftile",
-    cls=_Commands,
-    help="LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
-console = Console()
-
-Ops = Annotated[list[str] | None, typer.Argument(help="Ops, by name; all where none is given.", show_default=False)]
-
-
-def choose_mode() -> None:
-    """Run on the GPU where there is one, else in Triton's interpreter, and say so. Before Triton is imported."""
-    if os.environ.get("TRITON_INTERPRET"):
-        return
-    import torch
-
-    if torch.accelerator.current_accelerator(check_available=True) is None:
-        os.environ["TRITON_INTERPRET"] = "1"
-        console.print("No GPU here: kernels run on the CPU, in Triton's interpreter.", style="yellow")
-
-
-@app.callback()
-def _commands() -> None:
-    """LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one."""
-
-
-class DType(str, enum.Enum):
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
-class SetName(str, enum.Enum):
-    """The named sets of points, `rooftile.cases.SETS`; here so that --help needs no PyTorch."""
-
-    tiny = "tiny"
-    edge = "edge"
-    llm = "llm"
-    sweep = "sweep"
-    prefill = "prefill"
-    decode = "decode"
-    gemm = "gemm"
-    softmax = "softmax"
-    memory = "memory"
-
-
-def _cases(ops: list[str] | None):
-    """The cases of those names; an unknown one is a usage error that lists the known ones."""
-    from rooftile.cases import find_cases
-
-    try:
-        return find_cases(ops)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="OPS") from None
+from rooftile.cli.common import DType, Ops, SetName, app, cases_of, choose_mode, console, names_of
 
 
 @app.command()
@@ -93,7 +25,7 @@ def check(
 ) -> None:
     """Check every op against its reference in float64, forward and backward. Exit code 1 if any row fails."""
     choose_mode()
-    cases = _cases(ops)
+    cases = cases_of(ops)
     from rooftile.cases import check_report
     from rooftile.cases.check import DTYPES
 
@@ -114,11 +46,6 @@ class DirectionName(str, enum.Enum):
     forward = "forward"
     backward = "backward"
     both = "both"
-
-
-def _names(values: list[str] | None) -> list[str] | None:
-    """Options given several times, or with commas, or both."""
-    return [name for value in values for name in value.split(",") if name] if values else None
 
 
 @app.command()
@@ -178,7 +105,7 @@ def bench(
         sets=[s.value for s in sets] if sets else None,
         dtypes=[DTYPES[d.value] for d in dtypes] if dtypes else None,
         directions=directions,
-        peers=_names(peers),
+        peers=names_of(peers),
         effort=Effort(warmup=warmup, iters=iters, seconds=seconds),
         csv=csv_file,
         json=json_file,
@@ -243,7 +170,7 @@ def inspect(
         raise typer.BadParameter(
             f"unknown target {', '.join(unknown)}; known targets: {', '.join(runtime.TARGETS)}", param_hint="--arch"
         )
-    cases = _cases(ops)
+    cases = cases_of(ops)
     from rooftile.cases.check import DTYPES
     from rooftile.inspect import report
     from rooftile.inspect.plan import SETS
@@ -255,82 +182,6 @@ def inspect(
         report.write_json(rows, json_file)
     if any(row.verdict == "FAIL" for row in rows):
         raise typer.Exit(1)
-
-
-@app.command("bench prefill")
-def bench_prefill(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|PATH",
-            help="qwen2.5-7b, llama-3-8b, tiny; or a config.json, or a folder that holds one. Weights are random. "
-            "Default: qwen2.5-7b, and in the interpreter tiny.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="N",
-            help="Prompt lengths; repeatable, or with commas. Default: 128 to 2048; 16 and 32 in the interpreter.",
-        ),
-    ] = None,
-    dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
-    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
-    impls: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--peers",
-            help="rooftile, compile, rooftile+compile beside eager; repeatable, or with commas. Default: all, and in "
-            "the interpreter rooftile.",
-        ),
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Forwards before the measured ones.")] = 5,
-    iters: Annotated[int, typer.Option(min=1, help="Forwards measured for each implementation.")] = 40,
-    per_length: Annotated[
-        bool, typer.Option("--per-length", help="Compile for each length, in place of once for all.")
-    ] = False,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart here.")] = None,
-    results: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/prefill/: JSON and a chart.")
-    ] = None,
-) -> None:
-    """Time one forward of a whole model: plain, patched, compiled, patched and compiled. Exit code 1 if wrong."""
-    choose_mode()
-    from rooftile.bench.prefill import Settings, run
-    from rooftile.bench.prefill_report import IMPLS
-    from rooftile.cases.check import DTYPES
-
-    try:
-        lengths = [int(n) for n in _names(tokens) or ()]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--tokens") from None
-    if any(n < 1 for n in lengths):
-        raise typer.BadParameter(f"{min(lengths)}, expected 1 or more", param_hint="--tokens")
-    names = _names(impls)
-    if unknown := [n for n in names or () if n not in IMPLS]:
-        raise typer.BadParameter(f"unknown {', '.join(unknown)}; known: {', '.join(IMPLS)}", param_hint="--peers")
-    settings = Settings(
-        model=model,
-        tokens=lengths,
-        dtype=DTYPES[dtype.value],
-        layers=layers,
-        impls=names,
-        warmup=warmup,
-        iters=iters,
-        per_length=per_length,
-        json=json_file,
-        plot=plot,
-        results=results,
-    )
-    try:
-        code = run(settings, console)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(code)
 
 
 @app.command()
@@ -377,7 +228,7 @@ def tune(
             rows=rows,
             dtypes=[DTYPES[d.value] for d in dtypes] if dtypes else None,
             precision=precision,
-            ops=tuple(_names(ops) or ("linear",)),
+            ops=tuple(names_of(ops) or ("linear",)),
             budget=budget,
             exhaustive=exhaustive,
             out=out,
@@ -389,7 +240,3 @@ def tune(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)
-
-
-def main() -> None:
-    app()

@@ -14,14 +14,16 @@ import torch
 from rich.console import Console
 
 from rooftile import runtime, tuning
-from rooftile.bench import tune_report, tune_worker, workloads
+from rooftile.bench import workloads
 from rooftile.bench.info import machine
 from rooftile.bench.report import NO_MEASUREMENT
 from rooftile.bench.run import Phases, progress
 from rooftile.bench.timer import Clock, clock
-from rooftile.bench.tune_search import Found, Seconds
-from rooftile.bench.tune_space import TUNABLES, Tunable, label
-from rooftile.bench.tune_worker import Compile, Died, Search
+from rooftile.bench.tune import report as tune_report
+from rooftile.bench.tune import worker as tune_worker
+from rooftile.bench.tune.search import Found, Seconds
+from rooftile.bench.tune.space import TUNABLES, Tunable, label
+from rooftile.bench.tune.worker import Compile, Died, Search
 from rooftile.bench.workloads import Product
 from rooftile.tuning import Table, gpu_slug
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rooftile import tuning
-from rooftile.bench import tune_report, workloads
-from rooftile.bench.docs_tables import (
+from rooftile.bench import workloads
+from rooftile.bench.docs.tables import (
     FIGURES,
     LARGE,
     NO_RESULTS,
@@ -28,7 +28,8 @@ from rooftile.bench.docs_tables import (
 )
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import Row, groups
-from rooftile.bench.tune_report import over
+from rooftile.bench.tune import report as tune_report
+from rooftile.bench.tune.report import over
 from rooftile.cases.rms_norm_linear import traffic
 
 SUITE = "matmul"

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from rooftile import runtime
 from rooftile.bench import report
 from rooftile.bench.info import machine
-from rooftile.bench.prefill_model import layer_ops, load_config, twin
-from rooftile.bench.prefill_report import CAPTION, COMPILE, EAGER, IMPLS, OURS_COMPILE, PEER, plot, show
+from rooftile.bench.prefill.model import layer_ops, load_config, twin
+from rooftile.bench.prefill.report import CAPTION, COMPILE, EAGER, IMPLS, OURS_COMPILE, PEER, plot, show
 from rooftile.bench.roof import Roofs, measure_roofs
 from rooftile.bench.rows import OURS, Row, gpu_slug, spread, write_json
 from rooftile.bench.timer import Call, Clock, clock

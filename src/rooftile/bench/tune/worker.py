@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from rooftile import runtime
-from rooftile.bench.tune_search import Dead, Found, Seconds, brief, search
-from rooftile.bench.tune_space import TUNABLES, label
+from rooftile.bench.tune.search import Dead, Found, Seconds, brief, search
+from rooftile.bench.tune.space import TUNABLES, label
 
 PATIENCE = 120.0  # seconds without a word, after which a process is taken for hung
 

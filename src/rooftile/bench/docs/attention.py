@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rooftile.bench.docs_tables import (
+from rooftile.bench.docs.tables import (
     NO_RESULTS,
     TIE,
     by_gpu,

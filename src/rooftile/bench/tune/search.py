@@ -23,7 +23,7 @@ from torch import Tensor
 from rooftile import launching
 from rooftile.bench.measure import Effort, interleave, rotation
 from rooftile.bench.timer import Block, Clock, uncollected
-from rooftile.bench.tune_space import Tunable, label
+from rooftile.bench.tune.space import Tunable, label
 from rooftile.cases.check import poisoned
 
 PEER = "peer"

@@ -1,0 +1,5 @@
+import typer
+
+from rooftile.bench.docs import main
+
+typer.run(main)

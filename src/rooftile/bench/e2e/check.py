@@ -1,0 +1,129 @@
+"""Whether an implementation computes the model: its logits and tokens before anything is timed.
+
+Each implementation decodes greedily on its own, for a random model's likeliest tokens lie so close together that
+roundings change them. What it then chose is given to a forward of the whole sequence in float32, whose weights are
+brought to float32 a layer at a time, and its logits are held to those of that forward. A token must be the one with the
+highest of the implementation's own logits. A quantised engine is held to its quantised weights: a random model of 32
+layers in int4 is as good as another model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from rooftile.bench.e2e.cuda import causal, layer, rms_norm
+from rooftile.bench.e2e.model import LayerTensors, Model
+from rooftile.bench.e2e.paths import Path
+from rooftile.cases.check import relative_error
+from rooftile.engine import rotary
+from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product
+from rooftile.engine.weights import Layer
+from rooftile.ops.weight_only import unpack_int4
+
+STEPS = 8  # tokens that are checked: the prompt's, and those of seven steps
+SEQUENCES = 2  # of the batch, the first and the last: the float32 forward takes its time
+# A chain of float32 sums loses 5e-6 (the ceiling of rooftile.linear), which is more than a rounding.
+FLOOR = 5e-6
+# What differs by a rounding to bfloat16 may become another number of 8 bits, which is a step of 6 to 12 %: in a random
+# model of 32 layers on the CPU the logits lost 0.50 so, and 0.057 by the roundings to bfloat16 alone.
+FP8 = 8.0
+
+
+def bound(model: Model, own: bool) -> float:
+    """Of the relative error of logits: some six roundings a layer, each off by one unit. `own`: of the engine, whose
+    weights may be quantised."""
+    roundings = max(torch.finfo(model.dtype).eps, FLOOR) * math.sqrt(6 * max(1, model.config.layers))
+    return roundings * (FP8 if own and model.quantize == "fp8" else 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Of some sequences the prompts and new tokens `(n, prompt + new)`, and the logits of the new, `(n, new, V)`."""
+
+    tokens: Tensor
+    logits: Tensor
+    message: str = ""  # what is wrong with a token
+
+
+def decode(path: Path, ids: Tensor, steps: int) -> Decoded:
+    """The first tokens after the prompts."""
+    n = ids.shape[0]
+    rows = sorted({*range(min(n, SEQUENCES - 1)), n - 1})
+    tokens, logits, message = [ids[rows]], [], ""
+    path.reset()
+    path.prefill()
+    for i in range(steps):
+        if i:
+            path.step()
+        newest, scores = path.tokens.long(), path.logits
+        chosen = scores.gather(1, newest.clamp(0, scores.shape[1] - 1)[:, None])[:, 0]
+        wrong = (chosen != scores.amax(dim=1)).nonzero()[:, 0].tolist()
+        if wrong and not message:
+            message = f"token {i} of sequence {wrong[0]} is not the one with the highest of its logits"
+        tokens.append(newest[rows, None].clone())
+        logits.append(scores[rows].clone())
+    path.reset()
+    return Decoded(torch.cat(tokens, dim=1), torch.stack(logits, dim=1), message)
+
+
+def _weight(product: Product) -> Tensor:
+    """What a product multiplies by, in float32."""
+    if isinstance(product, Int4):
+        scale = product.scale.float().repeat_interleave(product.group, dim=1)
+        return unpack_int4(product.packed, product.group).float() * scale
+    if isinstance(product, Int8):
+        return product.weight.float() * product.scale[:, None]
+    if isinstance(product, Fp8):
+        return product.weight.float() * product.scale
+    assert isinstance(product, Dense)
+    return product.weight.float()
+
+
+def _float32(w: Layer) -> LayerTensors:
+    def of(product: Product) -> tuple[Tensor, Tensor | None]:
+        return _weight(product), None if product.bias is None else product.bias.float()
+
+    q_norm, k_norm = (None if norm is None else norm.float() for norm in (w.q_norm, w.k_norm))
+    return LayerTensors(
+        w.input_norm.float(), *of(w.qkv), q_norm, k_norm, *of(w.o), w.post_norm.float(), *of(w.gate_up), *of(w.down)
+    )
+
+
+def _fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x in float8_e4m3fn with a scale for each row, as the engine has it."""
+    scale = (x.abs().amax(dim=-1, keepdim=True) / 448).clamp(min=2.0**-126)
+    return linear((x / scale).to(torch.float8_e4m3fn).float() * scale, weight, bias)
+
+
+@torch.no_grad()
+def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tensor:
+    """Logits `(n, new, V)` in float32 that follow all but the last of `tokens` `(n, T)`, the last `new` of them. `own`:
+    by the engine's weights."""
+    c, weights = model.config, model.own if own else model.dense
+    product = _fp8_linear if own and model.quantize == "fp8" else linear
+    cos, sin = rotary.tables(c, tokens.shape[1] - 1, tokens.device)
+    x = embedding(tokens[:, :-1], weights.embedding).float() * c.embedding_scale
+    y = torch.zeros_like(x)
+    for w, window in zip(weights.layers, c.windows, strict=True):
+        x, y = layer(c, _float32(w), x, y, cos, sin, causal(c, window), product)
+    last = rms_norm((x + y)[:, -new:], weights.norm.float(), c.norm_eps)
+    return product(last, _weight(weights.lm_head))
+
+
+def verdict(model: Model, path: Path, ids: Tensor, steps: int, own: bool) -> tuple[float, str]:
+    """The largest relative error of the logits of a token, and what is wrong, if anything."""
+    decoded = decode(path, ids, steps)
+    expected = reference(model, decoded.tokens, steps, own)
+    errors = [relative_error(decoded.logits[:, i], expected[:, i]) for i in range(steps)]
+    most = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
+    if decoded.message:
+        return most, decoded.message
+    limit = bound(model, own)
+    if not most <= limit:
+        return most, f"logits of token {errors.index(most)} differ by {most:.2e}, over {limit:.2e}"
+    return most, ""

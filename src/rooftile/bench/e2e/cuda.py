@@ -1,0 +1,292 @@
+"""The engine's rival: the same weights run by PyTorch alone, as well as PyTorch can.
+
+Products are cuBLAS's, of the same packed qkv and gate_up weights. Attention is SDPA's: cuDNN or flash for prompts, and
+for a step whichever is fastest here of those that take a mask, as gpt-fast has it: over the whole of a static cache of
+just the tokens there will be, what lies beyond the length masked. Norms, RoPE, the activation, residual adds and the
+choice of the token are torch.compile's. A step is compiled as one graph, and recorded into one CUDA graph; a prompt is
+compiled layer by layer, which gives the same kernels, for a layer begins with the add that the one before left over.
+Nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+
+from rooftile.bench.e2e.model import LayerTensors, Model
+from rooftile.bench.timer import Clock
+from rooftile.engine import rotary
+from rooftile.engine.config import ModelConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Way = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+PREFILL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_PASSES = 7  # over the layers, of each way to attend
+_PARTS = 64  # in which a row's argmax is looked for: one block for a whole vocabulary takes longer than all norms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (weight * y.to(x.dtype)).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `(B, H, T, D)` turned by tables `(T, D)`, whose halves are equal."""
+    a, b = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+
+def layer(
+    c: ModelConfig,
+    w: LayerTensors,
+    x: Tensor,
+    y: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+    product: Callable[..., Tensor] = linear,
+) -> tuple[Tensor, Tensor]:
+    """One layer over hidden states x + y, `(B, T, hidden)`, which are returned in the same way."""
+    x = x + y
+    qkv = product(rms_norm(x, w.input_norm, c.norm_eps), w.qkv, w.qkv_bias)
+    heads = [c.heads, c.kv_heads, c.kv_heads]
+    q, k, v = qkv.unflatten(-1, (sum(heads), c.head_dim)).transpose(1, 2).split(heads, dim=1)
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = rms_norm(q, w.q_norm, c.head_norm_eps), rms_norm(k, w.k_norm, c.head_norm_eps)
+    attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+    x = x + product(attended.transpose(1, 2).flatten(2), w.o, w.o_bias)
+    gate, up = product(rms_norm(x, w.post_norm, c.norm_eps), w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
+    return x, product(silu(gate) * up, w.down, w.down_bias)
+
+
+def causal(c: ModelConfig, window: int | None) -> Attend:
+    """Attention of whole prompts."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask, tokens = None, q.shape[2]
+        if window is not None and window < tokens:
+            mask = torch.ones((tokens, tokens), dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        return scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=c.attention_scale, enable_gqa=c.heads != c.kv_heads
+        )
+
+    return attend
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, `(B, 1)`: first that of each part of it."""
+    n = logits.shape[1]
+    parts = _PARTS if n % _PARTS == 0 else 1
+    values, places = logits.unflatten(1, (parts, n // parts)).max(dim=2)
+    part = values.argmax(dim=1, keepdim=True)
+    return part * (n // parts) + places.gather(1, part)
+
+
+# Ways for one query to attend over the cache as far as a mask `(1, 1, 1, S)` says. The query heads of a KV head stand
+# beside each other, as if they were tokens, where no kernel knows of groups.
+
+
+def _packed(q: Tensor, k: Tensor) -> Tensor:
+    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+
+
+def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    scores = (_packed(q, k) @ k.mT).float() * scale
+    weights = torch.where(mask, scores, float("-inf")).softmax(-1).to(v.dtype)
+    return (weights @ v).reshape(q.shape)
+
+
+def _sdpa_packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    packed = _packed(q, k)
+    mask = mask.expand(*packed.shape[:3], -1)
+    return scaled_dot_product_attention(packed, k, v, mask, scale=scale).reshape(q.shape)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+WAYS: dict[str, tuple[Way, SDPBackend | None]] = {
+    "two products and softmax": (_by_products, None),
+    "SDPA (efficient)": (_sdpa_packed, SDPBackend.EFFICIENT_ATTENTION),
+    "SDPA (cuDNN)": (_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "SDPA (cuDNN), heads packed": (_sdpa_packed, SDPBackend.CUDNN_ATTENTION),
+}
+DEFAULT_WAY = "two products and softmax"
+
+
+def _attend(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """By the way of that name: what is compiled is compiled for each, though two differ in the backend alone."""
+    return WAYS[name][0](q, k, v, mask, scale)
+
+
+def _backend(backend: SDPBackend | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
+
+
+class CudaPath:
+    """See above.
+
+    Args:
+        ids: the prompts, `(batch, tokens)`.
+        new: tokens after each prompt.
+        compiled: else neither compiler nor graph.
+    """
+
+    def __init__(self, model: Model, ids: Tensor, new: int, clock: Clock, *, compiled: bool) -> None:
+        self.model, self.config, self.clock, self.compiled = model, model.config, clock, compiled
+        self._measures = clock.measures and ids.is_cuda
+        c, (batch, prompt) = self.config, ids.shape
+        self.ids, self.prompt = ids, prompt
+        size = prompt + new
+        self.layers = model.layers()
+        self.embedding, self.norm, self.lm_head = model.dense.embedding, model.dense.norm, model.lm_head
+        self.cos, self.sin = rotary.tables(c, size, ids.device)
+        shape = (batch, c.kv_heads, size, c.head_dim)
+        self.k, self.v = ([torch.zeros(shape, dtype=model.dtype, device=ids.device) for _ in self.layers] for _ in "kv")
+        self.places = torch.arange(size, device=ids.device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=ids.device)
+        self.token = torch.zeros((batch, 1), dtype=torch.int64, device=ids.device)
+        self.way = DEFAULT_WAY
+        self.note = ""
+        self.logits = torch.empty(0)
+        self._graph: Any = None
+        # Without a GPU nothing is to be made faster, and what is compiled is only to be traced.
+        backend = "inductor" if clock.measures else "aot_eager"
+        compiler: Any = functools.partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
+        functions: list[Any] = [self._step, self._prompt_layer, self._head]
+        functions = [compiler(function) if compiled else function for function in functions]
+        self._step_function, self._layer_function, self._head_function = functions
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.token[:, 0]
+
+    def prepare(self) -> None:
+        if self._measures:
+            self.way = self._fastest_way()
+        self.note = f"attention of a step: {self.way}"
+        self.prefill()
+        if not self.compiled or not self._measures:
+            self.step()
+            return
+        with self._way_backend():
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(2):
+                    self._step_function()
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._recorded = self._step_function()
+        self._graph = graph
+
+    def reset(self) -> None: ...
+
+    def prefill(self) -> None:
+        with self._prefill_backend():
+            x = self._embed(self.ids)
+            y = torch.zeros_like(x)
+            cos, sin = self.cos[: self.prompt], self.sin[: self.prompt]
+            for w, k, v, window in zip(self.layers, self.k, self.v, self.config.windows, strict=True):
+                x, y = self._layer_function(w, x, y, cos, sin, k, v, window)
+        self.logits = self._head_function(x[:, -1:], y[:, -1:])
+        self.token.copy_(greedy(self.logits))
+        self.position.fill_(self.prompt)
+
+    def step(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            self.logits = self._recorded
+            return
+        with self._way_backend():
+            self.logits = self._step_function()
+
+    @contextlib.contextmanager
+    def _prefill_backend(self) -> Iterator[None]:
+        with sdpa_kernel(PREFILL, set_priority=True) if self._measures else contextlib.nullcontext():
+            yield
+
+    def _way_backend(self) -> contextlib.AbstractContextManager[Any]:
+        """What the way asks for, on a GPU: it is chosen as the call is traced, or made."""
+        return _backend(WAYS[self.way][1] if self._measures else None)
+
+    # What is compiled.
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        x, scale = embedding(ids, self.embedding), self.config.embedding_scale
+        return x if scale == 1 else x * scale
+
+    def _prompt_layer(
+        self, w: LayerTensors, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            places = self.places[: self.prompt]
+            k_cache[:, :, places] = k
+            v_cache[:, :, places] = v
+            return causal(self.config, window)(q, k, v)
+
+        return layer(self.config, w, x, y, cos, sin, attend)
+
+    def _head(self, x: Tensor, y: Tensor) -> Tensor:
+        return linear(rms_norm(x + y, self.norm, self.config.norm_eps), self.lm_head)[:, 0]
+
+    def _step(self) -> Tensor:
+        """The token at `position`, and the choice of the next."""
+        c, position = self.config, self.position
+        x = self._embed(self.token)
+        y = torch.zeros_like(x)
+        cos, sin = self.cos[position], self.sin[position]
+        way, _ = WAYS[self.way]
+        for w, k_cache, v_cache, window in zip(self.layers, self.k, self.v, c.windows, strict=True):
+            attend = functools.partial(self._attend, way, k_cache, v_cache, window)
+            x, y = layer(c, w, x, y, cos, sin, attend)
+        logits = self._head(x, y)
+        self.token.copy_(greedy(logits))
+        self.position.add_(1)
+        return logits
+
+    def _attend(
+        self, way: Way, k_cache: Tensor, v_cache: Tensor, window: int | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        k_cache[:, :, self.position] = k
+        v_cache[:, :, self.position] = v
+        seen = self.places <= self.position
+        if window is not None:
+            seen = seen & (self.places > self.position - window)
+        return way(q, k_cache, v_cache, seen[None, None, None], self.config.attention_scale)
+
+    # What is chosen by measuring.
+
+    def _fastest_way(self) -> str:
+        """The way to attend that takes the least time over the caches of all layers, midway through the steps."""
+        c = self.config
+        q = torch.randn(self.ids.shape[0], c.heads, 1, c.head_dim, device=self.ids.device, dtype=self.model.dtype)
+        half = (self.prompt + self.places.numel()) // 2
+        mask = (self.places < half)[None, None, None]
+        seconds: dict[str, float] = {}
+        caches = list(zip(self.k, self.v, strict=True))
+        torch.cuda.synchronize()
+        with self.clock.active():
+            run = torch.compile(_attend, dynamic=False, fullgraph=True) if self.compiled else _attend
+            for name, (_, backend) in WAYS.items():
+                calls = [functools.partial(run, name, q, k, v, mask, c.attention_scale) for k, v in caches]
+                # Not all of them take every size, and not every release of PyTorch has them for masks.
+                with contextlib.suppress(Exception), _backend(backend):
+                    block = self.clock.block(calls)
+                    readings = [block.enqueue() for _ in range(_PASSES)]
+                    self.clock.synchronize()
+                    seconds[name] = statistics.median(read() for read in readings)
+        return min(seconds, key=seconds.__getitem__, default=DEFAULT_WAY)

@@ -1,0 +1,173 @@
+"""The models of `rooftile bench e2e`: configurations by name or path, and weights that all implementations share."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.bench.prefill.model import MODELS as PREFILL_MODELS
+from rooftile.engine import weights as engine_weights
+from rooftile.engine.config import ModelConfig
+from rooftile.engine.products import Dense, Product
+from rooftile.engine.weights import Layer, Weights
+
+# Shapes by name: what `config.json` of the published model says.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3-8b": PREFILL_MODELS["llama-3-8b"],
+    "granite-8b-code": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 49152,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": PREFILL_MODELS["qwen2.5-7b"],
+    "tiny": PREFILL_MODELS["tiny"],
+}
+RANDOM = "random"
+
+
+class LayerTensors(NamedTuple):
+    """A layer's weights as plain tensors: rows of qkv are q, k and v, rows of gate_up the gate and what it gates."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def _dense(product: Product) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(product, Dense):
+        raise TypeError(f"a product is a {type(product).__name__}, expected Dense: PyTorch multiplies by no other")
+    return product.weight, product.bias
+
+
+def layer_tensors(layer: Layer) -> LayerTensors:
+    """The very tensors that the engine multiplies by, not copies."""
+    qkv, o, gate_up, down = (_dense(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    return LayerTensors(layer.input_norm, *qkv, layer.q_norm, layer.k_norm, *o, layer.post_norm, *gate_up, *down)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model and its weights.
+
+    Attributes:
+        title: its short name.
+        hf: its configuration as `config.json` has it.
+        config: the same for the engine.
+        dense: its weights in `dtype`, which all implementations but a quantised engine share.
+        own: the engine's weights: `dense`, or the same quantised.
+        quantize: "fp8", "int8", "int4" or None.
+    """
+
+    title: str
+    hf: dict[str, Any]
+    config: ModelConfig
+    dtype: torch.dtype
+    dense: Weights
+    own: Weights
+    quantize: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.dense.embedding.device
+
+    @property
+    def lm_head(self) -> Tensor:
+        weight, bias = _dense(self.dense.lm_head)
+        assert bias is None, "no family has one"
+        return weight
+
+    def layers(self) -> list[LayerTensors]:
+        return [layer_tensors(layer) for layer in self.dense.layers]
+
+    def cache_bytes(self, batch: int, tokens: float) -> float:
+        """Of the keys and values that a step of one token of each of `batch` sequences reads, each `tokens` long."""
+        c = self.config
+        seen = sum(min(tokens, window or tokens) for window in c.windows)
+        return 2 * batch * seen * c.kv_heads * c.head_dim * self.dtype.itemsize
+
+    def prefill_flops(self, batch: int, tokens: int) -> int:
+        """Of the products, that of lm_head for the last token of each alone, and of causal attention."""
+        c = self.config
+        rows = (c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.intermediate
+        layer = 2 * tokens * c.hidden * (rows + c.heads * c.head_dim) + 2 * tokens**2 * c.heads * c.head_dim
+        return batch * (c.layers * layer + 2 * c.hidden * c.vocab)
+
+
+def read(name: str, layers: int | None = None) -> tuple[str, dict[str, Any]]:
+    """A short name and the configuration, for a built-in name, a `config.json` or a folder that holds one.
+
+    Raises:
+        ValueError: it is none of these, or no JSON object.
+    """
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if name in MODELS:
+        title, values = name, dict(MODELS[name])
+    elif path.is_file():
+        title = path.resolve().parent.name if path.name == "config.json" else path.stem
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: holds a {type(values).__name__}, expected an object")
+    else:
+        raise ValueError(f"model is {name!r}, expected {', '.join(MODELS)}, a config.json or a folder that holds one")
+    if layers is not None and layers < values.get("num_hidden_layers", layers):
+        title += f"-{layers}-layers"
+        values["num_hidden_layers"] = layers
+        if values.get("layer_types"):
+            values["layer_types"] = values["layer_types"][:layers]
+    return title, values
+
+
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: str | None = None,
+    layers: int | None = None,
+    weights: str = RANDOM,
+    seed: int = 0,
+) -> Model:
+    """The model with random weights, or those of a checkpoint folder.
+
+    Raises:
+        ValueError: the name or the configuration is not known, or the checkpoint can't be read.
+        OSError: a file can't be read.
+    """
+    title, values = read(name, layers)
+    config = ModelConfig.from_hf(values)
+
+    def make(quantize: str | None) -> Weights:
+        if weights == RANDOM:
+            return engine_weights.random(config, dtype=dtype, quantize=quantize, device=device, seed=seed)
+        return engine_weights.load(config, weights, dtype=dtype, quantize=quantize, device=device, progress=False)
+
+    dense = make(None)
+    return Model(title, values, config, dtype, dense, dense if quantize is None else make(quantize), quantize)

@@ -1,0 +1,111 @@
+"""The attention kernels that `rooftile bench quality` sets side by side, each as transformers calls it.
+
+Every one gets causal attention without padding: q `(B, Hq, T, D)`, k and v `(B, Hkv, T, D)`. Those of PyTorch are held
+to one backend, so that none is quietly computed by another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from rooftile import runtime
+from rooftile.ops.attention import AttentionConfig, attention
+
+Attention = Callable[..., tuple[Tensor, None]]
+
+# In the interpreter few, large programs; on a GPU what the default of each is, for heads as short as the byte model's.
+_PORTABLE = {True: AttentionConfig("portable", 64, 64, 4, 1), False: AttentionConfig("portable", 64, 64, 4, 3)}
+_HOPPER = AttentionConfig("hopper", 128, 128, 8, 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel by the name in the table.
+
+    Attributes:
+        title: what it is, for the table.
+        function: registered with transformers under a name of ours; None for what transformers has itself.
+        theirs: transformers' own name for it, where it has one.
+        needs: "GPU", "sm_90" or nothing.
+    """
+
+    name: str
+    title: str
+    function: Attention | None = None
+    theirs: str = ""
+    needs: str = ""
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("rooftile")
+
+    def absent(self) -> str:
+        """Why it can't run here, or nothing."""
+        gpu = runtime.MODE is runtime.Mode.GPU and runtime.accelerator() is not None
+        if self.needs and not gpu:
+            return "needs a GPU" if self.needs == "GPU" else f"needs a GPU of {self.needs}"
+        if self.needs == "sm_90" and (arch := runtime.target(runtime.default_device()).arch) != "sm_90":
+            return f"needs a GPU of sm_90, and this is {arch}"
+        return ""
+
+    def register(self) -> str:
+        """The name under which a model of transformers finds it."""
+        if self.function is None:
+            return self.theirs
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        name = f"rooftile_quality_{self.name}"
+        AttentionInterface.register(name, self.function)
+        AttentionMaskInterface.register(name, _no_mask)
+        return name
+
+
+def _no_mask(*args: Any, **options: Any) -> None:
+    """Sequences are whole, and the kernels are causal by themselves."""
+
+
+def _rooftile(config: AttentionConfig) -> Attention:
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = attention(q, k, v, causal=True, scale=options.get("scaling"), layout="bthd", config=config)
+        return out, None  # type: ignore[return-value]
+
+    return forward
+
+
+def _sdpa(backend: SDPBackend) -> Attention:
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+NAIVE = "naive"
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """All of them, the naive one first: the others are held to what it loses."""
+    interpreted = runtime.MODE is runtime.Mode.INTERPRETER
+    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    return (
+        Kernel(NAIVE, "naive: scores and probabilities in memory", theirs="eager"),
+        Kernel("rooftile_portable", "Rooftile, portable", _rooftile(_PORTABLE[interpreted])),
+        Kernel("rooftile_hopper", "Rooftile, Hopper", _rooftile(_HOPPER), needs="sm_90"),
+        Kernel("sdpa_flash", "SDPA, flash", _sdpa(flash), needs="GPU"),
+        Kernel("sdpa_cudnn", "SDPA, cuDNN", _sdpa(cudnn), needs="GPU"),
+        Kernel("flex", "FlexAttention", theirs="flex_attention", needs="GPU"),
+    )

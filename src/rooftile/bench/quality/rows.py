@@ -1,0 +1,84 @@
+"""The rows of `rooftile bench quality`, and the file that holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass
+class Text:
+    """What came of one kernel in one way of running it.
+
+    Attributes:
+        loss: nats a byte, on text that was held out.
+        surprise: nats a byte of the continuations, to the model in float32 with naive attention.
+        same: the continuations' share of bytes before the first that is not that model's own.
+        sample: the continuation of the last prompt, decoded.
+    """
+
+    loss: float | None
+    surprise: float | None
+    same: float
+    sample: str
+    coherent: bool
+
+
+@dataclasses.dataclass
+class Row:
+    """One kernel. `status` is "ok", "FAIL" (not coherent, or a length is wrong), "absent" or "error".
+
+    Attributes:
+        compiles: "whole" (one graph), "with breaks", "no", or nothing where it was not asked.
+        lengths: the relative error of the logits at each, against the naive kernel in float32.
+        wrong_lengths: those at which it is over the bound.
+    """
+
+    kernel: str
+    title: str
+    dtype: str
+    eager: Text | None = None
+    compiled: Text | None = None
+    compiles: str = ""
+    lengths: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    wrong_lengths: list[int] = dataclasses.field(default_factory=list)
+    status: str = "ok"
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it makes the command fail: ours, and wrong or raising."""
+        return self.kernel.startswith("rooftile") and self.status in ("FAIL", "error")
+
+
+def to_json(meta: Mapping[str, Any], rows: Iterable[Row]) -> str:
+    """As the other suites' files: what it was run on, then a row on each line."""
+    lines = [json.dumps(_finite(dataclasses.asdict(row)), ensure_ascii=False) for row in rows]
+    head = json.dumps(_finite(meta), indent=1, ensure_ascii=False)
+    return '{"meta": ' + head + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return {k: _finite(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def rows_of(data: Mapping[str, Any]) -> list[Row]:
+    """The rows of what `to_json` wrote."""
+
+    def row(fields: dict[str, Any]) -> Row:
+        texts = {how: None if fields[how] is None else Text(**fields[how]) for how in ("eager", "compiled")}
+        return Row(**{**fields, **texts})
+
+    return [row(fields) for fields in data["rows"]]
+
+
+def write(path: Path, meta: Mapping[str, Any], rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_json(meta, rows), encoding="utf-8")

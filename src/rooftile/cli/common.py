@@ -1,0 +1,84 @@
+"""What all commands share: the application, the mode of the process, and values of options that several take."""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+
+class _Commands(TyperGroup):
+    """`bench prefill` and the like are commands of their own: `bench` takes ops, and a whole model is none."""
+
+    def resolve_command(self, ctx, args):
+        name = " ".join(args[:2])
+        two_words = name in ("bench prefill", "bench e2e", "bench quality")
+        return super().resolve_command(ctx, [name, *args[2:]] if two_words else args)
+
+
+app = typer.Typer(
+    name="rooftile",
+    cls=_Commands,
+    help="LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+console = Console()
+
+Ops = Annotated[list[str] | None, typer.Argument(help="Ops, by name; all where none is given.", show_default=False)]
+
+
+def choose_mode() -> None:
+    """Run on the GPU where there is one, else in Triton's interpreter, and say so. Before Triton is imported."""
+    if os.environ.get("TRITON_INTERPRET"):
+        return
+    import torch
+
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        os.environ["TRITON_INTERPRET"] = "1"
+        console.print("No GPU here: kernels run on the CPU, in Triton's interpreter.", style="yellow")
+
+
+@app.callback()
+def _commands() -> None:
+    """LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one."""
+
+
+class DType(str, enum.Enum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class SetName(str, enum.Enum):
+    """The named sets of points, `rooftile.cases.SETS`; here so that --help needs no PyTorch."""
+
+    tiny = "tiny"
+    edge = "edge"
+    llm = "llm"
+    sweep = "sweep"
+    prefill = "prefill"
+    decode = "decode"
+    gemm = "gemm"
+    softmax = "softmax"
+    memory = "memory"
+
+
+def cases_of(ops: list[str] | None):
+    """The cases of those names; an unknown one is a usage error that lists the known ones."""
+    from rooftile.cases import find_cases
+
+    try:
+        return find_cases(ops)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="OPS") from None
+
+
+def names_of(values: list[str] | None) -> list[str] | None:
+    """Options given several times, or with commas, or both."""
+    return [name for value in values for name in value.split(",") if name] if values else None

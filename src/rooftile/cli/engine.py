@@ -1,0 +1,150 @@
+"""Commands of the engine: text, and the proof of whose its kernels are."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rooftile.cli.common import DType, app, choose_mode, console
+
+
+class QuantizeName(str, enum.Enum):
+    fp8 = "fp8"
+    int8 = "int8"
+    int4 = "int4"
+
+
+@app.command()
+def generate(
+    path: Annotated[str, typer.Argument(help="A checkpoint's folder, or `demo`: the small model that comes along.")],
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Repeatable: several run at a time. Default: standard input.")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    quantize: Annotated[QuantizeName | None, typer.Option(help="Weights of products in 8 or 4 bits.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many; 0 is no limit.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest that reach this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out what is less likely than this part of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Over 1 makes tokens that were there less likely.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Continue prompts, and say how fast: tokens/s, ms a token, GB/s and their share of the roof, time to the first."""
+    import sys
+
+    if not prompts and sys.stdin.isatty():
+        raise typer.BadParameter("none was given, and standard input is a terminal", param_hint="--prompt")
+    given = prompts or [sys.stdin.read()]
+    choose_mode()
+    from rooftile.cases.check import DTYPES
+    from rooftile.engine.command import Settings, run
+
+    sampling = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    settings = Settings(
+        path=path,
+        prompts=given,
+        max_new_tokens=max_new_tokens,
+        stream=stream,
+        quantize=None if quantize is None else quantize.value,
+        dtype=DTYPES[dtype.value],
+        stop=stop or (),
+        sampling=sampling,
+    )
+    try:
+        code = run(settings, console)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        console.print(f"rooftile generate: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
+class ImplName(str, enum.Enum):
+    """What `audit` runs, `rooftile.inspect.audit.IMPLS`; here so that --help needs no PyTorch."""
+
+    engine = "engine"
+    cuda = "cuda"
+    patched = "patched"
+
+
+@app.command()
+def audit(
+    path: Annotated[
+        Path | None, typer.Argument(exists=True, help="A checkpoint's folder; random weights where none is given.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json. Weights are random. Default: "
+            "llama-3-8b, and in the interpreter tiny.",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each prompt. Default: 512, and in the interpreter 12.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of decoding. Default: 8, and in the interpreter 2.")
+    ] = None,
+    quantize: Annotated[QuantizeName | None, typer.Option(help="The engine's weights in 8 or 4 bits.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
+    impl: Annotated[
+        ImplName | None,
+        typer.Option(
+            help="engine; cuda: the same model by cuBLAS, SDPA and torch.compile, which does not pass; patched: "
+            "Hugging Face's model after rooftile.patch, compiled, where the Triton kernels that Inductor made of the "
+            "model's own code are accepted, and listed as such. Default: engine, and on a GPU cuda beside it."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Write the profiler's trace, which Perfetto opens."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write every kernel to this file.")
+    ] = None,
+) -> None:
+    """List every GPU kernel of prefill and decode. Exit code 1 if one that computes is not Rooftile's, in Triton.
+
+    Copies and memsets are listed. Without a GPU the launches are recorded in the interpreter, and every op of PyTorch.
+    """
+    choose_mode()
+    if path is not None and model is not None:
+        raise typer.BadParameter("a folder has a model of its own: give one of them", param_hint="--model")
+    from rooftile import runtime
+    from rooftile.cases.check import DTYPES
+    from rooftile.inspect.audit import Settings, run
+
+    on_gpu = runtime.MODE is runtime.Mode.GPU
+    settings = Settings(
+        model=str(path) if path else model or ("llama-3-8b" if on_gpu else "tiny"),
+        weights=path,
+        impl=impl.value if impl else None,
+        batch=batch,
+        prompt=prompt or (512 if on_gpu else 12),
+        steps=steps or (8 if on_gpu else 2),
+        quantize=quantize.value if quantize else None,
+        dtype=DTYPES[dtype.value],
+        layers=layers,
+        trace=trace,
+        json=json_file,
+    )
+    try:
+        code = run(settings, console)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)

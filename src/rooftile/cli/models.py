@@ -1,0 +1,220 @@
+"""Commands that measure whole models."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rooftile.cli.common import DType, app, choose_mode, console, names_of
+
+
+@app.command("bench prefill")
+def bench_prefill(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="qwen2.5-7b, llama-3-8b, tiny; or a config.json, or a folder that holds one. Weights are random. "
+            "Default: qwen2.5-7b, and in the interpreter tiny.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N",
+            help="Prompt lengths; repeatable, or with commas. Default: 128 to 2048; 16 and 32 in the interpreter.",
+        ),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
+    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
+    impls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peers",
+            help="rooftile, compile, rooftile+compile beside eager; repeatable, or with commas. Default: all, and in "
+            "the interpreter rooftile.",
+        ),
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Forwards before the measured ones.")] = 5,
+    iters: Annotated[int, typer.Option(min=1, help="Forwards measured for each implementation.")] = 40,
+    per_length: Annotated[
+        bool, typer.Option("--per-length", help="Compile for each length, in place of once for all.")
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart here.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/prefill/: JSON and a chart.")
+    ] = None,
+) -> None:
+    """Time one forward of a whole model: plain, patched, compiled, patched and compiled. Exit code 1 if wrong."""
+    choose_mode()
+    from rooftile.bench.prefill import Settings, run
+    from rooftile.bench.prefill.report import IMPLS
+    from rooftile.cases.check import DTYPES
+
+    try:
+        lengths = [int(n) for n in names_of(tokens) or ()]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--tokens") from None
+    if any(n < 1 for n in lengths):
+        raise typer.BadParameter(f"{min(lengths)}, expected 1 or more", param_hint="--tokens")
+    names = names_of(impls)
+    if unknown := [n for n in names or () if n not in IMPLS]:
+        raise typer.BadParameter(f"unknown {', '.join(unknown)}; known: {', '.join(IMPLS)}", param_hint="--peers")
+    settings = Settings(
+        model=model,
+        tokens=lengths,
+        dtype=DTYPES[dtype.value],
+        layers=layers,
+        impls=names,
+        warmup=warmup,
+        iters=iters,
+        per_length=per_length,
+        json=json_file,
+        plot=plot,
+        results=results,
+    )
+    try:
+        code = run(settings, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+class WeightName(str, enum.Enum):
+    none = "none"
+    fp8 = "fp8"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class OnOff(str, enum.Enum):
+    on = "on"
+    off = "off"
+
+
+def _positive(values: list[str] | None, option: str) -> list[int]:
+    """Whole numbers, given several times, or with commas, or both."""
+    try:
+        numbers = [int(n) for n in names_of(values) or ()]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+    if any(n < 1 for n in numbers):
+        raise typer.BadParameter(f"{min(numbers)}, expected 1 or more", param_hint=option)
+    return numbers
+
+
+@app.command("bench e2e")
+def bench_e2e(
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|PATH",
+            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json, or a folder that holds one; "
+            "repeatable, or with commas. Default: llama-3-8b, and in the interpreter tiny.",
+        ),
+    ] = None,
+    batches: Annotated[
+        list[str] | None,
+        typer.Option("--batch", metavar="N", help="Sequences; repeatable, or with commas. Default: 1, 2, 8 and 32."),
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt. Default: 512.")] = None,
+    new: Annotated[int | None, typer.Option(min=2, help="Tokens after each prompt. Default: 256.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights, activations and cache.")] = DType.bf16,
+    quantize: Annotated[WeightName, typer.Option(help="The engine's weights.")] = WeightName.none,
+    impls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl",
+            help="rooftile, cuda_kernels, hf_static_compile, hf_patched, each also as ..._eager (Hugging Face's is "
+            "hf_eager), and rooftile_untuned; repeatable, or with commas. Default: all but the last.",
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
+    tuned: Annotated[OnOff, typer.Option("--tuning", help="Whether tuned tables are read.")] = OnOff.on,
+    weights: Annotated[str, typer.Option(metavar="random|PATH", help="random, or a checkpoint folder.")] = "random",
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="Device time for the steps of each implementation at each batch size.")
+    ] = 4.0,
+    layer: Annotated[
+        bool,
+        typer.Option("--layer", help="Time the kernels of one decode layer in place of models; --prompt is 44 then."),
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/: JSON and charts.")
+    ] = None,
+) -> None:
+    """Time prompts and decoding of whole models: the engine, CUDA's kernels, Hugging Face. Exit code 1 if wrong."""
+    choose_mode()
+    from rooftile.bench.e2e import Settings, run
+    from rooftile.bench.e2e.paths import IMPLS
+    from rooftile.cases.check import DTYPES
+
+    names = names_of(impls)
+    if unknown := [n for n in names or () if n not in IMPLS]:
+        raise typer.BadParameter(f"unknown {', '.join(unknown)}; known: {', '.join(IMPLS)}", param_hint="--impl")
+    settings = Settings(
+        models=names_of(models) or (),
+        batches=_positive(batches, "--batch"),
+        prompt=prompt,
+        new=new,
+        dtype=DTYPES[dtype.value],
+        quantize=None if quantize is WeightName.none else quantize.value,
+        impls=names or (),
+        layers=layers,
+        tuned=tuned is OnOff.on,
+        weights=weights,
+        seconds=seconds,
+        layer=layer,
+        json=json_file,
+        plot=plot,
+        results=results,
+    )
+    try:
+        code = run(settings, console)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+@app.command("bench quality")
+def bench_quality(
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernel",
+            help="naive, rooftile_portable, rooftile_hopper, sdpa_flash, sdpa_cudnn, flex; repeatable, or with commas. "
+            "Default: all.",
+        ),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/quality/byte_model.json.")
+    ] = None,
+) -> None:
+    """What a trained model writes with each attention kernel, plain and compiled. Exit code 1 if ours is wrong."""
+    choose_mode()
+    from rooftile.bench.quality import Settings, run
+    from rooftile.cases.check import DTYPES
+
+    settings = Settings(names=names_of(names), dtype=DTYPES[dtype.value], json=json_file, results=results)
+    try:
+        code = run(settings, console)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)

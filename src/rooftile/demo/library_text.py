@@ -1,0 +1,69 @@
+"""The text of the byte model: source files of Python's standard library, in two parts that share none.
+
+A token is a byte, and END stands behind each file. The files named in HELD_OUT were never trained on; since they come
+with every Python, what the model makes of them can be asked anywhere.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+END = 256  # the token behind a file, beside the 256 bytes
+HELD_OUT = (
+    "bisect.py", "calendar.py", "concurrent/futures/thread.py", "contextlib.py", "difflib.py", "email/message.py",
+    "fractions.py", "ftplib.py", "glob.py", "heapq.py", "html/parser.py", "json/decoder.py", "mailbox.py", "queue.py",
+    "sched.py", "selectors.py", "shlex.py", "statistics.py", "tabnanny.py", "textwrap.py", "timeit.py", "wave.py",
+)  # fmt: skip
+# Tests are as much text again and of another kind; the others are tables.
+_NOT_TEXT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+)
+
+
+def folder() -> Path:
+    """Where the byte model lies: a checkpoint as Hugging Face writes them."""
+    return Path(str(resources.files(__package__).joinpath("byte_model")))
+
+
+def library() -> Path:
+    """The running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def training_files() -> list[Path]:
+    """What is trained on, in the order of their names."""
+    root = library()
+    names = (path.relative_to(root) for path in root.rglob("*.py"))
+    return [root / n for n in sorted(names) if not _NOT_TEXT.intersection(n.parts) and n.as_posix() not in HELD_OUT]
+
+
+def held_out_files() -> list[Path]:
+    """The files of HELD_OUT that this Python has.
+
+    Raises:
+        FileNotFoundError: it has none, as where its library is kept without its sources.
+    """
+    found = [path for path in (library() / name for name in HELD_OUT) if path.is_file()]
+    if not found:
+        raise FileNotFoundError(f"{library()} has none of {', '.join(HELD_OUT)}")
+    return found
+
+
+def tokens(files: list[Path]) -> Tensor:
+    """Their bytes, each file with END behind it, as int64."""
+    parts = []
+    for path in files:
+        data = path.read_bytes().replace(b"\r\n", b"\n")
+        parts += [torch.tensor(list(data), dtype=torch.int64), torch.tensor([END])]
+    return torch.cat(parts)
+
+
+def windows(stream: Tensor, length: int, most: int | None = None) -> Tensor:
+    """The stream cut into windows `(n, length)` that follow each other; what is left over is dropped."""
+    n = len(stream) // length
+    return stream[: n * length].view(n, length)[:most]

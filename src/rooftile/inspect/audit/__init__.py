@@ -1,0 +1,212 @@
+"""`rooftile audit`: every GPU kernel of prefill and decode, with its time and where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from rich.console import Console
+
+from rooftile import runtime
+from rooftile.inspect.audit import report as audit_report
+from rooftile.inspect.audit.kernels import Kind
+from rooftile.inspect.audit.patched import Compiled
+from rooftile.inspect.audit.profile import Part, profiled, recorded
+from rooftile.inspect.audit.trace import Phase
+
+if TYPE_CHECKING:
+    from rooftile.bench.e2e.model import Model
+    from rooftile.engine.engine import Engine
+
+Impl = Literal["engine", "cuda", "patched"]
+IMPLS: tuple[Impl, ...] = ("engine", "cuda", "patched")
+NEW = 2  # tokens of what is generated with sampling: of the prompt, and of a step behind it
+
+# Compute kernels that are not Rooftile's and are accepted all the same: what torch.compile made of the patched model's
+# own code is in Triton, too.
+ACCEPTED: dict[Impl, tuple[Kind, ...]] = {"engine": (), "cuda": (), "patched": ("Inductor",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is audited.
+
+    Attributes:
+        model: a name, a config.json, or a folder; with `weights` a checkpoint folder, whose weights are loaded.
+        impl: by default the engine, and on a GPU the CUDA path beside it.
+        prompt, steps: tokens of each prompt, and steps of decoding behind it.
+        layers: cut the model to its first layers.
+        trace: the profiler's trace is written there.
+    """
+
+    model: str
+    weights: Path | None = None
+    impl: Impl | None = None
+    batch: int = 1
+    prompt: int = 512
+    steps: int = 8
+    quantize: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    layers: int | None = None
+    trace: Path | None = None
+    json: Path | None = None
+
+
+@dataclasses.dataclass
+class Audit:
+    """What one implementation ran."""
+
+    impl: Impl
+    phases: list[Phase]
+    absent: str = ""  # why there is nothing
+
+    @property
+    def accepted(self) -> tuple[Kind, ...]:
+        return ACCEPTED[self.impl]
+
+    @property
+    def faults(self) -> list[str]:
+        """Why it does not pass, a line each."""
+        found = [self.absent] if self.absent else []
+        for phase in self.phases:
+            found += [f"{phase.name}: {problem}" for problem in phase.problems]
+            found += [
+                f"{phase.name}: {row.name} is {row.kind}, {row.count} runs" for row in phase.foreign(self.accepted)
+            ]
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        phases = [
+            {
+                **{k: v for k, v in dataclasses.asdict(phase).items() if k != "rows"},
+                "blocks": {name: {"count": n, "us": us} for name, (n, us) in phase.by_block().items()},
+                "kernels": [dataclasses.asdict(row) for row in phase.rows],
+            }
+            for phase in self.phases
+        ]
+        return {"impl": self.impl, "passed": not self.faults, "faults": self.faults, "phases": phases}
+
+
+def engine_parts(engine: Engine, prompt: int, steps: int) -> list[Part]:
+    """Prefill and decode of a full batch, greedy; and what `generate` does with everything that sampling has."""
+    runner, vocab = engine.runner, engine.config.vocab
+    prompts = [[(7 * i + 3 * t) % vocab for t in range(prompt)] for i in range(engine.max_batch)]
+    from rooftile.engine.runner import Sampling
+
+    def reset() -> None:
+        for sequence in runner.cache.sequences:
+            runner.free(sequence)
+
+    def prefill() -> None:
+        runner.prefill(prompts, [Sampling()] * len(prompts))
+
+    def decode() -> None:
+        for _ in range(steps):
+            runner.decode()
+
+    def generate() -> None:
+        uneven = [p[: max(1, len(p) - i)] for i, p in enumerate([*prompts, prompts[0]])]
+        engine.generate(
+            uneven, NEW, temperature=0.8, top_k=50, top_p=0.95, min_p=0.02, repetition_penalty=1.1,
+            logprobs=True, ignore_eos=True,
+        )  # fmt: skip
+
+    return [
+        Part("prefill", prefill, before=reset),
+        Part("decode", decode, steps),
+        Part("generate, sampled", generate, before=reset),
+    ]
+
+
+def _parts(impl: Impl, model: Model, s: Settings) -> list[Part]:
+    """The parts of an implementation, ready to run."""
+    from rooftile.bench.e2e import cuda as e2e_cuda
+    from rooftile.bench.e2e import hf as e2e_hf
+    from rooftile.bench.timer import clock
+    from rooftile.engine.engine import Engine
+    from rooftile.engine.runner import Runner
+
+    if impl == "engine":
+        runner = Runner(model.config, model.own, max_batch=s.batch, max_seq_len=s.prompt + s.steps + NEW)
+        return engine_parts(Engine(model.config, model.own, None, runner), s.prompt, s.steps)
+    numbers = torch.arange(s.batch * s.prompt, device=model.device)
+    ids = (7 * numbers % model.config.vocab).view(s.batch, s.prompt)
+    path: Any
+    if impl == "cuda":
+        path = e2e_cuda.CudaPath(model, ids, 2 * s.steps + NEW, clock(model.device), compiled=True)
+    else:
+        path = Compiled(e2e_hf.Models(model).model(True), ids, 2 * s.steps + NEW)
+    with torch.no_grad():
+        path.prepare()
+
+    @torch.no_grad()
+    def decode() -> None:
+        for _ in range(s.steps):
+            path.step()
+
+    return [Part("prefill", torch.no_grad()(path.prefill), before=path.reset), Part("decode", decode, s.steps)]
+
+
+def _audit(impl: Impl, model: Model, s: Settings, trace: Path | None) -> Audit:
+    def build() -> list[Part]:
+        return _parts(impl, model, s)
+
+    if runtime.MODE is runtime.Mode.GPU:
+        # The compiler launches the kernels of a patched model itself, with nobody told.
+        return Audit(impl, profiled(build, trace, strict=impl != "patched"))
+    return Audit(impl, recorded(build))
+
+
+def run(s: Settings, console: Console) -> int:
+    """Audit, show and write. The exit code: 1 if the implementation that was asked for does not pass.
+
+    Raises:
+        ValueError: the model is not known, or what is asked for needs a GPU.
+    """
+    from rooftile.bench.e2e import model as e2e_model
+    from rooftile.bench.e2e.paths import Absent
+
+    measured = runtime.MODE is runtime.Mode.GPU
+    if not measured:
+        if s.impl not in (None, "engine"):
+            raise ValueError(f"--impl {s.impl} needs a GPU: without one there is only the engine to audit")
+        if s.trace is not None:
+            raise ValueError("--trace needs a GPU: without one there is no profile")
+        console.print(
+            "A profile needs a GPU, and there is none: audited is what the engine would ask of it, its launches and "
+            "the ops of PyTorch beside them, in Triton's interpreter.",
+            style="yellow",
+        )
+    weights = e2e_model.RANDOM if s.weights is None else str(s.weights)
+    model = e2e_model.load(
+        s.model, dtype=s.dtype, device=runtime.default_device(), quantize=s.quantize, layers=s.layers, weights=weights
+    )
+    audits = [_audit(s.impl or "engine", model, s, s.trace)]
+    if s.impl is None and measured:
+        gc.collect()
+        torch.cuda.empty_cache()
+        beside = None if s.trace is None else s.trace.with_name(f"{s.trace.stem}.cuda{s.trace.suffix}")
+        try:
+            audits.append(_audit("cuda", model, s, beside))
+        except (torch.cuda.OutOfMemoryError, Absent) as error:
+            audits.append(Audit("cuda", [], absent=f"left out: {str(error).splitlines()[0]}"))
+    audit_report.show(audits, console, measured)
+    if s.json is not None:
+        write_json(s, model, audits)
+    return 1 if audits[0].faults else 0
+
+
+def write_json(s: Settings, model: Model, audits: Sequence[Audit]) -> None:
+    """{"meta": {...}, "audits": [...]}, with every kernel of every phase."""
+    from rooftile.bench.info import machine
+
+    assert s.json is not None
+    asked = {"model": model.title, "batch": s.batch, "prompt": s.prompt, "steps": s.steps, "quantize": s.quantize}
+    found = {"meta": {**machine(), **asked}, "audits": [audit.as_json() for audit in audits]}
+    s.json.parent.mkdir(parents=True, exist_ok=True)
+    s.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,97 @@
+"""A patched Hugging Face model, compiled: prompts and steps, each with the choice of its token in the graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Compiled:
+    """Greedy decoding by the model's own forward over a static cache. A step is recorded into one CUDA graph.
+
+    `generate` and a forward called from outside leave the argmax and the next position to kernels of PyTorch's own;
+    here they are compiled with the forward, as all else is.
+
+    Args:
+        model: a causal language model, patched.
+        ids: the prompts, `(batch, tokens)`, on the GPU.
+        new: tokens after each prompt.
+        compiled: whether to compile at all; for a look at what it computes, without a GPU.
+    """
+
+    def __init__(self, model: nn.Module, ids: Tensor, new: int, *, compiled: bool = True) -> None:
+        from transformers import StaticCache
+
+        self._model: Any = model
+        self._ids = ids
+        config: Any = model.config
+        self._cache = StaticCache(config=config, max_cache_len=ids.shape[1] + new)
+        # Before transformers 5.3 a static cache was told where to write.
+        self._tells_place = "cache_position" in inspect.signature(type(model).forward).parameters
+        self._positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        self._position = torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
+        self._token = torch.zeros((ids.shape[0], 1), dtype=torch.int64, device=ids.device)
+        compiler = functools.partial(torch.compile, dynamic=False) if compiled else lambda function: function
+        self._take_prompt, self._take_step = compiler(self._prompt), compiler(self._step)
+        self._records = compiled and ids.is_cuda
+        self._graph: Any = None
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._token[:, 0]
+
+    def reset(self) -> None:
+        if getattr(self._cache, "is_initialized", True):
+            self._cache.reset()
+
+    @torch.no_grad()
+    def prefill(self) -> None:
+        self._take_prompt()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self._graph is None:
+            self._take_step()
+        else:
+            self._graph.replay()
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Compile, and record the step."""
+        self.prefill()
+        if not self._records:
+            return
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                self._take_step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._take_step()
+        self._graph = graph
+
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        given = {"cache_position": positions[0]} if self._tells_place else {}
+        out = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **given,
+        )
+        return out.logits[:, -1]
+
+    def _prompt(self) -> None:
+        self._token.copy_(self._logits(self._ids, self._positions).argmax(dim=-1, keepdim=True))
+        self._position.fill_(self._ids.shape[1])
+
+    def _step(self) -> None:
+        self._token.copy_(self._logits(self._token, self._position).argmax(dim=-1, keepdim=True))
+        self._position.add_(1)

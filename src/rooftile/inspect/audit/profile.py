@@ -1,0 +1,112 @@
+"""An implementation of a model, run phase by phase: on a GPU under PyTorch's profiler, else with its calls recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rooftile import launching
+from rooftile.inspect.audit import trace as audit_trace
+from rooftile.inspect.audit.calls import Recorder
+from rooftile.inspect.audit.kernels import Launched, source_of
+from rooftile.inspect.audit.trace import MARK, Phase
+
+from triton.runtime.jit import JITFunction  # isort: skip
+
+# PyTorch's own remedy for graphs under the profiler: CUPTI is neither taken down nor set up again.
+_CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is run for a phase: `before` belongs to none, and `steps` is how many forwards `run` has."""
+
+    name: str
+    run: Callable[[], Any]
+    steps: int = 1
+    before: Callable[[], Any] = lambda: None
+
+
+def _launched(compiled: Any) -> Launched | None:
+    source = source_of(getattr(compiled.src, "fn", None))
+    if source is None:
+        return None
+    metadata = compiled.metadata
+    warp = getattr(getattr(metadata, "target", None), "warp_size", 32)
+    return Launched(source, metadata.num_warps * warp, int(metadata.shared), int(getattr(compiled, "n_regs", 0) or 0))
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[Any]]:
+    """The compiled kernels that Rooftile launches meanwhile, once each; those that a graph captures among them."""
+    stock_run, stock_start = JITFunction.run, launching._start
+    found: dict[int, Any] = {}
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = stock_run(self, *args, **kwargs)
+        if compiled is not None:
+            found.setdefault(id(compiled), compiled)
+        return compiled
+
+    def start(compiled: Any, programs: int, device: int, args: tuple[Any, ...]) -> None:
+        found.setdefault(id(compiled), compiled)
+        stock_start(compiled, programs, device, args)
+
+    JITFunction.run, launching._start = run, start
+    kernels: list[Any] = []
+    try:
+        yield kernels
+    finally:
+        JITFunction.run, launching._start = stock_run, stock_start
+        kernels += found.values()
+
+
+def profiled(build: Callable[[], Sequence[Part]], trace: Path | None, *, strict: bool) -> list[Phase]:
+    """The phases of what `build` makes, as the profiler saw them on the GPU.
+
+    Everything is run once before: kernels are compiled then, and graphs recorded.
+
+    Args:
+        trace: where the profiler's trace is written, for Perfetto.
+        strict: only what Rooftile's launchers launched counts as Rooftile's.
+    """
+    for name, value in _CUPTI.items():
+        os.environ.setdefault(name, value)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with told() as kernels:
+        parts = build()
+        for part in parts:
+            part.before()
+            part.run()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=activities) as profiler:
+            for part in parts:
+                part.before()
+                torch.cuda.synchronize()
+                with torch.profiler.record_function(MARK + part.name):
+                    part.run()
+                torch.cuda.synchronize()
+    launched = [k for compiled in kernels if (k := _launched(compiled)) is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder) / "trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        events = audit_trace.load(path)
+    return audit_trace.phases(events, {p.name: p.steps for p in parts}, launched, strict=strict)
+
+
+def recorded(build: Callable[[], Sequence[Part]]) -> list[Phase]:
+    """The phases of what `build` makes, as their launches and ops of PyTorch are in Triton's interpreter."""
+    recorder = Recorder()
+    for part in build():
+        part.before()
+        with recorder.phase(part.name, part.steps):
+            part.run()
+    return recorder.phases()

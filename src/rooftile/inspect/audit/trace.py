@@ -1,0 +1,214 @@
+"""What ran on the GPU, read from a trace of PyTorch's profiler (Chrome's trace format, which Perfetto opens).
+
+Time is counted once: where two kernels overlap, as with programmatic dependent launch, it is the earlier one's. What no
+kernel and no copy covers, from the first of a phase to its last, are its gaps. So all parts of a phase add up to it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rooftile.inspect.audit.kernels import BLOCKS, COPIES, Kind, Launched, Origin, origin_of
+
+MARK = "rooftile.audit "  # before the name of a phase, in annotations
+GAPS = "gaps"
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_CALLS = ("cuda_runtime", "cuda_driver")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+
+
+@dataclasses.dataclass
+class Row:
+    """All runs of one kernel in a phase. `us` is their time in all, None where nothing was timed."""
+
+    name: str
+    kind: Kind
+    block: str
+    op: str = ""
+    place: str = ""
+    count: int = 0
+    in_graphs: int = 0
+    us: float | None = None
+
+
+@dataclasses.dataclass
+class Phase:
+    """A part of what was audited: prefill, decode.
+
+    Attributes:
+        steps: how many forwards it has.
+        wall_us: from the first kernel's start to the last one's end, None where nothing was timed.
+        gaps_us: what of that no kernel covers.
+        waits: calls by which the host waited for the GPU.
+        problems: why the trace does not prove anything.
+    """
+
+    name: str
+    steps: int = 1
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    wall_us: float | None = None
+    gaps_us: float | None = None
+    waits: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def foreign(self, accepted: Collection[Kind] = ()) -> list[Row]:
+        """The compute kernels that are not Rooftile's, nor of a kind that is accepted."""
+        return [row for row in self.rows if row.kind not in ("Rooftile", "copy", *accepted)]
+
+    def by_block(self) -> dict[str, tuple[int, float | None]]:
+        """Count and time of each operation of a block, and of the gaps where time is known."""
+        found: dict[str, tuple[int, float | None]] = {}
+        for block in BLOCKS:
+            rows = [row for row in self.rows if row.block == block]
+            if rows:
+                times = [row.us for row in rows if row.us is not None]
+                found[block] = (sum(row.count for row in rows), sum(times) if times else None)
+        if self.gaps_us is not None:
+            found[GAPS] = (0, self.gaps_us)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Event:
+    """Something that ran on the GPU, in microseconds."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+    args: dict[str, Any]
+
+    @property
+    def in_graph(self) -> bool:
+        return bool(self.args.get("graph node id"))
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace file.
+
+    Raises:
+        ValueError: it is no trace.
+    """
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a trace: {error}") from None
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list):
+        raise ValueError(f"{path}: not a trace: it has no list of traceEvents")
+    return events
+
+
+def _complete(events: Iterable[dict[str, Any]], categories: Collection[str]) -> list[dict[str, Any]]:
+    """Those of the categories that have a beginning and a duration."""
+    return [e for e in events if e.get("ph") == "X" and str(e.get("cat", "")).lower() in categories]
+
+
+def _spans(events: Iterable[dict[str, Any]]) -> list[tuple[float, float, str]]:
+    """Begin, end and name of the phases, as the host marked them."""
+    marks = (e for e in _complete(events, ("user_annotation",)) if str(e["name"]).startswith(MARK))
+    return sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"])[len(MARK) :]) for e in marks)
+
+
+def _within(spans: Sequence[tuple[float, float, str]], moment: float) -> str | None:
+    at = bisect.bisect_right([begin for begin, _, _ in spans], moment) - 1
+    return spans[at][2] if at >= 0 and moment <= spans[at][1] else None
+
+
+def _threads(args: dict[str, Any]) -> int:
+    block = args.get("block") or []
+    threads = 1
+    for n in block if isinstance(block, list) else []:
+        threads *= int(n)
+    return threads
+
+
+def _origin(event: _Event, launched: Collection[Launched], strict: bool) -> Origin:
+    if event.category != "kernel":
+        return Origin("copy", COPIES)
+    return origin_of(
+        event.name,
+        launched,
+        strict=strict,
+        threads=_threads(event.args),
+        shared=int(event.args.get("shared memory", 0)),
+        registers=int(event.args.get("registers per thread", 0)),
+    )
+
+
+def _measure(phase: Phase, events: Sequence[_Event], launched: Collection[Launched], strict: bool) -> None:
+    """Rows, times and gaps of a phase."""
+    rows: dict[tuple[str, Origin], Row] = {}
+    covered = min(e.start for e in events)
+    first, gaps = covered, 0.0
+    for event in sorted(events, key=lambda e: (e.start, e.end)):
+        origin = _origin(event, launched, strict)
+        row = rows.setdefault(
+            (event.name, origin), Row(event.name, origin.kind, origin.block, origin.op, origin.place, us=0.0)
+        )
+        gaps += max(0.0, event.start - covered)
+        assert row.us is not None
+        row.us += max(0.0, event.end - max(event.start, covered))
+        row.count += 1
+        row.in_graphs += event.in_graph
+        covered = max(covered, event.end)
+    phase.rows = sorted(rows.values(), key=lambda r: -(r.us or 0.0))
+    phase.wall_us, phase.gaps_us = covered - first, gaps
+
+
+def phases(
+    events: Sequence[dict[str, Any]],
+    steps: dict[str, int],
+    launched: Collection[Launched] = (),
+    *,
+    strict: bool = False,
+) -> list[Phase]:
+    """The phases of a trace, each with its kernels.
+
+    A kernel belongs to the phase in which the host launched it, or the graph that it is part of; where the trace does
+    not say who launched it, to that in which it began. What belongs to none is left out.
+
+    Args:
+        events: of the trace.
+        steps: the phases that are expected, and how many forwards each has.
+        launched, strict: see `origin_of`.
+    """
+    spans = _spans(events)
+    calls = {
+        e["args"]["correlation"]: e
+        for e in _complete(events, _CALLS)
+        if e.get("args", {}).get("correlation") is not None
+    }
+    by_phase: dict[str, list[_Event]] = {name: [] for name in steps}
+    seen: set[Any] = set()
+    for e in _complete(events, _WORK):
+        args, start = e.get("args", {}), float(e["ts"])
+        call = calls.get(args.get("correlation"))
+        seen.add(args.get("correlation"))
+        name = _within(spans, start if call is None else float(call["ts"]))
+        if name in by_phase:
+            end = start + float(e.get("dur", 0.0))
+            by_phase[name].append(_Event(str(e["name"]), str(e["cat"]).lower(), start, end, args))
+    waits: Counter[str | None] = Counter()
+    blind: Counter[str | None] = Counter()
+    for e in _complete(events, _CALLS):
+        name = _within(spans, float(e["ts"]))
+        waits[name] += str(e["name"]) in _WAITS
+        blind[name] += "GraphLaunch" in str(e["name"]) and e.get("args", {}).get("correlation") not in seen
+    found = []
+    for name, n in steps.items():
+        phase = Phase(name, n, waits=waits[name])
+        if not any(e.category == "kernel" for e in by_phase[name]):
+            phase.problems.append("the profiler saw no kernel")
+        if blind[name]:
+            phase.problems.append(f"of {blind[name]} replays of a graph the profiler saw no kernel")
+        if by_phase[name]:
+            _measure(phase, by_phase[name], launched, strict)
+        found.append(phase)
+    return found

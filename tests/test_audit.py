@@ -1,0 +1,361 @@
+"""`rooftile audit`: what it says of a trace, and of what the engine asks of a GPU."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import rooftile
+from rooftile import cli, runtime
+from rooftile.engine import Engine
+from rooftile.engine.model import Decoder
+from rooftile.inspect import audit
+from rooftile.inspect.audit import Audit, engine_parts
+from rooftile.inspect.audit import kernels as audit_kernels
+from rooftile.inspect.audit import report as audit_report
+from rooftile.inspect.audit import trace as audit_trace
+from rooftile.inspect.audit.calls import Recorder
+from rooftile.inspect.audit.kernels import Launched, origin_of, registry
+from rooftile.inspect.audit.patched import Compiled
+from rooftile.inspect.audit.profile import profiled, recorded
+from rooftile.inspect.audit.trace import MARK, phases
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+interpreted = pytest.mark.skipif(
+    runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are recorded on the CPU"
+)
+
+
+# A trace as the profiler writes it: microseconds, host and device on one clock.
+
+
+def event(category, name, ts, dur, **args):
+    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 7, "ts": ts, "dur": dur, "args": args}
+
+
+def call(name, ts, correlation):
+    return event("cuda_runtime", name, ts, 1.0, correlation=correlation)
+
+
+def kernel(name, ts, dur, correlation, threads=128, shared=0, registers=32, node=0):
+    more = {"graph node id": node} if node else {}
+    return event(
+        "kernel", name, ts, dur, correlation=correlation, block=[threads, 1, 1], grid=[8, 1, 1],
+        **{"shared memory": shared, "registers per thread": registers}, **more,
+    )  # fmt: skip
+
+
+def trace():
+    """A prefill of two kernels, launched each, and two replays of a graph of three, which run on after they were
+    launched; before all of it a kernel that is in neither."""
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
+        call("cudaLaunchKernel", 1.0, 1),
+        kernel("_embedding_kernel", 2.0, 1.0, 1),
+        event("user_annotation", MARK + "prefill", 100.0, 50.0),
+        call("cuLaunchKernelEx", 101.0, 11),
+        call("cudaMemcpyAsync", 103.0, 12),
+        call("cuLaunchKernelEx", 104.0, 13),
+        kernel("forward_kernel", 110.0, 20.0, 11),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 131.0, 2.0, correlation=12, bytes=64),
+        kernel("_tiled_kernel", 160.0, 30.0, 13),
+        event("user_annotation", MARK + "decode", 200.0, 20.0),
+    ]
+    for replay, begin in ((21, 210.0), (22, 240.0)):
+        events += [
+            call("cudaGraphLaunch", 201.0 + replay - 21, replay),
+            kernel("_skinny_kernel", begin, 10.0, replay, node=1),
+            kernel("decode_kernel", begin + 8.0, 4.0, replay, node=2),  # starts before the one before it has ended
+            kernel("_greedy_kernel", begin + 14.0, 6.0, replay, node=3),
+        ]
+    return events
+
+
+STEPS = {"prefill": 1, "decode": 2}
+
+
+def of_both(events, **options):
+    return phases(events, STEPS, **options)
+
+
+def test_kernels_belong_to_the_phase_that_launched_them():
+    prefill, decode = of_both(trace())
+    assert {r.name: r.count for r in prefill.rows} == {
+        "forward_kernel": 1, "_tiled_kernel": 1, "Memcpy HtoD (Pinned -> Device)": 1,
+    }  # fmt: skip
+    assert {r.name: (r.count, r.in_graphs) for r in decode.rows} == dict.fromkeys(
+        ("_skinny_kernel", "decode_kernel", "_greedy_kernel"), (2, 2)
+    )
+
+
+def test_time_is_counted_once_and_adds_up_with_the_gaps():
+    prefill, decode = of_both(trace())
+    assert (prefill.wall_us, prefill.gaps_us) == (80.0, 28.0)
+    assert {r.name: r.us for r in decode.rows} == {"_skinny_kernel": 20.0, "decode_kernel": 4.0, "_greedy_kernel": 12.0}
+    for phase in (prefill, decode):
+        assert sum(r.us for r in phase.rows) + phase.gaps_us == phase.wall_us
+        assert sum(us for _, us in phase.by_block().values()) == phase.wall_us
+
+
+def test_operations_of_a_block_are_told_apart():
+    prefill, decode = (phase.by_block() for phase in of_both(trace()))
+    assert prefill["attention"] == (1, 20.0)
+    assert prefill["copies"] == (1, 2.0)
+    assert {name: n for name, (n, _) in decode.items()} == {"products": 2, "attention": 2, "sampling": 2, "gaps": 0}
+
+
+def test_a_foreign_kernel_is_found_and_named():
+    events = [*trace(), kernel("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 231.0, 3.0, 21, node=4)]
+    found = Audit("engine", of_both(events))
+    assert found.faults == ["decode: nvjet_tst_64x8_64x16_4x1_v_bz_TNT is foreign, 1 runs"]
+    assert not Audit("engine", of_both(trace())).faults
+    (row,) = found.phases[1].foreign()
+    assert (row.block, row.us) == ("products", 3.0)
+
+
+def test_inductors_triton_is_accepted_of_a_patched_model_alone():
+    events = [*trace(), kernel("triton_poi_fused_add_mul_3", 231.0, 3.0, 21, node=4)]
+    assert "triton_poi_fused_add_mul_3 is Inductor" in Audit("engine", of_both(events)).faults[0]
+    assert not Audit("patched", of_both(events)).faults
+
+
+def test_a_replay_whose_kernels_were_not_seen_proves_nothing():
+    events = [e for e in trace() if e["cat" if "cat" in e else "ph"] != "kernel" or e["args"]["correlation"] != 22]
+    assert Audit("engine", of_both(events)).faults == ["decode: of 1 replays of a graph the profiler saw no kernel"]
+    blind = [e for e in trace() if e.get("cat") != "kernel"]
+    assert "prefill: the profiler saw no kernel" in Audit("engine", of_both(blind)).faults
+
+
+def test_waits_of_the_host_are_counted():
+    events = [*trace(), call("cudaStreamSynchronize", 205.0, 90), call("cudaDeviceSynchronize", 300.0, 91)]
+    assert [phase.waits for phase in of_both(events)] == [0, 1]
+
+
+def test_strictly_a_name_is_not_enough():
+    """A kernel of that name that this process did not launch by Rooftile's launchers is another's."""
+    source = registry()["_skinny_kernel"][0]
+    launched = [Launched(source, 128, 0, 32)]
+    _, decode = of_both(trace(), launched=launched, strict=True)
+    assert {r.name: r.kind for r in decode.rows} == {
+        "_skinny_kernel": "Rooftile", "decode_kernel": "foreign", "_greedy_kernel": "foreign",
+    }  # fmt: skip
+
+
+def test_namesakes_are_told_apart_by_what_they_take_of_the_chip():
+    norm, gated = (
+        next(s for s in registry()["_tile_kernel"] if s.file == file)
+        for file in ("ops/rms_norm/forward.py", "ops/gated/quantized.py")
+    )
+    launched = [Launched(norm, 256, 64, 40), Launched(gated, 256, 0, 40)]
+    found = [origin_of("_tile_kernel", launched, threads=256, shared=s, registers=40) for s in (64, 0)]
+    assert [(o.op, o.block) for o in found] == [("rms_norm", "norms"), ("gated", "activation")]
+    both = origin_of("_tile_kernel", launched, threads=128, shared=7, registers=1)
+    assert (both.kind, both.op, both.block) == ("Rooftile", "gated or rms_norm", "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "block"),
+    [
+        ("decode_kernel", "Rooftile", "attention"),
+        ("rope_kernel", "Rooftile", "RoPE + cache write"),
+        ("triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_0", "Inductor", "norms"),
+        ("triton_poi_fused_mul_silu_8", "Inductor", "activation"),
+        ("triton_poi_fused_add_cat_index_put_mul_neg_2", "Inductor", "RoPE + cache write"),
+        ("triton_tem_fused_mm_3", "Inductor", "products"),
+        ("triton_red_fused_argmax_4", "Inductor", "sampling"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "foreign", "attention"),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64>>", "foreign", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::Params)", "foreign", "attention"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "foreign", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "foreign", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "foreign", "products"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "foreign", "other"),
+    ],
+)
+def test_a_kernels_name_says_whose_it_is(name, kind, block):
+    origin = origin_of(name)
+    assert (origin.kind, origin.block) == (kind, block)
+
+
+def test_every_jit_function_is_registered(tmp_path):
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "one.py").write_text(
+        "@triton.jit\ndef a(): ...\n@gluon.jit\ndef b(): ...\n@triton.jit(do_not_specialize=['n'])\ndef c(n): ...\n"
+        "@functools.cache\ndef d(): ...\n"
+    )
+    found = list(audit_kernels.functions(tmp_path))
+    assert [(s.name, s.family, s.line) for s in found] == [("a", "one", 2), ("b", "one", 4), ("c", "one", 6)]
+    from rooftile.ops.matmul.tiled import _tiled_kernel
+
+    assert audit_kernels.source_of(_tiled_kernel) in registry()["_tiled_kernel"]
+    assert audit_kernels.source_of(json.dumps) is None
+
+
+def test_the_profilers_own_file_has_the_marks(tmp_path):
+    """The categories and fields that are relied on, as this PyTorch writes them."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profiler, torch.profiler.record_function(MARK + "decode"):
+        torch.ones(3).add(1)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = audit_trace.load(tmp_path / "trace.json")
+    assert [name for _, _, name in audit_trace._spans(events)] == ["decode"]
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    path = tmp_path / "trace.json"
+    for text in ("not json", '{"rows": []}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not a trace"):
+            audit_trace.load(path)
+
+
+def test_ours_is_shown_beside_theirs():
+    theirs = [*trace(), kernel("nvjet_tst_64x8", 231.0, 3.0, 21, node=4)]
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    audit_report.show([Audit("engine", of_both(trace())), Audit("cuda", of_both(theirs))], console, True)
+    shown = console.file.getvalue()
+    assert "the engine passes: 8 runs of Rooftile's Triton kernels, 1 copies and memsets" in shown
+    (line,) = (
+        line.split()
+        for line in shown.splitlines()
+        if line.split()[:1] == ["gaps"] and len(line.split()) == 5 and line.split()[1] == "7.000"
+    )
+    assert line == ["gaps", "7.000", "28.0%", "5.500", "22.0%"]  # of 25 us a step
+    assert "nvjet_tst_64x8" in json.dumps(Audit("cuda", of_both(theirs)).as_json())
+
+
+# Without a GPU.
+
+
+@interpreted
+def test_torchs_ops_on_the_devices_tensors_are_found_and_the_hosts_are_not():
+    x, pairs, ids = torch.randn(4, 8), torch.randn(8, 2), torch.arange(4)
+    device = torch.device("cpu")
+    recorder = Recorder()
+    with recorder.phase("one"):
+        on_host = torch.tensor([1, 2, 3]) + 1  # lengths, perhaps
+        sent = on_host.to(device)
+        x.view(2, 16)[:, 4:].clone()
+        torch.empty_like(x).copy_(x)
+        torch.empty_like(x, device="cpu").copy_(x).add(1)  # what the host does with what it read
+        rooftile.rms_norm(x, torch.ones(8, device=device))
+        rooftile.rms_norm_linear(x, pairs[:, 0], pairs.t())
+        sent + 1
+        x.to(torch.float16)
+        x.sum().item()
+        ids.tolist()
+    (phase,) = recorder.phases()
+    assert {r.name: r.op for r in phase.foreign()} == {
+        "aten::clone(float32 [2, 12] strided)": "",
+        "aten::ones(float32 [8])": "",
+        "aten::clone(float32 [8] strided)": "rms_norm_linear",
+        "aten::add(int64 [3])": "",
+        "aten::_to_copy(float32 [4, 8])": "",
+        "aten::sum(float32 [4, 8])": "",
+    }
+    assert [(r.op, r.count) for r in phase.rows if r.kind == "Rooftile"] == [("rms_norm", 1), ("rms_norm_linear", 1)]
+    assert phase.waits == 2
+
+
+def engine(**options):
+    return Engine.from_config(TINY, dtype=torch.float32, max_batch=2, max_seq_len=16, page_size=16, **options)
+
+
+@interpreted
+def test_the_engine_asks_for_nothing_but_tritons_kernels():
+    found = Audit("engine", recorded(lambda: engine_parts(engine(), 3, 1)))
+    assert not found.faults
+    assert [phase.name for phase in found.phases] == ["prefill", "decode", "generate, sampled"]
+    blocks = found.phases[1].by_block()
+    assert {"products", "attention", "RoPE + cache write", "embedding", "sampling"} <= set(blocks)
+    assert found.phases[1].waits == 0, "nothing in a step waits for the device"
+    assert all(launch.place for phase in found.phases for launch in phase.rows if launch.kind == "Rooftile")
+
+
+@interpreted
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_nor_does_a_quantised_engine(quantize):
+    assert not Audit("engine", recorded(lambda: engine_parts(engine(quantize=quantize), 2, 1)[:2])).faults
+
+
+@interpreted
+def test_an_engine_that_computes_by_torch_does_not_pass(monkeypatch):
+    stock = Decoder._logits
+    monkeypatch.setattr(Decoder, "_logits", lambda self, stream: stock(self, stream) * 0.5)
+    monkeypatch.setattr(audit, "engine_parts", lambda *args: engine_parts(*args)[:2])
+    args = ["audit", "--model", "tiny", "--layers", "1", "--prompt", "3", "--steps", "1", "--dtype", "fp32"]
+    result = CliRunner().invoke(cli.app, args)
+    assert result.exit_code == 1
+    assert "decode: aten::mul(float32 [1, 256]) is foreign, 1 runs" in result.output
+    assert "A profile needs a GPU" in result.output
+
+
+def test_the_patched_models_loop_gives_what_the_model_gives():
+    """Its prompts and steps over a static cache; compiled, which is for a GPU, it is the same function."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, initializer_range=0.5)).eval()
+    ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    loop, chosen = Compiled(model, ids, 3, compiled=False), []
+    loop.prepare()
+    loop.reset()
+    loop.prefill()
+    for _ in range(3):
+        chosen.append(loop.tokens[:, None].clone())
+        loop.step()
+    with torch.no_grad():
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    assert torch.equal(torch.cat(chosen, dim=1), expected[:, 3:])
+
+
+@interpreted
+@pytest.mark.parametrize("option", [["--impl", "cuda"], ["--trace", "t.json"]])
+def test_what_needs_a_gpu_says_so(option):
+    result = CliRunner().invoke(cli.app, ["audit", *option])
+    assert result.exit_code == 2
+    assert "needs a GPU" in result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", [None, "fp8", "int4"])
+def test_on_a_gpu_every_kernel_of_the_engine_is_ours(quantize, tmp_path):
+    def build():
+        made = Engine.from_config(
+            {**TINY, "hidden_size": 128, "intermediate_size": 256}, max_batch=2, quantize=quantize
+        )
+        return engine_parts(made, 24, 3)
+
+    found = Audit("engine", profiled(build, tmp_path / "trace.json", strict=True))
+    assert not found.faults
+    decode = found.phases[1]
+    ours = [row for row in decode.rows if row.kind == "Rooftile"]
+    assert all(row.in_graphs == row.count for row in ours), "a step is a graph"
+    assert all(row.place for row in ours)
+    assert audit_trace.load(tmp_path / "trace.json")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_kernel_of_torch_is_found(tmp_path):
+    from rooftile.inspect.audit.profile import Part
+
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(64, device="cuda")
+
+    def run():
+        rooftile.rms_norm(x, weight)
+        torch.mm(x, x)
+
+    found = Audit("engine", profiled(lambda: [Part("decode", run)], None, strict=True))
+    assert len(found.faults) == 1
+    assert [row.op for row in found.phases[0].rows if row.kind == "Rooftile"] == ["rms_norm"]

@@ -1,0 +1,273 @@
+"""`rooftile bench e2e`: the implementations compute one model, what is wrong is not timed, and what rows say."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rooftile import cli, runtime
+from rooftile.bench import e2e
+from rooftile.bench.e2e import batch as e2e_batch
+from rooftile.bench.e2e import check as e2e_check
+from rooftile.bench.e2e import cuda as e2e_cuda
+from rooftile.bench.e2e import hf as e2e_hf
+from rooftile.bench.e2e import layer as e2e_layer
+from rooftile.bench.e2e import model as e2e_model
+from rooftile.bench.e2e import paths as e2e_paths
+from rooftile.bench.e2e import report as e2e_report
+from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER, HF, HF_EAGER, OURS_EAGER, PATCHED_EAGER
+from rooftile.bench.roof import Roofs
+from rooftile.bench.rows import OURS, read_json
+from rooftile.bench.timer import clock
+from rooftile.engine.config import ModelConfig
+
+DEVICE = runtime.default_device()
+INTERPRETED = runtime.MODE is not runtime.Mode.GPU
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+GRANITE = {
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 8.0,
+    "tie_word_embeddings": True,
+}
+FAMILIES = {
+    "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "granite": GRANITE,
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "mistral with a window": {"model_type": "mistral", "sliding_window": 5},
+}
+
+
+def tiny(tmp_path: Path, dtype=torch.float32, **fields) -> e2e_model.Model:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | fields))
+    return e2e_model.load(str(path), dtype=dtype, device=DEVICE)
+
+
+def prompts(model: e2e_model.Model, batch: int, tokens: int) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return torch.randint(model.config.vocab, (batch, tokens), device=DEVICE, generator=generator)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_rivals_compute_the_model_with_the_engines_own_tensors(name: str, tmp_path: Path) -> None:
+    model = tiny(tmp_path, **FAMILIES[name])
+    ids = prompts(model, 3, 9)
+    source = e2e_hf.Models(model)
+    for impl in (CUDA_EAGER, HF_EAGER):
+        path = e2e_paths.build(impl, model, ids, 6, clock(DEVICE), source)
+        error, message = e2e_check.verdict(model, path, ids, 6, own=False)
+        assert not message, (impl, message)
+        assert error < 1e-5
+    q_proj = source.model(False).get_submodule("model.layers.0.self_attn.q_proj")
+    assert q_proj.weight.data_ptr() == model.layers()[0].qkv.data_ptr()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the whole command compiles")
+@torch.no_grad()
+def test_a_step_of_the_rival_is_one_graph(tmp_path: Path) -> None:
+    model = tiny(tmp_path, model_type="llama", num_hidden_layers=1)
+    ids = prompts(model, 2, 5)
+    path = e2e_paths.build(CUDA, model, ids, 4, clock(DEVICE), None)
+    path.prepare()  # compiled with fullgraph=True, which raises where the graph breaks
+    assert not e2e_check.verdict(model, path, ids, 4, own=False)[1]
+
+
+def test_ways_to_attend_agree() -> None:
+    q, k, v = torch.randn(2, 6, 1, 16), torch.randn(2, 3, 10, 16), torch.randn(2, 3, 10, 16)
+    mask = (torch.arange(10) < 7)[None, None, None]
+    results = [way(q, k, v, mask, 0.3) for way, _ in e2e_cuda.WAYS.values()]
+    seen = torch.softmax(0.3 * q @ k[:, :, :7].repeat_interleave(2, 1).mT, -1) @ v[:, :, :7].repeat_interleave(2, 1)
+    for result in results:
+        torch.testing.assert_close(result, seen)
+
+
+@pytest.mark.parametrize("vocabulary", [128, 100])
+def test_the_choice_of_a_token_in_parts_is_argmax(vocabulary: int) -> None:
+    logits = torch.randn(5, vocabulary)
+    assert e2e_cuda.greedy(logits)[:, 0].tolist() == logits.argmax(1).tolist()
+
+
+def run_of(tmp_path: Path, **settings) -> e2e.E2E:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "llama", "num_hidden_layers": 1}))
+    settings = {"models": (str(tmp_path),), "batches": (2,), "prompt": 4, "new": 3} | settings
+    return e2e.E2E(e2e.Settings(**settings), Console(quiet=True))
+
+
+def test_wrong_logits_fail_untimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, impls=(CUDA_EAGER, HF_EAGER))
+    right = e2e_hf.shared
+
+    def doubled(model: e2e_model.Model) -> torch.nn.Module:
+        whole = right(model)
+        whole.get_submodule("lm_head").weight = torch.nn.Parameter(2 * model.lm_head)
+        return whole
+
+    monkeypatch.setattr(e2e_hf, "shared", doubled)
+    run.run()
+    rows = {(r.op, r.impl): r for r in run.rows}
+    for op in ("decode", "prefill"):
+        wrong = rows[op, HF_EAGER]
+        assert (wrong.status, wrong.us) == ("FAIL", None)
+        assert "logits of token 0 differ by 1.00e+00" in wrong.message
+        assert rows[op, CUDA_EAGER].status == "ok"
+
+
+@torch.no_grad()
+def test_a_token_that_is_not_the_likeliest_is_seen(tmp_path: Path) -> None:
+    model = tiny(tmp_path, model_type="llama", num_hidden_layers=1)
+    ids = prompts(model, 2, 4)
+
+    class Second(e2e_cuda.CudaPath):
+        @property
+        def tokens(self) -> torch.Tensor:
+            return self.logits.topk(2).indices[:, 1]
+
+    path = Second(model, ids, 3, clock(DEVICE), compiled=False)
+    assert "token 0 of sequence 0" in e2e_check.verdict(model, path, ids, 2, own=False)[1]
+
+
+def test_what_is_not_there_is_absent_and_what_raises_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e_hf, "patch", lambda model, *, attention=False: None)
+    run = run_of(tmp_path, impls=(PATCHED_EAGER, CUDA_EAGER, HF_EAGER))
+    steps = iter(range(6))
+
+    def step(self, of=e2e_hf.HuggingFacePath.step) -> None:
+        if next(steps) > 3:  # two each to prepare and to check, for whichever is first
+            raise RuntimeError("out of luck")
+        of(self)
+
+    monkeypatch.setattr(e2e_hf.HuggingFacePath, "step", step)
+    run.run()
+    rows = {(r.op, r.impl): r for r in run.rows}
+    absent, raised = rows["decode", PATCHED_EAGER], rows["decode", HF_EAGER]
+    assert (absent.status, absent.message) == ("absent", "rooftile.patch takes no linear")
+    assert (raised.status, raised.message, raised.us) == ("error", "RuntimeError: out of luck", None)
+    assert rows["decode", CUDA_EAGER].us
+
+
+def test_figures_of_a_row(tmp_path: Path) -> None:
+    run = run_of(tmp_path, impls=(OURS, CUDA_EAGER))
+    run.roofs = Roofs(50.0, 100.0, 10.0, {"bf16": 10.0})
+    run.prompt, run.new = 4, 11
+    model = e2e_model.load(str(tmp_path), dtype=torch.bfloat16, device=DEVICE)
+    batch = e2e_batch.Batch(run, model, 2, e2e_hf.Models(model))
+    seconds = [0.001 * (i + 1) for i in range(10)]
+    batch.fill_decode(OURS, seconds, 10)
+    row = batch.decode[OURS]
+    cache = 2 * 2 * 2 * 8 * 2 * (4 + 11 / 2)  # k and v, sequences, heads, head_dim, bytes, tokens on average
+    assert row.nbytes == model.own.nbytes + cache
+    assert (row.us, row.us_p99) == (pytest.approx(5500), pytest.approx(9910))
+    assert row.tokens_per_s == pytest.approx(2 * 10 / 0.055)
+    assert row.gbs == pytest.approx(row.nbytes / 5500e-6 / 1e9)
+    assert row.roof_fraction == pytest.approx(row.gbs / 100)
+    batch.fill_decode(OURS, seconds, 5)
+    assert row.message == "cut to 5 of 10 steps by --seconds"
+    batch.fill_prefill(CUDA_EAGER, seconds, seconds)
+    prefill = batch.prefill[CUDA_EAGER]
+    layer = 2 * (64 * 32 + 32 * 32 + 3 * 32 * 48) * 4 + 2 * 4**2 * 32  # products of 4 tokens, and causal attention
+    assert prefill.tflops == pytest.approx(2 * (layer + 2 * 32 * 128) / 5500e-6 / 1e12)
+    assert batch.row("decode", OURS).dims == {"batch": 2, "prompt": 4, "new": 11, "layers": 1}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what the interpreter says of its times")
+def test_command_writes_rows_that_are_no_measurement(tmp_path: Path) -> None:
+    config, out = tmp_path / "small" / "config.json", tmp_path / "e2e.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(TINY | {"model_type": "qwen2"}))
+    arguments = ["bench", "e2e", "--model", str(config), "--layers", "1", "--batch", "2", "--prompt", "4", "--new", "3"]
+    arguments += ["--impl", "rooftile,hf_eager", "--quantize", "int8", "--json", str(out)]
+    done = CliRunner().invoke(cli.app, [*arguments, "--plot", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    meta, rows = read_json(out)
+    assert meta["note"] == "interpreter, not a measurement"
+    shape = "small-1-layers bf16 B2 P4 N3"
+    assert [(r.op, r.shape, r.impl) for r in rows] == [
+        (op, shape, i) for op in ("decode", "prefill") for i in (OURS, HF_EAGER)
+    ]
+    assert all(r.status == "ok" and r.us and r.max_error < 0.02 for r in rows)
+    assert [dict(r.options) for r in rows] == [{"quantize": "int8"}, {}] * 2
+    assert (tmp_path / "small-1-layers-bf16-p4-n3.png").stat().st_size > 0
+
+    for wrong in (["--results", str(tmp_path)], ["--impl", "nobody"], ["--batch", "0"], ["--model", "nothing"]):
+        assert CliRunner().invoke(cli.app, [*arguments, *wrong]).exit_code == 2, wrong
+
+
+def test_the_engine_is_held_to_its_own_weights(tmp_path: Path) -> None:
+    """Not to those of the others: weights that changed behind the engine's back are found."""
+    model = tiny(tmp_path, torch.bfloat16, model_type="llama", num_hidden_layers=1)
+    other = e2e_model.load(str(tmp_path), dtype=torch.bfloat16, device=DEVICE, seed=1)
+    ids = prompts(model, 2, 4)
+    both = dataclasses.replace(model, own=other.own)
+    path = e2e_paths.build(OURS_EAGER, both, ids, 3, clock(DEVICE), None)
+    assert not e2e_check.verdict(both, path, ids, 2, own=True)[1]
+    assert "differ by" in e2e_check.verdict(model, path, ids, 2, own=True)[1]
+
+
+def test_kernels_of_a_layer_are_those_of_the_model() -> None:
+    _, values = e2e_model.read("llama-3-8b")
+    found = {name: (case, point) for name, case, point in e2e_layer.points(ModelConfig.from_hf(values), 1, 44)}
+    assert tuple(found)[:5] == e2e_layer.ALONE
+    labels = {name: point.label for name, (_, point) in found.items()}
+    assert labels["qkv"] == "1x4096->6144"
+    assert labels["gate_up"] == "1x4096->28672"
+    assert labels["attention"] == "B1 T44 H32/8 D128"
+    weights = sum(found[name][0].nbytes(found[name][1], 2, "forward") for name in ("qkv", "output", "gate_up", "down"))
+    assert weights == pytest.approx(2 * (6144 + 4096 + 28672 + 14336) * 4096, rel=1e-3)
+    for name, (case, point) in found.items():
+        drawn = case.inputs(point, torch.bfloat16, torch.device("meta"), torch.Generator())
+        outputs = case.eager(**drawn, **point.options)
+        assert outputs.shape[0] == 1, name
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what the interpreter says of its times")
+def test_layer_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = e2e_layer.points
+    monkeypatch.setattr(e2e_layer, "points", lambda *a: [p for p in every(*a) if p[0] in ("output", "attention")])
+    out = tmp_path / "layer.json"
+    done = CliRunner().invoke(
+        cli.app, ["bench", "e2e", "--layer", "--model", "tiny", "--prompt", "8", "--json", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    _, rows = read_json(out)
+    assert {(r.op, r.status) for r in rows if r.impl == OURS} == {("layer.attention", "ok"), ("layer.output", "ok")}
+    assert {r.impl for r in rows if r.op == "layer.output"} == {OURS, "eager"}
+
+
+def test_names_and_notes_of_the_implementations() -> None:
+    assert e2e_paths.IMPLS[:2] == ("rooftile", "cuda_kernels")
+    assert set(e2e_paths.NOTES) == set(e2e_paths.IMPLS)
+    assert {HF, HF_EAGER} < set(e2e_paths.IMPLS)
+    row = functools.partial(e2e_report.E2ERow, "decode", "forward", "m bf16 B1 P4 N3", "bf16", OURS)
+    assert e2e_report.label(row()) == "rooftile"
+    assert e2e_report.label(row(options={"quantize": "fp8", "tuning": "off"})) == "rooftile (fp8, tuning off)"
+
+
+@pytest.mark.gpu
+def test_all_implementations_on_a_gpu(tmp_path: Path) -> None:
+    """Graphs, compilers and backends of SDPA: every row of a small model is right and timed, and is written."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(TINY | sizes | {"model_type": "llama"}))
+    settings = e2e.Settings(models=(str(tmp_path),), batches=(1, 2), prompt=64, new=32, seconds=0.5, results=tmp_path)
+    assert e2e.run(settings, Console(quiet=True)) == 0
+    files = sorted(tmp_path.glob("*/e2e/*.json"))
+    assert len(files) == 2
+    for file in files:
+        _, rows = read_json(file)
+        assert {(r.impl, r.status) for r in rows} == {(name, "ok") for name in e2e.IMPLS if name != e2e.OURS_UNTUNED}
+        assert all(r.us and r.roof_fraction and r.us_p20 <= r.us <= r.us_p80 for r in rows)

@@ -1,0 +1,140 @@
+"""`rooftile bench quality`: right kernels are told from wrong ones; what is written is what is shown."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from typer.testing import CliRunner
+
+from rooftile import cli, runtime
+from rooftile.bench import docs, quality
+from rooftile.bench.docs.tables import NO_RESULTS
+from rooftile.bench.quality import rows as quality_rows
+from rooftile.bench.quality.kernels import NAIVE, Kernel, kernels
+from rooftile.demo import library_text
+
+QUICK = quality.Settings(new=3, windows=1, prompts=(5,), lengths=(1, 17), dtype=torch.float32, backend="eager")
+INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
+
+
+def _run(kernels_, monkeypatch, **more):
+    monkeypatch.setattr(quality, "kernels", lambda: tuple(kernels_))
+    run = quality.Quality(dataclasses.replace(QUICK, **more), Console(quiet=True))
+    run.run()
+    return run
+
+
+def _known(name):
+    return next(k for k in kernels() if k.name == name)
+
+
+def _later_keys_too(module, query, key, value, mask, **options):
+    """Attention that sees the future."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    return out.transpose(1, 2), None
+
+
+def test_held_out_files_are_not_trained_on():
+    held_out, trained = library_text.held_out_files(), library_text.training_files()
+    assert len(held_out) > 10
+    assert len(trained) > 100
+    assert not set(held_out) & set(trained)
+    stream = library_text.tokens(held_out[:2])
+    assert (stream == library_text.END).sum() == 2
+    assert bytes(library_text.windows(stream, 64)[0].tolist()) == held_out[0].read_bytes()[:64]
+
+
+def test_portable_kernel_writes_what_the_naive_one_writes_and_the_others_are_absent(monkeypatch, tmp_path):
+    others = [k for k in kernels() if k.needs] if INTERPRETED else []
+    compiled = quality.Quality.compiled  # of ours alone: tracing a model takes seconds
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: row.kernel == NAIVE or compiled(self, row))
+    run = _run([_known(NAIVE), _known("rooftile_portable"), *others], monkeypatch)
+    naive, ours, *absent = run.rows
+    assert (ours.status, ours.compiles) == ("ok", "whole"), ours.message
+    for text in (ours.eager, ours.compiled):
+        assert text.coherent
+        assert text.same == 1.0
+        assert text.loss == pytest.approx(naive.eager.loss, abs=1e-5)
+    assert ours.lengths.keys() == {"1", "17"}
+    assert [row.status for row in absent] == ["absent"] * len(others)
+    assert not any(row.failed for row in run.rows)
+
+    path = tmp_path / "gpu" / "quality" / "byte_model.json"
+    quality_rows.write(path, run.meta, run.rows)
+    assert quality_rows.rows_of(json.loads(path.read_text())) == run.rows
+    page = docs.TABLES["quality"](tmp_path)
+    out = io.StringIO()
+    quality.show(Console(file=out), run.meta, run.rows)
+    for row in run.rows:
+        assert row.title in page
+        assert row.title in out.getvalue()
+    assert f"{ours.eager.loss:.4f}" in page
+    assert docs.TABLES["quality"](tmp_path / "none") == NO_RESULTS
+
+
+def test_kernel_that_sees_the_future_or_raises_fails(monkeypatch):
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: None)
+
+    def raising(*args, **options):
+        raise RuntimeError("no such tile\nand more")
+
+    def raising_at_one(module, query, key, value, mask, **options):
+        if query.shape[2] == 1:
+            raise RuntimeError("too short")
+        q, k, v = query, *(x.repeat_interleave(2, dim=1) for x in (key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), None
+
+    wrong = Kernel("rooftile_future", "sees the future", _later_keys_too)
+    theirs = Kernel("future", "sees it too", _later_keys_too)
+    broken = Kernel("rooftile_raising", "raises", raising)
+    short = Kernel("rooftile_short", "raises at one length", raising_at_one)
+    run = _run([_known(NAIVE), wrong, theirs, broken, short], monkeypatch)
+    naive, wrong_row, theirs_row, broken_row, short_row = run.rows
+    assert naive.status == "ok"
+    assert (wrong_row.status, wrong_row.eager.coherent, wrong_row.wrong_lengths) == ("FAIL", False, [17])
+    assert (broken_row.status, broken_row.message) == ("error", "RuntimeError: no such tile")
+    assert (short_row.status, short_row.eager.coherent, short_row.wrong_lengths) == ("FAIL", True, [1])
+    assert [row.failed for row in run.rows] == [False, True, False, True, True]
+    assert theirs_row.status == "FAIL"
+
+
+def test_nan_is_not_coherent(monkeypatch):
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: None)
+
+    def nan(module, query, *args, **options):
+        return torch.full_like(query, torch.nan).transpose(1, 2), None
+
+    run = _run([_known(NAIVE), Kernel("nan", "NaN", nan)], monkeypatch)
+    assert not run.rows[1].eager.coherent
+    assert run.rows[1].wrong_lengths == [1, 17]
+    json.loads(quality_rows.to_json(run.meta, run.rows), parse_constant=pytest.fail)
+
+
+def test_command_refuses_what_it_does_not_know(tmp_path: Path):
+    refused = CliRunner().invoke(cli.app, ["bench", "quality", "--kernel", "nothing"])
+    assert refused.exit_code == 2
+    assert "nothing" in refused.output
+    if INTERPRETED:
+        refused = CliRunner().invoke(cli.app, ["bench", "quality", "--results", str(tmp_path)])
+        assert refused.exit_code == 2
+
+
+@pytest.mark.gpu
+def test_every_kernel_is_coherent_on_a_gpu(tmp_path: Path):
+    out = tmp_path / "quality.json"
+    done = CliRunner().invoke(cli.app, ["bench", "quality", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    rows = {row.kernel: row for row in quality_rows.rows_of(json.loads(out.read_text()))}
+    assert rows["rooftile_portable"].eager.coherent
+    assert rows["rooftile_portable"].compiles == "whole"
+    assert not rows["rooftile_portable"].wrong_lengths
