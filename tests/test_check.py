@@ -217,7 +217,7 @@ def test_poison_fills_fresh_memory_and_ends():
 def test_tolerances_have_reasons():
     rows = tolerance_rows()
     assert {row[0] for row in rows} == {c.name for c in find_cases()}
-    assert all(ceiling > 0 and len(reason) > 10 for *_, ceiling, reason in rows)
+    assert all(ceiling >= 0 and len(reason) > 10 for *_, ceiling, reason in rows)  # 0: the very bits
     assert all(c <= 5e-3 for op, what, dtype, c, _ in rows if (op, what, dtype) == ("rms_norm", "forward", "fp16"))
     sums = [c for op, what, dtype, c, _ in rows if (op, what, dtype) == ("add_rms_norm", "u (forward)", "fp16")]
     assert sums

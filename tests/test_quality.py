@@ -26,7 +26,7 @@ INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
 
 
 def _run(kernels_, monkeypatch, **more):
-    monkeypatch.setattr(quality, "kernels", lambda: tuple(kernels_))
+    monkeypatch.setattr(quality, "all_kernels", lambda: tuple(kernels_))
     run = quality.Quality(dataclasses.replace(QUICK, **more), Console(quiet=True))
     run.run()
     return run

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from rooftile import runtime, tuning
-from rooftile.bench import report
+from rooftile.bench import report as reports
 from rooftile.bench.e2e import report as shown
 from rooftile.bench.e2e.batch import Batch
 from rooftile.bench.e2e.hf import Models
@@ -94,7 +94,7 @@ class E2E:
         for name in ("copy_gbs", "read_gbs", "tflops"):
             self.meta[f"roof_{name}"] = getattr(self.roofs, name, None)
         if not measures:
-            self.meta["note"] = report.NO_MEASUREMENT
+            self.meta["note"] = reports.NO_MEASUREMENT
         s = self.settings
         self.meta.update(
             suite="e2e", caption=shown.CAPTION, implementations={n: NOTES[n] for n in s.impls}, quantize=s.quantize,

@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from rooftile import runtime
-from rooftile.bench import report
+from rooftile.bench import report as reports
 from rooftile.bench.info import machine
 from rooftile.bench.prefill.model import layer_ops, load_config, twin
 from rooftile.bench.prefill.report import CAPTION, COMPILE, EAGER, IMPLS, OURS_COMPILE, PEER, plot, show
@@ -116,7 +116,7 @@ class Prefill:
         for name in ("copy_gbs", "read_gbs", "tflops"):
             self.meta[f"roof_{name}"] = getattr(self.roofs, name, None)
         if not measures:
-            self.meta["note"] = report.NO_MEASUREMENT
+            self.meta["note"] = reports.NO_MEASUREMENT
         assert self.settings.model is not None
         self.title, self.config = load_config(self.settings.model, settings.layers)
         self.clock.release()

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rooftile import runtime
-from rooftile.bench import report
+from rooftile.bench import report as reports
 from rooftile.bench.info import machine
-from rooftile.bench.quality.kernels import NAIVE, Kernel, kernels
+from rooftile.bench.quality.kernels import NAIVE, Kernel
+from rooftile.bench.quality.kernels import kernels as all_kernels
 from rooftile.bench.quality.report import show
 from rooftile.bench.quality.rows import Row, Text, write
 from rooftile.bench.rows import gpu_slug
@@ -87,7 +88,7 @@ class Quality:
             raise ValueError("--results is for a GPU's kernels, and the interpreter has none of them; use --json")
         self.settings, self.console = settings.filled(measures), console
         s = self.settings
-        known = {k.name: k for k in kernels()}
+        known = {k.name: k for k in all_kernels()}
         if unknown := [name for name in s.names or () if name not in known]:
             raise ValueError(f"unknown kernel {', '.join(unknown)}; known kernels: {', '.join(known)}")
         self.kernels = [k for k in known.values() if s.names is None or k.name in s.names or k.name == NAIVE]
@@ -133,7 +134,7 @@ class Quality:
             "loss_off": LOSS_OFF,
         }
         if not measures:
-            self.meta["note"] = report.NO_MEASUREMENT
+            self.meta["note"] = reports.NO_MEASUREMENT
 
     @staticmethod
     def logits_of(model: Callable[..., Any]) -> Logits:

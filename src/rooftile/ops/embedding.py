@@ -1,0 +1,161 @@
+"""The rows of a table that tokens name: y = scale * weight[ids], the scale in float32, rounded once.
+
+Bytes: the ids read, each row that is named read once, every output written. A row is copied by programs of its own, a
+block of columns each: at one token a row of 8 KB is spread over several multiprocessors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _embedding_kernel(
+    ids_ptr,
+    weight_ptr,
+    y_ptr,
+    stride_i,
+    stride_wv,
+    stride_wn,
+    n_tokens,
+    n_rows,
+    N: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tokens = ((tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    cols = ((tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    mask = (tokens < n_tokens) & (cols < N)
+
+    ids = tl.load(ids_ptr + tokens * stride_i, mask=tokens < n_tokens, other=-1).to(tl.int64)
+    known = (ids >= 0) & (ids < n_rows)
+    row_ptrs = weight_ptr + ids * stride_wv + cols.to(tl.int64) * stride_wn
+    y = tl.load(row_ptrs, mask=mask & known, other=float("nan"))
+
+    if SCALE != 1.0:
+        y = (y.to(tl.float32) * SCALE).to(y_ptr.dtype.element_ty)
+
+    tl.store(y_ptr + tokens * N + cols, y, mask=mask)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
+class Config:
+    """Tokens and columns of a program, and its warps."""
+
+    rows: int
+    block_n: int
+    num_warps: int
+
+
+@functools.cache
+def config(n_cols: int, target: runtime.Target) -> Config:
+    """16 elements a thread, two loads of 16 bytes in 16 bits; of a short row several to a program."""
+    whole = library.power_of_two(n_cols)
+    if target is runtime.INTERPRETER:
+        return Config(16, min(4096, whole), num_warps=4)
+    block_n = min(2048, whole)
+    return Config(max(1, 512 // block_n), block_n, max(1, block_n // (16 * target.warp_size)))
+
+
+@functools.cache
+def _plan(n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, c: Config) -> launching.Plan:
+    constants = {"N": n_cols, "SCALE": scale, "ROWS": c.rows, "BLOCK_N": c.block_n}
+    return launching.Plan(_embedding_kernel, constants, num_warps=c.num_warps)
+
+
+def _output(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Memory for the result, after all checks."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"embedding: ids has dtype {ids.dtype}, expected int32 or int64")
+    library.check_floating("embedding", weight=weight)
+    if weight.dim() != 2:
+        raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (V, H)")
+    if not isinstance(scale, (float, int)):
+        raise TypeError(f"embedding: scale is a {type(scale).__name__}, expected a number")
+    if not math.isfinite(scale):
+        raise ValueError(f"embedding: scale is {scale}, expected a finite number")
+    return torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+
+
+def _check_values(ids: Tensor, n_rows: int) -> None:
+    """What can be said of ids that are on the CPU."""
+    if ids.device.type == "cpu" and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= n_rows:
+            worst = low if low < 0 else high
+            raise ValueError(f"embedding: ids holds {worst}, expected 0 to {n_rows - 1}, the rows of weight")
+
+
+def _launch(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
+    y = _output(ids, weight, scale)
+    _check_values(ids, weight.shape[0])
+    if y.numel() == 0:
+        return y
+    ids = ids.reshape(-1)
+    n_tokens, n_cols = ids.shape[0], int(weight.shape[1])
+    c = config(n_cols, runtime.target(weight.device))
+    launching.launch(
+        _plan(n_cols, (ids.dtype, weight.dtype), float(scale), c),
+        library.cdiv(n_tokens, c.rows) * library.cdiv(n_cols, c.block_n),
+        (ids, weight, y),
+        (ids.stride(0), *weight.stride()),
+        (n_tokens, weight.shape[0]),
+    )
+    return y
+
+
+def _refuse(inputs: tuple[Any, ...]) -> None:
+    raise ValueError(
+        "embedding: weight requires grad, but the op has no derivative; call it under torch.no_grad(), give "
+        "weight.detach(), or train with torch.nn.functional.embedding"
+    )
+
+
+def _unreachable(*_: Any) -> NoReturn:
+    raise AssertionError("embedding is never differentiated")
+
+
+_op = library.define(
+    "embedding(Tensor ids, Tensor weight, float scale) -> Tensor",
+    launch=_launch,
+    fake=_output,
+    autograd=library.Autograd(save=_unreachable, backward=_unreachable, check=_refuse),
+)
+
+
+def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+    """`scale * weight[ids]`: the rows of a table of embeddings, for inference.
+
+    Args:
+        ids: any shape, int32 or int64, any strides.
+        weight: `(V, H)`, float32, float16 or bfloat16, any strides.
+        scale: what the rows are multiplied by, in float32, before the one rounding; compiled into the kernel.
+
+    Returns:
+        `(*ids.shape, H)` of weight's dtype, contiguous. An id outside of the table, where the device alone knows it,
+        gives a row of NaN; nothing outside of the table is read. Ids on the CPU are looked at, and sent to weight's
+        device, which a CUDA graph can't have.
+
+    Raises:
+        ValueError: ids on the CPU hold one outside of the table; weight has not two dimensions, or requires grad; the
+            scale is not finite; devices differ or are the CPU without the interpreter.
+        TypeError: a dtype is not one of those named.
+    """
+    if ids.device.type == "cpu" and weight.device.type == "cuda":
+        if not torch.compiler.is_compiling() and ids.dtype in (torch.int32, torch.int64) and weight.dim() == 2:
+            _check_values(ids, weight.shape[0])
+        ids = ids.to(weight.device)
+    return _op(ids, weight, scale)
