@@ -16,7 +16,7 @@ import torch
 import rooftile
 from rooftile import runtime
 
-PEERS = {"torch": "torch", "liger": "liger-kernel", "quack": "quack-kernels"}
+PEERS = {"torch": "torch", "liger": "liger-kernel", "quack": "quack-kernels", "torchao": "torchao"}
 UNKNOWN = "unknown"
 
 

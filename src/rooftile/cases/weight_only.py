@@ -111,6 +111,24 @@ def _int8pack(point: Point) -> Callable[..., Any]:
     return run
 
 
+def _torchao(point: Point) -> Callable[..., Any]:
+    """torchao's weight-only product, compiled as its documentation says: Inductor's kernel over the same int8 weight.
+    (In int4 torchao's kernel is PyTorch's own, below.)"""
+    from torchao.quantization import Int8Tensor
+
+    kept = WeakTensorKeyDictionary()
+    product = torch.compile(torch.nn.functional.linear, fullgraph=True, dynamic=False)
+
+    def run(
+        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        if weight not in kept:
+            kept[weight] = Int8Tensor(weight, scale.to(x.dtype)[:, None], [1, weight.shape[1]], x.dtype)
+        return _plus(product(x, kept[weight]), bias, residual)
+
+    return run
+
+
 def _int4pack(point: Point) -> Callable[..., Any]:
     """PyTorch's tinygemm, in bfloat16 alone on a GPU; it wants its own order of the numbers, which is not timed."""
     if point["k"] % 64 or point["n"] % 16:
@@ -207,7 +225,7 @@ CASES = (
         tolerances=TOLERANCES,
         sets=_INT8,
         roof="product",
-        peers=(Peer("torch int8pack", _int8pack),),
+        peers=(Peer("torch int8pack", _int8pack), Peer("torchao", _torchao)),
     ),
     OpCase(
         name="int4_linear",
