@@ -343,7 +343,7 @@ def test_whether_gradients_are_deterministic_is_asked_of_the_caller_and_else_of_
     q = torch.randn(1, 1, 8, 16, device=device, requires_grad=True)
     asked = []
     launch = ops._backward
-    monkeypatch.setattr(ops, "_backward", lambda *args: asked.append(args[-1]) or launch(*args))
+    monkeypatch.setattr(ops, "_backward", lambda *args: asked.append(args[-2]) or launch(*args))
     for deterministic in (True, False, None):
         attention(q, q, q, deterministic=deterministic).sum().backward()
     before = torch.are_deterministic_algorithms_enabled()
@@ -355,3 +355,14 @@ def test_whether_gradients_are_deterministic_is_asked_of_the_caller_and_else_of_
     assert asked == [True, False, before, not before]
     with pytest.raises(TypeError, match="attention: deterministic is 1, expected True, False or None"):
         attention(q, q, q, deterministic=1)
+
+
+def test_gradients_are_the_portable_kernels_where_the_forward_is_told_to_be(device, monkeypatch):
+    from rooftile.ops.attention import choose
+
+    q = torch.randn(1, 1, 8, 16, device=device, requires_grad=True)
+    asked, chosen = [], choose.choose_backward
+    monkeypatch.setattr(choose, "choose_backward", lambda *args: asked.append(args[-1]) or chosen(*args))
+    attention(q, q, q, config=AttentionConfig("portable", 16, 16, 4, 1)).sum().backward()
+    attention(q, q, q).sum().backward()
+    assert asked == [True, False]

@@ -9,7 +9,7 @@ import torch
 from helpers import assert_same
 
 from rooftile import runtime
-from rooftile.ops.attention import backward, delta, gaps
+from rooftile.ops.attention import backward, choose, delta, gaps
 from rooftile.ops.attention.backward import BackwardConfig
 from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
 from rooftile.reference import attention as reference
@@ -333,3 +333,9 @@ def test_what_can_not_run_is_refused():
     assert "shared memory" in backward.refuses(PROBLEM, AttentionConfig("portable", 256, 256, 8, 4), target)
     with pytest.raises(ValueError, match="power of two"):
         BackwardConfig("portable", 64, 64, 4, 2, 24)
+
+
+def test_which_kernel_the_gradients_get():
+    target = runtime.TARGETS["sm_90"]
+    assert choose.choose_backward(PROBLEM, target).kernel == "hopper"
+    assert choose.choose_backward(PROBLEM, target, portable=True).kernel == "portable"

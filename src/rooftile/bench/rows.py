@@ -13,6 +13,13 @@ from typing import Any
 from rooftile.tuning import gpu_slug as gpu_slug  # the folder of a GPU's results is named as that of its tables
 
 OURS = "rooftile"
+
+
+def is_ours(impl: str) -> bool:
+    """Whether that is no peer: Rooftile, or "rooftile " and which of its kernels, beside the one that is chosen."""
+    return impl.partition(" ")[0] == OURS
+
+
 # What a row can say of itself. "ok" alone carries times.
 STATUSES = ("ok", "FAIL", "absent", "unsupported", "error")
 
@@ -115,7 +122,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def compare(group: Iterable[Row]) -> None:
     """Fill in the ratios within one group: the rows of one op, point, dtype and direction."""
     timed = {r.impl: r.us for r in group if r.status == "ok" and r.us}
-    peers = [us for impl, us in timed.items() if impl != OURS]
+    peers = [us for impl, us in timed.items() if not is_ours(impl)]
     for row in group:
         if row.impl not in timed or not row.us:
             continue
@@ -125,7 +132,7 @@ def compare(group: Iterable[Row]) -> None:
 
 def best_peer(group: Iterable[Row]) -> Row | None:
     """The fastest right implementation that is not ours."""
-    peers = [r for r in group if r.impl != OURS and r.status == "ok" and r.us]
+    peers = [r for r in group if not is_ours(r.impl) and r.status == "ok" and r.us]
     return min(peers, key=lambda r: r.us or math.inf, default=None)
 
 

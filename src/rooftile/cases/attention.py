@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -273,7 +274,23 @@ def _flash4(point: Point) -> Callable[..., Any]:
     return run
 
 
+def _portable(point: Point) -> Callable[..., Any]:
+    """The kernels that run on any GPU, where a GPU has others: no peer of theirs, and shown beside them."""
+    from rooftile import runtime
+    from rooftile.ops.attention import AttentionConfig
+
+    if runtime.target(runtime.default_device()).arch != "sm_90":
+        raise Unsupported("attention has no other kernel here")
+    _without(point, "the portable kernel's measured tiles", "mask", "alibi")
+    if max(point["head_dim"], point["value_dim"]) > 128:
+        raise Unsupported("the portable kernel's measured tiles are of heads of up to 128")
+    # What sm_90 gets where the Hopper kernel refuses.
+    config = AttentionConfig("portable", 128, 128, 8, 3 if point["head_dim"] <= 64 else 2)
+    return functools.partial(attention, config=config)
+
+
 PEERS = (
+    Peer("rooftile portable", _portable),
     Peer("naive", _naive),
     Peer("blocked", _blocked),
     Peer("cudnn", _sdpa("CUDNN_ATTENTION", "SDPA with cuDNN")),

@@ -71,7 +71,8 @@ def attention(
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: whether gradients are the same bits on every run. Those of sm_90 for heads of up to 128 are not
             by default, and take about 1.15 times as long so. None: `torch.are_deterministic_algorithms_enabled()`.
-        config: how the forward is launched, in place of the choice that sizes and GPU make.
+        config: how the forward is launched, in place of the choice that sizes and GPU make. Where its kernel is
+            "portable", gradients are the portable kernels', too.
 
     Returns:
         out, `(B, Hq, Tq, Dv)` (or `(B, Tq, Hq, Dv)`) in q's dtype, dense, and in memory in the order of q's dimensions;

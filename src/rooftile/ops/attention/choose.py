@@ -65,16 +65,16 @@ def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_backward(p: Problem, target: runtime.Target) -> AttentionConfig:
-    """The same for its gradients."""
-    if target.arch == "sm_90":
+def choose_backward(p: Problem, target: runtime.Target, portable: bool = False) -> AttentionConfig:
+    """The same for its gradients; of the portable kernel where that is asked for."""
+    if target.arch == "sm_90" and not portable:
         # Queries are walked 128 at a time where a head is short enough for their sums to stay in registers.
         c = AttentionConfig("hopper", 128 if p.head_dim <= 64 else 64, 128, 8, 2)
         if refuses_backward(p, c, target) is None:
             return c
-    portable = backward_module("portable")
-    assert portable is not None
-    return portable.default_config(p, target)
+    module = backward_module("portable")
+    assert module is not None
+    return module.default_config(p, target)
 
 
 def _dim(p: Problem) -> int:

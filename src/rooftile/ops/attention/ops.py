@@ -221,6 +221,7 @@ def _launch_backward(
     needs_dv: bool,
     needs_dsinks: bool,
     deterministic: bool,
+    portable: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     common.refuse_tracing(q)
     _check_backward(q, k, v, out, lse, dout, dlse, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, layout)
@@ -229,7 +230,7 @@ def _launch_backward(
     s = common.scoring(q, scale, softcap, left, right)
     q, k, v, out, dout = (common.unit_last(common.as_bhtd(t, layout)) for t in (q, k, v, out, dout))
     x = common.extras(q, k, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    _backward(q, k, v, out, lse, dout, dlse, results, needs, x, s, deterministic)
+    _backward(q, k, v, out, lse, dout, dlse, results, needs, x, s, deterministic, portable)
     return _as_given(results, layout)
 
 
@@ -246,6 +247,7 @@ def _backward(
     x: Extras,
     s: Scoring,
     deterministic: bool,
+    portable: bool,
 ) -> None:
     if not any(needs):
         return
@@ -266,7 +268,7 @@ def _backward(
             gaps.clear(d, None, starts, longest)
     target = runtime.target(q.device)
     p = common.problem(q, k, v, x, s)
-    c = choose.choose_backward(p, target)
+    c = choose.choose_backward(p, target, portable)
     found = choose.backward_module(c.kernel)
     assert found is not None
     lse = lse.contiguous().view(q.shape[:3])
@@ -300,6 +302,7 @@ def _fake_backward(
     needs_dv: bool,
     needs_dsinks: bool,
     deterministic: bool,
+    portable: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_backward(q, k, v, out, lse, dout, dlse, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, layout)
     needs = (needs_dq, needs_dk, needs_dv, needs_dsinks and sinks is not None)
@@ -310,7 +313,7 @@ _backward_op = library.define(
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, Tensor? mask, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt longest_q, "
     "SymInt longest_k, float? scale, float softcap, int left, int right, str layout, bool needs_dq, bool needs_dk, "
-    "bool needs_dv, bool needs_dsinks, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool needs_dv, bool needs_dsinks, bool deterministic, bool portable) -> (Tensor, Tensor, Tensor, Tensor)",
     launch=_launch_backward,
     fake=_fake_backward,
 )
@@ -344,18 +347,27 @@ def _differentiated(
         ctx.layout,
         *needs,
         ctx.deterministic,
+        ctx.portable,
     )
     return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))  # type: ignore[return-value]
 
 
+def _is_portable(config: str) -> bool:
+    """Whether the forward was told to be the portable kernel: the gradients are then, too."""
+    c = decode(config)
+    return c is not None and c.kernel == "portable"
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, alibi_slopes, sinks, scale, softcap, left, right, layout, _, ctx.deterministic = inputs
+    q, k, v, mask, alibi_slopes, sinks, scale, softcap, left, right, layout, config, ctx.deterministic = inputs
+    ctx.portable = _is_portable(config)
     ctx.scoring, ctx.layout = (0, 0, scale, softcap, left, right), layout
     ctx.save_for_backward(q, k, v, *outputs, mask, alibi_slopes, sinks, None, None)
 
 
 def _save_varlen(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts_q, starts_k, alibi_slopes, sinks, longest_q, longest_k, *scoring, _, ctx.deterministic = inputs
+    q, k, v, starts_q, starts_k, alibi_slopes, sinks, longest_q, longest_k, *scoring, config, ctx.deterministic = inputs
+    ctx.portable = _is_portable(config)
     ctx.scoring, ctx.layout = (longest_q, longest_k, *scoring), "thd"
     ctx.save_for_backward(q, k, v, *outputs, None, alibi_slopes, sinks, starts_q, starts_k)
 
