@@ -115,9 +115,11 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         inputs["page_table"] = order.to(torch.int32).reshape(batch, -1)
     if point["ragged"]:
         inputs["counts"] = integers(seq_len + 1, (batch,), device, generator).to(torch.int32)
-    shape = {1: (), 2: (heads,), 3: tuple(inputs["k_cache"].shape[:3])}.get(point["scales"])
+    is_int8 = point.options.get("dtype") == "int8"  # which has scales, also where options meet another point's sizes
+    scales = point["scales"] or (3 if is_int8 else 0)
+    shape = {1: (), 2: (heads,), 3: tuple(inputs["k_cache"].shape[:3])}.get(scales)
     if shape is not None:  # a few numbers are past the largest that an 8-bit cache holds
-        most = 127.0 if point.options["dtype"] == "int8" else 448.0
+        most = 127.0 if is_int8 else 448.0
         for name in ("k_scale", "v_scale"):
             inputs[name] = (1 + normal(shape, torch.float32, device, generator).abs()) * (2.5 / most)
     return inputs

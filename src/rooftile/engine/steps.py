@@ -16,14 +16,19 @@ from rooftile.ops.decode_attention.common import LONGEST_HEAD
 from rooftile.ops.kv_cache import Layout, append_kv, rope_and_cache
 from rooftile.ops.kv_cache.checks import LAYOUTS, QUANTIZED
 from rooftile.ops.rope import Style
+from rooftile.primitives import dependent
+from rooftile.primitives.dependent import let_next_start, wait_for_previous
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
 @triton.jit(do_not_specialize=["n", "capacity"])
-def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.constexpr):
+def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """start = length, length += count, and never past the capacity."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(lengths_ptr + rows, mask=rows < n, other=0)
     count = tl.load(counts_ptr + rows, mask=rows < n, other=0)
@@ -32,8 +37,9 @@ def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.
 
 
 @functools.cache
-def _advance_plan() -> launching.Plan:
-    return launching.Plan(_advance_kernel, {"BLOCK": 1024}, num_warps=4)
+def _advance_plan(early: bool) -> launching.Plan:
+    constants = {"BLOCK": 1024, "EARLY": early}
+    return launching.Plan(_advance_kernel, constants, num_warps=4, **dependent.options(early))
 
 
 def check_positive(name: str, **sizes: int) -> None:
@@ -179,7 +185,8 @@ class Steps:
         n = self.lengths.shape[0]
         tensors = (self.lengths, self.starts, self.counts)
         with on(self.lengths.device):
-            launching.launch(_advance_plan(), library.cdiv(n, 1024), tensors, (), (n, self.capacity))
+            plan = _advance_plan(dependent.early(self.lengths))
+            launching.launch(plan, library.cdiv(n, 1024), tensors, (), (n, self.capacity))
         self._advanced = True
         self._captured |= self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -10,6 +10,11 @@ For sm_90 and later; the constant that switches it on is never set elsewhere.
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
 from rooftile import runtime
 
 import triton  # isort: skip
@@ -22,6 +27,17 @@ _ARCHS = ("sm_90", "sm_100", "sm_120")
 def supported(target: runtime.Target) -> bool:
     """Whether kernels for that target can be launched so."""
     return target.arch in _ARCHS
+
+
+def early(x: Tensor) -> bool:
+    """Whether a kernel over that tensor is launched so. Not in a graph that a compiler takes over: it has no such
+    launches, and the op would have to stay whole in it."""
+    return supported(runtime.target(x.device)) and not isinstance(x, FunctionalTensor)
+
+
+def options(early: bool) -> dict[str, Any]:
+    """The options of a plan, for an early launch or none."""
+    return {"launch_pdl": True} if early else {}
 
 
 @triton.jit

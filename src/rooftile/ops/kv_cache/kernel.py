@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: it fixes the mode of the process
+from rooftile.primitives.dependent import let_next_start, wait_for_previous
 from rooftile.primitives.quantize import magnitude, rounded, scale_of
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """What is behind may be decode attention, which looks at lengths and pages at once: it shall find them as they are
+    now. These kernels write neither."""
+    if EARLY:
+        wait_for_previous()
+        let_next_start()
 
 
 @triton.jit
@@ -167,7 +177,9 @@ def append_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    _begin(EARLY)
     blocks = tl.cdiv(n_tokens, BLOCK_T)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -254,7 +266,9 @@ def rope_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    _begin(EARLY)
     blocks = tl.cdiv(n_tokens, BLOCK_T)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)

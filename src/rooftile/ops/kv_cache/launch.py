@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime
 from rooftile.ops.kv_cache.kernel import append_kernel, rope_kernel
-from rooftile.primitives import quantize
+from rooftile.primitives import dependent, quantize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
@@ -98,7 +98,7 @@ def append(k: Tensor, v: Tensor, cache: Cache) -> None:
     batch, n_tokens = k.shape[0], k.shape[cache.layout.index("t")]
     heads, head_dim, value_dim = int(k.shape[cache.layout.index("h")]), int(k.shape[3]), int(v.shape[3])
     c = config(_block(heads) * _block(max(head_dim, value_dim)), runtime.target(k.device))
-    plan = _append_plan(k.dtype, c, *cache.constants(heads, head_dim, value_dim))
+    plan = _append_plan(k.dtype, c, dependent.early(k), *cache.constants(heads, head_dim, value_dim))
     lengths, counts, table = cache.indices()
     strides = (*axis_strides(k, cache.layout), *axis_strides(v, cache.layout), *cache.strides())
     launching.launch(
@@ -123,7 +123,8 @@ def rotate_and_append(
     c = config(most, runtime.target(q.device))
     dtypes = (q.dtype, cos.dtype)
     by_position = cos.dim() == 2
-    plan = _rope_plan(dtypes, c, q_heads, rotary, by_position, style, *cache.constants(heads, head_dim, value_dim))
+    of_cache = cache.constants(heads, head_dim, value_dim)
+    plan = _rope_plan(dtypes, c, dependent.early(q), q_heads, rotary, by_position, style, *of_cache)
     lengths, counts, table = cache.indices()
     tables = [(x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else 0, x.stride(-2)) for x in (cos, sin)]
     strides = [s for x in (q, k, v, q_out) for s in axis_strides(x, cache.layout)]
@@ -154,17 +155,18 @@ def _block(n: int) -> int:
 
 
 @functools.cache
-def _append_plan(dtype: torch.dtype, c: Config, *of_cache: Any) -> launching.Plan:
+def _append_plan(dtype: torch.dtype, c: Config, early: bool, *of_cache: Any) -> launching.Plan:
     heads, head_dim, value_dim = (_block(n) for n in of_cache[:3])
     blocks = {"BLOCK_T": c.tokens, "BLOCK_H": heads, "BLOCK_D": head_dim, "BLOCK_DV": value_dim}
-    constants = _shared(dtype, *of_cache) | blocks
-    return launching.Plan(append_kernel, constants, num_warps=c.num_warps)
+    constants = _shared(dtype, *of_cache) | blocks | {"EARLY": early}
+    return launching.Plan(append_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
 
 
 @functools.cache
 def _rope_plan(
     dtypes: tuple[torch.dtype, torch.dtype],
     c: Config,
+    early: bool,
     q_heads: int,
     rotary: int,
     by_position: bool,
@@ -184,5 +186,6 @@ def _rope_plan(
         "BLOCK_Q": _block(q_heads),
         "BLOCK_R": _block(rotary),
         "BLOCK_REST": _block(of_cache[1] - rotary),
+        "EARLY": early,
     }
-    return launching.Plan(rope_kernel, constants, num_warps=c.num_warps)
+    return launching.Plan(rope_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
