@@ -109,6 +109,12 @@ def test_time_is_counted_once_and_adds_up_with_the_gaps():
         assert sum(us for _, us in phase.by_block().values()) == phase.wall_us
 
 
+def test_a_kernel_that_nobody_launched_and_that_runs_late_is_seen():
+    """The trace does not name its launch, and the host has left the phase when it begins."""
+    events = [*trace(), kernel("nvjet_tst_64x8", 260.0, 3.0, 999)]
+    assert Audit("engine", of_both(events)).faults == ["decode: nvjet_tst_64x8 is foreign, 1 runs"]
+
+
 def test_operations_of_a_block_are_told_apart():
     prefill, decode = (phase.by_block() for phase in of_both(trace()))
     assert prefill["attention"] == (1, 20.0)
@@ -151,6 +157,7 @@ def test_strictly_a_name_is_not_enough():
     assert {r.name: r.kind for r in decode.rows} == {
         "_skinny_kernel": "Rooftile", "decode_kernel": "foreign", "_greedy_kernel": "foreign",
     }  # fmt: skip
+    assert origin_of("_skinny_kernel", launched, strict=True, threads=256).kind == "foreign", "a namesake"
 
 
 def test_namesakes_are_told_apart_by_what_they_take_of_the_chip():
@@ -317,6 +324,19 @@ def test_the_patched_models_loop_gives_what_the_model_gives():
     with torch.no_grad():
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
     assert torch.equal(torch.cat(chosen, dim=1), expected[:, 3:])
+
+
+def test_the_patched_models_prompt_is_compiled_once(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    graphs, stock = [], torch.compile
+    counted = {"backend": lambda graph, _: graphs.append(graph) or graph.forward}
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: stock(f, dynamic=dynamic, **counted))
+    loop = Compiled(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval(), torch.tensor([[3, 1]]), 4)
+    for _ in range(2):
+        loop.reset()
+        loop.prefill()
+        loop.step()
+    assert len(graphs) == 2, "one of prompts and one of steps"
 
 
 @interpreted

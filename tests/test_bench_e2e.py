@@ -88,6 +88,14 @@ def test_a_step_of_the_rival_is_one_graph(tmp_path: Path) -> None:
     assert not e2e_check.verdict(model, path, ids, 4, own=False)[1]
 
 
+@torch.no_grad()
+def test_a_static_cache_has_room_for_what_warms_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a write past its end would end the process."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model = tiny(tmp_path, model_type="llama", num_hidden_layers=1)
+    e2e_paths.build(HF, model, prompts(model, 1, 4), 2, clock(DEVICE), e2e_hf.Models(model)).prepare()
+
+
 def test_ways_to_attend_agree() -> None:
     q, k, v = torch.randn(2, 6, 1, 16), torch.randn(2, 3, 10, 16), torch.randn(2, 3, 10, 16)
     mask = (torch.arange(10) < 7)[None, None, None]
@@ -140,6 +148,20 @@ def test_a_token_that_is_not_the_likeliest_is_seen(tmp_path: Path) -> None:
 
     path = Second(model, ids, 3, clock(DEVICE), compiled=False)
     assert "token 0 of sequence 0" in e2e_check.verdict(model, path, ids, 2, own=False)[1]
+
+
+@torch.no_grad()
+def test_a_deep_model_without_rope_is_seen(tmp_path: Path) -> None:
+    """What the roundings of so many layers could lose is more than that; what eager PyTorch does lose is not."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 24, "num_key_value_heads": 4}
+    model = tiny(tmp_path, torch.bfloat16, model_type="llama", **sizes)
+    ids = prompts(model, 1, 64)
+    lost = e2e_check.lost_in_eager(model, ids, 2, clock(DEVICE))
+    path = e2e_cuda.CudaPath(model, ids, 2, clock(DEVICE), compiled=False)
+    assert not e2e_check.verdict(model, path, ids, 2, False, lost)[1]
+    path.cos, path.sin = torch.ones_like(path.cos), torch.zeros_like(path.sin)
+    assert not e2e_check.verdict(model, path, ids, 2, False)[1]
+    assert "differ by" in e2e_check.verdict(model, path, ids, 2, False, lost)[1]
 
 
 def test_what_is_not_there_is_absent_and_what_raises_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

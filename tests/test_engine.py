@@ -6,12 +6,11 @@ import copy
 import pytest
 import torch
 from helpers import BF16
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
 import rooftile
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import Request, Scheduler
-from rooftile.engine.text import Text
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,15 +77,6 @@ def saved(model, folder, tokenizer=False):
         tokenizer.decoder = decoders.Fuse()
         tokenizer.save(str(folder / "tokenizer.json"))
     return folder
-
-
-def byte_tokenizer():
-    """A token for each byte."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -324,12 +314,35 @@ def test_what_cannot_be_generated(engine, arguments, message):
     assert free_of(engine) == (18, 0)
 
 
+def test_prompts_of_any_kind(engine):
+    """Lists, tensors and arrays; what is neither is refused by name."""
+    tokens = engine.generate(PROMPTS[0], 2)[0].tokens
+    for prompts in (torch.tensor(PROMPTS[0]), torch.tensor([PROMPTS[0]]), [torch.tensor(PROMPTS[0]).numpy()]):
+        assert engine.generate(prompts, 2)[0].tokens == tokens
+    for wrong, said in ((None, "prompts is None"), ([1.5], "prompt 0 is 1.5"), (b"abc", "prompts is b'abc'")):
+        with pytest.raises(TypeError, match=said):
+            engine.generate(wrong, 2)
+    with pytest.raises(TypeError, match="seed is None, expected an integer"):
+        engine.generate([1], 2, seed=None)
+    with pytest.raises(TypeError, match=r"stop is 3\.5, expected strings and token ids"):
+        engine.generate([1], 2, stop=3.5)
+    with pytest.raises(ValueError, match="stop has the token 131, expected 0 to 130"):
+        engine.generate([1], 2, stop=131)
+    with pytest.raises(ValueError, match="there are 4 prompts, expected at most max_batch, 3"):
+        engine.logits([[1]] * 4)
+    assert "llama, 2 layers of 32, dense weights" in repr(engine)
+
+
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
         ({"max_seq_len": 129}, ValueError, "max_seq_len is 129, expected at most the model's 128"),
         ({"max_batch": 0}, ValueError, "max_batch is 0, expected a positive integer"),
-        ({"dtype": torch.int32}, TypeError, r"dtype is torch.int32, expected float32, float16 or bfloat16"),
+        (
+            {"dtype": torch.int32},
+            TypeError,
+            r"dtype is torch.int32, expected torch.float32, torch.float16 or torch.bfloat16",
+        ),
     ],
 )
 def test_what_cannot_be_built(llama, more, error, message):
@@ -367,32 +380,3 @@ class TestScheduler:
         scheduler = Scheduler(slots=8, pages=100, page_size=16, prompt_tokens=50)
         scheduler.waiting.extend(self.request(i, n, 4) for i, n in enumerate((90, 20, 30, 1)))
         assert [[r.index for r in scheduler.admit()] for _ in range(4)] == [[0], [1, 2], [3], []]
-
-
-class TestText:
-    def texts(self, ids, stops=()):
-        text = Text(byte_tokenizer(), stops)
-        pieces = [text.add(i) for i in ids]
-        return text, [*pieces, text.end()]
-
-    def ids(self, string):
-        return byte_tokenizer().encode(string).ids
-
-    def test_characters_come_whole(self):
-        text, pieces = self.texts(self.ids("aé€b"))
-        assert pieces == ["a", "", "é", "", "", "€", "b", ""]
-        assert text.text == "aé€b"
-
-    def test_what_may_begin_a_stop_is_held_back(self):
-        text, pieces = self.texts(self.ids("a--b---"), ["---"])
-        assert pieces == ["a", "", "", "--b", "", "", "", ""]
-        assert (text.text, text.stopped) == ("a--b", True)
-
-    def test_at_the_end_it_is_let_go(self):
-        text, pieces = self.texts(self.ids("ab--"), ["---"])
-        assert pieces == ["a", "b", "", "", "--"]
-        assert not text.stopped
-
-    def test_the_first_of_several_stops(self):
-        text, _ = self.texts(self.ids("one two"), ["wo", " t"])
-        assert (text.text, text.stopped) == ("one", True)

@@ -115,6 +115,7 @@ def test_rows_with_options_of_their_own(device):
         (3.0, 0, 1.0, 0.3, 0.8),
         (1e-30, 0, 0.9, 0.0, 1.0),
         (-1.0, 0, 1.0, 0.0, 1.5),
+        (4.0, 0, 1.0, 1.5, 1.0),
     ]
     n = len(rows)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 console = Console()
+notices = Console(stderr=True)  # what is said beside a command's result
 
 Ops = Annotated[list[str] | None, typer.Argument(help="Ops, by name; all where none is given.", show_default=False)]
 
@@ -41,11 +42,23 @@ def choose_mode() -> None:
 
     if torch.accelerator.current_accelerator(check_available=True) is None:
         os.environ["TRITON_INTERPRET"] = "1"
-        console.print("No GPU here: kernels run on the CPU, in Triton's interpreter.", style="yellow")
+        notices.print("No GPU here: kernels run on the CPU, in Triton's interpreter.", style="yellow")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        import rooftile
+
+        console.print(rooftile.__version__, highlight=False)
+        raise typer.Exit
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
     """LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, app, choose_mode, console
+from rooftile.cli.common import DType, app, choose_mode, console, notices
 
 
 class QuantizeName(str, enum.Enum):
@@ -21,9 +21,12 @@ class QuantizeName(str, enum.Enum):
 def generate(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, or `demo`: the small model that comes along.")],
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Repeatable: several run at a time. Default: standard input.")
+        list[str] | None,
+        typer.Option("--prompt", help="Repeatable: they run together. Default: all of standard input."),
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print text as it comes; of several prompts one after the other.")
+    ] = False,
     quantize: Annotated[QuantizeName | None, typer.Option(help="Weights of products in 8 or 4 bits.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most for each prompt.")] = 128,
@@ -35,12 +38,22 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
 ) -> None:
-    """Continue prompts, and say how fast: tokens/s, ms a token, GB/s and their share of the roof, time to the first."""
+    """Continue prompts, and say how fast: tokens/s, ms a step, GB/s and their share of the roof, time to the first.
+
+    Each prompt and its text go to standard output; all else goes to standard error.
+    """
     import sys
 
     if not prompts and sys.stdin.isatty():
         raise typer.BadParameter("none was given, and standard input is a terminal", param_hint="--prompt")
-    given = prompts or [sys.stdin.read()]
+    if not prompts:
+        try:
+            prompts = [sys.stdin.read().removesuffix("\n")]
+            prompts[0].encode()
+        except UnicodeError as error:
+            raise typer.BadParameter(f"standard input is no UTF-8: {error}", param_hint="--prompt") from None
+        if not prompts[0]:
+            raise typer.BadParameter("none was given, and standard input is empty", param_hint="--prompt")
     choose_mode()
     from rooftile.cases.check import DTYPES
     from rooftile.engine.command import Settings, run
@@ -55,7 +68,7 @@ def generate(
     }
     settings = Settings(
         path=path,
-        prompts=given,
+        prompts=prompts,
         max_new_tokens=max_new_tokens,
         stream=stream,
         quantize=None if quantize is None else quantize.value,
@@ -64,9 +77,10 @@ def generate(
         sampling=sampling,
     )
     try:
-        code = run(settings, console)
+        code = run(settings, console, notices)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        console.print(f"rooftile generate: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        what = str(error).removeprefix("generate: ")
+        notices.print(f"rooftile generate: {what}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(code)
 

@@ -151,6 +151,7 @@ def inspect(
         list[SetName] | None,
         typer.Option("--set", help="Points to compile; repeatable. Default: tiny and all that are of real sizes."),
     ] = None,
+    first: Annotated[bool, typer.Option("--first", help="Of each set of real sizes, the first point alone.")] = False,
     dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable; all where none is given.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
@@ -172,9 +173,11 @@ def inspect(
         )
     cases = cases_of(ops)
     from rooftile.cases.check import DTYPES
-    from rooftile.inspect import report
+    from rooftile.inspect import first_points, report
     from rooftile.inspect.plan import SETS
 
+    if first:
+        cases = [first_points(case) for case in cases]
     names = [s.value for s in sets] if sets else SETS
     rows = report.inspect_all(cases, chosen, console, names, [DTYPES[d.value] for d in dtypes] if dtypes else None)
     report.show(rows, console)

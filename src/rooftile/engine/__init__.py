@@ -1,7 +1,8 @@
 """Inference: models that generate text, and the caches of keys and values."""
 
 from rooftile.engine.cache import KVCache, PagedKVCache, PagedSequence
+from rooftile.engine.config import ModelConfig
 from rooftile.engine.engine import Engine
 from rooftile.engine.generation import Completion, Piece
 
-__all__ = ["Completion", "Engine", "KVCache", "PagedKVCache", "PagedSequence", "Piece"]
+__all__ = ["Completion", "Engine", "KVCache", "ModelConfig", "PagedKVCache", "PagedSequence", "Piece"]

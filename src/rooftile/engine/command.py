@@ -81,7 +81,7 @@ def folder_of(path: str) -> Path:
         from rooftile.demo.library_text import folder
 
         return folder()
-    found = Path(path)
+    found = Path(path).expanduser()
     if not found.is_dir():
         what = "is a file" if found.exists() else "does not exist"
         raise FileNotFoundError(f"{path} {what}; expected a checkpoint's folder, or {DEMO!r}, the model shipped here")
@@ -133,15 +133,19 @@ class Printer:
                 self._write()
 
 
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_gbs: float | None) -> list[str]:
     """What is said below the text, a line each."""
-    measured = runtime.MODE is runtime.Mode.GPU
     prompts = len(timing.tokens)
-    lines = [] if measured else ["In Triton's interpreter, on the CPU: these times are no measurement."]
-    head = f"{timing.count} tokens of {prompts} prompt{'s' if prompts > 1 else ''}"
+    head = f"{_counted(timing.count, 'token')} of {_counted(prompts, 'prompt')}"
+    if runtime.MODE is not runtime.Mode.GPU:
+        return [f"{head} in {timing.last:.1f} s, in Triton's interpreter, on the CPU: no measurement"]
     if timing.first is not None:
         head += f"; {1e3 * timing.first:.1f} ms to the first, of a prompt of {max(prompt_tokens)}"
-    lines.append(head)
+    lines = [head]
     seconds, rate = timing.step_seconds, timing.decoded_per_second
     if seconds is None or rate is None:
         return [*lines, "one token of each: nothing was decoded after the prompt"]
@@ -151,12 +155,10 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     alive = [int(length * new / (steps + 1)) for length, new in zip(lengths, timing.tokens.values(), strict=True)]
     nbytes = step_bytes(engine, alive)
     gbs = nbytes / seconds / 1e9
-    lines.append(f"{rate:.1f} tokens/s, {1e3 * seconds:.3f} ms a token")
+    lines.append(f"{rate:.1f} tokens/s, {1e3 * seconds:.3f} ms a step")
     share = f"{gbs:.3g} GB/s: a step reads {nbytes / 1e9:.3g} GB"
     if read_gbs is not None:
         share += f"; {gbs / read_gbs:.1%} of the {read_gbs:.0f} GB/s that this GPU reads"
-    elif not measured:
-        share += "; no share of a roof, which is a GPU's"
     return [*lines, share]
 
 
@@ -173,8 +175,8 @@ def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
     return timing
 
 
-def run(settings: Settings, console: Console) -> int:
-    """Load, generate, and say how long it took; 0.
+def run(settings: Settings, console: Console, notices: Console) -> int:
+    """Load, generate to the one console, and say to the other how long it took; 0.
 
     Raises:
         FileNotFoundError, ValueError, TypeError: as `Engine.from_pretrained` and `Engine.generate`.
@@ -206,7 +208,7 @@ def run(settings: Settings, console: Console) -> int:
 
         device = runtime.default_device()
         read_gbs = measure_roofs(clock(device), device).read_gbs
-    console.print()
+    notices.print()
     for line in figures(engine, timing, prompt_tokens, read_gbs):
-        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        notices.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -118,12 +118,15 @@ def _read(path: Path) -> dict[str, Any]:
 def _fields(config: Any) -> tuple[dict[str, Any], str]:
     """The configuration as config.json has it, and where it came from."""
     if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
+        path = Path(config).expanduser()
         folder = path.is_dir()
         if folder:
             path /= "config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file, expected a model's config.json or the folder that holds it")
+            raise FileNotFoundError(
+                f"{path}: no such file, expected a model's config.json or the folder that holds it (nothing is "
+                f"downloaded: `hf download NAME --local-dir FOLDER` does that)"
+            )
         fields = _read(path)
         if folder and (path := path.with_name("generation_config.json")).is_file():
             more = _tokens(_read(path).get("eos_token_id"), str(path))
@@ -163,13 +166,15 @@ def _from_transformers(fields: dict[str, Any], source: str) -> Any:
             raise ValueError(f"{source}: {name} is absent, expected an integer")
     try:
         from transformers import CONFIG_MAPPING
+
+        known = CONFIG_MAPPING[family]  # imports more
     except ImportError as e:
         raise ImportError(
-            "the engine reads Hugging Face configurations with transformers, which is not installed: pip install "
-            '"rooftile[hf]"'
+            "the engine reads Hugging Face configurations with transformers, which is not installed, or not all "
+            f'that it needs: pip install "rooftile[hf]" ({e})'
         ) from e
     try:
-        return CONFIG_MAPPING[family].from_dict(fields)
+        return known.from_dict(fields)
     except Exception as e:  # its own checks raise errors of many kinds
         raise ValueError(f"{source}: transformers does not take it: {e}") from e
 

@@ -90,17 +90,17 @@ class Engine:
                 it. Nothing is loaded then.
             TypeError: a dtype is not one of those.
         """
-        folder = Path(path)
+        folder = Path(path).expanduser()
         config = ModelConfig.from_hf(folder)
-        where = _device(device)
-        length = _check(config, dtype, max_batch, max_seq_len)
-        tokenizer = _tokenizer(folder)
-        loaded = weights_.load(config, folder, dtype=dtype, quantize=quantize, device=where, progress=progress)
-        runner = Runner(
-            config, loaded, max_batch=max_batch, max_seq_len=length, page_size=page_size, pages=pages,
+        options = _options(
+            config, dtype, quantize, max_seq_len, max_batch=max_batch, page_size=page_size, pages=pages,
             kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
         )  # fmt: skip
-        return cls(config, loaded, tokenizer, runner)
+        tokenizer = _tokenizer(folder)
+        loaded = weights_.load(
+            config, folder, dtype=dtype, quantize=quantize, device=_device(device), progress=progress
+        )
+        return cls(config, loaded, tokenizer, Runner(config, loaded, **options))
 
     @classmethod
     def from_config(
@@ -128,13 +128,12 @@ class Engine:
         The others are `from_pretrained`'s, and so is what is raised.
         """
         config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
-        length = _check(config, dtype, max_batch, max_seq_len)
-        drawn = weights_.random(config, dtype=dtype, quantize=quantize, device=_device(device), seed=seed)
-        runner = Runner(
-            config, drawn, max_batch=max_batch, max_seq_len=length, page_size=page_size, pages=pages,
+        options = _options(
+            config, dtype, quantize, max_seq_len, max_batch=max_batch, page_size=page_size, pages=pages,
             kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
         )  # fmt: skip
-        return cls(config, drawn, None, runner)
+        drawn = weights_.random(config, dtype=dtype, quantize=quantize, device=_device(device), seed=seed)
+        return cls(config, drawn, None, Runner(config, drawn, **options))
 
     @overload
     def generate(
@@ -178,8 +177,9 @@ class Engine:
             top_k, top_p, min_p, repetition_penalty: as in `rooftile.sample`.
             stop: strings and token ids. The text ends before the string or token; the tokens with the one that brought
                 it.
-            seed: of all prompts, or one each. A token depends on its logits, on the seed and on its position, not on
-                what else is generated: two equal prompts with one seed continue alike.
+            seed: of all prompts, or one each. A token depends on its logits, on the seed and on its position: two equal
+                prompts with one seed continue alike, as far as logits do, which kernels for other numbers of sequences
+                round otherwise.
             logprobs: also the logarithm of the probability of each token, before temperature and penalty.
             stream: return an iterator of `Piece`, one for each token as it comes, in place of a list.
             ignore_eos: go on after the model's end of sequence.
@@ -199,6 +199,8 @@ class Engine:
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ValueError(f"generate: max_new_tokens is {max_new_tokens!r}, expected a positive integer")
         ids = encoded(prompts, self.tokenizer, self.config.vocab)
+        if not isinstance(seed, (int, Sequence)):
+            raise TypeError(f"generate: seed is {seed!r}, expected an integer, or one for each prompt")
         seeds = [seed] * len(ids) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(ids):
             raise ValueError(
@@ -222,7 +224,10 @@ class Engine:
                     f"and the cache has {cache.k.shape[1]}"
                 )
         ends = () if ignore_eos else self.config.eos
-        watches = [Watch(r, ends, stops_of(stop, self.tokenizer), self.tokenizer, logprobs) for r in requests]
+        watches = [
+            Watch(r, ends, stops_of(stop, self.tokenizer, self.config.vocab), self.tokenizer, logprobs)
+            for r in requests
+        ]
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
         scheduler.waiting.extend(requests)
@@ -272,22 +277,46 @@ class Engine:
             ValueError: as `generate`.
         """
         ids = encoded(prompts, self.tokenizer, self.config.vocab)
+        if len(ids) > self.max_batch:
+            raise ValueError(f"logits: there are {len(ids)} prompts, expected at most max_batch, {self.max_batch}")
+        for i, prompt in enumerate(ids):
+            if len(prompt) > self.max_seq_len:
+                raise ValueError(
+                    f"logits: prompt {i} has {len(prompt)} tokens, expected at most max_seq_len, {self.max_seq_len}"
+                )
         return [x.float() for x in self.runner.logits(ids)]
+
+    def __repr__(self) -> str:
+        c, weights, cache = self.config, self.weights, self.runner.cache
+        return (
+            f"<Engine: {c.family}, {c.layers} layers of {c.hidden}, {weights.layers[0].qkv.kind} weights, "
+            f"{weights.embedding.dtype} on {weights.embedding.device}; max_batch={self.max_batch}, "
+            f"max_seq_len={self.max_seq_len}, a cache of {cache.k.shape[1]} pages of {cache.page_size} tokens in "
+            f"{cache.k.dtype}>"
+        )
 
 
 def _device(device: torch.device | str | None) -> torch.device:
     return runtime.default_device() if device is None else torch.device(device)
 
 
-def _check(config: ModelConfig, dtype: torch.dtype, max_batch: int, max_seq_len: int | None) -> int:
-    """The length of sequences, where nothing speaks against it."""
+def _options(
+    config: ModelConfig, dtype: torch.dtype, quantize: str | None, max_seq_len: int | None, **given: Any
+) -> dict[str, Any]:
+    """The runner's, where nothing speaks against them."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"Engine: dtype is {dtype}, expected float32, float16 or bfloat16")
+        raise TypeError(f"Engine: dtype is {dtype!r}, expected torch.float32, torch.float16 or torch.bfloat16")
+    kv_dtype = given["kv_dtype"]
+    if kv_dtype not in (None, dtype, torch.float8_e4m3fn, torch.int8):
+        raise TypeError(f"Engine: kv_dtype is {kv_dtype!r}, expected {dtype}, torch.float8_e4m3fn or torch.int8")
     length = min(config.max_positions, _DEFAULT_LENGTH) if max_seq_len is None else max_seq_len
-    check_positive("Engine", max_batch=max_batch, max_seq_len=length)
+    check_positive("Engine", max_batch=given["max_batch"], max_seq_len=length)
     if length > config.max_positions:
         raise ValueError(f"Engine: max_seq_len is {length}, expected at most the model's {config.max_positions}")
-    return length
+    options = {**given, "max_seq_len": length}
+    # Without memory: what a cache can't be is found before weights are loaded.
+    Runner(config, weights_.random(config, dtype=dtype, quantize=quantize, device="meta"), **options)
+    return options
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

@@ -54,17 +54,28 @@ class Piece:
     finish_reason: str | None
 
 
+def _as_lists(x: Any) -> Any:
+    """Tensors and arrays, as tokenizers give them, as lists."""
+    return x.tolist() if hasattr(x, "tolist") else x
+
+
 def encoded(prompts: Any, tokenizer: Tokenizer | None, vocab: int) -> list[list[int]]:
     """The tokens of each prompt."""
+    prompts = _as_lists(prompts)
     if isinstance(prompts, str):
         prompts = [prompts]
-    prompts = list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise TypeError(f"generate: prompts is {prompts!r}, expected text or token ids, of one prompt or of several")
+    prompts = [_as_lists(p) for p in prompts]
     if prompts and all(isinstance(p, int) for p in prompts):
         prompts = [prompts]
     if not prompts:
         raise ValueError("generate: there is no prompt")
     if any(isinstance(p, str) for p in prompts) and tokenizer is None:
         raise ValueError("generate: a prompt is text, and the engine has no tokenizer: give token ids")
+    for i, p in enumerate(prompts):
+        if not isinstance(p, Sequence) or isinstance(p, bytes):
+            raise TypeError(f"generate: prompt {i} is {p!r}, expected text, or token ids as integers")
     ids = [list(tokenizer.encode(p).ids) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[union-attr]
     for i, prompt in enumerate(ids):
         if not prompt:
@@ -77,12 +88,18 @@ def encoded(prompts: Any, tokenizer: Tokenizer | None, vocab: int) -> list[list[
     return ids
 
 
-def stops_of(stop: str | int | Sequence[str | int], tokenizer: Tokenizer | None) -> tuple[set[int], list[str]]:
+def stops_of(
+    stop: str | int | Sequence[str | int], tokenizer: Tokenizer | None, vocab: int
+) -> tuple[set[int], list[str]]:
     """Token ids and strings."""
+    if not isinstance(stop, (str, int, Sequence)):
+        raise TypeError(f"generate: stop is {stop!r}, expected strings and token ids")
     stops = [stop] if isinstance(stop, (str, int)) else list(stop)
     for s in stops:
         if not isinstance(s, (str, int)) or isinstance(s, bool):
             raise TypeError(f"generate: stop has {s!r}, expected strings and token ids")
+        if isinstance(s, int) and not 0 <= s < vocab:
+            raise ValueError(f"generate: stop has the token {s}, expected 0 to {vocab - 1}")
         if s == "":
             raise ValueError("generate: stop has an empty string")
         if isinstance(s, str) and tokenizer is None:

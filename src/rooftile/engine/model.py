@@ -103,10 +103,12 @@ class Decoder:
         return self._logits(x)
 
     def _send(self, *numbers: list[int]) -> list[Tensor]:
-        """int32 tensors on the device, in one copy."""
+        """int32 tensors on the device, in one copy, 16 bytes apart: kernels are compiled anew for another alignment."""
         device = self.cache.k.device
-        on_host = torch.tensor([n for ns in numbers for n in ns], dtype=torch.int32, pin_memory=device.type == "cuda")
-        return list(on_host.to(device, non_blocking=True).split([len(ns) for ns in numbers]))
+        padded = [ns + [0] * (-len(ns) % 4) for ns in numbers]
+        on_host = torch.tensor([n for ns in padded for n in ns], dtype=torch.int32, pin_memory=device.type == "cuda")
+        parts = on_host.to(device, non_blocking=True).split([len(ns) for ns in padded])
+        return [part[: len(ns)] for part, ns in zip(parts, numbers, strict=True)]
 
     def _embed(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weights.embedding, scale=self.config.embedding_scale)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -242,7 +243,7 @@ class _Builder:
 
 
 def plan(
-    config: ModelConfig,
+    config: Any,
     batch: int = 1,
     context: int = 512,
     *,
@@ -256,7 +257,7 @@ def plan(
     """What a greedy decoding step of `rooftile.Engine` launches.
 
     Args:
-        config: the model.
+        config: a `ModelConfig`, such as an engine's, or what `ModelConfig.from_hf` takes.
         batch: sequences.
         context: tokens that each has in the cache, the new one among them.
         dtype, quantize, kv_dtype, page_size: as `Engine.from_pretrained` takes them.
@@ -269,6 +270,7 @@ def plan(
     for name, size in (("batch", batch), ("context", context)):
         if size < 1:
             raise ValueError(f"plan: {name} is {size}, expected a positive integer")
+    config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
     builder = _Builder(
         config, batch, context, dtype, quantize, kv_dtype or dtype, page_size, capacity or context,
         target or runtime.TARGETS["sm_90"],

@@ -119,14 +119,18 @@ class Runner:
         Raises:
             ValueError: a prompt is empty, slots or pages do not suffice, or a prompt is longer than `max_seq_len`.
 
-        Nothing is changed then.
+        Nothing is changed then, and no slot or page is taken, whatever else is raised.
         """
         sequences = self._begin(prompts)
-        with on(self.tokens.device):
-            logits = self.decoder.prefill(prompts, sequences)
-            for i, (sequence, prompt, how) in enumerate(zip(sequences, prompts, sampling, strict=True)):
-                self._set(sequence.slot, prompt, how)
-                self._sample(slice(sequence.slot, sequence.slot + 1), logits[i : i + 1], how.greedy)
+        try:
+            with on(self.tokens.device):
+                logits = self.decoder.prefill(prompts, sequences)
+                for i, (sequence, prompt, how) in enumerate(zip(sequences, prompts, sampling, strict=True)):
+                    self._set(sequence.slot, prompt, how)
+                    self._sample(slice(sequence.slot, sequence.slot + 1), logits[i : i + 1], how.greedy)
+        except BaseException:
+            self._free_all(sequences)
+            raise
         return sequences
 
     @torch.no_grad()
@@ -161,8 +165,7 @@ class Runner:
             with on(self.tokens.device):
                 logits = self.decoder.prefill(prompts, sequences, every=True)
         finally:
-            for sequence in sequences:
-                self.free(sequence)
+            self._free_all(sequences)
         return list(logits.split([len(p) for p in prompts]))
 
     def _begin(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
@@ -173,11 +176,14 @@ class Runner:
             for _ in prompts:
                 sequences.append(self.cache.allocate())
             self.cache.extend({s: len(p) for s, p in zip(sequences, prompts, strict=True)})
-        except Exception:
-            for sequence in sequences:
-                self.free(sequence)
+        except BaseException:
+            self._free_all(sequences)
             raise
         return sequences
+
+    def _free_all(self, sequences: Sequence[PagedSequence]) -> None:
+        for sequence in sequences:
+            self.free(sequence)
 
     def _bucket(self, n: int) -> int:
         """Rows of the step that serves n slots: few sizes, so that there are few graphs."""
@@ -195,16 +201,18 @@ class Runner:
             kept = [(x, x.clone()) for x in (self.tokens, self.logprobs, self._seen)]
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                self.cache.reserve({})
-                self._step(b, greedy)
-            torch.cuda.current_stream().wait_stream(aside)
+            try:
+                with torch.cuda.stream(aside):
+                    self.cache.reserve({})
+                    self._step(b, greedy)
+            finally:  # whatever is raised, what was launched comes before what is written from here on
+                torch.cuda.current_stream().wait_stream(aside)
+                for x, old in kept:
+                    x.copy_(old)
             self.cache.reserve({})
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 self._step(b, greedy)
-            for x, old in kept:
-                x.copy_(old)
             self._graphs[b, greedy] = graph
         return self._graphs[b, greedy]
 
@@ -217,10 +225,9 @@ class Runner:
         if not how.greedy:
             self._seen[slot].copy_(self._none_seen)
         if how.repetition_penalty != 1:
-            ids = torch.tensor(sorted(set(prompt)), dtype=torch.int32)
-            rows = torch.full_like(ids, slot)
-            device = self.tokens.device
-            mark_seen_(self._seen, ids.to(device, non_blocking=True), rows.to(device, non_blocking=True))
+            ids = sorted(set(prompt))
+            pairs = torch.tensor([ids, [slot] * len(ids)], dtype=torch.int32, pin_memory=self.tokens.is_cuda)
+            mark_seen_(self._seen, *pairs.to(self.tokens.device, non_blocking=True))
 
     def _sample(self, rows: slice, logits: Tensor, greedy: bool) -> None:
         if greedy:

@@ -22,29 +22,36 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []
+        # The tokens from those on that gave the newest characters, how many those are, and what they read: a token may
+        # read otherwise at the beginning of a text.
+        self._recent: list[int] = []
+        self._known, self._read = 0, ""
         self._seen = ""  # all of it, with what is held back
         self.text = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
         """What the token adds to `text`."""
-        self._tokens.append(token)
-        self._seen += self._stream.step(self._tokenizer, token) or ""
+        self._recent.append(token)
+        now = self._decode(self._recent)
+        # Bytes that are no character yet read as U+FFFD. Of those that never become one, which tokenizers with tokens
+        # for bytes read otherwise as they come, what was shown stays.
+        if len(now) > len(self._read) and not now.endswith("\ufffd"):
+            self._seen += now[len(self._read) :]
+            del self._recent[: self._known]
+            self._known, self._read = len(self._recent), self._decode(self._recent)
         return self._release(self._certain())
 
     def end(self) -> str:
         """What was held back, when no token follows: the beginning of a stop string, or of a character."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if whole.startswith(self._seen):
-            self._seen = whole
+        self._seen += self._decode(self._recent)[len(self._read) :]
         return self._release(len(self._seen))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _certain(self) -> int:
         """Characters before a stop string, or before what may be the beginning of one."""

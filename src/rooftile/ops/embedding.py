@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.primitives import dependent
+from rooftile.primitives.dependent import let_next_start, wait_for_previous
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_tokens", "n_rows"])
 def _embedding_kernel(
     ids_ptr,
     weight_ptr,
@@ -34,7 +36,11 @@ def _embedding_kernel(
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tokens = ((tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = ((tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -71,9 +77,9 @@ def config(n_cols: int, target: runtime.Target) -> Config:
 
 
 @functools.cache
-def _plan(n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, c: Config) -> launching.Plan:
-    constants = {"N": n_cols, "SCALE": scale, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.Plan(_embedding_kernel, constants, num_warps=c.num_warps)
+def _plan(n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, early: bool, c: Config) -> launching.Plan:
+    constants = {"N": n_cols, "SCALE": scale, "ROWS": c.rows, "BLOCK_N": c.block_n, "EARLY": early}
+    return launching.Plan(_embedding_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
 
 
 def _output(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -108,7 +114,7 @@ def _launch(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
     n_tokens, n_cols = ids.shape[0], int(weight.shape[1])
     c = config(n_cols, runtime.target(weight.device))
     launching.launch(
-        _plan(n_cols, (ids.dtype, weight.dtype), float(scale), c),
+        _plan(n_cols, (ids.dtype, weight.dtype), float(scale), dependent.early(ids), c),
         library.cdiv(n_tokens, c.rows) * library.cdiv(n_cols, c.block_n),
         (ids, weight, y),
         (ids.stride(0), *weight.stride()),

@@ -78,7 +78,8 @@ def kept(z: Tensor, top_k: Any, top_p: Any, min_p: Any) -> Tensor:
     top_p = _column(top_p, z)
     keep &= (p.cumsum(-1) - p < top_p) | (top_p >= 1)
     keep[:, :1] = True
-    keep &= p >= _column(min_p, z) * p[:, :1]
+    min_p = _column(min_p, z)
+    keep &= p >= min_p.clamp(max=1) * p[:, :1]
     return torch.zeros_like(keep).scatter(-1, index, keep)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rooftile.bench.e2e.check import STEPS, verdict
+from rooftile.bench.e2e.check import STEPS, lost_in_eager, verdict
 from rooftile.bench.e2e.hf import Models
 from rooftile.bench.e2e.model import Model
 from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path, build
@@ -62,6 +62,8 @@ class Batch:
         return row
 
     def measure(self) -> None:
+        self.steps = min(STEPS, self.run.new)
+        self.lost = lost_in_eager(self.model, self.ids, self.steps, self.run.clock)
         for name in self.decode:
             self.prepare(name)
             self.write()
@@ -83,7 +85,7 @@ class Batch:
             self.run.clock.synchronize()
             rows[0].first_call_s = time.perf_counter() - since
             own = name in OWN
-            error, message = verdict(self.model, path, self.ids, min(STEPS, self.run.new), own)
+            error, message = verdict(self.model, path, self.ids, self.steps, own, self.lost)
             status, note = ("FAIL" if message else "ok"), path.note
             if status == "ok":
                 self.paths[name] = path

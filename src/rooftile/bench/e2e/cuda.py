@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from rooftile.bench.e2e.model import LayerTensors, Model
-from rooftile.bench.timer import Clock
+from rooftile.bench.timer import Clock, uncollected
 from rooftile.engine import rotary
 from rooftile.engine.config import ModelConfig
 
@@ -188,7 +188,7 @@ class CudaPath:
                     self._step_function()
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with uncollected(), torch.cuda.graph(graph):
                 self._recorded = self._step_function()
         self._graph = graph
 

@@ -17,6 +17,8 @@ from rooftile.bench.e2e.paths import Absent
 from rooftile.bench.prefill.model import twin
 from rooftile.huggingface import patch
 
+_WARM = 3  # steps over a static cache before any is timed: compiled, recorded, replayed
+
 
 def shared(model: Model) -> nn.Module:
     """transformers' model of that configuration. Its weights are views of the engine's: it takes no memory.
@@ -115,7 +117,8 @@ class HuggingFacePath:
     def __init__(self, model: nn.Module, ids: Tensor, new: int, *, compiled: bool, measures: bool) -> None:
         self.note = ""
         self._model: Any = model
-        self._ids, self._length, self._static = ids, sum(ids.shape[1:]) + new, compiled
+        self._ids, self._static = ids, compiled
+        self._length = ids.shape[1] + max(new, _WARM)
         self._forward: Any = model
         if compiled:
             how: dict[str, Any] = {"mode": "reduce-overhead"} if measures else {"backend": "aot_eager"}
@@ -134,7 +137,7 @@ class HuggingFacePath:
     def prepare(self) -> None:
         self.reset()
         self.prefill()
-        for _ in range(3 if self._static else 1):  # compiled, recorded, replayed
+        for _ in range(_WARM if self._static else 1):
             self.step()
         self.reset()
 

@@ -127,6 +127,7 @@ def _parts(impl: Impl, model: Model, s: Settings) -> list[Part]:
     """The parts of an implementation, ready to run."""
     from rooftile.bench.e2e import cuda as e2e_cuda
     from rooftile.bench.e2e import hf as e2e_hf
+    from rooftile.bench.e2e.paths import Absent
     from rooftile.bench.timer import clock
     from rooftile.engine.engine import Engine
     from rooftile.engine.runner import Runner
@@ -140,7 +141,11 @@ def _parts(impl: Impl, model: Model, s: Settings) -> list[Part]:
     if impl == "cuda":
         path = e2e_cuda.CudaPath(model, ids, 2 * s.steps + NEW, clock(model.device), compiled=True)
     else:
-        path = Compiled(e2e_hf.Models(model).model(True), ids, 2 * s.steps + NEW)
+        try:
+            patched = e2e_hf.Models(model).model(True)
+        except Absent as error:
+            raise ValueError(f"--impl patched: {error}") from None
+        path = Compiled(patched, ids, 2 * s.steps + NEW)
     with torch.no_grad():
         path.prepare()
 
@@ -169,7 +174,7 @@ def run(s: Settings, console: Console) -> int:
         ValueError: the model is not known, or what is asked for needs a GPU.
     """
     from rooftile.bench.e2e import model as e2e_model
-    from rooftile.bench.e2e.paths import Absent
+    from rooftile.bench.run import brief
 
     measured = runtime.MODE is runtime.Mode.GPU
     if not measured:
@@ -193,8 +198,8 @@ def run(s: Settings, console: Console) -> int:
         beside = None if s.trace is None else s.trace.with_name(f"{s.trace.stem}.cuda{s.trace.suffix}")
         try:
             audits.append(_audit("cuda", model, s, beside))
-        except (torch.cuda.OutOfMemoryError, Absent) as error:
-            audits.append(Audit("cuda", [], absent=f"left out: {str(error).splitlines()[0]}"))
+        except Exception as error:  # what stands beside it is no reason to lose what was asked for
+            audits.append(Audit("cuda", [], absent=f"left out: {brief(error)}"))
     audit_report.show(audits, console, measured)
     if s.json is not None:
         write_json(s, model, audits)

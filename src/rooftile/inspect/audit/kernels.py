@@ -151,13 +151,16 @@ def origin_of(
     Args:
         name: as the profiler has it.
         launched: what this process launched by Rooftile's launchers.
-        strict: a kernel is Rooftile's only if it is among them, for another library may have one of the same name. If
-            not, one of the package's names will do: a compiler that took kernels over launches them itself.
+        strict: a kernel is Rooftile's only if it is among them, by name and threads of a block, for another library may
+            have one of the same name. If not, one of the package's names will do: a compiler that took kernels over
+            launches them itself.
         threads, shared, registers: of a block and of a thread, which tell namesakes apart.
     """
     if _INDUCTOR.match(name):
         return Origin("Inductor", _first(_OTHERS, name.removeprefix("triton_")))
     alike = [k for k in launched if k.source.name == name]
+    if strict and threads:  # those of a block are what the launcher asked for, to the last
+        alike = [k for k in alike if k.threads in (0, threads)]
     most = max((k.likeness(threads, shared, registers) for k in alike), default=0)
     sources = [k.source for k in alike if k.likeness(threads, shared, registers) == most]
     if not sources and not strict:

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftile.bench.timer import uncollected
+
+# One product is left of the model's own code, that of RoPE's angles, positions by frequencies. Older Inductors do not
+# make an elementwise kernel of it, and would leave it to cuBLAS.
+_INDUCTOR = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON"}
+
 
 class Compiled:
     """Greedy decoding by the model's own forward over a static cache. A step is recorded into one CUDA graph.
@@ -35,10 +41,23 @@ class Compiled:
         self._positions = torch.arange(ids.shape[1], device=ids.device)[None]
         self._position = torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
         self._token = torch.zeros((ids.shape[0], 1), dtype=torch.int64, device=ids.device)
-        compiler = functools.partial(torch.compile, dynamic=False) if compiled else lambda function: function
+        self._begin()
+        options = _INDUCTOR if ids.is_cuda else None
+        compiler: Any = functools.partial(torch.compile, dynamic=False, options=options)
+        if not compiled:
+            compiler = lambda function: function  # noqa: E731
         self._take_prompt, self._take_step = compiler(self._prompt), compiler(self._step)
         self._records = compiled and ids.is_cuda
         self._graph: Any = None
+
+    def _begin(self) -> None:
+        """The cache's memory, before a prompt is traced: else it would be compiled twice, without it and with it."""
+        make = getattr(self._cache, "early_initialization", None)
+        if make is None:
+            return
+        config = self._model.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        make(self._ids.shape[0], config.num_key_value_heads, dim, self._model.dtype, self._ids.device)
 
     @property
     def tokens(self) -> Tensor:
@@ -72,7 +91,7 @@ class Compiled:
                 self._take_step()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with uncollected(), torch.cuda.graph(graph):
             self._take_step()
         self._graph = graph
 

@@ -116,9 +116,10 @@ def _spans(events: Iterable[dict[str, Any]]) -> list[tuple[float, float, str]]:
     return sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"])[len(MARK) :]) for e in marks)
 
 
-def _within(spans: Sequence[tuple[float, float, str]], moment: float) -> str | None:
+def _within(spans: Sequence[tuple[float, float, str]], moment: float, behind: bool = False) -> str | None:
+    """The phase of that moment; with `behind`, of what runs on after the host has left it, too."""
     at = bisect.bisect_right([begin for begin, _, _ in spans], moment) - 1
-    return spans[at][2] if at >= 0 and moment <= spans[at][1] else None
+    return spans[at][2] if at >= 0 and (behind or moment <= spans[at][1]) else None
 
 
 def _threads(args: dict[str, Any]) -> int:
@@ -172,7 +173,7 @@ def phases(
     """The phases of a trace, each with its kernels.
 
     A kernel belongs to the phase in which the host launched it, or the graph that it is part of; where the trace does
-    not say who launched it, to that in which it began. What belongs to none is left out.
+    not say who launched it, to that in which it began, or behind which. What was launched outside of all is left out.
 
     Args:
         events: of the trace.
@@ -191,7 +192,7 @@ def phases(
         args, start = e.get("args", {}), float(e["ts"])
         call = calls.get(args.get("correlation"))
         seen.add(args.get("correlation"))
-        name = _within(spans, start if call is None else float(call["ts"]))
+        name = _within(spans, start, behind=True) if call is None else _within(spans, float(call["ts"]))
         if name in by_phase:
             end = start + float(e.get("dur", 0.0))
             by_phase[name].append(_Event(str(e["name"]), str(e["cat"]).lower(), start, end, args))

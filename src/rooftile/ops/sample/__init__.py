@@ -183,7 +183,8 @@ def sample(
         temperature: what logits are divided by; 0 (or less, in a tensor) takes the largest, of equals the first.
         top_k: int32: how many of the largest are kept, of equals the first; 0 (or less) and V or more keep all.
         top_p: the fewest of the largest whose probabilities reach this are kept, one at least; 1 keeps all.
-        min_p: what has less than this times the largest probability is dropped; 0 drops nothing.
+        min_p: what has less than this times the largest probability is dropped; 0 drops nothing, 1 (or more, in a
+            tensor) all but the largest.
         repetition_penalty: the logits of seen tokens are divided by it where positive, multiplied elsewhere, as Hugging
             Face has it. Needs `seen`.
         seen: `(B, ceil(V / 32))`, int32: bit t % 32 of word t // 32 is set for a token that the row has seen. See

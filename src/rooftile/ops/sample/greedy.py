@@ -13,6 +13,8 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.sample.choose import Greedy, greedy
 from rooftile.ops.sample.common import LOG2E, LOWEST, finish, given, key_of, load_logits, with_index
+from rooftile.primitives import dependent
+from rooftile.primitives.dependent import let_next_start, wait_for_previous
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -37,7 +39,11 @@ def _greedy_kernel(
     WRITES_SEEN: tl.constexpr,
     BLOCK: tl.constexpr,
     SLICES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     row = tl.program_id(0) // slices
     part = tl.program_id(0) % slices
     x_ptr += row.to(tl.int64) * stride_x
@@ -70,9 +76,11 @@ def _greedy_kernel(
 
 
 @functools.cache
-def _plan(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, slices: int, c: Greedy) -> launching.Plan:
-    constants = {"WRITES_SEEN": writes_seen, "BLOCK": c.block, "SLICES": slices}
-    return launching.Plan(_greedy_kernel, constants, num_warps=c.num_warps)
+def _plan(
+    dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, slices: int, early: bool, c: Greedy
+) -> launching.Plan:
+    constants = {"WRITES_SEEN": writes_seen, "BLOCK": c.block, "SLICES": slices, "EARLY": early}
+    return launching.Plan(_greedy_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
 
 
 def launch(
@@ -99,7 +107,7 @@ def launch(
         None if of_row is None else of_row.dtype,
     )
     launching.launch(
-        _plan(dtypes, writes_seen, library.power_of_two(slices), c),
+        _plan(dtypes, writes_seen, library.power_of_two(slices), dependent.early(logits), c),
         n_rows * slices,
         (logits, seen, of_row, tokens, logprobs, best, top, counters),
         (logits.stride(0), 0 if seen is None else seen.stride(0), n_cols),

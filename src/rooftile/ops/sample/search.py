@@ -224,7 +224,7 @@ def _draw(
             keep &= (key >= high) | (rank < kept)
             before += tl.sum(of_quad, axis=0)
         if min_p > 0.0:
-            keep &= tl.exp2(exponent) >= min_p
+            keep &= tl.exp2(exponent) >= tl.minimum(min_p, 1.0)  # the largest is always kept
         if tl.max(tl.max(keep.to(tl.int32), axis=1), axis=0) > 0:  # most blocks keep nothing, and noise costs most
             score = with_index(key_of(exponent + noise(seed, position, start, QUADS)), cols)
             found = tl.maximum(found, tl.max(tl.where(keep, score, -(2**63)), axis=1))

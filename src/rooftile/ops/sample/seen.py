@@ -13,7 +13,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
-@triton.jit(do_not_specialize=["n_ids", "n_rows"])
+@triton.jit(do_not_specialize=["n_ids", "n_rows", "n_words"])
 def _mark_kernel(
     seen_ptr, ids_ptr, row_of_ptr, stride_s, stride_i, stride_r, n_ids, n_rows, n_words, BLOCK: tl.constexpr
 ):

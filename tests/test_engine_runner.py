@@ -1,0 +1,141 @@
+"""The runner: slots that are not side by side, what is given back when a kernel raises, graphs, what is recompiled."""
+
+import json
+
+import pytest
+import torch
+
+import rooftile
+from rooftile import launching, runtime
+from rooftile.engine.runner import Sampling
+
+pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+PROMPTS = [[3, 5, 8, 13, 21], [9, 9, 4], [100, 2, 64, 17, 31, 5, 77], [50]]
+# Greedy, drawn, penalised, and both.
+HOW = [
+    Sampling(),
+    Sampling(temperature=0.9, top_k=20, seed=3),
+    Sampling(repetition_penalty=1.4),
+    Sampling(temperature=1.1, min_p=0.02, repetition_penalty=1.2, seed=9),
+]
+
+
+def made(family="llama", **more):
+    config = {"model_type": family, **SIZES, **more.pop("config", {})}
+    options = {"dtype": torch.float32, "max_batch": 4, "max_seq_len": 32, "page_size": 16, **more}
+    return rooftile.Engine.from_config(config, **options)
+
+
+def free_of(engine):
+    return engine.runner.cache.free_pages, len(engine.runner.cache.sequences)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return made()
+
+
+def tokens_of(runner, which, steps=5):
+    """New tokens of those prompts, side by side."""
+    sequences = runner.prefill([PROMPTS[i] for i in which], [HOW[i] for i in which])
+    found = {i: [int(runner.tokens[s.slot])] for i, s in zip(which, sequences, strict=True)}
+    for _ in range(steps):
+        runner.decode()
+        for i, s in zip(which, sequences, strict=True):
+            found[i].append(int(runner.tokens[s.slot]))
+    for s in sequences:
+        runner.free(s)
+    return found
+
+
+def test_sequences_that_are_sampled_in_different_ways_share_a_step(engine):
+    together = tokens_of(engine.runner, [0, 1, 2, 3])
+    assert tokens_of(engine.runner, [3, 1, 0, 2]) == together
+    for i in range(4):
+        assert tokens_of(engine.runner, [i]) == {i: together[i]}
+
+
+def test_slots_that_are_free_between_others(engine):
+    runner = engine.runner
+    expected = tokens_of(runner, [2])[2]
+    sequences = runner.prefill(PROMPTS, [HOW[2]] * 4)
+    for s in (sequences[0], sequences[1], sequences[3]):
+        runner.free(s)
+    found = [int(runner.tokens[2])]
+    for _ in range(5):
+        runner.decode()
+        found.append(int(runner.tokens[2]))
+    runner.free(sequences[2])
+    assert found == expected
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_what_a_failing_step_took_is_given_back(where, engine, monkeypatch):
+    before, expected = free_of(engine), engine.generate(PROMPTS[0], 3, ignore_eos=True)
+
+    def failing(*args, **options):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.decoder, where, failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate(PROMPTS, 3)
+    assert free_of(engine) == before
+    assert engine.generate(PROMPTS[0], 3, ignore_eos=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"page_size": 17}, ValueError, "page_size is 17, expected one of 16"),
+        ({"pages": 0}, ValueError, "pages is 0, expected a positive integer"),
+        ({"kv_dtype": torch.int32}, TypeError, "kv_dtype is torch.int32, expected torch.bfloat16"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused_before_weights_are_loaded(more, error, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    with pytest.raises(error, match=message):  # and not that there are no weights
+        rooftile.Engine.from_pretrained(tmp_path, **more)
+
+
+@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are looked at on the CPU")
+@pytest.mark.parametrize(("family", "quantize"), [("llama", None), ("qwen3", "fp8"), ("qwen2", "int4")])
+def test_kernels_are_not_specialized_on_what_changes_from_step_to_step(family, quantize, monkeypatch):
+    """A kernel that is remembered by its strides would go on with the number that it was compiled for."""
+    specialized, launch = set(), launching.launch
+
+    def looked_at(plan, programs, tensors, strides, numbers=()):
+        first = len(tensors) + len(strides)
+        names = plan.kernel.arg_names[first : first + len(numbers)]
+        spared = plan.kernel.kwargs.get("do_not_specialize") or ()
+        specialized.update((plan.kernel.fn.__name__, name) for name in names if name not in spared)
+        launch(plan, programs, tensors, strides, numbers)
+
+    engine = made(family, config={"head_dim": 8} if family == "qwen3" else {}, quantize=quantize, max_batch=2)
+    monkeypatch.setattr(launching, "launch", looked_at)
+    engine.generate(PROMPTS[:2], 2, temperature=0.7, repetition_penalty=1.1, ignore_eos=True)
+    engine.generate(PROMPTS[0], 2, ignore_eos=True)
+    assert not specialized
+
+
+@pytest.mark.gpu
+def test_graphs_give_what_plain_launches_give(device):
+    """To the bit, with sequences that live while a graph is recorded, that join, and that leave."""
+    engines = [made(device=device, cuda_graphs=graphs, config={"num_hidden_layers": 2}) for graphs in (True, False)]
+    for options in ({}, {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2, "seed": list(range(7))}):
+        prompts = [*PROMPTS, [7] * 11, [8, 9], [1] * 3]
+        first, second = (e.generate(prompts, 17, logprobs=True, ignore_eos=True, **options) for e in engines)
+        assert first == second
+    assert engines[0].runner._graphs
+    assert not engines[1].runner._graphs
