@@ -279,8 +279,11 @@ def _portable(point: Point) -> Callable[..., Any]:
     from rooftile import runtime
     from rooftile.ops.attention import AttentionConfig
 
-    if runtime.target(runtime.default_device()).arch != "sm_90":
-        raise Unsupported("attention has no other kernel here")
+    target = runtime.target(runtime.default_device())
+    if target is runtime.INTERPRETER:
+        return functools.partial(attention, config=AttentionConfig("portable", 64, 64, 4, 1))
+    if target.arch != "sm_90":
+        raise ImportError("this GPU has no other kernel beside it")
     _without(point, "the portable kernel's measured tiles", "mask", "alibi")
     if max(point["head_dim"], point["value_dim"]) > 128:
         raise Unsupported("the portable kernel's measured tiles are of heads of up to 128")
