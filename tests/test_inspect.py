@@ -4,6 +4,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import broken_kernels
 import pytest
@@ -12,7 +15,8 @@ from typer.testing import CliRunner
 
 from rooftile import cli
 from rooftile.cases import Point, all_cases, find_cases
-from rooftile.inspect import Task, compile_case, compile_on, faults, plan, report
+from rooftile.inspect import Task, compile_case, compile_on, faults, first_points, plan, report
+from rooftile.inspect.compiling import environment
 from rooftile.runtime import TARGETS
 
 BROKEN = {case.name: case for case in broken_kernels.CASES}
@@ -21,7 +25,7 @@ BROKEN_ON = {
         "type error", "good", "spilling", "spilling as allowed", "abort", "no kernel", "grid", "shared",
         "good after all", "excluded",
     ),
-    "sm_90": ("shared", "specialized", "descriptors", "gluon"),
+    "sm_90": ("shared", "descriptors", "gluon"),
     "gfx942": ("good", "spilling on AMD", "threads"),
 }  # fmt: skip
 
@@ -38,14 +42,21 @@ def failures(rows):
     return [f"{r.arch} {r.op} {r.direction} {r.dtype} {r.points}: {r.message}" for r in rows if r.verdict == "FAIL"]
 
 
-# Every op on every target
+# Every op
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_every_op_compiles_for_every_target(arch):
-    """At one real size. `rooftile inspect --all` is for all of them, and for the options; it takes long."""
-    first = [dataclasses.replace(c, sets={"llm": c.sets["llm"][:1]}) for c in find_cases()]
-    tasks = plan(first, dtypes=[torch.bfloat16])
+def test_every_op_compiles(arch):
+    """Each op at a real size for one of the targets, and in a decode step for that on which the kernels were measured.
+
+    `.ci/run` compiles each for all targets, and with its options; `rooftile inspect --all` is the whole of it.
+    """
+    cases = find_cases()
+    tasks = plan(
+        map(first_points, cases[list(TARGETS).index(arch) :: len(TARGETS)]), sets=["llm"], dtypes=[torch.bfloat16]
+    )
+    if arch == "sm_90":
+        tasks += plan(map(first_points, cases), sets=["decode"], dtypes=[torch.bfloat16])
     rows = compile_on(arch, tasks)
     assert not failures(rows)
     compiled = {(r.op, r.direction) for r in rows if r.kernel}
@@ -58,6 +69,16 @@ def test_a_plan_has_every_option_at_a_real_size():
         planned = [t.point for t in plan([case]) if t.point.dims == size.dims]
         for tiny in case.sets["tiny"]:
             assert {**size.options, **tiny.options} in [p.options for p in planned]
+
+
+def test_tasks_are_dealt_to_processes_by_op():
+    tasks = plan(find_cases(["silu_mul", "softmax", "linear"]), sets=["llm"])
+    for parts in (1, 2, 5):
+        dealt = report._dealt(tasks, parts)
+        assert len(dealt) == min(parts, 3)
+        assert sorted(map(repr, tasks)) == sorted(repr(t) for some in dealt for t in some)
+        ops = [{t.op for t in some} for some in dealt]
+        assert sum(map(len, ops)) == 3
 
 
 # Lengths
@@ -78,26 +99,36 @@ def _lengths(case):
             yield Point(" ".join(f"{k}={v}" for k, v in lengths.items()), {**base.dims, **lengths}, base.options)
 
 
-def recompilations(rows):
+def recompilations(tasks):
     """Kernels that differ from another in nothing but the lengths they were called with."""
+    script = Path(__file__).with_name("specializations.py")
+    questions = "".join(json.dumps(task.as_json()) + "\n" for task in tasks)
+    run = subprocess.run(
+        [sys.executable, script],
+        input=questions,
+        env=environment("sm_90", ""),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    answers = [json.loads(line) for line in run.stdout.splitlines()]
     by_config = {}
-    for row in rows:
-        k = row.kernel
-        chosen = {name: value for name, value in k.constants.items() if name.isupper()}
-        config = (row.op, row.direction, k.name, json.dumps(chosen, sort_keys=True), k.num_warps, k.num_stages)
-        by_config.setdefault(config, []).append((row.points[0], k.signature))
-    return {config: kernels for config, kernels in by_config.items() if len(kernels) > 1}
+    for task, kernels in zip(tasks, answers, strict=True):
+        for direction, chosen, given in kernels:
+            config = (task.op, direction, json.dumps(chosen, sort_keys=True))
+            by_config.setdefault(config, {}).setdefault(json.dumps(given, sort_keys=True), str(task.point))
+    return {config: list(points.values()) for config, points in by_config.items() if len(points) > 1}
 
 
 def test_a_length_that_changes_recompiles_no_kernel():
     tasks = [Task(c.name, p, "bf16", d) for c in find_cases() for p in _lengths(c) for d in c.directions]
-    rows = compile_on("sm_90", tasks)
-    assert not failures(rows)
-    assert not recompilations(rows)
+    assert not recompilations(tasks)
 
 
 def test_a_kernel_that_is_specialized_on_a_length_is_found():
-    assert len(recompilations(broken("sm_90")["specialized"])) == 1
+    found = recompilations(plan([BROKEN["specialized"], BROKEN["good"]], source=broken_kernels.__name__))
+    assert list(found.values()) == [["16 rows", "100 rows"]]
 
 
 # What is wrong with a kernel
@@ -188,9 +219,11 @@ def run(*arguments):
 def test_the_command_shows_and_writes_every_kernel(tmp_path, monkeypatch):
     case = all_cases()["silu_mul"]
     bf16 = {torch.bfloat16: case.tolerances[torch.bfloat16]}
-    small = dataclasses.replace(case, sets={"llm": case.sets["llm"][:1]}, tolerances=bf16)
-    monkeypatch.setattr(cli, "_cases", lambda ops: [small])
-    result = run("silu_mul", "--arch", "sm_86", "--arch", "gfx942", "--json", str(tmp_path / "new" / "rows.json"))
+    small = dataclasses.replace(case, sets={"llm": case.sets["llm"]}, tolerances=bf16)
+    monkeypatch.setattr(cli.ops, "cases_of", lambda ops: [small])
+    result = run(
+        "silu_mul", "--first", "--arch", "sm_86", "--arch", "gfx942", "--json", str(tmp_path / "new" / "rows.json")
+    )
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "new" / "rows.json").read_text())
     assert written["meta"]["note"] == "compiled, never run"
@@ -210,7 +243,7 @@ def test_the_command_shows_and_writes_every_kernel(tmp_path, monkeypatch):
     [("good", 0, "1/1"), ("spilling", 1, "0/1"), ("type error", 1, "0/1"), ("excluded", 0, "0/0 passed, 1 excluded")],
 )
 def test_the_exit_code_says_whether_all_passed(monkeypatch, name, code, closing):
-    monkeypatch.setattr(cli, "_cases", lambda ops: [BROKEN[name]])
+    monkeypatch.setattr(cli.ops, "cases_of", lambda ops: [BROKEN[name]])
     monkeypatch.setattr(report, "inspect_all", lambda cases, archs, console, *_: broken("sm_86")[name])
     result = run(name)
     assert result.exit_code == code, result.output

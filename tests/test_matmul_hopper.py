@@ -9,7 +9,7 @@ from helpers import BF16
 from test_matmul import assert_close, drawn, truth
 
 from rooftile import runtime
-from rooftile.bench.tune_matmul import matmul_space
+from rooftile.bench.tune.matmul import matmul_space
 from rooftile.ops.matmul import MatmulConfig, choose, gated_linear, linear
 from rooftile.ops.matmul.config import Problem, decode, encode
 

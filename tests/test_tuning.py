@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rooftile import runtime, tuning
-from rooftile.bench.tune_space import DTYPE_NAMES, TUNABLES
+from rooftile.bench.tune.space import DTYPE_NAMES, TUNABLES
 from rooftile.ops.matmul import choose
 from rooftile.runtime import TARGETS
 

@@ -19,11 +19,12 @@ from rooftile.inspect.plan import Kernel, Row, Task, faults
 from rooftile.runtime import TARGETS
 
 
-def _environment(arch: str, cache: str) -> dict[str, str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+def environment(arch: str, cache: str) -> dict[str, str]:
+    """The environment of a process that compiles for a target."""
+    ours = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join(p for p in sys.path if p)
     # An empty cache, so that a compile time is that of a real compilation.
-    return {**environment, "ROOFTILE_COMPILE_TARGET": arch, "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
+    return {**ours, "ROOFTILE_COMPILE_TARGET": arch, "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
 
 
 def _ending(code: int, log: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _answers(
         questions.seek(0)
         command = (sys.executable, "-m", "rooftile.inspect.worker")
         with subprocess.Popen(
-            command, stdin=questions, stdout=subprocess.PIPE, stderr=log, text=True, env=_environment(arch, cache)
+            command, stdin=questions, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(arch, cache)
         ) as process:
             assert process.stdout is not None
             begun = None

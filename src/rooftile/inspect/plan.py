@@ -115,6 +115,11 @@ def _real_points(case: OpCase, sets: Sequence[str]) -> list[Point]:
     return _distinct([*real, *(dataclasses.replace(p, options={**p.options, **o}) for p in real[:1] for o in modes)])
 
 
+def first_points(case: OpCase) -> OpCase:
+    """The case with one point of real sizes a set: the first. Tiny points are there for their options, and all stay."""
+    return dataclasses.replace(case, sets={n: p if n == "tiny" else p[:1] for n, p in case.sets.items()})
+
+
 def plan(
     cases: Iterable[OpCase],
     *,

@@ -28,6 +28,17 @@ from rooftile.inspect.plan import SETS, Row, Task, plan
 _STYLES = {"PASS": "green", "FAIL": "bold red", "excluded": "yellow"}
 
 
+def _dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
+    """The tasks in so many parts, of about as many tasks each; those of one op stay together, and in order."""
+    by_op: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_op.setdefault(task.op, []).append(task)
+    dealt: list[list[Task]] = [[] for _ in range(min(parts, len(by_op)))]
+    for some in sorted(by_op.values(), key=len, reverse=True):
+        min(dealt, key=len).extend(some)
+    return dealt
+
+
 def inspect_all(
     cases: Sequence[OpCase],
     archs: Sequence[str],
@@ -37,20 +48,23 @@ def inspect_all(
 ) -> list[Row]:
     """Every call of those cases, sets and dtypes, compiled for those targets; on a terminal, with a progress bar.
 
-    A process compiles for one target. Each target has one process a dtype: dtypes share no kernels, and so the cores
-    are kept busy to the end.
+    A process compiles for one target. Each target has one process a dtype, since dtypes share no kernels, and more
+    where that leaves cores idle: ops share few.
     """
-    tasks: dict[str, list[Task]] = {}
-    for task in plan(cases, sets=sets, dtypes=dtypes):
-        tasks.setdefault(task.dtype, []).append(task)
-    jobs = [(arch, some) for arch in archs for some in tasks.values()]
+    tasks = plan(cases, sets=sets, dtypes=dtypes)
+    by_dtype: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_dtype.setdefault(task.dtype, []).append(task)
+    cores = os.cpu_count() or 1
+    parts = -(-cores // max(1, len(archs) * len(by_dtype)))
+    jobs = [(arch, some) for arch in archs for same in by_dtype.values() for some in _dealt(same, parts)]
     by_name = {case.name: case for case in cases}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-        ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(max(1, min(len(jobs), cores))) as pool,
     ):
-        bars = {arch: progress.add_task(arch, total=sum(map(len, tasks.values()))) for arch in archs}
+        bars = {arch: progress.add_task(arch, total=len(tasks)) for arch in archs}
 
         def compile_job(job: tuple[str, list[Task]]) -> list[Row]:
             arch, some = job

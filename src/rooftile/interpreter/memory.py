@@ -157,6 +157,11 @@ def _whereabouts(launch: Launch, outside: np.ndarray, size: int) -> str:
     return f"up to {distance} bytes {side} of the {region.end - region.start} bytes of {region.argument}"
 
 
+def _lanes(mask: Any, pointers: Any) -> np.ndarray:
+    data = np.asarray(mask.data)
+    return data if data.shape == pointers.data.shape else np.broadcast_to(data, pointers.data.shape)
+
+
 def _load(addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Triton's own gather knows no bfloat16: it moves the bits."""
     if dtype not in NARROW:
@@ -195,7 +200,7 @@ def install() -> None:
     def create_masked_load(self, ptrs, mask, other, *policy, **named_policy):
         element = ptrs.get_element_ty()
         dtype = numpy_dtype(element)
-        lanes = np.broadcast_to(np.asarray(mask.data), ptrs.data.shape)
+        lanes = _lanes(mask, ptrs)
         addresses = _check("load", ptrs.data, lanes, dtype.itemsize)
         fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
         return handle(_load(addresses, lanes, fill, dtype), element)
@@ -203,14 +208,14 @@ def install() -> None:
     @replace(builder, "create_masked_store")
     def create_masked_store(self, ptrs, value, mask, *policy, **named_policy):
         dtype = numpy_dtype(ptrs.get_element_ty())
-        lanes = np.broadcast_to(np.asarray(mask.data), ptrs.data.shape)
+        lanes = _lanes(mask, ptrs)
         addresses = _check("store", ptrs.data, lanes, dtype.itemsize)
         # Stock writes as many bytes as the value's array happens to have, which need not be the pointer's.
         _store(addresses, convert(value.data, dtype), lanes)
 
     @replace(builder, "create_atomic_rmw")
     def create_atomic_rmw(self, rmw_op, ptr, val, mask, sem, scope):
-        lanes = np.broadcast_to(np.asarray(mask.data), ptr.data.shape)
+        lanes = _lanes(mask, ptr)
         addresses = _check("atomic", ptr.data, lanes, val.data.dtype.itemsize)
         if val.data.dtype not in NARROW:
             return stock_rmw(self, rmw_op, handle(addresses, ptr.dtype), val, mask, sem, scope)

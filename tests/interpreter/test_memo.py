@@ -1,0 +1,114 @@
+"""What is worked out once is what stock works out each time, and what stock refuses is refused the second time too."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def test_a_shape_that_is_none_is_refused_after_one_that_is_equal():
+    assert tl.block_type(tl.int32, [8, 1]).numel == 8
+    for _ in range(2):
+        with pytest.raises(TypeError, match="must have type"):
+            tl.block_type(tl.int32, [8.0, 1])
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.int32, [8, 3])
+
+
+def test_types_of_one_shape_keep_their_elements():
+    pointer = tl.pointer_type(tl.float16)
+    for element in (tl.float16, pointer, tl.pointer_type(tl.float16, const=True), pointer):
+        block = tl.block_type(element, [tl.constexpr(4)])
+        assert (block.element_ty, block.scalar, block.numel) == (element, element, 4)
+        assert block == tl.block_type(element, [4])
+        assert block != tl.block_type(element, [2, 2])
+
+
+@pytest.mark.parametrize("kind", [tl.float32, tl.block_type(tl.int8, [2, 8]), tl.pointer_type(tl.int8)])
+def test_tensors_of_one_type_share_all_but_the_handle(kind):
+    first, second = (tl.tensor(handle, kind) for handle in ("first", "second"))
+    assert (first.handle, second.handle) == ("first", "second")
+    assert second.type is kind
+    assert second.dtype == kind.scalar
+    assert [size.value for size in second.shape] == ([2, 8] if kind.is_block() else [])
+    assert second.numel.value == (16 if kind.is_block() else 1)
+
+
+def test_elements_wider_than_their_type_are_refused():
+    interpreter.TensorHandle(np.zeros(2, np.int16), tl.int16)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"itemsize \(32 bits\) exceeds .* \(16 bits\) for triton type int16"):
+            interpreter.TensorHandle(np.zeros(2, np.int32), tl.int16)
+    one, other = (interpreter.TensorHandle(np.zeros(2, np.int16), tl.int16) for _ in range(2))
+    one.set_attr("tt.divisibility", [8])
+    assert not other.attr
+
+
+@triton.jit
+def _mixed(out, small, byte, n, width: tl.constexpr):
+    at = tl.arange(0, width)
+    rows = tl.arange(0, 4)[:, None]
+    sums = rows * 2 + at[None, :] + n + 0.5
+    tl.static_assert(sums.dtype == tl.float32)
+    tl.static_assert((tl.load(small + at) * 2).dtype == tl.bfloat16)
+    tl.static_assert((tl.load(small + at) * tl.load(byte + at).to(tl.float32)).dtype == tl.float32)
+    tl.static_assert((tl.load(byte + at) + 1).dtype == tl.uint8)
+    tl.static_assert((tl.load(byte + at) + at).dtype == tl.int32)
+    tl.store(out + rows * width + at[None, :], sums)
+
+
+@triton.jit
+def _negative(byte):
+    tl.store(byte, tl.load(byte) + -1)
+
+
+@triton.jit
+def _misshapen(byte):
+    tl.store(byte, tl.sum(tl.arange(0, 4) + tl.arange(0, 8)))
+
+
+def test_operands_meet_as_in_stock():
+    import torch
+
+    out, small = torch.zeros(4, 8), torch.ones(8, dtype=torch.bfloat16)
+    for _ in range(2):
+        byte = torch.ones(8, dtype=torch.uint8)
+        _mixed[(1,)](out, small, byte, 3, 8)
+        assert torch.equal(out, torch.arange(4)[:, None] * 2 + torch.arange(8) + 3.5)
+        with pytest.raises(Exception, match="between an unsigned tensor and a negative scalar"):
+            _negative[(1,)](byte)
+        with pytest.raises(Exception, match="incompatible dimensions at index 0: 4 and 8"):
+            _misshapen[(1,)](byte)
+
+
+def test_a_launch_leaves_triton_as_it_was():
+    import torch
+
+    owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype)
+    before = [dict(vars(owner)) for owner in owners]
+    for _ in range(2):
+        _mixed[(1,)](torch.zeros(4, 8), torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.uint8), 3, 8)
+        for owner, attributes in zip(owners, before, strict=True):
+            changed = [name for name in attributes if vars(owner)[name] is not attributes[name]]
+            assert not changed, owner
+
+
+def test_a_builtin_that_was_replaced_between_two_launches_is_seen(monkeypatch):
+    import torch
+
+    arguments = (torch.zeros(4, 8), torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.uint8), 3, 8)
+    _mixed[(1,)](*arguments)
+    stock, seen = tl.load, []
+
+    @tl.core.builtin
+    def load(*given, **named):
+        seen.append(given)
+        return stock(*given, **named)
+
+    monkeypatch.setattr(tl, "load", load)
+    _mixed[(1,)](*arguments)
+    assert len(seen) == 5
