@@ -1,6 +1,6 @@
 """`rooftile bench e2e`: prompts and the tokens after them, by the engine, by CUDA's kernels and by Hugging Face.
 
-All implementations have the same weights and the same prompts. Each is checked (`e2e_check`) before it is timed. Then
+All implementations have the same weights and the same prompts. Each is checked (`check`) before it is timed. Then
 they take turns, in an order drawn anew for each round: a generation each, whose every step ends in an event on the
 device. The host runs ahead where it can, and nothing reads the tokens: an engine does so while the next step runs.
 """

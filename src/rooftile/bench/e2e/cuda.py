@@ -1,7 +1,7 @@
 """The engine's rival: the same weights run by PyTorch alone, as well as PyTorch can.
 
 Products are cuBLAS's, of the same packed qkv and gate_up weights. Attention is SDPA's: cuDNN or flash for prompts, and
-for a step whichever is fastest here of those that take a mask, as gpt-fast has it: over the whole of a static cache of
+for a step whichever is fastest here of those that take a mask, over the whole of a static cache of
 just the tokens there will be, what lies beyond the length masked. Norms, RoPE, the activation, residual adds and the
 choice of the token are torch.compile's. A step is compiled as one graph, and recorded into one CUDA graph; a prompt is
 compiled layer by layer, which gives the same kernels, for a layer begins with the add that the one before left over.
