@@ -45,6 +45,7 @@ FAMILIES = {
             "attention_multiplier": 0.25,
             "residual_multiplier": 0.22,
             "logits_scaling": 6.0,
+            "rms_norm_eps": 0.1,  # one that is seen, for it is divided by the square of the residual's multiplier
         },
     ),
     "Granite code": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
@@ -247,6 +248,15 @@ def test_tokens_depend_on_the_seed_and_not_on_the_company(engine):
     seeds = engine.generate([PROMPTS[0]] * 3, 6, seed=[7, 8, 9], **options)
     assert seeds[0].tokens == alone[0]
     assert len({tuple(c.tokens) for c in seeds}) == 3
+
+
+def test_a_token_is_drawn_at_the_position_that_it_gets(engine):
+    with logits_of_steps(engine) as steps:
+        tokens = engine.generate(PROMPTS[0], 4, temperature=1.2, seed=7, ignore_eos=True)[0].tokens
+    for i, logits in enumerate(steps, start=1):
+        assert rooftile.sample(logits, temperature=1.2, seeds=7, positions=len(PROMPTS[0]) + i)[0].tolist() == [
+            tokens[i]
+        ]
 
 
 def test_repetition_penalty_holds_prompt_and_new_tokens(engine):
