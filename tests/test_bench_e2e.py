@@ -24,6 +24,7 @@ from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER, HF, HF_EAGER, OURS_EAGER,
 from rooftile.bench.roof import Roofs
 from rooftile.bench.rows import OURS, read_json
 from rooftile.bench.timer import clock
+from rooftile.bench.workloads import MODELS, read
 from rooftile.engine.config import ModelConfig
 
 DEVICE = runtime.default_device()
@@ -242,7 +243,7 @@ def test_the_engine_is_held_to_its_own_weights(tmp_path: Path) -> None:
 
 
 def test_kernels_of_a_layer_are_those_of_the_model() -> None:
-    _, values = e2e_model.read("llama-3-8b")
+    _, values = read("llama-3-8b", MODELS)
     found = {name: (case, point) for name, case, point in e2e_layer.points(ModelConfig.from_hf(values), 1, 44)}
     assert tuple(found)[:5] == e2e_layer.ALONE
     labels = {name: point.label for name, (_, point) in found.items()}

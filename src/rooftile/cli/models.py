@@ -17,8 +17,8 @@ def bench_prefill(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="qwen2.5-7b, llama-3-8b, tiny; or a config.json, or a folder that holds one. Weights are random. "
-            "Default: qwen2.5-7b, and in the interpreter tiny.",
+            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json, or a folder that holds one. Weights "
+            "are random. Default: qwen2.5-7b, and in the interpreter tiny.",
         ),
     ] = None,
     tokens: Annotated[

@@ -23,7 +23,7 @@ from rooftile.bench import report as reports
 from rooftile.bench.e2e import report as shown
 from rooftile.bench.e2e.batch import Batch
 from rooftile.bench.e2e.hf import Models
-from rooftile.bench.e2e.model import RANDOM, load, read
+from rooftile.bench.e2e.model import RANDOM, load
 from rooftile.bench.e2e.paths import CUDA_EAGER, HF_EAGER, IMPLS, NOTES, OURS_UNTUNED, OWN, PATCHED, PATCHED_EAGER
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.info import machine
@@ -31,6 +31,7 @@ from rooftile.bench.prefill import Latency
 from rooftile.bench.roof import Roofs, measure_roofs
 from rooftile.bench.rows import OURS, gpu_slug
 from rooftile.bench.timer import Clock, clock
+from rooftile.bench.workloads import MODELS, read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ class E2E:
         if self.new < 2:
             raise ValueError(f"new is {self.new}, expected 2 tokens or more: the prompt itself brings the first")
         for name in self.settings.models:  # an unknown one is no reason to measure the others first
-            read(name)
+            read(name, MODELS)
         self.console = console
         self.latency = Latency(self.device, measures)
         self.roofs: Roofs | None = measure_roofs(self.clock, self.device) if measures else None
