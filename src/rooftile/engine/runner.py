@@ -19,6 +19,7 @@ from rooftile.engine.model import Decoder
 from rooftile.engine.paged import PagedKVCache, PagedSequence
 from rooftile.engine.steps import on
 from rooftile.engine.weights import Weights
+from rooftile.graphs import record
 from rooftile.ops.sample import mark_seen_, sample_
 
 
@@ -196,24 +197,23 @@ class Runner:
     def _graph(self, b: int, greedy: bool) -> torch.cuda.CUDAGraph:
         assert self._graphs is not None
         if (b, greedy) not in self._graphs:
-            # Run before it is recorded, with no sequence in it: kernels are compiled, and memory is taken. The tokens
-            # of those that live are overwritten on the way.
+
+            def step() -> None:
+                self._step(b, greedy)
+
+            def warm() -> None:
+                """A step with no sequence in it, and room for another, which is recorded."""
+                self.cache.reserve({})
+                step()
+                self.cache.reserve({})
+
+            # The tokens of the sequences that live are overwritten on the way.
             kept = [(x, x.clone()) for x in (self.tokens, self.logprobs, self._seen)]
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
             try:
-                with torch.cuda.stream(aside):
-                    self.cache.reserve({})
-                    self._step(b, greedy)
-            finally:  # whatever is raised, what was launched comes before what is written from here on
-                torch.cuda.current_stream().wait_stream(aside)
+                self._graphs[b, greedy], _ = record(step, warm=warm, pool=self._pool)
+            finally:
                 for x, old in kept:
                     x.copy_(old)
-            self.cache.reserve({})
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._step(b, greedy)
-            self._graphs[b, greedy] = graph
         return self._graphs[b, greedy]
 
     def _set(self, slot: int, prompt: Sequence[int], how: Sampling) -> None:

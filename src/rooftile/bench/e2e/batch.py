@@ -18,8 +18,8 @@ from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path, build
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.rows import gpu_slug, percentile, spread, write_json
 from rooftile.bench.run import brief
-from rooftile.bench.timer import uncollected
 from rooftile.cases.check import NAMES
+from rooftile.graphs import uncollected
 
 if TYPE_CHECKING:
     from rooftile.bench.e2e import E2E
