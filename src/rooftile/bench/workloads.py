@@ -1,12 +1,18 @@
-"""Models by name, or from a Hugging Face `config.json`, and the matrix products of their layers."""
+"""Models by name or from a Hugging Face `config.json`: the products of their layers, and what a step reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from rooftile.engine.config import ModelConfig
+    from rooftile.engine.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +146,12 @@ def read(name: str, known: Mapping[str, dict[str, Any]], layers: int | None = No
         if values.get("layer_types"):
             values["layer_types"] = values["layer_types"][:layers]
     return title, values
+
+
+def step_bytes(config: ModelConfig, weights: Weights, lengths: Sequence[float], cache_dtype: torch.dtype) -> float:
+    """The least that a step of decoding reads: the weights once, and the keys and values of sequences so long."""
+    seen = sum(n if window is None else min(n, window) for window in config.windows for n in lengths)
+    return weights.nbytes + 2 * config.kv_heads * config.head_dim * cache_dtype.itemsize * seen
 
 
 def load(name: str) -> tuple[str, list[Product]]:

@@ -55,8 +55,8 @@ def generate(
         if not prompts[0]:
             raise typer.BadParameter("none was given, and standard input is empty", param_hint="--prompt")
     choose_mode()
+    from rooftile.bench.generate import Settings, run
     from rooftile.cases.check import DTYPES
-    from rooftile.engine.command import Settings, run
 
     sampling = {
         "temperature": temperature,

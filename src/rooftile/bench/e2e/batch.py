@@ -18,6 +18,7 @@ from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path, build
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.rows import gpu_slug, percentile, spread, write_json
 from rooftile.bench.run import brief
+from rooftile.bench.workloads import step_bytes
 from rooftile.cases.check import NAMES
 from rooftile.graphs import uncollected
 
@@ -176,7 +177,8 @@ class Batch:
         if steps < run.new - 1:
             row.message = f"cut to {steps} of {run.new - 1} steps by --seconds"
         weights = model.own if name in OWN else model.dense
-        row.nbytes = int(weights.nbytes + model.cache_bytes(self.batch, run.prompt + (steps + 1) / 2))
+        midway = [run.prompt + (steps + 1) / 2] * self.batch
+        row.nbytes = int(step_bytes(model.config, weights, midway, model.dtype))
         row.method = "events between steps" if run.clock.measures else "host clock"
         if run.roofs is not None:
             row.roof_gbs = run.roofs.read_gbs

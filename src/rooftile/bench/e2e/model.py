@@ -80,12 +80,6 @@ class Model:
     def layers(self) -> list[LayerTensors]:
         return [layer_tensors(layer) for layer in self.dense.layers]
 
-    def cache_bytes(self, batch: int, tokens: float) -> float:
-        """Of the keys and values that a step of one token of each of `batch` sequences reads, each `tokens` long."""
-        c = self.config
-        seen = sum(min(tokens, window or tokens) for window in c.windows)
-        return 2 * batch * seen * c.kv_heads * c.head_dim * self.dtype.itemsize
-
     def prefill_flops(self, batch: int, tokens: int) -> int:
         """Of the products, that of lm_head for the last token of each alone, and of causal attention."""
         c = self.config
