@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ from rooftile.engine.steps import on
 from rooftile.engine.weights import Weights
 from rooftile.graphs import record
 from rooftile.ops.sample import mark_seen_, sample_
+
+# For each option its type, which values it may have, and how that is said.
+_NUMBER = (int, float)
+_ACCEPTED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "0 (the likeliest token) or more"),
+    "top_k": (int, lambda x: 0 <= x < 2**31, "0 (no limit) or more"),
+    "top_p": (_NUMBER, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
+    "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "0 to 1"),
+    "repetition_penalty": (_NUMBER, lambda x: 0 < x < math.inf, "a positive number"),
+    "seed": (int, lambda x: -(2**63) <= x < 2**63, "an integer of 64 bits"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,22 +47,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def check(name: str, right: bool, accepted: str) -> None:
-            if not right:
-                raise ValueError(f"sampling: {name} is {getattr(self, name)!r}, expected {accepted}")
-
-        for name, kind in (("top_k", "an integer"), ("seed", "an integer")):
-            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
-                raise TypeError(f"sampling: {name} is {getattr(self, name)!r}, expected {kind}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            if not isinstance(getattr(self, name), (int, float)) or isinstance(getattr(self, name), bool):
-                raise TypeError(f"sampling: {name} is {getattr(self, name)!r}, expected a number")
-        check("temperature", 0 <= self.temperature < math.inf, "0 (the likeliest token) or more")
-        check("top_k", 0 <= self.top_k < 2**31, "0 (no limit) or more")
-        check("top_p", 0 < self.top_p <= 1, "more than 0, and at most 1")
-        check("min_p", 0 <= self.min_p <= 1, "0 to 1")
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number")
-        check("seed", -(2**63) <= self.seed < 2**63, "an integer of 64 bits")
+        for name, (kind, accepts, said) in _ACCEPTED.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                expected = "an integer" if kind is int else "a number"
+                raise TypeError(f"sampling: {name} is {value!r}, expected {expected}")
+            if not accepts(value):
+                raise ValueError(f"sampling: {name} is {value!r}, expected {said}")
 
     @property
     def greedy(self) -> bool:
