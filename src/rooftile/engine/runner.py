@@ -18,6 +18,7 @@ from torch import Tensor
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.paged import PagedKVCache, PagedSequence
+from rooftile.engine.prompts import Prompts
 from rooftile.engine.steps import on
 from rooftile.engine.weights import Weights
 from rooftile.graphs import record
@@ -128,7 +129,7 @@ class Runner:
         sequences = self._begin(prompts)
         try:
             with on(self.tokens.device):
-                logits = self.decoder.prefill(prompts, sequences)
+                logits = self._logits(prompts, sequences)
                 for i, (sequence, prompt, how) in enumerate(zip(sequences, prompts, sampling, strict=True)):
                     self._set(sequence.slot, prompt, how)
                     self._sample(slice(sequence.slot, sequence.slot + 1), logits[i : i + 1], how.greedy)
@@ -167,10 +168,20 @@ class Runner:
         sequences = self._begin(prompts)
         try:
             with on(self.tokens.device):
-                logits = self.decoder.prefill(prompts, sequences, every=True)
+                logits = self._logits(prompts, sequences, every=True)
         finally:
             self._free_all(sequences)
         return list(logits.split([len(p) for p in prompts]))
+
+    def _logits(
+        self, prompts: Sequence[Sequence[int]], sequences: Sequence[PagedSequence], every: bool = False
+    ) -> Tensor:
+        device = self.tokens.device
+        laid_out = Prompts(
+            prompts, [s.pages for s in sequences], self.cache.page_size, self.cache.capacity, every=every,
+            pinned=device.type == "cuda",
+        )  # fmt: skip
+        return self.decoder.prefill(laid_out, laid_out.on(device))
 
     def _begin(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
         if any(not len(p) for p in prompts):
