@@ -6,7 +6,7 @@ import torch
 import rooftile
 from rooftile import launching, runtime
 from rooftile.engine import prompts as laid_out
-from rooftile.engine.prompts import GRAPH_TOKENS, padded_length
+from rooftile.engine.prompts import GRAPH_TOKENS, PromptGraphs, padded_length
 from rooftile.engine.runner import Sampling
 
 pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ def test_the_prompts_below_are_padded_and_packed():
 
 
 def made(family="llama", **more):
-    config = {"model_type": family, **SIZES, **FAMILIES[family]}
+    config = {"model_type": family, **SIZES, **FAMILIES[family], **more.pop("config", {})}
     options = {"dtype": torch.float32, "max_batch": 5, "max_seq_len": 32, "page_size": 16, **more}
     return rooftile.Engine.from_config(config, **options)
 
@@ -118,3 +118,136 @@ def test_a_layer_appends_all_prompts_by_one_launch(prompts, monkeypatch):
     monkeypatch.setattr(launching, "launch", looked_at)
     runner.prefill(prompts, [Sampling()] * len(prompts))
     assert launched.count("append_kernel") == SIZES["num_hidden_layers"]
+
+
+class Recorded:
+    """What stands for a CUDA graph: a step that is run again, and whose result is written where the first one was."""
+
+    def __init__(self, step):
+        self.step, self.result = step, step()
+
+    def replay(self):
+        self.result.copy_(self.step())
+
+
+class Turns:
+    def record(self, step):
+        graph = Recorded(step)
+        graph.result.fill_(float("nan"))  # a capture computes nothing
+        return graph, graph.result
+
+
+def graphed(engine):
+    """The engine, as if there were graphs on its device."""
+    runner = engine.runner
+    runner._of_prompts = PromptGraphs(runner.decoder, Turns())
+    return engine
+
+
+def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on(device, monkeypatch):
+    """With other prompts, in other slots and pages."""
+    engine, plain = graphed(made(device=device, cuda_graphs=False)), made(device=device, cuda_graphs=False)
+    done = []
+    monkeypatch.setattr(Recorded, "replay", lambda self, replay=Recorded.replay: (done.append(self), replay(self)))
+    for i in range(4):
+        if i == 2:
+            engine.runner.prefill([[5] * 20], [Sampling()])  # which keeps a slot and pages
+        prompt = [(11 * i + 3 * t) % 131 for t in range(20 + 3 * i)]
+        found, expected = (e.generate(prompt, 2, logprobs=True, ignore_eos=True)[0] for e in (engine, plain))
+        assert found.tokens == expected.tokens
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert len(done) == (0, 1, 3, 4)[i]
+    assert len(set(done)) == 1
+
+
+def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatch):
+    monkeypatch.setattr(laid_out, "KEPT", 2)
+    engine = graphed(made(device=device, max_seq_len=48, cuda_graphs=False, config={"num_hidden_layers": 1}))
+    kept = engine.runner._of_prompts._graphs
+    for lengths in [(3,)] * 2, [(3, 3)] * 2, [(3,)], [(5, 5)] * 2:
+        for each in lengths:
+            engine.generate([[1] * n for n in each], 1)
+    assert list(kept) == [(1, 48), (2, 5)]
+
+
+@pytest.mark.parametrize("prompts", [UNEQUAL, [[1] * 31] * 3])
+def test_what_is_not_a_small_batch_is_never_recorded(prompts, device, monkeypatch):
+    monkeypatch.setattr(laid_out, "GRAPH_TOKENS", 64)
+    engine = graphed(made(device=device, cuda_graphs=False, config={"num_hidden_layers": 1}))
+    for _ in range(2):
+        engine.generate(prompts, 1)
+        engine.logits(prompts[0])
+    assert not engine.runner._of_prompts._graphs
+
+
+def test_after_a_capture_that_failed_all_is_given_back_and_the_next_works(device, monkeypatch):
+    engine = graphed(made(device=device, cuda_graphs=False))
+    expected, free = engine.generate(UNEQUAL[0], 2), engine.runner.cache.free_pages
+
+    def failing(self, step):
+        step()
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Turns, "record", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate(UNEQUAL[0], 2)
+    assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])
+    assert [engine.generate(UNEQUAL[0], 2) for _ in range(2)] == [expected] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_prompts_give_what_plain_launches_give(family, device):
+    """To the bit, in logits, tokens and log-probabilities: for prompts alone and together, of other lengths in the same
+    shape, in slots and pages that others have left, between steps of decoding."""
+    config = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+    options = {"dtype": torch.bfloat16, "max_seq_len": 256, "page_size": 16, "device": device, "config": config}
+    runners = [made(family, cuda_graphs=graphs, **options).runner for graphs in (True, False)]
+    logits, asked = ([], []), []
+    for runner, kept in zip(runners, logits, strict=True):
+        forward = runner._logits
+        runner._logits = lambda *args, f=forward, k=kept: k.append(f(*args).clone()) or k[-1]
+    prefill = runners[0].decoder.prefill
+    runners[0].decoder.prefill = lambda prompts, inputs: asked.append(prompts.shape) or prefill(prompts, inputs)
+    how = [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5), Sampling()]
+    live = [[], []]
+    for i in range(6):
+        for lengths in ([120 - 3 * i], [56, 60 - i % 4], [200, 7, 31 + i]):
+            prompts = [[(11 * i + 7 * j + 3 * t) % 131 for t in range(n)] for j, n in enumerate(lengths)]
+            for runner, sequences in zip(runners, live, strict=True):
+                if len(sequences) + len(prompts) > 5:
+                    for s in sequences[::2]:
+                        runner.free(s)
+                    sequences[:] = sequences[1::2]
+                sequences += runner.prefill(prompts, how[: len(prompts)])
+                runner.decode()
+            slots = [s.slot for s in live[0]]
+            assert slots == [s.slot for s in live[1]]
+            assert torch.equal(logits[0][-1], logits[1][-1])
+            assert runners[0].tokens[slots].tolist() == runners[1].tokens[slots].tolist()
+            assert torch.equal(runners[0].logprobs[slots], runners[1].logprobs[slots])
+    # Once as they were, once recorded, then replayed; those that are packed are never.
+    assert [asked.count(shape) for shape in ((1, 128), (2, 64), None)] == [2, 2, 6]
+    assert set(runners[0]._of_prompts._graphs) == {(1, 128), (2, 64)}
+
+
+@pytest.mark.gpu
+def test_after_a_capture_on_the_gpu_that_failed_all_is_given_back_and_the_next_works(device, monkeypatch):
+    engine = made(device=device)
+    expected, free = engine.generate(UNEQUAL[0], 2), engine.runner.cache.free_pages
+    stream, decoder = torch.cuda.current_stream(), engine.runner.decoder
+
+    def failing(x):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("out of memory")
+        return type(decoder)._logits(decoder, x)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder, "_logits", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate(UNEQUAL[0], 2)
+    assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])
+    assert torch.cuda.current_stream() == stream
+    assert [engine.generate(UNEQUAL[0], 2) for _ in range(2)] == [expected] * 2
+    assert list(engine.runner._of_prompts._graphs) == [(1, 32)]

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from rooftile.engine.model import Decoder
+    from rooftile.graphs import Turns
+
 # Tokens of a forward pass that a graph is kept for. On an H200 with Llama-3-8B the host takes 25 ms to launch one
 # kernel by kernel; the device takes 11 for 512 tokens, and as long as the host for some 1500.
 GRAPH_TOKENS = 2048
+KEPT = 64  # graphs, each of some hundred launches and with logits of its own
 _SHARE = 8  # at most one token of so many is padding, where there are several prompts
 
 
@@ -82,7 +87,7 @@ class Prompts:
         pinned: bool = False,
     ) -> None:
         lengths = [len(p) for p in prompts]
-        self.n, self.longest = len(prompts), max(lengths)
+        self.n, self.longest, self._every = len(prompts), max(lengths), every
         self.length = padded_length(lengths, capacity)
         layout = self._packed if self.length is None else self._batch
         fields = layout([_int32(p) for p in prompts], [_int32(p) for p in pages], page_size, every)
@@ -111,6 +116,13 @@ class Prompts:
         """The parts of memory that holds what `numbers` holds."""
         return Inputs(*self._views(numbers))  # type: ignore[arg-type]
 
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """What all launches depend on, where a graph is kept for it."""
+        if self.length is None or self._every or self.tokens > GRAPH_TOKENS:
+            return None
+        return self.n, self.length
+
     def _views(self, numbers: Tensor) -> list[Tensor | None]:
         return [
             None if shape is None else numbers[at : at + shape.numel()].view(shape)
@@ -137,6 +149,40 @@ class Prompts:
         return Inputs(
             torch.cat(ids), rows, positions % page_size, torch.cat(of_tokens)[:, None], None, positions, ends
         )  # fmt: skip
+
+
+class PromptGraphs:
+    """A decoder's forward passes of prompts, a CUDA graph for each shape that is small and comes again.
+
+    A shape's first prompts run as they are, which compiles its kernels; the second time it is recorded, and replayed
+    from then on.
+    """
+
+    def __init__(self, decoder: Decoder, turns: Turns) -> None:
+        self._decoder, self._turns = decoder, turns
+        self._seen: set[tuple[int, int]] = set()
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+
+    def __call__(self, prompts: Prompts) -> Tensor:
+        """What the decoder returns; good until a graph of those turns is replayed."""
+        device, shape = self._decoder.cache.k.device, prompts.shape
+        if shape is None or shape not in self._seen:
+            logits = self._decoder.prefill(prompts, prompts.on(device))
+            if shape is not None:
+                self._seen.add(shape)
+            return logits
+        found = self._graphs.pop(shape, None)
+        if found is None:
+            numbers = prompts.numbers.to(device, non_blocking=True)
+            graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
+            found = graph, numbers, logits
+        self._graphs[shape] = found  # behind those that were used before
+        if len(self._graphs) > KEPT:
+            del self._graphs[next(iter(self._graphs))]
+        graph, numbers, logits = found
+        numbers.copy_(prompts.numbers, non_blocking=True)
+        graph.replay()
+        return logits
 
 
 def _int32(numbers: Sequence[int]) -> Tensor:

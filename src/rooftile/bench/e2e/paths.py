@@ -125,9 +125,10 @@ class EnginePath:
     def prepare(self) -> None:
         if self._runner.tokens.device.type == "cpu":  # the interpreter compiles nothing
             return
-        self.prefill()
-        self.step()
-        self.reset()
+        for _ in range(2):  # prompts are recorded the second time
+            self.prefill()
+            self.step()
+            self.reset()
 
     def reset(self) -> None:
         for sequence in self._sequences:
