@@ -21,7 +21,7 @@ IMPLS = (OURS, CUDA, HF, PATCHED, OURS_EAGER, CUDA_EAGER, HF_EAGER, PATCHED_EAGE
 OWN = (OURS, OURS_EAGER, OURS_UNTUNED)  # run the engine's weights, which may be quantised
 # How each is run; shown under the table and written into the results.
 NOTES = {
-    OURS: "the engine: one CUDA graph a step",
+    OURS: "the engine: one CUDA graph a step, and for prompts of up to 2048 tokens",
     OURS_EAGER: "the engine, every kernel launched from the host",
     OURS_UNTUNED: "the engine, as without tuned tables",
     CUDA: "the engine's weights, PyTorch: cuBLAS products, SDPA, all else torch.compile; one CUDA graph a step",
