@@ -1,5 +1,6 @@
 """The runner: slots that are not side by side, what is given back when a kernel raises, graphs, what is recompiled."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import rooftile
 from rooftile import launching, runtime
+from rooftile.engine import runner as module
 from rooftile.engine.runner import Sampling
 
 pytest.importorskip("transformers")
@@ -78,6 +80,44 @@ def test_slots_that_are_free_between_others(engine):
         found.append(int(runner.tokens[2]))
     runner.free(sequences[2])
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("which", "taken", "expected"),
+    [
+        ([0, 0, 0, 0], False, [4]),
+        ([0, 0, 1, 2], False, [2, 2]),
+        ([0, 1, 0, 0], False, [1, 1, 2]),
+        ([0] * 3, True, [1, 2]),
+    ],
+)
+def test_first_tokens_of_slots_side_by_side_are_sampled_by_one_kernel(which, taken, expected, engine, monkeypatch):
+    """Apart where another sequence has the slot between them."""
+    runner, rows, stock = engine.runner, [], module.sample_
+    if taken:
+        runner.free(runner.prefill([[1], [2]], [HOW[0]] * 2)[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            module, "sample_", lambda tokens, *args, **how: (rows.append(len(tokens)), stock(tokens, *args, **how))
+        )
+        runner.prefill([PROMPTS[i] for i in which], [HOW[i] for i in which])
+    for s in runner.cache.sequences:
+        runner.free(s)
+    assert rows == expected
+
+
+def test_each_slot_has_its_own_sampling(engine):
+    """Those that live among them, and in slots that others had."""
+    runner = engine.runner
+    sequences = runner.prefill(PROMPTS, HOW)
+    runner.free(sequences[1])
+    runner.prefill([PROMPTS[0]], [HOW[2]])
+    for slot, how in enumerate([HOW[0], HOW[2], HOW[2], HOW[3]]):
+        given = {name: float(x[slot]) for name, x in runner._given.items()}
+        given["seed"] = given.pop("seeds")
+        assert given == pytest.approx(dataclasses.asdict(how))
+    for s in runner.cache.sequences:
+        runner.free(s)
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from rooftile import graphs
+from rooftile import graphs, launching
 
 
 class Device:
@@ -56,7 +56,7 @@ def test_a_step_is_run_aside_and_then_recorded_without_the_collector(made_up, wa
         "aside waits for here",
         "aside", *(["warm"] if warms else ["step, collector on"] * 2), "end of aside",
         "here waits for aside",
-        "graph in pool", "step, collector off", "end of graph in pool",
+        "here", "graph in pool", "step, collector off", "end of graph in pool", "end of here",
     ]  # fmt: skip
     assert gc.isenabled()
 
@@ -75,7 +75,7 @@ def test_after_a_failure_the_stream_waits_and_the_collector_is_on(made_up):
     assert made_up.log[-1] == "here waits for aside"
     with pytest.raises(RuntimeError, match="out of memory"):
         graphs.record(fail, warm=lambda: None)
-    assert made_up.log[-1] == "end of graph in None"
+    assert made_up.log[-2:] == ["end of graph in None", "end of here"]
     assert gc.isenabled()
 
 
@@ -87,3 +87,15 @@ def test_a_collector_that_was_off_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_graphs_that_are_replayed_in_turns_share_memory_and_counters(made_up, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(launching, "turn_counters", lambda device: f"counters of {device}")
+    turns = graphs.Turns("device")
+    for _ in range(2):
+        turns.record(lambda: seen.append(launching._TURNS))
+    assert seen == ["counters of device"] * 2
+    assert made_up.log.count("graph in pool") == 2
+    assert launching._TURNS is None

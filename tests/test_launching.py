@@ -279,3 +279,17 @@ class TestRightResultsWhatever:
     def test_eps_and_offset(self, device):
         for eps, offset in ((1e-6, 0.0), (0.5, 0.0), (0.5, 1.0), (1e-6, 1.0), (1e-6, 0.0)):
             _check_all(torch.float32, device, eps=eps, offset=offset)
+
+
+def test_launches_that_are_captured_in_turns_share_their_counters(monkeypatch):
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(launching, "_ARENAS", {0: (torch.zeros(16, dtype=torch.int32), 0)})
+    monkeypatch.setattr(launching, "_ARENA", 16)
+    device, shared = torch.device("cpu"), torch.zeros(8, dtype=torch.int32)
+    with launching.in_turns(shared):
+        first, second, large = (launching.counters(n, device) for n in (8, 3, 9))
+    alone = [launching.counters(3, device) for _ in range(2)]
+    assert [x.numel() for x in (first, second, large)] == [8, 3, 9]
+    assert {x.data_ptr() for x in (first, second)} == {shared.data_ptr()}
+    assert len({x.data_ptr() for x in (shared, large, *alone)}) == 4

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from rooftile import launching
+
 Result = TypeVar("Result")
 
 
@@ -38,7 +40,8 @@ def record(
         warm: run before, aside, where kernels are compiled and memory is taken; by default the step, twice.
         pool: the memory of several graphs, of which no two are replayed at once.
 
-    Whatever is raised, what was launched comes before what the current stream is given from here on.
+    Whatever is raised, what was launched comes before what the current stream is given from here on, and that is the
+    stream it was.
     """
     here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(here)
@@ -52,6 +55,24 @@ def record(
     finally:
         here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with uncollected(), torch.cuda.graph(graph, pool=pool):
+    # A capture that can't be ended would leave its stream the current one.
+    with torch.cuda.stream(here), uncollected(), torch.cuda.graph(graph, pool=pool):
         result = step()
     return graph, result
+
+
+class Turns:
+    """Graphs of one stream, of which no two are replayed at once: they share their memory and the kernels' counters.
+
+    What a graph returned is good until the next is replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool, self._counters = torch.cuda.graph_pool_handle(), launching.turn_counters(device)
+
+    def record(
+        self, step: Callable[[], Result], warm: Callable[[], Any] = lambda: None
+    ) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """`record`, by default of a step that was run before."""
+        with launching.in_turns(self._counters):
+            return record(step, warm=warm, pool=self._pool)

@@ -142,15 +142,17 @@ def forget() -> None:
 
 
 _ARENA = 1 << 20  # counters of a device that graphs share out
+_OF_TURNS = 1 << 16  # of graphs that are replayed in turns: more than any launch of a model takes
 _ARENAS: dict[int, tuple[Tensor, int]] = {}
 _EAGER: dict[tuple[int, int], Tensor] = {}
+_TURNS: Tensor | None = None
 
 
 def counters(n: int, device: torch.device) -> Tensor:
     """n int32 zeros, for a kernel that leaves them zero.
 
     So no launch has to clear them. Kernels on one stream run one after another and share theirs; every launch that a
-    CUDA graph captures gets its own, for graphs may be replayed side by side.
+    CUDA graph captures gets its own, for graphs may be replayed side by side; but for those of `in_turns`.
     """
     if runtime.MODE is not runtime.Mode.GPU:
         return torch.zeros(n, dtype=torch.int32, device=device)
@@ -158,6 +160,8 @@ def counters(n: int, device: torch.device) -> Tensor:
         raise Untraceable("counters")
     index = device.index or 0
     if torch.cuda.is_current_stream_capturing():
+        if _TURNS is not None and n <= _TURNS.numel():
+            return _TURNS[:n]
         arena, used = _ARENAS.get(index, (None, 0))
         if arena is None or used + n > _ARENA:
             return torch.zeros(n, dtype=torch.int32, device=device)
@@ -184,6 +188,23 @@ def _zeros(n: int, device: int) -> Tensor:
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(allocate).result()
+
+
+def turn_counters(device: torch.device) -> Tensor:
+    """What `in_turns` takes, on a GPU."""
+    return _zeros(_OF_TURNS, device.index or 0)
+
+
+@contextlib.contextmanager
+def in_turns(counters: Tensor) -> Iterator[None]:
+    """All launches that are captured meanwhile share those counters, as launches of one stream do. For graphs of one
+    stream, of which no two are replayed at once: however many are recorded and forgotten, they take no more."""
+    global _TURNS
+    before, _TURNS = _TURNS, counters
+    try:
+        yield
+    finally:
+        _TURNS = before
 
 
 def share_counters() -> None:

@@ -81,7 +81,7 @@ class Engine:
                 wait for each other.
             kv_dtype: of the cache: dtype by default, float8_e4m3fn or int8.
             device: by default that of kernels.
-            cuda_graphs: replay a CUDA graph for each step of decoding.
+            cuda_graphs: replay a CUDA graph for each step of decoding, and for prompts of a shape that comes again.
             progress: show how much is loaded.
 
         Raises:
@@ -167,8 +167,7 @@ class Engine:
     ) -> list[Completion] | Iterator[Piece]:
         """Continue prompts.
 
-        Prompts are packed, not padded. As many as `max_batch` run at a time; when one ends the next takes its place,
-        while the others go on.
+        As many as `max_batch` run at a time; when one ends the next takes its place, while the others go on.
 
         Args:
             prompts: a text or several, or token ids: of one prompt, or of several.

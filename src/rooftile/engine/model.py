@@ -1,4 +1,4 @@
-"""The forward pass of a decoder: of whole prompts, packed one behind the other, and of one token of each sequence.
+"""The forward pass of a decoder: of whole prompts, and of one token of each sequence.
 
 Of a layer's kernels in decoding there are six: the norm with the product of q, k and v; RoPE with the writes into the
 cache; attention; the product that follows it, with the residual; the norm with the gated pair of products; and the last
@@ -7,14 +7,14 @@ product, with the residual. `rooftile.engine.plan` counts their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from rooftile.engine import rotary
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.paged import PagedKVCache, PagedSequence
+from rooftile.engine.paged import PagedKVCache
+from rooftile.engine.prompts import Inputs, Prompts
 from rooftile.engine.weights import Weights
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.decode_attention import decode_attention
@@ -50,7 +50,7 @@ class Decoder:
             q, k, v = (x[:, None] for x in (q, k, v))  # (b, 1, H, D)
             given = cache.inputs(layer) | {"lengths": starts, "page_table": pages, "counts": cache.counts[:b]}
             if c.qk_norm:
-                q, k = self._normed_and_turned(layer, q, k, starts[:, None])
+                q, k = self._normed_and_turned(layer, q, k, self.cos, self.sin, starts[:, None])
                 append_kv(k, v, **given)
             else:
                 q = rope_and_cache(q, k, v, self.cos, self.sin, **given)
@@ -60,55 +60,36 @@ class Decoder:
 
         return self._logits(self._layers(self._embed(ids), attend))
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], sequences: Sequence[PagedSequence], every: bool = False
-    ) -> Tensor:
-        """Logits of the token that follows each prompt, `(n, V)`; with `every`, of each token, `(tokens, V)`.
+    def prefill(self, prompts: Prompts, inputs: Inputs) -> Tensor:
+        """Logits of the token that follows each prompt, `(n, V)`, or of each token, where the prompts ask for them.
 
-        The cache is in the step that gives each sequence the tokens of its prompt; it has none before.
+        The cache has pages for the prompts, and nothing of them yet.
         """
         c, cache = self.config, self.cache
-        longest = max(len(p) for p in prompts)
-        even = all(len(p) == longest for p in prompts)  # then they are a batch, and need not be packed
-        starts = [0]
-        for prompt in prompts:
-            starts.append(starts[-1] + len(prompt))
-        ids, positions, ends, last = self._send(
-            [t for p in prompts for t in p],
-            [t for p in prompts for t in range(len(p))],
-            starts,
-            [end - 1 for end in starts[1:]],
-        )
+        cos, sin, positions = self.cos, self.sin, inputs.positions
+        if prompts.length is not None:
+            cos, sin = cos[: prompts.length], sin[: prompts.length]
+        into = {"lengths": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.unflatten(0, (prompts.n, -1)) if positions is None else x[None] for x in (q, k, v))
             if c.qk_norm:
-                q, k = (x[0] for x in self._normed_and_turned(layer, q[None], k[None], positions[None]))
+                q, k = self._normed_and_turned(layer, q, k, cos, sin, positions)
             else:
-                rope_(q[None], k[None], self.cos, self.sin, position_ids=positions[None], layout="BTHD")
-            given = cache.inputs(layer)
-            table = given["page_table"]
-            for start, end, sequence in zip(starts, starts[1:], sequences, strict=False):
-                slot = slice(sequence.slot, sequence.slot + 1)
-                rows = {"lengths": cache.starts[slot], "page_table": table[slot]}
-                append_kv(k[None, start:end], v[None, start:end], **given | rows)
+                rope_(q, k, cos, sin, position_ids=positions, layout="BTHD")
             options = {"causal": True, "scale": c.attention_scale, "window": c.windows[layer]}
-            if even:
-                batch = (x.unflatten(0, (len(prompts), longest)) for x in (q, k, v))
-                return attention(*batch, layout="bthd", **options).flatten(0, 1)  # type: ignore[arg-type,union-attr]
-            return attention_varlen(q, k, v, ends, None, longest, longest, **options)  # type: ignore[arg-type,return-value]
+            given, longest = cache.inputs(layer) | into, prompts.longest
+            if positions is None:
+                append_kv(k, v, **given)
+                return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[arg-type,union-attr]
+            q, k, v = q[0], k[0], v[0]
+            append_kv(k[:, None], v[:, None], **given)
+            return attention_varlen(q, k, v, inputs.ends, None, longest, longest, **options)  # type: ignore[arg-type,return-value]
 
-        x = self._layers(self._embed(ids), attend)
-        if not every:
-            x = embedding(last, x)
+        x = self._layers(self._embed(inputs.ids), attend)
+        if inputs.rows is not None:
+            x = embedding(inputs.rows, x)
         return self._logits(x)
-
-    def _send(self, *numbers: list[int]) -> list[Tensor]:
-        """int32 tensors on the device, in one copy, 16 bytes apart: kernels are compiled anew for another alignment."""
-        device = self.cache.k.device
-        padded = [ns + [0] * (-len(ns) % 4) for ns in numbers]
-        on_host = torch.tensor([n for ns in padded for n in ns], dtype=torch.int32, pin_memory=device.type == "cuda")
-        parts = on_host.to(device, non_blocking=True).split([len(ns) for ns in padded])
-        return [part[: len(ns)] for part, ns in zip(parts, numbers, strict=True)]
 
     def _embed(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weights.embedding, scale=self.config.embedding_scale)
@@ -127,9 +108,10 @@ class Decoder:
     def _logits(self, x: Tensor) -> Tensor:
         return self.weights.lm_head.normed(x, self.weights.norm, self.config.norm_eps)
 
-    def _normed_and_turned(self, layer: int, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _normed_and_turned(
+        self, layer: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         w = self.weights.layers[layer]
         return qk_norm_rope(
-            q, k, w.q_norm, w.k_norm, self.cos, self.sin, eps=self.config.head_norm_eps, position_ids=positions,
-            layout="BTHD",
-        )  # fmt: skip
+            q, k, w.q_norm, w.k_norm, cos, sin, eps=self.config.head_norm_eps, position_ids=positions, layout="BTHD"
+        )

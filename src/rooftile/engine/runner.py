@@ -1,4 +1,4 @@
-"""Steps of many sequences on the device: prompts, then a token of each at a time, a CUDA graph for each batch size.
+"""Steps of many sequences on the device: prompts, then a token of each at a time, a CUDA graph for each size.
 
 Nothing here waits for the device. What a step reads (lengths, pages, the tokens before, how each is sampled) lies at
 fixed addresses and is written in the order of the stream, so that a step can be launched while the host still looks at
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.paged import PagedKVCache, PagedSequence
+from rooftile.engine.prompts import PromptGraphs, Prompts
 from rooftile.engine.steps import on
 from rooftile.engine.weights import Weights
-from rooftile.graphs import record
+from rooftile.graphs import Turns
 from rooftile.ops.sample import mark_seen_, sample_
 
 # For each option its type, which values it may have, and how that is said.
@@ -70,6 +71,23 @@ _DTYPES = {
 }
 
 
+def _given(memory: Tensor, slots: int) -> dict[str, Tensor]:
+    """Of each parameter a number for each slot, in rows of bytes."""
+    return {
+        name: row[: slots * dtype.itemsize].view(dtype)
+        for row, (name, dtype) in zip(memory, _DTYPES.items(), strict=True)
+    }
+
+
+def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where sequences begin and end that have slots side by side, and are sampled by one kernel."""
+    first = 0
+    for i in range(1, len(slots) + 1):
+        if i == len(slots) or slots[i] != slots[i - 1] + 1 or greedy[i] != greedy[first]:
+            yield first, i
+            first = i
+
+
 class Runner:
     """The device's side of generation.
 
@@ -79,7 +97,8 @@ class Runner:
         max_seq_len: tokens of each, prompt and new ones.
         page_size, pages: of the cache; by default as many pages as all sequences at their longest need.
         kv_dtype: of the cache, float8_e4m3fn or int8 too; the model's by default.
-        cuda_graphs: replay a graph for each step of decoding, where there is a GPU.
+        cuda_graphs: replay a graph for each step of decoding, and for prompts of shapes that come again, where there is
+            a GPU.
 
     Attributes:
         tokens, logprobs: `(max_batch,)`, int32 and float32, on the device: the newest of each slot.
@@ -110,11 +129,17 @@ class Runner:
         self.logprobs = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self._seen = torch.zeros((max_batch, -(-config.vocab // 32)), dtype=torch.int32, device=device)
         self._none_seen = torch.zeros_like(self._seen[0])  # a copy is no kernel, and to fill memory is one
-        self._sampling = [Sampling()] * max_batch
-        self._given = {name: torch.zeros(max_batch, dtype=dtype, device=device) for name, dtype in _DTYPES.items()}
+        self._given_bytes = torch.zeros(
+            (len(_DTYPES), 8 * (max_batch + max_batch % 2)), dtype=torch.uint8, device=device
+        )
+        self._given = _given(self._given_bytes, max_batch)
+        self._send_sampling([Sampling()] * max_batch)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] | None = None
+        self._of_prompts: PromptGraphs | None = None
         if cuda_graphs and device.type == "cuda":
-            self._graphs, self._pool = {}, torch.cuda.graph_pool_handle()
+            # One after another on one stream: of a step's logits tokens are sampled before the next is replayed.
+            self._graphs, self._turns = {}, Turns(device)
+            self._of_prompts = PromptGraphs(self.decoder, self._turns)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[PagedSequence]:
@@ -128,10 +153,12 @@ class Runner:
         sequences = self._begin(prompts)
         try:
             with on(self.tokens.device):
-                logits = self.decoder.prefill(prompts, sequences)
-                for i, (sequence, prompt, how) in enumerate(zip(sequences, prompts, sampling, strict=True)):
-                    self._set(sequence.slot, prompt, how)
-                    self._sample(slice(sequence.slot, sequence.slot + 1), logits[i : i + 1], how.greedy)
+                logits = self._logits(prompts, sequences)
+                slots = [s.slot for s in sequences]
+                self._set(slots, prompts, sampling)
+                for first, end in _runs(slots, [how.greedy for how in sampling]):
+                    rows = slice(slots[first], slots[end - 1] + 1)
+                    self._sample(rows, logits[first:end], sampling[first].greedy)
         except BaseException:
             self._free_all(sequences)
             raise
@@ -167,10 +194,22 @@ class Runner:
         sequences = self._begin(prompts)
         try:
             with on(self.tokens.device):
-                logits = self.decoder.prefill(prompts, sequences, every=True)
+                logits = self._logits(prompts, sequences, every=True)
         finally:
             self._free_all(sequences)
         return list(logits.split([len(p) for p in prompts]))
+
+    def _logits(
+        self, prompts: Sequence[Sequence[int]], sequences: Sequence[PagedSequence], every: bool = False
+    ) -> Tensor:
+        device = self.tokens.device
+        laid_out = Prompts(
+            prompts, [s.pages for s in sequences], self.cache.page_size, self.cache.capacity, every=every,
+            pinned=device.type == "cuda",
+        )  # fmt: skip
+        if self._of_prompts is not None:
+            return self._of_prompts(laid_out)
+        return self.decoder.prefill(laid_out, laid_out.on(device))
 
     def _begin(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
         if any(not len(p) for p in prompts):
@@ -213,24 +252,37 @@ class Runner:
             # The tokens of the sequences that live are overwritten on the way.
             kept = [(x, x.clone()) for x in (self.tokens, self.logprobs, self._seen)]
             try:
-                self._graphs[b, greedy], _ = record(step, warm=warm, pool=self._pool)
+                self._graphs[b, greedy], _ = self._turns.record(step, warm)
             finally:
                 for x, old in kept:
                     x.copy_(old)
         return self._graphs[b, greedy]
 
-    def _set(self, slot: int, prompt: Sequence[int], how: Sampling) -> None:
-        """Remember how a slot is sampled."""
-        self._sampling[slot] = how
-        for name, tensor in self._given.items():
-            value = how.seed if name == "seeds" else getattr(how, name)
-            tensor[slot : slot + 1].copy_(torch.tensor([value], dtype=tensor.dtype), non_blocking=True)
-        if not how.greedy:
-            self._seen[slot].copy_(self._none_seen)
-        if how.repetition_penalty != 1:
-            ids = sorted(set(prompt))
-            pairs = torch.tensor([ids, [slot] * len(ids)], dtype=torch.int32, pin_memory=self.tokens.is_cuda)
-            mark_seen_(self._seen, *pairs.to(self.tokens.device, non_blocking=True))
+    def _set(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
+        """Remember how slots are sampled."""
+        found = list(self._sampling)
+        pairs: list[tuple[int, int]] = []
+        for slot, prompt, how in zip(slots, prompts, sampling, strict=True):
+            found[slot] = how
+            if not how.greedy:
+                self._seen[slot].copy_(self._none_seen)
+            if how.repetition_penalty != 1:
+                pairs += ((t, slot) for t in sorted(set(prompt)))
+        if found != self._sampling:
+            self._send_sampling(found)
+        if pairs:
+            ids = torch.tensor(pairs, dtype=torch.int32).T
+            ids = torch.empty(ids.shape, dtype=torch.int32, pin_memory=self.tokens.is_cuda).copy_(ids)
+            mark_seen_(self._seen, *ids.to(self.tokens.device, non_blocking=True))
+
+    def _send_sampling(self, sampling: list[Sampling]) -> None:
+        """How all slots are sampled, in one copy, of memory that is not used again before that is done."""
+        memory = torch.zeros(self._given_bytes.shape, dtype=torch.uint8, pin_memory=self._given_bytes.is_cuda)
+        for name, row in _given(memory, self.max_batch).items():
+            values = [how.seed if name == "seeds" else getattr(how, name) for how in sampling]
+            row.copy_(torch.tensor(values, dtype=row.dtype))
+        self._given_bytes.copy_(memory, non_blocking=True)
+        self._sampling = sampling
 
     def _sample(self, rows: slice, logits: Tensor, greedy: bool) -> None:
         if greedy:

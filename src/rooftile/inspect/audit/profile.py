@@ -71,7 +71,7 @@ def told() -> Iterator[list[Any]]:
 def profiled(build: Callable[[], Sequence[Part]], trace: Path | None, *, strict: bool) -> list[Phase]:
     """The phases of what `build` makes, as the profiler saw them on the GPU.
 
-    Everything is run once before: kernels are compiled then, and graphs recorded.
+    Everything is run twice before: kernels are compiled then, and graphs recorded, those of prompts the second time.
 
     Args:
         trace: where the profiler's trace is written, for Perfetto.
@@ -82,7 +82,7 @@ def profiled(build: Callable[[], Sequence[Part]], trace: Path | None, *, strict:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with told() as kernels:
         parts = build()
-        for part in parts:
+        for part in (*parts, *parts):
             part.before()
             part.run()
         torch.cuda.synchronize()

@@ -1,0 +1,189 @@
+"""Prompts as one forward pass takes them: a batch of one length, or packed one behind the other; sent in one copy.
+
+Prompts of about one length are padded to a length that comes again: so there are few shapes, and a CUDA graph can be
+kept for each. What is padded stands behind a prompt's tokens, where causal attention does not see it, and is never
+written into the cache. Prompts of unequal lengths are packed, each token with a place in the cache of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rooftile.engine.model import Decoder
+    from rooftile.graphs import Turns
+
+# Tokens of a forward pass that a graph is kept for. On an H200 with Llama-3-8B the host takes 25 ms to launch one
+# kernel by kernel; the device takes 11 for 512 tokens, and as long as the host for some 1500.
+GRAPH_TOKENS = 2048
+KEPT = 64  # graphs, each of some hundred launches and with logits of its own
+_SHARE = 8  # at most one token of so many is padding, where there are several prompts
+
+
+def padded_length(lengths: Sequence[int], capacity: int) -> int | None:
+    """What prompts of those lengths are padded to, as a batch; None where they are packed.
+
+    Never beyond the capacity, behind which there are no angles. A batch for which no graph is kept gains nothing by
+    padding: it stays one where its prompts are of one length.
+    """
+    n, longest = len(lengths), max(lengths)
+    step = 64 if longest < 1024 else 128
+    length = min(-(-longest // step) * step, capacity)
+    padding = n * length - sum(lengths)
+    if n * length <= GRAPH_TOKENS and (n == 1 or _SHARE * padding <= n * length):
+        return length
+    return longest if longest == min(lengths) else None
+
+
+class Inputs(NamedTuple):
+    """What the device knows of prompts: int32, in one piece of memory.
+
+    Attributes:
+        ids: of all tokens, 0 where they are padding.
+        rows: the tokens of which logits are wanted; None for all that there are.
+        starts, pages, counts: where keys and values go, as `append_kv` takes it. A packed token is a sequence of its
+            own, in a cache of one page.
+        positions, ends: of packed tokens: the place of each in its prompt, and where prompts begin and the last ends.
+    """
+
+    ids: Tensor
+    rows: Tensor | None
+    starts: Tensor
+    pages: Tensor
+    counts: Tensor | None
+    positions: Tensor | None
+    ends: Tensor | None
+
+
+class Prompts:
+    """Prompts, laid out on the host.
+
+    Args:
+        prompts: tokens of each, one or more.
+        pages: of each, in the cache, which has room for all tokens and nothing of them yet.
+        page_size, capacity: of the cache.
+        every: logits are wanted of every token, not of each prompt's last alone.
+
+    Attributes:
+        n: prompts.
+        length: of each, padded; None where they are packed.
+        longest: tokens of the longest prompt.
+        numbers: all of `Inputs`, int32, in memory that the device can copy while the host goes on.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        page_size: int,
+        capacity: int,
+        *,
+        every: bool = False,
+        pinned: bool = False,
+    ) -> None:
+        lengths = [len(p) for p in prompts]
+        self.n, self.longest, self._every = len(prompts), max(lengths), every
+        self.length = padded_length(lengths, capacity)
+        layout = self._packed if self.length is None else self._batch
+        fields = layout([_int32(p) for p in prompts], [_int32(p) for p in pages], page_size, every)
+        self._shapes = [None if x is None else x.shape for x in fields]
+        # 16 bytes apart: kernels are compiled anew for another alignment.
+        self._at = list(
+            itertools.accumulate((0 if x is None else x.numel() + -x.numel() % 4 for x in fields), initial=0)
+        )
+        # New memory each time: the copy of the step before may be under way. PyTorch gives memory out again when what
+        # the stream was to copy of it is done.
+        self.numbers = torch.zeros(self._at[-1], dtype=torch.int32, pin_memory=pinned)
+        for to, x in zip(self._views(self.numbers), fields, strict=True):
+            if to is not None and x is not None:
+                to.copy_(x)
+
+    @property
+    def tokens(self) -> int:
+        """Those that are computed, padding among them."""
+        return self._shapes[0].numel()  # type: ignore[union-attr]
+
+    def on(self, device: torch.device) -> Inputs:
+        """All that the device has to know, in one copy that nobody waits for."""
+        return self.of(self.numbers.to(device, non_blocking=True))
+
+    def of(self, numbers: Tensor) -> Inputs:
+        """The parts of memory that holds what `numbers` holds."""
+        return Inputs(*self._views(numbers))  # type: ignore[arg-type]
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """What all launches depend on, where a graph is kept for it."""
+        if self.length is None or self._every or self.tokens > GRAPH_TOKENS:
+            return None
+        return self.n, self.length
+
+    def _views(self, numbers: Tensor) -> list[Tensor | None]:
+        return [
+            None if shape is None else numbers[at : at + shape.numel()].view(shape)
+            for at, shape in zip(self._at, self._shapes, strict=False)
+        ]
+
+    def _batch(self, ids: list[Tensor], pages: list[Tensor], page_size: int, every: bool) -> Inputs:
+        assert self.length is not None
+        n, length, counts = self.n, self.length, [len(x) for x in ids]
+        rows = [torch.arange(i * length + (0 if every else m - 1), i * length + m) for i, m in enumerate(counts)]
+        padded = torch.zeros((n, length), dtype=torch.int32)
+        table = torch.full((n, -(-length // page_size)), -1, dtype=torch.int32)
+        for i in range(n):
+            padded[i, : counts[i]] = ids[i]
+            table[i, : len(pages[i])] = pages[i]
+        starts = torch.zeros(n, dtype=torch.int32)
+        return Inputs(padded.view(-1), torch.cat(rows), starts, table, _int32(counts), None, None)
+
+    def _packed(self, ids: list[Tensor], pages: list[Tensor], page_size: int, every: bool) -> Inputs:
+        positions = torch.cat([torch.arange(len(x), dtype=torch.int32) for x in ids])
+        of_tokens = [p.repeat_interleave(page_size)[: len(x)] for p, x in zip(pages, ids, strict=True)]
+        ends = _int32(list(itertools.accumulate((len(x) for x in ids), initial=0)))
+        rows = None if every else ends[1:] - 1
+        return Inputs(
+            torch.cat(ids), rows, positions % page_size, torch.cat(of_tokens)[:, None], None, positions, ends
+        )  # fmt: skip
+
+
+class PromptGraphs:
+    """A decoder's forward passes of prompts, a CUDA graph for each shape that is small and comes again.
+
+    A shape's first prompts run as they are, which compiles its kernels; the second time it is recorded, and replayed
+    from then on.
+    """
+
+    def __init__(self, decoder: Decoder, turns: Turns) -> None:
+        self._decoder, self._turns = decoder, turns
+        self._seen: set[tuple[int, int]] = set()
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+
+    def __call__(self, prompts: Prompts) -> Tensor:
+        """What the decoder returns; good until a graph of those turns is replayed."""
+        device, shape = self._decoder.cache.k.device, prompts.shape
+        if shape is None or shape not in self._seen:
+            logits = self._decoder.prefill(prompts, prompts.on(device))
+            if shape is not None:
+                self._seen.add(shape)
+            return logits
+        found = self._graphs.pop(shape, None)
+        if found is None:
+            numbers = prompts.numbers.to(device, non_blocking=True)
+            graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
+            found = graph, numbers, logits
+        self._graphs[shape] = found  # behind those that were used before
+        if len(self._graphs) > KEPT:
+            del self._graphs[next(iter(self._graphs))]
+        graph, numbers, logits = found
+        numbers.copy_(prompts.numbers, non_blocking=True)
+        graph.replay()
+        return logits
+
+
+def _int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)

@@ -1,0 +1,253 @@
+"""Prompts of a forward pass: how they are laid out, that it makes no difference, and what they cost."""
+
+import pytest
+import torch
+
+import rooftile
+from rooftile import launching, runtime
+from rooftile.engine import prompts as laid_out
+from rooftile.engine.prompts import GRAPH_TOKENS, PromptGraphs, padded_length
+from rooftile.engine.runner import Sampling
+
+pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": 7}, "qwen3": {"head_dim": 8}}
+# With room for 32 tokens each a batch of 3 x 32 of which an eighth is padding; packed with another that is short.
+ABOUT_EQUAL = [[(7 * i + 5 * t) % 131 for t in range(n)] for i, n in enumerate((29, 26, 29))]
+UNEQUAL = [*ABOUT_EQUAL, [50, 3]]
+
+
+def test_the_prompts_below_are_padded_and_packed():
+    assert [padded_length([len(p) for p in prompts], 32) for prompts in (ABOUT_EQUAL, UNEQUAL)] == [32, None]
+
+
+def made(family="llama", **more):
+    config = {"model_type": family, **SIZES, **FAMILIES[family], **more.pop("config", {})}
+    options = {"dtype": torch.float32, "max_batch": 5, "max_seq_len": 32, "page_size": 16, **more}
+    return rooftile.Engine.from_config(config, **options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "length"),
+    [
+        ([512], 512),
+        ([1], 64),
+        ([65], 128),
+        ([1000], 1024),
+        ([1025], 1152),
+        ([2048], 2048),
+        ([2049], 2049),  # no graph is kept for it
+        ([512] * 4, 512),
+        ([512, 450], 512),  # 62 of 1024
+        ([512, 384], 512),  # 128: an eighth
+        ([512, 383], None),
+        ([60, 60], 64),
+        ([50, 50], 50),  # too much padding, and none is needed
+        ([512, 512, 512, 512, 512], 512),
+        ([512, 512, 512, 512, 511], None),
+        ([390], 400),
+    ],
+)
+def test_what_prompts_are_padded_to(lengths, length):
+    assert padded_length(lengths, 400 if length == 400 else 8192) == length
+    assert length is None or length == max(lengths) or len(lengths) * length <= GRAPH_TOKENS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_and_packed_prompts_give_the_logits_of_each_alone(family, monkeypatch, device):
+    engine = made(family, device=device)
+    alone = [engine.logits(p)[0] for p in UNEQUAL]
+    padded, packed = engine.logits(ABOUT_EQUAL), engine.logits(UNEQUAL)
+    # Those of a batch of one are padded, too.
+    monkeypatch.setattr(laid_out, "padded_length", lambda lengths, capacity: None)
+    for found in (alone[:3], padded, packed):
+        for x, y in zip(found, engine.logits(UNEQUAL), strict=False):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
+def test_tokens_behind_prompts_are_those_of_the_logits(prompts, device):
+    """The first, and the next, which sees what the prompts left in the cache."""
+    engine = made(device=device, cuda_graphs=False)
+    tokens = [c.tokens for c in engine.generate(prompts, 2, ignore_eos=True)]
+    both = [[*p, first] for p, (first, _) in zip(prompts, tokens, strict=True)]
+    assert tokens == [x[-2:].argmax(dim=-1).tolist() for x in engine.logits(both)]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
+def test_prompts_are_written_to_their_pages_and_nowhere_else(prompts, kv_dtype, device):
+    """Beside a sequence that was there before, and behind one that has gone."""
+    engine = made(kv_dtype=kv_dtype, device=device, cuda_graphs=False)
+    runner, cache = engine.runner, engine.runner.cache
+    gone, _ = runner.prefill([[1] * 20, [2] * 3], [Sampling()] * 2)
+    runner.free(gone)
+    memory = (cache.k, cache.v, *(cache._scales or ()))
+    for x in memory:
+        x.fill_(77)
+    sequences = runner.prefill(prompts, [Sampling()] * len(prompts))
+    for x in memory:
+        written = (x != 77).flatten(3).any(-1).any(0) if x.dim() == 5 else (x != 77).any(-1).any(0)
+        expected = torch.zeros_like(written)
+        for s, prompt in zip(sequences, prompts, strict=True):
+            for page, first in zip(s.pages, range(0, len(prompt), 16), strict=True):
+                expected[page, : len(prompt) - first] = True
+        assert torch.equal(written, expected)
+
+
+@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are looked at on the CPU")
+@pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
+def test_a_layer_appends_all_prompts_by_one_launch(prompts, monkeypatch):
+    launched = []
+
+    def looked_at(plan, *args):
+        launched.append(plan.kernel.fn.__name__)
+        launch(plan, *args)
+
+    launch, runner = launching.launch, made().runner
+    monkeypatch.setattr(launching, "launch", looked_at)
+    runner.prefill(prompts, [Sampling()] * len(prompts))
+    assert launched.count("append_kernel") == SIZES["num_hidden_layers"]
+
+
+class Recorded:
+    """What stands for a CUDA graph: a step that is run again, and whose result is written where the first one was."""
+
+    def __init__(self, step):
+        self.step, self.result = step, step()
+
+    def replay(self):
+        self.result.copy_(self.step())
+
+
+class Turns:
+    def record(self, step):
+        graph = Recorded(step)
+        graph.result.fill_(float("nan"))  # a capture computes nothing
+        return graph, graph.result
+
+
+def graphed(engine):
+    """The engine, as if there were graphs on its device."""
+    runner = engine.runner
+    runner._of_prompts = PromptGraphs(runner.decoder, Turns())
+    return engine
+
+
+def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on(device, monkeypatch):
+    """With other prompts, in other slots and pages."""
+    engine, plain = graphed(made(device=device, cuda_graphs=False)), made(device=device, cuda_graphs=False)
+    done = []
+    monkeypatch.setattr(Recorded, "replay", lambda self, replay=Recorded.replay: (done.append(self), replay(self)))
+    for i in range(4):
+        if i == 2:
+            engine.runner.prefill([[5] * 20], [Sampling()])  # which keeps a slot and pages
+        prompt = [(11 * i + 3 * t) % 131 for t in range(20 + 3 * i)]
+        found, expected = (e.generate(prompt, 2, logprobs=True, ignore_eos=True)[0] for e in (engine, plain))
+        assert found.tokens == expected.tokens
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert len(done) == (0, 1, 3, 4)[i]
+    assert len(set(done)) == 1
+
+
+def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatch):
+    monkeypatch.setattr(laid_out, "KEPT", 2)
+    engine = graphed(made(device=device, max_seq_len=48, cuda_graphs=False, config={"num_hidden_layers": 1}))
+    kept = engine.runner._of_prompts._graphs
+    for lengths in [(3,)] * 2, [(3, 3)] * 2, [(3,)], [(5, 5)] * 2:
+        for each in lengths:
+            engine.generate([[1] * n for n in each], 1)
+    assert list(kept) == [(1, 48), (2, 5)]
+
+
+@pytest.mark.parametrize("prompts", [UNEQUAL, [[1] * 31] * 3])
+def test_what_is_not_a_small_batch_is_never_recorded(prompts, device, monkeypatch):
+    monkeypatch.setattr(laid_out, "GRAPH_TOKENS", 64)
+    engine = graphed(made(device=device, cuda_graphs=False, config={"num_hidden_layers": 1}))
+    for _ in range(2):
+        engine.generate(prompts, 1)
+        engine.logits(prompts[0])
+    assert not engine.runner._of_prompts._graphs
+
+
+def test_after_a_capture_that_failed_all_is_given_back_and_the_next_works(device, monkeypatch):
+    engine = graphed(made(device=device, cuda_graphs=False))
+    expected, free = engine.generate(UNEQUAL[0], 2), engine.runner.cache.free_pages
+
+    def failing(self, step):
+        step()
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Turns, "record", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate(UNEQUAL[0], 2)
+    assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])
+    assert [engine.generate(UNEQUAL[0], 2) for _ in range(2)] == [expected] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_prompts_give_what_plain_launches_give(family, device):
+    """To the bit, in logits, tokens and log-probabilities: for prompts alone and together, of other lengths in the same
+    shape, in slots and pages that others have left, between steps of decoding."""
+    config = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+    options = {"dtype": torch.bfloat16, "max_seq_len": 256, "page_size": 16, "device": device, "config": config}
+    runners = [made(family, cuda_graphs=graphs, **options).runner for graphs in (True, False)]
+    logits, asked = ([], []), []
+    for runner, kept in zip(runners, logits, strict=True):
+        forward = runner._logits
+        runner._logits = lambda *args, f=forward, k=kept: k.append(f(*args).clone()) or k[-1]
+    prefill = runners[0].decoder.prefill
+    runners[0].decoder.prefill = lambda prompts, inputs: asked.append(prompts.shape) or prefill(prompts, inputs)
+    how = [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5), Sampling()]
+    live = [[], []]
+    for i in range(6):
+        for lengths in ([120 - 3 * i], [56, 60 - i % 4], [200, 7, 31 + i]):
+            prompts = [[(11 * i + 7 * j + 3 * t) % 131 for t in range(n)] for j, n in enumerate(lengths)]
+            for runner, sequences in zip(runners, live, strict=True):
+                if len(sequences) + len(prompts) > 5:
+                    for s in sequences[::2]:
+                        runner.free(s)
+                    sequences[:] = sequences[1::2]
+                sequences += runner.prefill(prompts, how[: len(prompts)])
+                runner.decode()
+            slots = [s.slot for s in live[0]]
+            assert slots == [s.slot for s in live[1]]
+            assert torch.equal(logits[0][-1], logits[1][-1])
+            assert runners[0].tokens[slots].tolist() == runners[1].tokens[slots].tolist()
+            assert torch.equal(runners[0].logprobs[slots], runners[1].logprobs[slots])
+    # Once as they were, once recorded, then replayed; those that are packed are never.
+    assert [asked.count(shape) for shape in ((1, 128), (2, 64), None)] == [2, 2, 6]
+    assert set(runners[0]._of_prompts._graphs) == {(1, 128), (2, 64)}
+
+
+@pytest.mark.gpu
+def test_after_a_capture_on_the_gpu_that_failed_all_is_given_back_and_the_next_works(device, monkeypatch):
+    engine = made(device=device)
+    expected, free = engine.generate(UNEQUAL[0], 2), engine.runner.cache.free_pages
+    stream, decoder = torch.cuda.current_stream(), engine.runner.decoder
+
+    def failing(x):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("out of memory")
+        return type(decoder)._logits(decoder, x)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder, "_logits", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate(UNEQUAL[0], 2)
+    assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])
+    assert torch.cuda.current_stream() == stream
+    assert [engine.generate(UNEQUAL[0], 2) for _ in range(2)] == [expected] * 2
+    assert list(engine.runner._of_prompts._graphs) == [(1, 32)]
