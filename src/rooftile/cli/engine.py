@@ -145,7 +145,7 @@ def audit(
         batch=batch,
         prompt=prompt or (512 if on_gpu else 12),
         steps=steps or (8 if on_gpu else 2),
-        quantize=quantize.value if quantize else None,
+        quantize=quantize.kind,
         dtype=DTYPES[dtype.value],
         layers=layers,
         trace=trace,

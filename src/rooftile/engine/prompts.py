@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
     """What the device knows of prompts: int32, in one piece of memory.
 
     Attributes:
-        ids: of all tokens, 0 where they are padding.
+        ids: of all tokens, a prompt's last again where they are padding.
         rows: the tokens of which logits are wanted; None for all that there are.
         starts, pages, counts: where keys and values go, as `append_kv` takes it. A packed token is a sequence of its
             own, in a cache of one page.
@@ -137,6 +137,7 @@ class Prompts:
         table = torch.full((n, -(-length // page_size)), -1, dtype=torch.int32)
         for i in range(n):
             padded[i, : counts[i]] = ids[i]
+            padded[i, counts[i] :] = ids[i][-1]  # of which nothing overflows that would not in the prompt
             table[i, : len(pages[i])] = pages[i]
         starts = torch.zeros(n, dtype=torch.int32)
         return Inputs(padded.view(-1), torch.cat(rows), starts, table, _int32(counts), None, None)
