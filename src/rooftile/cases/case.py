@@ -36,10 +36,13 @@ class Tolerance:
 
     A check also holds an output to twice what eager PyTorch loses in the same dtype against float64, where that is
     more than a rounding: the ceiling alone would let a kernel be worse than what it replaces.
+
+    `peers` is a ceiling for eager PyTorch and other peers, where they round and Rooftile does not.
     """
 
     ceiling: float
     reason: str
+    peers: float = 0.0
 
 
 class Unsupported(Exception):
