@@ -293,8 +293,10 @@ def test_torchs_ops_on_the_devices_tensors_are_found_and_the_hosts_are_not():
     assert phase.waits == 2
 
 
-def engine(**options):
-    return Engine.from_config(TINY, dtype=torch.float32, max_batch=2, max_seq_len=16, page_size=16, **options)
+def engine(fields=None, **options):
+    return Engine.from_config(
+        {**TINY, **(fields or {})}, dtype=torch.float32, max_batch=2, max_seq_len=16, page_size=16, **options
+    )
 
 
 @interpreted
@@ -309,9 +311,25 @@ def test_the_engine_asks_for_nothing_but_tritons_kernels():
 
 
 @interpreted
-@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+@pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
 def test_nor_does_a_quantised_engine(quantize):
     assert not Audit("engine", recorded(lambda: engine_parts(engine(quantize=quantize), 2, 1)[:2])).faults
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"model_type": "qwen3"}, {}),
+        ({"model_type": "qwen2"}, {}),
+        ({"model_type": "mistral", "sliding_window": 2}, {}),
+        ({"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22}, {}),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}),
+    ],
+    ids=["norms of q and k", "biases", "a window", "multipliers", "a cache of 8 bits"],
+)
+def test_nor_do_other_families_and_caches(fields, options):
+    assert not Audit("engine", recorded(lambda: engine_parts(engine(fields, **options), 3, 1)[:2])).faults
 
 
 @interpreted
