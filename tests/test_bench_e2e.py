@@ -21,10 +21,11 @@ from rooftile.bench.e2e import layer as e2e_layer
 from rooftile.bench.e2e import model as e2e_model
 from rooftile.bench.e2e import paths as e2e_paths
 from rooftile.bench.e2e import report as e2e_report
-from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER, HF, HF_EAGER, OURS_EAGER, PATCHED_EAGER
+from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER, HF, HF_EAGER, OURS_EAGER, OURS_UNTUNED
 from rooftile.bench.roof import Roofs
 from rooftile.bench.rows import OURS, read_json
 from rooftile.bench.timer import clock
+from rooftile.bench.workloads import MODELS, read
 from rooftile.engine.config import ModelConfig
 
 DEVICE = runtime.default_device()
@@ -167,8 +168,7 @@ def test_a_deep_model_without_rope_is_seen(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_absent_and_what_raises_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e2e_hf, "patch", lambda model, *, attention=False: None)
-    run = run_of(tmp_path, impls=(PATCHED_EAGER, CUDA_EAGER, HF_EAGER))
+    run = run_of(tmp_path, impls=(OURS_UNTUNED, CUDA_EAGER, HF_EAGER), quantize="int8")
     steps = iter(range(6))
 
     def step(self, of=e2e_hf.HuggingFacePath.step) -> None:
@@ -179,8 +179,9 @@ def test_what_is_not_there_is_absent_and_what_raises_is_out(tmp_path: Path, monk
     monkeypatch.setattr(e2e_hf.HuggingFacePath, "step", step)
     run.run()
     rows = {(r.op, r.impl): r for r in run.rows}
-    absent, raised = rows["decode", PATCHED_EAGER], rows["decode", HF_EAGER]
-    assert (absent.status, absent.message) == ("absent", "rooftile.patch takes no linear")
+    absent, raised = rows["decode", OURS_UNTUNED], rows["decode", HF_EAGER]
+    assert absent.status == "absent"
+    assert absent.message.startswith("int8 products remember what a table said")
     assert (raised.status, raised.message, raised.us) == ("error", "RuntimeError: out of luck", None)
     assert rows["decode", CUDA_EAGER].us
 
@@ -244,7 +245,7 @@ def test_the_engine_is_held_to_its_own_weights(tmp_path: Path) -> None:
 
 
 def test_kernels_of_a_layer_are_those_of_the_model() -> None:
-    _, values = e2e_model.read("llama-3-8b")
+    _, values = read("llama-3-8b", MODELS)
     found = {name: (case, point) for name, case, point in e2e_layer.points(ModelConfig.from_hf(values), 1, 44)}
     assert tuple(found)[:5] == e2e_layer.ALONE
     labels = {name: point.label for name, (_, point) in found.items()}

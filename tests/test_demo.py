@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from typer.testing import CliRunner
 
 from rooftile import cli, runtime
-from rooftile.bench import prefill
+from rooftile.bench import prefill, workloads
 from rooftile.bench.prefill import model as prefill_model
 from rooftile.bench.prefill.report import COMPILE, EAGER, OURS_COMPILE
 from rooftile.bench.rows import OURS, read_json
@@ -51,11 +51,11 @@ def test_config_is_found_by_name_file_and_folder(tmp_path: Path) -> None:
     assert (title, config.hidden_size, config.num_hidden_layers) == ("qwen2.5-7b", 3584, 28)
     path = tmp_path / "mine" / "config.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(prefill_model.MODELS["tiny"]))
+    path.write_text(json.dumps(workloads.MODELS["tiny"]))
     for name in (path, path.parent):
         title, config = prefill_model.load_config(str(name), layers=1)
         assert (title, config.num_hidden_layers) == ("mine-1-layers", 1)
-    with pytest.raises(ValueError, match=r"expected qwen2\.5-7b, llama-3-8b, tiny"):
+    with pytest.raises(ValueError, match=r"expected llama-3-8b, granite-8b-code, qwen2\.5-7b, tiny"):
         prefill_model.load_config("nothing")
     path.write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ValueError, match="transformers makes no configuration"):

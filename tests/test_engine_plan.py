@@ -5,7 +5,7 @@ import torch
 
 from rooftile import runtime
 from rooftile.bench.docs import engine as docs_engine
-from rooftile.bench.e2e.model import read
+from rooftile.bench.workloads import MODELS, read
 from rooftile.engine import Engine, weights
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.plan import plan
@@ -84,7 +84,7 @@ def test_layers_of_other_windows_are_steps_of_their_own():
 def test_the_table_adds_up_to_the_weights_of_the_model(tmp_path):
     made = docs_engine.decode_step(tmp_path)
     assert "No read roof is measured yet" in made
-    c = ModelConfig.from_hf(read("llama-3-8b")[1])
+    c = ModelConfig.from_hf(read("llama-3-8b", MODELS)[1])
     step = next(line for line in made.splitlines() if line.startswith("| **the step**"))
     per_layer = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
     weights = 2 * (c.layers * per_layer + 128256 * 4096)

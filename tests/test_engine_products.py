@@ -10,7 +10,7 @@ from rooftile.ops.weight_only import unpack_int4
 def dense_of(product):
     """The weight that a product multiplies by, in float32."""
     if isinstance(product, Int4):
-        numbers = unpack_int4(product.packed, product.group).float()
+        numbers = unpack_int4(product.weight, product.group).float()
         return numbers * product.scale.float().repeat_interleave(product.group, dim=1)
     if isinstance(product, Dense):
         return product.weight.float()

@@ -1,5 +1,6 @@
 """The trained byte model: the engine writes the text that Hugging Face's code writes, at the loss that it states."""
 
+import dataclasses
 import io
 import json
 import re
@@ -14,9 +15,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from typer.testing import CliRunner
 
 from rooftile import cli, runtime
+from rooftile.bench.generate import Printer
+from rooftile.bench.workloads import step_bytes
 from rooftile.demo import engine as demo
 from rooftile.demo import library_text
-from rooftile.engine import Engine, command
+from rooftile.engine import Engine
 from rooftile.engine.generation import Piece
 
 DEVICE = runtime.default_device()
@@ -141,7 +144,7 @@ def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path)
 @pytest.mark.parametrize("stream", [True, False])
 def test_texts_of_several_prompts_stand_one_behind_the_other(stream):
     out = io.StringIO()
-    printer = command.Printer(["<a>", "<b>", "<c>"], stream, Console(file=out))
+    printer = Printer(["<a>", "<b>", "<c>"], stream, Console(file=out))
     printer.begin()
     seen = []
     for index, text, end in ((0, "x", None), (1, "u", None), (2, "k", "stop"), (1, "v", None), (0, "y", "length"),
@@ -156,8 +159,11 @@ def test_texts_of_several_prompts_stand_one_behind_the_other(stream):
 def test_bytes_of_a_step_are_the_weights_and_the_cache(engine, model):
     c = engine.config
     of_a_token = c.layers * 2 * c.kv_heads * c.head_dim * 4
-    assert command.step_bytes(engine, [0]) == engine.weights.nbytes == 4 * sum(p.numel() for p in model.parameters())
-    assert command.step_bytes(engine, [3, 5]) == engine.weights.nbytes + 8 * of_a_token
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert step_bytes(c, engine.weights, [0], torch.float32) == engine.weights.nbytes == weights
+    assert step_bytes(c, engine.weights, [3, 5], torch.float32) == weights + 8 * of_a_token
+    near = dataclasses.replace(c, windows=(4,) * c.layers)
+    assert step_bytes(near, engine.weights, [3, 5], torch.float32) == weights + 7 * of_a_token
 
 
 def test_demo_says_whether_the_texts_are_the_same(monkeypatch):

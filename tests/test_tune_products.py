@@ -109,7 +109,7 @@ def test_the_products_of_a_model_are_those_of_its_layers(name, expected):
 def test_a_config_json_is_read_from_its_folder(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"text_config": workloads.MODELS["qwen3-8b"]}))
+    (folder / "config.json").write_text(json.dumps({"text_config": workloads.LAYERS["qwen3-8b"]}))
     for name in (folder, folder / "config.json"):
         assert workloads.load(str(name)) == ("mine", workloads.load("qwen3-8b")[1])
     (folder / "config.json").write_text(json.dumps({**workloads.MODELS["tiny"], "model_type": "opt"}))

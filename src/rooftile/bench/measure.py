@@ -20,11 +20,12 @@ from torch import Tensor
 
 from rooftile.bench import rows
 from rooftile.bench.streams import copy_calls
-from rooftile.bench.timer import FLUSH, Block, Call, Clock, burst_seconds, uncollected
+from rooftile.bench.timer import FLUSH, Block, Call, Clock, burst_seconds
 from rooftile.bench.variants import Variant
 from rooftile.cases import Direction, OpCase, Point
 from rooftile.cases.check import as_tuple
 from rooftile.cases.draw import normal
+from rooftile.graphs import uncollected
 
 ROOF = "copy"  # the name of the roof among the results
 

@@ -17,22 +17,11 @@ from typing import Any, Protocol
 import torch
 
 from rooftile import launching, runtime
+from rooftile.graphs import uncollected
 
 Call = Callable[[], Any]
 
 FLUSH = 4  # times the L2 cache: what is read between two passes
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: a collection takes longer than what is timed, and may free what must stay."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def burst_seconds(call: Call, clock: Clock, calls: int) -> float:
@@ -239,8 +228,7 @@ class DeviceClock:
     def _capture(self, calls: Sequence[Call]) -> Any:
         graph = self.module.CUDAGraph()
         launching.share_counters()
-        # "thread_local": autograd's own threads may do what this one must not. Collected garbage may hold graphs,
-        # whose destruction is forbidden meanwhile.
+        # "thread_local": autograd's own threads may do what this one must not.
         with uncollected():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

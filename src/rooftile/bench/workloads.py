@@ -1,12 +1,18 @@
-"""The matrix products of a model's layer, by the model's name or from its Hugging Face `config.json`."""
+"""Models by name or from a Hugging Face `config.json`: the products of their layers, and what a step reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from rooftile.engine.config import ModelConfig
+    from rooftile.engine.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +43,30 @@ def _sizes(
     }
 
 
+def _context(layers: int, positions: int, theta: float, **more: Any) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        **more,
+    }
+
+
 # What `config.json` of the published models says.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": _sizes(4096, 14336, 32, 8, 128256),
-    "granite-8b-code": _sizes(4096, 14336, 32, 8, 49152, attention_bias=True, mlp_bias=True),
-    "qwen2.5-7b": _sizes(3584, 18944, 28, 4, 152064, "qwen2"),
+    "llama-3-8b": _sizes(4096, 14336, 32, 8, 128256, **_context(32, 8192, 5e5, rms_norm_eps=1e-5)),
+    "granite-8b-code": _sizes(
+        4096, 14336, 32, 8, 49152, **_context(36, 4096, 1e4, rms_norm_eps=1e-5),
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": _sizes(3584, 18944, 28, 4, 152064, "qwen2", **_context(28, 32768, 1e6)),
+    "tiny": _sizes(64, 160, 4, 2, 256, "qwen2", num_hidden_layers=2),
+}  # fmt: skip
+# With those of which no more is said than what a layer's products need.
+LAYERS: dict[str, dict[str, Any]] = MODELS | {
     "qwen3-8b": _sizes(4096, 12288, 32, 8, 151936, "qwen3", head_dim=128),
     "llama-3.2-1b": _sizes(2048, 8192, 32, 8, 128256, head_dim=64),
     "llama-3-70b": _sizes(8192, 28672, 64, 8, 128256),
-    "tiny": _sizes(32, 48, 4, 2, 80),
 }
 
 LAYER = ("qkv", "o", "gate_up", "up", "down")  # of one layer; lm_head is once a model
@@ -97,23 +118,50 @@ def products_of(config: Mapping[str, Any]) -> list[Product]:
     ]
 
 
-def load(name: str) -> tuple[str, list[Product]]:
-    """A short name and the products, for a built-in name, a `config.json` or a folder that holds one.
+def read(name: str, known: Mapping[str, dict[str, Any]], layers: int | None = None) -> tuple[str, dict[str, Any]]:
+    """A short name and the configuration, for a known name, a `config.json` or a folder that holds one.
+
+    `layers` cuts a model that has more.
 
     Raises:
-        ValueError: it is none of these, or its configuration can't be read.
+        ValueError: it is none of these, or the file can't be read or holds no JSON object.
     """
-    if name in MODELS:
-        return name, products_of(MODELS[name])
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"model is {name!r}, expected {', '.join(MODELS)}, a config.json or a folder that holds one")
-    title = path.resolve().parent.name if path.name == "config.json" else path.stem
+    if name in known:
+        title, values = name, dict(known[name])
+    elif path.is_file():
+        title = path.resolve().parent.name if path.name == "config.json" else path.stem
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: no JSON can be read: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: holds a {type(values).__name__}, expected an object")
+    else:
+        raise ValueError(f"model is {name!r}, expected {', '.join(known)}, a config.json or a folder that holds one")
+    if layers is not None and layers < (values.get("num_hidden_layers") or layers + 1):
+        title += f"-{layers}-layers"
+        values["num_hidden_layers"] = layers
+        if values.get("layer_types"):
+            values["layer_types"] = values["layer_types"][:layers]
+    return title, values
+
+
+def step_bytes(config: ModelConfig, weights: Weights, lengths: Sequence[float], cache_dtype: torch.dtype) -> float:
+    """The least that a step of decoding reads: the weights once, and the keys and values of sequences so long."""
+    seen = sum(n if window is None else min(n, window) for window in config.windows for n in lengths)
+    return weights.nbytes + 2 * config.kv_heads * config.head_dim * cache_dtype.itemsize * seen
+
+
+def load(name: str) -> tuple[str, list[Product]]:
+    """A short name and the products, for what `read` takes.
+
+    Raises:
+        ValueError: it takes none of that name, or the configuration is not one that `products_of` takes.
+    """
+    title, config = read(name, LAYERS)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__}, expected an object")
         return title, products_of(config)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

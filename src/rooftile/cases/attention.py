@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
 from rooftile.cases.draw import integers, normal
+from rooftile.library import cdiv
 from rooftile.ops.attention import attention
 from rooftile.reference import attention as reference
 
@@ -136,6 +137,7 @@ def _flops(point: Point, direction: Direction) -> int:
 # Peers
 
 _SCORES = 1 << 31  # over which a form that writes them all is not run: they are 8 GiB in float32, several times over
+_BLOCKS = 64  # over which the blocked form is not run: each is some ten launches of the host, with backward some forty
 
 
 def _without(point: Point, name: str, *options: str) -> None:
@@ -159,7 +161,9 @@ def _blocked(point: Point) -> Callable[..., Any]:
     _without(point, "the blocked form", "softcap", "mask", "alibi", "sinks")
     if point.options.get("layout") == "bthd":
         raise Unsupported("the blocked form takes (B, H, T, D)")
-    _scores_fit(point, "the backward of the blocked form")
+    blocks = cdiv(point["seq_len"], 256) * cdiv(_keys(point), 256)
+    if blocks > _BLOCKS:
+        raise Unsupported(f"the blocked form would take {blocks} blocks one by one")
     return reference.blocked
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rooftile.engine.engine import Quantization
 
 
 class _Commands(TyperGroup):
@@ -66,6 +69,19 @@ class DType(str, enum.Enum):
     fp32 = "fp32"
     fp16 = "fp16"
     bf16 = "bf16"
+
+
+class QuantizeName(str, enum.Enum):
+    """How the engine's weights are kept."""
+
+    none = "none"
+    fp8 = "fp8"
+    int8 = "int8"
+    int4 = "int4"
+
+    @property
+    def kind(self) -> Quantization | None:
+        return None if self is QuantizeName.none else self.value
 
 
 class SetName(str, enum.Enum):

@@ -8,13 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, app, choose_mode, console, notices
-
-
-class QuantizeName(str, enum.Enum):
-    fp8 = "fp8"
-    int8 = "int8"
-    int4 = "int4"
+from rooftile.cli.common import DType, QuantizeName, app, choose_mode, console, notices
 
 
 @app.command()
@@ -27,7 +21,7 @@ def generate(
     stream: Annotated[
         bool, typer.Option("--stream", help="Print text as it comes; of several prompts one after the other.")
     ] = False,
-    quantize: Annotated[QuantizeName | None, typer.Option(help="Weights of products in 8 or 4 bits.")] = None,
+    quantize: Annotated[QuantizeName, typer.Option(help="Weights of products in 8 or 4 bits.")] = QuantizeName.none,
     dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
@@ -55,8 +49,8 @@ def generate(
         if not prompts[0]:
             raise typer.BadParameter("none was given, and standard input is empty", param_hint="--prompt")
     choose_mode()
+    from rooftile.bench.generate import Settings, run
     from rooftile.cases.check import DTYPES
-    from rooftile.engine.command import Settings, run
 
     sampling = {
         "temperature": temperature,
@@ -71,7 +65,7 @@ def generate(
         prompts=prompts,
         max_new_tokens=max_new_tokens,
         stream=stream,
-        quantize=None if quantize is None else quantize.value,
+        quantize=quantize.kind,
         dtype=DTYPES[dtype.value],
         stop=stop or (),
         sampling=sampling,
@@ -113,7 +107,7 @@ def audit(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of decoding. Default: 8, and in the interpreter 2.")
     ] = None,
-    quantize: Annotated[QuantizeName | None, typer.Option(help="The engine's weights in 8 or 4 bits.")] = None,
+    quantize: Annotated[QuantizeName, typer.Option(help="The engine's weights in 8 or 4 bits.")] = QuantizeName.none,
     dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
     impl: Annotated[
         ImplName | None,

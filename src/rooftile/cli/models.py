@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, app, choose_mode, console, names_of
+from rooftile.cli.common import DType, QuantizeName, app, choose_mode, console, names_of
 
 
 @app.command("bench prefill")
@@ -17,8 +17,8 @@ def bench_prefill(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="qwen2.5-7b, llama-3-8b, tiny; or a config.json, or a folder that holds one. Weights are random. "
-            "Default: qwen2.5-7b, and in the interpreter tiny.",
+            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json, or a folder that holds one. Weights "
+            "are random. Default: qwen2.5-7b, and in the interpreter tiny.",
         ),
     ] = None,
     tokens: Annotated[
@@ -87,13 +87,6 @@ def bench_prefill(
     raise typer.Exit(code)
 
 
-class WeightName(str, enum.Enum):
-    none = "none"
-    fp8 = "fp8"
-    int8 = "int8"
-    int4 = "int4"
-
-
 class OnOff(str, enum.Enum):
     on = "on"
     off = "off"
@@ -128,7 +121,7 @@ def bench_e2e(
     prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt. Default: 512.")] = None,
     new: Annotated[int | None, typer.Option(min=2, help="Tokens after each prompt. Default: 256.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights, activations and cache.")] = DType.bf16,
-    quantize: Annotated[WeightName, typer.Option(help="The engine's weights.")] = WeightName.none,
+    quantize: Annotated[QuantizeName, typer.Option(help="The engine's weights.")] = QuantizeName.none,
     impls: Annotated[
         list[str] | None,
         typer.Option(
@@ -171,7 +164,7 @@ def bench_e2e(
         prompt=prompt,
         new=new,
         dtype=DTYPES[dtype.value],
-        quantize=None if quantize is WeightName.none else quantize.value,
+        quantize=quantize.kind,
         impls=names or (),
         layers=layers,
         tuned=tuned is OnOff.on,

@@ -221,7 +221,8 @@ def tune(
 ) -> None:
     """Search for the fastest launch configurations, each checked before it is timed; they are used from then on."""
     choose_mode()
-    from rooftile.bench.tune import Settings, parse_shape, run
+    from rooftile.bench.tune import Settings, run
+    from rooftile.bench.tune.problems import parse_shape
     from rooftile.cases.check import DTYPES
 
     try:

@@ -78,6 +78,11 @@ class Product:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.k} -> {self.n}{', bias' if self.bias is not None else ''})"
 
+    @property
+    def weight(self) -> Tensor:
+        """As it is kept."""
+        return self._tensors[0]
+
     def fill(self, first: int, rows: Tensor) -> None:
         """Set the rows of the weight from `first` on; they may be of any float dtype, on any device."""
         if rows.dim() != 2 or rows.shape[1] != self.k or not 0 <= first <= self.n - rows.shape[0]:
@@ -133,10 +138,6 @@ class Dense(Product):
         product.n, product.bias, product._tensors = weight.shape[0], bias, (weight,)
         return product
 
-    @property
-    def weight(self) -> Tensor:
-        return self._tensors[0]
-
     def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.empty((self.n, self.k), dtype=self.dtype, device=device),)
 
@@ -154,18 +155,18 @@ class Dense(Product):
         return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
 
-class Fp8(Product):
-    """In float8_e4m3fn with a scale for each row, and x in it too, by row."""
-
-    kind = "fp8"
-
-    @property
-    def weight(self) -> Tensor:
-        return self._tensors[0]
+class Quantized(Product):
+    """In fewer bits, with scales."""
 
     @property
     def scale(self) -> Tensor:
         return self._tensors[1]
+
+
+class Fp8(Quantized):
+    """In float8_e4m3fn with a scale for each row, and x in it too, by row."""
+
+    kind = "fp8"
 
     def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return (
@@ -191,18 +192,10 @@ class Fp8(Product):
         return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_ROW)
 
 
-class Int8(Product):
+class Int8(Quantized):
     """In int8 with a scale for each row; x stays as it is."""
 
     kind = "int8"
-
-    @property
-    def weight(self) -> Tensor:
-        return self._tensors[0]
-
-    @property
-    def scale(self) -> Tensor:
-        return self._tensors[1]
 
     def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return (
@@ -218,21 +211,13 @@ class Int8(Product):
         return int8_linear(x, self.weight, self.scale, self.bias, residual=residual)
 
 
-class Int4(Product):
+class Int4(Quantized):
     """In int4 with a scale for each group of a row: of 128 columns, or where they don't divide it of 64 or 32.
 
     Scales have the stream's dtype, if that is bfloat16, which is half the bytes; float16 would lose the small ones.
     """
 
     kind = "int4"
-
-    @property
-    def packed(self) -> Tensor:
-        return self._tensors[0]
-
-    @property
-    def scale(self) -> Tensor:
-        return self._tensors[1]
 
     @staticmethod
     def group_of(k: int) -> int | None:
@@ -258,7 +243,7 @@ class Int4(Product):
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "x is not quantised"
-        return int4_linear(x, self.packed, self.scale, self.bias, residual=residual)
+        return int4_linear(x, self.weight, self.scale, self.bias, residual=residual)
 
 
 KINDS: dict[str | None, type[Product]] = {None: Dense, "fp8": Fp8, "int8": Int8, "int4": Int4}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,19 @@ from rooftile.engine.model import Decoder
 from rooftile.engine.paged import PagedKVCache, PagedSequence
 from rooftile.engine.steps import on
 from rooftile.engine.weights import Weights
+from rooftile.graphs import record
 from rooftile.ops.sample import mark_seen_, sample_
+
+# For each option its type, which values it may have, and how that is said.
+_NUMBER = (int, float)
+_ACCEPTED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "0 (the likeliest token) or more"),
+    "top_k": (int, lambda x: 0 <= x < 2**31, "0 (no limit) or more"),
+    "top_p": (_NUMBER, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
+    "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "0 to 1"),
+    "repetition_penalty": (_NUMBER, lambda x: 0 < x < math.inf, "a positive number"),
+    "seed": (int, lambda x: -(2**63) <= x < 2**63, "an integer of 64 bits"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +47,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def check(name: str, right: bool, accepted: str) -> None:
-            if not right:
-                raise ValueError(f"sampling: {name} is {getattr(self, name)!r}, expected {accepted}")
-
-        for name, kind in (("top_k", "an integer"), ("seed", "an integer")):
-            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
-                raise TypeError(f"sampling: {name} is {getattr(self, name)!r}, expected {kind}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            if not isinstance(getattr(self, name), (int, float)) or isinstance(getattr(self, name), bool):
-                raise TypeError(f"sampling: {name} is {getattr(self, name)!r}, expected a number")
-        check("temperature", 0 <= self.temperature < math.inf, "0 (the likeliest token) or more")
-        check("top_k", 0 <= self.top_k < 2**31, "0 (no limit) or more")
-        check("top_p", 0 < self.top_p <= 1, "more than 0, and at most 1")
-        check("min_p", 0 <= self.min_p <= 1, "0 to 1")
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number")
-        check("seed", -(2**63) <= self.seed < 2**63, "an integer of 64 bits")
+        for name, (kind, accepts, said) in _ACCEPTED.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                expected = "an integer" if kind is int else "a number"
+                raise TypeError(f"sampling: {name} is {value!r}, expected {expected}")
+            if not accepts(value):
+                raise ValueError(f"sampling: {name} is {value!r}, expected {said}")
 
     @property
     def greedy(self) -> bool:
@@ -196,24 +200,23 @@ class Runner:
     def _graph(self, b: int, greedy: bool) -> torch.cuda.CUDAGraph:
         assert self._graphs is not None
         if (b, greedy) not in self._graphs:
-            # Run before it is recorded, with no sequence in it: kernels are compiled, and memory is taken. The tokens
-            # of those that live are overwritten on the way.
+
+            def step() -> None:
+                self._step(b, greedy)
+
+            def warm() -> None:
+                """A step with no sequence in it, and room for another, which is recorded."""
+                self.cache.reserve({})
+                step()
+                self.cache.reserve({})
+
+            # The tokens of the sequences that live are overwritten on the way.
             kept = [(x, x.clone()) for x in (self.tokens, self.logprobs, self._seen)]
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
             try:
-                with torch.cuda.stream(aside):
-                    self.cache.reserve({})
-                    self._step(b, greedy)
-            finally:  # whatever is raised, what was launched comes before what is written from here on
-                torch.cuda.current_stream().wait_stream(aside)
+                self._graphs[b, greedy], _ = record(step, warm=warm, pool=self._pool)
+            finally:
                 for x, old in kept:
                     x.copy_(old)
-            self.cache.reserve({})
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._step(b, greedy)
-            self._graphs[b, greedy] = graph
         return self._graphs[b, greedy]
 
     def _set(self, slot: int, prompt: Sequence[int], how: Sampling) -> None:

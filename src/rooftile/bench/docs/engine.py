@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rooftile.bench.docs.tables import markdown
 from rooftile.bench.report import number
+from rooftile.bench.workloads import MODELS, read
 
 MODEL, BATCH, CONTEXT = "llama-3-8b", 1, 512
 
@@ -26,11 +27,10 @@ def read_roofs(results: Path) -> dict[str, float]:
 
 def decode_step(results: Path) -> str:
     """A greedy step in bfloat16: what each kernel moves, and the least time that takes at the read roof."""
-    from rooftile.bench.e2e.model import read
     from rooftile.engine.config import ModelConfig
     from rooftile.engine.plan import plan
 
-    title, values = read(MODEL)
+    title, values = read(MODEL, MODELS)
     p = plan(ModelConfig.from_hf(values), BATCH, CONTEXT)
     roofs = read_roofs(results)
     columns = (

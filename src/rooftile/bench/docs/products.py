@@ -144,7 +144,7 @@ _TIMES = ("default, us>", "tuned, us>", "cuBLAS, us>", "over default>", "over cu
 
 def tuning_table(results: Path) -> str:
     """What the shipped tables are worth: the products of a layer together, then each key."""
-    models = {name: workloads.products_of(config) for name, config in workloads.MODELS.items() if name != "tiny"}
+    models = {name: workloads.products_of(config) for name, config in workloads.LAYERS.items() if name != "tiny"}
     parts = []
     for path in sorted(tuning.PACKAGE.glob("*/*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))

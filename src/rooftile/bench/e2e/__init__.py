@@ -23,14 +23,16 @@ from rooftile.bench import report as reports
 from rooftile.bench.e2e import report as shown
 from rooftile.bench.e2e.batch import Batch
 from rooftile.bench.e2e.hf import Models
-from rooftile.bench.e2e.model import RANDOM, load, read
+from rooftile.bench.e2e.model import RANDOM, load
 from rooftile.bench.e2e.paths import CUDA_EAGER, HF_EAGER, IMPLS, NOTES, OURS_UNTUNED, OWN, PATCHED, PATCHED_EAGER
 from rooftile.bench.e2e.report import E2ERow
-from rooftile.bench.info import machine
+from rooftile.bench.e2e.results import read_rows
+from rooftile.bench.info import machine, version
 from rooftile.bench.prefill import Latency
 from rooftile.bench.roof import Roofs, measure_roofs
 from rooftile.bench.rows import OURS, gpu_slug
 from rooftile.bench.timer import Clock, clock
+from rooftile.bench.workloads import MODELS, read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ class E2E:
         if self.new < 2:
             raise ValueError(f"new is {self.new}, expected 2 tokens or more: the prompt itself brings the first")
         for name in self.settings.models:  # an unknown one is no reason to measure the others first
-            read(name)
+            read(name, MODELS)
         self.console = console
         self.latency = Latency(self.device, measures)
         self.roofs: Roofs | None = measure_roofs(self.clock, self.device) if measures else None
@@ -99,6 +101,7 @@ class E2E:
         self.meta.update(
             suite="e2e", caption=shown.CAPTION, implementations={n: NOTES[n] for n in s.impls}, quantize=s.quantize,
             tuning="on" if s.tuned else "off", weights=s.weights, seconds=s.seconds,
+            transformers=version("transformers"),
         )  # fmt: skip
         self.rows: list[E2ERow] = []
 
@@ -142,7 +145,7 @@ def run(settings: Settings, console: Console) -> int:
     shown.show(console, e2e.rows, measured)
     for folder in (settings.plot, settings.results and settings.results / gpu_slug(gpu) / "e2e"):
         if folder is not None:
-            rows = e2e.rows if folder == settings.plot else [*shown.read_rows(folder), *e2e.rows]
+            rows = e2e.rows if folder == settings.plot else [*read_rows(folder), *e2e.rows]
             shown.plot(folder, rows, gpu, measured)
     ours = (*OWN, PATCHED, PATCHED_EAGER)
     return int(any(r.impl in ours and r.status in ("FAIL", "error") for r in e2e.rows))

@@ -16,10 +16,12 @@ from rooftile.bench.e2e.hf import Models
 from rooftile.bench.e2e.model import Model
 from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path, build
 from rooftile.bench.e2e.report import E2ERow
+from rooftile.bench.e2e.results import NOT_REACHED, added, earlier
 from rooftile.bench.rows import gpu_slug, percentile, spread, write_json
 from rooftile.bench.run import brief
-from rooftile.bench.timer import uncollected
+from rooftile.bench.workloads import step_bytes
 from rooftile.cases.check import NAMES
+from rooftile.graphs import uncollected
 
 if TYPE_CHECKING:
     from rooftile.bench.e2e import E2E
@@ -46,7 +48,16 @@ class Batch:
         run.rows += self.rows
         title = f"{model.title}-{NAMES[model.dtype]}"
         title += "".join(f"-{word}" for word in (model.quantize, None if run.settings.tuned else "untuned") if word)
-        self.file = f"{title}-b{batch}-p{run.prompt}-n{run.new}.json"
+        name = f"{title}-b{batch}-p{run.prompt}-n{run.new}.json"
+        results = run.settings.results
+        self.file = None if results is None else results / gpu_slug(str(run.meta["gpu"])) / "e2e" / name
+        self.before = None if self.file is None else earlier(self.file, self.meta)
+        if self.file is not None and self.file.exists() and self.before is None:
+            run.say(f"{self.file} is of another machine, version, commit or model: it is written anew")
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return {**self.run.meta, "model": self.model.title, "config": self.model.hf}
 
     def row(self, op: str, name: str) -> E2ERow:
         s = self.run.settings
@@ -56,9 +67,10 @@ class Batch:
         if name in OWN and not s.tuned:
             options["tuning"] = "off"
         dims = {"batch": self.batch, "prompt": self.run.prompt, "new": self.run.new, "layers": self.model.config.layers}
-        row = E2ERow(op, "forward", self.title, NAMES[s.dtype], name, options=options, dims=dims)
+        run = str(self.run.meta["date"])
+        row = E2ERow(op, "forward", self.title, NAMES[s.dtype], name, options=options, dims=dims, run=run)
         row.roof = "read" if op == "decode" else "product"
-        row.status, row.message = "error", "not reached"  # until it is: what is written on the way says so
+        row.status, row.message = "error", NOT_REACHED  # until it is: what is written on the way says so
         return row
 
     def measure(self) -> None:
@@ -70,7 +82,7 @@ class Batch:
         self.time_steps()
         self.write()
         self.time_prefills()
-        self.write()
+        self.write(done=True)
         for path in self.paths.values():
             path.reset()
 
@@ -176,7 +188,8 @@ class Batch:
         if steps < run.new - 1:
             row.message = f"cut to {steps} of {run.new - 1} steps by --seconds"
         weights = model.own if name in OWN else model.dense
-        row.nbytes = int(weights.nbytes + model.cache_bytes(self.batch, run.prompt + (steps + 1) / 2))
+        midway = [run.prompt + (steps + 1) / 2] * self.batch
+        row.nbytes = int(step_bytes(model.config, weights, midway, model.dtype))
         row.method = "events between steps" if run.clock.measures else "host clock"
         if run.roofs is not None:
             row.roof_gbs = run.roofs.read_gbs
@@ -239,12 +252,11 @@ class Batch:
             rows[name].ratio_to_best_peer = min(peers) / us if peers else None
             rows[name].speedup_vs_eager = timed[HF_EAGER] / us if HF_EAGER in timed else None
 
-    def write(self) -> None:
+    def write(self, done: bool = False) -> None:
         """What is known so far: a run that is cut off leaves what it has measured."""
         s = self.run.settings
         if s.json is not None:
             write_json(s.json, self.run.meta, self.run.rows)
-        if s.results is not None:
-            folder = s.results / gpu_slug(str(self.run.meta["gpu"])) / "e2e"
-            meta = {**self.run.meta, "model": self.model.title, "config": self.model.hf}
-            write_json(folder / self.file, meta, self.rows)
+        if self.file is not None:
+            whole = added(self.before, self.meta, self.rows, done)
+            write_json(self.file, whole.meta, whole.rows)

@@ -83,7 +83,7 @@ def _weight(product: Product) -> Tensor:
     """What a product multiplies by, in float32."""
     if isinstance(product, Int4):
         scale = product.scale.float().repeat_interleave(product.group, dim=1)
-        return unpack_int4(product.packed, product.group).float() * scale
+        return unpack_int4(product.weight, product.group).float() * scale
     if isinstance(product, Int8):
         return product.weight.float() * product.scale[:, None]
     if isinstance(product, Fp8):

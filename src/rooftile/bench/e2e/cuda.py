@@ -22,9 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from rooftile.bench.e2e.model import LayerTensors, Model
-from rooftile.bench.timer import Clock, uncollected
+from rooftile.bench.timer import Clock
 from rooftile.engine import rotary
 from rooftile.engine.config import ModelConfig
+from rooftile.graphs import record
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Way = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -181,16 +182,7 @@ class CudaPath:
             self.step()
             return
         with self._way_backend():
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(2):
-                    self._step_function()
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(graph):
-                self._recorded = self._step_function()
-        self._graph = graph
+            self._graph, self._recorded = record(self._step_function)
 
     def reset(self) -> None: ...
 

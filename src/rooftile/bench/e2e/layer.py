@@ -16,12 +16,12 @@ from rich.text import Text
 
 from rooftile import runtime
 from rooftile.bench import report
-from rooftile.bench.e2e.model import read
 from rooftile.bench.measure import Effort
 from rooftile.bench.rows import OURS, Row, best_peer, gpu_slug, groups, write_json
 from rooftile.bench.run import Bench
 from rooftile.bench.run import Settings as BenchSettings
 from rooftile.bench.timer import clock
+from rooftile.bench.workloads import MODELS, read
 from rooftile.cases import OpCase, Point, find_cases
 from rooftile.cases.check import NAMES
 from rooftile.engine.config import ModelConfig
@@ -104,7 +104,7 @@ def run_layer(settings: Settings, console: Console) -> int:
     failed = False
     every: list[Row] = []
     for name in s.models:
-        title, values = read(name)
+        title, values = read(name, MODELS)
         config = ModelConfig.from_hf(values)
         for batch in s.batches:
             rows: list[Row] = []

@@ -1,42 +1,19 @@
-"""The models of `rooftile bench e2e`: configurations by name or path, and weights that all implementations share."""
+"""The models of `rooftile bench e2e`: a configuration, and weights that all implementations share."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftile.bench.prefill.model import MODELS as PREFILL_MODELS
+from rooftile.bench.workloads import MODELS, read
 from rooftile.engine import weights as engine_weights
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.products import Dense, Product
 from rooftile.engine.weights import Layer, Weights
 
-# Shapes by name: what `config.json` of the published model says.
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": PREFILL_MODELS["llama-3-8b"],
-    "granite-8b-code": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 49152,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": PREFILL_MODELS["qwen2.5-7b"],
-    "tiny": PREFILL_MODELS["tiny"],
-}
 RANDOM = "random"
 
 
@@ -103,46 +80,12 @@ class Model:
     def layers(self) -> list[LayerTensors]:
         return [layer_tensors(layer) for layer in self.dense.layers]
 
-    def cache_bytes(self, batch: int, tokens: float) -> float:
-        """Of the keys and values that a step of one token of each of `batch` sequences reads, each `tokens` long."""
-        c = self.config
-        seen = sum(min(tokens, window or tokens) for window in c.windows)
-        return 2 * batch * seen * c.kv_heads * c.head_dim * self.dtype.itemsize
-
     def prefill_flops(self, batch: int, tokens: int) -> int:
         """Of the products, that of lm_head for the last token of each alone, and of causal attention."""
         c = self.config
         rows = (c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.intermediate
         layer = 2 * tokens * c.hidden * (rows + c.heads * c.head_dim) + 2 * tokens**2 * c.heads * c.head_dim
         return batch * (c.layers * layer + 2 * c.hidden * c.vocab)
-
-
-def read(name: str, layers: int | None = None) -> tuple[str, dict[str, Any]]:
-    """A short name and the configuration, for a built-in name, a `config.json` or a folder that holds one.
-
-    Raises:
-        ValueError: it is none of these, or no JSON object.
-    """
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    if name in MODELS:
-        title, values = name, dict(MODELS[name])
-    elif path.is_file():
-        title = path.resolve().parent.name if path.name == "config.json" else path.stem
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: no JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: holds a {type(values).__name__}, expected an object")
-    else:
-        raise ValueError(f"model is {name!r}, expected {', '.join(MODELS)}, a config.json or a folder that holds one")
-    if layers is not None and layers < values.get("num_hidden_layers", layers):
-        title += f"-{layers}-layers"
-        values["num_hidden_layers"] = layers
-        if values.get("layer_types"):
-            values["layer_types"] = values["layer_types"][:layers]
-    return title, values
 
 
 def load(
@@ -161,7 +104,7 @@ def load(
         ValueError: the name or the configuration is not known, or the checkpoint can't be read.
         OSError: a file can't be read.
     """
-    title, values = read(name, layers)
+    title, values = read(name, MODELS, layers)
     config = ModelConfig.from_hf(values)
 
     def make(quantize: str | None) -> Weights:

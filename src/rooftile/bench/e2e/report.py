@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,22 +32,14 @@ class E2ERow(Row):
         tokens_per_s: tokens of the whole batch, over all samples' time.
         first_call_s: seconds until it could be timed: built, compiled, recorded, run for the first time.
         note: what it chose by itself.
+        run: the date of its run, whose other rows its ratios are to; the file's meta data have more of it under `runs`.
     """
 
     us_p99: float | None = None
     tokens_per_s: float | None = None
     first_call_s: float | None = None
     note: str = ""
-
-
-def read_rows(folder: Path) -> list[E2ERow]:
-    """The rows of all result files in a folder."""
-    names = {f.name for f in dataclasses.fields(E2ERow)}
-    found: list[E2ERow] = []
-    for path in sorted(folder.glob("*-b*-p*-n*.json")):
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        found += [E2ERow(**{k: v for k, v in row.items() if k in names}) for row in rows]
-    return found
+    run: str = ""
 
 
 def label(row: Row) -> str:

@@ -4,78 +4,28 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rooftile.bench.timer import Call
+from rooftile.bench.workloads import MODELS, read
 from rooftile.cases import find_cases
 from rooftile.huggingface import PatchHandle
 from rooftile.huggingface.families import Norm, part_of
 
-# Shapes by name: what `config.json` of the published model says.
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    },
-    "tiny": {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
-}
-
 
 def load_config(name: str, layers: int | None = None) -> tuple[str, Any]:
-    """A short name and the configuration, for a built-in name, a `config.json` or a folder that holds one.
+    """A short name and transformers' configuration, for what `workloads.read` takes.
 
     Raises:
-        ValueError: it is none of these, or transformers does not know its model_type.
+        ValueError: it takes none of that name, or transformers does not know its model_type.
     """
     from transformers import AutoConfig
 
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    if name in MODELS:
-        title, values = name, dict(MODELS[name])
-    elif path.is_file():
-        title = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-        values = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        raise ValueError(f"model is {name!r}, expected {', '.join(MODELS)}, a config.json or a folder that holds one")
-    if layers is not None:
-        title += f"-{layers}-layers"
-        values["num_hidden_layers"] = layers
-        if values.get("layer_types"):
-            values["layer_types"] = values["layer_types"][:layers]
+    title, values = read(name, MODELS, layers)
     try:
         return title, AutoConfig.for_model(values.pop("model_type", None), **values)
     except (ValueError, TypeError) as error:

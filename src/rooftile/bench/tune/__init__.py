@@ -7,148 +7,27 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from rooftile import runtime, tuning
-from rooftile.bench import workloads
 from rooftile.bench.info import machine
 from rooftile.bench.report import NO_MEASUREMENT
 from rooftile.bench.run import Phases, progress
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.tune import report as tune_report
 from rooftile.bench.tune import worker as tune_worker
+from rooftile.bench.tune.problems import Item, Settings, plan, products, with_defaults
 from rooftile.bench.tune.search import Found, Seconds
-from rooftile.bench.tune.space import TUNABLES, Tunable, label
+from rooftile.bench.tune.space import TUNABLES, label
+from rooftile.bench.tune.store import Store, command
 from rooftile.bench.tune.worker import Compile, Died, Search
-from rooftile.bench.workloads import Product
-from rooftile.tuning import Table, gpu_slug
+from rooftile.tuning import gpu_slug
 
-ROWS = tuple(1 << i for i in range(13))
 COMPILING = 0.5  # of the budget, at most
 MOST_DEATHS = 8  # of processes at one problem, after which it is given up
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What to tune; `rows`, `dtypes` and `out` of None are the mode's own choice."""
-
-    models: Sequence[str] = ()
-    shapes: Sequence[tuple[int, int, int]] = ()
-    rows: Sequence[int] | None = None
-    dtypes: Sequence[torch.dtype] | None = None
-    precision: str = "ieee"
-    ops: Sequence[str] = ("linear",)
-    budget: float | None = None
-    exhaustive: bool = False
-    out: Path | None = None
-    again: bool = False
-    jobs: int | None = None
-    verbose: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """One problem of an op, and what it is the problem of."""
-
-    tunable: Tunable
-    problem: Any
-    of: str
-
-    @property
-    def key(self) -> str:
-        return self.tunable.key(self.problem)
-
-
-def parse_shape(text: str) -> tuple[int, int, int]:
-    """M, N and K, as "1,4096,4096" or "1x4096x4096".
-
-    Raises:
-        ValueError: it is neither.
-    """
-    sizes = text.replace("x", ",").split(",")
-    if len(sizes) != 3 or not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
-        raise ValueError(f"{text!r}, expected three positive numbers M,N,K")
-    return int(sizes[0]), int(sizes[1]), int(sizes[2])
-
-
-def products(settings: Settings) -> dict[str, list[Product]]:
-    """The products by model.
-
-    Raises:
-        ValueError: a model is not known, or its configuration can't be read.
-    """
-    return dict(workloads.load(name) for name in settings.models)
-
-
-def plan(settings: Settings) -> list[Item]:
-    """The problems, each key once: few rows first, so that what is found serves the next.
-
-    Raises:
-        ValueError: an op or a model is not known, or there is nothing to tune.
-    """
-    if unknown := [op for op in settings.ops if op not in TUNABLES]:
-        raise ValueError(f"unknown op {', '.join(unknown)}; known ops: {', '.join(TUNABLES)}")
-    if settings.precision not in ("ieee", "tf32"):
-        raise ValueError(f"precision is {settings.precision!r}, expected ieee or tf32")
-    if not settings.models and not settings.shapes:
-        raise ValueError("give --model or --shape: there is nothing to tune")
-    assert settings.rows is not None
-    assert settings.dtypes is not None
-    models = products(settings)
-    found: dict[tuple[str, str], Item] = {}
-    for op in settings.ops:
-        tunable = TUNABLES[op]
-        for dtype in settings.dtypes:
-            how = (dtype, settings.precision)
-            items = [Item(tunable, tunable.problem(*s, *how), "x".join(map(str, s))) for s in settings.shapes]
-            for model, some in models.items():
-                for p, m in ((p, m) for p in some for m in settings.rows):
-                    if (problem := tunable.problem_in(p, m, *how)) is not None:
-                        items.append(Item(tunable, problem, f"{model} {p.name}"))
-            for item in items:
-                found.setdefault((tunable.table, item.key), item)
-    return list(found.values())
-
-
-class Store:
-    """A table's file. It is written anew after each problem, so that a run that ends early has lost none."""
-
-    def __init__(self, path: Path, op: str, gpu: str, multiprocessors: int, run: dict[str, Any]) -> None:
-        self.path = path
-        self.table = Table({"schema": tuning.SCHEMA, "op": op, "gpu": gpu, "multiprocessors": multiprocessors})
-        try:
-            self.table = tuning.read(path, op, gpu)
-            if reason := tuning.other_variant(self.table, multiprocessors):
-                raise ValueError(reason)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} can't be added to: {error}; move it away, or give another --out") from None
-        self.runs = [*self.table.meta.get("runs", []), run]
-
-    def add(self, key: str, entry: dict[str, Any]) -> None:
-        self.table.meta["runs"] = self.runs
-        self.table.entries[key] = {**entry, "run": len(self.runs) - 1}
-        self.write()
-
-    def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self.path.with_suffix(".new")
-        whole.write_text(tuning.to_json(self.table), encoding="utf-8")
-        os.replace(whole, self.path)
-
-
-def command(arguments: Sequence[str]) -> str:
-    """The command line as a table keeps it, which others will read: without the folders of this machine."""
-    words = ["rooftile"]
-    for i, argument in enumerate(arguments):
-        if argument != "--out" and not argument.startswith("--out=") and arguments[i - 1 : i] != ["--out"]:
-            words.append(Path(argument).name if os.sep in argument else argument)
-    return " ".join(words)
 
 
 def tidy(value: float | None) -> float | None:
@@ -338,14 +217,6 @@ def line(item: Item, entry: dict[str, Any], found: Found) -> str:
     config = label(item.tunable, found.config)
     return (
         f"{what}: {config} ({found.tried} of {found.space} tried, {len(found.failed)} failed) [{found.seconds:.1f} s]"
-    )
-
-
-def with_defaults(settings: Settings, measures: bool) -> Settings:
-    return dataclasses.replace(
-        settings,
-        rows=settings.rows or (ROWS if measures else (1, 16)),
-        dtypes=settings.dtypes or (torch.bfloat16,),
     )
 
 

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from rooftile import launching
 from rooftile.bench.measure import Effort, interleave, rotation
-from rooftile.bench.timer import Block, Clock, uncollected
+from rooftile.bench.timer import Block, Clock
 from rooftile.bench.tune.space import Tunable, label
 from rooftile.cases.check import poisoned
+from rooftile.graphs import uncollected
 
 PEER = "peer"
 FINALISTS = 4

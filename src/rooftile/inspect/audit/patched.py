@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftile.bench.timer import uncollected
+from rooftile.graphs import record
 
 # One product is left of the model's own code, that of RoPE's angles, positions by frequencies. Older Inductors do not
 # make an elementwise kernel of it, and would leave it to cuBLAS.
@@ -82,18 +82,8 @@ class Compiled:
     def prepare(self) -> None:
         """Compile, and record the step."""
         self.prefill()
-        if not self._records:
-            return
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                self._take_step()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with uncollected(), torch.cuda.graph(graph):
-            self._take_step()
-        self._graph = graph
+        if self._records:
+            self._graph, _ = record(self._take_step)
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         given = {"cache_position": positions[0]} if self._tells_place else {}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library
-from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring, encode
+from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring, decode, encode
 
 Layout = Literal["bhtd", "bthd"]
 LAYOUTS = ("bhtd", "bthd")
@@ -90,6 +90,12 @@ def encoded(op: str, config: AttentionConfig | None) -> str:
         raise TypeError(f"{op}: config is {type(config).__name__}, expected rooftile.AttentionConfig or None")
     # Dynamo traces the function itself, and warns of a cache around it.
     return (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)
+
+
+def is_portable(config: str) -> bool:
+    """Whether the forward was told to be the portable kernel: the gradients are then, too."""
+    c = decode(config)
+    return c is not None and c.kernel == "portable"
 
 
 def is_deterministic(op: str, asked: bool | None) -> bool:

@@ -330,44 +330,21 @@ def _differentiated(
         return None, None, None, None
     if dout is None:
         dout = torch.zeros_like(out)
-    found = _backward_op(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dout,
-        dlse,
-        mask,
-        slopes,
-        sinks,
-        starts_q,
-        starts_k,
-        *ctx.scoring,
-        ctx.layout,
-        *needs,
-        ctx.deterministic,
-        ctx.portable,
-    )
+    inputs = (q, k, v, out, lse, dout, dlse, mask, slopes, sinks, starts_q, starts_k)
+    found = _backward_op(*inputs, *ctx.scoring, ctx.layout, *needs, ctx.deterministic, ctx.portable)
     return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))  # type: ignore[return-value]
-
-
-def _is_portable(config: str) -> bool:
-    """Whether the forward was told to be the portable kernel: the gradients are then, too."""
-    c = decode(config)
-    return c is not None and c.kernel == "portable"
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, alibi_slopes, sinks, scale, softcap, left, right, layout, config, ctx.deterministic = inputs
-    ctx.portable = _is_portable(config)
+    ctx.portable = common.is_portable(config)
     ctx.scoring, ctx.layout = (0, 0, scale, softcap, left, right), layout
     ctx.save_for_backward(q, k, v, *outputs, mask, alibi_slopes, sinks, None, None)
 
 
 def _save_varlen(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
     q, k, v, starts_q, starts_k, alibi_slopes, sinks, longest_q, longest_k, *scoring, config, ctx.deterministic = inputs
-    ctx.portable = _is_portable(config)
+    ctx.portable = common.is_portable(config)
     ctx.scoring, ctx.layout = (longest_q, longest_k, *scoring), "thd"
     ctx.save_for_backward(q, k, v, *outputs, None, alibi_slopes, sinks, starts_q, starts_k)
 

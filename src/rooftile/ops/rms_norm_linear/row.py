@@ -25,6 +25,9 @@ import triton.language as tl  # isort: skip
 
 # Blocks of its weights that a program brings into the L2 before the kernel ahead has ended; -1: it is started after it.
 PREFETCH = 1
+# The gated product is: of Llama-3-8B's step of decoding, 4391 us with an early start, it took 200 off. Its thousands of
+# programs fill the GPU while the product ahead still has most of its weights to read.
+GATED_PREFETCH = -1
 
 
 @triton.jit(do_not_specialize=["n_cols"])
@@ -175,7 +178,8 @@ def launch(
         counters = launching.counters(tiles, x.device)
     # A prefetch is of lines along k.
     early = dependent.supported(runtime.target(x.device)) and (w.stride(1) == 1 or n_inner == 1)
+    prefetched = (GATED_PREFETCH if activation else PREFETCH) if early else -1
     dtypes = (x.dtype, norm_weight.dtype, bias.dtype if bias is not None else None)
-    plan = _plan(dtypes, eps, offset, activation, bool(n_inner % c.block_k == 0), PREFETCH if early else -1, c)
+    plan = _plan(dtypes, eps, offset, activation, bool(n_inner % c.block_k == 0), prefetched, c)
     tensors = (x, norm_weight, w, out, bias, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (*w.stride(), n_inner), (n_cols,))

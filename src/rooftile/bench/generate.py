@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from rooftile import runtime
+from rooftile.bench.workloads import step_bytes
 
 if TYPE_CHECKING:
     from rooftile.engine.engine import Engine, Quantization
@@ -88,14 +89,6 @@ def folder_of(path: str) -> Path:
     return found
 
 
-def step_bytes(engine: Engine, lengths: Sequence[int]) -> int:
-    """The least that a step of decoding reads: the weights once, and the keys and values of sequences so long."""
-    c = engine.config
-    of_a_token = 2 * c.kv_heads * c.head_dim * engine.runner.cache.k.element_size()
-    read = (n if w is None else min(n, w) for w in c.windows for n in lengths)
-    return engine.weights.nbytes + of_a_token * sum(read)
-
-
 class Printer:
     """Writes the texts of several prompts one behind the other, though they come a token of each at a time.
 
@@ -153,7 +146,7 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     steps = timing.steps
     lengths = [n + new / 2 for n, new in zip(prompt_tokens, timing.tokens.values(), strict=True)]
     alive = [int(length * new / (steps + 1)) for length, new in zip(lengths, timing.tokens.values(), strict=True)]
-    nbytes = step_bytes(engine, alive)
+    nbytes = step_bytes(engine.config, engine.weights, alive, engine.runner.cache.k.dtype)
     gbs = nbytes / seconds / 1e9
     lines.append(f"{rate:.1f} tokens/s, {1e3 * seconds:.3f} ms a step")
     share = f"{gbs:.3g} GB/s: a step reads {nbytes / 1e9:.3g} GB"

@@ -1,0 +1,81 @@
+"""The results file of one model at one batch size, to which a run of other implementations adds its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rooftile.bench.e2e.paths import IMPLS
+from rooftile.bench.e2e.report import E2ERow
+from rooftile.bench.info import UNKNOWN
+from rooftile.bench.rows import to_json
+
+# What two runs must have in common, that their rows may stand in one file.
+SAME = (
+    "gpu", "driver", "torch", "triton", "rooftile", "commit", "python", "peers",
+    "transformers", "suite", "model", "config", "weights", "quantize", "tuning",
+)  # fmt: skip
+NOT_REACHED = "not reached"  # the message of a row until its turn comes
+OF_A_RUN = ("roof_copy_gbs", "roof_read_gbs", "roof_tflops", "seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    meta: Mapping[str, Any]
+    rows: Sequence[E2ERow]
+
+
+def read_rows(folder: Path) -> list[E2ERow]:
+    """The rows of all result files in a folder."""
+    found: list[E2ERow] = []
+    for path in sorted(folder.glob("*-b*-p*-n*.json")):
+        found += _rows(json.loads(path.read_text(encoding="utf-8"))["rows"])
+    return found
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> list[E2ERow]:
+    names = {f.name for f in dataclasses.fields(E2ERow)}
+    return [E2ERow(**{k: v for k, v in row.items() if k in names}) for row in rows]
+
+
+def earlier(path: Path, meta: Mapping[str, Any]) -> Results | None:
+    """What the file holds, if a run with this meta data may add to it: the same machine, versions, commit and model."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        before, rows = data["meta"], _rows(data["rows"])
+        meta = json.loads(to_json(meta, ()))["meta"]  # rounded as in a file
+        same = all(before[name] == meta[name] for name in SAME) and meta["commit"] != UNKNOWN
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is no such file
+        return None
+    return Results(before, rows) if same and all(row.run in before.get("runs", {}) for row in rows) else None
+
+
+def added(before: Results | None, meta: Mapping[str, Any], rows: Sequence[E2ERow], done: bool) -> Results:
+    """The rows of a run, and those of before that it does not measure again. Ratios stay what they were in their run.
+
+    Until the run is done, a row of before is replaced by one with a time, or with the reason why it has none: a run
+    that is cut off takes none away.
+    """
+
+    def ready(row: E2ERow) -> bool:
+        return done or row.us is not None or (row.status != "ok" and row.message != NOT_REACHED)
+
+    before = before or Results({}, ())
+    was = {(row.op, row.impl): row for row in before.rows}
+    now = {(row.op, row.impl): row for row in rows}
+    found = was | {key: row for key, row in now.items() if key not in was or ready(row)}
+    in_order = sorted(found.values(), key=lambda row: (row.op, IMPLS.index(row.impl)))
+    runs = {**before.meta.get("runs", {}), meta["date"]: {name: meta[name] for name in OF_A_RUN}}
+    used = {row.run for row in in_order}
+    return Results(
+        {
+            **before.meta,
+            **meta,
+            "implementations": {**before.meta.get("implementations", {}), **meta["implementations"]},
+            "runs": {date: run for date, run in runs.items() if date in used},
+        },
+        in_order,
+    )

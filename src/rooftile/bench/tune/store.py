@@ -1,0 +1,48 @@
+"""Where what was found is kept: a table's file, and the command in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rooftile import tuning
+from rooftile.tuning import Table
+
+
+class Store:
+    """A table's file. It is written anew after each problem, so that a run that ends early has lost none."""
+
+    def __init__(self, path: Path, op: str, gpu: str, multiprocessors: int, run: dict[str, Any]) -> None:
+        self.path = path
+        self.table = Table({"schema": tuning.SCHEMA, "op": op, "gpu": gpu, "multiprocessors": multiprocessors})
+        try:
+            self.table = tuning.read(path, op, gpu)
+            if reason := tuning.other_variant(self.table, multiprocessors):
+                raise ValueError(reason)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} can't be added to: {error}; move it away, or give another --out") from None
+        self.runs = [*self.table.meta.get("runs", []), run]
+
+    def add(self, key: str, entry: dict[str, Any]) -> None:
+        self.table.meta["runs"] = self.runs
+        self.table.entries[key] = {**entry, "run": len(self.runs) - 1}
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self.path.with_suffix(".new")
+        whole.write_text(tuning.to_json(self.table), encoding="utf-8")
+        os.replace(whole, self.path)
+
+
+def command(arguments: Sequence[str]) -> str:
+    """The command line as a table keeps it, which others will read: without the folders of this machine."""
+    words = ["rooftile"]
+    for i, argument in enumerate(arguments):
+        if argument != "--out" and not argument.startswith("--out=") and arguments[i - 1 : i] != ["--out"]:
+            words.append(Path(argument).name if os.sep in argument else argument)
+    return " ".join(words)
