@@ -108,6 +108,16 @@ def test_a_peer_may_lose_twice_the_ceiling(case):
         assert {(row.tolerance, row.passed) for row in rows} == {(most, False)}
 
 
+def test_a_peer_may_have_a_ceiling_of_its_own(case):
+    point, lost = case.sets["tiny"][0], torch.finfo(torch.float16).eps / 64
+    for peers, most in ((0.0, 2 * lost), (8 * lost, 8 * lost)):
+        ceiling = Tolerance(lost, "less than is possible", peers)
+        tight = dataclasses.replace(case, tolerances={torch.float16: {"forward": ceiling}}, output_tolerances={})
+        for function, tolerance in ((None, lost), (case.function, most)):
+            rows = check_point(tight, point, torch.float16, "forward", function=function)
+            assert {row.tolerance for row in rows} == {tolerance}
+
+
 def test_a_wrong_shape_is_caught(case):
     assert checked(case, lambda y, u: (y[:1], u))[0].message == "shape (1, 128), expected (4, 128)"
 

@@ -251,6 +251,16 @@ def test_ops_called_are_rooftiles(case, device):
     assert len(names) == len(case.directions)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_eager_pytorch_is_the_same_function(case, device):
+    """By what a peer is held to, at every point; where dtypes are mixed, Llama's own formula promotes."""
+    for point, dtype in itertools.product(case.sets["tiny"], (torch.float16, BF16)):
+        for direction in case.directions:
+            rows = check_point(case, point, dtype, direction, function=case.eager, mutates=(), device=device)
+            failed = [row for row in rows if not (row.passed or row.message.startswith("dtype "))]
+            assert not failed, failed
+
+
 @pytest.mark.parametrize(
     ("case", "peer"),
     [pytest.param(case, peer, id=f"{case.name} {peer.name}") for case in CASES for peer in case.peers],

@@ -36,7 +36,7 @@ def sample():
 
 
 def advance():
-    cache = KVCache(1, 4, 1, 16, device="cpu")
+    cache = KVCache(1, 4, 1, 16)  # on a GPU, where there is one
     cache.reserve(1)
     cache.advance()
 

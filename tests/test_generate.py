@@ -119,6 +119,22 @@ def test_command_prints_the_text_and_how_fast_it_came(expected):
         assert "no measurement" in done.stderr
 
 
+def test_command_takes_the_engines_options(monkeypatch):
+    """A cache of 8 bits, its length, tokens past the end, and log-probabilities of each."""
+    made = []
+    stock = Engine.from_pretrained
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *args, **given: made.append(stock(*args, **given)) or made[0])
+    options = ["--kv-dtype", "int8", "--max-seq-len", "20", "--logprobs", "--ignore-eos", "--max-new-tokens", "3"]
+    done = CliRunner().invoke(cli.app, ["generate", "demo", "--prompt", "def r", "--dtype", "fp32", *options])
+    assert done.exit_code == 0, done.output
+    assert (made[0].max_seq_len, made[0].runner.cache.k.dtype) == (20, torch.int8)
+    _, after = done.stderr.split("log-probabilities after prompt 1 of 1\n")
+    tokens = [line.split() for line in after.splitlines()[:3]]
+    (whole,) = made[0].generate(["def r"], 3, logprobs=True, ignore_eos=True)
+    assert [int(t[1]) for t in tokens] == whole.tokens
+    assert [float(t[0]) for t in tokens] == pytest.approx(whole.logprobs, abs=1e-4)
+
+
 def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path):
     (tmp_path / "empty").mkdir()
     for path, text, said, *options in (

@@ -17,6 +17,7 @@ from rooftile import cli
 from rooftile.cases import Point, all_cases, find_cases
 from rooftile.inspect import Task, compile_case, compile_on, faults, first_points, plan, report
 from rooftile.inspect.compiling import environment
+from rooftile.inspect.plan import allowed_spills
 from rooftile.runtime import TARGETS
 
 BROKEN = {case.name: case for case in broken_kernels.CASES}
@@ -144,6 +145,14 @@ def test_spills_fail_but_for_those_that_the_case_allows():
     assert allowed.kernel == spilling.kernel
     assert not faults(spilling.kernel, TARGETS["sm_86"], spilling.kernel.spills)
     assert faults(spilling.kernel, TARGETS["sm_86"], spilling.kernel.spills - 1)
+
+
+@pytest.mark.parametrize(("load", "most"), [("2", 40), ("4", 40), ("8", 8), ("16", 8), ("TMA", 8)])
+def test_kernels_of_odd_rows_may_spill_more(load, most):
+    (good,) = broken("sm_86")["good"]
+    case = dataclasses.replace(BROKEN["good"], spills=8, odd_spills=40)
+    assert allowed_spills(case, dataclasses.replace(good.kernel, load=load)) == most
+    assert allowed_spills(BROKEN["spilling as allowed"], good.kernel) == BROKEN["spilling as allowed"].spills
 
 
 def test_amd_resources_are_read_from_the_assembly():

@@ -321,6 +321,22 @@ def test_marked_are_the_tokens_of_each_row_and_no_others(device):
     assert seen[0, 0] == -(2**31) + 3
 
 
+def test_integers_of_either_width_mean_the_same(device):
+    logits = torch.randn(4, 50, device=device)
+    counts = [3, 0, 50, 7]
+    for wide in (counts, [3, -(2**33) + 5, 2**33 + 2, 7]):  # which cut to 32 bits would be 5 and 2
+        drawn = [
+            sample(
+                logits, temperature=2.0, top_k=column(k, device, k_dtype), positions=i,
+                seeds=column([8, 9, 10, -1], device, dtype),
+            )[0]
+            for i in range(8)
+            for k, k_dtype, dtype in ((counts, torch.int32, torch.int64), (wide, torch.int64, torch.int32))
+        ]  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
+        assert len(set(torch.stack(drawn).flatten().tolist())) > 8
+
+
 def test_errors(device):
     logits, seen = torch.randn(2, 40, device=device), torch.zeros(2, 2, dtype=torch.int32, device=device)
     two = torch.ones(2, device=device)
@@ -336,7 +352,8 @@ def test_errors(device):
         ({"temperature": two[:1]}, ValueError, r"temperature has shape \(1,\), expected \(2,\), one for each row"),
         ({"top_k": -1}, ValueError, "top_k is -1, expected 0"),
         ({"top_k": 5.0}, TypeError, "top_k is a float, expected an int or a tensor of int32"),
-        ({"top_k": two.long()}, TypeError, "top_k has dtype torch.int64, expected int32"),
+        ({"top_k": two.short()}, TypeError, "top_k has dtype torch.int16, expected int32 or int64"),
+        ({"logits": logits.tolist()}, TypeError, "logits is a list, expected a tensor"),
         ({"top_p": 1.5}, ValueError, "top_p is 1.5, expected 0 to 1"),
         ({"min_p": -0.1}, ValueError, "min_p is -0.1, expected 0 to 1"),
         ({"seeds": 2**63}, ValueError, "seeds is 9223372036854775808, expected an int64"),

@@ -132,6 +132,14 @@ def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...]) -> bool:
     return True
 
 
+def _check_arguments(overload: Any, tensors: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    """What the dispatcher would say of a list or an array is about its own types."""
+    for i in tensors:
+        argument = overload._schema.arguments[i]
+        if str(argument.type) == "Tensor" or args[i] is not None:
+            check_tensors(overload._schema.name.partition("::")[2], **{argument.name: args[i]})
+
+
 def _has_tangent(tensor: Tensor | None) -> bool:
     return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -215,7 +223,10 @@ def define(
 
     def call(*args: Any) -> Any:
         # The dispatcher is for those who listen: compilers, modes, subclasses. Where nobody does, it is left out: 6 us.
-        if torch.compiler.is_compiling() or not _nobody_listens(args, tensors):
+        if torch.compiler.is_compiling():
+            return overload(*args)
+        if not _nobody_listens(args, tensors):
+            _check_arguments(overload, tensors, args)
             return overload(*args)
         return with_gradients(None, args) if asks_for_gradients(args) else below(None, *args)
 
@@ -254,6 +265,14 @@ def cdiv(a: int, b: int) -> int:
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_tensors(op: str, **tensors: object) -> None:
+    """Raise TypeError unless each is a tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            given = "None" if tensor is None else f"a {type(tensor).__name__}"
+            raise TypeError(f"{op}: {name} is {given}, expected a tensor")
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:

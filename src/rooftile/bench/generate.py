@@ -15,9 +15,12 @@ from rooftile import runtime
 from rooftile.bench.workloads import step_bytes
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from rooftile.engine.engine import Engine, Quantization
     from rooftile.engine.generation import Piece
 
+CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DEMO = "demo"  # in the place of a path: the byte model that comes with Rooftile
 
 
@@ -31,6 +34,8 @@ class Settings:
     stream: bool = False
     quantize: Quantization | None = None
     dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    max_seq_len: int | None = None
     stop: Sequence[str] = ()
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -98,6 +103,7 @@ class Printer:
     def __init__(self, prompts: Sequence[str], stream: bool, console: Console) -> None:
         self.prompts, self.stream, self.console = prompts, stream, console
         self.waiting = [""] * len(prompts)
+        self.pieces: list[list[Piece]] = [[] for _ in prompts]
         self.ended = [False] * len(prompts)
         self.at = 0
 
@@ -113,6 +119,7 @@ class Printer:
         self.waiting[self.at] = ""
 
     def add(self, piece: Piece) -> None:
+        self.pieces[piece.index].append(piece)
         self.waiting[piece.index] += piece.text or ""
         self.ended[piece.index] = piece.finish_reason is not None
         if self.stream and piece.index == self.at:
@@ -155,6 +162,15 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     return [*lines, share]
 
 
+def logprobs(tokenizer: Tokenizer, pieces: Sequence[Sequence[Piece]]) -> list[str]:
+    """Each token of each prompt: its log-probability, its id, its own text."""
+    lines = []
+    for i, of_one in enumerate(pieces):
+        lines.append(f"log-probabilities after prompt {i + 1} of {len(pieces)}")
+        lines += [f"{p.logprob:10.4f} {p.token:7d} {tokenizer.decode([p.token])!r}" for p in of_one]
+    return lines
+
+
 def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
     """Generate, and print meanwhile."""
     timing = Timing()
@@ -185,13 +201,15 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
         dtype=settings.dtype,
         quantize=settings.quantize,
         max_batch=len(settings.prompts),
-        max_seq_len=min(longest, ModelConfig.from_hf(folder).max_positions),
+        max_seq_len=settings.max_seq_len or min(longest, ModelConfig.from_hf(folder).max_positions),
+        kv_dtype=settings.kv_dtype,
         progress=console.is_terminal,
     )
     if runtime.MODE is runtime.Mode.GPU:  # kernels are compiled, and the step is recorded
         warm = dataclasses.replace(settings, max_new_tokens=min(3, settings.max_new_tokens))
         generated(engine, warm, Printer(settings.prompts, False, Console(quiet=True)))
-    timing = generated(engine, settings, Printer(settings.prompts, settings.stream, console))
+    printer = Printer(settings.prompts, settings.stream, console)
+    timing = generated(engine, settings, printer)
     assert engine.tokenizer is not None  # the prompts are text
     prompt_tokens = [len(engine.tokenizer.encode(p).ids) for p in settings.prompts]
     read_gbs = None
@@ -202,6 +220,9 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
         device = runtime.default_device()
         read_gbs = measure_roofs(clock(device), device).read_gbs
     notices.print()
-    for line in figures(engine, timing, prompt_tokens, read_gbs):
+    lines = figures(engine, timing, prompt_tokens, read_gbs)
+    if settings.sampling.get("logprobs"):
+        lines = [*logprobs(engine.tokenizer, printer.pieces), *lines]
+    for line in lines:
         notices.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     return 0

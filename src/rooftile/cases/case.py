@@ -36,10 +36,13 @@ class Tolerance:
 
     A check also holds an output to twice what eager PyTorch loses in the same dtype against float64, where that is
     more than a rounding: the ceiling alone would let a kernel be worse than what it replaces.
+
+    `peers` is a ceiling for eager PyTorch and other peers, where they round and Rooftile does not.
     """
 
     ceiling: float
     reason: str
+    peers: float = 0.0
 
 
 class Unsupported(Exception):
@@ -83,6 +86,7 @@ class OpCase:
         mutates: names of inputs that the op writes; they are drawn afresh for each call.
         excluded: targets that the op can't be compiled for, with the reason.
         spills: bytes of register spills that are allowed on any target.
+        odd_spills: the same of kernels for rows of odd lengths, which load one number at a time; where it is more.
         deterministic: whether two runs on one GPU must agree to the bit; "asked" where PyTorch has to be asked for it
             (`torch.use_deterministic_algorithms`), and other kernels run if not: both are checked.
         over: the dimension over which time and memory of the op are charted, where a run has several sizes of it.
@@ -110,6 +114,7 @@ class OpCase:
     mutates: tuple[str, ...] = ()
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     spills: int = 0
+    odd_spills: int = 0
     deterministic: bool | Literal["asked"] = True
     over: str = ""
     float32_floor: float = 0.0

@@ -239,7 +239,7 @@ def check_point(
     An error is held to `min(ceiling, max(2 * eager's error, rounding_floor))`, with the floor of the inputs' dtype or
     of the output's, whichever is more, and of float32 the case's own where it has one. The op's own function runs in
     poisoned memory, and an input that it changes without saying so is a fault; another's has `PEERS_CEILINGS` times
-    the ceiling. An exception makes FAIL rows with its message.
+    the ceiling, or one of its own. An exception makes FAIL rows with its message.
 
     Args:
         case, point, dtype, direction: what is checked.
@@ -281,9 +281,8 @@ def check_point(
                 out = other
             expected = own_dtypes.get(name, dtype) if direction == "forward" else task.inputs[name[1:]].dtype
             eager_error = relative_error(eager.to(expected), ref)
-            ceiling = case.tolerance(dtype, direction, name).ceiling
-            if not own:
-                ceiling *= PEERS_CEILINGS
+            allowed = case.tolerance(dtype, direction, name)
+            ceiling = allowed.ceiling if own else max(PEERS_CEILINGS * allowed.ceiling, allowed.peers)
             floor = max(rounding_floor(dtype), rounding_floor(expected))
             floor = max(floor, case.float32_floor) if dtype == torch.float32 else floor
             tolerance = min(ceiling, max(2 * eager_error, floor))

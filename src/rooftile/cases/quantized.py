@@ -90,6 +90,7 @@ def _case(plain: OpCase, sets: Mapping[str, Sequence[Point]]) -> OpCase:
         sets=sets,
         peers=(),
         spills=0,
+        odd_spills=0,
     )
 
 

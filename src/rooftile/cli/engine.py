@@ -11,6 +11,13 @@ import typer
 from rooftile.cli.common import DType, QuantizeName, app, choose_mode, console, notices
 
 
+class CacheName(str, enum.Enum):
+    """What keys and values are kept in: `rooftile.bench.generate.CACHES`; here so that --help needs no PyTorch."""
+
+    fp8 = "fp8"
+    int8 = "int8"
+
+
 @app.command()
 def generate(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, or `demo`: the small model that comes along.")],
@@ -23,6 +30,10 @@ def generate(
     ] = False,
     quantize: Annotated[QuantizeName, typer.Option(help="Weights of products in 8 or 4 bits.")] = QuantizeName.none,
     dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
+    kv_dtype: Annotated[CacheName | None, typer.Option(help="The cache in 8 bits. Default: as --dtype.")] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt and its text, at most. Default: what is asked for.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among so many; 0 is no limit.")] = 0,
@@ -31,6 +42,10 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Over 1 makes tokens that were there less likely.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after a token that ends the text.")] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="List each token with its log-probability, on standard error.")
+    ] = False,
 ) -> None:
     """Continue prompts, and say how fast: tokens/s, ms a step, GB/s and their share of the roof, time to the first.
 
@@ -49,7 +64,7 @@ def generate(
         if not prompts[0]:
             raise typer.BadParameter("none was given, and standard input is empty", param_hint="--prompt")
     choose_mode()
-    from rooftile.bench.generate import Settings, run
+    from rooftile.bench.generate import CACHES, Settings, run
     from rooftile.cases.check import DTYPES
 
     sampling = {
@@ -59,6 +74,8 @@ def generate(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "seed": seed,
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
     }
     settings = Settings(
         path=path,
@@ -67,6 +84,8 @@ def generate(
         stream=stream,
         quantize=quantize.kind,
         dtype=DTYPES[dtype.value],
+        kv_dtype=None if kv_dtype is None else CACHES[kv_dtype.value],
+        max_seq_len=max_seq_len,
         stop=stop or (),
         sampling=sampling,
     )

@@ -90,6 +90,11 @@ class Row:
         return {**{k: v for k, v in row.items() if k != "kernel"}, **(row["kernel"] or {})}
 
 
+def allowed_spills(case: OpCase, kernel: Kernel) -> int:
+    """Bytes that the kernel may spill: more where it has no load of more than 4 bytes."""
+    return max(case.spills, case.odd_spills if kernel.load in ("1", "2", "4") else 0)
+
+
 def faults(kernel: Kernel, target: Target, allowed_spills: int = 0) -> list[str]:
     """Why the kernel can't be launched on the target, or shouldn't be; empty where all is well."""
     found = []

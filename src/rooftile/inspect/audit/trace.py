@@ -20,6 +20,7 @@ MARK = "rooftile.audit "  # before the name of a phase, in annotations
 GAPS = "gaps"
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
+_GRAPH = "GraphLaunch"  # in the name of the call that replays one, of the runtime or of the driver
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
 
 
@@ -83,10 +84,12 @@ class _Event:
     start: float
     end: float
     args: dict[str, Any]
+    call: str = ""  # of the host, that launched it or the graph that it is part of
 
     @property
     def in_graph(self) -> bool:
-        return bool(self.args.get("graph node id"))
+        """Not every profiler writes the node of a graph, but what it launched is known by the call."""
+        return _GRAPH in self.call or bool(self.args.get("graph node id"))
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -195,13 +198,14 @@ def phases(
         name = _within(spans, start, behind=True) if call is None else _within(spans, float(call["ts"]))
         if name in by_phase:
             end = start + float(e.get("dur", 0.0))
-            by_phase[name].append(_Event(str(e["name"]), str(e["cat"]).lower(), start, end, args))
+            launch = "" if call is None else str(call["name"])
+            by_phase[name].append(_Event(str(e["name"]), str(e["cat"]).lower(), start, end, args, launch))
     waits: Counter[str | None] = Counter()
     blind: Counter[str | None] = Counter()
     for e in _complete(events, _CALLS):
         name = _within(spans, float(e["ts"]))
         waits[name] += str(e["name"]) in _WAITS
-        blind[name] += "GraphLaunch" in str(e["name"]) and e.get("args", {}).get("correlation") not in seen
+        blind[name] += _GRAPH in str(e["name"]) and e.get("args", {}).get("correlation") not in seen
     found = []
     for name, n in steps.items():
         phase = Phase(name, n, waits=waits[name])

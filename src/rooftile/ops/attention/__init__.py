@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from rooftile import library
 from rooftile.ops.attention import common
 from rooftile.ops.attention.common import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
@@ -145,6 +146,7 @@ def attention_varlen(
     scaled, cap, left, right = common.scoring_arguments(op, causal, scale, window, softcap)
     q, k, v = common.autocast(q, k, v)
     text, exact = common.encoded(op, config), common.is_deterministic(op, deterministic)
+    library.check_tensors(op, q=q, k=k)
     starts_q, longest_q = common.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     if cu_seqlens_k is None:
         common.check_alike(op, q, k, longest_q, max_seqlen_k)

@@ -293,6 +293,7 @@ def decode_attention(
         TypeError: dtypes that are not taken.
     """
     check_arguments(layout, window, softcap, scale)
+    library.check_tensors("decode_attention", q=q, lengths=lengths)
     if q.device.type != "cpu" and not torch.compiler.is_compiling() and lengths.device.type == "cpu":
         s = check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, layout)
         check_values(lengths, page_table, s)

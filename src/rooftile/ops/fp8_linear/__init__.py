@@ -232,7 +232,7 @@ def fp8_linear(
         TypeError: a dtype is not one of those.
     """
     if out_dtype is None:
-        out_dtype = x.dtype if x.dtype in _OUT_DTYPES else torch.bfloat16
+        out_dtype = x.dtype if isinstance(x, Tensor) and x.dtype in _OUT_DTYPES else torch.bfloat16
     if out_dtype not in _OUT_DTYPES:
         raise TypeError(f"fp8_linear: out_dtype is {out_dtype}, expected one of {', '.join(map(str, _OUT_DTYPES))}")
     if config is not None and not isinstance(config, MatmulConfig):

@@ -150,6 +150,7 @@ def _rest(
     layout: str,
 ) -> tuple[Any, ...]:
     """The arguments behind the caches, as the schemas have them: what is on the CPU is looked at and sent over."""
+    library.check_tensors(op, k=k, lengths=lengths)
     if k.device.type == "cuda" and lengths.device.type == "cpu":
         # Where these are wrong the op says so; what is being compiled has no values yet.
         if k.dim() == k_cache.dim() == 4 and layout in LAYOUTS and not torch.compiler.is_compiling():

@@ -123,4 +123,4 @@ def gated_linear(
 def _will_differentiate(*tensors: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
-    return any(t is not None and t.requires_grad for t in tensors)
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)

@@ -51,7 +51,7 @@ _AUTOCAST = ("cuda", "cpu", "xpu")
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors as torch.autocast wants the inputs of a product, where it is on: as torch's own linear does."""
     first = tensors[0]
-    kind = first.device.type if first is not None else ""
+    kind = first.device.type if isinstance(first, Tensor) else ""  # of what is none the op says so
     if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)

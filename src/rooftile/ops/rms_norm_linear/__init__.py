@@ -132,5 +132,5 @@ def rms_norm_gated_linear(
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that torch.autocast wants of products on x's device; None where it is off."""
-    kind = x.device.type
+    kind = x.device.type if isinstance(x, Tensor) else ""  # of what is none the op says so
     return torch.get_autocast_dtype(kind) if kind in AUTOCAST and torch.is_autocast_enabled(kind) else None

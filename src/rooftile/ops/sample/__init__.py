@@ -181,7 +181,8 @@ def sample(
     Args:
         logits: `(B, V)`, float32, float16 or bfloat16; copied only where the last stride is not 1.
         temperature: what logits are divided by; 0 (or less, in a tensor) takes the largest, of equals the first.
-        top_k: int32: how many of the largest are kept, of equals the first; 0 (or less) and V or more keep all.
+        top_k: int32 or int64: how many of the largest are kept, of equals the first; 0 (or less) and V or more keep
+            all.
         top_p: the fewest of the largest whose probabilities reach this are kept, one at least; 1 keeps all.
         min_p: what has less than this times the largest probability is dropped; 0 drops nothing, 1 (or more, in a
             tensor) all but the largest.
@@ -189,7 +190,7 @@ def sample(
             Face has it. Needs `seen`.
         seen: `(B, ceil(V / 32))`, int32: bit t % 32 of word t // 32 is set for a token that the row has seen. See
             `mark_seen_`.
-        seeds: int64. Equal seeds, positions and logits give equal tokens, whatever else is in the batch.
+        seeds: int32 or int64. Equal seeds, positions and logits give equal tokens, whatever else is in the batch.
         positions: int32 or int64, below 2^31: the place of the new token in its sequence, so that each has its noise.
 
     Returns:
@@ -252,6 +253,7 @@ def sample_(
         "seeds": seeds,
         "positions": positions,
     }
+    library.check_tensors("sample_", logits=logits)
     none = torch.empty((), dtype=torch.int32, device=logits.device) if seen is None else seen
     _sample_in_place(tokens, logprobs, logits, none, *_arguments("sample_", how))
 

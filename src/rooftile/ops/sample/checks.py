@@ -16,11 +16,11 @@ from rooftile.ops.sample.seen import check_words
 INTEGERS = (torch.int32, torch.int64)
 PARAMETERS: dict[str, tuple[torch.dtype, ...]] = {
     "temperature": (torch.float32,),
-    "top_k": (torch.int32,),
+    "top_k": INTEGERS,
     "top_p": (torch.float32,),
     "min_p": (torch.float32,),
     "repetition_penalty": (torch.float32,),
-    "seeds": (torch.int64,),
+    "seeds": INTEGERS,
     "positions": INTEGERS,
 }
 MOST_TOKENS = 1 << 22  # whose probabilities add up within an int64 (search.py)

@@ -330,6 +330,12 @@ def _row(
         finish(row, best, x_ptr, seen_ptr, tokens_ptr, logprobs_ptr, raw_top, total, WRITES_SEEN)
 
 
+@triton.jit
+def _count(top_k):
+    """A count of any width as an int32."""
+    return tl.minimum(tl.maximum(top_k, 0), 2147483647).to(tl.int32)
+
+
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "position")
 
 
@@ -377,8 +383,8 @@ def sample_kernel(
         _row(
             row, split, splits, x_ptr + at * stride_x, seen_row, tokens_ptr, logprobs_ptr,
             words_ptr + at * (2 * WORDS) * splits, counters_ptr + 2 * row, n_cols,
-            given(temperature_ptr, temperature, row), given(top_k_ptr, top_k, row), given(top_p_ptr, top_p, row),
-            given(min_p_ptr, min_p, row), given(penalty_ptr, penalty, row), given(seeds_ptr, seed, row).to(tl.int64),
-            given(positions_ptr, position, row).to(tl.int32),
+            given(temperature_ptr, temperature, row), _count(given(top_k_ptr, top_k, row)),
+            given(top_p_ptr, top_p, row), given(min_p_ptr, min_p, row), given(penalty_ptr, penalty, row),
+            given(seeds_ptr, seed, row).to(tl.int64), given(positions_ptr, position, row).to(tl.int32),
             SHIFT, WRITES_SEEN, PIVOTS, LANES, PACK, SPLITS,
         )  # fmt: skip
