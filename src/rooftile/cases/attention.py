@@ -140,7 +140,7 @@ _SCORES = 1 << 31  # over which a form that writes them all is not run: they are
 _BLOCKS = 64  # over which the blocked form is not run: each is some ten launches of the host, with backward some forty
 
 
-def _without(point: Point, name: str, *options: str) -> None:
+def without(point: Point, name: str, *options: str) -> None:
     for option in options:
         if point.options.get(option) or (f"has_{option}" in point.dims and point[f"has_{option}"]):
             raise Unsupported(f"{name} has no {option}")
@@ -158,7 +158,7 @@ def _naive(point: Point) -> Callable[..., Any]:
 
 
 def _blocked(point: Point) -> Callable[..., Any]:
-    _without(point, "the blocked form", "softcap", "mask", "alibi", "sinks")
+    without(point, "the blocked form", "softcap", "mask", "alibi", "sinks")
     if point.options.get("layout") == "bthd":
         raise Unsupported("the blocked form takes (B, H, T, D)")
     blocks = cdiv(point["seq_len"], 256) * cdiv(_keys(point), 256)
@@ -167,7 +167,7 @@ def _blocked(point: Point) -> Callable[..., Any]:
     return reference.blocked
 
 
-def _on_gpu(name: str) -> None:
+def on_gpu(name: str) -> None:
     if not torch.cuda.is_available():
         raise ImportError(f"{name} needs a GPU")
 
@@ -188,8 +188,8 @@ def _sdpa(backend: str, name: str) -> Callable[[Point], Callable[..., Any]]:
     def build(point: Point) -> Callable[..., Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        _on_gpu(name)
-        _without(point, name, "softcap", "window", "alibi", "sinks")
+        on_gpu(name)
+        without(point, name, "softcap", "window", "alibi", "sinks")
         causal = bool(point.options.get("causal"))
         if causal and point["more_keys"]:
             raise Unsupported(f"{name} aligns causal with the first key")
@@ -219,11 +219,12 @@ def _sdpa(backend: str, name: str) -> Callable[[Point], Callable[..., Any]]:
 
 
 def _flex(point: Point) -> Callable[..., Any]:
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     name = "FlexAttention"
-    _on_gpu(name)
-    _without(point, name, "mask", "alibi", "sinks")  # all could be written for it, by who needs them
+    on_gpu(name)
+    without(point, name, "mask", "alibi", "sinks")  # all could be written for it, by who needs them
     n_q, n_k, options = point["seq_len"], _keys(point), point.options
     causal, window, softcap = bool(options.get("causal")), options.get("window"), options.get("softcap")
     if min(n_q, n_k) == 0:
@@ -244,6 +245,7 @@ def _flex(point: Point) -> Callable[..., Any]:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # who measures it differentiates one graph many times
     compiled = torch.compile(flex_attention, dynamic=False)
     made: list[Any] = []
 
@@ -263,7 +265,7 @@ def _flash4(point: Point) -> Callable[..., Any]:
     from flash_attn.cute import flash_attn_func
 
     name = "FlashAttention-4"
-    _without(point, name, "mask", "alibi", "sinks", "softcap", "window")
+    without(point, name, "mask", "alibi", "sinks", "softcap", "window")
 
     def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if q.dtype == torch.float32:
@@ -288,7 +290,7 @@ def _portable(point: Point) -> Callable[..., Any]:
         return functools.partial(attention, config=AttentionConfig("portable", 64, 64, 4, 1))
     if target.arch != "sm_90":
         raise ImportError("this GPU has no other kernel beside it")
-    _without(point, "the portable kernel's measured tiles", "mask", "alibi")
+    without(point, "the portable kernel's measured tiles", "mask", "alibi")
     if max(point["head_dim"], point["value_dim"]) > 128:
         raise Unsupported("the portable kernel's measured tiles are of heads of up to 128")
     # What sm_90 gets where the Hopper kernel refuses.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile.cases.attention import TOLERANCES, pairs
-from rooftile.cases.case import Direction, OpCase, Point
+from rooftile.cases.attention import TOLERANCES, on_gpu, pairs, without
+from rooftile.cases.case import Direction, OpCase, Peer, Point, Unsupported
 from rooftile.cases.draw import integers, normal
 from rooftile.ops.attention import attention_varlen
 from rooftile.reference import attention as reference
@@ -91,6 +93,59 @@ def _flops(point: Point, direction: Direction) -> int:
     return int(forward if direction == "forward" else 2.5 * forward)
 
 
+Packed = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool, float | None], Tensor]
+
+
+def _packed(name: str, attend: Packed, point: Point) -> Callable[..., Any]:
+    """`attend(q, k, v, starts_q, starts_k, longest_q, longest_k, causal, scale)`, as the case calls it."""
+    on_gpu(name)
+    without(point, name, "softcap", "window", "alibi", "sinks")
+    longest = _longest(point["batch"], point["seq_len"])
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        if q.dtype == torch.float32:
+            raise Unsupported(f"{name} takes float16 and bfloat16")
+        ends = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        causal, scale = bool(options.get("causal")), options.get("scale")
+        return attend(q, k, v, cu_seqlens_q, ends, longest, longest + point["more_keys"], causal, scale)
+
+    return run
+
+
+def _flash(point: Point) -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        window = (-1, 0 if causal else -1)
+        out = varlen_attn(q, k, v, starts_q, starts_k, max_q, max_k, scale=scale, window_size=window)
+        return out[0] if isinstance(out, tuple) else out
+
+    if point["heads"] != point["kv_heads"]:
+        raise Unsupported("PyTorch's varlen_attn takes as many heads of keys in every version")
+    return _packed("PyTorch's varlen_attn", attend, point)
+
+
+def _flash4(point: Point) -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        out = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            softmax_scale=scale, causal=causal,
+        )  # fmt: skip
+        return out[0] if isinstance(out, tuple) else out
+
+    return _packed("FlashAttention-4", attend, point)
+
+
 _SETS = {
     "tiny": (
         point(3, 8, 60, 32, sinks=True),
@@ -125,5 +180,6 @@ CASES = (
         # As attention; and what float32 keeps of whole rows in the backward, on GPUs with 99 KB of shared memory.
         spills=512,
         sets=_SETS,
+        peers=(Peer("flash", _flash), Peer("fa4", _flash4)),
     ),
 )
