@@ -1,23 +1,28 @@
 """What is special to decode_attention: lengths, pages, parts, quantised caches, and what is refused."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from rooftile.cases.check import relative_error
 from rooftile.ops.decode_attention import DecodeConfig, decode_attention
-from rooftile.ops.decode_attention.choose import decode, encode
+from rooftile.ops.decode_attention.choose import choose, decode, encode
 from rooftile.reference.decode_attention import decode_attention as reference
+from rooftile.runtime import TARGETS
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
-# Parts of 16 keys: aligned to the items, or equal shares; brought together by the last to arrive, or a second kernel.
-ALIGNED = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=1000)
-SHARES = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=0)
+# Parts of 16 keys: aligned to items, or equal shares; brought together by the last to arrive, or a second kernel; and
+# no parts at all.
+ALIGNED = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=1000, combine="last")
+SHARES = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=0, combine="last")
 CONFIGS = {
     "aligned": ALIGNED,
     "shares": SHARES,
-    "aligned, kernel": DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=1000, combine="kernel"),
-    "shares, kernel": DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=0, combine="kernel"),
+    "aligned, kernel": dataclasses.replace(ALIGNED, combine="kernel"),
+    "shares, kernel": dataclasses.replace(SHARES, combine="kernel"),
+    "whole": DecodeConfig(block_n=16, num_stages=2, programs=4, combine="none"),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -373,3 +378,16 @@ def test_lengths_just_written_by_the_kernel_before(device):
     for new in ([64, 1], [0, 40], [3, 64]):
         lengths.copy_(torch.tensor(new))
         assert_right(decode_attention(q, k, v, lengths, return_lse=True, config=config), expected(q, k, v, lengths))
+
+
+def test_a_short_cache_is_not_cut():
+    """What a second block of keys costs is less than a second kernel."""
+    target = TARGETS["sm_90"]
+
+    def chosen(capacity):
+        return choose(4, 128, 128, BF16, BF16, 32, capacity, 0, target)
+
+    assert chosen(44).combine == "none"
+    assert chosen(44).block_n == 64
+    assert chosen(128).combine == "none"
+    assert chosen(129).combine == "kernel"

@@ -38,6 +38,8 @@ from rooftile.primitives.quantize import writable
 
 __all__ = ["DecodeConfig", "decode_attention"]
 
+_WHOLE = 1 << 30  # blocks, more than there are
+
 
 @functools.cache
 def _plans(
@@ -66,8 +68,9 @@ def _plans(
     width = max(v0, v1)
     itemsize = 1 if pairs else dtypes[1].itemsize  # type: ignore[union-attr]
     flags = {"HAS_SINKS": dtypes[3] is not None, "HAS_LSE": has_lse, "V0": v0, "V1": v1, "ROWS": tile}
-    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": c.least, "SURPLUS": c.surplus}
-    # A single program splits nothing: its kernel is another, as it is given no buffers for parts.
+    # Where nothing is split, whole items are the least that there is, and no program has too many of them.
+    least, surplus = (c.least, c.surplus) if split else (_WHOLE, _WHOLE)
+    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": least, "SURPLUS": surplus}
     last = max(1, min(64, 1024 * c.num_warps // (tile * width))) if split and c.combine == "last" else 0
     constants = {
         "HEAD_DIM": head_dim,
@@ -94,8 +97,8 @@ def _plans(
         "BLOCK_M": max(c.block_m, tile),
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
-        "LEAST": c.least,
-        "SURPLUS": c.surplus,
+        "LEAST": least,
+        "SURPLUS": surplus,
         "AT_ONCE": last,
         "AHEAD": c.ahead if early else 0,
         "K_LINES": library.power_of_two(library.cdiv(head_dim * itemsize, 128)),
@@ -163,10 +166,11 @@ def _launch(
     alibi_slopes, sinks = (None if t is None else t.contiguous() for t in (alibi_slopes, sinks))
 
     blocks = items * library.cdiv(s.capacity, c.block_n)
-    programs = max(1, min(target.multiprocessors * c.programs, blocks // c.least))
+    parts_at_most = items if c.combine == "none" else max(1, blocks // c.least)
+    programs = min(target.multiprocessors * c.programs, parts_at_most)
     partial = counters = None
     (_, _), (v0, v1) = parts(s.head_dim), parts(s.value_dim)
-    split = programs > 1
+    split = programs > 1 and c.combine != "none"
     if split:
         partial = torch.empty(programs * 2 * tile * (v0 + v1 + 2), dtype=torch.float32, device=q.device)
         if c.combine == "last":

@@ -10,7 +10,7 @@ import torch
 from rooftile import library, runtime
 from rooftile.ops.attention.common import parts
 
-COMBINES = ("last", "kernel")
+COMBINES = ("last", "kernel", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DecodeConfig:
             equal shares.
         ahead: blocks that an early program brings into the L2 before the kernel before has ended.
         combine: who brings the parts of an item together: `"last"`, the last program to arrive; `"kernel"`, another
-            kernel, a row to a program.
+            kernel, a row to a program; `"none"`, nobody: no item is cut into parts.
         registers: the most of a thread, so that more programs fit a multiprocessor (NVIDIA); 0 for no limit.
         early: launched while the kernel before it still ends (sm_90 and later).
     """
@@ -143,4 +143,6 @@ def choose(
     # Where whole items are enough for the programs, they have few parts, and the last to come brings them together:
     # 65.1 at 32 x 2048, and 67.6 with a second kernel; but 16.8 and 9.1 at 1 x 2048.
     combine = "last" if items >= 0.9 * programs * sms else "kernel"
+    if capacity <= 2 * most:  # another block costs half a microsecond, and a second kernel one and more
+        block_n, combine = min(most, max(16, library.power_of_two(capacity))), "none"
     return DecodeConfig(block_n, 16, warps, max(2, stages), programs, ahead=1, combine=combine, early=True)
