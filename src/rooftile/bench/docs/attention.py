@@ -21,7 +21,8 @@ from rooftile.bench.docs.tables import (
 from rooftile.bench.report import number
 from rooftile.bench.rows import OURS, Row, groups
 
-SUITES = ("attention", "attention-fp16")  # the second at fewer lengths
+# The second and third at fewer lengths: FlexAttention is compiled anew for each shape, which takes minutes.
+SUITES = ("attention", "attention-fp16", "attention-flex")
 MEMORY = "attention-memory"
 LARGE = 256 << 20  # bytes of cache, from which on decoding is held to the roof
 
