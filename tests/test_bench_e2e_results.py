@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from rooftile.bench import e2e
 from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER, HF, HF_EAGER, NOTES
 from rooftile.bench.e2e.report import E2ERow
-from rooftile.bench.e2e.results import NOT_REACHED, OF_A_RUN, SAME, Results, added, earlier, read_rows
+from rooftile.bench.e2e.results import NOT_REACHED, OF_A_RUN, SAME, SO_FAR, Results, added, earlier, read_rows
 from rooftile.bench.rows import OURS, read_json, write_json
 
 FIRST, SECOND = "2025-01-01T00:00:00Z", "2025-01-02T00:00:00Z"
@@ -75,6 +75,19 @@ def test_a_run_that_is_cut_off_takes_nothing_away(file):
     assert [(r.impl, r.us) for r in whole.rows] == [(OURS, 8.0), (CUDA, 10.0), (HF, None), (OURS, 8.0), (CUDA, 10.0)]
     whole = again(file, rows)
     assert [(r.impl, r.us) for r in whole.rows] == [(OURS, None), (CUDA, 10.0), (HF, None), (OURS, None), (CUDA, 10.0)]
+
+
+def test_a_row_that_is_not_complete_replaces_none_that_is(file):
+    looked = {"us": 7.0, "message": f"{SO_FAR}a first look, 16 steps"}
+    rows = [row(OURS, SECOND, **looked), row(HF, SECOND, **looked)]
+    whole = again(file, rows, done=False)
+    assert [(r.impl, r.us) for r in whole.rows if r.op == "decode"] == [(OURS, 8.0), (CUDA, 10.0), (HF, 7.0)]
+    whole = again(file, [row(HF, SECOND, us=6.0, message=f"{SO_FAR}1 of 3 rounds")], done=False)
+    assert [r.us for r in whole.rows if r.impl == HF] == [6.0]
+    whole = again(file, [row(HF, SECOND, us=None, status="error", message=NOT_REACHED)], done=False)
+    assert [r.us for r in whole.rows if r.impl == HF] == [6.0]
+    whole = again(file, [row(OURS, SECOND, us=7.5)], done=False)
+    assert [r.us for r in whole.rows if r.impl == OURS] == [7.5, 8.0]
 
 
 @pytest.mark.parametrize("name", SAME, ids=lambda name: f"other {name}")

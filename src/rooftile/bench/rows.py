@@ -163,8 +163,14 @@ def to_json(meta: Mapping[str, Any], rows: Iterable[Row]) -> str:
 
 
 def write_json(path: Path, meta: Mapping[str, Any], rows: Iterable[Row]) -> None:
+    """Into another file first, which then takes its place: a run that is cut off leaves a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(meta, rows), encoding="utf-8")
+    to = path
+    if not path.is_symlink() and (path.is_file() or not path.exists()):  # not /dev/stdout
+        to = path.with_name(f".{path.name}.part")
+    to.write_text(to_json(meta, rows), encoding="utf-8")
+    if to != path:
+        to.replace(path)
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:

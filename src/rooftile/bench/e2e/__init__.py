@@ -3,6 +3,7 @@
 All implementations have the same weights and the same prompts. Each is checked (`check`) before it is timed. Then
 they take turns, in an order drawn anew for each round: a generation each, whose every step ends in an event on the
 device. The host runs ahead where it can, and nothing reads the tokens: an engine does so while the next step runs.
+Rows are written as they come: a run that is cut off keeps what it had.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rooftile.bench.workloads import MODELS, read
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What to measure; None is the mode's own choice. `seconds`: of device time for the steps of each implementation at
-    each batch size, and half as much for its prompts."""
+    each batch size, and a quarter as much for its prompts."""
 
     models: Sequence[str] = ()
     batches: Sequence[int] = ()
@@ -90,8 +91,11 @@ class E2E:
             read(name, MODELS)
         self.console = console
         self.latency = Latency(self.device, measures)
+        since = time.perf_counter()
         self.roofs: Roofs | None = measure_roofs(self.clock, self.device) if measures else None
         self.clock.release()
+        if self.roofs is not None:
+            self.say(f"a read of {self.roofs.read_gbs:.0f} GB/s, {time.perf_counter() - since:.1f} s for the roofs")
         self.meta: dict[str, Any] = machine()
         for name in ("copy_gbs", "read_gbs", "tflops"):
             self.meta[f"roof_{name}"] = getattr(self.roofs, name, None)

@@ -1,34 +1,33 @@
-"""The rows of one model at one batch size: every implementation built and checked, then timed in turns."""
+"""The rows of one model at one batch size: every implementation built, checked and looked at, then timed in turns.
+
+What is known is written at once, with ratios to what is known by then: of each implementation a first look, as soon as
+it is right, and after each turn what it has so far, which says so until its last.
+"""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rooftile.bench.e2e.check import STEPS, lost_in_eager, verdict
+from rooftile.bench.e2e.check import STEPS, Expected, lost_in_eager, verdict
 from rooftile.bench.e2e.hf import Models
 from rooftile.bench.e2e.model import Model
 from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path, build
-from rooftile.bench.e2e.report import E2ERow
-from rooftile.bench.e2e.results import NOT_REACHED, added, earlier
+from rooftile.bench.e2e.report import E2ERow, label
+from rooftile.bench.e2e.results import NOT_REACHED, SO_FAR, added, earlier
+from rooftile.bench.e2e.turns import LEAST_STEPS, Plan, Samples, Stopwatch, plan
 from rooftile.bench.rows import gpu_slug, percentile, spread, write_json
 from rooftile.bench.run import brief
 from rooftile.bench.workloads import step_bytes
 from rooftile.cases.check import NAMES
-from rooftile.graphs import uncollected
 
 if TYPE_CHECKING:
     from rooftile.bench.e2e import E2E
-
-ROUNDS = 5
-LEAST_STEPS = 16  # of a generation that --seconds would cut shorter
-MOST_PREFILLS = 20
 
 
 class Batch:
@@ -44,6 +43,8 @@ class Batch:
         self.decode = {name: self.row("decode", name) for name in names}
         self.prefill = {name: self.row("prefill", name) for name in names}
         self.paths: dict[str, Path] = {}
+        self.looks: dict[str, Samples] = {}
+        self.stopwatch = Stopwatch(run.clock, run.latency)
         self.rows = [*self.decode.values(), *self.prefill.values()]
         run.rows += self.rows
         title = f"{model.title}-{NAMES[model.dtype]}"
@@ -75,13 +76,21 @@ class Batch:
 
     def measure(self) -> None:
         self.steps = min(STEPS, self.run.new)
-        self.lost = lost_in_eager(self.model, self.ids, self.steps, self.run.clock)
+        self.expected = Expected(self.model)
+        since = time.perf_counter()
+        self.lost = lost_in_eager(self.model, self.ids, self.steps, self.run.clock, self.expected)
+        if self.lost is not None:
+            took = time.perf_counter() - since
+            self.run.say(f"{self.title}: eager PyTorch loses {self.lost:.1e} of the logits, {took:.1f} s to find out")
         for name in self.decode:
             self.prepare(name)
             self.write()
-        self.time_steps()
-        self.write()
-        self.time_prefills()
+            if name in self.paths and self.run.clock.measures:
+                self.look(name)
+        del self.expected
+        since = time.perf_counter()
+        self.take_turns()
+        self.run.say(f"{self.title}: {time.perf_counter() - since:.1f} s for all rounds")
         self.write(done=True)
         for path in self.paths.values():
             path.reset()
@@ -97,7 +106,7 @@ class Batch:
             self.run.clock.synchronize()
             rows[0].first_call_s = time.perf_counter() - since
             own = name in OWN
-            error, message = verdict(self.model, path, self.ids, self.steps, own, self.lost)
+            error, message = verdict(self.model, path, self.ids, self.steps, own, self.lost, self.expected)
             status, note = ("FAIL" if message else "ok"), path.note
             if status == "ok":
                 self.paths[name] = path
@@ -116,68 +125,73 @@ class Batch:
         figure = "" if error is None else f"logits differ by {error:.1e}, "
         self.run.say(f"{self.title} {name}: {status}, {figure}{ready}{took:.1f} s in all {message} {note}".rstrip())
 
-    # Decoding.
+    # Timing.
 
-    def generation(self, path: Path, steps: int) -> list[float]:
-        """Seconds of each step, from the end of the one before to its own."""
-        path.reset()
-        if not self.run.clock.measures:
-            path.prefill()
-            times = [time.perf_counter()]
-            for _ in range(steps):
-                path.step()
-                times.append(time.perf_counter())
-            return [b - a for a, b in itertools.pairwise(times)]
-        events = [self.run.latency.module.Event(enable_timing=True) for _ in range(steps + 1)]
-        with uncollected():
-            path.prefill()  # the first steps are queued while it runs
-            events[0].record()
-            for event in events[1:]:
-                path.step()
-                event.record()
-            self.run.clock.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
-
-    def time_steps(self) -> None:
-        """Generations in turns, as many as fit into the seconds."""
-        whole = self.run.new - 1
-        plan: dict[str, tuple[int, int]] = {}  # rounds, and the steps of each
-
-        def size(name: str) -> list[float]:
-            seconds = spread(self.generation(self.paths[name], min(LEAST_STEPS, whole)))[0]
-            steps = max(min(LEAST_STEPS, whole), min(whole, int(self.run.settings.seconds / seconds)))
-            plan[name] = max(1, min(ROUNDS, int(self.run.settings.seconds / seconds / steps))), steps
-            return []
-
-        if self.run.clock.measures:
-            self.in_turns(self.decode, dict.fromkeys(self.paths, 1), size)
+    def look(self, name: str) -> None:
+        """A first look, from which it is known how much of it fits into the seconds."""
+        steps = min(LEAST_STEPS, self.run.new - 1)
+        try:
+            self.looks[name] = self.stopwatch.turn(self.paths[name], steps)
+        except Exception as error:
+            self.out(name, brief(error))
         else:
-            plan = dict.fromkeys(self.paths, (1, whole))
-        samples = self.in_turns(
-            self.decode,
-            {name: rounds for name, (rounds, _) in plan.items()},
-            lambda name: self.generation(self.paths[name], plan[name][1]),
-        )
-        for name, seconds in samples.items():
-            self.fill_decode(name, seconds, plan[name][1])
-        self.compare(self.decode)
+            self.fill(name, self.looks[name], steps, f"a first look, {steps} steps")
+            self.show(name)
 
-    def in_turns(
-        self, rows: Mapping[str, E2ERow], rounds: Mapping[str, int], once: Callable[[str], list[float]]
-    ) -> dict[str, list[float]]:
-        """Samples of each, in rounds; who raises is out."""
+    def plan(self, name: str) -> Plan:
+        whole = self.run.new - 1
+        if name not in self.looks:
+            return Plan(1, whole, 0)
+        return plan(self.looks[name], whole, self.run.settings.seconds)
+
+    def take_turns(self) -> None:
+        """Generations and prompts in rounds, in an order drawn anew for each; who raises is out."""
         order = random.Random(0)
-        taken: dict[str, list[float]] = {name: [] for name in rounds}
-        for i in range(max(rounds.values(), default=0)):
-            for name in order.sample(list(rounds), len(rounds)):
-                if name not in taken or i >= rounds[name]:
+        plans = {name: self.plan(name) for name in self.paths}
+        taken = {name: Samples() for name in plans}
+        for i in range(max((p.rounds for p in plans.values()), default=0)):
+            for name in order.sample(list(plans), len(plans)):
+                p = plans[name]
+                if name not in self.paths or i >= p.rounds:
                     continue
                 try:
-                    taken[name] += once(name)
+                    taken[name].add(self.stopwatch.turn(self.paths[name], p.steps, p.prompts))
                 except Exception as error:
-                    rows[name].status, rows[name].message = "error", brief(error)
-                    del taken[name], self.paths[name]
-        return taken
+                    self.out(name, brief(error))
+                    continue
+                last = i + 1 == p.rounds
+                self.fill(name, taken[name], p.steps, "" if last else f"{i + 1} of {p.rounds} rounds")
+                if last:
+                    self.show(name)
+
+    def fill(self, name: str, samples: Samples, steps: int, so_far: str = "") -> None:
+        """Its rows, the ratios to them, and the files."""
+        self.fill_decode(name, samples.steps, steps)
+        self.fill_prefill(name, samples.prompts, samples.host)
+        for rows in (self.decode, self.prefill):
+            if so_far:
+                rows[name].message = SO_FAR + so_far
+            self.compare(rows)
+        self.write()
+
+    def show(self, name: str) -> None:
+        if not self.run.clock.measures:
+            return
+        for row in (self.decode[name], self.prefill[name]):
+            message = f" ({row.message})" if row.message else ""
+            self.run.say(f"{self.title} {label(row)} {row.op}: {(row.us or 0.0) / 1e3:.3f} ms{message}")
+
+    def out(self, name: str, message: str) -> None:
+        """It has raised: its rows have no times."""
+        for rows in (self.decode, self.prefill):
+            row, new = rows[name], self.row(rows[name].op, name)
+            new.status, new.message = "error", message
+            new.max_error, new.note, new.first_call_s = row.max_error, row.note, row.first_call_s
+            vars(row).update(vars(new))
+            self.compare(rows)
+        del self.paths[name]
+        self.run.say(f"{self.title} {name}: error, {message}")
+        self.write()
 
     def fill_decode(self, name: str, seconds: Sequence[float], steps: int) -> None:
         row, model, run = self.decode[name], self.model, self.run
@@ -185,8 +199,8 @@ class Batch:
         row.us_p99 = 1e6 * percentile(seconds, 0.99)
         row.samples, row.calls = len(seconds), 1
         row.tokens_per_s = self.batch * len(seconds) / sum(seconds)
-        if steps < run.new - 1:
-            row.message = f"cut to {steps} of {run.new - 1} steps by --seconds"
+        whole = run.new - 1
+        row.message = f"cut to {steps} of {whole} steps by --seconds" if steps < whole else ""
         weights = model.own if name in OWN else model.dense
         midway = [run.prompt + (steps + 1) / 2] * self.batch
         row.nbytes = int(step_bytes(model.config, weights, midway, model.dtype))
@@ -196,43 +210,11 @@ class Batch:
             row.gbs = row.nbytes / row.us / 1e3
             row.roof_fraction = row.gbs / run.roofs.read_gbs
 
-    # Prompts.
-
-    def time_prefills(self) -> None:
-        """Prompts in turns, each on an idle device."""
-        budget = self.run.settings.seconds / 2
-        host: dict[str, list[float]] = {name: [] for name in self.paths}
-        due: dict[str, int] = {}
-
-        def once(name: str) -> float:
-            path = self.paths[name]
-            path.reset()
-            seconds, on_host = self.run.latency.once(path.prefill)
-            host[name].append(on_host)
-            return seconds
-
-        def size(name: str) -> list[float]:
-            due[name] = max(3, min(MOST_PREFILLS, int(budget / once(name))))
-            host[name].clear()
-            return []
-
-        if self.run.clock.measures:
-            self.in_turns(self.prefill, dict.fromkeys(self.paths, 1), size)
-        else:
-            due = dict.fromkeys(self.paths, 1)
-        rounds = {name: min(ROUNDS, n) for name, n in due.items()}
-        samples = self.in_turns(
-            self.prefill, rounds, lambda name: [once(name) for _ in range(max(1, due[name] // rounds[name]))]
-        )
-        for name, seconds in samples.items():
-            self.fill_prefill(name, seconds, host[name])
-        self.compare(self.prefill)
-
     def fill_prefill(self, name: str, seconds: Sequence[float], host: Sequence[float]) -> None:
         row, model, run = self.prefill[name], self.model, self.run
         row.us, row.us_p20, row.us_p80 = (1e6 * s for s in spread(seconds))
         row.us_p99 = 1e6 * percentile(seconds, 0.99)
-        row.samples, row.calls = len(seconds), 1
+        row.samples, row.calls, row.message = len(seconds), 1, ""
         row.tokens_per_s = self.batch * run.prompt / (row.us / 1e6)
         row.nbytes = (model.own if name in OWN else model.dense).nbytes
         row.method = "events, idle device" if run.clock.measures else "host clock"

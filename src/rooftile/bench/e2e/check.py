@@ -123,30 +123,53 @@ def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tens
     return product(last, _weight(weights.lm_head))
 
 
-def _errors(model: Model, decoded: Decoded, steps: int, own: bool) -> tuple[list[float], float]:
+class Expected:
+    """`reference`, computed once for the same tokens: some implementations choose alike."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._found: dict[tuple[bool, bytes], Tensor] = {}
+
+    def __call__(self, tokens: Tensor, new: int, own: bool) -> Tensor:
+        own = own and self._model.own is not self._model.dense
+        key = own, tokens.cpu().numpy().tobytes()
+        if key not in self._found:
+            self._found[key] = reference(self._model, tokens, new, own)
+        return self._found[key]
+
+
+def _errors(expected: Expected, decoded: Decoded, steps: int, own: bool) -> tuple[list[float], float]:
     """Of the logits of each token, and the largest of them."""
-    expected = reference(model, decoded.tokens, steps, own)
-    errors = [relative_error(decoded.logits[:, i], expected[:, i]) for i in range(steps)]
+    logits = expected(decoded.tokens, steps, own)
+    errors = [relative_error(decoded.logits[:, i], logits[:, i]) for i in range(steps)]
     return errors, max(errors, key=lambda e: math.inf if math.isnan(e) else e)
 
 
 @torch.no_grad()
-def lost_in_eager(model: Model, ids: Tensor, steps: int, clock: Clock) -> float | None:
+def lost_in_eager(
+    model: Model, ids: Tensor, steps: int, clock: Clock, expected: Expected | None = None
+) -> float | None:
     """What eager PyTorch loses of the logits in the model's dtype; None where it can't run, or is wrong itself."""
     try:
         path = CudaPath(model, ids, steps, clock, compiled=False)
-        lost = _errors(model, decode(path, ids, steps), steps, own=False)[1]
+        lost = _errors(expected or Expected(model), decode(path, ids, steps), steps, own=False)[1]
     except Exception:  # its own row says why
         return None
     return None if math.isnan(lost) else lost
 
 
 def verdict(
-    model: Model, path: Path, ids: Tensor, steps: int, own: bool, lost: float | None = None
+    model: Model,
+    path: Path,
+    ids: Tensor,
+    steps: int,
+    own: bool,
+    lost: float | None = None,
+    expected: Expected | None = None,
 ) -> tuple[float, str]:
     """The largest relative error of the logits of a token, and what is wrong, if anything; `lost` as in `bound`."""
     decoded = decode(path, ids, steps)
-    errors, most = _errors(model, decoded, steps, own)
+    errors, most = _errors(expected or Expected(model), decoded, steps, own)
     if decoded.message:
         return most, decoded.message
     limit = bound(model, own, lost)

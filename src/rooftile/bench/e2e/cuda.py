@@ -3,9 +3,16 @@
 Products are cuBLAS's, of the same packed qkv and gate_up weights. Attention is SDPA's: cuDNN or flash for prompts, and
 for a step whichever is fastest here of those that take a mask, over the whole of a static cache of
 just the tokens there will be, what lies beyond the length masked. Norms, RoPE, the activation, residual adds and the
-choice of the token are torch.compile's. A step is compiled as one graph, and recorded into one CUDA graph; a prompt is
-compiled layer by layer, which gives the same kernels, for a layer begins with the add that the one before left over.
-Nothing waits for the host.
+choice of the token are torch.compile's. Nothing waits for the host. A step is recorded into one CUDA graph, and so are
+prompts of as many tokens as the engine records.
+
+What is compiled is a layer, and what follows the last: the final norm, lm_head and the choice of the token. A graph of
+all layers gives the same kernels and takes as many times longer to compile as there are layers. For no kernel reaches
+over the seam: a layer ends in a product, which is cuBLAS's and nothing is fused with, and the add that this leaves over
+is where the next begins, fused with its norm; so the last one's is with the final norm. The first layer of a step is
+compiled apart, since it begins with the embedding in place of that add; and so are layers whose windows differ. In the
+CUDA graph the calls between them cost nothing. Of prompts alone the embedding is a kernel of its own, and so are the
+zeros that the first layer adds to it.
 """
 
 from __future__ import annotations
@@ -25,9 +32,11 @@ from rooftile.bench.e2e.model import LayerTensors, Model
 from rooftile.bench.timer import Clock
 from rooftile.engine import rotary
 from rooftile.engine.config import ModelConfig
+from rooftile.engine.prompts import GRAPH_TOKENS
 from rooftile.graphs import record
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Recorded = tuple[torch.cuda.CUDAGraph, Tensor]  # and the logits that a replay writes
 Way = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 PREFILL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -51,14 +60,14 @@ def layer(
     c: ModelConfig,
     w: LayerTensors,
     x: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     attend: Attend,
     product: Callable[..., Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
-    """One layer over hidden states x + y, `(B, T, hidden)`, which are returned in the same way."""
-    x = x + y
+    """One layer over hidden states x + y, `(B, T, hidden)`, which are returned in the same way; y of None is zero."""
+    x = x if y is None else x + y
     qkv = product(rms_norm(x, w.input_norm, c.norm_eps), w.qkv, w.qkv_bias)
     heads = [c.heads, c.kv_heads, c.kv_heads]
     q, k, v = qkv.unflatten(-1, (sum(heads), c.head_dim)).transpose(1, 2).split(heads, dim=1)
@@ -131,6 +140,12 @@ def _attend(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     return WAYS[name][0](q, k, v, mask, scale)
 
 
+def _replayed(recorded: Recorded) -> Tensor:
+    graph, logits = recorded
+    graph.replay()
+    return logits
+
+
 def _backend(backend: SDPBackend | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
 
@@ -141,7 +156,7 @@ class CudaPath:
     Args:
         ids: the prompts, `(batch, tokens)`.
         new: tokens after each prompt.
-        compiled: else neither compiler nor graph.
+        compiled: else neither compiler nor graphs.
     """
 
     def __init__(self, model: Model, ids: Tensor, new: int, clock: Clock, *, compiled: bool) -> None:
@@ -161,13 +176,14 @@ class CudaPath:
         self.way = DEFAULT_WAY
         self.note = ""
         self.logits = torch.empty(0)
-        self._graph: Any = None
+        self._step_graph: Recorded | None = None
+        self._prompt_graph: Recorded | None = None
         # Without a GPU nothing is to be made faster, and what is compiled is only to be traced.
         backend = "inductor" if clock.measures else "aot_eager"
         compiler: Any = functools.partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
-        functions: list[Any] = [self._step, self._prompt_layer, self._head]
+        functions: list[Any] = [self._prompt_layer, self._step_layer, self._end]
         functions = [compiler(function) if compiled else function for function in functions]
-        self._step_function, self._layer_function, self._head_function = functions
+        self._prompt_layer_function, self._step_layer_function, self._end_function = functions
 
     @property
     def tokens(self) -> Tensor:
@@ -182,28 +198,26 @@ class CudaPath:
             self.step()
             return
         with self._way_backend():
-            self._graph, self._recorded = record(self._step_function)
+            self._step_graph = record(self._step)
+        if self.ids.numel() <= GRAPH_TOKENS:
+            with self._prefill_backend():
+                self._prompt_graph = record(self._prompt)
 
     def reset(self) -> None: ...
 
     def prefill(self) -> None:
+        if self._prompt_graph is not None:
+            self.logits = _replayed(self._prompt_graph)
+            return
         with self._prefill_backend():
-            x = self._embed(self.ids)
-            y = torch.zeros_like(x)
-            cos, sin = self.cos[: self.prompt], self.sin[: self.prompt]
-            for w, k, v, window in zip(self.layers, self.k, self.v, self.config.windows, strict=True):
-                x, y = self._layer_function(w, x, y, cos, sin, k, v, window)
-        self.logits = self._head_function(x[:, -1:], y[:, -1:])
-        self.token.copy_(greedy(self.logits))
-        self.position.fill_(self.prompt)
+            self.logits = self._prompt()
 
     def step(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-            self.logits = self._recorded
+        if self._step_graph is not None:
+            self.logits = _replayed(self._step_graph)
             return
         with self._way_backend():
-            self.logits = self._step_function()
+            self.logits = self._step()
 
     @contextlib.contextmanager
     def _prefill_backend(self) -> Iterator[None]:
@@ -214,40 +228,60 @@ class CudaPath:
         """What the way asks for, on a GPU: it is chosen as the call is traced, or made."""
         return _backend(WAYS[self.way][1] if self._measures else None)
 
-    # What is compiled.
+    # What is recorded.
+
+    def _each(self) -> Iterator[tuple[LayerTensors, Tensor, Tensor, int | None]]:
+        """Of each layer the weights, the caches and the window."""
+        return zip(self.layers, self.k, self.v, self.config.windows, strict=True)
+
+    def _prompt(self) -> Tensor:
+        """All prompts, and the choice of the tokens after them."""
+        x = self._embed(self.ids)
+        y = torch.zeros_like(x)
+        for w, k, v, window in self._each():
+            x, y = self._prompt_layer_function(w, x, y, k, v, window)
+        return self._end_function(x[:, -1:], y[:, -1:], True)
+
+    def _step(self) -> Tensor:
+        """The token at `position`, and the choice of the next."""
+        x = y = None
+        for w, k, v, window in self._each():
+            x, y = self._step_layer_function(w, x, y, k, v, window)
+        return self._end_function(x, y, False)
 
     def _embed(self, ids: Tensor) -> Tensor:
         x, scale = embedding(ids, self.embedding), self.config.embedding_scale
         return x if scale == 1 else x * scale
 
+    # What is compiled. Each takes a layer's tensors as arguments, so that it serves all layers.
+
     def _prompt_layer(
-        self, w: LayerTensors, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, w: LayerTensors, x: Tensor, y: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             places = self.places[: self.prompt]
             k_cache[:, :, places] = k
             v_cache[:, :, places] = v
             return causal(self.config, window)(q, k, v)
 
-        return layer(self.config, w, x, y, cos, sin, attend)
+        return layer(self.config, w, x, y, self.cos[: self.prompt], self.sin[: self.prompt], attend)
 
-    def _head(self, x: Tensor, y: Tensor) -> Tensor:
-        return linear(rms_norm(x + y, self.norm, self.config.norm_eps), self.lm_head)[:, 0]
+    def _step_layer(
+        self, w: LayerTensors, x: Tensor | None, y: Tensor | None, k_cache: Tensor, v_cache: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        if x is None:  # the first
+            x = self._embed(self.token)
+        attend = functools.partial(self._attend, WAYS[self.way][0], k_cache, v_cache, window)
+        return layer(self.config, w, x, y, self.cos[self.position], self.sin[self.position], attend)
 
-    def _step(self) -> Tensor:
-        """The token at `position`, and the choice of the next."""
-        c, position = self.config, self.position
-        x = self._embed(self.token)
-        y = torch.zeros_like(x)
-        cos, sin = self.cos[position], self.sin[position]
-        way, _ = WAYS[self.way]
-        for w, k_cache, v_cache, window in zip(self.layers, self.k, self.v, c.windows, strict=True):
-            attend = functools.partial(self._attend, way, k_cache, v_cache, window)
-            x, y = layer(c, w, x, y, cos, sin, attend)
-        logits = self._head(x, y)
+    def _end(self, x: Tensor, y: Tensor, of_prompt: bool) -> Tensor:
+        """The logits of the last token, the choice of the next, and its position."""
+        logits = linear(rms_norm(x + y, self.norm, self.config.norm_eps), self.lm_head)[:, 0]
         self.token.copy_(greedy(logits))
-        self.position.add_(1)
+        if of_prompt:
+            self.position.fill_(self.prompt)
+        else:
+            self.position.add_(1)
         return logits
 
     def _attend(

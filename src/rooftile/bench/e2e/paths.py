@@ -12,6 +12,7 @@ from rooftile import tuning
 from rooftile.bench.e2e.model import Model
 from rooftile.bench.rows import OURS
 from rooftile.bench.timer import Clock
+from rooftile.engine.prompts import GRAPH_TOKENS
 from rooftile.engine.runner import Runner, Sampling
 
 OURS_EAGER, OURS_UNTUNED = "rooftile_eager", "rooftile_untuned"
@@ -21,11 +22,11 @@ IMPLS = (OURS, CUDA, HF, PATCHED, OURS_EAGER, CUDA_EAGER, HF_EAGER, PATCHED_EAGE
 OWN = (OURS, OURS_EAGER, OURS_UNTUNED)  # run the engine's weights, which may be quantised
 # How each is run; shown under the table and written into the results.
 NOTES = {
-    OURS: "the engine: one CUDA graph a step, and for prompts of up to 2048 tokens",
+    OURS: f"the engine: one CUDA graph a step, and for prompts of up to {GRAPH_TOKENS} tokens",
     OURS_EAGER: "the engine, every kernel launched from the host",
     OURS_UNTUNED: "the engine, as without tuned tables",
-    CUDA: "the engine's weights, PyTorch: cuBLAS products, SDPA, all else torch.compile; one CUDA graph a step",
-    CUDA_EAGER: "the same without compiler and graph",
+    CUDA: "the engine's weights, PyTorch: cuBLAS products, SDPA, all else torch.compile; CUDA graphs as the engine's",
+    CUDA_EAGER: "the same without compiler and graphs",
     HF: "transformers, static cache, decoding forward compiled as generate does (reduce-overhead), prefill eager",
     HF_EAGER: "transformers, dynamic cache",
     PATCHED: "hf_static_compile of the model after rooftile.patch(linear=True, attention=True)",

@@ -19,6 +19,7 @@ SAME = (
     "transformers", "suite", "model", "config", "weights", "quantize", "tuning",
 )  # fmt: skip
 NOT_REACHED = "not reached"  # the message of a row until its turn comes
+SO_FAR = "so far: "  # what the message of a row begins with that is measured, but not to the end
 OF_A_RUN = ("roof_copy_gbs", "roof_read_gbs", "roof_tflops", "seconds")
 
 
@@ -56,17 +57,21 @@ def earlier(path: Path, meta: Mapping[str, Any]) -> Results | None:
 def added(before: Results | None, meta: Mapping[str, Any], rows: Sequence[E2ERow], done: bool) -> Results:
     """The rows of a run, and those of before that it does not measure again. Ratios stay what they were in their run.
 
-    Until the run is done, a row of before is replaced by one with a time, or with the reason why it has none: a run
-    that is cut off takes none away.
+    Until the run is done, a row of before gives way to one that is as complete: a run that is cut off takes none away.
     """
 
-    def ready(row: E2ERow) -> bool:
-        return done or row.us is not None or (row.status != "ok" and row.message != NOT_REACHED)
+    def complete(row: E2ERow) -> int:
+        """2 with a time, or with the reason why it has none; 1 with the time so far."""
+        if row.us is None:
+            return 2 if row.status != "ok" and row.message != NOT_REACHED else 0
+        return 1 if row.message.startswith(SO_FAR) else 2
 
     before = before or Results({}, ())
     was = {(row.op, row.impl): row for row in before.rows}
     now = {(row.op, row.impl): row for row in rows}
-    found = was | {key: row for key, row in now.items() if key not in was or ready(row)}
+    found = was | {
+        key: row for key, row in now.items() if done or key not in was or complete(row) >= complete(was[key])
+    }
     in_order = sorted(found.values(), key=lambda row: (row.op, IMPLS.index(row.impl)))
     runs = {**before.meta.get("runs", {}), meta["date"]: {name: meta[name] for name in OF_A_RUN}}
     used = {row.run for row in in_order}
