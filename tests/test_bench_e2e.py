@@ -54,10 +54,10 @@ FAMILIES = {
 }
 
 
-def tiny(tmp_path: Path, dtype=torch.float32, **fields) -> e2e_model.Model:
+def tiny(tmp_path: Path, dtype=torch.float32, quantize: str | None = None, **fields) -> e2e_model.Model:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY | fields))
-    return e2e_model.load(str(path), dtype=dtype, device=DEVICE)
+    return e2e_model.load(str(path), dtype=dtype, device=DEVICE, quantize=quantize)
 
 
 def prompts(model: e2e_model.Model, batch: int, tokens: int) -> torch.Tensor:
@@ -78,6 +78,17 @@ def test_rivals_compute_the_model_with_the_engines_own_tensors(name: str, tmp_pa
         assert error < 1e-5
     q_proj = source.model(False).get_submodule("model.layers.0.self_attn.q_proj")
     assert q_proj.weight.data_ptr() == model.layers()[0].qkv.data_ptr()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_fp8_is_held_to_what_the_engine_rounds(batch: int, tmp_path: Path) -> None:
+    """Of one sequence the prompt alone. A number may go to the other neighbour by the last bit of float32."""
+    model = tiny(tmp_path, quantize="fp8", model_type="llama")
+    ids = prompts(model, batch, 9)
+    path = e2e_paths.build(OURS_EAGER, model, ids, 6, clock(DEVICE), None)
+    error, message = e2e_check.verdict(model, path, ids, 6, own=True)
+    assert error < 5e-3, message
 
 
 @torch.no_grad()

@@ -139,8 +139,8 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(family, tmp_path, de
         assert relative(torch.stack([step[row] for step in steps]), expected[1:]) < TOLERANCE
 
 
-def rounded(model, quantize):
-    """The model with its products' weights as the engine keeps them, and for fp8 what is multiplied by them, too."""
+def rounded(model, quantize, tokens=None):
+    """The model with weights as the engine keeps them, and for fp8 what they multiply, too, of those tokens."""
     model = copy.deepcopy(model)
     for name, layer in model.named_modules():
         if not isinstance(layer, torch.nn.Linear):
@@ -148,7 +148,7 @@ def rounded(model, quantize):
         weight = layer.weight.detach()
         if quantize == "fp8":
             layer.weight.data = by_row_in_fp8(weight)
-            layer.register_forward_pre_hook(lambda _, args: (by_row_in_fp8(args[0]), *args[1:]))
+            layer.register_forward_pre_hook(lambda _, args: (by_row_in_fp8(args[0], tokens), *args[1:]))
         elif quantize == "int8" or name == "lm_head":
             q, scale = rooftile.quantize_int8(weight)
             layer.weight.data = q * scale[:, None]
@@ -159,9 +159,10 @@ def rounded(model, quantize):
     return model
 
 
-def by_row_in_fp8(x):
+def by_row_in_fp8(x, tokens=None):
     scale = x.abs().amax(-1, keepdim=True) / 448
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+    y = (x / scale).to(torch.float8_e4m3fn).float() * scale
+    return y if tokens is None else torch.cat((y[:, :tokens], x[:, tokens:]), 1)
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
@@ -180,6 +181,13 @@ def test_quantised_weights(quantize, llama, tmp_path, device):
         assert relative(engine.logits(completion.prompt)[0], expected[: len(completion.prompt)]) < most
         assert relative(torch.stack([s[row] for s in steps]), expected[len(completion.prompt) : -1]) < most
     assert relative(engine.logits(PROMPTS[0])[0], model_logits(llama, PROMPTS[0])) > most
+    # A sequence alone: what its steps multiply is not rounded.
+    with logits_of_steps(engine) as steps:
+        tokens, prompt = engine.generate(PROMPTS[0], 6, ignore_eos=True)[0].tokens, PROMPTS[0]
+    expected = model_logits(rounded(llama, quantize, len(prompt)), prompt + tokens)[len(prompt) : -1]
+    assert relative(torch.cat(steps), expected) < most
+    expected = model_logits(model, prompt + tokens)[len(prompt) : -1]
+    assert (relative(torch.cat(steps), expected) < most) == (quantize != "fp8")
 
 
 def model_logits(model, prompt):

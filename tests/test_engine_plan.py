@@ -38,6 +38,10 @@ def config(family="llama", **more):
         ("llama", {"attention_bias": True, "mlp_bias": True}, None, 2),
         ("qwen3", {"head_dim": 8}, None, 1),
         ("mistral", {"sliding_window": 4}, "fp8", 1),
+        ("qwen3", {"head_dim": 8}, "fp8", 2),
+        ("llama", {"attention_bias": True}, "int8", 1),
+        ("qwen2", {}, "int8", 2),
+        ("qwen2", {}, "int4", 1),
         ("qwen2", {}, "int4", 2),
     ],
 )
@@ -55,6 +59,12 @@ def test_a_step_launches_what_the_plan_says(family, more, quantize, batch):
     )  # fmt: skip
     launched = [launch.op for launch in recorder.launches["decode"]]
     assert {op: launched.count(op) for op in launched} == p.launches_by_op()
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8"])
+def test_one_sequence_is_as_few_kernels_with_weights_of_8_bits(quantize):
+    assert plan(config(), quantize=quantize).launches == plan(config()).launches
+    assert plan(config(), 2, quantize=quantize).launches > plan(config(), 2).launches
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8", "int8", "int4"])

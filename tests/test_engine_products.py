@@ -17,8 +17,10 @@ def dense_of(product):
     return product.weight.float() * product.scale.reshape(-1, 1)
 
 
-# What a chain of them may lose: float32 sums in another order; and in fp8 three bits of x, as in fp8_linear's case.
-TOLERANCE = {Dense: 1e-6, Int8: 1e-6, Int4: 1e-6, Fp8: 5e-2}
+def tolerance(kind, rows):
+    """What a chain of them may lose: float32 sums in another order; and in fp8 three bits of several rows of x, as in
+    fp8_linear's case."""
+    return 5e-2 if kind is Fp8 and rows > 1 else 1e-6
 
 
 @pytest.mark.parametrize("kind", [Dense, Fp8, Int8, Int4])
@@ -45,11 +47,11 @@ class TestProducts:
         t = s + (torch.nn.functional.silu(gate) * up) @ dense_of(down).T
 
         summed = o(a, residual=x)
-        assert self.error(summed, s) < TOLERANCE[kind]
+        assert self.error(summed, s) < tolerance(kind, rows)
         summed = down(gate_up.gated(summed, weight, eps), residual=summed)
-        assert self.error(summed, t) < TOLERANCE[kind]
+        assert self.error(summed, t) < tolerance(kind, rows)
         out = last.normed(summed, weight, eps)
-        assert self.error(out, norm(t) @ dense_of(last).T + last.bias) < TOLERANCE[kind]
+        assert self.error(out, norm(t) @ dense_of(last).T + last.bias) < tolerance(kind, rows)
         assert out.dtype == x.dtype
 
     def test_bytes_and_rows(self, kind, device):

@@ -57,7 +57,7 @@ def test_the_direct_kernel_refuses_what_it_can_not_do(device):
         ("slices", 8, "a divisor of num_warps=4"),
         ("block_n", 16, "32: 16 for each warp"),
         ("block_m", 4, "at least 8"),
-        ("kernel", "other", "one of skinny, direct"),
+        ("kernel", "other", "one of skinny, direct, row"),
     ):
         changed = dataclasses.replace(good, block_n=32, slices=2)
         with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is .*{message}"):
@@ -77,8 +77,8 @@ def test_the_kernel_that_measured_faster_is_chosen():
     }
     assert chosen == {
         (0, 28672): "ddds",
-        (0, 4096): "ssss",
-        (0, 1024): "ssss",
+        (0, 4096): "rsss",
+        (0, 1024): "rsss",
         (64, 28672): "ssss",
         (64, 4096): "ssss",
         (64, 1024): "ssss",

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from rooftile.ops.sample import sample_ as sample_
     from rooftile.ops.softmax import softmax as softmax
     from rooftile.ops.weight_only import WeightOnlyConfig as WeightOnlyConfig
+    from rooftile.ops.weight_only import fp8_weight_linear as fp8_weight_linear
     from rooftile.ops.weight_only import int4_linear as int4_linear
     from rooftile.ops.weight_only import int8_linear as int8_linear
     from rooftile.ops.weight_only import pack_int4 as pack_int4
@@ -104,6 +105,7 @@ _HOME = {
     "sample_": "rooftile.ops.sample",
     "softmax": "rooftile.ops.softmax",
     "WeightOnlyConfig": "rooftile.ops.weight_only",
+    "fp8_weight_linear": "rooftile.ops.weight_only",
     "int4_linear": "rooftile.ops.weight_only",
     "int8_linear": "rooftile.ops.weight_only",
     "pack_int4": "rooftile.ops.weight_only",

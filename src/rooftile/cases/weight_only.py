@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
 from rooftile.cases.draw import integers, normal
-from rooftile.ops.weight_only import int4_linear, int8_linear, unpack_int4
+from rooftile.ops.weight_only import fp8_weight_linear, int4_linear, int8_linear, unpack_int4
 from rooftile.reference import weight_only as reference
 
 _ROUNDED_ONCE = "float32 sums of exact products, rounded once: half a unit in the last place"
@@ -30,8 +31,9 @@ def _point(
     scale: str = "own",
     batch: int = 0,
     residual: bool = False,
+    fp8: bool = False,
 ) -> Point:
-    """`bias` and `scale`: "own" (of x's dtype), "fp32", and for the bias "none". Group 0 is int8."""
+    """`bias` and `scale`: "own" (of x's dtype), "fp32", and for the bias "none". Group 0 is int8, or fp8."""
     dims = {
         "rows": rows,
         "n": n,
@@ -42,6 +44,7 @@ def _point(
         "bias_fp32": int(bias == "fp32"),
         "scale_fp32": int(scale == "fp32"),
         "has_residual": int(residual),
+        "fp8": int(fp8),
     }
     label = f"{batch}x{rows}" if batch else str(rows)
     label += f" {k}→{n}" + f" group {group}" * bool(group)
@@ -56,6 +59,9 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     if group:
         drawn["packed"] = integers(256, (n, k // 2), device, generator).to(torch.uint8)
         shape: tuple[int, ...] = (n, k // group)
+    elif point["fp8"]:
+        drawn["weight"] = (74 * normal((n, k), torch.float32, device, generator)).to(torch.float8_e4m3fn)
+        shape = (n, 1)
     else:
         drawn["weight"] = (integers(256, (n, k), device, generator) - 128).to(torch.int8)
         shape = (n,)
@@ -181,11 +187,14 @@ _INT8 = _sets(
     0,
     (
         _point(4, 48, 96),
+        _point(1, 48, 96),
         _point(3, 32, 64, bias="none", scale="fp32"),
+        _point(1, 32, 80, bias="none", scale="fp32", residual=True),
         _point(2, 32, 64, bias="fp32", batch=2, residual=True),
     ),
     (
         _point(1, 1, 1),
+        _point(1, 33, 131),
         _point(3, 17, 127),
         _point(17, 33, 129, bias="none"),
         _point(70, 16, 64),
@@ -210,22 +219,39 @@ _INT4 = _sets(
     ),
 )
 
+
+def _of_fp8(point: Point) -> Point:
+    return dataclasses.replace(point, dims={**point.dims, "fp8": 1})
+
+
+_INT8_CASE = OpCase(
+    name="int8_linear",
+    formula="out = (x · weightᵀ) · scale + bias + residual, weight in int8",
+    function=int8_linear,
+    reference=reference.int8_linear,
+    eager=reference.int8_linear_eager,
+    inputs=_inputs,
+    outputs=("out",),
+    grads=(),
+    nbytes=_nbytes,
+    flops=_flops,
+    tolerances=TOLERANCES,
+    sets=_INT8,
+    roof="product",
+    peers=(Peer("torch int8pack", _int8pack), Peer("torchao", _torchao)),
+)
+
 CASES = (
-    OpCase(
-        name="int8_linear",
-        formula="out = (x · weightᵀ) · scale + bias + residual, weight in int8",
-        function=int8_linear,
-        reference=reference.int8_linear,
-        eager=reference.int8_linear_eager,
-        inputs=_inputs,
-        outputs=("out",),
-        grads=(),
-        nbytes=_nbytes,
-        flops=_flops,
-        tolerances=TOLERANCES,
-        sets=_INT8,
-        roof="product",
-        peers=(Peer("torch int8pack", _int8pack), Peer("torchao", _torchao)),
+    _INT8_CASE,
+    dataclasses.replace(
+        _INT8_CASE,
+        name="fp8_weight_linear",
+        formula="out = (x · weightᵀ) · scale + bias + residual, weight in e4m3",
+        function=fp8_weight_linear,
+        reference=reference.fp8_weight_linear,
+        eager=reference.fp8_weight_linear_eager,
+        sets={name: tuple(map(_of_fp8, points)) for name, points in _INT8.items()},
+        peers=(),
     ),
     OpCase(
         name="int4_linear",

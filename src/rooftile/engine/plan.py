@@ -17,7 +17,7 @@ import torch
 from rooftile import library, runtime
 from rooftile.engine import weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.products import Dense, Product
+from rooftile.engine.products import Dense, EightBits, Product
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
@@ -138,11 +138,13 @@ class _Builder:
     def _normed(self, name: str, p: Product, times: int, *, gated: bool = False) -> Iterator[Step]:
         """`Product.normed`, or `gated`."""
         n = p.n // (1 + gated)
-        if isinstance(p, Dense):
-            one = choose_norm_linear(self.batch, n, p.k, self.dtype, True, self.target, gated)
+        if isinstance(p, Dense) or self._alone(p):
             op = "rms_norm_gated_linear" if gated else "rms_norm_linear"
-            norm = p.k * self.size
-            launches = 1 if one is not None else 2
+            norm, launches = p.k * self.size, 1
+            if not isinstance(p, Dense):
+                op += "_8bit"
+            elif choose_norm_linear(self.batch, n, p.k, self.dtype, True, self.target, gated) is None:
+                launches = 2
             yield self._product(
                 f"norm and {name}", op, p, self._rows(p.k), n, more=norm, launches=launches, times=times
             )
@@ -156,13 +158,20 @@ class _Builder:
             op = "silu_mul_quantized" if fp8 else "silu_mul_packed"
             yield Step("activation", op, f"{self.batch} x {n}", self._rows(p.n), out, times=times)
 
+    def _alone(self, p: Product) -> bool:
+        """Whether a weight of 8 bits has one row to multiply, which is not quantised."""
+        return self.batch == 1 and isinstance(p, EightBits)
+
     def _added(self, name: str, p: Product, times: int) -> Step:
         """A product with what it is added to."""
         op, residual = "linear" if isinstance(p, Dense) else f"{p.kind}_linear", self._rows(p.n)
-        quantised = p.kind == "fp8" and name == "down"
+        fp8 = p.kind == "fp8"
+        if fp8 and self._alone(p):
+            op, fp8 = "fp8_weight_linear", False
+        quantised = fp8 and name == "down"
         x = self.batch * (p.k + 4) if quantised else self._rows(p.k)
         # What attention gives is not quantised yet: fp8_linear does that by a launch of its own.
-        launches = 2 if p.kind == "fp8" and not quantised else 1
+        launches = 2 if fp8 and not quantised else 1
         return self._product(name, op, p, x, p.n, more=residual, launches=launches, times=times)
 
     def _rotation(self, times: int) -> Iterator[Step]:

@@ -1,11 +1,13 @@
 """The matrix products of a decoder, with what stands around them, for each way that weights are kept.
 
-                dense         fp8                                                int8, int4
+                dense, and of one row     fp8                                                int8, int4
+                of x fp8 and int8
     product     one kernel, with the residual in it
-    normed      one kernel    norm and quantise, product                         norm, product
-    gated       one kernel    norm and quantise, product, silu_mul and quantise  norm, product, silu_mul
+    normed      one kernel                norm and quantise, product                         norm, product
+    gated       one kernel                norm and quantise, product, silu_mul and quantise  norm, product, silu_mul
 
-A dense product behind a norm may be two kernels, where x has many rows.
+A dense product behind a norm may be two kernels, where x has many rows. In fp8 several rows of x are quantised, for the
+matrix unit multiplies fp8 by fp8; one row is multiplied as it is.
 
 A weight is quantised as it is filled in, some rows at a time: beside the quantised model there is never more than those
 few rows in more bits.
@@ -23,7 +25,7 @@ from rooftile.ops.matmul import linear
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear
-from rooftile.ops.weight_only import int4_linear, int8_linear, quantize_int4, quantize_int8
+from rooftile.ops.weight_only import fp8_weight_linear, int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.ops.weight_only.packing import GROUPS
 from rooftile.quantize import Quantize
 
@@ -32,7 +34,7 @@ _AT_A_TIME = 1 << 24
 _BY_ROW = Quantize()  # float8_e4m3fn
 
 
-# What is multiplied; what `gated` gives: in fp8 it is quantised, with its scales.
+# What is multiplied; what `gated` gives: in fp8 several rows are quantised, with their scales.
 Activations = Tensor | tuple[Tensor, Tensor]
 
 
@@ -120,7 +122,10 @@ class Product:
 
     def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
         """`silu(g) * u` of the product `[g | u]` of `rms_norm(x)`, as another product of the same kind takes it."""
-        return silu_mul_packed(self.normed(x, norm_weight, eps))
+        return self._gate(self.normed(x, norm_weight, eps))
+
+    def _gate(self, gate_up: Tensor) -> Activations:
+        return silu_mul_packed(gate_up)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
         """Rounded once, as the dense products' own norm is."""
@@ -163,8 +168,26 @@ class Quantized(Product):
         return self._tensors[1]
 
 
-class Fp8(Quantized):
-    """In float8_e4m3fn with a scale for each row, and x in it too, by row."""
+class EightBits(Quantized):
+    """In 8 bits with a scale for each row. With one row of x norm, product and gate are one kernel."""
+
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+        if not is_one_row(x):
+            return super().normed(x, norm_weight, eps)
+        return rms_norm_linear(x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps)
+
+    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
+        if not is_one_row(x):
+            return super().gated(x, norm_weight, eps)
+        return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps)
+
+
+def is_one_row(x: Tensor) -> bool:
+    return x.shape[:-1].numel() == 1
+
+
+class Fp8(EightBits):
+    """In float8_e4m3fn with a scale for each row; x in it too, by row, where it has several rows."""
 
     kind = "fp8"
 
@@ -181,18 +204,20 @@ class Fp8(Quantized):
         scale = None
         if isinstance(x, tuple):
             x, scale = x
+        elif is_one_row(x):
+            return fp8_weight_linear(x, self.weight, self.scale, self.bias, residual=residual)
         return fp8_linear(
             x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype
         )
 
-    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
-        return silu_mul_packed(self.normed(x, norm_weight, eps), quantize=_BY_ROW)
+    def _gate(self, gate_up: Tensor) -> Activations:
+        return silu_mul_packed(gate_up, quantize=_BY_ROW)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
         return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_ROW)
 
 
-class Int8(Quantized):
+class Int8(EightBits):
     """In int8 with a scale for each row; x stays as it is."""
 
     kind = "int8"

@@ -136,23 +136,23 @@ def span(n_cols: int, per: str, group_size: int) -> int:
     return {"row": library.power_of_two(n_cols), "group": group_size, "tensor": 0}[per]
 
 
-def refuse_gradient(op: str, name: str, tensor: object) -> None:
+def refuse_gradient(op: str, name: str, tensor: object, what: str = "a quantised result") -> None:
     """Raise ValueError for a tensor that requires grad."""
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         raise ValueError(
-            f"{op}: {name} requires grad, but a quantised result has no derivative; call it under "
+            f"{op}: {name} requires grad, but {what} has no derivative; call it under "
             f"torch.no_grad(), or give {name}.detach()"
         )
 
 
-def refuse_gradients(schema: str) -> library.Autograd:
-    """Of an op with a quantised result, which has no derivative: an input that requires grad is an error at once."""
+def refuse_gradients(schema: str, what: str = "a quantised result") -> library.Autograd:
+    """Of an op with `what`, which has no derivative: an input that requires grad is an error at once."""
     op, _, rest = schema.partition("(")
     names = [argument.split()[-1] for argument in rest.partition(")")[0].split(",")]
 
     def check(inputs: tuple[Any, ...]) -> None:
         for name, value in zip(names, inputs, strict=False):
-            refuse_gradient(op, name, value)
+            refuse_gradient(op, name, value, what)
 
     def unreachable(*_: Any) -> NoReturn:
         raise AssertionError(f"{op} is never differentiated")

@@ -9,18 +9,24 @@ from rooftile.reference import matmul
 from rooftile.reference import rms_norm as norm
 
 
+def _wide(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight that one of 8 bits stands for."""
+    return weight if scale is None else (weight.to(scale.dtype) * scale.reshape(-1, 1)).to(dtype)
+
+
 def rms_norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
     **_: object,
 ) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    out = norm.rms_norm(x, norm_weight, eps=eps, offset=offset) @ weight.mT
+    out = norm.rms_norm(x, norm_weight, eps=eps, offset=offset) @ _wide(weight, weight_scale, x.dtype).mT
     return out if bias is None else out + bias
 
 
@@ -29,6 +35,7 @@ def eager(
     norm_weight: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -36,6 +43,7 @@ def eager(
 ) -> Tensor:
     """As Hugging Face's models write it: LlamaRMSNorm, or with an offset GemmaRMSNorm, and nn.Linear."""
     normed = norm.eager(x, norm_weight, eps=eps, offset=offset, rounding="gemma" if offset else "llama")
+    weight = _wide(weight, weight_scale, x.dtype)
     return torch.nn.functional.linear(normed.to(weight.dtype), weight, None if bias is None else bias.to(x.dtype))
 
 
@@ -44,6 +52,7 @@ def rms_norm_gated_linear(
     norm_weight: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -51,9 +60,8 @@ def rms_norm_gated_linear(
     **_: object,
 ) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    return matmul.gated_linear(
-        norm.rms_norm(x, norm_weight, eps=eps, offset=offset), weight, bias, activation=activation
-    )
+    normed = norm.rms_norm(x, norm_weight, eps=eps, offset=offset)
+    return matmul.gated_linear(normed, _wide(weight, weight_scale, x.dtype), bias, activation=activation)
 
 
 def gated_eager(
@@ -61,6 +69,7 @@ def gated_eager(
     norm_weight: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -69,4 +78,5 @@ def gated_eager(
 ) -> Tensor:
     """As Phi-3 writes it: the norm, one projection for gate and up, `up * act_fn(gate)`."""
     normed = norm.eager(x, norm_weight, eps=eps, offset=offset, rounding="gemma" if offset else "llama")
+    weight = _wide(weight, weight_scale, x.dtype)
     return matmul.gated_linear_eager(normed.to(weight.dtype), weight, bias, activation=activation)

@@ -24,15 +24,20 @@ def int8_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    return _plus((x @ weight.to(x.dtype).T) * scale, bias, residual)
+    return _plus((x @ weight.to(x.dtype).T) * scale.reshape(-1), bias, residual)
 
 
 def int8_linear_eager(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
-    dequantised = weight.to(x.dtype) * scale.to(x.dtype)[:, None]
+    dequantised = weight.to(x.dtype) * scale.to(x.dtype).reshape(-1, 1)
     return _plus(torch.nn.functional.linear(x, dequantised, None if bias is None else bias.to(x.dtype)), residual)
+
+
+# A weight in float8_e4m3fn is dequantised as one in int8 is.
+fp8_weight_linear = int8_linear
+fp8_weight_linear_eager = int8_linear_eager
 
 
 def _dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ weights: a random model of 32 layers in int4 is as good as another model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -102,10 +103,12 @@ def _float32(w: Layer) -> LayerTensors:
     )
 
 
-def _fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x in float8_e4m3fn with a scale for each row, as the engine has it."""
-    scale = (x.abs().amax(dim=-1, keepdim=True) / 448).clamp(min=2.0**-126)
-    return linear((x / scale).to(torch.float8_e4m3fn).float() * scale, weight, bias)
+def _fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alone: int = 0) -> Tensor:
+    """x in float8_e4m3fn with a scale for each row, but for the last `alone` tokens, which came one by one: as the
+    engine has it."""
+    many, one = x.split((x.shape[1] - alone, alone), dim=1)
+    scale = (many.abs().amax(dim=-1, keepdim=True) / 448).clamp(min=2.0**-126)
+    return linear(torch.cat(((many / scale).to(torch.float8_e4m3fn).float() * scale, one), dim=1), weight, bias)
 
 
 @torch.no_grad()
@@ -113,14 +116,18 @@ def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tens
     """Logits `(n, new, V)` in float32 that follow all but the last of `tokens` `(n, T)`, the last `new` of them. `own`:
     by the engine's weights."""
     c, weights = model.config, model.own if own else model.dense
-    product = _fp8_linear if own and model.quantize == "fp8" else linear
+    product = last_product = linear
+    if own and model.quantize == "fp8":  # a prompt's last token, too, is alone where it is the logits' only one
+        product, last_product = (
+            functools.partial(_fp8_linear, alone=n if tokens.shape[0] == 1 else 0) for n in (new - 1, new)
+        )
     cos, sin = rotary.tables(c, tokens.shape[1] - 1, tokens.device)
     x = embedding(tokens[:, :-1], weights.embedding).float() * c.embedding_scale
     y = torch.zeros_like(x)
     for w, window in zip(weights.layers, c.windows, strict=True):
         x, y = layer(c, _float32(w), x, y, cos, sin, causal(c, window), product)
     last = rms_norm((x + y)[:, -new:], weights.norm.float(), c.norm_eps)
-    return product(last, _weight(weights.lm_head))
+    return last_product(last, _weight(weights.lm_head))
 
 
 class Expected:

@@ -14,6 +14,7 @@ from rooftile.ops.decode_attention.pairs import along_rows, halves, into_range
 from rooftile.ops.decode_attention.place import guess_ahead, home_of, place_in
 from rooftile.ops.decode_attention.schedule import load_lengths, part_at, parts_of_item, program_range, share_out
 from rooftile.primitives.dependent import let_next_start, wait_for_previous
+from rooftile.primitives.dequantize import e4m3_of_bits
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -45,10 +46,8 @@ def _scaled(q, by):
 @triton.jit
 def _as(x, DTYPE: tl.constexpr):
     """Cached numbers as the matrix unit takes them; none of e4m3's or int8's is rounded."""
-    if x.dtype == tl.uint8:  # e4m3 where the chip has none: its bits moved to where float32 has them, 2^120 too small
-        bits = x.to(tl.int32)
-        number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-        y = tl.where((bits & 0x7F) == 0x7F, float("nan"), number).to(DTYPE)
+    if x.dtype == tl.uint8:
+        y = e4m3_of_bits(x).to(DTYPE)
     else:
         y = x.to(DTYPE)
     return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator
@@ -164,6 +165,19 @@ def _rows(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
         block_n, block_k, warps = 16, 512, 8
     warps = max(1, warps * 32 // target.warp_size)
     yield MatmulConfig("row", 1, max(1, block_n // (1 + p.gated)), block_k * 2 // p.dtype.itemsize, 1, 1, warps, 1)
+
+
+def rows_of_8_bits(p: Problem, target: runtime.Target) -> MatmulConfig:
+    """The same for a weight of 8 bits."""
+    return of_8_bits(next(_rows(dataclasses.replace(p, dtype=torch.bfloat16), target)), p.k)
+
+
+def of_8_bits(c: MatmulConfig, k: int) -> MatmulConfig:
+    """With as many bytes a program and a thread as c has with 16 bits: steps twice as long, or where only those as long
+    as c's divide k, twice the rows."""
+    if k % c.block_k == 0 and k % (2 * c.block_k):
+        return dataclasses.replace(c, block_n=2 * c.block_n)
+    return dataclasses.replace(c, block_k=2 * c.block_k)
 
 
 def _skinny(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:

@@ -1,7 +1,8 @@
 """One row of x: multiply and sum. The matrix unit would multiply fifteen rows of nothing; the weights are read once.
 
 A program has `block_n` rows of the weight and walks along them `block_k` elements at a time; every thread multiplies
-what it loaded and keeps its own sums, which meet at the end.
+what it loaded and keeps its own sums, which meet at the end. Weights of 8 bits, int8 or float8_e4m3fn, are multiplied
+by x as it is; the scale of a row multiplies its sum.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
 from rooftile.primitives.activations import activate
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
+from rooftile.primitives.dequantize import as_float32, has_tricks
+from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -27,10 +30,29 @@ import triton.language as tl  # isort: skip
 PREFETCH = 1
 
 
+@triton.jit
+def no_sums(w_ptr, N: tl.constexpr, K: tl.constexpr):
+    """Zeros for a thread's sums: one for each number that it loads at once, but one for all 16 of those of 8 bits, for
+    sixteen would take the registers of another program."""
+    SHARED: tl.constexpr = min(16, K) if w_ptr.dtype.element_ty.primitive_bitwidth == 8 else 1
+    return tl.zeros((N, K // SHARED), tl.float32)
+
+
+@triton.jit
+def add_products(acc, w, x, TRICKS: tl.constexpr):
+    """The sums and the products of a tile of the weight with x, float32."""
+    SHARED: tl.constexpr = w.shape[1] // acc.shape[1]
+    products = as_float32(w, TRICKS) * x[None, :]
+    if SHARED > 1:
+        products = tl.sum(products.reshape(acc.shape[0], acc.shape[1], SHARED), axis=2)
+    return acc + products
+
+
 @triton.jit(do_not_specialize=["n_cols"])
 def _row_kernel(
     x_ptr,
     w_ptr,
+    scale_ptr,
     out_ptr,
     bias_ptr,
     residual_ptr,
@@ -41,6 +63,8 @@ def _row_kernel(
     n_cols,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    TRICKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -67,8 +91,8 @@ def _row_kernel(
             prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines + b * BLOCK_K, n_inner - 1)[None, :])
         wait_for_previous()
 
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc = no_sums(w_ptr, BLOCK_N, BLOCK_K)
+    up = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             w = tl.load(w_ptrs + k, eviction_policy="evict_first")
@@ -77,14 +101,14 @@ def _row_kernel(
             inside = k + ks < n_inner
             w = tl.load(w_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptr + k + ks, mask=inside, other=0.0)
-        x = x.to(tl.float32)[None, :]
-        acc += w.to(tl.float32) * x
+        x = x.to(tl.float32)
+        acc = add_products(acc, w, x, TRICKS)
         if GATED:
             if EVEN_K:
                 w = tl.load(up_ptrs + k, eviction_policy="evict_first")
             else:
                 w = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            up += w.to(tl.float32) * x
+            up = add_products(up, w, x, TRICKS)
     z = tl.sum(acc, axis=1)
     if GATED:
         z_up = tl.sum(up, axis=1)
@@ -105,6 +129,10 @@ def _row_kernel(
                 z_up += tl.load(at + (SPLIT + s) * BLOCK_N, cache_modifier=".cg")
 
     mask = cols < n_cols
+    if HAS_SCALE:
+        z *= tl.load(scale_ptr + cols, mask=mask).to(tl.float32)
+        if GATED:
+            z_up *= tl.load(scale_ptr + n_cols + cols, mask=mask).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
         if GATED:
@@ -120,14 +148,17 @@ def _row_kernel(
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], activation: str, gated: bool, even_k: bool, prefetched: int, c: MatmulConfig
-) -> launching.Plan:
+    dtypes: tuple[torch.dtype | None, ...], activation: str, gated: bool, even_k: bool, tricks: bool,
+    prefetched: int, c: MatmulConfig,
+) -> launching.Plan:  # fmt: skip
     options = {"launch_pdl": True} if prefetched >= 0 else {}
     constants = {
         "ACTIVATION": activation,
         "GATED": gated,
-        "HAS_BIAS": dtypes[2] is not None,
-        "HAS_RESIDUAL": dtypes[3] is not None,
+        "HAS_SCALE": dtypes[2] is not None,
+        "TRICKS": tricks,
+        "HAS_BIAS": dtypes[3] is not None,
+        "HAS_RESIDUAL": dtypes[4] is not None,
         "EVEN_K": even_k,
         "BLOCK_N": c.block_n,
         "BLOCK_K": c.block_k,
@@ -168,8 +199,13 @@ def launch(
     gated: bool,
     precision: str,  # the multiply and the sum are float32's own, whatever was asked for
     c: MatmulConfig,
+    scale: Tensor | None = None,
+    prefetched: int | None = None,
 ) -> None:
-    """Launch it: x (1, K), w (N, K) or (2N, K), out (1, N)."""
+    """Launch it: x (1, K), w (N, K) or (2N, K), out (1, N).
+
+    Of 8 bits w has `scale`, (N,) or (2N,). `prefetched`: in place of PREFETCH, -1 for a start after the kernel ahead.
+    """
     n_cols, n_inner = out.shape[-1], x.shape[-1]
     tiles = library.cdiv(n_cols, c.block_n)
     partial = counters = None
@@ -178,12 +214,10 @@ def launch(
             raise launching.Untraceable("counters of a symbolic number")
         partial = torch.empty(tiles * c.split_k * (1 + gated) * c.block_n, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
-    dtypes = (
-        x.dtype,
-        out.dtype,
-        bias.dtype if bias is not None else None,
-        residual.dtype if residual is not None else None,
-    )
-    plan = _plan(dtypes, activation, gated, bool(n_inner % c.block_k == 0), _prefetched(x), c)
-    tensors = (x, w, out, bias, residual, partial, counters)
+    w = w if scale is None else writable(w)
+    tricks = w.dtype == torch.int8 and has_tricks(runtime.target(x.device))
+    dtypes = (x.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias, residual)), out.dtype)
+    prefetched = _prefetched(x) if prefetched is None else prefetched
+    plan = _plan(dtypes, activation, gated, bool(n_inner % c.block_k == 0), tricks, prefetched, c)
+    tensors = (x, w, scale, out, bias, residual, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (w.stride(-2), n_inner), (n_cols,))

@@ -62,6 +62,31 @@ def choose(
     return None
 
 
+def chosen_of_8_bits(op: str, x: Tensor, weight: Tensor, gated: bool, config: str) -> MatmulConfig | None:
+    """The configuration of the one kernel for a weight of 8 bits, or None, where x has several rows."""
+    m, n, k = x.numel() // x.shape[-1], weight.shape[0] // (1 + gated), x.shape[-1]
+    target, asked = runtime.target(x.device), decode(config)
+    if asked is None:
+        return _choose_of_8_bits(n, k, target, gated) if m == 1 else None
+    if asked.kernel != "row":
+        reason: str | None = f"kernel is '{asked.kernel}', expected 'row' for a weight of 8 bits"
+    else:
+        reason = row.refuses(Problem(m, n, k, x.dtype, gated=gated), asked, target)
+    if reason is not None:
+        raise ValueError(f"{op}: config can't be launched: {reason}")
+    return asked
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> MatmulConfig:
+    dtype = torch.bfloat16
+    if target is runtime.INTERPRETER:
+        c = choose(1, n, k, dtype, True, target, gated)
+        assert c is not None, "one row is one kernel"
+        return c
+    return product_choice.of_8_bits(_rows(Problem(1, n, k, dtype, gated=gated), target)[0], k)
+
+
 def _rows(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
     """Loads straight to registers, four of 16 bytes a thread, and many small programs.
 

@@ -25,10 +25,14 @@ _OP = "rms_norm_linear"
 
 def check(
     op: str, x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float,
-    gated: bool = False,
+    gated: bool = False, scale: Tensor | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The shape of the result."""
-    library.check_floating(op, x=x, norm_weight=norm_weight, weight=weight, bias=bias)
+    """The shape of the result. With a scale the weight has 8 bits."""
+    library.check_floating(op, x=x, norm_weight=norm_weight, bias=bias)
+    if scale is None:
+        library.check_floating(op, weight=weight)
+    else:
+        _check_8_bits(op, weight, scale)
     for name, number in (("eps", eps), ("offset", offset)):
         if not isinstance(number, (float, int)):
             raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number")
@@ -39,7 +43,8 @@ def check(
         raise ValueError(
             f"{op}: norm_weight has shape {tuple(norm_weight.shape)}, expected ({k},) to match x's last dimension"
         )
-    check_dtype(op, "weight", weight, "x", x)
+    if scale is None:
+        check_dtype(op, "weight", weight, "x", x)
     if weight.dim() != 2 or weight.shape[1] != k:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected ({'2N' if gated else 'N'}, {k}) to match x's last "
@@ -48,12 +53,25 @@ def check(
     n = weight.shape[0]
     if gated and n % 2:
         raise ValueError(f"{op}: weight has {n} rows, expected an even number: [gate | up]")
+    if scale is not None and scale.shape not in ((n,), (n, 1)):
+        raise ValueError(
+            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match the weight's rows"
+        )
     if bias is not None:
         if bias.shape != (n,):
             raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match the weight's rows")
         if bias.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {x.dtype} to match x, or torch.float32")
     return (*x.shape[:-1], n // 2 if gated else n)
+
+
+def _check_8_bits(op: str, weight: Tensor, scale: Tensor) -> None:
+    if weight.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise TypeError(
+            f"{op}: weight has dtype {weight.dtype}, expected torch.int8 or torch.float8_e4m3fn where it has a scale"
+        )
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected torch.float32")
 
 
 def launch(

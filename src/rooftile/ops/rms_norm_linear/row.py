@@ -2,7 +2,7 @@
 
 A program has `block_n` rows of the weight (gated, as many of the gate and of up) and walks along them and x, `block_k`
 elements at a time. Every program reads all of x and of the norm's weight, out of the L2 or its own L1: a few kilobytes
-beside `block_n` rows of the weight.
+beside `block_n` rows of the weight. Weights of 8 bits have a scale for each row, which multiplies its sum.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.matmul import row as product
 from rooftile.ops.matmul.config import MatmulConfig, Problem
+from rooftile.ops.matmul.row import add_products, no_sums
 from rooftile.primitives import dependent
 from rooftile.primitives.activations import activate
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
+from rooftile.primitives.dequantize import has_tricks
+from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -35,6 +38,7 @@ def _row_kernel(
     x_ptr,
     norm_ptr,
     w_ptr,
+    scale_ptr,
     out_ptr,
     bias_ptr,
     partial_ptr,
@@ -47,6 +51,8 @@ def _row_kernel(
     OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    TRICKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -72,8 +78,8 @@ def _row_kernel(
             prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines + b * BLOCK_K, n_inner - 1)[None, :])
         wait_for_previous()
 
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc = no_sums(w_ptr, BLOCK_N, BLOCK_K)
+    up = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
         ks = k + block
@@ -90,13 +96,13 @@ def _row_kernel(
         x = x.to(tl.float32)
         squares += x * x
         x *= scale.to(tl.float32) + OFFSET
-        acc += w.to(tl.float32) * x[None, :]
+        acc = add_products(acc, w, x, TRICKS)
         if GATED:
             if EVEN_K:
                 w = tl.load(up_ptrs + step, eviction_policy="evict_first")
             else:
                 w = tl.load(up_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            up += w.to(tl.float32) * x[None, :]
+            up = add_products(up, w, x, TRICKS)
     z = tl.sum(acc, axis=1)
     if GATED:
         z_up = tl.sum(up, axis=1)
@@ -127,10 +133,14 @@ def _row_kernel(
     mask = cols < n_cols
     rstd = tl.rsqrt(total / n_inner + EPS)
     z *= rstd
+    if HAS_SCALE:
+        z *= tl.load(scale_ptr + cols, mask=mask)
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
     if GATED:
         z_up *= rstd
+        if HAS_SCALE:
+            z_up *= tl.load(scale_ptr + n_cols + cols, mask=mask)
         if HAS_BIAS:
             z_up += tl.load(bias_ptr + n_cols + cols, mask=mask).to(tl.float32)
         z = activate(z, ACTIVATION) * z_up
@@ -140,7 +150,7 @@ def _row_kernel(
 @functools.cache
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, even_k: bool,
-    prefetched: int, c: MatmulConfig,
+    tricks: bool, prefetched: int, c: MatmulConfig,
 ) -> launching.Plan:  # fmt: skip
     options = {"launch_pdl": True} if prefetched >= 0 else {}
     constants = {
@@ -148,7 +158,9 @@ def _plan(
         "OFFSET": offset,
         "ACTIVATION": activation,
         "GATED": activation != "",
-        "HAS_BIAS": dtypes[-1] is not None,
+        "HAS_SCALE": dtypes[3] is not None,
+        "TRICKS": tricks,
+        "HAS_BIAS": dtypes[4] is not None,
         "EVEN_K": even_k,
         "BLOCK_N": c.block_n,
         "BLOCK_K": c.block_k,
@@ -166,9 +178,12 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
 
 def launch(
     x: Tensor, norm_weight: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, eps: float, offset: float,
-    c: MatmulConfig, activation: str = "",
+    c: MatmulConfig, activation: str = "", scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch it: x (1, K) contiguous, w (N, K), out (1, N); with an activation it is gated, and w (2N, K)."""
+    """Launch it: x (1, K) contiguous, w (N, K), out (1, N); with an activation it is gated, and w (2N, K).
+
+    Of 8 bits w has `scale`, float32, one for each of its rows.
+    """
     n_cols, n_inner = out.shape[-1], x.shape[-1]
     tiles = library.cdiv(n_cols, c.block_n)
     partial = counters = None
@@ -179,7 +194,9 @@ def launch(
     # A prefetch is of lines along k.
     early = dependent.supported(runtime.target(x.device)) and (w.stride(1) == 1 or n_inner == 1)
     prefetched = (GATED_PREFETCH if activation else PREFETCH) if early else -1
-    dtypes = (x.dtype, norm_weight.dtype, bias.dtype if bias is not None else None)
-    plan = _plan(dtypes, eps, offset, activation, bool(n_inner % c.block_k == 0), prefetched, c)
-    tensors = (x, norm_weight, w, out, bias, partial, counters)
+    w = w if scale is None else writable(w)
+    tricks = w.dtype == torch.int8 and has_tricks(runtime.target(x.device))
+    dtypes = (x.dtype, norm_weight.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias)))
+    plan = _plan(dtypes, eps, offset, activation, bool(n_inner % c.block_k == 0), tricks, prefetched, c)
+    tensors = (x, norm_weight, w, scale, out, bias, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (*w.stride(), n_inner), (n_cols,))

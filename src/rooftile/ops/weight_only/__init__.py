@@ -1,11 +1,12 @@
 """Linear layers whose weights alone are quantised, for decoding: the weight is read, and it is all that is read.
 
-    int8_linear    out = (x @ weight^T) * scale + bias + residual               a scale for each row of the weight
-    int4_linear    out = x @ (q * scale)^T + bias + residual                    a scale for each group of a row,
-                   q = unpack_int4(packed)
+    int8_linear          out = (x @ weight^T) * scale + bias + residual    a scale for each row of the weight
+    fp8_weight_linear    the same, of a weight in float8_e4m3fn
+    int4_linear          out = x @ (q * scale)^T + bias + residual         a scale for each group of a row,
+                         q = unpack_int4(packed)
 
 A weight of (N, K) is read at every step of a decode, N * K bytes or half of them, beside which x, the scales and the
-output are little. Products are of x as it is and exact small integers, sums float32; scales multiply sums, in float32,
+output are little. Products are of x as it is and exact small numbers, sums float32; scales multiply sums, in float32,
 so that nothing is rounded before the end.
 """
 
@@ -26,6 +27,7 @@ from rooftile.ops.weight_only.packing import GROUPS, pack_int4, quantize_int4, q
 
 __all__ = [
     "WeightOnlyConfig",
+    "fp8_weight_linear",
     "int4_linear",
     "int8_linear",
     "pack_int4",
@@ -34,7 +36,11 @@ __all__ = [
     "unpack_int4",
 ]
 
-_WEIGHTS = {"int8_linear": ("weight", torch.int8), "int4_linear": ("packed", torch.uint8)}
+_WEIGHTS = {
+    "int8_linear": ("weight", torch.int8),
+    "fp8_weight_linear": ("weight", torch.float8_e4m3fn),
+    "int4_linear": ("packed", torch.uint8),
+}
 
 
 def _rows(op: str, x: Tensor, weight: Tensor) -> int:
@@ -42,7 +48,7 @@ def _rows(op: str, x: Tensor, weight: Tensor) -> int:
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape (), expected at least one dimension")
     k = x.shape[-1]
-    if op == "int8_linear":
+    if op != "int4_linear":
         expected, columns = f"(N, {k}) to match x's last dimension", k
     else:
         if k % GROUPS[0]:
@@ -56,7 +62,7 @@ def _rows(op: str, x: Tensor, weight: Tensor) -> int:
 def _check(
     op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[int, int]:
-    """The rows of the weight, and the group: 0 for int8. Raises for what can't be multiplied."""
+    """The rows of the weight, and the group: 0 for 8 bits. Raises for what can't be multiplied."""
     name, dtype = _WEIGHTS[op]
     library.check_floating(op, x=x, scale=scale, bias=bias, residual=residual)
     if weight.dtype != dtype:
@@ -67,8 +73,9 @@ def _check(
                 f"{op}: {other_name} has dtype {other.dtype}, expected {x.dtype} to match x, or torch.float32"
             )
     n, k = _rows(op, x, weight), x.shape[-1]
-    if op == "int8_linear":
-        group, known, wanted = 0, scale.shape == (n,), f"({n},) to match weight's rows"
+    if op != "int4_linear":
+        group, known = 0, scale.shape in ((n,), (n, 1))
+        wanted = f"({n},) or ({n}, 1) to match weight's rows"
     else:
         fit = [g for g in GROUPS if k % g == 0]
         group = next((g for g in fit if scale.dim() == 2 and scale.shape[1] * g == k), 0)
@@ -99,7 +106,8 @@ def _tuned(
         found = WeightOnlyConfig(**entry)
     except (TypeError, ValueError):  # a table of another version, or one that somebody edited
         return None
-    return None if configs.refuses(found, group, dtype, target, k, aligned) else found
+    refused = configs.refuses(found, group, dtype, target, k, aligned, m=m, fp8=op == "fp8_weight_linear")
+    return None if refused else found
 
 
 def tuning_key(m: int, n: int, k: int, group: int, dtype: torch.dtype) -> str:
@@ -111,12 +119,12 @@ def tuning_key(m: int, n: int, k: int, group: int, dtype: torch.dtype) -> str:
 def _choose(
     op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any, aligned: bool, given: str
 ) -> WeightOnlyConfig:
-    asked = configs.decode(given)
+    asked, fp8 = configs.decode(given), op == "fp8_weight_linear"
     if asked is None:
         m = int(library.power_of_two(max(1, m)))
         found = _tuned(op, m, n, k, group, dtype, target, aligned)
-        return found or configs.config(m, n, k, group, dtype, target, aligned)
-    why = configs.refuses(asked, group, dtype, target, k, aligned)
+        return found or configs.config(m, n, k, group, dtype, target, aligned, fp8)
+    why = configs.refuses(asked, group, dtype, target, k, aligned, m=m, fp8=fp8)
     if why:
         raise ValueError(f"{op}: config can't be used here: {why}")
     return asked
@@ -185,6 +193,7 @@ def _define(op: str) -> Any:
 
 
 _int8_op = _define("int8_linear")
+_fp8_op = _define("fp8_weight_linear")
 _int4_op = _define("int4_linear")
 
 
@@ -211,7 +220,7 @@ def int8_linear(
         x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
             taken as one, or the last stride is not 1.
         weight: `(N, K)` int8, as `quantize_int8` gives it; any stride between rows.
-        scale: `(N,)`, float32 or of x's dtype.
+        scale: `(N,)` or `(N, 1)`, float32 or of x's dtype.
         bias: `(N,)`, of x's dtype or float32.
         residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
@@ -225,6 +234,40 @@ def int8_linear(
         TypeError: a dtype is not one of those.
     """
     return _int8_op(x, weight, scale, bias, residual, _encoded("int8_linear", config))
+
+
+def fp8_weight_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    config: WeightOnlyConfig | None = None,
+) -> Tensor:
+    """`out = (x @ weight^T) * scale + bias + residual`, for inference: x in floating point, the weight in fp8.
+
+    x is multiplied as it is, where `fp8_linear` quantises it first, which costs it all but three bits and lets the
+    matrix unit multiply twice as much: that one is for many rows, this one for few, where reading the weight is all.
+
+    Args:
+        x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
+            taken as one, or the last stride is not 1.
+        weight: `(N, K)` float8_e4m3fn, as `quantize_tensor(weight, Quantize())` gives it; any stride between rows.
+        scale: `(N,)` or `(N, 1)`, float32 or of x's dtype.
+        bias: `(N,)`, of x's dtype or float32.
+        residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
+        config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
+
+    Returns:
+        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once.
+
+    Raises:
+        ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
+            derivative), a device is the CPU without the interpreter, or devices differ.
+        TypeError: a dtype is not one of those.
+    """
+    return _fp8_op(x, weight, scale, bias, residual, _encoded("fp8_weight_linear", config))
 
 
 def int4_linear(

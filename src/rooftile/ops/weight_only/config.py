@@ -10,14 +10,16 @@ from types import ModuleType
 import torch
 
 from rooftile import library, runtime
+from rooftile.ops.matmul import choose as product_choice
+from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
 
-KERNELS = ("skinny", "direct")
+KERNELS = ("skinny", "direct", "row")
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightOnlyConfig:
-    """How the kernel of `int8_linear` and `int4_linear` is launched.
+    """How the kernel of `int8_linear`, `fp8_weight_linear` and `int4_linear` is launched.
 
     A program has `block_m` rows of x and `block_n` rows of the weight, and walks along K. It takes `slices` blocks of
     `block_k` elements at a time; where there are several, each warp sums blocks of its own, and the warps' sums are
@@ -25,18 +27,20 @@ class WeightOnlyConfig:
     does another's work.
 
     Kernel "skinny" brings its tiles through shared memory. Kernel "direct" (NVIDIA's GPUs, float16 and bfloat16, a K
-    that is a multiple of `block_k`) loads the weight into the registers that the matrix unit reads.
+    that is a multiple of `block_k`, int8 and int4) loads the weight into the registers that the matrix unit reads.
+    Kernel "row" multiplies and sums without the matrix unit: one row of x, weights of 8 bits.
 
     Args:
-        block_m, block_n: the tile: rows of x, rows of the weight.
+        block_m, block_n: the tile: rows of x, rows of the weight. For "row" block_m is 1.
         block_k: elements of a block; twice the group for int4, whose low nibbles are one group and high ones the next.
-        slices: blocks that a program takes at a time; 1, or a multiple of `num_warps`; for "direct" a divisor of it.
+        slices: blocks that a program takes at a time; 1, or a multiple of `num_warps`; for "direct" a divisor of it,
+            for "row" 1.
         split_k: how many programs share one tile's sum.
         num_warps, num_stages: warps of a program, and how deep its loads are pipelined; for "direct" how many steps'
             weights a thread holds.
         prefetch: -1 for an ordinary launch. From 0 on the kernel starts while the one before it still ends (for sm_90
             and later), and brings the weights of that many steps into the L2 until it may go on.
-        kernel: "skinny" or "direct".
+        kernel: "skinny", "direct" or "row".
     """
 
     block_m: int
@@ -60,11 +64,17 @@ class WeightOnlyConfig:
                 raise ValueError(f"WeightOnlyConfig: {field.name} is {value!r}, expected a positive integer")
             if field.name not in ("split_k", "num_stages") and value & (value - 1):
                 raise ValueError(f"WeightOnlyConfig: {field.name} is {value}, expected a power of two")
-        for name in ("block_n", "block_k"):
+        for name in ("block_n", "block_k") if self.kernel != "row" else ("block_k",):
             if getattr(self, name) < 16:
                 raise ValueError(f"WeightOnlyConfig: {name} is {getattr(self, name)}, expected at least 16")
         if self.kernel == "direct":
             self._check_direct()
+        elif self.kernel == "row":
+            if (self.block_m, self.slices) != (1, 1):
+                raise ValueError(
+                    f"WeightOnlyConfig: block_m is {self.block_m} and slices {self.slices}, expected 1 and 1 for "
+                    "kernel 'row'"
+                )
         elif self.slices > 1 and self.slices % self.num_warps:
             raise ValueError(
                 f"WeightOnlyConfig: slices is {self.slices}, expected 1 or a multiple of num_warps={self.num_warps}"
@@ -110,24 +120,30 @@ def decode(text: str) -> WeightOnlyConfig | None:
 
 
 def refuses(
-    c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target, k: int = 0, aligned: bool = True
-) -> str | None:
-    """Why a product can't be launched so, or None.
+    c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target, k: int = 0, aligned: bool = True,
+    *, m: int = 1, fp8: bool = False,
+) -> str | None:  # fmt: skip
+    """Why a product of m rows of x can't be launched so, or None.
 
-    `group` is 0 for int8; `aligned`: whether rows of the weight begin at multiples of 16 bytes.
+    `group` is 0 for 8 bits, of which `fp8` says that they are no int8; `aligned`: whether rows of the weight begin at
+    multiples of 16 bytes.
     """
     if group and c.block_k != 2 * group:
         return f"block_k is {c.block_k}, expected {2 * group}, twice the group of {group}"
     if c.kernel == "direct":
-        why = _refuses_direct(c, group, dtype, target, k, aligned)
+        why = _refuses_direct(c, group, dtype, target, k, aligned, fp8)
         if why:
             return why
-    if target is runtime.INTERPRETER:
+    if c.kernel == "row" and group:
+        return "kernel 'row' takes weights of 8 bits"
+    if target is runtime.INTERPRETER and c.kernel != "row":
         return None
     if c.num_warps * target.warp_size > target.max_threads:
         return f"num_warps is {c.num_warps}, expected at most {target.max_threads // target.warp_size} on this GPU"
     if c.prefetch >= 0 and not dependent.supported(target):
         return f"prefetch is {c.prefetch}, expected -1: {target.arch} has no dependent launch"
+    if c.kernel == "row":
+        return product_choice.refuses(Problem(m, 1, k or c.block_k, dtype), as_product(c), target)
     if c.kernel == "direct":
         return None
     if c.slices > c.num_warps and c.block_m == 1:
@@ -144,9 +160,16 @@ def refuses(
     return None
 
 
+def as_product(c: WeightOnlyConfig) -> MatmulConfig:
+    """A configuration of "row" as that of the plain product's kernel, which it is."""
+    return MatmulConfig("row", 1, c.block_n, c.block_k, 1, c.split_k, c.num_warps, c.num_stages)
+
+
 def _refuses_direct(
-    c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target, k: int, aligned: bool
+    c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target, k: int, aligned: bool, fp8: bool
 ) -> str | None:
+    if fp8:
+        return "kernel 'direct' takes weights of int8 and int4"
     if not target.arch.startswith("sm_"):
         return f"kernel 'direct' is for NVIDIA's GPUs, not {target.arch}"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -171,17 +194,20 @@ def _refuses_direct(
 
 @functools.cache
 def config(
-    m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target, aligned: bool = True
-) -> WeightOnlyConfig:
-    """The configuration for x of (m, k) and a weight of (n, k); `group` and `aligned` as for `refuses`."""
+    m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target, aligned: bool = True,
+    fp8: bool = False,
+) -> WeightOnlyConfig:  # fmt: skip
+    """The configuration for x of (m, k) and a weight of (n, k); `group`, `aligned` and `fp8` as for `refuses`."""
     block_k = 2 * group or 128
+    if m == 1 and not group and _takes_row(n, fp8, target):
+        return _row(n, k, dtype, target)
     if target is runtime.INTERPRETER:
         block_m, block_n = (min(64, max(least, library.power_of_two(s))) for least, s in ((1, m), (16, n)))
         return WeightOnlyConfig(block_m, block_n, block_k, slices=2, num_warps=1, num_stages=1)
     if dtype == torch.float32:  # no matrix unit keeps float32: small tiles, for registers
         block_m = min(4, library.power_of_two(m))
         return WeightOnlyConfig(block_m, 16, 2 * group or 64, slices=4, num_warps=4, num_stages=2)
-    direct = _direct(m, n, group, target)
+    direct = None if fp8 else _direct(m, n, group, target)
     if direct is not None and refuses(direct, group, dtype, target, k, aligned) is None:
         return direct
     return _skinny(m, n, k, group, target)
@@ -190,6 +216,25 @@ def config(
 def _wide(n: int, target: runtime.Target) -> bool:
     """Whether a weight has tiles of 32 rows for four programs on every multiprocessor."""
     return n >= 32 * 4 * target.multiprocessors
+
+
+def _takes_row(n: int, fp8: bool, target: runtime.Target) -> bool:
+    """Whether one row of x goes to kernel "row": but where "direct" is at 0.95 of the read roof, wide weights of int8.
+
+    Of 4096 x 4096 the others have 0.55 of it on an H200, as below, and this kernel in bfloat16 0.81.
+    """
+    return fp8 or target.arch != "sm_90" or not _wide(n, target)
+
+
+def _row(n: int, k: int, dtype: torch.dtype, target: runtime.Target) -> WeightOnlyConfig:
+    if target is runtime.INTERPRETER:
+        block_n, block_k = (min(most, max(16, library.power_of_two(max(1, s)))) for most, s in ((64, n), (128, k)))
+        return WeightOnlyConfig(1, block_n, block_k, slices=1, num_warps=4, num_stages=1, kernel="row")
+    c = product_choice.rows_of_8_bits(Problem(1, n, k, dtype), target)
+    early = 1 if dependent.supported(target) else -1
+    return WeightOnlyConfig(
+        1, c.block_n, c.block_k, slices=1, num_warps=c.num_warps, num_stages=1, prefetch=early, kernel="row"
+    )
 
 
 def _direct(m: int, n: int, group: int, target: runtime.Target) -> WeightOnlyConfig | None:

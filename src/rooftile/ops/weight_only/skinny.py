@@ -20,9 +20,10 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.weight_only.config import WeightOnlyConfig
-from rooftile.ops.weight_only.dequantize import has_tricks, int4_as, int8_as
 from rooftile.ops.weight_only.scales import in_pairs, of_pair
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
+from rooftile.primitives.dequantize import eight_bits_as, has_tricks, int4_as
+from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -135,7 +136,7 @@ def _weight_only_kernel(
             x_inside = x_mask & (x_inner < half)
         else:
             left = K - (at + block) * BLOCK_K
-            w = tl.load(w_ptrs + at * BYTES, mask=w_inner < left, other=0, eviction_policy="evict_first")
+            w = tl.load(w_ptrs + at * BYTES, mask=w_inner < left, other=0.0, eviction_policy="evict_first")
             x_inside = x_mask & (x_inner < left)
         x = tl.load(x_ptrs + at * BLOCK_K, mask=x_inside, other=0.0)
         if GROUP > 0:
@@ -150,7 +151,7 @@ def _weight_only_kernel(
             acc += tl.dot(low, x, input_precision="ieee") * scale
             acc += tl.dot(high, x_high, input_precision="ieee") * scale_high
         else:
-            acc = tl.dot(int8_as(w, DTYPE, TRICKS), x, acc, input_precision="ieee")
+            acc = tl.dot(eight_bits_as(w, DTYPE, TRICKS), x, acc, input_precision="ieee")
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)
 
@@ -184,8 +185,8 @@ def _plan(
     constants = {
         "K": k,
         "GROUP": group,
-        "HAS_BIAS": dtypes[2] is not None,
-        "HAS_RESIDUAL": dtypes[3] is not None,
+        "HAS_BIAS": dtypes[3] is not None,
+        "HAS_RESIDUAL": dtypes[4] is not None,
         "TRICKS": tricks,
         "PAIRS": pairs,
         "BLOCK_M": c.block_m,
@@ -203,18 +204,23 @@ def _plan(
 def launch(
     x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
 ) -> None:
-    """Launch it: x (M, K), w int8 (N, K) or uint8 (N, K/2), out and residual (M, N); all but x and w are contiguous."""
+    """Launch it: x (M, K), w int8 or float8_e4m3fn (N, K), or uint8 (N, K/2), out and residual (M, N).
+
+    All but x and w are contiguous.
+    """
     (n_rows, k), n_cols = x.shape, w.shape[0]
     group, pairs = 0, ""
-    dtypes = (x.dtype, scale.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
     if w.dtype == torch.uint8:
         group = int(k) // int(scale.shape[1])
         scale, pairs = in_pairs(scale)
+    elif w.dtype == torch.float8_e4m3fn:
+        w = writable(w)
     tiles = library.cdiv(n_rows, c.block_m) * library.cdiv(n_cols, c.block_n)
     partial = counters = None
     if c.split_k > 1:
         partial = torch.empty(tiles * c.split_k * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
+    dtypes = (x.dtype, w.dtype, scale.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
     plan = _plan(int(k), group, dtypes, has_tricks(runtime.target(x.device)), pairs, c)
     tensors = (x, w, scale, bias, residual, out, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (x.stride(0), w.stride(0)), (n_rows, n_cols))

@@ -1,10 +1,11 @@
-"""Weights of 8 and 4 bits as the matrix unit takes them.
+"""Numbers of 8 and 4 bits as the matrix unit takes them, and those of 8 bits in float32.
 
 At 4 bits an H200's memory brings 35 weights a clock to each multiprocessor, which issues 128 instructions a clock,
 counted by lanes: 3.6 a weight, for everything. A conversion from an integer runs at half of that rate or less, so on
 NVIDIA's GPUs the bits are placed into the mantissa of a number whose last bit is worth 1, two weights an instruction,
 and what that number had before is taken off: 1.4 instructions a weight for int4, and for int8 2 in bfloat16 and 1.25
-in float16. All of it is exact.
+in float16. All of it is exact. float8_e4m3fn has an instruction of its own, for two numbers; where a chip has it not,
+such numbers are read as bytes (`quantize.writable`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,26 @@ def has_tricks(target: runtime.Target) -> bool:
 
 
 @triton.jit
+def e4m3_of_bits(x):
+    """Bytes of e4m3 as float32: moved to where that has them, 2^120 too small."""
+    bits = x.to(tl.int32)
+    number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
+
+
+@triton.jit
+def as_float32(w, TRICKS: tl.constexpr):
+    """w of any format in float32; uint8 are bytes of e4m3."""
+    if w.dtype == tl.uint8:
+        y = e4m3_of_bits(w)
+    elif TRICKS and w.dtype == tl.int8:
+        y = int8_as(w, tl.float16, TRICKS).to(tl.float32)  # an instruction more: three in place of a slow conversion
+    else:
+        y = w.to(tl.float32)
+    return y
+
+
+@triton.jit
 def int8_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
     """int8 w in DTYPE."""
     if TRICKS and DTYPE.is_bf16():
@@ -98,6 +119,18 @@ def int8_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
         y = tl.inline_asm_elementwise(INT8_FP16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4)
     else:
         y = w.to(tl.float32).to(DTYPE)
+    return y
+
+
+@triton.jit
+def eight_bits_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
+    """w of int8 or e4m3, or its bytes, in DTYPE."""
+    if w.dtype == tl.int8:
+        y = int8_as(w, DTYPE, TRICKS)
+    elif w.dtype == tl.uint8:
+        y = e4m3_of_bits(w).to(DTYPE)
+    else:
+        y = w.to(DTYPE)
     return y
 
 

@@ -1,0 +1,90 @@
+"""Norm and product, plain or gated, with weights of 8 bits and a scale for each of their rows; for inference.
+
+    z = (rms_norm(x) @ weight^T) * weight_scale + bias,   y = z, or act(g) * u of z = [g | u]
+
+One row of x is one kernel, which multiplies by x as it is. More rows are the norm and a product: of int8 that of a
+weight-only product; of float8_e4m3fn, where the matrix unit multiplies it as it is, the norm gives x in it too, by row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from rooftile import launching, library
+from rooftile.ops.fp8_linear import _launch as fp8_product
+from rooftile.ops.matmul.common import check_activation, refuse_symbols
+from rooftile.ops.matmul.layers import _activated as activated
+from rooftile.ops.rms_norm import forward as norm
+from rooftile.ops.rms_norm import quantized as quantized_norm
+from rooftile.ops.rms_norm_linear import row
+from rooftile.ops.rms_norm_linear.choose import chosen_of_8_bits
+from rooftile.ops.rms_norm_linear.layers import check
+from rooftile.ops.weight_only import _launch as weight_only_product
+from rooftile.primitives.quantize import refuse_gradients
+
+
+def _fake(
+    op: str, x: Tensor, norm_weight: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, eps: float,
+    offset: float, activation: str, config: str,
+) -> Tensor:  # fmt: skip
+    if "gated" in op:
+        check_activation(op, activation)
+    shape = check(op, x, norm_weight, weight, bias, eps, offset, gated=activation != "", scale=scale)
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def _launch(
+    op: str, x: Tensor, norm_weight: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, eps: float,
+    offset: float, activation: str, config: str,
+) -> Tensor:  # fmt: skip
+    refuse_symbols(*x.shape, *weight.shape)
+    out = _fake(op, x, norm_weight, weight, scale, bias, eps, offset, activation, config)
+    if out.numel() == 0:
+        return out
+    c = chosen_of_8_bits(op, x, weight, activation != "", config)
+    if c is not None:
+        if isinstance(x, FunctionalTensor):
+            raise launching.Untraceable("an early launch, or counters")
+        bias = None if bias is None else bias.contiguous()
+        of_norm = norm_weight.contiguous()
+        row.launch(
+            library.as_rows(x), of_norm, weight, out.view(1, -1), bias, eps, offset, c, activation, scale.contiguous()
+        )
+        return out
+    z = _several(x, norm_weight, weight, scale, bias, eps, offset)
+    return activated(z, activation, True) if activation else z
+
+
+def _several(
+    x: Tensor, norm_weight: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> Tensor:
+    """Of more rows: the norm, then the product."""
+    if weight.dtype == torch.int8:
+        normed, _ = norm.launch("rms_norm", x, None, norm_weight, eps, offset, "none")
+        return weight_only_product("int8_linear", normed, weight, scale, bias, None, "")
+    mode = (eps, offset, "none", "float8_e4m3fn", "row", 128)
+    y, _, x_scale = quantized_norm.launch("rms_norm_quantized", x, None, norm_weight, None, *mode)
+    dtype = str(x.dtype).removeprefix("torch.")
+    return fp8_product(y, weight, scale.reshape(-1, 1), x_scale, bias, None, dtype, False, "")
+
+
+def _define(op: str) -> Any:
+    schema = (
+        f"{op}(Tensor x, Tensor norm_weight, Tensor weight, Tensor weight_scale, Tensor? bias, float eps, "
+        "float offset, str activation, str config) -> Tensor"
+    )
+    return library.define(
+        schema,
+        launch=functools.partial(_launch, op),
+        fake=functools.partial(_fake, op),
+        autograd=refuse_gradients(schema, "a product with weights of 8 bits"),
+    )
+
+
+linear_op = _define("rms_norm_linear_8bit")
+gated_op = _define("rms_norm_gated_linear_8bit")

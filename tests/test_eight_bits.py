@@ -1,0 +1,216 @@
+"""Weights of 8 bits and one row of x: one kernel, which rounds nothing but its result; and what more rows are."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from helpers import BF16, assert_same
+
+from rooftile import Quantize, launching, quantize_int8, quantize_tensor, runtime
+from rooftile.cases import find_cases
+from rooftile.cases.check import relative_error
+from rooftile.ops.fp8_linear import fp8_linear
+from rooftile.ops.matmul import MatmulConfig
+from rooftile.ops.matmul import choose as product_choice
+from rooftile.ops.matmul.config import Problem
+from rooftile.ops.rms_norm import rms_norm
+from rooftile.ops.rms_norm_linear import choose, rms_norm_gated_linear, rms_norm_linear, row
+from rooftile.ops.weight_only import WeightOnlyConfig, configs, fp8_weight_linear, int8_linear
+from rooftile.primitives import quantize
+from rooftile.reference import rms_norm_linear as reference
+
+TOLERANCES = find_cases(["rms_norm_linear_8bit"])[0].tolerances
+E4M3 = torch.float8_e4m3fn
+both_formats = pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
+ROW = (MatmulConfig("row", 1, 8, 32, split_k=3), MatmulConfig("row", 1, 16, 64), MatmulConfig("row", 1, 4, 8))
+
+
+def quantised(weight, fp8):
+    return quantize_tensor(weight, Quantize()) if fp8 else quantize_int8(weight)
+
+
+def inputs(m, k, n, fp8, device, dtype=BF16):
+    """x, the norm's weight, the weight, its scale, the bias."""
+    x, norm_weight, bias = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k,), (n,)))
+    return x, norm_weight, *quantised(torch.randn(n, k, device=device) * k**-0.5, fp8), bias
+
+
+def truth(formula, x, norm_weight, weight, scale, bias, **options):
+    return formula(x.double(), norm_weight.double(), weight, bias.double(), scale.double(), **options)
+
+
+def assert_close(out, ref):
+    assert out.shape == ref.shape
+    assert relative_error(out, ref) <= TOLERANCES[out.dtype]["forward"].ceiling
+
+
+def every_number(fp8, device):
+    """A weight with a row for each number of 8 bits, and their values."""
+    numbers = torch.arange(256, device=device).to(torch.uint8)
+    numbers = numbers.view(E4M3) if fp8 else numbers.view(torch.int8)
+    weight = torch.zeros(256, 32, dtype=torch.uint8, device=device).view(numbers.dtype)
+    weight[:, 5] = numbers
+    return weight, numbers.float()
+
+
+@pytest.mark.parametrize("instruction", [True, False], ids=["", "bytes"])
+@both_formats
+def test_every_number_is_exact(fp8, instruction, device, monkeypatch):
+    """Also where the chip can't convert fp8: its bytes are read."""
+    if not instruction:
+        monkeypatch.setattr(quantize, "_has_instruction", lambda target: False)
+    weight, values = every_number(fp8, device)
+    x, one = torch.zeros(3, 32, device=device), torch.ones(256, device=device)
+    x[:, 5] = 1
+    product = fp8_weight_linear if fp8 else int8_linear
+    for rows in (1, 3):
+        torch.testing.assert_close(
+            product(x[:rows], weight, one), values.expand(rows, 256), rtol=0, atol=0, equal_nan=True
+        )
+    out = rms_norm_linear(x[:1], one[:32], weight, weight_scale=one, eps=1 - 1 / 32)  # of which rstd is 1
+    torch.testing.assert_close(out, values[None], rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("config", ROW, ids=lambda c: f"{c.block_n}x{c.block_k} split {c.split_k}")
+@both_formats
+def test_every_configuration_is_the_same_function(fp8, config, dtype, device):
+    x, norm_weight, weight, scale, bias = given = inputs(1, 77, 34, fp8, device, dtype)
+    options = {"eps": 0.5, "offset": 1.0}
+    out = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale, **options, config=config)
+    assert_close(out, truth(reference.rms_norm_linear, *given, **options))
+    options |= {"activation": "gelu"}
+    out = rms_norm_gated_linear(x, norm_weight, weight, bias, weight_scale=scale, **options, config=config)
+    assert_close(out, truth(reference.rms_norm_gated_linear, *given, **options))
+    if config.block_k >= 16:
+        own = WeightOnlyConfig(
+            1, config.block_n, config.block_k, slices=1, split_k=config.split_k, num_stages=1, kernel="row"
+        )
+        residual = torch.randn(1, 34, device=device).to(dtype)
+        product = fp8_weight_linear if fp8 else int8_linear
+        out = product(x, weight, scale, bias, residual=residual, config=own)
+        wide = weight.double() * scale.double().reshape(-1, 1)
+        assert_close(out, x.double() @ wide.T + bias.double() + residual.double())
+
+
+def test_gate_and_up_have_scales_of_their_own(device):
+    weight = torch.ones(10, 32, dtype=torch.int8, device=device)
+    x, norm_weight = torch.ones(1, 32, device=device), torch.ones(32, device=device)
+    scale = torch.cat((torch.full((5,), 2.0), torch.arange(5.0))).to(device) / 32
+    out = rms_norm_gated_linear(x, norm_weight, weight, weight_scale=scale, eps=0.0)
+    expected = torch.nn.functional.silu(32 * scale[:5]) * 32 * scale[5:]
+    torch.testing.assert_close(out, expected[None], rtol=1e-5, atol=0)
+
+
+@both_formats
+def test_more_rows_are_the_norm_and_the_product(fp8, device):
+    x, norm_weight, weight, scale, bias = inputs(3, 96, 32, fp8, device)
+    if fp8:
+        y, x_scale = rms_norm(x, norm_weight, eps=0.1, rounding="none", quantize=Quantize())
+        expected = fp8_linear(y, weight, scale, x_scale=x_scale, bias=bias, out_dtype=BF16)
+    else:
+        expected = int8_linear(rms_norm(x, norm_weight, eps=0.1, rounding="none"), weight, scale, bias)
+    assert_same((rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale, eps=0.1),), (expected,))
+    out = rms_norm_gated_linear(x, norm_weight, weight, bias, weight_scale=scale, eps=0.1)
+    gate, up = expected.double().chunk(2, -1)
+    assert_close(out, torch.nn.functional.silu(gate) * up)
+
+
+@both_formats
+def test_scales_may_be_a_column_and_weights_lie_anyhow(fp8, device):
+    x, norm_weight, weight, scale, bias = inputs(1, 64, 24, fp8, device)
+    expected = (rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale.reshape(-1)),)
+    spread = torch.stack((scale.reshape(-1), torch.full((24,), torch.nan, device=device)), 1)[:, :1]
+    wide = torch.zeros(24, 80, dtype=torch.uint8, device=device)
+    wide[:, 3:67] = weight.view(torch.uint8)
+    for laid in (weight, wide[:, 3:67].view(weight.dtype), weight.T.contiguous().T):
+        for s in (scale.reshape(-1, 1), spread, spread[:, 0]):
+            assert_same((rms_norm_linear(x, norm_weight, laid, bias, weight_scale=s),), expected)
+
+
+@both_formats
+def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(fp8, device, monkeypatch):
+    made = []
+    stock = launching.counters
+    monkeypatch.setattr(launching, "counters", lambda *args: made.append(stock(*args)) or made[-1])
+    x, norm_weight, weight, scale, bias = inputs(1, 300, 40, fp8, device)
+    for function in (rms_norm_linear, rms_norm_gated_linear):
+        results = [function(x, norm_weight, weight, bias, weight_scale=scale, config=ROW[0]) for _ in range(2)]
+        assert torch.equal(*results)
+    assert len(made) == 4
+    assert all(not t.any() for t in made)
+
+
+@pytest.mark.parametrize("op", [rms_norm_linear, rms_norm_gated_linear])
+def test_bad_arguments_are_named(op, device):
+    x, g, w, s, b = inputs(2, 8, 6, False, device, torch.float32)
+    skinny = MatmulConfig("skinny", 16, 16, 16)
+
+    def call(x=x, w=w, bias=None, scale=s, config=None):
+        op(x, g, w, bias, weight_scale=scale, config=config)
+
+    for given, kind, message in (
+        ({"w": w.float()}, TypeError, "weight has dtype torch.float32, expected torch.int8 or torch.float8_e4m3fn"),
+        ({"scale": None}, TypeError, "weight has dtype torch.int8, expected float32, float16 or bfloat16"),
+        ({"scale": s.half()}, TypeError, "weight_scale has dtype torch.float16, expected torch.float32"),
+        ({"scale": s[:5]}, ValueError, r"weight_scale has shape \(5,\), expected \(6,\) or \(6, 1\) to match"),
+        ({"scale": s[None]}, ValueError, r"weight_scale has shape \(1, 6\), expected"),
+        ({"scale": s.to("meta")}, ValueError, "weight_scale is on meta, expected .* to match x"),
+        ({"w": w[:, :7]}, ValueError, r"weight has shape \(6, 7\), expected"),
+        ({"bias": b[:5]}, ValueError, r"bias has shape \(5,\), expected \(6,\)"),
+        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but a product with weights of 8 bits has no"),
+        ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'row' takes one row of x"),
+        ({"config": skinny}, ValueError, "config can't be launched: kernel is 'skinny', expected 'row'"),
+    ):
+        with pytest.raises(kind, match=rf"{op.__name__}(_8bit)?: {message}"):
+            call(**given)
+
+
+def test_what_a_gate_needs_is_named(device):
+    x, g, w, s, _ = inputs(2, 8, 6, False, device, torch.float32)
+    with pytest.raises(ValueError, match="weight has 5 rows, expected an even number"):
+        rms_norm_gated_linear(x, g, w[:5], weight_scale=s[:5])
+    for activation in ("", "relu"):
+        with pytest.raises(ValueError, match=f"activation is '{activation}', expected one of"):
+            rms_norm_gated_linear(x, g, w, weight_scale=s, activation=activation)
+
+
+def test_the_plain_product_refuses_what_its_row_can_not_do(device):
+    config = WeightOnlyConfig(1, 4, 64, slices=1, num_stages=1, kernel="row")
+    for field, value in (("block_m", 2), ("slices", 4)):
+        with pytest.raises(
+            ValueError, match=f"WeightOnlyConfig: block_m is .*{value}.*, expected 1 and 1 for kernel 'row'"
+        ):
+            dataclasses.replace(config, **{field: value})
+    x, _, weight, scale, _ = inputs(2, 64, 16, False, device)
+    with pytest.raises(ValueError, match="int8_linear: config can't be used here: kernel 'row' takes one row of x"):
+        int8_linear(x, weight, scale, config=config)
+    sm_90 = runtime.TARGETS["sm_90"]
+    int4 = dataclasses.replace(config, block_k=128)
+    assert configs.refuses(int4, 64, BF16, sm_90) == "kernel 'row' takes weights of 8 bits"
+    large = dataclasses.replace(config, block_n=64, block_k=1024)
+    assert re.search("more than 128 a thread", configs.refuses(large, 0, BF16, sm_90, 4096))
+    direct = WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, num_stages=1, kernel="direct")
+    assert configs.refuses(direct, 0, BF16, sm_90, 4096, fp8=True) == "kernel 'direct' takes weights of int8 and int4"
+
+
+@pytest.mark.parametrize("target", [*runtime.TARGETS.values(), runtime.INTERPRETER], ids=lambda t: t.arch)
+def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
+    for n, k in ((1, 1), (33, 40), (4608, 3584), (6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)):
+        for gated in (False, True):
+            c = choose._choose_of_8_bits(n, k, target, gated)
+            p = Problem(1, n, k, BF16, gated=gated)
+            assert product_choice.common_reason(c, target) is row.refuses(p, c, target) is None
+        for fp8 in (False, True):
+            for dtype in (torch.float32, BF16):
+                c = configs.config(1, n, k, 0, dtype, target, True, fp8)
+                assert configs.refuses(c, 0, dtype, target, k, fp8=fp8) is None
+                assert not fp8 or c.kernel == "row"
+
+
+def test_a_program_has_as_many_bytes_as_of_16_bits():
+    c = MatmulConfig("row", 1, 8, 512)
+    assert product_choice.of_8_bits(c, 4096) == dataclasses.replace(c, block_k=1024)
+    assert product_choice.of_8_bits(c, 3584) == dataclasses.replace(c, block_n=16)  # 1024 would not divide it
+    assert product_choice.of_8_bits(c, 4000) == dataclasses.replace(c, block_k=1024)
