@@ -6,7 +6,7 @@ import torch
 import rooftile
 from rooftile import launching, runtime
 from rooftile.engine import prompts as laid_out
-from rooftile.engine.prompts import GRAPH_TOKENS, PromptGraphs, padded_length
+from rooftile.engine.prompts import GRAPH_TOKENS, PromptBatch, PromptGraphs, padded_length
 from rooftile.engine.runner import Sampling
 
 pytest.importorskip("transformers")
@@ -46,33 +46,38 @@ def made(family="llama", **more):
         ([1000], 1024),
         ([1025], 1152),
         ([2048], 2048),
-        ([2049], 2049),  # no graph is kept for it
+        ([2049], None),  # no graph is kept for it
         ([512] * 4, 512),
         ([512, 450], 512),  # 62 of 1024
         ([512, 384], 512),  # 128: an eighth
         ([512, 383], None),
         ([60, 60], 64),
-        ([50, 50], 50),  # too much padding, and none is needed
-        ([512, 512, 512, 512, 512], 512),
+        ([50, 50], None),  # too much padding
+        ([512, 512, 512, 512, 512], None),
         ([512, 512, 512, 512, 511], None),
         ([390], 400),
     ],
 )
 def test_what_prompts_are_padded_to(lengths, length):
     assert padded_length(lengths, 400 if length == 400 else 8192) == length
-    assert length is None or length == max(lengths) or len(lengths) * length <= GRAPH_TOKENS
+    assert length is None or len(lengths) * length <= GRAPH_TOKENS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_and_packed_prompts_give_the_logits_of_each_alone(family, monkeypatch, device):
-    engine = made(family, device=device)
-    alone = [engine.logits(p)[0] for p in UNEQUAL]
-    padded, packed = engine.logits(ABOUT_EQUAL), engine.logits(UNEQUAL)
-    # Those of a batch of one are padded, too.
+    runner = made(family, device=device, cuda_graphs=False).runner
+
+    def last(prompts):
+        sequences = runner._begin(prompts)
+        logits = runner._logits(prompts, sequences)
+        runner._free_all(sequences)
+        return logits
+
+    padded, packed, alone = last(ABOUT_EQUAL), last(UNEQUAL), torch.cat([last([p]) for p in UNEQUAL])  # alone: padded
     monkeypatch.setattr(laid_out, "padded_length", lambda lengths, capacity: None)
-    for found in (alone[:3], padded, packed):
-        for x, y in zip(found, engine.logits(UNEQUAL), strict=False):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(padded, torch.cat([last([p]) for p in ABOUT_EQUAL]), rtol=1e-4, atol=1e-5)
+    for found in (alone, packed):
+        torch.testing.assert_close(found, last(UNEQUAL), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
@@ -144,6 +149,27 @@ def graphed(engine):
     return engine
 
 
+def test_what_may_overflow_and_what_is_wanted_whole_is_not_padded():
+    def shape(lengths, **options):
+        prompts = PromptBatch([[1] * n for n in lengths], [[0] * -(-n // 16) for n in lengths], 16, 256, **options)
+        return prompts.shape, prompts.length
+
+    assert shape([50]) == ((1, 64), 64)
+    assert shape([50, 50]) == (None, 50), "more than an eighth would be padding"
+    assert shape([50], pad=False) == shape([50], every=True) == (None, 50)
+    assert shape([60, 63], pad=False) == shape([60, 63], every=True) == (None, None)
+    assert shape([64, 64], pad=False) == ((2, 64), 64), "which is no padding"
+
+
+def test_sampling_for_other_prompts_is_refused(device):
+    runner = made(device=device, cuda_graphs=False).runner
+    with pytest.raises(ValueError, match="sampling is given for 1 prompts, expected one for each of 2"):
+        runner.prefill([[1], [2]], [Sampling()])
+    with pytest.raises(ValueError, match="there are no prompts"):
+        runner.prefill([], [])
+    assert runner.cache.sequences == []
+
+
 def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on(device, monkeypatch):
     """With other prompts, in other slots and pages."""
     engine, plain = graphed(made(device=device, cuda_graphs=False)), made(device=device, cuda_graphs=False)
@@ -164,10 +190,24 @@ def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatc
     monkeypatch.setattr(laid_out, "KEPT", 2)
     engine = graphed(made(device=device, max_seq_len=48, cuda_graphs=False, config={"num_hidden_layers": 1}))
     kept = engine.runner._of_prompts._graphs
-    for lengths in [(3,)] * 2, [(3, 3)] * 2, [(3,)], [(5, 5)] * 2:
+    for lengths in [(3,)] * 2, [(44, 44)] * 2, [(3,)], [(44, 44, 44)] * 2, [(44, 44)]:
         for each in lengths:
             engine.generate([[1] * n for n in each], 1)
-    assert list(kept) == [(1, 48), (2, 5)]
+    assert list(kept) == [(1, 48), (3, 48)]  # (2, 48) was forgotten, and begins anew
+
+
+def test_without_memory_for_a_graph_prompts_are_launched(device, monkeypatch):
+    engine = graphed(made(device=device, cuda_graphs=False))
+    asked = []
+
+    def failing(self, step):
+        asked.append(step())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Turns, "record", failing)
+    results = [engine.generate(UNEQUAL[0], 2) for _ in range(4)]
+    assert len(asked) == 1
+    assert results == results[:1] * 4
 
 
 @pytest.mark.parametrize("prompts", [UNEQUAL, [[1] * 31] * 3])

@@ -17,7 +17,9 @@ class Device:
         device = self
 
         class Stream:
-            def __init__(self, name="aside"):
+            cuda_stream = 7
+
+            def __init__(self, device=None, name="aside"):
                 self.name = name
 
             def wait_stream(self, other):
@@ -31,12 +33,19 @@ class Device:
             finally:
                 device.log.append(f"end of {what}")
 
-        here = Stream("here")
+        here = Stream(name="here")
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
-        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: within(f"{graph} in {pool}"))
+
+        def graph(graph, pool, stream, capture_error_mode):
+            assert capture_error_mode == "thread_local"
+            device.streams.append(stream)
+            return within(f"{graph} in {pool}")
+
+        self.streams = []
+        monkeypatch.setattr(torch.cuda, "graph", graph)
 
 
 @pytest.fixture
@@ -91,11 +100,15 @@ def test_a_collector_that_was_off_stays_off():
 
 def test_graphs_that_are_replayed_in_turns_share_memory_and_counters(made_up, monkeypatch):
     seen = []
+    counters = torch.zeros(4)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(launching, "turn_counters", lambda device: f"counters of {device}")
-    turns = graphs.Turns("device")
+    monkeypatch.setattr(launching, "turn_counters", lambda device: counters)
+    turns, others = graphs.Turns("device"), graphs.Turns("other device")
     for _ in range(2):
-        turns.record(lambda: seen.append(launching._TURNS))
-    assert seen == ["counters of device"] * 2
-    assert made_up.log.count("graph in pool") == 2
-    assert launching._TURNS is None
+        turns.record(lambda: seen.append(launching._TURNS[0, 7]))
+    others.record(lambda: None)
+    assert [x is counters for x in seen] == [True, True]
+    assert made_up.log.count("graph in pool") == 3
+    assert not launching._TURNS
+    assert made_up.streams[0] is made_up.streams[1], "one stream for all graphs of a pool"
+    assert made_up.streams[2] is not made_up.streams[0]

@@ -286,10 +286,14 @@ def test_launches_that_are_captured_in_turns_share_their_counters(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(launching, "_ARENAS", {0: (torch.zeros(16, dtype=torch.int32), 0)})
     monkeypatch.setattr(launching, "_ARENA", 16)
-    device, shared = torch.device("cpu"), torch.zeros(8, dtype=torch.int32)
-    with launching.in_turns(shared):
+    monkeypatch.setattr(launching, "_stream", lambda device: stream)
+    device, shared, stream = torch.device("cpu"), torch.zeros(8, dtype=torch.int32), 5
+    with launching.in_turns(shared, 5):
         first, second, large = (launching.counters(n, device) for n in (8, 3, 9))
-    alone = [launching.counters(3, device) for _ in range(2)]
+        stream = 6  # somebody else's
+        alone = [launching.counters(3, device)]
+    stream = 5
+    alone.append(launching.counters(3, device))
     assert [x.numel() for x in (first, second, large)] == [8, 3, 9]
     assert {x.data_ptr() for x in (first, second)} == {shared.data_ptr()}
     assert len({x.data_ptr() for x in (shared, large, *alone)}) == 4

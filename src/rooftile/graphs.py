@@ -31,7 +31,11 @@ def uncollected() -> Iterator[None]:
 
 
 def record(
-    step: Callable[[], Result], *, warm: Callable[[], Any] | None = None, pool: Any = None
+    step: Callable[[], Result],
+    *,
+    warm: Callable[[], Any] | None = None,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A graph of the step on the current device, and what the step returned: memory that each replay writes anew.
 
@@ -39,11 +43,13 @@ def record(
         step: waits for nothing, and reads and writes at fixed addresses.
         warm: run before, aside, where kernels are compiled and memory is taken; by default the step, twice.
         pool: the memory of several graphs, of which no two are replayed at once.
+        stream: that it is recorded on, the same one for all graphs of a pool; a new one by default. PyTorch's own
+            default is one of the device that recorded first.
 
     Whatever is raised, what was launched comes before what the current stream is given from here on, and that is the
     stream it was.
     """
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    here, aside = torch.cuda.current_stream(), stream or torch.cuda.Stream()
     aside.wait_stream(here)
     try:
         with torch.cuda.stream(aside):
@@ -55,8 +61,10 @@ def record(
     finally:
         here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # A capture that can't be ended would leave its stream the current one.
-    with torch.cuda.stream(here), uncollected(), torch.cuda.graph(graph, pool=pool):
+    # A capture that can't be ended would leave its stream the current one. Other threads may do meanwhile what this one
+    # must not.
+    recording = torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local")
+    with torch.cuda.stream(here), uncollected(), recording:
         result = step()
     return graph, result
 
@@ -68,11 +76,12 @@ class Turns:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool, self._counters = torch.cuda.graph_pool_handle(), launching.turn_counters(device)
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._counters = launching.turn_counters(device)
 
     def record(
         self, step: Callable[[], Result], warm: Callable[[], Any] = lambda: None
     ) -> tuple[torch.cuda.CUDAGraph, Result]:
         """`record`, by default of a step that was run before."""
-        with launching.in_turns(self._counters):
-            return record(step, warm=warm, pool=self._pool)
+        with launching.in_turns(self._counters, self._stream.cuda_stream):
+            return record(step, warm=warm, pool=self._pool, stream=self._stream)

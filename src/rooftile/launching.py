@@ -145,7 +145,7 @@ _ARENA = 1 << 20  # counters of a device that graphs share out
 _OF_TURNS = 1 << 16  # of graphs that are replayed in turns: more than any launch of a model takes
 _ARENAS: dict[int, tuple[Tensor, int]] = {}
 _EAGER: dict[tuple[int, int], Tensor] = {}
-_TURNS: Tensor | None = None
+_TURNS: dict[tuple[int, int], Tensor] = {}  # of the streams that capture in turns
 
 
 def counters(n: int, device: torch.device) -> Tensor:
@@ -160,8 +160,9 @@ def counters(n: int, device: torch.device) -> Tensor:
         raise Untraceable("counters")
     index = device.index or 0
     if torch.cuda.is_current_stream_capturing():
-        if _TURNS is not None and n <= _TURNS.numel():
-            return _TURNS[:n]
+        shared = _TURNS.get((index, _stream(index)))
+        if shared is not None and n <= shared.numel():
+            return shared[:n]
         arena, used = _ARENAS.get(index, (None, 0))
         if arena is None or used + n > _ARENA:
             return torch.zeros(n, dtype=torch.int32, device=device)
@@ -196,19 +197,26 @@ def turn_counters(device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def in_turns(counters: Tensor) -> Iterator[None]:
-    """All launches that are captured meanwhile share those counters, as launches of one stream do. For graphs of one
-    stream, of which no two are replayed at once: however many are recorded and forgotten, they take no more."""
-    global _TURNS
-    before, _TURNS = _TURNS, counters
+def in_turns(counters: Tensor, stream: int) -> Iterator[None]:
+    """All launches that are captured on that stream meanwhile share those counters, as launches of one stream do. For
+    graphs of which no two are replayed at once: however many are recorded and forgotten, they take no more.
+
+    By the stream, whichever thread launches: a backward is launched by autograd's own.
+    """
+    key = (counters.device.index or 0, stream)
+    before = _TURNS.get(key)
+    _TURNS[key] = counters
     try:
         yield
     finally:
-        _TURNS = before
+        del _TURNS[key]
+        if before is not None:
+            _TURNS[key] = before
 
 
 def share_counters() -> None:
-    """Captures from here on may use the counters of earlier ones again: for who never replays two graphs at once."""
+    """Captures from here on may use the counters of earlier ones again: for who never replays two graphs at once, and
+    drops them all where one may be dirty."""
     for index, (arena, _) in _ARENAS.items():
         _ARENAS[index] = (arena, 0)
 

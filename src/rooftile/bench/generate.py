@@ -205,9 +205,10 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
         kv_dtype=settings.kv_dtype,
         progress=console.is_terminal,
     )
-    if runtime.MODE is runtime.Mode.GPU:  # kernels are compiled, and the step is recorded
+    if runtime.MODE is runtime.Mode.GPU:
         warm = dataclasses.replace(settings, max_new_tokens=min(3, settings.max_new_tokens))
-        generated(engine, warm, Printer(settings.prompts, False, Console(quiet=True)))
+        for _ in range(2):  # kernels are compiled and the step is recorded; prompts are, the second time
+            generated(engine, warm, Printer(settings.prompts, False, Console(quiet=True)))
     printer = Printer(settings.prompts, settings.stream, console)
     timing = generated(engine, settings, printer)
     assert engine.tokenizer is not None  # the prompts are text

@@ -14,7 +14,7 @@ from torch import Tensor
 from rooftile.engine import rotary
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.paged import PagedKVCache
-from rooftile.engine.prompts import Inputs, Prompts
+from rooftile.engine.prompts import Inputs, PromptBatch
 from rooftile.engine.weights import Weights
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.decode_attention import decode_attention
@@ -60,7 +60,7 @@ class Decoder:
 
         return self._logits(self._layers(self._embed(ids), attend))
 
-    def prefill(self, prompts: Prompts, inputs: Inputs) -> Tensor:
+    def prefill(self, prompts: PromptBatch, inputs: Inputs) -> Tensor:
         """Logits of the token that follows each prompt, `(n, V)`, or of each token, where the prompts ask for them.
 
         The cache has pages for the prompts, and nothing of them yet.

@@ -1,8 +1,8 @@
 """Prompts as one forward pass takes them: a batch of one length, or packed one behind the other; sent in one copy.
 
-Prompts of about one length are padded to a length that comes again: so there are few shapes, and a CUDA graph can be
-kept for each. What is padded stands behind a prompt's tokens, where causal attention does not see it, and is never
-written into the cache. Prompts of unequal lengths are packed, each token with a place in the cache of its own.
+Prompts of about one length are padded to one of few lengths, so that a CUDA graph can be kept for each. What is padded
+stands behind a prompt's tokens, where causal attention does not see it, and is never written into the cache. Prompts of
+unequal lengths are packed, each token with a place in the cache of its own.
 """
 
 from __future__ import annotations
@@ -18,26 +18,21 @@ if TYPE_CHECKING:
     from rooftile.engine.model import Decoder
     from rooftile.graphs import Turns
 
-# Tokens of a forward pass that a graph is kept for. On an H200 with Llama-3-8B the host takes 25 ms to launch one
-# kernel by kernel; the device takes 11 for 512 tokens, and as long as the host for some 1500.
+# Tokens of a forward pass that a graph is kept for. In a lab on an H200 with Llama-3-8B the host took 25 to 31 ms to
+# launch one kernel by kernel, and the device 11 for 512 tokens: it is what takes longer from some 1500 on.
 GRAPH_TOKENS = 2048
-KEPT = 64  # graphs, each of some hundred launches and with logits of its own
-_SHARE = 8  # at most one token of so many is padding, where there are several prompts
+KEPT = 64  # graphs, each of some hundred launches and with logits of its own: as many as one prompt has lengths, twice
+_SHARE = 8  # at most one token of so many is padding, where there are several prompts: a guess
 
 
 def padded_length(lengths: Sequence[int], capacity: int) -> int | None:
-    """What prompts of those lengths are padded to, as a batch; None where they are packed.
-
-    Never beyond the capacity, behind which there are no angles. A batch for which no graph is kept gains nothing by
-    padding: it stays one where its prompts are of one length.
-    """
+    """The length on the grid that prompts of those lengths are padded to, as a batch for which a graph is kept; None
+    where there is none. Never beyond the capacity, behind which there are no angles."""
     n, longest = len(lengths), max(lengths)
     step = 64 if longest < 1024 else 128
     length = min(-(-longest // step) * step, capacity)
     padding = n * length - sum(lengths)
-    if n * length <= GRAPH_TOKENS and (n == 1 or _SHARE * padding <= n * length):
-        return length
-    return longest if longest == min(lengths) else None
+    return length if n * length <= GRAPH_TOKENS and (n == 1 or _SHARE * padding <= n * length) else None
 
 
 class Inputs(NamedTuple):
@@ -60,7 +55,7 @@ class Inputs(NamedTuple):
     ends: Tensor | None
 
 
-class Prompts:
+class PromptBatch:
     """Prompts, laid out on the host.
 
     Args:
@@ -68,10 +63,13 @@ class Prompts:
         pages: of each, in the cache, which has room for all tokens and nothing of them yet.
         page_size, capacity: of the cache.
         every: logits are wanted of every token, not of each prompt's last alone.
+        pad: whether they may be padded. Not where an activation of the padding may overflow, as in float16: attention
+            multiplies the values behind a token by 0, and infinity times 0 is no number.
 
     Attributes:
         n: prompts.
-        length: of each, padded; None where they are packed.
+        length: of each, with the padding; None where they are packed.
+        shape: (n, length), on which all launches depend, where a graph is kept for that length; else None.
         longest: tokens of the longest prompt.
         numbers: all of `Inputs`, int32, in memory that the device can copy while the host goes on.
     """
@@ -84,11 +82,17 @@ class Prompts:
         capacity: int,
         *,
         every: bool = False,
+        pad: bool = True,
         pinned: bool = False,
     ) -> None:
         lengths = [len(p) for p in prompts]
-        self.n, self.longest, self._every = len(prompts), max(lengths), every
-        self.length = padded_length(lengths, capacity)
+        self.n, self.longest = len(prompts), max(lengths)
+        padded = padded_length(lengths, capacity)
+        # What has no padding is a batch of that length anyway.
+        if padded is not None and (every or not pad) and (padded != self.longest or self.longest != min(lengths)):
+            padded = None
+        self.shape = None if padded is None or every else (self.n, padded)
+        self.length = padded or (self.longest if self.longest == min(lengths) else None)
         layout = self._packed if self.length is None else self._batch
         fields = layout([_int32(p) for p in prompts], [_int32(p) for p in pages], page_size, every)
         self._shapes = [None if x is None else x.shape for x in fields]
@@ -116,13 +120,6 @@ class Prompts:
         """The parts of memory that holds what `numbers` holds."""
         return Inputs(*self._views(numbers))  # type: ignore[arg-type]
 
-    @property
-    def shape(self) -> tuple[int, int] | None:
-        """What all launches depend on, where a graph is kept for it."""
-        if self.length is None or self._every or self.tokens > GRAPH_TOKENS:
-            return None
-        return self.n, self.length
-
     def _views(self, numbers: Tensor) -> list[Tensor | None]:
         return [
             None if shape is None else numbers[at : at + shape.numel()].view(shape)
@@ -137,7 +134,7 @@ class Prompts:
         table = torch.full((n, -(-length // page_size)), -1, dtype=torch.int32)
         for i in range(n):
             padded[i, : counts[i]] = ids[i]
-            padded[i, counts[i] :] = ids[i][-1]  # of which nothing overflows that would not in the prompt
+            padded[i, counts[i] :] = ids[i][-1]
             table[i, : len(pages[i])] = pages[i]
         starts = torch.zeros(n, dtype=torch.int32)
         return Inputs(padded.view(-1), torch.cat(rows), starts, table, _int32(counts), None, None)
@@ -152,38 +149,49 @@ class Prompts:
         )  # fmt: skip
 
 
+Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, what it reads of the prompts, and its logits
+
+
 class PromptGraphs:
     """A decoder's forward passes of prompts, a CUDA graph for each shape that is small and comes again.
 
     A shape's first prompts run as they are, which compiles its kernels; the second time it is recorded, and replayed
-    from then on.
+    from then on. One that was forgotten begins anew. Where the memory does not suffice for a graph there is none.
     """
 
     def __init__(self, decoder: Decoder, turns: Turns) -> None:
         self._decoder, self._turns = decoder, turns
         self._seen: set[tuple[int, int]] = set()
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[int, int], Recorded | None] = {}
 
-    def __call__(self, prompts: Prompts) -> Tensor:
+    def __call__(self, prompts: PromptBatch) -> Tensor:
         """What the decoder returns; good until a graph of those turns is replayed."""
         device, shape = self._decoder.cache.k.device, prompts.shape
         if shape is None or shape not in self._seen:
-            logits = self._decoder.prefill(prompts, prompts.on(device))
             if shape is not None:
                 self._seen.add(shape)
-            return logits
-        found = self._graphs.pop(shape, None)
-        if found is None:
-            numbers = prompts.numbers.to(device, non_blocking=True)
-            graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
-            found = graph, numbers, logits
-        self._graphs[shape] = found  # behind those that were used before
+            return self._decoder.prefill(prompts, prompts.on(device))
+        if shape not in self._graphs:
+            self._graphs[shape] = self._recorded(prompts, device)
+        found = self._graphs[shape] = self._graphs.pop(shape)  # behind those that were used before
         if len(self._graphs) > KEPT:
-            del self._graphs[next(iter(self._graphs))]
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest]
+            self._seen.discard(oldest)
+        if found is None:
+            return self._decoder.prefill(prompts, prompts.on(device))
         graph, numbers, logits = found
         numbers.copy_(prompts.numbers, non_blocking=True)
         graph.replay()
         return logits
+
+    def _recorded(self, prompts: PromptBatch, device: torch.device) -> Recorded | None:
+        try:
+            numbers = prompts.numbers.to(device, non_blocking=True)
+            graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
+        except torch.OutOfMemoryError:  # which a capture can't mend by giving cached memory back
+            return None
+        return graph, numbers, logits
 
 
 def _int32(numbers: Sequence[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """Steps of many sequences on the device: prompts, then a token of each at a time, a CUDA graph for each size.
 
-Nothing here waits for the device. What a step reads (lengths, pages, the tokens before, how each is sampled) lies at
+But while a graph is recorded nothing here waits for the device. What a step reads (lengths, pages, the tokens before, how each is sampled) lies at
 fixed addresses and is written in the order of the stream, so that a step can be launched while the host still looks at
 the tokens of the one before.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.paged import PagedKVCache, PagedSequence
-from rooftile.engine.prompts import PromptGraphs, Prompts
+from rooftile.engine.prompts import PromptBatch, PromptGraphs
 from rooftile.engine.steps import on
 from rooftile.engine.weights import Weights
 from rooftile.graphs import Turns
@@ -150,6 +150,8 @@ class Runner:
 
         Nothing is changed then, and no slot or page is taken, whatever else is raised.
         """
+        if len(sampling) != len(prompts):
+            raise ValueError(f"sampling is given for {len(sampling)} prompts, expected one for each of {len(prompts)}")
         sequences = self._begin(prompts)
         try:
             with on(self.tokens.device):
@@ -203,15 +205,17 @@ class Runner:
         self, prompts: Sequence[Sequence[int]], sequences: Sequence[PagedSequence], every: bool = False
     ) -> Tensor:
         device = self.tokens.device
-        laid_out = Prompts(
+        laid_out = PromptBatch(
             prompts, [s.pages for s in sequences], self.cache.page_size, self.cache.capacity, every=every,
-            pinned=device.type == "cuda",
+            pad=self.decoder.weights.embedding.dtype != torch.float16, pinned=device.type == "cuda",
         )  # fmt: skip
         if self._of_prompts is not None:
             return self._of_prompts(laid_out)
         return self.decoder.prefill(laid_out, laid_out.on(device))
 
     def _begin(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
+        if not len(prompts):
+            raise ValueError("there are no prompts, expected one or more")
         if any(not len(p) for p in prompts):
             raise ValueError("a prompt is empty, expected one token or more")
         sequences: list[PagedSequence] = []

@@ -160,10 +160,7 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
             scale is not finite; devices differ or are the CPU without the interpreter.
         TypeError: a dtype is not one of those named.
     """
-    if not (isinstance(ids, Tensor) and isinstance(weight, Tensor)):
-        name, given = ("weight", weight) if isinstance(ids, Tensor) else ("ids", ids)
-        expected = "float32, float16 or bfloat16" if name == "weight" else "int32 or int64"
-        raise TypeError(f"embedding: {name} is a {type(given).__name__}, expected a tensor of {expected}")
+    library.check_tensors("embedding", ids=ids, weight=weight)
     if ids.device.type == "cpu" and weight.device.type == "cuda":
         if not torch.compiler.is_compiling() and ids.dtype in (torch.int32, torch.int64) and weight.dim() == 2:
             _check_values(ids, weight.shape[0])

@@ -199,7 +199,7 @@ def decode_kernel(
                 STRIDE_KT, STRIDE_VT, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS, AHEAD, K_LINES, V_LINES, PTX,
             )  # fmt: skip
         wait_for_previous()
-        if AT_ONCE == 0:  # the next is the second kernel, which shall find the lengths as they are now
+        if AT_ONCE == 0:  # the next may be the second kernel, which shall find the lengths as they are now
             let_next_start()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
     blocks, aligned, parts, shares, each, more = share_out(

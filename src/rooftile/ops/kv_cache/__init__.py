@@ -150,7 +150,8 @@ def _rest(
     layout: str,
 ) -> tuple[Any, ...]:
     """The arguments behind the caches, as the schemas have them: what is on the CPU is looked at and sent over."""
-    library.check_tensors(op, k=k, lengths=lengths)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    library.check_tensors(op, k=k, lengths=lengths, **{n: s for n, s in scales.items() if s is not None})
     if k.device.type == "cuda" and lengths.device.type == "cpu":
         # Where these are wrong the op says so; what is being compiled has no values yet.
         if k.dim() == k_cache.dim() == 4 and layout in LAYOUTS and not torch.compiler.is_compiling():
@@ -159,9 +160,8 @@ def _rest(
         lengths = lengths.to(k.device)
         page_table, counts = _here(page_table, k.device), _here(counts, k.device)
     none = [torch.empty((0,), dtype=torch.float32, device=k.device) for _ in range(2)]
-    scales = (k_scale, v_scale)
-    given = [None if s is None or s.dim() == 3 else s for s in scales]
-    token = [n if s is None or s.dim() != 3 else s for s, n in zip(scales, none, strict=True)]
+    given = [None if s is None or s.dim() == 3 else s for s in scales.values()]
+    token = [n if s is None or s.dim() != 3 else s for s, n in zip(scales.values(), none, strict=True)]
     return lengths, page_table, counts, *given, *token, layout
 
 
