@@ -1,8 +1,8 @@
 """Steps of many sequences on the device: prompts, then a token of each at a time, a CUDA graph for each size.
 
-But while a graph is recorded nothing here waits for the device. What a step reads (lengths, pages, the tokens before, how each is sampled) lies at
-fixed addresses and is written in the order of the stream, so that a step can be launched while the host still looks at
-the tokens of the one before.
+Nothing here waits for the device, but while a graph is recorded. What a step reads (lengths, pages, the tokens before,
+how each is sampled) lies at fixed addresses and is written in the order of the stream, so that a step can be launched
+while the host still looks at the tokens of the one before.
 """
 
 from __future__ import annotations
