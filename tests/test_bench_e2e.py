@@ -26,6 +26,7 @@ from rooftile.bench.roof import Roofs
 from rooftile.bench.rows import OURS, read_json
 from rooftile.bench.timer import clock
 from rooftile.bench.workloads import MODELS, read
+from rooftile.engine import products
 from rooftile.engine.config import ModelConfig
 
 DEVICE = runtime.default_device()
@@ -89,6 +90,18 @@ def test_fp8_is_held_to_what_the_engine_rounds(batch: int, tmp_path: Path) -> No
     path = e2e_paths.build(OURS_EAGER, model, ids, 6, clock(DEVICE), None)
     error, message = e2e_check.verdict(model, path, ids, 6, own=True)
     assert error < 5e-3, message
+
+
+@torch.no_grad()
+def test_in_fp8_scales_in_another_order_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = products.fp8_weight_linear
+    monkeypatch.setattr(
+        products, "fp8_weight_linear", lambda x, w, scale, *rest, **more: right(x, w, scale.roll(1, 0), *rest, **more)
+    )
+    model = tiny(tmp_path, quantize="fp8", model_type="llama")
+    ids = prompts(model, 1, 9)
+    path = e2e_paths.build(OURS_EAGER, model, ids, 6, clock(DEVICE), None)
+    assert "differ by" in e2e_check.verdict(model, path, ids, 6, own=True)[1]
 
 
 @torch.no_grad()

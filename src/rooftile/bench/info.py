@@ -56,12 +56,18 @@ def driver() -> str | None:
     )
 
 
+DIRTY = "-dirty"  # behind a commit: it does not say which code was measured
+
+
 def commit() -> str:
-    """ROOFTILE_COMMIT where it is set, else git's HEAD where this is a checkout."""
+    """ROOFTILE_COMMIT where it is set, else git's HEAD where this is a checkout; with "-dirty" where files differ."""
     root = Path(__file__).resolve().parents[3]
     if name := os.environ.get("ROOFTILE_COMMIT"):
         return name
-    return (_output("git", "rev-parse", "HEAD", cwd=root) if (root / ".git").exists() else None) or UNKNOWN
+    head = _output("git", "rev-parse", "HEAD", cwd=root) if (root / ".git").exists() else None
+    if head and _output("git", "status", "--porcelain", "--untracked-files=no", cwd=root):
+        head += DIRTY
+    return head or UNKNOWN
 
 
 def mode() -> str:

@@ -228,11 +228,17 @@ class Batch:
     def compare(self, rows: Mapping[str, E2ERow]) -> None:
         if not self.run.clock.measures:
             return
-        timed = {name: row.us for name, row in rows.items() if row.status == "ok" and row.us}
-        for name, us in timed.items():
+        # No ratio to or of what is measured only so far: in a run that is cut off it would stay.
+        timed = {
+            name: row.us
+            for name, row in rows.items()
+            if row.status == "ok" and row.us and not row.message.startswith(SO_FAR)
+        }
+        for name, row in rows.items():
+            us = timed.get(name)
             peers = [timed[peer] for peer in PEERS.get(name, ()) if peer in timed]
-            rows[name].ratio_to_best_peer = min(peers) / us if peers else None
-            rows[name].speedup_vs_eager = timed[HF_EAGER] / us if HF_EAGER in timed else None
+            row.ratio_to_best_peer = min(peers) / us if peers and us else None
+            row.speedup_vs_eager = timed[HF_EAGER] / us if HF_EAGER in timed and us else None
 
     def write(self, done: bool = False) -> None:
         """What is known so far: a run that is cut off leaves what it has measured."""

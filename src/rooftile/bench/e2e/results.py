@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftile.bench.e2e.paths import IMPLS
 from rooftile.bench.e2e.report import E2ERow
-from rooftile.bench.info import UNKNOWN
+from rooftile.bench.info import DIRTY, UNKNOWN
 from rooftile.bench.rows import to_json
 
 # What two runs must have in common, that their rows may stand in one file.
@@ -48,7 +48,8 @@ def earlier(path: Path, meta: Mapping[str, Any]) -> Results | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         before, rows = data["meta"], _rows(data["rows"])
         meta = json.loads(to_json(meta, ()))["meta"]  # rounded as in a file
-        same = all(before[name] == meta[name] for name in SAME) and meta["commit"] != UNKNOWN
+        known = meta["commit"] != UNKNOWN and not meta["commit"].endswith(DIRTY)
+        same = known and all(before[name] == meta[name] for name in SAME)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is no such file
         return None
     return Results(before, rows) if same and all(row.run in before.get("runs", {}) for row in rows) else None

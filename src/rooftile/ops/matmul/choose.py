@@ -33,10 +33,15 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return f"kernel is '{c.kernel}', which this installation has not"
     if p.k == 0 and c.kernel != "tiled":
         return f"kernel is '{c.kernel}', expected 'tiled' where there is nothing to sum"
+    return shared_reason(p, c, target) or found.refuses(p, c, target)
+
+
+def shared_reason(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+    """What no kernel takes for that problem."""
     steps = library.cdiv(p.k, c.block_k)
     if c.split_k > max(8, steps):  # a few programs with nothing to do are only a waste
         return f"split_k is {c.split_k}: there are {steps} steps of {c.block_k}"
-    return common_reason(c, target) or found.refuses(p, c, target)
+    return common_reason(c, target)
 
 
 def common_reason(c: MatmulConfig, target: runtime.Target) -> str | None:

@@ -71,7 +71,8 @@ def chosen_of_8_bits(op: str, x: Tensor, weight: Tensor, gated: bool, config: st
     if asked.kernel != "row":
         reason: str | None = f"kernel is '{asked.kernel}', expected 'row' for a weight of 8 bits"
     else:
-        reason = row.refuses(Problem(m, n, k, x.dtype, gated=gated), asked, target)
+        p = Problem(m, n, k, x.dtype, gated=gated)
+        reason = product_choice.shared_reason(p, asked, target) or row.refuses(p, asked, target)
     if reason is not None:
         raise ValueError(f"{op}: config can't be launched: {reason}")
     return asked
@@ -140,7 +141,8 @@ def _refuses(x: Tensor, weight: Tensor, activation: str, c: MatmulConfig, target
     m, n, k = x.numel() // x.shape[-1], weight.shape[0] // (1 + gated), x.shape[-1]
     found = module(c)
     if found is not None:
-        return found.refuses(Problem(m, n, k, x.dtype, gated=gated), c, target)
+        p = Problem(m, n, k, x.dtype, gated=gated)
+        return product_choice.shared_reason(p, c, target) or found.refuses(p, c, target)
     # The normalised x is laid out anew.
     aligned = k * x.element_size() % 16 == 0
     p = Problem(

@@ -78,10 +78,11 @@ def _define(op: str) -> Any:
         f"{op}(Tensor x, Tensor norm_weight, Tensor weight, Tensor weight_scale, Tensor? bias, float eps, "
         "float offset, str activation, str config) -> Tensor"
     )
+    called = op.removesuffix("_8bit")  # as the caller knows it
     return library.define(
         schema,
-        launch=functools.partial(_launch, op),
-        fake=functools.partial(_fake, op),
+        launch=functools.partial(_launch, called),
+        fake=functools.partial(_fake, called),
         autograd=refuse_gradients(schema, "a product with weights of 8 bits"),
     )
 

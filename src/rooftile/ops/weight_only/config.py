@@ -199,7 +199,10 @@ def config(
 ) -> WeightOnlyConfig:  # fmt: skip
     """The configuration for x of (m, k) and a weight of (n, k); `group`, `aligned` and `fp8` as for `refuses`."""
     block_k = 2 * group or 128
-    if m == 1 and not group and _takes_row(n, fp8, target):
+    direct = None if fp8 or dtype == torch.float32 or target is runtime.INTERPRETER else _direct(m, n, group, target)
+    if direct is not None and refuses(direct, group, dtype, target, k, aligned) is not None:
+        direct = None
+    if m == 1 and not group and (direct is None or _takes_row(n, fp8, target)):
         return _row(n, k, dtype, target)
     if target is runtime.INTERPRETER:
         block_m, block_n = (min(64, max(least, library.power_of_two(s))) for least, s in ((1, m), (16, n)))
@@ -207,8 +210,7 @@ def config(
     if dtype == torch.float32:  # no matrix unit keeps float32: small tiles, for registers
         block_m = min(4, library.power_of_two(m))
         return WeightOnlyConfig(block_m, 16, 2 * group or 64, slices=4, num_warps=4, num_stages=2)
-    direct = None if fp8 else _direct(m, n, group, target)
-    if direct is not None and refuses(direct, group, dtype, target, k, aligned) is None:
+    if direct is not None:
         return direct
     return _skinny(m, n, k, group, target)
 
@@ -221,7 +223,8 @@ def _wide(n: int, target: runtime.Target) -> bool:
 def _takes_row(n: int, fp8: bool, target: runtime.Target) -> bool:
     """Whether one row of x goes to kernel "row": but where "direct" is at 0.95 of the read roof, wide weights of int8.
 
-    Of 4096 x 4096 the others have 0.55 of it on an H200, as below, and this kernel in bfloat16 0.81.
+    Of 4096 x 4096 the others have 0.55 of it on an H200, as below, and this kernel in bfloat16 0.81; with 8 bits it is
+    not measured.
     """
     return fp8 or target.arch != "sm_90" or not _wide(n, target)
 
