@@ -215,8 +215,8 @@ def in_turns(counters: Tensor, stream: int) -> Iterator[None]:
 
 
 def share_counters() -> None:
-    """Captures from here on may use the counters of earlier ones again: for who never replays two graphs at once, and
-    drops them all where one may be dirty."""
+    """Captures from here on may use the counters of earlier ones again: for who never replays two graphs at once. As
+    `in_turns`, of counters that `drop_counters` renews."""
     for index, (arena, _) in _ARENAS.items():
         _ARENAS[index] = (arena, 0)
 

@@ -254,22 +254,16 @@ CASES = (
         sets={name: tuple(map(_of_fp8, points)) for name, points in _INT8.items()},
         peers=(),
     ),
-    OpCase(
+    dataclasses.replace(
+        _INT8_CASE,
         name="int4_linear",
         formula="out = x · (q · scale)ᵀ + bias + residual, q = 4 bits of packed, a scale for each group of K",
         function=int4_linear,
         reference=reference.int4_linear,
         eager=reference.int4_linear_eager,
-        inputs=_inputs,
-        outputs=("out",),
-        grads=(),
-        nbytes=_nbytes,
-        flops=_flops,
-        tolerances=TOLERANCES,
         sets=_INT4,
         # float32 on sm_86, of 64 registers for two programs a multiprocessor.
         spills=8,
-        roof="product",
         peers=(Peer("torch int4pack", _int4pack),),
     ),
 )

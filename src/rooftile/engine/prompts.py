@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Tokens of a forward pass that a graph is kept for. In a lab on an H200 with Llama-3-8B the host took 25 to 31 ms to
 # launch one kernel by kernel, and the device 11 for 512 tokens: it is what takes longer from some 1500 on.
 GRAPH_TOKENS = 2048
-KEPT = 64  # graphs, each of some hundred launches and with logits of its own: as many as one prompt has lengths, twice
+KEPT = 64  # graphs, each of some hundred launches and with logits of its own; one prompt alone has 24 lengths
 _SHARE = 8  # at most one token of so many is padding, where there are several prompts: a guess
 
 
@@ -87,12 +87,13 @@ class PromptBatch:
     ) -> None:
         lengths = [len(p) for p in prompts]
         self.n, self.longest = len(prompts), max(lengths)
-        padded = padded_length(lengths, capacity)
-        # What has no padding is a batch of that length anyway.
-        if padded is not None and (every or not pad) and (padded != self.longest or self.longest != min(lengths)):
+        self.length = self.longest if self.longest == min(lengths) else None
+        padded = None if every else padded_length(lengths, capacity)
+        if padded is not None and (pad or padded == self.length):
+            self.length = padded
+        else:
             padded = None
-        self.shape = None if padded is None or every else (self.n, padded)
-        self.length = padded or (self.longest if self.longest == min(lengths) else None)
+        self.shape = None if padded is None else (self.n, padded)
         layout = self._packed if self.length is None else self._batch
         fields = layout([_int32(p) for p in prompts], [_int32(p) for p in pages], page_size, every)
         self._shapes = [None if x is None else x.shape for x in fields]
@@ -106,11 +107,6 @@ class PromptBatch:
         for to, x in zip(self._views(self.numbers), fields, strict=True):
             if to is not None and x is not None:
                 to.copy_(x)
-
-    @property
-    def tokens(self) -> int:
-        """Those that are computed, padding among them."""
-        return self._shapes[0].numel()  # type: ignore[union-attr]
 
     def on(self, device: torch.device) -> Inputs:
         """All that the device has to know, in one copy that nobody waits for."""

@@ -1,7 +1,7 @@
 """The rows of one model at one batch size: every implementation built, checked and looked at, then timed in turns.
 
-What is known is written at once, with ratios to what is known by then: of each implementation a first look, as soon as
-it is right, and after each turn what it has so far, which says so until its last.
+What is known is written at once: of each implementation a first look, as soon as it is right, and after each turn what
+it has so far, which says so until its last. Ratios are of what was measured to the end.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Batch:
         self.expected = Expected(self.model)
         since = time.perf_counter()
         self.lost = lost_in_eager(self.model, self.ids, self.steps, self.run.clock, self.expected)
-        if self.lost is not None:
-            took = time.perf_counter() - since
-            self.run.say(f"{self.title}: eager PyTorch loses {self.lost:.1e} of the logits, {took:.1f} s to find out")
+        took = time.perf_counter() - since
+        lost = "could not be run, for a bound" if self.lost is None else f"loses {self.lost:.1e} of the logits"
+        self.run.say(f"{self.title}: eager PyTorch {lost}, {took:.1f} s to find out")
         for name in self.decode:
             self.prepare(name)
             self.write()

@@ -163,7 +163,7 @@ def lost_in_eager(
     try:
         path = CudaPath(model, ids, steps, clock, compiled=False)
         lost = _errors(expected or Expected(model), decode(path, ids, steps), steps, own=False)[1]
-    except Exception:  # its own row says why
+    except Exception:  # its own row, if it has one, says why
         return None
     return None if math.isnan(lost) else lost
 
