@@ -380,11 +380,16 @@ def test_lengths_just_written_by_the_kernel_before(device):
         assert_right(decode_attention(q, k, v, lengths, return_lse=True, config=config), expected(q, k, v, lengths))
 
 
-def test_a_short_cache_is_not_cut():
-    """What a second block of keys costs is less than a second kernel."""
+def test_what_is_cut_into_parts():
+    """A second kernel costs more than a second block of keys, and more than a few where whole items fill the GPU."""
     target = TARGETS["sm_90"]
 
-    def chosen(capacity):
-        return choose(4, 128, 128, BF16, BF16, 32, capacity, 0, target)
+    def chosen(items, capacity, dtype=BF16):
+        return choose(4, 128, 128, dtype, dtype, items, capacity, 0, target)
 
-    assert [chosen(n).combine for n in (44, 128, 129)] == ["none", "none", "kernel"]
+    assert [chosen(32, n).combine for n in (44, 128, 129)] == ["none", "none", "kernel"]
+    assert [chosen(64, n).combine for n in (512, 513, 2048)] == ["none", "kernel", "last"]
+    assert chosen(16, 512).combine == "kernel"
+    assert chosen(64, 512, torch.float32).combine != "none"  # its blocks are short: it would walk through 32 of them
+    # A long cache of few items has parts of at least two blocks, where those are short.
+    assert [chosen(8, n).least for n in (512, 1024, 4096)] == [1, 2, 1]

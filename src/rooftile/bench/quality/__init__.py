@@ -231,10 +231,22 @@ class Quality:
         return row
 
     def run(self) -> None:
+        """Each kernel's row is written as it comes: a run that is stopped loses no more than the kernel it is at."""
         for kernel in self.kernels:
             self.console.print(f"{kernel.title} ...", markup=False, highlight=False)
             with torch.no_grad():
                 self.rows.append(self.measure(kernel))
+            for path in self.files():
+                write(path, self.meta, self.rows)
+
+    def files(self) -> list[Path]:
+        """What to write the rows to."""
+        s, found = self.settings, []
+        if s.json is not None:
+            found.append(s.json)
+        if s.results is not None:
+            found.append(s.results / gpu_slug(str(self.meta["gpu"])) / "quality" / "byte_model.json")
+        return found
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -255,9 +267,4 @@ def run(settings: Settings, console: Console) -> int:
     quality = Quality(settings, console)
     quality.run()
     show(console, quality.meta, quality.rows)
-    if settings.json is not None:
-        write(settings.json, quality.meta, quality.rows)
-    if settings.results is not None:
-        folder = settings.results / gpu_slug(str(quality.meta["gpu"])) / "quality"
-        write(folder / "byte_model.json", quality.meta, quality.rows)
     return int(any(row.failed for row in quality.rows))

@@ -110,6 +110,15 @@ def _sizes(most: int, cache: torch.dtype, items: int, capacity: int, page: int, 
     return 2, most
 
 
+def _whole(items: int, capacity: int, most: int, sms: int) -> bool:
+    """Whether no item is cut into parts, which takes a second kernel or a program that waits.
+
+    At 44 keys two kernels took 5.4 us on an H200, one 3.3 and cuDNN's 3.5. At 8 x 512 two took 11.8, one 9.1 and
+    cuDNN's 8.9; at 64 x 512 one 37.4 in place of 38.1. But 22.9 at 1 x 1024, where parts take 6.4.
+    """
+    return capacity <= 128 or (capacity <= min(512, 8 * most) and items >= 0.45 * sms)
+
+
 @functools.lru_cache(4096)
 def choose(
     rows: int,
@@ -133,7 +142,13 @@ def choose(
     most = 16 if dtype == torch.float32 else 128 if width <= 128 else 64
     warps = 8 if tile > 32 or widest > 128 or dtype == torch.float32 else 4
     sms = target.multiprocessors
-    wanted = _sizes(most, cache, items, capacity, page, sms) if most == 64 else (2, most)
+    whole = _whole(items, capacity, most, sms)
+    if most != 64 or capacity <= 128:
+        wanted = 2, most
+    elif whole and items <= sms:
+        wanted = 1, 2 * most  # a program for each item, which has all of its loads under way
+    else:
+        wanted = _sizes(most, cache, items, capacity, page, sms)
     # With as many blocks on their way as fit; where not even two do, smaller ones.
     for programs, block_n in (wanted, (2, most), (2, most // 2), (1, most), (1, most // 2), (1, 16)):
         left = target.shared_memory // programs - tile * 4 * widest - 8192
@@ -141,9 +156,8 @@ def choose(
         if stages >= 2 and block_n >= 16 and not (warps == 8 and programs == 2):
             break
     # Where whole items are enough for the programs, they have few parts, and the last to come brings them together:
-    # 65.1 at 32 x 2048, and 67.6 with a second kernel; but 16.8 and 9.1 at 1 x 2048.
-    combine = "last" if items >= 0.9 * programs * sms else "kernel"
-    # Beside a few blocks a second kernel is much: at 44 keys two took 5.4 us on an H200, and cuDNN's one 3.7.
-    if capacity <= 128:
-        combine = "none"
-    return DecodeConfig(block_n, 16, warps, max(2, stages), programs, ahead=1, combine=combine, early=True)
+    # 65.1 at 32 x 2048, and 67.6 with a second kernel, 23.5 and 23.9 at 8 x 2048; but 16.8 and 9.1 at 1 x 2048.
+    combine = "none" if whole else "last" if items >= 0.45 * programs * sms else "kernel"
+    # Of few, short parts: 6.4 at 1 x 1024 with two blocks each at least, and 7.3 with one.
+    least = 2 if block_n == most // 2 and 2 * items * library.cdiv(capacity, most) > sms else 1
+    return DecodeConfig(block_n, 16, warps, max(2, stages), programs, least=least, ahead=1, combine=combine, early=True)

@@ -85,7 +85,22 @@ def _choose_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> Ma
         c = choose(1, n, k, dtype, True, target, gated)
         assert c is not None, "one row is one kernel"
         return c
-    return product_choice.of_8_bits(_rows(Problem(1, n, k, dtype, gated=gated), target)[0], k)
+    return _rows_of_8_bits(n, k, target, gated)
+
+
+def _rows_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> MatmulConfig:
+    """64 bytes of the weight a thread, of four warps: rows of 512 bytes where there are many programs, else of 1024.
+
+    In a decoding step of Llama-3-8B with fp8 on an H200, 2490 us before: for the gated product 57 us ahead of as many
+    bytes in half as many rows, for 4096 -> 6144 15 ahead of twice as large programs, for the vocabulary 3.
+    """
+    if gated:
+        block_n, block_k = 8, 512  # of the gate, and as many of up
+    elif n >= 65536 or (k % 512 == 0 and k % 1024):
+        block_n, block_k = 16, 512
+    else:
+        block_n, block_k = 8, 1024
+    return MatmulConfig("row", 1, block_n, block_k, 1, 1, 4 * 32 // target.warp_size, 1)
 
 
 def _rows(p: Problem, target: runtime.Target) -> list[MatmulConfig]:

@@ -234,7 +234,8 @@ def _row(n: int, k: int, dtype: torch.dtype, target: runtime.Target) -> WeightOn
         block_n, block_k = (min(most, max(16, library.power_of_two(max(1, s)))) for most, s in ((64, n), (128, k)))
         return WeightOnlyConfig(1, block_n, block_k, slices=1, num_warps=4, num_stages=1, kernel="row")
     c = product_choice.rows_of_8_bits(Problem(1, n, k, dtype), target)
-    early = 1 if dependent.supported(target) else -1
+    # Of a long row as much is under way as it can be: without the prefetch 14336 -> 4096 was 14 us of 2430 ahead.
+    early = (0 if k >= 8192 else 1) if dependent.supported(target) else -1
     return WeightOnlyConfig(
         1, c.block_n, c.block_k, slices=1, num_warps=c.num_warps, num_stages=1, prefetch=early, kernel="row"
     )
