@@ -91,24 +91,37 @@ def _row_kernel(
             prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines + b * BLOCK_K, n_inner - 1)[None, :])
         wait_for_previous()
 
+    # Asked for now: at the end a program would wait for them with nothing else under way.
+    if HAS_SCALE:
+        row_scale = tl.load(scale_ptr + rows).to(tl.float32)
+        if GATED:
+            up_scale = tl.load(scale_ptr + n_cols + rows).to(tl.float32)
+    if HAS_BIAS:
+        row_bias = tl.load(bias_ptr + rows).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + n_cols + rows).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + rows).to(tl.float32)
+
     acc = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     up = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
+        # All loads before the first of them is used: x is brought to the layout of w past a barrier.
         if EVEN_K:
             w = tl.load(w_ptrs + k, eviction_policy="evict_first")
+            if GATED:
+                w_up = tl.load(up_ptrs + k, eviction_policy="evict_first")
             x = tl.load(x_ptr + k + ks)
         else:
             inside = k + ks < n_inner
             w = tl.load(w_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            if GATED:
+                w_up = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptr + k + ks, mask=inside, other=0.0)
         x = x.to(tl.float32)
         acc = add_products(acc, w, x, TRICKS)
         if GATED:
-            if EVEN_K:
-                w = tl.load(up_ptrs + k, eviction_policy="evict_first")
-            else:
-                w = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            up = add_products(up, w, x, TRICKS)
+            up = add_products(up, w_up, x, TRICKS)
     z = tl.sum(acc, axis=1)
     if GATED:
         z_up = tl.sum(up, axis=1)
@@ -128,22 +141,21 @@ def _row_kernel(
             for s in tl.static_range(SPLIT):
                 z_up += tl.load(at + (SPLIT + s) * BLOCK_N, cache_modifier=".cg")
 
-    mask = cols < n_cols
     if HAS_SCALE:
-        z *= tl.load(scale_ptr + cols, mask=mask).to(tl.float32)
+        z *= row_scale
         if GATED:
-            z_up *= tl.load(scale_ptr + n_cols + cols, mask=mask).to(tl.float32)
+            z_up *= up_scale
     if HAS_BIAS:
-        z += tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
+        z += row_bias
         if GATED:
-            z_up += tl.load(bias_ptr + n_cols + cols, mask=mask).to(tl.float32)
+            z_up += up_bias
     if ACTIVATION != "":
         z = activate(z, ACTIVATION)
     if GATED:
         z *= z_up
     if HAS_RESIDUAL:
-        z += tl.load(residual_ptr + cols, mask=mask).to(tl.float32)
-    tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=mask)
+        z += residual
+    tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 @functools.cache

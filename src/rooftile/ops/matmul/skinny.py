@@ -119,6 +119,13 @@ def _skinny_kernel(
             _prefetch_weights(w_ptr, row, start + b * BLOCK_K, n_cols, n_inner, stride_wn, BLOCK_N, BLOCK_K)
         wait_for_previous()
 
+    cols = row + tl.arange(0, BLOCK_N)
+    # Asked for now: at the end a program would wait for it with nothing else under way.
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols).to(tl.float32)
+
     z = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     z_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
@@ -146,13 +153,12 @@ def _skinny_kernel(
             for s in tl.static_range(SPLIT):
                 z_up += tl.load(at + (SPLIT + s) * SIZE, cache_modifier=".cg")
 
-    cols = row + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)[None, :].to(tl.int64)
     mask = (rows < n_rows) & (cols < n_cols)[:, None]
     if HAS_BIAS:
-        z += tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)[:, None]
+        z += bias[:, None]
         if GATED:
-            z_up += tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols).to(tl.float32)[:, None]
+            z_up += up_bias[:, None]
     if ACTIVATION != "":
         z = activate(z, ACTIVATION)
     if GATED:

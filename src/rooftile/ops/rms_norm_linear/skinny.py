@@ -146,6 +146,13 @@ def _skinny_kernel(
         wait_for_previous()
 
     rows = tl.arange(0, BLOCK_M)
+    cols = row + tl.arange(0, BLOCK_N)
+    # Asked for now: at the end a program would wait for it with nothing else under way.
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols).to(tl.float32)
+
     # Squares are added up in groups as long as what a thread loads at once, so that no thread waits for another.
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     squares = tl.zeros((BLOCK_M, BLOCK_K // VECTOR), tl.float32)
@@ -198,15 +205,14 @@ def _skinny_kernel(
             for s in tl.static_range(SPLIT):
                 z_up += tl.load(at + (SPLIT + s) * SIZE, cache_modifier=".cg")
 
-    cols = row + tl.arange(0, BLOCK_N)
     rstd = tl.rsqrt(total / n_inner + EPS)[None, :]
     z *= rstd
     if HAS_BIAS:
-        z += tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)[:, None]
+        z += bias[:, None]
     if GATED:
         z_up *= rstd
         if HAS_BIAS:
-            z_up += tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols).to(tl.float32)[:, None]
+            z_up += up_bias[:, None]
         z = activate(z, ACTIVATION) * z_up
     mask = (rows < n_rows)[None, :] & (cols < n_cols)[:, None]
     tl.store(out_ptr + rows.to(tl.int64)[None, :] * n_cols + cols[:, None], z.to(DTYPE), mask=mask)
