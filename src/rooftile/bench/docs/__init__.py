@@ -121,21 +121,22 @@ def _summary_cells(found: Sequence[list[Row]]) -> list[str]:
 def summary(results: Path) -> str:
     """A line for each op and direction: how it stands to the best peer of each row, and to the roof.
 
-    An op that no run has measured yet has a line that says so.
+    An op that no run of any suite has measured yet has a line that says so.
     """
     columns = (
         "op", "direction", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
         "of the roof, median (rows)>",
     )  # fmt: skip
     parts = []
-    for files in by_gpu(results, "rowwise").values():
+    for gpu, files in by_gpu(results, "rowwise").items():
         found: dict[tuple[str, str], list[list[Row]]] = {}
         for group in groups(row for _, rows in files for row in rows):
             found.setdefault((group[0].op, group[0].direction), []).append(group)
         if found:
             cells = [*map(_summary_cells, found.values())]
             rowwise = [name for name, case in all_cases().items() if case.roof == "copy"]
-            unmeasured = [name for name in rowwise if name not in {op for op, _ in found}]
+            elsewhere = {path.stem for path in results.glob(f"{gpu}/*/*.json")}
+            unmeasured = [name for name in rowwise if name not in {op for op, _ in found} | elsewhere]
             cells += [[f"`{name}`", "not measured yet", *["–"] * (len(columns) - 2)] for name in unmeasured]
             parts += [*machines(files), markdown(columns, sorted(cells, key=lambda c: c[0].strip("`"))), ""]
     return "\n".join(parts).strip() or NO_RESULTS
@@ -194,6 +195,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention": docs_attention.rows,
     "attention-summary": docs_attention.summary,
     "attention-memory": docs_attention.memory,
+    "attention-sweep": docs_attention.sweep,
     "decode-step": docs_engine.decode_step,
     "quality": docs_quality.table,
 }

@@ -1,4 +1,4 @@
-"""The documentation's tables of attention: results/<gpu>/attention/ and results/<gpu>/attention-memory/."""
+"""The documentation's tables of attention: results/<gpu>/attention/ and the suites beside it, attention-*/."""
 
 from __future__ import annotations
 
@@ -12,34 +12,41 @@ from rooftile.bench.docs.tables import (
     TIE,
     by_gpu,
     every_row,
+    groups_of,
     impls_of,
     machines,
     markdown,
     ours_of,
     ratios_of,
+    titled,
 )
-from rooftile.bench.report import number
-from rooftile.bench.rows import OURS, Row, groups
+from rooftile.bench.report import number, ratio
+from rooftile.bench.rows import OURS, Row
+from rooftile.bench.tune.report import over
+from rooftile.cases.check import DIRECTIONS
 
-# The second and third at fewer lengths: FlexAttention is compiled anew for each shape, which takes minutes.
-SUITES = ("attention", "attention-fp16", "attention-flex")
+# And what each is called. The second and third at fewer lengths: FlexAttention is compiled anew for each shape, which
+# takes minutes.
+SUITES = {"attention": "", "attention-fp16": "float16", "attention-flex": "with FlexAttention"}
 MEMORY = "attention-memory"
+SWEEP = "attention-sweep"
+NAIVE = "naive"
 LARGE = 256 << 20  # bytes of cache, from which on decoding is held to the roof
 
 
 def rows(results: Path) -> str:
     """Every row of the suites, those that lose too."""
-    parts = [every_row(results, suite) for suite in SUITES if by_gpu(results, suite)]
+    parts = [every_row(results, suite, name=name) for suite, name in SUITES.items() if by_gpu(results, suite)]
     return "\n\n".join(parts) or NO_RESULTS
 
 
-def _summary_cells(op: str, direction: str, found: Sequence[list[Row]]) -> list[str]:
+def _summary_cells(title: str, direction: str, found: Sequence[list[Row]]) -> list[str]:
     ours, ratios = ours_of(found), ratios_of(found)
-    bound = op.startswith("decode")
+    bound = ours[0].op.startswith("decode")
     fractions = [r.roof_fraction for r in ours if r.roof_fraction and bound and r.nbytes >= LARGE]
     roof = f"{statistics.median(fractions):.3f} ({len(fractions)})" if fractions else "–"
     rates = [r.tflops for r in ours if r.tflops and not bound]
-    head = [f"`{op}`", direction, ", ".join(dict.fromkeys(r.dtype for r in ours)), str(len(ours))]
+    head = [title, direction, ", ".join(dict.fromkeys(r.dtype for r in ours)), str(len(ours))]
     tail = [number(max(rates)) if rates else "–", roof]
     if ratios is None:
         return [*head, "–", "–", "–", *tail]
@@ -50,22 +57,24 @@ def _summary_cells(op: str, direction: str, found: Sequence[list[Row]]) -> list[
 
 
 def summary(results: Path) -> str:
-    """A line for each op and direction: how it stands to the best peer of each row, and to the roof."""
+    """A line for each op and direction of each suite: how it stands to the best peer of each row, and to the roof."""
     columns = (
         "op", "direction", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
         "TFLOP/s, most>", "of the read roof, median (rows of 256 MiB)>",
     )  # fmt: skip
     parts = []
-    by_name: dict[str, list[tuple[dict[str, Any], list[Row]]]] = {}
-    for suite in SUITES:
-        for name, files in by_gpu(results, suite).items():
-            by_name.setdefault(name, []).extend(files)
-    for files in by_name.values():
+    measured: dict[str, list[tuple[str, tuple[dict[str, Any], list[Row]]]]] = {}
+    for suite, name in SUITES.items():
+        for gpu, files in by_gpu(results, suite).items():
+            measured.setdefault(gpu, []).extend((name, file) for file in files)
+    for named in measured.values():
         found: dict[tuple[str, str], list[list[Row]]] = {}
-        for group in groups(row for _, of_file in files for row in of_file):
-            found.setdefault((group[0].op, group[0].direction), []).append(group)
+        by_name = [(name, group) for name, file in named for group in groups_of([file])]
+        for name, group in sorted(by_name, key=lambda n: n[1][0].op):
+            found.setdefault((titled(group[0].op, name), group[0].direction), []).append(group)
         if found:
-            parts += [*machines(files), markdown(columns, [_summary_cells(*k, some) for k, some in found.items()]), ""]
+            parts += machines([file for _, file in named], [name for name, _ in named])
+            parts += [markdown(columns, [_summary_cells(*k, some) for k, some in found.items()]), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
@@ -85,10 +94,30 @@ def memory(results: Path) -> str:
     for files in by_gpu(results, MEMORY).values():
         parts += machines(files)
         by_direction: dict[str, list[list[Row]]] = {}
-        for group in groups(row for _, of_file in files for row in of_file):
+        for group in groups_of(files):
             by_direction.setdefault(group[0].direction, []).append(group)
         for direction, found in by_direction.items():
             impls = [OURS, *impls_of(found)]
             columns = ("shape", "dtype", *(f"{n}, us>" for n in impls), *(f"{n}, MiB>" for n in impls))
             parts += [f"**{direction}**", "", markdown(columns, (_cells(group, impls) for group in found)), ""]
+    return "\n".join(parts).strip() or NO_RESULTS
+
+
+def _sweep_cells(group: Sequence[Row] | None) -> list[str]:
+    us = {r.impl: r.us for r in group or ()}
+    ours, naive = us.get(OURS), us.get(NAIVE)
+    return [number(ours, 4), number(naive, 4), ratio(over(naive, ours))]
+
+
+def sweep(results: Path) -> str:
+    """Time of one call beside the naive form's, and how many times as fast it is, forward and backward."""
+    figures = ("us>", f"{NAIVE}, us>", "speed-up>")
+    columns = ("shape", "dtype", *(f"{direction}, {name}" for direction in DIRECTIONS for name in figures))
+    parts = []
+    for files in by_gpu(results, SWEEP).values():
+        by_place: dict[tuple[str, str], dict[str, list[Row]]] = {}
+        for group in groups_of(files):
+            by_place.setdefault((group[0].place, group[0].dtype), {})[group[0].direction] = group
+        cells = ([*k, *(c for d in DIRECTIONS for c in _sweep_cells(by.get(d)))] for k, by in by_place.items())
+        parts += [*machines(files), markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,26 @@ def by_gpu(results: Path, suite: str) -> dict[str, list[tuple[dict[str, Any], li
     return found
 
 
-def machines(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[str]:
-    """A line for each run that the files come from, with the ops that it measured, each followed by an empty one."""
+def groups_of(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[list[Row]]:
+    """The rows of each file by op, direction, dtype and point: those of two files are of two runs, and never mixed."""
+    return [group for _, rows in files for group in groups(rows)]
+
+
+def titled(op: str, name: str = "") -> str:
+    """An op, with the name of the suite that measured it where another has the same op."""
+    return f"`{op}` ({name})" if name else f"`{op}`"
+
+
+def machines(
+    files: Iterable[tuple[dict[str, Any], list[Row]]], names: Iterable[str] = itertools.repeat("")
+) -> list[str]:
+    """A line for each run that the files come from, with the ops that it measured, each followed by an empty one.
+
+    `names` are of the suites that the files belong to.
+    """
     runs: dict[str, dict[str, None]] = {}
-    for meta, rows in files:
-        runs.setdefault(machine_line(meta), {}).update((f"`{row.op}`", None) for row in rows)
+    for (meta, rows), name in zip(files, names, strict=False):
+        runs.setdefault(machine_line(meta), {}).update((titled(row.op, name), None) for row in rows)
     return [part for line, ops in runs.items() if ops for part in (f"{', '.join(ops)}: {line}", "")]
 
 
@@ -115,23 +131,24 @@ def speed_table(found: Sequence[list[Row]]) -> str:
     return markdown(columns, ([group[0].place, *figures_of(group, peers)] for group in found))
 
 
-def every_row(results: Path, suite: str, leave_out: Sequence[str] = ()) -> str:
+def every_row(results: Path, suite: str, leave_out: Sequence[str] = (), name: str = "") -> str:
     """Every row of a suite, those that lose too: a table for each op and direction, bf16 first, the other dtypes
-    folded away."""
+    folded away. `name` is what the suite is called where another has the same ops."""
     parts = []
     for files in by_gpu(results, suite).values():
         files = [(meta, [r for r in rows if r.op not in leave_out]) for meta, rows in files]
         by_op: dict[tuple[str, str], dict[str, list[list[Row]]]] = {}
-        for group in groups(row for _, rows in files for row in rows):
+        for group in groups_of(files):
             by_op.setdefault((group[0].op, group[0].direction), {}).setdefault(group[0].dtype, []).append(group)
         if by_op:
-            parts += machines(files)
+            parts += machines(files, itertools.repeat(name))
         for (op, direction), by_dtype in by_op.items():
             first, *others = sorted(by_dtype, key=lambda dtype: dtype != "bf16")
-            parts += [f"**`{op}` {direction}, {first}**", "", speed_table(by_dtype[first]), ""]
+            what = f"{titled(op, name)} {direction}"
+            parts += [f"**{what}, {first}**", "", speed_table(by_dtype[first]), ""]
             for dtype in others:
                 parts += ['<details markdown="1">', f"<summary>{dtype}: {closing(by_dtype[dtype])}</summary>", ""]
                 parts += [speed_table(by_dtype[dtype]), "", "</details>", ""]
             every = [group for found in by_dtype.values() for group in found]
-            parts += [f"`{op}` {direction}, ratio to the best peer (over 1 is faster), {closing(every)}.", ""]
+            parts += [f"{what}, ratio to the best peer (over 1 is faster), {closing(every)}.", ""]
     return "\n".join(parts).strip() or NO_RESULTS
