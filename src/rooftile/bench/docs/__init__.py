@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from rooftile.bench.docs import attention as docs_attention
+from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
@@ -197,6 +198,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-memory": docs_attention.memory,
     "attention-sweep": docs_attention.sweep,
     "decode-step": docs_engine.decode_step,
+    "e2e": docs_e2e.every_row,
+    "e2e-summary": docs_e2e.summary,
+    "e2e-layer": docs_e2e.layers,
     "quality": docs_quality.table,
 }
 

@@ -21,6 +21,7 @@ from rooftile.bench.docs.tables import (
     every_row,
     figures_of,
     impls_of,
+    machine,
     machines,
     markdown,
     ours_of,
@@ -120,11 +121,6 @@ def rms_norm_linear(results: Path) -> str:
 # The tuning tables
 
 
-def _run_line(run: Mapping[str, Any]) -> str:
-    versions = f"driver {run['driver']}, PyTorch {run['torch']}, Triton {run['triton']}"
-    return f"**{run['gpu']}** ({versions}), commit `{str(run['commit'])[:10]}`, {str(run['date'])[:10]}."
-
-
 def _layer_cells(layer: tune_report.Layer) -> list[str]:
     figures = [number(value, 4) for value in (layer.default_us, layer.us, layer.peer_us)]
     ratios = [ratio(over(value, layer.us), 3) for value in (layer.default_us, layer.peer_us)]
@@ -153,7 +149,7 @@ def tuning_table(results: Path) -> str:
         if not entries:
             continue
         for run in table.meta.get("runs", []):
-            parts += [_run_line(run), ""]
+            parts += [f"{machine(run)}.", ""]
         layers = tune_report.layers(entries, models)
         if layers:
             parts += ["The four products of a layer, one after another:", ""]

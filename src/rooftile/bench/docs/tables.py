@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,19 @@ def markdown(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"| {' | '.join(rules)} |", *lines[2:]])
 
 
-def machine_line(meta: dict[str, Any]) -> str:
-    """Where and when a table was measured."""
+def machine(meta: Mapping[str, Any]) -> str:
+    """Where, by what and when a table was measured."""
+    versions = f"driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']}"
+    return f"**{meta['gpu']}** ({versions}), commit `{str(meta['commit'])[:10]}`, {str(meta['date'])[:10]}"
+
+
+def machine_line(meta: Mapping[str, Any]) -> str:
+    """The same, and the roofs of the run."""
     roofs = (
         f"copy {number(meta['roof_copy_gbs'], 4)} GB/s, read {number(meta['roof_read_gbs'], 4)} GB/s, "
         f"bf16 product {number(meta['roof_tflops'])} TFLOP/s"
     )
-    versions = f"driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']}"
-    when = f"commit `{str(meta['commit'])[:10]}`, {str(meta['date'])[:10]}"
-    return f"**{meta['gpu']}** ({versions}), {when}. Roofs: {roofs}."
+    return f"{machine(meta)}. Roofs: {roofs}."
 
 
 def by_gpu(results: Path, suite: str) -> dict[str, list[tuple[dict[str, Any], list[Row]]]]:

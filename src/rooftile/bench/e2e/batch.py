@@ -19,7 +19,7 @@ from rooftile.bench.e2e.hf import Models
 from rooftile.bench.e2e.model import Model
 from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path, build
 from rooftile.bench.e2e.report import E2ERow, label
-from rooftile.bench.e2e.results import NOT_REACHED, SO_FAR, added, earlier
+from rooftile.bench.e2e.results import NOT_REACHED, SO_FAR, added, earlier, over
 from rooftile.bench.e2e.turns import LEAST_STEPS, Plan, Samples, Stopwatch, plan
 from rooftile.bench.rows import gpu_slug, percentile, spread, write_json
 from rooftile.bench.run import brief
@@ -228,17 +228,10 @@ class Batch:
     def compare(self, rows: Mapping[str, E2ERow]) -> None:
         if not self.run.clock.measures:
             return
-        # No ratio to or of what is measured only so far: in a run that is cut off it would stay.
-        timed = {
-            name: row.us
-            for name, row in rows.items()
-            if row.status == "ok" and row.us and not row.message.startswith(SO_FAR)
-        }
         for name, row in rows.items():
-            us = timed.get(name)
-            peers = [timed[peer] for peer in PEERS.get(name, ()) if peer in timed]
-            row.ratio_to_best_peer = min(peers) / us if peers and us else None
-            row.speedup_vs_eager = timed[HF_EAGER] / us if HF_EAGER in timed and us else None
+            ratios = (over(row, rows.get(peer)) for peer in PEERS.get(name, ()))
+            row.ratio_to_best_peer = min((r for r in ratios if r is not None), default=None)
+            row.speedup_vs_eager = over(row, rows.get(HF_EAGER))
 
     def write(self, done: bool = False) -> None:
         """What is known so far: a run that is cut off leaves what it has measured."""

@@ -7,6 +7,7 @@ within. Checks and clocks are those of `rooftile bench`: weights rotate out of t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -127,33 +128,48 @@ def run_layer(settings: Settings, console: Console) -> int:
     return int(failed)
 
 
-def show(console: Console, title: str, rows: Sequence[Row], measured: bool) -> None:
-    """A kernel on each line, and the sums of what is alone."""
-    out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
-    title = f"one decode layer, {title}" + ("" if measured else f" ({report.NO_MEASUREMENT})")
-    table = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
-    for name in ("kernel", "shape"):
-        table.add_column(name, no_wrap=True)
-    for name in ("rooftile us", "best CUDA us", "which", "ratio", "GB/s", "of roof", "max error", "status"):
-        table.add_column(name, justify="right", no_wrap=True)
-    sums = {OURS: 0.0, "peer": 0.0}
+COLUMNS = (
+    "kernel", "shape", "rooftile us>", "best CUDA us>", "which", "ratio>", "GB/s>", "of roof>", "max error>", "status",
+)  # fmt: skip
+
+
+def _sum(parts: Sequence[float | None]) -> float | None:
+    known = [us for us in parts if us is not None]
+    return math.fsum(known) if len(known) == len(ALONE) else None
+
+
+def cells(rows: Sequence[Row], measured: bool) -> list[list[str]]:
+    """Under `COLUMNS` a kernel on each line, then the sums of what is alone; a sum that lacks a part is none."""
+    found: list[list[str]] = []
+    alone: list[tuple[float | None, float | None]] = []
     for group in groups(rows):
         ours = next(r for r in group if r.impl == OURS)
         peer = best_peer(group)
         best = None if peer is None else peer.us
         kernel = ours.op.partition(".")[2]
         if kernel in ALONE:
-            sums[OURS] += ours.us or float("nan")
-            sums["peer"] += best or float("nan")
+            alone.append((ours.us, best))
         ratio = best / ours.us if best and ours.us and measured else None
-        cells = (
+        found.append([
             kernel, ours.place, report.number(ours.us, 4), report.number(best, 4), peer.impl if peer else "",
             report.ratio(ratio), report.number(ours.gbs, 4), report.ratio(ours.roof_fraction),
             "–" if ours.max_error is None else f"{ours.max_error:.1e}", ours.status,
-        )  # fmt: skip
-        table.add_row(*(Text(cell) for cell in cells), end_section=kernel == ALONE[-1])
-    both = report.number(sums[OURS], 4), report.number(sums["peer"], 4)
-    table.add_row("sum of the first five", "", *both, "", report.ratio(sums["peer"] / sums[OURS] if measured else None))
+        ])  # fmt: skip
+    us, best = _sum([us for us, _ in alone]), _sum([best for _, best in alone])
+    ratio = best / us if best and us and measured else None
+    total = ["sum of the first five", "", report.number(us, 4), report.number(best, 4), "", report.ratio(ratio)]
+    return [*found, [*total, "", "", "", ""]]
+
+
+def show(console: Console, title: str, rows: Sequence[Row], measured: bool) -> None:
+    """A kernel on each line, and the sums of what is alone."""
+    out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
+    title = f"one decode layer, {title}" + ("" if measured else f" ({report.NO_MEASUREMENT})")
+    table = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
+    for name in COLUMNS:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
+    for line in cells(rows, measured):
+        table.add_row(*(Text(cell) for cell in line), end_section=line[0] == ALONE[-1])
     out.print(table)
     for row in rows:
         if row.message and row.status in ("FAIL", "error"):

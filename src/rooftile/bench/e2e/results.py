@@ -20,6 +20,7 @@ SAME = (
 )  # fmt: skip
 NOT_REACHED = "not reached"  # the message of a row until its turn comes
 SO_FAR = "so far: "  # what the message of a row begins with that is measured, but not to the end
+FILES = "*-b*-p*-n*.json"  # what `Batch` calls them
 OF_A_RUN = ("roof_copy_gbs", "roof_read_gbs", "roof_tflops", "seconds")
 
 
@@ -31,15 +32,27 @@ class Results:
 
 def read_rows(folder: Path) -> list[E2ERow]:
     """The rows of all result files in a folder."""
-    found: list[E2ERow] = []
-    for path in sorted(folder.glob("*-b*-p*-n*.json")):
-        found += _rows(json.loads(path.read_text(encoding="utf-8"))["rows"])
-    return found
+    return [row for path in sorted(folder.glob(FILES)) for row in read_results(path).rows]
+
+
+def read_results(path: Path) -> Results:
+    """A file's meta data and rows."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return Results(data["meta"], _rows(data["rows"]))
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> list[E2ERow]:
     names = {f.name for f in dataclasses.fields(E2ERow)}
     return [E2ERow(**{k: v for k, v in row.items() if k in names}) for row in rows]
+
+
+def over(row: E2ERow | None, other: E2ERow | None) -> float | None:
+    """The other's time over the row's: a ratio of two that one run has measured to the end, else None."""
+    if row is None or other is None or row.run != other.run:
+        return None
+    # What is measured only so far has none: in a run that is cut off it would stay.
+    ended = all(r.status == "ok" and not r.message.startswith(SO_FAR) for r in (row, other))
+    return other.us / row.us if ended and row.us and other.us else None
 
 
 def earlier(path: Path, meta: Mapping[str, Any]) -> Results | None:
