@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from rooftile import cli, runtime
 from rooftile.bench import docs, quality
 from rooftile.bench.docs.tables import NO_RESULTS
+from rooftile.bench.quality import kernels as quality_kernels
 from rooftile.bench.quality import rows as quality_rows
 from rooftile.bench.quality.kernels import NAIVE, Kernel, kernels
 from rooftile.demo import library_text
@@ -118,6 +119,79 @@ def test_nan_is_not_coherent(monkeypatch):
     assert not run.rows[1].eager.coherent
     assert run.rows[1].wrong_lengths == [1, 17]
     json.loads(quality_rows.to_json(run.meta, run.rows), parse_constant=pytest.fail)
+
+
+def _model(name):
+    from transformers import AutoModelForCausalLM
+
+    path = library_text.folder()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model.set_attn_implementation(name)
+    return model
+
+
+@pytest.mark.parametrize("name", [k.name for k in kernels()])
+def test_transformers_takes_each_kernel_for_what_it_is(name):
+    kernel = _known(name)
+    registered = kernel.register()
+    assert _model(registered).config._attn_implementation == registered
+    if kernel.function is not None:
+        from transformers import AttentionInterface
+
+        assert AttentionInterface()[registered] is kernel.function
+
+
+def test_flex_attention_is_right_and_compiles_seldom(monkeypatch):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(quality_kernels._flex_of_blocks, dynamic=True, fullgraph=True, backend=count)
+    monkeypatch.setattr(quality_kernels, "_compiled_flex", lambda: compiled)
+    naive, flex = _model("eager"), _model(_known("flex").register())
+    # As a run has them: a batch of windows, then single sequences, longer by one each.
+    shapes = [(2, 300), *((1, n) for n in (*range(17, 82, 8), 63, 65, 127, 128, 129, 257, 1, 2))]
+    whole = torch.compile(flex, dynamic=True, fullgraph=True, backend=count)
+    with torch.no_grad():
+        for forward, few, some in ((flex, 4, shapes), (whole, 3, [*shapes[:5], (1, 129), (1, 257)])):
+            graphs.clear()
+            for shape in some:
+                ids = torch.arange(shape[0] * shape[1]).reshape(shape) * 37 % 256
+                found, expected = (model(ids, use_cache=False).logits for model in (forward, naive))
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert 0 < len(graphs) <= few
+    torch._dynamo.reset()
+
+
+def test_run_of_other_kernels_adds_its_rows(monkeypatch, tmp_path):
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: None)
+    monkeypatch.setenv("ROOFTILE_COMMIT", "a" * 40)
+    path = tmp_path / "quality.json"
+    known = (_known(NAIVE), Kernel("first", "one", _later_keys_too), Kernel("second", "two", _later_keys_too))
+
+    def measured(name, **more):
+        run = _run(known, monkeypatch, names=[name], json=path, **more)
+        assert [p.name for p in tmp_path.iterdir()] == [path.name]
+        return run, quality_rows.rows_of(json.loads(path.read_text()))
+
+    second, rows = measured("second")
+    assert rows == second.rows
+    first, rows = measured("first")
+    assert rows == [*first.rows, second.rows[1]]
+    known = (*known[:2], Kernel("second", "two again", _later_keys_too))
+    assert [row.title for row in measured("second")[1]] == [known[0].title, "one", "two again"]
+    assert [row.kernel for row in measured("first", new=2)[1]] == [NAIVE, "first"]
+    for commit in ("b" * 40, "b" * 40 + "-dirty", "b" * 40 + "-dirty"):
+        monkeypatch.setenv("ROOFTILE_COMMIT", commit)
+        measured("first")
+        assert [row.kernel for row in measured("second")[1]] == (
+            [NAIVE, "second"] if commit.endswith("-dirty") else [NAIVE, "first", "second"]
+        )
+    path.write_text("no such file")
+    assert [row.kernel for row in measured("first")[1]] == [NAIVE, "first"]
 
 
 def test_command_refuses_what_it_does_not_know(tmp_path: Path):

@@ -197,7 +197,8 @@ def bench_quality(
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/quality/byte_model.json.")
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/quality/byte_model.json, or add to it."),
     ] = None,
 ) -> None:
     """What a trained model writes with each attention kernel, plain and compiled. Exit code 1 if ours is wrong."""

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from rooftile import runtime
 from rooftile.bench import report as reports
-from rooftile.bench.info import machine
+from rooftile.bench.info import machine, version
 from rooftile.bench.quality.kernels import NAIVE, Kernel
 from rooftile.bench.quality.kernels import kernels as all_kernels
 from rooftile.bench.quality.report import show
@@ -91,6 +91,7 @@ class Quality:
         known = {k.name: k for k in all_kernels()}
         if unknown := [name for name in s.names or () if name not in known]:
             raise ValueError(f"unknown kernel {', '.join(unknown)}; known kernels: {', '.join(known)}")
+        self.order = list(known)
         self.kernels = [k for k in known.values() if s.names is None or k.name in s.names or k.name == NAIVE]
 
         assert s.model is not None
@@ -120,6 +121,7 @@ class Quality:
         self.rows: list[Row] = []
         self.meta: dict[str, Any] = {
             **machine(),
+            "transformers": version("transformers"),
             "suite": "quality",
             "model": path.name,
             "dtype": NAMES[s.dtype],
@@ -130,6 +132,7 @@ class Quality:
             "window": window,
             "prompts": list(s.prompts),
             "new": s.new,
+            "lengths": list(s.lengths),
             "backend": s.backend,
             "loss_off": LOSS_OFF,
         }
@@ -237,7 +240,7 @@ class Quality:
             with torch.no_grad():
                 self.rows.append(self.measure(kernel))
             for path in self.files():
-                write(path, self.meta, self.rows)
+                write(path, self.meta, self.rows, self.order)
 
     def files(self) -> list[Path]:
         """What to write the rows to."""

@@ -7,17 +7,25 @@ to one backend, so that none is quietly computed by another.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from rooftile import runtime
 from rooftile.ops.attention import AttentionConfig, attention
 
 Attention = Callable[..., tuple[Tensor, None]]
+
+
+def _no_mask(*args: Any, **options: Any) -> None:
+    """Sequences are whole, and the kernels are causal by themselves."""
+
 
 # In the interpreter few, large programs; on a GPU what the default of each is, for heads as short as the byte model's.
 _PORTABLE = {True: AttentionConfig("portable", 64, 64, 4, 1), False: AttentionConfig("portable", 64, 64, 4, 3)}
@@ -33,6 +41,7 @@ class Kernel:
         function: registered with transformers under a name of ours; None for what transformers has itself.
         theirs: transformers' own name for it, where it has one.
         needs: "GPU", "sm_90" or nothing.
+        mask: what transformers calls once a forward, for the mask that `function` gets.
     """
 
     name: str
@@ -40,6 +49,7 @@ class Kernel:
     function: Attention | None = None
     theirs: str = ""
     needs: str = ""
+    mask: Callable[..., BlockMask | None] = _no_mask
 
     @property
     def ours(self) -> bool:
@@ -60,14 +70,11 @@ class Kernel:
             return self.theirs
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        name = f"rooftile_quality_{self.name}"
+        # transformers looks for a package of FlashAttention behind any name that has "flash" in it.
+        name = f"rooftile_quality_{self.name}".replace("flash", "fa")
         AttentionInterface.register(name, self.function)
-        AttentionMaskInterface.register(name, _no_mask)
+        AttentionMaskInterface.register(name, self.mask)
         return name
-
-
-def _no_mask(*args: Any, **options: Any) -> None:
-    """Sequences are whole, and the kernels are causal by themselves."""
 
 
 def _rooftile(config: AttentionConfig) -> Attention:
@@ -94,6 +101,57 @@ def _sdpa(backend: SDPBackend) -> Attention:
     return forward
 
 
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def _new_blocks(length: int, device: torch.device) -> BlockMask:
+    return create_block_mask(_causal, None, None, length, length, device=device)
+
+
+_kept_blocks = functools.cache(_new_blocks)
+
+
+def _causal_blocks(*args: Any, q_length: int, device: torch.device, **options: Any) -> BlockMask:
+    """FlexAttention's mask, for all layers of a forward."""
+    return (_new_blocks if torch.compiler.is_compiling() else _kept_blocks)(q_length, device)
+
+
+def _flex_of_blocks(
+    query: Tensor, key: Tensor, value: Tensor, partial: Tensor, at: Tensor, full: Tensor | None, full_at: Tensor | None
+) -> Tensor:
+    """FlexAttention by the tensors of a mask.
+
+    A whole mask brings a length and block sizes of its own, which with dynamic shapes are symbols to be compared with
+    the query's. A scale would be a symbol as well, so none is given.
+    """
+    length = query.shape[2]
+    mask = BlockMask.from_kv_blocks(
+        partial, at, full, full_at, mask_mod=_causal, seq_lengths=(length, length), compute_q_blocks=False
+    )
+    return flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    # Without dynamic shapes, one compilation for each length. Uncompiled it keeps all scores in memory.
+    return torch.compile(_flex_of_blocks, dynamic=True, fullgraph=True)
+
+
+def _flex(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask, **options: Any
+) -> tuple[Tensor, None]:
+    if torch.compiler.is_compiling():
+        out = flex_attention(query, key, value, block_mask=attention_mask, enable_gqa=True)
+    else:
+        if options.get("scaling") not in (None, query.shape[-1] ** -0.5):
+            raise ValueError(f"FlexAttention is called with its own scale, and the model's is {options['scaling']}")
+        mask = attention_mask
+        blocks = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        out = _compiled_flex()(query, key, value, *blocks)
+    return out.transpose(1, 2).contiguous(), None
+
+
 NAIVE = "naive"
 
 
@@ -107,5 +165,5 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel("rooftile_hopper", "Rooftile, Hopper", _rooftile(_HOPPER), needs="sm_90"),
         Kernel("sdpa_flash", "SDPA, flash", _sdpa(flash), needs="GPU"),
         Kernel("sdpa_cudnn", "SDPA, cuDNN", _sdpa(cudnn), needs="GPU"),
-        Kernel("flex", "FlexAttention", theirs="flex_attention", needs="GPU"),
+        Kernel("flex", "FlexAttention", _flex, needs="GPU", mask=_causal_blocks),
     )

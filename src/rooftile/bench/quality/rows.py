@@ -5,9 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rooftile.bench.info import DIRTY, UNKNOWN
+
+# What two runs must have in common, that their rows may stand in one file.
+SAME = (
+    "gpu", "driver", "torch", "triton", "rooftile", "commit", "python", "peers", "transformers", "suite", "model",
+    "dtype", "text_bytes", "window", "prompts", "new", "lengths", "backend", "loss_off",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -79,6 +88,28 @@ def rows_of(data: Mapping[str, Any]) -> list[Row]:
     return [row(fields) for fields in data["rows"]]
 
 
-def write(path: Path, meta: Mapping[str, Any], rows: Iterable[Row]) -> None:
+def earlier(path: Path, meta: Mapping[str, Any]) -> list[Row]:
+    """The rows of the file, if a run with this meta data may add to them: the same machine, versions, commit and
+    settings."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        before, rows = data["meta"], rows_of(data)
+        meta = json.loads(to_json(meta, ()))["meta"]  # as in a file
+        known = meta["commit"] != UNKNOWN and not meta["commit"].endswith(DIRTY)
+        same = known and all(before[name] == meta[name] for name in SAME)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is no such file
+        return []
+    return rows if same else []
+
+
+def write(path: Path, meta: Mapping[str, Any], rows: Iterable[Row], order: Sequence[str] = ()) -> None:
+    """Write a run's rows, and those of other kernels that the file has of runs like it, by the order of kernels.
+
+    The file is read anew, and replaced whole: runs of different kernels may share it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(meta, rows), encoding="utf-8")
+    found = {row.kernel: row for row in (*earlier(path, meta), *rows)}
+    in_order = sorted(found.values(), key=lambda row: order.index(row.kernel) if row.kernel in order else len(order))
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(to_json(meta, in_order), encoding="utf-8")
+    os.replace(part, path)
