@@ -42,7 +42,7 @@ def no_sums(w_ptr, N: tl.constexpr, K: tl.constexpr):
 def add_products(acc, w, x, TRICKS: tl.constexpr):
     """The sums and the products of a tile of the weight with x, float32."""
     SHARED: tl.constexpr = w.shape[1] // acc.shape[1]
-    products = as_float32(w, TRICKS) * x
+    products = as_float32(w, TRICKS) * x[None, :]
     if SHARED > 1:
         products = tl.sum(products.reshape(acc.shape[0], acc.shape[1], SHARED), axis=2)
     return acc + products
@@ -105,21 +105,19 @@ def _row_kernel(
 
     acc = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     up = no_sums(w_ptr, BLOCK_N, BLOCK_K)
-    # As wide as the weight's tile, so that x is loaded where it is multiplied. A vector of it would be brought there
-    # through shared memory, and no warp could ask for its next weights before all had passed the barriers of that.
-    x_ptrs = x_ptr + tl.zeros((BLOCK_N, 1), tl.int64) + ks[None, :]
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
+        # All loads before the first of them is used: x is brought to the layout of w past a barrier.
         if EVEN_K:
             w = tl.load(w_ptrs + k, eviction_policy="evict_first")
             if GATED:
                 w_up = tl.load(up_ptrs + k, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + k)
+            x = tl.load(x_ptr + k + ks)
         else:
             inside = k + ks < n_inner
             w = tl.load(w_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             if GATED:
                 w_up = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + k, mask=inside[None, :], other=0.0)
+            x = tl.load(x_ptr + k + ks, mask=inside, other=0.0)
         x = x.to(tl.float32)
         acc = add_products(acc, w, x, TRICKS)
         if GATED:

@@ -91,30 +91,26 @@ def _row_kernel(
     acc = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     up = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    # As wide as the weight's tile, so that x is loaded where it is multiplied. A vector of it would be brought there
-    # through shared memory, and no warp could ask for its next weights before all had passed the barriers of that.
-    x_ptrs = x_ptr + tl.zeros((BLOCK_N, 1), tl.int64) + block[None, :]
-    norm_ptrs = norm_ptr + tl.zeros((BLOCK_N, 1), tl.int64) + block[None, :]
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
         ks = k + block
         step = k.to(tl.int64) * stride_wk
+        # All loads before the first of them is used: x is brought to the layout of w past a barrier.
         if EVEN_K:
             w = tl.load(w_ptrs + step, eviction_policy="evict_first")
             if GATED:
                 w_up = tl.load(up_ptrs + step, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + k, eviction_policy="evict_last")
-            scale = tl.load(norm_ptrs + k, eviction_policy="evict_last")
-            once = tl.load(x_ptr + ks, eviction_policy="evict_last")  # each element by one thread, for its square
+            x = tl.load(x_ptr + ks, eviction_policy="evict_last")
+            scale = tl.load(norm_ptr + ks, eviction_policy="evict_last")
         else:
             inside = ks < n_inner
             w = tl.load(w_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             if GATED:
                 w_up = tl.load(up_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_last")
-            scale = tl.load(norm_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_last")
-            once = tl.load(x_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
-        squares += once.to(tl.float32) * once.to(tl.float32)
-        x = x.to(tl.float32) * (scale.to(tl.float32) + OFFSET)
+            x = tl.load(x_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
+            scale = tl.load(norm_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
+        x = x.to(tl.float32)
+        squares += x * x
+        x *= scale.to(tl.float32) + OFFSET
         acc = add_products(acc, w, x, TRICKS)
         if GATED:
             up = add_products(up, w_up, x, TRICKS)
