@@ -223,10 +223,14 @@ _EDGE = (
     _point(2, 70, (2, 1), (94, 32), tokens=2, cache="int8", scales="head"),
 )
 _BATCHES, _LENGTHS = (1, 2, 8, 32, 64), (512, 2048, 8192, 32768)
-_DECODE = (
-    *(_point(b, t) for b in _BATCHES for t in _LENGTHS),
+# A token of one or two sequences: few enough for what is compiled anew for each shape, and for the naive form.
+_SWEEP = (
     *(_point(b, t, (8, 8)) for b, t in ((1, 512), (1, 1024), (1, 2048), (2, 1024))),
     *(_point(1, t, (32, 32)) for t in (44, 512, 1024, 2048, 4096, 8192, 16384, 32768)),
+)
+_DECODE = (
+    *(_point(b, t) for b in _BATCHES for t in _LENGTHS),
+    *_SWEEP,
     *(_point(b, t, page=p) for b, t in ((1, 8192), (8, 8192), (32, 2048)) for p in (16, 64, 256)),
     *(_point(b, t, cache=c, scales="head") for b, t in ((1, 8192), (8, 8192)) for c in ("fp8", "int8")),
 )
@@ -249,6 +253,7 @@ CASES = (
             "edge": _EDGE,
             "llm": (_point(1, 2048), _point(8, 2048), _point(8, 2048, page=64), _point(1, 8192, (32, 32))),
             "decode": _DECODE,
+            "sweep": _SWEEP,
         },
         # What a part begins and ends with; the loop over keys has none.
         spills=256,

@@ -25,9 +25,14 @@ from rooftile.bench.rows import OURS, Row
 from rooftile.bench.tune.report import over
 from rooftile.cases.check import DIRECTIONS
 
-# And what each is called. The second and third at fewer lengths: FlexAttention is compiled anew for each shape, which
+# And what each is called. All but the first at fewer lengths: FlexAttention is compiled anew for each shape, which
 # takes minutes.
-SUITES = {"attention": "", "attention-fp16": "float16", "attention-flex": "with FlexAttention"}
+SUITES = {
+    "attention": "",
+    "attention-fp16": "float16",
+    "attention-flex": "with FlexAttention",
+    "attention-decode": "with FlexAttention",
+}
 MEMORY = "attention-memory"
 SWEEP = "attention-sweep"
 NAIVE = "naive"
