@@ -384,8 +384,8 @@ def test_what_is_cut_into_parts():
     """A second kernel costs more than a second block of keys, and more than a few where whole items fill the GPU."""
     target = TARGETS["sm_90"]
 
-    def chosen(items, capacity, dtype=BF16):
-        return choose(4, 128, 128, dtype, dtype, items, capacity, 0, target)
+    def chosen(items, capacity, dtype=BF16, cache=None, page=0):
+        return choose(4, 128, 128, dtype, cache or dtype, items, capacity, page, target)
 
     assert [chosen(32, n).combine for n in (44, 128, 129)] == ["none", "none", "kernel"]
     assert [chosen(64, n).combine for n in (512, 513, 2048)] == ["none", "kernel", "last"]
@@ -393,3 +393,8 @@ def test_what_is_cut_into_parts():
     assert chosen(64, 512, torch.float32).combine != "none"  # its blocks are short: it would walk through 32 of them
     # A long cache of few items has parts of at least two blocks, where those are short.
     assert [chosen(8, n).least for n in (512, 1024, 4096)] == [1, 2, 1]
+    # A whole item is taken in blocks of 128 keys only where one pointer serves for all of them, and none is converted.
+    assert [chosen(64, 512, page=page).block_n for page in (0, 16, 64, 128)] == [128, 64, 64, 128]
+    assert chosen(64, 512, cache=torch.float8_e4m3fn).block_n == 64
+    little = TARGETS["sm_86"]
+    assert choose(4, 64, 64, BF16, BF16, 64, 4096, 0, little).least == 1

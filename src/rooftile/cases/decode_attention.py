@@ -228,11 +228,13 @@ _SWEEP = (
     *(_point(b, t, (8, 8)) for b, t in ((1, 512), (1, 1024), (1, 2048), (2, 1024))),
     *(_point(1, t, (32, 32)) for t in (44, 512, 1024, 2048, 4096, 8192, 16384, 32768)),
 )
+_SHORT = ({"page": 64}, {"cache": "fp8", "scales": "head"}, {"cache": "fp8", "scales": "token", "page": 64})
 _DECODE = (
     *(_point(b, t) for b in _BATCHES for t in _LENGTHS),
     *_SWEEP,
     *(_point(b, t, page=p) for b, t in ((1, 8192), (8, 8192), (32, 2048)) for p in (16, 64, 256)),
     *(_point(b, t, cache=c, scales="head") for b, t in ((1, 8192), (8, 8192)) for c in ("fp8", "int8")),
+    *(_point(8, 512, **options) for options in _SHORT),  # type: ignore[arg-type]
 )
 
 CASES = (

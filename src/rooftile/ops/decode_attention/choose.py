@@ -104,17 +104,22 @@ def _sizes(most: int, cache: torch.dtype, items: int, capacity: int, page: int, 
         return 2, most // 2
     if blocks <= 4 * sms:
         return 1, most
-    # In smaller pages each key would have a pointer of its own: 74.6 at 8 x 8192 in pages of 64, and 70.4 of 64 keys.
-    if blocks >= 12 * sms and items < 1.8 * sms and cache.itemsize == 2 and (page == 0 or page >= 2 * most):
+    if blocks >= 12 * sms and items < 1.8 * sms and _takes_twice(most, cache, page):
         return 1, 2 * most
     return 2, most
+
+
+def _takes_twice(most: int, cache: torch.dtype, page: int) -> bool:
+    """Whether a block may have twice as many keys. In smaller pages each would have a pointer of its own: 74.6 at
+    8 x 8192 in pages of 64, and 70.4 of 64 keys; and numbers of 8 bits would spill."""
+    return cache.itemsize == 2 and (page == 0 or page >= 2 * most)
 
 
 def _whole(items: int, capacity: int, most: int, sms: int) -> bool:
     """Whether no item is cut into parts, which takes a second kernel or a program that waits.
 
-    At 44 keys two kernels took 5.4 us on an H200, one 3.3 and cuDNN's 3.5. At 8 x 512 two took 11.8, one 9.1 and
-    cuDNN's 8.9; at 64 x 512 one 37.4 in place of 38.1. But 22.9 at 1 x 1024, where parts take 6.4.
+    In us on an H200: at 1 x 44, 32 heads of the cache, two kernels took 5.4, one 3.2 and cuDNN's 3.7. At 8 x 512 two
+    took 11.8, one 9.1 and cuDNN's 8.9; at 64 x 512 one 37.4 in place of 38.1. But 22.9 at 1 x 1024, where parts take 6.4.
     """
     return capacity <= 128 or (capacity <= min(512, 8 * most) and items >= 0.45 * sms)
 
@@ -145,7 +150,7 @@ def choose(
     whole = _whole(items, capacity, most, sms)
     if most != 64 or capacity <= 128:
         wanted = 2, most
-    elif whole and items <= sms:
+    elif whole and items <= sms and _takes_twice(most, cache, page):
         wanted = 1, 2 * most  # a program for each item, which has all of its loads under way
     else:
         wanted = _sizes(most, cache, items, capacity, page, sms)
@@ -158,6 +163,7 @@ def choose(
     # Where whole items are enough for the programs, they have few parts, and the last to come brings them together:
     # 65.1 at 32 x 2048, and 67.6 with a second kernel, 23.5 and 23.9 at 8 x 2048; but 16.8 and 9.1 at 1 x 2048.
     combine = "none" if whole else "last" if items >= 0.45 * programs * sms else "kernel"
-    # Of few, short parts: 6.4 at 1 x 1024 with two blocks each at least, and 7.3 with one.
-    least = 2 if block_n == most // 2 and 2 * items * library.cdiv(capacity, most) > sms else 1
+    # Of short blocks: 6.4 at 1 x 1024 with two to a part at least, and 7.3 with one.
+    short = combine == "kernel" and (programs, block_n) == wanted == (2, most // 2)
+    least = 2 if short and 2 * items * library.cdiv(capacity, most) > sms else 1
     return DecodeConfig(block_n, 16, warps, max(2, stages), programs, least=least, ahead=1, combine=combine, early=True)
