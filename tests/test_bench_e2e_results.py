@@ -9,13 +9,14 @@ from rich.console import Console
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rooftile.bench import e2e
+from rooftile.bench import e2e, info
 from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER, HF, HF_EAGER, NOTES
 from rooftile.bench.e2e.report import E2ERow
-from rooftile.bench.e2e.results import NOT_REACHED, OF_A_RUN, SAME, SO_FAR, Results, added, earlier, read_rows
+from rooftile.bench.e2e.results import NOT_REACHED, OF_A_RUN, SO_FAR, Results, added, earlier, read_rows
 from rooftile.bench.rows import OURS, read_json, write_json
 
 FIRST, SECOND = "2025-01-01T00:00:00Z", "2025-01-02T00:00:00Z"
+SAME = (*info.SAME, *e2e.results.SAME)
 META = {**dict.fromkeys((*SAME, *OF_A_RUN)), "commit": "c0ffee", "config": {"attention_multiplier": 0.0883883476}}
 
 

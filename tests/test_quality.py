@@ -149,7 +149,7 @@ def test_flex_attention_is_right_and_compiles_seldom(monkeypatch):
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(quality_kernels._flex_of_blocks, dynamic=True, fullgraph=True, backend=count)
+    compiled = quality_kernels._compiled_flex(count)
     monkeypatch.setattr(quality_kernels, "_compiled_flex", lambda: compiled)
     naive, flex = _model("eager"), _model(_known("flex").register())
     # As a run has them: a batch of windows, then single sequences, longer by one each.

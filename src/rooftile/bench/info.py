@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def commit() -> str:
     if head and _output("git", "status", "--porcelain", "--untracked-files=no", cwd=root):
         head += DIRTY
     return head or UNKNOWN
+
+
+# What two runs must have in common, whatever they measured, that their rows may stand in one file.
+SAME = ("gpu", "driver", "torch", "triton", "rooftile", "commit", "python", "peers")
+
+
+def may_join(meta: Mapping[str, Any], before: Mapping[str, Any], also: Sequence[str]) -> bool:
+    """Whether a run of that meta data may add to a file of such: the same machine, versions and known commit, and the
+    same of what is named besides."""
+    known = meta["commit"] != UNKNOWN and not meta["commit"].endswith(DIRTY)
+    return known and all(before[name] == meta[name] for name in (*SAME, *also))
 
 
 def mode() -> str:

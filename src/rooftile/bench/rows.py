@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -162,15 +163,19 @@ def to_json(meta: Mapping[str, Any], rows: Iterable[Row]) -> str:
     return '{"meta": ' + head + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def write_json(path: Path, meta: Mapping[str, Any], rows: Iterable[Row]) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Into another file first, which then takes its place: a run that is cut off leaves a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     to = path
     if not path.is_symlink() and (path.is_file() or not path.exists()):  # not /dev/stdout
-        to = path.with_name(f".{path.name}.part")
-    to.write_text(to_json(meta, rows), encoding="utf-8")
+        to = path.with_name(f".{path.name}.{os.getpid()}.part")
+    to.write_text(text, encoding="utf-8")
     if to != path:
         to.replace(path)
+
+
+def write_json(path: Path, meta: Mapping[str, Any], rows: Iterable[Row]) -> None:
+    write_whole(path, to_json(meta, rows))
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:

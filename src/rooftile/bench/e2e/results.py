@@ -10,14 +10,11 @@ from typing import Any
 
 from rooftile.bench.e2e.paths import IMPLS
 from rooftile.bench.e2e.report import E2ERow
-from rooftile.bench.info import DIRTY, UNKNOWN
+from rooftile.bench.info import may_join
 from rooftile.bench.rows import to_json
 
 # What two runs must have in common, that their rows may stand in one file.
-SAME = (
-    "gpu", "driver", "torch", "triton", "rooftile", "commit", "python", "peers",
-    "transformers", "suite", "model", "config", "weights", "quantize", "tuning",
-)  # fmt: skip
+SAME = ("transformers", "suite", "model", "config", "weights", "quantize", "tuning")
 NOT_REACHED = "not reached"  # the message of a row until its turn comes
 SO_FAR = "so far: "  # what the message of a row begins with that is measured, but not to the end
 FILES = "*-b*-p*-n*.json"  # what `Batch` calls them
@@ -61,8 +58,7 @@ def earlier(path: Path, meta: Mapping[str, Any]) -> Results | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         before, rows = data["meta"], _rows(data["rows"])
         meta = json.loads(to_json(meta, ()))["meta"]  # rounded as in a file
-        known = meta["commit"] != UNKNOWN and not meta["commit"].endswith(DIRTY)
-        same = known and all(before[name] == meta[name] for name in SAME)
+        same = may_join(meta, before, SAME)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is no such file
         return None
     return Results(before, rows) if same and all(row.run in before.get("runs", {}) for row in rows) else None

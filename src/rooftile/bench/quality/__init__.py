@@ -234,7 +234,7 @@ class Quality:
         return row
 
     def run(self) -> None:
-        """Each kernel's row is written as it comes: a run that is stopped loses no more than the kernel it is at."""
+        """Each kernel's row is written as it comes: a run that is stopped has those that it came to."""
         for kernel in self.kernels:
             self.console.print(f"{kernel.title} ...", markup=False, highlight=False)
             with torch.no_grad():

@@ -133,19 +133,19 @@ def _flex_of_blocks(
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex(backend: Any = "inductor") -> Callable[..., Tensor]:
     # Without dynamic shapes, one compilation for each length. Uncompiled it keeps all scores in memory.
-    return torch.compile(_flex_of_blocks, dynamic=True, fullgraph=True)
+    return torch.compile(_flex_of_blocks, dynamic=True, fullgraph=True, backend=backend)
 
 
 def _flex(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask, **options: Any
 ) -> tuple[Tensor, None]:
+    if options.get("scaling") not in (None, query.shape[-1] ** -0.5):
+        raise ValueError(f"FlexAttention is called with its own scale, and the model's is {options['scaling']}")
     if torch.compiler.is_compiling():
         out = flex_attention(query, key, value, block_mask=attention_mask, enable_gqa=True)
     else:
-        if options.get("scaling") not in (None, query.shape[-1] ** -0.5):
-            raise ValueError(f"FlexAttention is called with its own scale, and the model's is {options['scaling']}")
         mask = attention_mask
         blocks = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
         out = _compiled_flex()(query, key, value, *blocks)

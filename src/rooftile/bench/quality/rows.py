@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rooftile.bench.info import DIRTY, UNKNOWN
+from rooftile.bench.info import may_join
+from rooftile.bench.rows import write_whole
 
 # What two runs must have in common, that their rows may stand in one file.
 SAME = (
-    "gpu", "driver", "torch", "triton", "rooftile", "commit", "python", "peers", "transformers", "suite", "model",
-    "dtype", "text_bytes", "window", "prompts", "new", "lengths", "backend", "loss_off",
+    "transformers", "suite", "model", "dtype", "text_bytes", "window", "prompts", "new", "lengths", "backend",
+    "loss_off",
 )  # fmt: skip
 
 
@@ -95,8 +95,7 @@ def earlier(path: Path, meta: Mapping[str, Any]) -> list[Row]:
         data = json.loads(path.read_text(encoding="utf-8"))
         before, rows = data["meta"], rows_of(data)
         meta = json.loads(to_json(meta, ()))["meta"]  # as in a file
-        known = meta["commit"] != UNKNOWN and not meta["commit"].endswith(DIRTY)
-        same = known and all(before[name] == meta[name] for name in SAME)
+        same = may_join(meta, before, SAME)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is no such file
         return []
     return rows if same else []
@@ -107,9 +106,6 @@ def write(path: Path, meta: Mapping[str, Any], rows: Iterable[Row], order: Seque
 
     The file is read anew, and replaced whole: runs of different kernels may share it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     found = {row.kernel: row for row in (*earlier(path, meta), *rows)}
     in_order = sorted(found.values(), key=lambda row: order.index(row.kernel) if row.kernel in order else len(order))
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(to_json(meta, in_order), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, to_json(meta, in_order))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftile import tuning
+from rooftile.bench.rows import write_whole
 from rooftile.tuning import Table
 
 
@@ -33,10 +34,7 @@ class Store:
         self.write()
 
     def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self.path.with_suffix(".new")
-        whole.write_text(tuning.to_json(self.table), encoding="utf-8")
-        os.replace(whole, self.path)
+        write_whole(self.path, tuning.to_json(self.table))
 
 
 def command(arguments: Sequence[str]) -> str:

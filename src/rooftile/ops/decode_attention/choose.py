@@ -119,7 +119,8 @@ def _whole(items: int, capacity: int, most: int, sms: int) -> bool:
     """Whether no item is cut into parts, which takes a second kernel or a program that waits.
 
     In us on an H200: at 1 x 44, 32 heads of the cache, two kernels took 5.4, one 3.2 and cuDNN's 3.7. At 8 x 512 two
-    took 11.8, one 9.1 and cuDNN's 8.9; at 64 x 512 one 37.4 in place of 38.1. But 22.9 at 1 x 1024, where parts take 6.4.
+    took 11.8, one 9.1 and cuDNN's 8.9; at 64 x 512 one 37.4 in place of 38.1. But 22.9 at 1 x 1024, where parts take
+    6.4.
     """
     return capacity <= 128 or (capacity <= min(512, 8 * most) and items >= 0.45 * sms)
 
