@@ -72,8 +72,8 @@ def test_ratios_stand_only_within_a_run(tmp_path):
     write(tmp_path, [*both(OURS, 4.0, run=SECOND, gbs=2050.0), *both(CUDA, 5.0), *both(OURS_UNTUNED, 5.0, run=SECOND)])
     write(tmp_path, [*both(OURS, 4.0, batch=8, gbs=2000.0), *both(CUDA, 5.0, batch=8)], batch=8)
     one, eight = lines_of(docs.TABLES["e2e-summary"](tmp_path), "m")
-    assert one == ["m", "bf16", "1", "512", "256", "4.000", "5.000", "–", "2050", "0.500", "4.000", "5.000", "–"]
-    assert eight[2:] == ["8", "512", "256", "4.000", "5.000", "1.250", "2000", "0.500", "4.000", "5.000", "1.250"]
+    assert one == ["m", "bf16", "1", "512", "256", "4.000", "5.000", "–", "2050", "0.500", "4.000", "5.000", "–", "2"]
+    assert eight[2:] == ["8", "512", "256", "4.000", "5.000", "1.250", "2000", "0.500", "4.000", "5.000", "1.250", "1"]
     every = docs.TABLES["e2e"](tmp_path)
     ours = [(r["ratio"], r["to"], r["run"]) for r in rows_of(every, OURS)]
     assert ours == [("–", CUDA, "2"), ("1.250", CUDA, "1")] * 2  # decode, then prefill

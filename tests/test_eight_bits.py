@@ -209,6 +209,23 @@ def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
                 assert not fp8 or c.kernel == "row"
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_a_thread_takes_as_many_bytes_whatever_the_weight(arch):
+    target = runtime.TARGETS[arch]
+    threads = 4 * 32
+    for n, k, gated in ((6144, 4096, False), (14336, 4096, True), (128256, 4096, False), (4608, 3584, False)):
+        c = choose._choose_of_8_bits(n, k, target, gated)
+        assert c.block_n * c.block_k * (1 + gated) == 64 * threads
+        assert c.num_warps * target.warp_size == threads
+        assert k % c.block_k == 0
+    # A long row is read in as many, and there without a prefetch; a short one with one, where launches overlap at all.
+    for k, early in ((14336, 0), (4096, 1)):
+        c = configs.config(1, 4096, k, 0, BF16, target, True, True)
+        assert c.prefetch == (early if arch == "sm_90" else -1)
+        assert k % c.block_k == 0
+    assert configs.config(1, 4096, 14336, 0, BF16, target, True, True).block_n == 4
+
+
 def test_a_program_has_as_many_bytes_as_of_16_bits():
     c = MatmulConfig("row", 1, 8, 512)
     assert product_choice.of_8_bits(c, 4096) == dataclasses.replace(c, block_k=1024)

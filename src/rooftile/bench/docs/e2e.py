@@ -19,8 +19,9 @@ from rooftile.bench.rows import OURS, read_json
 from rooftile.bench.workloads import MODELS
 
 SUITE = "e2e"
-_ROOFS = ("copy_gbs", "read_gbs", "tflops")
+_ROOFS = (("roof_copy_gbs", 4), ("roof_read_gbs", 4), ("roof_tflops", 3))  # of a run, and the digits that are shown
 HUGGING_FACE = (HF, HF_EAGER, PATCHED)  # in the summary, where there are rows of them
+# What was measured: the columns that begin each table.
 _POINT = ("model", "weights", "batch>", "prompt>", "new>")
 
 
@@ -74,12 +75,12 @@ def _runs(points: Iterable[_Point]) -> dict[str, int]:
     return {date: i for i, date in enumerate(dates, 1)}
 
 
-def _between(values: Iterable[Any], digits: int = 4) -> str:
+def _between(values: Iterable[Any], digits: int) -> str:
     known = [v for v in values if v is not None]
     return "–".join(dict.fromkeys(number(v, digits) for v in (min(known), max(known)))) if known else "not measured"
 
 
-def _machines(points: Sequence[_Point], numbered: bool) -> list[str]:
+def _machines(points: Sequence[_Point]) -> list[str]:
     """A line for each machine and commit: the models, the runs, the roofs from the least to the most."""
     numbers = _runs(points)
     models: dict[str, dict[str, None]] = {}
@@ -92,11 +93,10 @@ def _machines(points: Sequence[_Point], numbered: bool) -> list[str]:
             runs.setdefault(line, {})[row.run] = point.run(row.run)
     parts = []
     for line, found in runs.items():
-        copy, read, product = (_between(run.get(f"roof_{n}") for run in found.values()) for n in _ROOFS)
+        copy, read, product = (_between((run.get(n) for run in found.values()), digits) for n, digits in _ROOFS)
         said = f"copy {copy} GB/s, read {read} GB/s, bf16 product {product} TFLOP/s"
-        which = ", ".join(str(numbers[date]) for date in sorted(found)) if numbered else str(len(found))
-        which = f"runs: {which}" if numbered else f"{which} run{'s' if len(found) > 1 else ''}"
-        parts += [f"{', '.join(models[line])}: {line}; {which}. Roofs: {said}.", ""]
+        which = ", ".join(str(numbers[date]) for date in sorted(found))
+        parts += [f"{', '.join(models[line])}: {line}; runs: {which}. Roofs: {said}.", ""]
     return parts
 
 
@@ -154,7 +154,7 @@ def every_row(results: Path) -> str:
     parts = []
     for gpu, points in _points(results).items():
         runs = _runs(points)
-        parts += _machines(points, numbered=True)
+        parts += _machines(points)
         for op, figures in _FIGURES.items():
             columns = (*_POINT, "implementation", *figures, "ratio>", "to", "run>", "note")
             cells = [_cells(point, row, runs) for point in points for row in point.rows if row.op == op]
@@ -169,7 +169,7 @@ def every_row(results: Path) -> str:
     return "\n".join(parts).strip() or NO_RESULTS
 
 
-def _summary_cells(point: _Point, hugging_face: Sequence[str]) -> list[str]:
+def _summary_cells(point: _Point, hugging_face: Sequence[str], runs: Mapping[str, int]) -> list[str]:
     cells = []
     for op in _FIGURES:
         ours, cuda = point.row(op, OURS), point.row(op, CUDA)
@@ -177,7 +177,8 @@ def _summary_cells(point: _Point, hugging_face: Sequence[str]) -> list[str]:
         cells += [_time(point.row(op, name)) for name in hugging_face]
         if op == "decode":
             cells += [number(ours.gbs, 4), ratio(point.of_copy(ours), 3)] if ours else ["–", "–"]
-    return [*point.cells(point.meta["quantize"]), *cells]
+    numbers = (runs[row.run] for op in _FIGURES if (row := point.row(op, OURS)))
+    return [*point.cells(point.meta["quantize"]), *cells, ", ".join(map(str, dict.fromkeys(numbers)))]
 
 
 def summary(results: Path) -> str:
@@ -192,12 +193,13 @@ def summary(results: Path) -> str:
         columns = (
             *_POINT, "ms a step>", "CUDA path>", "ratio>", *(f"`{name}`>" for name in others), "GB/s>",
             "of the copy roof>", "prefill, ms>", "CUDA path>", "ratio>", *(f"`{name}`>" for name in others),
+            "run of ours>",
         )  # fmt: skip
         shown = [r for p in points for r in p.rows if r.impl in (OURS, CUDA, *others) and r.message]
         said = (f"{r.shape} `{r.impl}` {r.op}: {r.status}, {r.message}." for r in shown)
         parts += [
-            *_machines(points, numbered=False),
-            markdown(columns, (_summary_cells(p, others) for p in points)),
+            *_machines(points),
+            markdown(columns, (_summary_cells(p, others, _runs(points)) for p in points)),
             "",
         ]
         parts += itertools.chain.from_iterable((line, "") for line in said)

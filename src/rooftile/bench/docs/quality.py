@@ -22,4 +22,4 @@ def table(results: Path) -> str:
 
 
 def _why(row: Row) -> str:
-    return f"{row.title}: {row.status}: {row.message}."
+    return f"{row.title}: {row.status}: {row.message.rstrip('.')}."

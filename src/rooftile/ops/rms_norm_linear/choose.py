@@ -89,7 +89,8 @@ def _choose_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> Ma
 
 
 def _rows_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> MatmulConfig:
-    """64 bytes of the weight a thread, of four warps: rows of 512 bytes where there are many programs, else of 1024.
+    """64 bytes of the weight a thread, of four warps: 512 bytes of a row at a time where there are many programs, or
+    where 1024 do not divide it, else 1024. `matmul.choose.rows_of_8_bits` is the same for a product without a norm.
 
     In a decoding step of Llama-3-8B with fp8 on an H200, 2490 us before: for the gated product 57 us ahead of as many
     bytes in half as many rows, for 4096 -> 6144 15 ahead of twice as large programs, for the vocabulary 3.

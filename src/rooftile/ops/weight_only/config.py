@@ -223,8 +223,8 @@ def _wide(n: int, target: runtime.Target) -> bool:
 def _takes_row(n: int, fp8: bool, target: runtime.Target) -> bool:
     """Whether one row of x goes to kernel "row": but where "direct" is at 0.95 of the read roof, wide weights of int8.
 
-    Of 4096 x 4096 the others have 0.55 of it on an H200, as below, and this kernel in bfloat16 0.81; with 8 bits it is
-    not measured.
+    Of 4096 x 4096 the others have 0.55 of it on an H200, as below, and this kernel in bfloat16 0.81; with 8 bits it was
+    measured in whole steps only.
     """
     return fp8 or target.arch != "sm_90" or not _wide(n, target)
 
