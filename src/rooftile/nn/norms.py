@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rooftile.library import check_tensors
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
@@ -85,6 +86,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`(..., *normalized_shape)` to the same shape."""
+        check_tensors("LayerNorm", input=input)
         if input.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
                 f"LayerNorm: input has shape {tuple(input.shape)}, expected its last dimensions to be "
@@ -146,6 +148,7 @@ class RoPE(nn.Module):
         """q and k rotated; token t is at position t where position_ids, `(T,)` or `(B, T)`, are not given."""
         cos, sin = self.cos, self.sin
         if position_ids is None:
+            check_tensors("RoPE", q=q)
             seq_len = q.shape[self.layout.index("T")]
             if seq_len > self.max_positions:
                 raise ValueError(f"RoPE: q has {seq_len} tokens, expected at most max_positions = {self.max_positions}")
@@ -228,7 +231,10 @@ class Softmax(nn.Module):
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """The softmax of `scale * input`; where `mask`, boolean and broadcast to input's shape, is False, it is 0."""
-        if self.dim in (-1, input.dim() - 1):
+        if self.dim == -1:
+            return softmax(input, scale=self.scale, causal=self.causal, mask=mask)
+        check_tensors("Softmax", input=input)
+        if self.dim == input.dim() - 1:
             return softmax(input, scale=self.scale, causal=self.causal, mask=mask)
         if mask is not None:
             mask = mask.expand(input.shape).movedim(self.dim, -1)

@@ -44,7 +44,7 @@ def check_number(op: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         kind = "an int" if whole else "a number"
         expected = f"{kind} or a tensor of {dtypes_named(PARAMETERS[name])}"
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}, expected {expected}")
+        raise TypeError(f"{op}: {name} is {library.named(value)}, expected {expected}")
     if name == "repetition_penalty":
         if not 0 < value < math.inf:
             raise ValueError(f"{op}: repetition_penalty is {value}, expected a finite number above 0")
