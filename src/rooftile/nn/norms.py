@@ -10,7 +10,7 @@ from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rms_norm import Rounding, rms_norm
-from rooftile.ops.rope import Layout, Style, rope
+from rooftile.ops.rope import LAYOUTS, Layout, Style, rope
 from rooftile.ops.softmax import softmax
 
 
@@ -119,12 +119,14 @@ class RoPE(nn.Module):
         base: float = 10000.0,
         *,
         style: Style = "half",
-        layout: Layout = "BHTD",
+        layout: Layout = "bhtd",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if rotary_dim < 2 or rotary_dim % 2:
             raise ValueError(f"RoPE: rotary_dim is {rotary_dim}, expected an even number of 2 or more")
+        if layout not in LAYOUTS:
+            raise ValueError(f"RoPE: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
         self.rotary_dim = rotary_dim
         self.max_positions = max_positions
         self.base = base
@@ -149,7 +151,7 @@ class RoPE(nn.Module):
         cos, sin = self.cos, self.sin
         if position_ids is None:
             check_tensors("RoPE", q=q)
-            seq_len = q.shape[self.layout.index("T")]
+            seq_len = q.shape[self.layout.index("t")]
             if seq_len > self.max_positions:
                 raise ValueError(f"RoPE: q has {seq_len} tokens, expected at most max_positions = {self.max_positions}")
             cos, sin = cos[:seq_len], sin[:seq_len]
@@ -181,7 +183,7 @@ class QKNormRoPE(nn.Module):
         *,
         offset: float = 0.0,
         style: Style = "half",
-        layout: Layout = "BHTD",
+        layout: Layout = "bhtd",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
