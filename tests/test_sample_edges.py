@@ -1,4 +1,4 @@
-"""What the docstring of `sample` says of numbers at the edges of their ranges, and of those that tensors have beyond."""
+"""What `sample` says of numbers at the edges of their ranges, and of those beyond, which tensors may hold."""
 
 import torch
 
