@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import BF16, CASES, draw
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rooftile
 
@@ -83,3 +84,11 @@ def test_none_in_caches(device):
     cache.append(0, x, x)
     with pytest.raises(TypeError, match=r"^decode_attention: q is None, expected a tensor"):
         cache.attend(0, None)
+
+
+def test_none_while_compiling(device):
+    """Of fake tensors: the dispatcher lets None pass."""
+    with FakeTensorMode():
+        x = torch.empty(2, 32, device=device)
+        with pytest.raises(TypeError, match=r"^rms_norm_linear: norm_weight is None, expected a tensor"):
+            torch.ops.rooftile.rms_norm_linear(x, None, x, None, 1e-6, 0.0, "")

@@ -245,6 +245,7 @@ def define(
     else:
 
         def on_one_device(*args: Any) -> Any:  # a meta tensor among others brings a call here
+            _check_arguments(overload, tensors, required, args)
             _device(overload, tensors, args)
             return fake(*args)
 
