@@ -304,6 +304,20 @@ def test_layer_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {r.impl for r in rows if r.op == "layer.output"} == {OURS, "eager"}
 
 
+@pytest.mark.parametrize("layer", [False, True])
+def test_more_tokens_than_the_model_was_made_for(layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before weights are made, and of every model before the first is measured."""
+    for name in ("random", "load"):
+        monkeypatch.setattr(e2e_model.engine_weights, name, lambda *a, **b: pytest.fail("weights are made"))
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "llama", "max_position_embeddings": 64}))
+    arguments = ["bench", "e2e", "--model", f"tiny,{tmp_path}", *(["--layer"] if layer else [])]
+    wrong = (["--prompt", "65"], "--prompt is 65 tokens") if layer else (
+        ["--prompt", "60", "--new", "5"], "--prompt 60 and --new 5 are 65 tokens")  # fmt: skip
+    done = CliRunner().invoke(cli.app, [*arguments, *wrong[0]], env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert f"{wrong[1]}, expected at most 64: max_position_embeddings" in done.output, done.output
+
+
 def test_names_and_notes_of_the_implementations() -> None:
     assert e2e_paths.IMPLS[:2] == ("rooftile", "cuda_kernels")
     assert set(e2e_paths.NOTES) == set(e2e_paths.IMPLS)

@@ -366,6 +366,7 @@ class PagedMachine(RuleBasedStateMachine):
         if not self.fits(new):
             return self.fails(lambda: cache.extend(new))
         cache.reserve(new)
+        most = max(new.values(), default=0)  # of the step, whoever leaves it
         meanwhile = data.draw(st.sampled_from(["", "fork", "free"]))
         chosen = data.draw(st.sampled_from(list(self.model)))
         forked = cache.fork(chosen) if meanwhile == "fork" and len(self.model) < 3 else None
@@ -375,12 +376,12 @@ class PagedMachine(RuleBasedStateMachine):
             self.freed.append(chosen)
             new.pop(chosen, None)
         cache.advance()
-        self.append(new)
+        self.append(new, most)
         if forked is not None:
             self.model[forked] = list(self.model[chosen])
 
-    def append(self, new):
-        cache, most = self.cache, max(new.values(), default=0)
+    def append(self, new, most):
+        cache = self.cache
         if not most:
             return
         for layer in range(2):

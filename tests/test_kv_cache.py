@@ -88,7 +88,7 @@ def test_the_rotation_is_ropes(style, device):
     k_cache, v_cache = fresh((2, 12, 2, 16), device), fresh((2, 12, 2, 16), device)
     turned = rope_and_cache(q, k, k, cos, sin, k_cache, v_cache, lengths, style=style)
     ids = lengths[:, None].long() + torch.arange(3, device=device)
-    expected = rope(q, k, cos, sin, position_ids=ids, style=style, layout="BTHD")
+    expected = rope(q, k, cos, sin, position_ids=ids, style=style, layout="bthd")
     assert torch.equal(turned, expected[0])
     assert torch.equal(k_cache[0, 4:7], expected[1][0])
     assert torch.equal(k_cache[1, 9:], expected[1][1])

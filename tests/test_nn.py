@@ -47,10 +47,10 @@ def test_add_rms_norm_returns_both_and_trains_its_weight() -> None:
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "deepseek"])
-@pytest.mark.parametrize("layout", ["BHTD", "BTHD"])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_rope_is_the_formula_at_true_angles(style: str, layout: str) -> None:
     module = nn.RoPE(16, max_positions=12, style=style, layout=layout, device=DEVICE)  # type: ignore[arg-type]
-    shape = (2, 3, 9, 24) if layout == "BHTD" else (2, 9, 3, 24)
+    shape = (2, 3, 9, 24) if layout == "bhtd" else (2, 9, 3, 24)
     q, k = torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE)
     positions = torch.arange(9, device=DEVICE) + 3
     for ids, rows in ((None, slice(0, 9)), (positions, slice(3, 12))):
@@ -65,6 +65,8 @@ def test_rope_is_the_formula_at_true_angles(style: str, layout: str) -> None:
 def test_rope_refuses_what_its_tables_do_not_hold() -> None:
     with pytest.raises(ValueError, match="rotary_dim is 7"):
         nn.RoPE(7)
+    with pytest.raises(ValueError, match="RoPE: layout is 'BTHD', expected one of bhtd, bthd"):
+        nn.RoPE(8, layout="BTHD")  # type: ignore[arg-type]
     module = nn.RoPE(8, max_positions=4, device=DEVICE)
     q = torch.randn(1, 2, 5, 8, device=DEVICE)
     with pytest.raises(ValueError, match="5 tokens, expected at most max_positions = 4"):

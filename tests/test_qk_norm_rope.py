@@ -124,11 +124,11 @@ class TestLayouts:
     @pytest.mark.usefixtures("no_copies")
     def test_both_layouts_agree_and_copy_nothing(self, projected):
         q, k, *others = projected
-        found = qk_norm_rope(q, k, *others, layout="BTHD")
+        found = qk_norm_rope(q, k, *others, layout="bthd")
         turned = qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *others)
         assert_same(found, [y.transpose(1, 2) for y in turned])
         output_grads = [torch.randn_like(y) for y in found]
-        grads = gradients(projected, output_grads, layout="BTHD")
+        grads = gradients(projected, output_grads, layout="bthd")
         transposed = (q.transpose(1, 2), k.transpose(1, 2), *others)
         dq, dk, *weights = gradients(transposed, [g.transpose(1, 2) for g in output_grads])
         assert_same(grads, (dq.transpose(1, 2), dk.transpose(1, 2), *weights))
@@ -272,9 +272,9 @@ def test_wrong_shapes(device):
     ids = torch.arange(5, device=device)
     long = torch.empty(1, 1, 5, 520, device=device)
     wrong = [
-        ({"q": q[0]}, r"q has shape \(4, 5, 16\), expected 4 dimensions BHTD"),
+        ({"q": q[0]}, r"q has shape \(4, 5, 16\), expected 4 dimensions bhtd"),
         ({"q": long, "k": long}, "q has a head_dim of 520, expected at most 512"),
-        ({"k": k[:1]}, r"k has shape \(1, 2, 5, 16\), expected \(2, 'k_heads', 5, 16\) to match q in BHTD"),
+        ({"k": k[:1]}, r"k has shape \(1, 2, 5, 16\), expected \(2, 'k_heads', 5, 16\) to match q in bhtd"),
         ({"k": k[..., :8]}, r"k has shape \(2, 2, 5, 8\), expected"),
         ({"q_weight": weight[:8]}, r"q_weight has shape \(8,\), expected \(16,\) to match the head_dim"),
         ({"k_weight": weight[None]}, r"k_weight has shape \(1, 16\), expected \(16,\) to match the head_dim"),
@@ -284,8 +284,8 @@ def test_wrong_shapes(device):
         ({"cos": cos.repeat(1, 2), "sin": sin.repeat(1, 2)}, "cos has a rotary dimension of 32, expected"),
         ({"sin": sin[:4]}, r"sin has shape \(4, 16\), expected \(5, 16\) to match cos"),
         ({"position_ids": ids[:4]}, r"position_ids has shape \(4,\), expected \(5,\), \(1, 5\) or"),
-        ({"layout": "BTHD"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, 'k_heads', 16\)"),
-        ({"layout": "THD"}, "layout is 'THD', expected one of BHTD, BTHD"),
+        ({"layout": "bthd"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, 'k_heads', 16\)"),
+        ({"layout": "BTHD"}, "layout is 'BTHD', expected one of bhtd, bthd"),
         ({"style": "neox"}, "style is 'neox', expected one of half, interleaved, deepseek"),
     ]
     for changed, message in wrong:
@@ -309,7 +309,7 @@ def test_wrong_dtypes(device):
 
 def test_the_backward_op_refuses_gradients_that_do_not_match(device):
     q, k, *others = make(device)
-    mode = (None, 1e-6, 0.0, "half", "BHTD", True, True, True, True)
+    mode = (None, 1e-6, 0.0, "half", "bhtd", True, True, True, True)
     for q_dy, k_dy, error, message in (
         (q[:1], k, ValueError, r"q_dy has shape \(1, 4, 5, 16\), expected \(2, 4, 5, 16\) to match q"),
         (q, k.to(BF16), TypeError, "k_dy has dtype torch.bfloat16, expected torch.float32 to match k"),

@@ -67,7 +67,7 @@ def test_rope_layouts_agree():
     q, k = normal(2, 3, 5, 16), normal(2, 1, 5, 16)
     _, cos, sin = table(5, 16, interleaved=False)
     expected = rope.rope(q, k, cos, sin)
-    found = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos[None], sin[None], layout="BTHD")
+    found = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos[None], sin[None], layout="bthd")
     for e, f in zip(expected, found, strict=True):
         torch.testing.assert_close(f.transpose(1, 2), e)
 

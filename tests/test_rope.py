@@ -109,8 +109,8 @@ class TestInPlace:
         before = qkv.clone()
         _, _, cos, sin = make(device)
         q, k = qkv[:, :, :4], qkv[:, :, 4:6]
-        expected = rooftile.rope(q.clone(), k.clone(), cos, sin, layout="BTHD")
-        rooftile.rope_(q, k, cos, sin, layout="BTHD")
+        expected = rooftile.rope(q.clone(), k.clone(), cos, sin, layout="bthd")
+        rooftile.rope_(q, k, cos, sin, layout="bthd")
         assert_same((qkv[:, :, :4], qkv[:, :, 4:6]), expected)
         assert torch.equal(qkv[:, :, 6:], before[:, :, 6:])
 
@@ -199,8 +199,8 @@ def test_wrong_shapes(device):
     q, k, cos, sin = make(device)
     ids = torch.arange(5, device=device)
     wrong = [
-        ((q[0], k, cos, sin), {}, r"q has shape \(4, 5, 16\), expected 4 dimensions BHTD"),
-        ((q, k[0], cos, sin), {}, r"k has shape \(2, 5, 16\), expected \(2, 'k_heads', 5, 16\) to match q in BHTD"),
+        ((q[0], k, cos, sin), {}, r"q has shape \(4, 5, 16\), expected 4 dimensions bhtd"),
+        ((q, k[0], cos, sin), {}, r"k has shape \(2, 5, 16\), expected \(2, 'k_heads', 5, 16\) to match q in bhtd"),
         ((q, k[:1], cos, sin), {}, r"k has shape \(1, 2, 5, 16\), expected"),
         ((q, k[:, :, :4], cos, sin), {}, r"k has shape \(2, 2, 4, 16\), expected"),
         ((q, k[..., :8], cos, sin), {}, r"k has shape \(2, 2, 5, 8\), expected"),
@@ -210,8 +210,8 @@ def test_wrong_shapes(device):
         ((q, k, cos[:, :7], sin[:, :7]), {}, "cos has a rotary dimension of 7, expected an even one from 2 to"),
         ((q, k, cos.repeat(1, 2), sin.repeat(1, 2)), {}, "cos has a rotary dimension of 32, expected"),
         ((q, k, cos, sin[:4]), {}, r"sin has shape \(4, 16\), expected \(5, 16\) to match cos"),
-        ((q, k, cos, sin), {"layout": "BTHD"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, 'k_heads', 16\)"),
-        ((q, k, cos, sin), {"layout": "THD"}, "layout is 'THD', expected one of BHTD, BTHD"),
+        ((q, k, cos, sin), {"layout": "bthd"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, 'k_heads', 16\)"),
+        ((q, k, cos, sin), {"layout": "BTHD"}, "layout is 'BTHD', expected one of bhtd, bthd"),
         ((q, k, cos, sin), {"style": "neox"}, "style is 'neox', expected one of half, interleaved, deepseek"),
         ((q, k, cos, sin), {"position_ids": ids[:4]}, r"position_ids has shape \(4,\), expected \(5,\), \(1, 5\) or"),
         ((q, k, cos.expand(2, 5, 16), sin.expand(2, 5, 16)), {"position_ids": ids}, "cos has shape .*, expected"),

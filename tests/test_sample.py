@@ -354,7 +354,7 @@ def test_errors(device):
         ({"top_k": 5.0}, TypeError, "top_k is a float, expected an int or a tensor of int32"),
         ({"top_k": two.short()}, TypeError, "top_k has dtype torch.int16, expected int32 or int64"),
         ({"logits": logits.tolist()}, TypeError, "logits is a list, expected a tensor"),
-        ({"top_p": 1.5}, ValueError, "top_p is 1.5, expected 0 to 1"),
+        *(({"top_p": p}, ValueError, f"top_p is {p}, expected more than 0, and at most 1") for p in (1.5, 0, -0.1)),
         ({"min_p": -0.1}, ValueError, "min_p is -0.1, expected 0 to 1"),
         ({"seeds": 2**63}, ValueError, "seeds is 9223372036854775808, expected an int64"),
         ({"positions": 2**31}, ValueError, "positions is 2147483648, expected 0 or more, of int32"),

@@ -117,7 +117,7 @@ def _node(
     return Node
 
 
-def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...]) -> bool:
+def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...], required: tuple[int, ...]) -> bool:
     """Whether a call may go past the dispatcher: plain tensors, and nothing that wants to see ops."""
     if (
         torch._C._len_torch_dispatch_stack()
@@ -127,17 +127,19 @@ def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...]) -> bool:
         return False
     for i in tensors:  # a generator would cost a call 1 us
         tensor = args[i]
-        if tensor is not None and not (isinstance(tensor, Tensor) and _is_plain(torch._C._dispatch_keys(tensor))):
+        if tensor is None:
+            if i in required:
+                return False
+        elif not (isinstance(tensor, Tensor) and _is_plain(torch._C._dispatch_keys(tensor))):
             return False
     return True
 
 
-def _check_arguments(overload: Any, tensors: tuple[int, ...], args: tuple[Any, ...]) -> None:
-    """What the dispatcher would say of a list or an array is about its own types."""
+def _check_arguments(overload: Any, tensors: tuple[int, ...], required: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    """What the dispatcher would say of None, a list or an array is about its own types."""
     for i in tensors:
-        argument = overload._schema.arguments[i]
-        if str(argument.type) == "Tensor" or args[i] is not None:
-            check_tensors(overload._schema.name.partition("::")[2], **{argument.name: args[i]})
+        if i in required or args[i] is not None:
+            check_tensors(overload._schema.name.partition("::")[2], **{overload._schema.arguments[i].name: args[i]})
 
 
 def _has_tangent(tensor: Tensor | None) -> bool:
@@ -177,6 +179,7 @@ def define(
         i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     )
     tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
+    required = tuple(i for i in tensors if str(overload._schema.arguments[i].type) == "Tensor")
     kernel = _guarded(overload, tensors, launch)
 
     def below(keyset: Any, *args: Any) -> Any:
@@ -225,8 +228,8 @@ def define(
         # The dispatcher is for those who listen: compilers, modes, subclasses. Where nobody does, it is left out: 6 us.
         if torch.compiler.is_compiling():
             return overload(*args)
-        if not _nobody_listens(args, tensors):
-            _check_arguments(overload, tensors, args)
+        if not _nobody_listens(args, tensors, required):
+            _check_arguments(overload, tensors, required, args)
             return overload(*args)
         return with_gradients(None, args) if asks_for_gradients(args) else below(None, *args)
 
@@ -242,6 +245,7 @@ def define(
     else:
 
         def on_one_device(*args: Any) -> Any:  # a meta tensor among others brings a call here
+            _check_arguments(overload, tensors, required, args)
             _device(overload, tensors, args)
             return fake(*args)
 
@@ -267,12 +271,17 @@ def cdiv(a: int, b: int) -> int:
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def named(value: object) -> str:
+    """What came, where something else was expected: "None", "a list", "an int"."""
+    kind = type(value).__name__
+    return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
 def check_tensors(op: str, **tensors: object) -> None:
     """Raise TypeError unless each is a tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            given = "None" if tensor is None else f"a {type(tensor).__name__}"
-            raise TypeError(f"{op}: {name} is {given}, expected a tensor")
+            raise TypeError(f"{op}: {name} is {named(tensor)}, expected a tensor")
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:

@@ -161,7 +161,7 @@ def _in_place(point: Point) -> Callable[..., Any]:
         turned = []
         if "q" in more:
             cos, sin = (more[n][position] if point["table"] else more[n] for n in ("cos", "sin"))
-            q, k = rope_reference.eager(more["q"], k, cos, sin, style=style, layout=layout.upper())
+            q, k = rope_reference.eager(more["q"], k, cos, sin, style=style, layout=layout)
             turned = [q]
         block, row = torch.arange(k.shape[0], device=k.device)[:, None], position
         if page_table is not None:

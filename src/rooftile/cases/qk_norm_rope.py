@@ -70,7 +70,7 @@ def _liger(point: Point) -> Callable[..., Any]:
         raise Unsupported("Liger's RoPE has the half-split style alone")
     if point["positions"]:
         raise Unsupported("Liger's RoPE ignores position ids")
-    token_major = point.options.get("layout") == "BTHD"
+    token_major = point.options.get("layout") == "bthd"
 
     def norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         """(B, T, H, D), in order, which it takes as rows; out as (B, H, T, D), which its RoPE takes."""
@@ -98,7 +98,7 @@ def _liger(point: Point) -> Callable[..., Any]:
 
 _TINY = (
     _point(16, 4, 2, 32),
-    _point(7, 3, 1, 64, batch=2, table_batch=2, offset=1.0, layout="BTHD"),
+    _point(7, 3, 1, 64, batch=2, table_batch=2, offset=1.0, layout="bthd"),
     _point(9, 4, 2, 48, rotary=16, table_fp32=True, weight_fp32=True),
     _point(9, 4, 2, 32, q_weight=None, k_weight=None),
     _point(6, 4, 2, 48, rotary=20, batch=2, positions=11, position_batch=2, style="interleaved"),

@@ -65,7 +65,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     inputs: dict[str, Tensor] = {}
     for name in ("q", "k"):
         x = normal((batch, seq_len, point[f"{name}_heads"], head_dim), dtype, device, generator)
-        inputs[name] = x if point.options.get("layout") == "BTHD" else x.transpose(1, 2)
+        inputs[name] = x if point.options.get("layout") == "bthd" else x.transpose(1, 2)
 
     rows = point["positions"] or seq_len
     positions = torch.arange(rows, device=device)
@@ -124,7 +124,7 @@ def _liger(point: Point) -> Callable[..., Any]:
         raise Unsupported("Liger's RoPE has the half-split style alone")
     if point["positions"]:
         raise Unsupported("Liger's RoPE ignores position ids")
-    token_major = point.options.get("layout") == "BTHD"
+    token_major = point.options.get("layout") == "bthd"
 
     def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **_: object) -> tuple[Tensor, Tensor]:
         if not token_major:
@@ -145,7 +145,7 @@ def _quack(point: Point) -> Callable[..., Any]:
         raise Unsupported("quack's rotary takes one table, in order, for the whole batch")
     if point["head_dim"] % 8 or point["rotary"] % 8:
         raise Unsupported("quack's rotary needs dimensions divisible by 8")
-    token_major = point.options.get("layout") == "BTHD"
+    token_major = point.options.get("layout") == "bthd"
 
     def one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if token_major:
@@ -166,17 +166,17 @@ def _quack(point: Point) -> Callable[..., Any]:
 _TINY = (
     _point(16, 4, 2, 32),
     _point(7, 4, 4, 32, batch=2, table_batch=0),
-    _point(7, 3, 1, 32, batch=2, table_batch=2, layout="BTHD"),
+    _point(7, 3, 1, 32, batch=2, table_batch=2, layout="bthd"),
     _point(9, 4, 2, 64, rotary=16),
     _point(9, 4, 2, 32, table_fp32=True),
     _point(5, 4, 2, 32, batch=2, positions=40, position_batch=2),
     _point(5, 4, 2, 32, batch=2, positions=40, position_batch=0),
     _point(9, 4, 2, 32, style="interleaved"),
-    _point(6, 4, 2, 48, rotary=20, batch=2, positions=11, position_batch=1, style="interleaved", layout="BTHD"),
+    _point(6, 4, 2, 48, rotary=20, batch=2, positions=11, position_batch=1, style="interleaved", layout="bthd"),
 )
 _TINY_DEEPSEEK = (
     _point(9, 4, 1, 32, style="deepseek"),
-    _point(6, 2, 1, 48, rotary=20, batch=2, table_batch=2, style="deepseek", layout="BTHD"),
+    _point(6, 2, 1, 48, rotary=20, batch=2, table_batch=2, style="deepseek", layout="bthd"),
 )
 _EDGE = (
     _point(1, 1, 1, 2),

@@ -157,7 +157,7 @@ _EDGE = (
     _point(1, 4099, **_DRAW, top_p=0.6),
     _point(3, 1, **_USUAL),
     _point(1, 33, **_DRAW, top_k=1, min_p=0.1),
-    _point(2, 127, **_DRAW, top_k=500, top_p=0.0),
+    _point(2, 127, **_DRAW, top_k=500, top_p=1e-9),
     _point(1, 129, **_DRAW, min_p=1.0),
     _point(0, 64, **_USUAL),
 )

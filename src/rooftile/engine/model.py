@@ -76,7 +76,7 @@ class Decoder:
             if c.qk_norm:
                 q, k = self._normed_and_turned(layer, q, k, cos, sin, positions)
             else:
-                rope_(q, k, cos, sin, position_ids=positions, layout="BTHD")
+                rope_(q, k, cos, sin, position_ids=positions, layout="bthd")
             options = {"causal": True, "scale": c.attention_scale, "window": c.windows[layer]}
             given, longest = cache.inputs(layer) | into, prompts.longest
             if positions is None:
@@ -113,5 +113,5 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         w = self.weights.layers[layer]
         return qk_norm_rope(
-            q, k, w.q_norm, w.k_norm, cos, sin, eps=self.config.head_norm_eps, position_ids=positions, layout="BTHD"
+            q, k, w.q_norm, w.k_norm, cos, sin, eps=self.config.head_norm_eps, position_ids=positions, layout="bthd"
         )

@@ -219,7 +219,7 @@ class Steps:
             raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
         if layer in self._appended:
             raise RuntimeError(f"{name}: layer {layer} has the tokens of this step; call extend or reserve for others")
-        if k.dim() == 4:  # if not, the op says so
+        if isinstance(k, Tensor) and k.dim() == 4:  # if not, the op says so
             tokens = k.shape[self.layout.index("t")]
             if k.shape[0] != len(self._counts):
                 raise ValueError(f"{name}: k has {k.shape[0]} sequences, expected {len(self._counts)}")
@@ -255,13 +255,21 @@ class Steps:
         function's.
 
         Raises:
+            RuntimeError: the layer has not the tokens of the step, as far as the host knows: what a CUDA graph that
+                advances does, it is not told.
             IndexError: there is no such layer.
             ValueError, TypeError: a sequence has fewer than T tokens in the step; or as `rooftile.decode_attention`.
         """
         from rooftile.ops.decode_attention import decode_attention
 
         given = self.inputs(self._layer("attend", layer))
-        if q.dim() == 4 and (fewer := [n for n in self._counts if 0 < n < q.shape[1]]):
+        if layer not in self._appended and any(self._counts) and not self._captured:
+            missing = "append" if self._advanced else "advance, then append"
+            raise RuntimeError(
+                f"{type(self).__name__}.attend: layer {layer} has not the keys and values of this step; call {missing} "
+                f"first"
+            )
+        if isinstance(q, Tensor) and q.dim() == 4 and (fewer := [n for n in self._counts if 0 < n < q.shape[1]]):
             raise ValueError(
                 f"{type(self).__name__}.attend: q has {q.shape[1]} tokens of each sequence, expected at most "
                 f"{min(fewer)}: a sequence has no more in this step"

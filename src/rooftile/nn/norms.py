@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rooftile.library import check_tensors
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rms_norm import Rounding, rms_norm
-from rooftile.ops.rope import Layout, Style, rope
+from rooftile.ops.rope import LAYOUTS, Layout, Style, rope
 from rooftile.ops.softmax import softmax
 
 
@@ -85,6 +86,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`(..., *normalized_shape)` to the same shape."""
+        check_tensors("LayerNorm", input=input)
         if input.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
                 f"LayerNorm: input has shape {tuple(input.shape)}, expected its last dimensions to be "
@@ -117,12 +119,14 @@ class RoPE(nn.Module):
         base: float = 10000.0,
         *,
         style: Style = "half",
-        layout: Layout = "BHTD",
+        layout: Layout = "bhtd",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if rotary_dim < 2 or rotary_dim % 2:
             raise ValueError(f"RoPE: rotary_dim is {rotary_dim}, expected an even number of 2 or more")
+        if layout not in LAYOUTS:
+            raise ValueError(f"RoPE: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
         self.rotary_dim = rotary_dim
         self.max_positions = max_positions
         self.base = base
@@ -146,7 +150,8 @@ class RoPE(nn.Module):
         """q and k rotated; token t is at position t where position_ids, `(T,)` or `(B, T)`, are not given."""
         cos, sin = self.cos, self.sin
         if position_ids is None:
-            seq_len = q.shape[self.layout.index("T")]
+            check_tensors("RoPE", q=q)
+            seq_len = q.shape[self.layout.index("t")]
             if seq_len > self.max_positions:
                 raise ValueError(f"RoPE: q has {seq_len} tokens, expected at most max_positions = {self.max_positions}")
             cos, sin = cos[:seq_len], sin[:seq_len]
@@ -178,7 +183,7 @@ class QKNormRoPE(nn.Module):
         *,
         offset: float = 0.0,
         style: Style = "half",
-        layout: Layout = "BHTD",
+        layout: Layout = "bhtd",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -228,7 +233,10 @@ class Softmax(nn.Module):
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """The softmax of `scale * input`; where `mask`, boolean and broadcast to input's shape, is False, it is 0."""
-        if self.dim in (-1, input.dim() - 1):
+        if self.dim == -1:
+            return softmax(input, scale=self.scale, causal=self.causal, mask=mask)
+        check_tensors("Softmax", input=input)
+        if self.dim == input.dim() - 1:
             return softmax(input, scale=self.scale, causal=self.causal, mask=mask)
         if mask is not None:
             mask = mask.expand(input.shape).movedim(self.dim, -1)

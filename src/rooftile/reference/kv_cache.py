@@ -66,7 +66,7 @@ def rope_and_cache(
         position = lengths[:, None] + tokens
         known = (position >= 0) & (position < cos.shape[0])
         cos, sin = (x[position.clamp(0, cos.shape[0] - 1)].where(known[..., None], torch.nan) for x in (cos, sin))
-    q, k = turn(q, k, cos, sin, style=style, layout=layout.upper())
+    q, k = turn(q, k, cos, sin, style=style, layout=layout)
     there = (lengths[:, None] >= 0) & (tokens < (k.shape[t] if counts is None else counts[:, None]))
     q = q.where((there[:, None, :] if layout == "bhtd" else there[:, :, None])[..., None], 0.0)
     return (*append_kv(k, v, k_cache, v_cache, lengths, counts=counts, layout=layout, **options), q)

@@ -20,7 +20,7 @@ def qk_norm_rope(
     offset: float = 0.0,
     position_ids: Tensor | None = None,
     style: str = "half",
-    layout: str = "BHTD",
+    layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """The formula in q's dtype: give it float64 for the truth."""
     q = norm.rms_norm(q, q_weight, eps=eps, offset=offset)
@@ -40,7 +40,7 @@ def eager(
     offset: float = 0.0,
     position_ids: Tensor | None = None,
     style: str = "half",
-    layout: str = "BHTD",
+    layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """As Hugging Face's attention layers write it: Qwen3's, or with an offset Gemma 3's."""
     rounding = "llama" if offset == 0.0 else "gemma"

@@ -14,7 +14,7 @@ def rope(
     *,
     position_ids: Tensor | None = None,
     style: str = "half",
-    layout: str = "BHTD",
+    layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """The formula in q's dtype: give it float64 for the truth. `rooftile.ops.rope` says what the styles are."""
     cos, sin = _angles(cos, position_ids, layout), _angles(sin, position_ids, layout)
@@ -29,7 +29,7 @@ def eager(
     *,
     position_ids: Tensor | None = None,
     style: str = "half",
-    layout: str = "BHTD",
+    layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """As Hugging Face's models write `apply_rotary_pos_emb`: Llama's, Cohere's (interleaved) or DeepSeek-V3's."""
     cos, sin = _angles(cos, position_ids, layout), _angles(sin, position_ids, layout)
@@ -42,7 +42,7 @@ def _angles(table: Tensor, position_ids: Tensor | None, layout: str) -> Tensor:
         table = table.reshape(table.shape[-2:])[position_ids]
     if table.dim() == 2:
         table = table[None]
-    return table.unsqueeze(layout.index("H"))
+    return table.unsqueeze(layout.index("h"))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:

@@ -24,7 +24,7 @@ from rooftile.bench import report as reports
 from rooftile.bench.e2e import report as shown
 from rooftile.bench.e2e.batch import Batch
 from rooftile.bench.e2e.hf import Models
-from rooftile.bench.e2e.model import RANDOM, load
+from rooftile.bench.e2e.model import RANDOM, check_context, load
 from rooftile.bench.e2e.paths import CUDA_EAGER, HF_EAGER, IMPLS, NOTES, OURS_UNTUNED, OWN, PATCHED, PATCHED_EAGER
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import read_rows
@@ -33,7 +33,6 @@ from rooftile.bench.prefill import Latency
 from rooftile.bench.roof import Roofs, measure_roofs
 from rooftile.bench.rows import OURS, gpu_slug
 from rooftile.bench.timer import Clock, clock
-from rooftile.bench.workloads import MODELS, read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +86,8 @@ class E2E:
         self.prompt, self.new = self.settings.prompt, self.settings.new
         if self.new < 2:
             raise ValueError(f"new is {self.new}, expected 2 tokens or more: the prompt itself brings the first")
-        for name in self.settings.models:  # an unknown one is no reason to measure the others first
-            read(name, MODELS)
+        for name in self.settings.models:  # a wrong one is no reason to measure the others first
+            check_context(name, self.prompt, self.new)
         self.console = console
         self.latency = Latency(self.device, measures)
         since = time.perf_counter()
@@ -135,7 +134,7 @@ def run(settings: Settings, console: Console) -> int:
     """Measure, show and write. 1 where something of Rooftile is wrong or raised, else 0.
 
     Raises:
-        ValueError: a model is not known, or results are asked of the interpreter.
+        ValueError: a model is not known or made for fewer tokens, or results are asked of the interpreter.
         RuntimeError: there is no GPU, and the process is not in the interpreter.
     """
     with contextlib.nullcontext() if settings.tuned else tuning.off():

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from rooftile import runtime
 from rooftile.bench import report
+from rooftile.bench.e2e.model import check_context
 from rooftile.bench.measure import Effort
 from rooftile.bench.rows import OURS, Row, best_peer, gpu_slug, groups, write_json
 from rooftile.bench.run import Bench
@@ -89,7 +90,7 @@ def run_layer(settings: Settings, console: Console) -> int:
     """Measure, show and write. 1 where a kernel of ours is wrong or raised, else 0.
 
     Raises:
-        ValueError: a model is not known, or results are asked of the interpreter.
+        ValueError: a model is not known or made for fewer tokens, or results are asked of the interpreter.
     """
     device = runtime.default_device()
     timer = clock(device)
@@ -97,6 +98,8 @@ def run_layer(settings: Settings, console: Console) -> int:
         raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
     s = settings.filled(timer.measures)
     assert s.prompt is not None
+    for name in s.models:
+        check_context(name, s.prompt)
     effort = Effort(seconds=min(SECONDS, s.seconds)) if timer.measures else Effort(warmup=0, iters=2)
     peers = (*PEERS, *(("compile",) if timer.measures else ()))  # compiling for a CPU takes long
     bench = Bench(BenchSettings(peers=peers, effort=effort), console, timer, device)

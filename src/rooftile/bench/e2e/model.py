@@ -88,6 +88,21 @@ class Model:
         return batch * (c.layers * layer + 2 * c.hidden * c.vocab)
 
 
+def check_context(name: str, prompt: int, new: int = 0) -> None:
+    """Before weights are made: whether the model was made for so many tokens.
+
+    Raises:
+        ValueError: it was not, or the name or the configuration is not known.
+    """
+    title, values = read(name, MODELS)
+    positions = ModelConfig.from_hf(values).max_positions
+    if prompt + new > positions:
+        asked = (
+            f"--prompt {prompt} and --new {new} are {prompt + new} tokens" if new else f"--prompt is {prompt} tokens"
+        )
+        raise ValueError(f"{asked} tokens, expected at most {positions}: max_position_embeddings of {title}")
+
+
 def load(
     name: str,
     *,

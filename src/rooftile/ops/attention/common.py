@@ -126,7 +126,7 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
         known = type(starts) is Tensor and starts.device.type == "cpu" and not torch.compiler.is_compiling()
         values = starts.tolist() if known and starts.dim() == 1 and starts.dtype == torch.int32 else None
     else:
-        raise TypeError(f"{op}: {name} is a {type(starts).__name__}, expected an int32 tensor or a list of ints")
+        raise TypeError(f"{op}: {name} is {library.named(starts)}, expected an int32 tensor or a list of ints")
     if starts.device.type == "cpu" and like.device.type != "cpu" and starts.dtype == torch.int32:
         starts = starts.to(like.device)
     if values is None:

@@ -86,14 +86,14 @@ def _rope_checked(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *re
 def _launch_rope(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
     cache, style = _rope_checked(q, k, v, cos, sin, *rest)
     _check_memory("rope_and_cache", k, cache)
-    q_out = dense(q, cache.layout.upper())
+    q_out = dense(q, cache.layout)
     launch.rotate_and_append(q, k, v, q_out, cos, sin, style, cache)
     return q_out
 
 
 def _fake_rope(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
     cache, _ = _rope_checked(q, k, v, cos, sin, *rest)
-    return dense(q, cache.layout.upper())
+    return dense(q, cache.layout)
 
 
 def _refuse_gradients(op: str, names: tuple[str, ...]) -> library.Autograd:

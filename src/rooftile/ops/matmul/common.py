@@ -55,7 +55,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t is not None and t.dtype in library.FLOATS else t for t in tensors)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in library.FLOATS else t for t in tensors)
 
 
 def refuse_symbols(*sizes: int) -> None:

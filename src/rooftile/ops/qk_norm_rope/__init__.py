@@ -106,7 +106,7 @@ def qk_norm_rope(
     offset: float = 0.0,
     position_ids: Tensor | None = None,
     style: Style = "half",
-    layout: Layout = "BHTD",
+    layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of each head of q and k, then rotary position embedding, in one launch.
 
@@ -115,7 +115,7 @@ def qk_norm_rope(
     float16 and bfloat16 their results differ from these by those roundings.
 
     Args:
-        q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="BTHD"`), float32, float16 or bfloat16, of any strides; D is
+        q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="bthd"`), float32, float16 or bfloat16, of any strides; D is
             at most 512.
         k: the same but for the number of heads.
         q_weight, k_weight: `(D,)`, of any of the three dtypes, or None for no weight (and then no offset).

@@ -62,8 +62,8 @@ def launch(
         q, k, q_dy, k_dy, q_weight, k_weight, cos, sin, position_ids, eps, offset, style, layout, *asked
     )
     cos, sin = unit_last(cos), unit_last(sin)
-    batch, seq_len, head_dim = q.shape[0], q.shape[layout.index("T")], int(q.shape[3])
-    heads = int(q.shape[layout.index("H")]), int(k.shape[layout.index("H")])
+    batch, seq_len, head_dim = q.shape[0], q.shape[layout.index("t")], int(q.shape[3])
+    heads = int(q.shape[layout.index("h")]), int(k.shape[layout.index("h")])
     target = runtime.target(q.device)
     c = kernel.config(head_dim, q.element_size(), target)
     # As many for one gradient as for all, so that each is the same sum in the same order.

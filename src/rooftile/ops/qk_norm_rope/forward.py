@@ -193,7 +193,7 @@ def launch(
     q, k, cos, sin = unit_last(q), unit_last(k), unit_last(cos), unit_last(sin)
     q_weight = None if q_weight is None else q_weight.contiguous()
     k_weight = None if k_weight is None else k_weight.contiguous()
-    heads, time = layout.index("H"), layout.index("T")
+    heads, time = layout.index("h"), layout.index("t")
     batch, seq_len, head_dim, rotary = q.shape[0], q.shape[time], int(q.shape[3]), int(cos.shape[-1])
     q_heads, k_heads = int(q.shape[heads]), int(k.shape[heads])
     c = config(max(q_heads, k_heads), head_dim, runtime.target(q.device))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rooftile import library
 from rooftile.ops.matmul import Activation, gated_linear, linear
 from rooftile.ops.matmul import _will_differentiate as will_differentiate
 from rooftile.ops.matmul.common import _AUTOCAST as AUTOCAST
@@ -87,7 +88,7 @@ def rms_norm_linear(
     wanted = _autocast_dtype(x)
     if wanted is not None:
         if x.dtype != wanted:  # what is cast lies between norm and product
-            normed = rms_norm(x, norm_weight, eps=eps, offset=offset, rounding="none")
+            normed = _normed("rms_norm_linear", x, norm_weight, weight, bias, eps, offset)
             return linear(normed, weight, bias, config=config)
         weight, bias = autocast(weight, bias)  # type: ignore[assignment]
     return linear_op(x, norm_weight, weight, bias, eps, offset, encoded("rms_norm_linear", config))
@@ -139,12 +140,20 @@ def rms_norm_gated_linear(
     wanted = _autocast_dtype(x)
     if wanted is not None:
         if x.dtype != wanted:  # what is cast lies between norm and product
-            normed = rms_norm(x, norm_weight, eps=eps, offset=offset, rounding="none")
+            normed = _normed("rms_norm_gated_linear", x, norm_weight, weight, bias, eps, offset)
             return gated_linear(normed, weight, bias, activation=activation, config=config)
         weight, bias = autocast(weight, bias)  # type: ignore[assignment]
     keep = will_differentiate(x, norm_weight, weight, bias)
     words = activation, encoded("rms_norm_gated_linear", config)
     return gated_op(x, norm_weight, weight, bias, eps, offset, *words, keep)[0]
+
+
+def _normed(
+    op: str, x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> Tensor:
+    """The norm as an op of its own. What is none of the tensors is named as the caller's, before that one runs."""
+    library.check_tensors(op, norm_weight=norm_weight, weight=weight, **({} if bias is None else {"bias": bias}))
+    return rms_norm(x, norm_weight, eps=eps, offset=offset, rounding="none")
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

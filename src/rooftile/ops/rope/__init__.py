@@ -27,8 +27,8 @@ from rooftile.ops.rope.kernel import rotate, unit_last
 
 Style = Literal["half", "interleaved", "deepseek"]
 STYLES = ("half", "interleaved", "deepseek")
-Layout = Literal["BHTD", "BTHD"]
-LAYOUTS = ("BHTD", "BTHD")
+Layout = Literal["bhtd", "bthd"]
+LAYOUTS = ("bhtd", "bthd")
 
 
 def check(
@@ -41,10 +41,10 @@ def check(
         raise ValueError(f"{op}: style is {style!r}, expected one of {', '.join(STYLES)}")
     if q.dim() != 4:
         raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected 4 dimensions {layout}")
-    t = layout.index("T")
+    t = layout.index("t")
     batch, seq_len, head_dim = q.shape[0], q.shape[t], q.shape[3]
     if k.dim() != 4 or (k.shape[0], k.shape[t], k.shape[3]) != (batch, seq_len, head_dim):
-        expected = tuple("k_heads" if d == "H" else n for d, n in zip(layout, q.shape, strict=True))
+        expected = tuple("k_heads" if d == "h" else n for d, n in zip(layout, q.shape, strict=True))
         raise ValueError(f"{op}: k has shape {tuple(k.shape)}, expected {expected} to match q in {layout}")
     if k.dtype != q.dtype:
         raise TypeError(f"{op}: k has dtype {k.dtype}, expected {q.dtype} to match q")
@@ -90,7 +90,7 @@ def _launch(
 def dense(x: Tensor, layout: str) -> Tensor:
     """Memory for x rotated, in (B, T, H, D) order where x (a transposed view, say) has it so, else in x's own order."""
     batch, second, third, head_dim = x.shape
-    if layout == "BHTD" and x.stride(1) <= x.stride(2):
+    if layout == "bhtd" and x.stride(1) <= x.stride(2):
         return torch.empty((batch, third, second, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -118,7 +118,7 @@ def check_tables(op: str, cos: Tensor, sin: Tensor) -> None:
 def _save(ctx, inputs, outputs) -> None:
     q, k, cos, sin, position_ids, *ctx.mode = inputs
     ctx.save_for_backward(cos, sin, position_ids)
-    ctx.heads = q.shape[inputs[6].index("H")], k.shape[inputs[6].index("H")]
+    ctx.heads = q.shape[inputs[6].index("h")], k.shape[inputs[6].index("h")]
 
 
 def _backward(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -132,7 +132,7 @@ def _backward(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None,
     if dq is None and dk is None:
         return None, None, *none
     # One that nobody asked for takes part with no heads at all.
-    nothing = next(d for d in (dq, dk) if d is not None).narrow(layout.index("H"), 0, 0)
+    nothing = next(d for d in (dq, dk) if d is not None).narrow(layout.index("h"), 0, 0)
     q, k = _op(
         nothing if dq is None else dq, nothing if dk is None else dk, cos, sin, position_ids, style, layout, not inverse
     )
@@ -206,12 +206,12 @@ def rope(
     *,
     position_ids: Tensor | None = None,
     style: Style = "half",
-    layout: Layout = "BHTD",
+    layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of q and k, in one launch: `x * cos + rotate(x) * sin`, in float32, rounded once.
 
     Args:
-        q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="BTHD"`), float32, float16 or bfloat16, of any strides.
+        q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="bthd"`), float32, float16 or bfloat16, of any strides.
         k: the same but for the number of heads.
         cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, for an even rotary dimension R of at most D; elements past R are
             passed through. Each angle stands twice, as models build the tables; one of the two is read.
@@ -239,7 +239,7 @@ def rope_(
     *,
     position_ids: Tensor | None = None,
     style: Style = "half",
-    layout: Layout = "BHTD",
+    layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """`rope`, written over q and k, which are returned.
 

@@ -158,7 +158,7 @@ def unit_last(x: Tensor) -> Tensor:
 def axis_strides(x: Tensor, layout: str) -> tuple[int, int, int]:
     """Batch, head and token strides."""
     batch, second, third, _ = x.stride()
-    return (batch, second, third) if layout == "BHTD" else (batch, third, second)
+    return (batch, second, third) if layout == "bhtd" else (batch, third, second)
 
 
 def table_strides(x: Tensor, rows: int) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def rotate(
     if q.numel() + k.numel() == 0:
         return
     cos, sin = unit_last(cos), unit_last(sin)
-    heads, time = layout.index("H"), layout.index("T")
+    heads, time = layout.index("h"), layout.index("t")
     batch, seq_len, head_dim, rotary = q.shape[0], q.shape[time], int(q.shape[3]), int(cos.shape[-1])
     q_heads, k_heads = int(q.shape[heads]), int(k.shape[heads])
     c = config(max(q_heads, k_heads), rotary, runtime.target(q.device))

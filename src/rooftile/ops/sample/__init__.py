@@ -175,23 +175,31 @@ def sample(
     """The next token of each row of logits, drawn from its softmax or the likeliest, and its log-probability.
 
     In this order: the repetition penalty, the temperature, top_k, top_p of what top_k leaves, min_p of what top_p
-    leaves, and a draw from the softmax of the rest. Each parameter is one number for all rows, or `(B,)`, a number for
-    each row.
+    leaves, and a draw from the softmax of the rest. Each parameter but `seen` is one number for all rows, or a tensor
+    `(B,)`, a number for each row, on the logits' device. A number out of its range is an error; a tensor's numbers are
+    not looked at, and mean what is said below.
 
     Args:
-        logits: `(B, V)`, float32, float16 or bfloat16; copied only where the last stride is not 1.
-        temperature: what logits are divided by; 0 (or less, in a tensor) takes the largest, of equals the first.
-        top_k: int32 or int64: how many of the largest are kept, of equals the first; 0 (or less) and V or more keep
-            all.
-        top_p: the fewest of the largest whose probabilities reach this are kept, one at least; 1 keeps all.
-        min_p: what has less than this times the largest probability is dropped; 0 drops nothing, 1 (or more, in a
-            tensor) all but the largest.
+        logits: `(B, V)`, float32, float16 or bfloat16, V from 1 to 4194304; copied only where the last stride is not 1.
+        temperature: what logits are divided by: a finite number, 0 or more, or float32 `(B,)`. 0, the default, takes
+            the largest, of equals the first, whatever top_k, top_p, min_p and seeds are; so does less in a tensor.
+        top_k: how many of the largest are kept, of equals the first: an int from 0 to 2^31 - 1, or int32 or int64
+            `(B,)`. 0, the default, keeps all, and so do V or more; so does less than 0 in a tensor. 1 keeps the largest
+            alone.
+        top_p: the fewest of the largest whose probabilities reach this are kept, one at least: a number above 0, 1 at
+            most, or float32 `(B,)`. 1, the default, keeps all. In a tensor 0 or less keeps one, more than 1 all.
+        min_p: what has less than this times the largest probability is dropped: a number from 0 to 1, or float32
+            `(B,)`. 0, the default, drops nothing, and so does less in a tensor; 1 drops all but the largest and its
+            equals, and so does more in a tensor.
         repetition_penalty: the logits of seen tokens are divided by it where positive, multiplied elsewhere, as Hugging
-            Face has it. Needs `seen`.
-        seen: `(B, ceil(V / 32))`, int32: bit t % 32 of word t // 32 is set for a token that the row has seen. See
-            `mark_seen_`.
-        seeds: int32 or int64. Equal seeds, positions and logits give equal tokens, whatever else is in the batch.
-        positions: int32 or int64, below 2^31: the place of the new token in its sequence, so that each has its noise.
+            Face has it: a finite number above 0, or float32 `(B,)`, all above 0. 1, the default, changes nothing; more
+            makes seen tokens less likely, less makes them likelier. Any other than the number 1 needs `seen`.
+        seen: int32 `(B, ceil(V / 32))`, a last stride of 1: bit t % 32 of word t // 32 is set for a token that the row
+            has seen. See `mark_seen_`. None, the default: no penalty.
+        seeds: of the noise: an int of 64 bits, or int32 or int64 `(B,)`; 0 by default. Equal seeds, positions and
+            logits give equal tokens, whatever else is in the batch.
+        positions: the place of the new token in its sequence, so that each has its noise: an int from 0 to 2^31 - 1, or
+            int32 or int64 `(B,)`, in that range; 0 by default. Who leaves it at 0 draws every step with equal noise.
 
     Returns:
         tokens `(B,)` int64, and their log-probabilities `(B,)` float32: of the softmax of the logits as they came,
@@ -202,10 +210,9 @@ def sample(
         first is the token, and of a row of nothing but -inf it is token 0.
 
     Raises:
-        ValueError: a shape does not fit; a number is out of its range; a penalty comes without `seen`; logits require
-            grad; devices differ or are the CPU without the interpreter. What a tensor on the device holds is not
-            looked at.
-        TypeError: a dtype is not one of those named.
+        ValueError: a shape or the stride of `seen` does not fit; a number is out of its range; a penalty comes without
+            `seen`; logits or a parameter require grad; devices differ or are the CPU without the interpreter.
+        TypeError: an argument is neither a number nor a tensor as said above, or a dtype is not one of those named.
 
     Sources: top_k Fan et al. 2018 (https://arxiv.org/abs/1805.04833), top_p Holtzman et al. 2020
     (https://arxiv.org/abs/1904.09751), min_p Nguyen et al. 2024 (https://arxiv.org/abs/2407.01082).
@@ -238,11 +245,14 @@ def sample_(
 ) -> None:
     """`sample`, written over `tokens` and `logprobs`; each row's token is added to `seen`, where that is given.
 
-    Takes what `sample` takes, and:
+    Takes what `sample` takes, with the same defaults, and:
 
     Args:
         tokens: `(B,)`, int32 or int64, contiguous.
         logprobs: `(B,)`, float32, contiguous.
+
+    Raises:
+        As `sample`, also for tokens and logprobs. Nothing was written then.
     """
     how = {
         "temperature": temperature,

@@ -26,7 +26,7 @@ PARAMETERS: dict[str, tuple[torch.dtype, ...]] = {
 MOST_TOKENS = 1 << 22  # whose probabilities add up within an int64 (search.py)
 _RANGES = {
     "temperature": (0.0, math.inf, "0 or more"),
-    "top_p": (0.0, 1.0, "0 to 1"),
+    "top_p": (math.ulp(0.0), 1.0, "more than 0, and at most 1"),  # 0 would keep nothing: the least number above it
     "min_p": (0.0, 1.0, "0 to 1"),
     "top_k": (0, 2**31 - 1, "0 (off) or more, of int32"),
     "seeds": (-(2**63), 2**63 - 1, "an int64"),
@@ -44,7 +44,7 @@ def check_number(op: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         kind = "an int" if whole else "a number"
         expected = f"{kind} or a tensor of {dtypes_named(PARAMETERS[name])}"
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}, expected {expected}")
+        raise TypeError(f"{op}: {name} is {library.named(value)}, expected {expected}")
     if name == "repetition_penalty":
         if not 0 < value < math.inf:
             raise ValueError(f"{op}: repetition_penalty is {value}, expected a finite number above 0")

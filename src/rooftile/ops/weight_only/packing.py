@@ -24,9 +24,8 @@ def check_group(op: str, k: int, group: int) -> None:
         raise ValueError(f"{op}: the last dimension is {k}, expected a multiple of the group of {group}")
 
 
-def _check_matrix(op: str, name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
+def _check_matrix(op: str, name: str, tensor: Tensor) -> None:
+    library.check_tensors(op, **{name: tensor})
     if tensor.dim() != 2:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected two dimensions")
 
