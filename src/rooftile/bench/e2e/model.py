@@ -97,9 +97,7 @@ def check_context(name: str, prompt: int, new: int = 0) -> None:
     title, values = read(name, MODELS)
     positions = ModelConfig.from_hf(values).max_positions
     if prompt + new > positions:
-        asked = (
-            f"--prompt {prompt} and --new {new} are {prompt + new} tokens" if new else f"--prompt is {prompt} tokens"
-        )
+        asked = f"--prompt {prompt} and --new {new} are {prompt + new}" if new else f"--prompt is {prompt}"
         raise ValueError(f"{asked} tokens, expected at most {positions}: max_position_embeddings of {title}")
 
 
