@@ -87,7 +87,7 @@ def test_starts_on_the_cpu_that_are_wrong(where, device):
         attention_varlen(q, k, v, [0, 40], [0, 10, 40])
     with pytest.raises(TypeError, match=r"cu_seqlens_q has dtype torch.int64, expected torch.int32"):
         attention_varlen(q, k, v, torch.tensor([0, 40], device=device))
-    with pytest.raises(TypeError, match="cu_seqlens_q is a int, expected an int32 tensor or a list of ints"):
+    with pytest.raises(TypeError, match="cu_seqlens_q is an int, expected an int32 tensor or a list of ints"):
         attention_varlen(q, k, v, 40)
 
 
