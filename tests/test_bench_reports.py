@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from toys import CPU, SMALL, TableClock, bench, explode, measured, toy
+from toys import CPU, SMALL, TableClock, bench, cells_of, explode, measured, toy
 from typer.testing import CliRunner
 
 from rooftile import runtime
@@ -175,11 +175,6 @@ def group(us, peers, **fields):
     made = [measured(OURS, us, **fields), *(measured(n, peer_us, **place) for n, peer_us in peers.items())]
     compare(made)
     return made
-
-
-def cells_of(text, first):
-    lines = [line for line in text.splitlines() if line.startswith(f"| {first}")]
-    return [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
 
 
 def regenerated(names, folder):

@@ -329,7 +329,7 @@ class TestRefused:
             ((q, k, v, lengths), {"k_scale": ones}, r"k_scale has shape \(3,\), expected \(\), \(2,\) or \(2, 33, 2\)"),
             ((q, k, v, lengths), {"sinks": ones}, r"sinks has shape \(3,\), expected \(4,\)"),
             ((q, k, v, lengths), {"alibi_slopes": ones}, r"alibi_slopes has shape \(3,\), expected \(4,\)"),
-            ((q, k, v, lengths), {"layout": "thd"}, "layout is 'thd', expected one of bthd, bhtd"),
+            ((q, k, v, lengths), {"layout": "thd"}, "layout is 'thd', expected one of bhtd, bthd"),
             ((q, k, v, lengths), {"window": 0}, "window is 0, expected at least 1"),
             ((q, k, v, lengths), {"softcap": -1.0}, "softcap is -1.0, expected a positive number"),
             ((q, k, v, lengths), {"scale": float("nan")}, "scale is nan, expected a finite number"),

@@ -1,7 +1,7 @@
 """The documentation's tables of attention: each suite is a run of its own."""
 
 import pytest
-from toys import measured
+from toys import cells_of, measured, table
 
 from rooftile.bench import docs, rows
 from rooftile.bench.info import machine
@@ -21,15 +21,6 @@ def group(us, peers, op="attention", **fields):
     found = [measured(OURS, us, **where, tflops=1e3 / us), *(measured(name, t, **where) for name, t in peers.items())]
     compare(found)
     return found
-
-
-def table(name, folder):
-    return docs.regenerate(f"<!-- rooftile:table {name} -->\n<!-- /rooftile:table -->\n", folder)
-
-
-def cells_of(text, first):
-    lines = [line for line in text.splitlines() if line.startswith(f"| {first}")]
-    return [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
 
 
 @pytest.fixture

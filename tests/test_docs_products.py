@@ -1,7 +1,7 @@
 """The documentation's tables of matrix products and of what tuning is worth."""
 
 import pytest
-from toys import measured
+from toys import cells_of, measured, table
 
 from rooftile import tuning
 from rooftile.bench import docs, rows, workloads
@@ -26,15 +26,6 @@ def group(op, m, k, n, us, peers, **fields):
     found += [measured(name, peer_us, **where) for name, peer_us in peers.items()]
     compare(found)
     return found
-
-
-def table(name, folder):
-    return docs.regenerate(f"<!-- rooftile:table {name} -->\n<!-- /rooftile:table -->\n", folder)
-
-
-def cells_of(text, first):
-    lines = [line for line in text.splitlines() if line.startswith(f"| {first}")]
-    return [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ class TestKVCache:
                 KVCache(*sizes, device=device)
         with pytest.raises(TypeError, match=r"KVCache: dtype is torch\.float64, expected float32"):
             KVCache(1, 4, 2, 8, dtype=torch.float64, device=device)
-        with pytest.raises(ValueError, match="KVCache: layout is 'BTHD', expected one of bthd, bhtd"):
+        with pytest.raises(ValueError, match="KVCache: layout is 'BTHD', expected one of bhtd, bthd"):
             KVCache(1, 4, 2, 8, layout="BTHD", device=device)
 
 

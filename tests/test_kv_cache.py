@@ -125,7 +125,7 @@ def test_errors_before_anything_is_written(device):
         ((k, k, cache, cache, lengths[:1]), {}, ValueError, r"lengths has shape \(1,\), expected \(2,\)"),
         ((k, k, cache, cache, lengths.float()), {}, TypeError, "lengths has dtype torch.float32, expected int32"),
         ((k, k, cache, cache, lengths), {"counts": lengths[:1]}, ValueError, r"counts has shape \(1,\)"),
-        ((k, k, cache, cache, lengths), {"layout": "thd"}, ValueError, "layout is 'thd', expected one of bthd, bhtd"),
+        ((k, k, cache, cache, lengths), {"layout": "thd"}, ValueError, "layout is 'thd', expected one of bhtd, bthd"),
         ((k, k, cache, cache, lengths), {"k_scale": one, "v_scale": one}, ValueError, "k_scale is given for a cache"),
         ((k, k, eight, eight, lengths), {}, ValueError, "the cache is int8 and has no scales"),
         ((k, k, eight, eight, lengths), {"k_scale": one}, ValueError, "k_scale and v_scale are of two kinds"),

@@ -71,7 +71,7 @@ def test_portable_kernel_writes_what_the_naive_one_writes_and_the_others_are_abs
     assert not any(row.failed for row in run.rows)
 
     path = tmp_path / "gpu" / "quality" / "byte_model.json"
-    quality_rows.write(path, run.meta, run.rows)
+    quality_rows.write(path, run.meta, run.rows, run.order)
     assert quality_rows.rows_of(json.loads(path.read_text())) == run.rows
     page = docs.TABLES["quality"](tmp_path)
     out = io.StringIO()

@@ -7,7 +7,7 @@ import io
 import torch
 from rich.console import Console
 
-from rooftile.bench import run, streams
+from rooftile.bench import docs, run, streams
 from rooftile.bench.roof import Roofs
 from rooftile.bench.rows import Row
 from rooftile.cases import OpCase, Peer, Point, Tolerance, Unsupported
@@ -140,3 +140,14 @@ def of(found, impl):
 def measured(impl, us, **fields):
     place = {"op": "op", "direction": "forward", "shape": "4x8", "dtype": "bf16"}
     return Row(**{**place, "impl": impl, "us": us, "us_p20": us, "us_p80": us, **fields})
+
+
+def table(name, folder):
+    """A table of the documentation, as it is made from the results in that folder."""
+    return docs.regenerate(f"<!-- rooftile:table {name} -->\n<!-- /rooftile:table -->\n", folder)
+
+
+def cells_of(text, first):
+    """The cells of a table's lines that begin so."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {first}")]
+    return [[c.strip() for c in line.split("|")[1:-1]] for line in lines]

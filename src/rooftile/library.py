@@ -269,12 +269,19 @@ def cdiv(a: int, b: int) -> int:
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+LAYOUTS = ("bhtd", "bthd")  # of heads and tokens: batch, head, token, head dimension
 
 
 def named(value: object) -> str:
     """What came, where something else was expected: "None", "a list", "an int"."""
     kind = type(value).__name__
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def check_layout(op: str, layout: str) -> None:
+    """Raise ValueError unless it is one of `LAYOUTS`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
 def check_tensors(op: str, **tensors: object) -> None:

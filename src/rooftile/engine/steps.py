@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.library import check_layout
 from rooftile.ops.decode_attention.common import LONGEST_HEAD
 from rooftile.ops.kv_cache import Layout, append_kv, rope_and_cache
-from rooftile.ops.kv_cache.checks import LAYOUTS, QUANTIZED
+from rooftile.ops.kv_cache.checks import QUANTIZED
 from rooftile.ops.rope import Style
 from rooftile.primitives import dependent
 from rooftile.primitives.dependent import let_next_start, wait_for_previous
@@ -106,8 +107,7 @@ class Steps:
             raise ValueError(
                 f"{name}: head_dim and value_dim are {head_dim} and {value_dim}, expected at most {LONGEST_HEAD}"
             )
-        if layout not in LAYOUTS:
-            raise ValueError(f"{name}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+        check_layout(name, layout)
         if dtype not in (*library.FLOATS, *QUANTIZED):
             raise TypeError(f"{name}: dtype is {dtype}, expected float32, float16, bfloat16, float8_e4m3fn or int8")
         device = runtime.default_device() if device is None else torch.device(device)
@@ -266,8 +266,8 @@ class Steps:
         if layer not in self._appended and any(self._counts) and not self._captured:
             missing = "append" if self._advanced else "advance, then append"
             raise RuntimeError(
-                f"{type(self).__name__}.attend: layer {layer} has not the keys and values of this step; call {missing} "
-                f"first"
+                f"{type(self).__name__}.attend: layer {layer} has not the keys and values of this step; "
+                f"call {missing} first"
             )
         if isinstance(q, Tensor) and q.dim() == 4 and (fewer := [n for n in self._counts if 0 < n < q.shape[1]]):
             raise ValueError(

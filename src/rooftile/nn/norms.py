@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rooftile.library import check_tensors
+from rooftile.library import check_layout, check_tensors
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rms_norm import Rounding, rms_norm
-from rooftile.ops.rope import LAYOUTS, Layout, Style, rope
+from rooftile.ops.rope import Layout, Style, rope
 from rooftile.ops.softmax import softmax
 
 
@@ -125,8 +125,7 @@ class RoPE(nn.Module):
         super().__init__()
         if rotary_dim < 2 or rotary_dim % 2:
             raise ValueError(f"RoPE: rotary_dim is {rotary_dim}, expected an even number of 2 or more")
-        if layout not in LAYOUTS:
-            raise ValueError(f"RoPE: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+        check_layout("RoPE", layout)
         self.rotary_dim = rotary_dim
         self.max_positions = max_positions
         self.base = base

@@ -197,8 +197,8 @@ def verdict(
     if decoded.message:
         return most, decoded.message
     limits = [bound(model, own, lost, alone=ids.shape[0] == 1 and i > 0) for i in range(steps)]
-    over = [math.inf if math.isnan(e) else e / limit for e, limit in zip(errors, limits, strict=True)]
-    worst = over.index(max(over))
-    if not over[worst] <= 1.0:
+    used = [math.inf if math.isnan(e) else e / limit for e, limit in zip(errors, limits, strict=True)]
+    worst = used.index(max(used))
+    if used[worst] > 1.0:
         return most, f"logits of token {worst} differ by {errors[worst]:.2e}, over {limits[worst]:.2e}"
     return most, ""

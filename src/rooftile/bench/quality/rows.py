@@ -101,11 +101,10 @@ def earlier(path: Path, meta: Mapping[str, Any]) -> list[Row]:
     return rows if same else []
 
 
-def write(path: Path, meta: Mapping[str, Any], rows: Iterable[Row], order: Sequence[str] = ()) -> None:
+def write(path: Path, meta: Mapping[str, Any], rows: Iterable[Row], order: Sequence[str]) -> None:
     """Write a run's rows, and those of other kernels that the file has of runs like it, by the order of kernels.
 
     The file is read anew, and replaced whole: runs of different kernels may share it.
     """
     found = {row.kernel: row for row in (*earlier(path, meta), *rows)}
-    in_order = sorted(found.values(), key=lambda row: order.index(row.kernel) if row.kernel in order else len(order))
-    write_whole(path, to_json(meta, in_order))
+    write_whole(path, to_json(meta, [found[name] for name in order if name in found]))

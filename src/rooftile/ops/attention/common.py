@@ -14,7 +14,6 @@ from rooftile import launching, library
 from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring, decode, encode
 
 Layout = Literal["bhtd", "bthd"]
-LAYOUTS = ("bhtd", "bthd")
 LONGEST_HEAD = 256
 Window = int | tuple[int | None, int | None]
 
@@ -185,8 +184,8 @@ def check_tensors(
 ) -> None:
     """Raise unless shapes and dtypes fit together. `layout` is "thd" for packed sequences."""
     library.check_floating(op, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
-    if layout != "thd" and layout not in LAYOUTS:
-        raise ValueError(f"{op}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if layout != "thd":
+        library.check_layout(op, layout)
     names = ", ".join({"b": "batch", "h": "heads", "t": "tokens", "d": "head_dim"}[d] for d in layout)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != len(layout):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rooftile import library
 
-LAYOUTS = ("bthd", "bhtd")
 MOST_TOKENS = 16
 LONGEST_HEAD = 256
 PAGES = (16, 32, 64, 128, 256)
@@ -76,8 +75,7 @@ def check_arguments(layout: str, window: int | None, softcap: float | None, scal
     _numbers(window, softcap, scale)
     if window is not None and window < 1:
         raise ValueError(f"{_OP}: window is {window}, expected at least 1: the query's own position")
-    if layout not in LAYOUTS:
-        raise ValueError(f"{_OP}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    library.check_layout(_OP, layout)
 
 
 def _expect(name: str, t: Tensor, shape: tuple[object, ...], why: str = "") -> None:
@@ -122,8 +120,7 @@ def check(
     layout: str,
 ) -> Shape:
     """Raise for shapes and dtypes that can't be taken."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"{_OP}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    library.check_layout(_OP, layout)
     if q.dim() != 4:
         raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions (B, T, Hq, D)")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

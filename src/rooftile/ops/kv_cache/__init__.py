@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rooftile import library
 from rooftile.ops.kv_cache import launch
-from rooftile.ops.kv_cache.checks import LAYOUTS, check, check_indices, check_rope, check_values
+from rooftile.ops.kv_cache.checks import check, check_indices, check_rope, check_values
 from rooftile.ops.rope import Style, dense
 
 Layout = Literal["bthd", "bhtd"]
@@ -154,7 +154,7 @@ def _rest(
     library.check_tensors(op, k=k, lengths=lengths, **{n: s for n, s in scales.items() if s is not None})
     if k.device.type == "cuda" and lengths.device.type == "cpu":
         # Where these are wrong the op says so; what is being compiled has no values yet.
-        if k.dim() == k_cache.dim() == 4 and layout in LAYOUTS and not torch.compiler.is_compiling():
+        if k.dim() == k_cache.dim() == 4 and layout in library.LAYOUTS and not torch.compiler.is_compiling():
             check_indices(op, k.shape[0], lengths, page_table, counts)
             check_values(op, k, k_cache, lengths, page_table, counts, layout)
         lengths = lengths.to(k.device)

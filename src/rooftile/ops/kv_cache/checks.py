@@ -8,7 +8,6 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.rope import STYLES
 
-LAYOUTS = ("bthd", "bhtd")
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
 
@@ -19,8 +18,7 @@ def _shape(layout: str, first: object, tokens: object, heads: object, dim: objec
 
 def _check_new(op: str, k: Tensor, v: Tensor, layout: str) -> tuple[int, int, int]:
     """Batch, tokens and heads of the new keys and values."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"{op}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    library.check_layout(op, layout)
     library.check_floating(op, k=k, v=v)
     if k.dim() != 4:
         raise ValueError(f"{op}: k has shape {tuple(k.shape)}, expected 4 dimensions, {layout}")

@@ -28,15 +28,13 @@ from rooftile.ops.rope.kernel import rotate, unit_last
 Style = Literal["half", "interleaved", "deepseek"]
 STYLES = ("half", "interleaved", "deepseek")
 Layout = Literal["bhtd", "bthd"]
-LAYOUTS = ("bhtd", "bthd")
 
 
 def check(
     op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, style: str, layout: str
 ) -> None:
     library.check_floating(op, q=q, k=k, cos=cos, sin=sin)
-    if layout not in LAYOUTS:
-        raise ValueError(f"{op}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    library.check_layout(op, layout)
     if style not in STYLES:
         raise ValueError(f"{op}: style is {style!r}, expected one of {', '.join(STYLES)}")
     if q.dim() != 4:
