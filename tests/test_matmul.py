@@ -29,6 +29,8 @@ CONFIGS = (
     MatmulConfig("skinny", 64, 32, 16),
     MatmulConfig("row", 1, 8, 32, split_k=2),
     MatmulConfig("row", 1, 16, 64),
+    MatmulConfig("held", 1, 4, 128, 1, 1, 4, 2),
+    MatmulConfig("held", 2, 2, 128, 1, 1, 4, 1),
 )
 
 
@@ -52,7 +54,7 @@ def drawn(*shape, dtype=torch.float32, device=None):
 def test_every_kernel_is_the_same_function(config, dtype, device):
     if choose.module(config.kernel) is None:
         pytest.skip(f"{config.kernel} is not there")
-    rows = {"row": 1, "skinny": 13, "tiled": 37}[config.kernel]
+    rows = {"row": 1, "held": config.block_m, "skinny": 13, "tiled": 37}[config.kernel]
     for k, n in ((64, 48), (77, 33)):
         x, residual = drawn(rows, k, dtype=dtype, device=device), drawn(rows, n, dtype=dtype, device=device)
         weight, bias = drawn(2 * n, k, dtype=dtype, device=device), drawn(2 * n, dtype=dtype, device=device)
@@ -257,6 +259,7 @@ def test_a_configuration_is_taken_and_compiled(device):
 
 REFUSED = [
     (MatmulConfig("row", 1, 8, 32), "takes one row of x"),
+    (MatmulConfig("held", 2, 2, 32), "takes one or two rows of x, not 1 x 20"),
     (MatmulConfig("skinny", 16, 16, 16), "block_m is 16"),
     (MatmulConfig("tiled", 8, 16, 16), "block_m is 8, expected at least 16"),
     (MatmulConfig("tiled", 32, 32, 32, num_warps=64), "num_warps is 64, of which"),
@@ -277,6 +280,23 @@ def test_impossible_configurations_are_refused_before_launch(config, reason, dev
     for call in (lambda: linear(x, weight, config=config), lambda: matmul(x, weight.mT, config=config)):
         with pytest.raises(ValueError, match=rf"config can't be launched: .*{re.escape(reason)}"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MatmulConfig("held", 1, 2, 32, num_stages=1), "block_m is 1, expected at least 2"),
+        (MatmulConfig("held", 2, 2, 16, num_stages=1), "block_k is 16, expected at least 32"),
+        (MatmulConfig("held", 2, 2, 32), "num_stages is 3, expected 1, or 2"),
+        (MatmulConfig("held", 2, 2, 32, split_k=2, num_stages=1), "split_k is 2"),
+        (MatmulConfig("held", 2, 1024, 32, num_stages=1), "a tile of the weight are 256 elements a thread"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "held",
+)
+def test_rows_that_cannot_be_held_are_refused(config, reason, device):
+    x, weight = drawn(2, 32, device=device), drawn(16, 32, device=device)
+    with pytest.raises(ValueError, match=rf"config can't be launched: .*{re.escape(reason)}"):
+        linear(x, weight, config=config)
 
 
 def test_bad_arguments_are_named(device):

@@ -23,6 +23,7 @@ __all__ = ["far_rows", "no_plans_kept"]  # fixtures
 TOLERANCES = find_cases(["rms_norm_linear"])[0].tolerances
 DTYPES = [torch.float32, torch.float16, BF16]
 ROW = (MatmulConfig("row", 1, 8, 32, split_k=3), MatmulConfig("row", 1, 16, 64))
+HELD = (MatmulConfig("held", 1, 4, 256, 1, 1, 4, 2), MatmulConfig("held", 2, 2, 256, 1, 1, 4, 1))
 SKINNY = (
     MatmulConfig("skinny", 16, 16, 32, split_k=2),
     MatmulConfig("skinny", 32, 32, 16, split_k=4, num_stages=2),
@@ -64,10 +65,15 @@ def named(c):
     return f"{c.kernel} {c.block_m}x{c.block_n}x{c.block_k} split {c.split_k}"
 
 
+def few(c):
+    """The numbers of rows that it takes, where they are one or two; () where it takes others."""
+    return () if c is None else {"row": (1,), "held": (1, 2)[: c.block_m]}.get(c.kernel, ())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", [*ROW, *SKINNY], ids=named)
+@pytest.mark.parametrize("config", [*ROW, *HELD, *SKINNY], ids=named)
 def test_one_kernel_is_the_same_function_as_two(config, dtype, device):
-    rows = (1,) if config.kernel == "row" else (1, 13, config.block_m)
+    rows = few(config) or (1, 13, config.block_m)
     for m, (k, n) in zip(rows, ((77, 33), (64, 48), (130, 7)), strict=False):
         for bias, options in ((True, {}), (False, {"eps": 0.5, "offset": 1.0})):
             given = inputs(m, k, n, dtype, device, bias)
@@ -77,9 +83,9 @@ def test_one_kernel_is_the_same_function_as_two(config, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", [*ROW, *SKINNY[:2]], ids=named)
+@pytest.mark.parametrize("config", [*ROW, *HELD, *SKINNY[:2]], ids=named)
 def test_one_gated_kernel_is_the_same_function_as_two(config, dtype, device):
-    rows = (1,) if config.kernel == "row" else (1, 13)
+    rows = few(config) or (1, 13)
     for m, (k, n), activation in zip(rows, ((77, 33), (64, 7)), ("gelu", "gelu_tanh"), strict=False):
         for bias, options in ((True, {}), (False, {"eps": 0.5, "offset": 1.0, "activation": activation})):
             given = gated_inputs(m, k, n, dtype, device, bias)
@@ -93,7 +99,7 @@ def test_gate_and_up_do_not_change_places(device):
     weight.zero_()
     bias = torch.cat((torch.full((5,), 2.0), torch.arange(5.0))).to(device)
     expected = torch.nn.functional.silu(bias[:5]) * bias[5:]
-    for m, configs in ((1, (*ROW, None)), (2, (*SKINNY, APART, None))):
+    for m, configs in ((1, (*ROW, *HELD, None)), (2, (HELD[1], *SKINNY, APART, None))):
         for config in configs:
             out = rms_norm_gated_linear(x[:m], norm_weight, weight, bias, config=config)
             torch.testing.assert_close(out, expected.expand(m, 5), rtol=1e-5, atol=0)
@@ -141,20 +147,20 @@ def test_leading_dimensions_are_rows(device):
     assert rms_norm_linear(x[0], *rest).shape == (24,)
 
 
-@pytest.mark.parametrize("config", [*ROW, *SKINNY, APART, None], ids=lambda c: named(c) if c else "chosen")
+@pytest.mark.parametrize("config", [*ROW, *HELD, *SKINNY, APART, None], ids=lambda c: named(c) if c else "chosen")
 def test_rows_of_zeros_give_the_bias(config, device):
     for dtype in DTYPES:
-        m = 1 if config in ROW else 3
+        m = (few(config) or (3,))[-1]
         _, norm_weight, weight, bias = inputs(m, 64, 24, dtype, device)
         out = rms_norm_linear(torch.zeros(m, 64, dtype=dtype, device=device), norm_weight, weight, bias, config=config)
         assert torch.equal(out, bias.expand(m, 24))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", [ROW[0], *SKINNY], ids=named)
+@pytest.mark.parametrize("config", [ROW[0], *HELD, *SKINNY], ids=named)
 def test_numbers_far_from_one_are_normalised_as_any(config, dtype, device):
     """Squares of float16's largest numbers pass its range, as does x times the norm's weight; small ones vanish."""
-    m = 1 if config.kernel == "row" else 6
+    m = (few(config) or (6,))[-1]
     x, norm_weight, weight, bias = inputs(m, 96, 24, dtype, device)
     sizes = torch.tensor([3e4, 2e3, 1.0, 1e-2, 1e-3, 6e-5], device=device)[:m, None]
     x = (x.float().sign() * (0.5 + x.float().abs() / 8) * sizes).to(dtype)
@@ -166,10 +172,10 @@ def test_numbers_far_from_one_are_normalised_as_any(config, dtype, device):
             assert_close(out[i], ref[i])
 
 
-@pytest.mark.parametrize("config", [ROW[0], SKINNY[0]], ids=named)
+@pytest.mark.parametrize("config", [ROW[0], *HELD, SKINNY[0]], ids=named)
 def test_numbers_far_from_one_are_normalised_before_a_gate(config, device):
     """In float16, whose range x times the norm's weight passes: up is scaled back as the gate is."""
-    m = 1 if config.kernel == "row" else 3
+    m = (few(config) or (3,))[-1]
     x, norm_weight, weight, bias = gated_inputs(m, 96, 24, torch.float16, device)
     x = (
         x.float().sign() * (0.5 + x.float().abs() / 8) * torch.tensor([3e4, 1.0, 6e-5], device=device)[:m, None]
@@ -198,7 +204,7 @@ def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(config, dev
     made = []
     stock = launching.counters
     monkeypatch.setattr(launching, "counters", lambda *args: made.append(stock(*args)) or made[-1])
-    given = inputs(1 if config in ROW else 7, 300, 40, BF16, device)
+    given = inputs((few(config) or (7,))[-1], 200, 40, BF16, device)
     for function in (rms_norm_linear, rms_norm_gated_linear):
         results = [function(*given, config=config) for _ in range(2)]
         assert torch.equal(*results)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from rooftile.ops.matmul import choose
+from rooftile.ops.matmul import choose, held
 from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.runtime import Target
 
@@ -22,7 +22,7 @@ def _grid(kernel: str, **fields: Iterable[int | bool]) -> list[MatmulConfig]:
 
 
 def _tiles(p: Problem, c: MatmulConfig) -> int:
-    rows = 1 if c.kernel == "row" else c.block_m
+    rows = 1 if c.kernel in ("row", "held") else c.block_m
     return p.batch * math.ceil(p.m / rows) * math.ceil(p.n / c.block_n)
 
 
@@ -38,6 +38,16 @@ def _row_grid() -> list[MatmulConfig]:
         num_warps=[2, 4, 8],
         num_stages=[1, 2, 3, 4, 6],
     )
+
+
+@functools.cache
+def _held_grid(p: Problem, target: Target) -> list[MatmulConfig]:
+    found = held.configs(p, target)
+    widths = {c.block_k for c in found}
+    return _grid(
+        "held", block_m=[p.m], block_n=_powers(1, 16), block_k=widths, group_m=[1], split_k=[1], num_warps=[4, 8, 16],
+        num_stages=[1, 2],
+    )  # fmt: skip
 
 
 @functools.cache
@@ -88,6 +98,7 @@ def _hopper_grid() -> list[MatmulConfig]:
 def _grids(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
     if p.m == 1:
         yield _row_grid()
+        yield _held_grid(p, target)
     if p.m <= 64:
         yield _skinny_grid(max(16, 1 << (p.m - 1).bit_length()))
     yield _tiled_grid()
@@ -150,6 +161,7 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
 
     if p.m == 1:
         yield every("row", _ROW, 1)
+        yield held.configs(p, target)
     if p.m <= 64:
         yield every("skinny", _SKINNY, max(16, 1 << (p.m - 1).bit_length()))
     if target.arch == "sm_90" and (p.m > 16 or (p.x_layout, p.w_layout) != ("k", "k")):

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-Kernel = Literal["row", "skinny", "tiled", "hopper"]
-KERNELS: tuple[Kernel, ...] = ("row", "skinny", "tiled", "hopper")
+Kernel = Literal["row", "held", "skinny", "tiled", "hopper"]
+KERNELS: tuple[Kernel, ...] = ("row", "held", "skinny", "tiled", "hopper")
 Precision = Literal["ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 _WIDTHS = (96, 160, 192, 224)  # that "hopper" takes besides powers of two
@@ -20,7 +20,8 @@ class MatmulConfig:
     """How the kernel of a product is launched.
 
     Args:
-        kernel: `"row"`, multiply and sum, for one row of x; `"skinny"`, weights on the side of the matrix unit that is
+        kernel: `"row"`, multiply and sum, for one row of x; `"held"`, the same for up to two, that stay in registers
+            while whole rows of the weight pass; `"skinny"`, weights on the side of the matrix unit that is
             64 wide, for up to 64 rows; `"tiled"`, any size, any strides, any GPU; `"hopper"`, persistent, copies by the
             tensor memory accelerator, for sm_90.
         block_m, block_n, block_k: the tile: rows of x, rows of the weight, elements of the sum. Powers of two, but

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from rooftile import library, runtime
 from rooftile.ops.matmul import choose as product_choice
+from rooftile.ops.matmul import held as product_held
 from rooftile.ops.matmul.common import _aligned as is_aligned
 from rooftile.ops.matmul.common import _layout as layout
 from rooftile.ops.matmul.config import Kernel, MatmulConfig, Problem, decode
-from rooftile.ops.rms_norm_linear import row, skinny
+from rooftile.ops.rms_norm_linear import held, row, skinny
 
 # Rows of x up to which one kernel is taken, and columns of the result for each multiprocessor above which it is taken
 # for one row alone. On an H200 it needs for 3584 -> 3584 0.76 of the time of torch.compile's two with 1 row, 0.74 with
@@ -32,7 +33,7 @@ def fused_rows(n: int, k: int, target: runtime.Target, gated: bool = False) -> i
 
 def module(c: MatmulConfig) -> ModuleType | None:
     """The fused kernel that the configuration is for; None for those of the plain product."""
-    return {"row": row, "skinny": skinny}.get(c.kernel)
+    return {"row": row, "held": held, "skinny": skinny}.get(c.kernel)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,6 +44,11 @@ def choose(
 
     `along_k`: whether the weight is contiguous along k.
     """
+    if target is not runtime.INTERPRETER and m <= product_held.ROWS and along_k:
+        p = Problem(m, n, k, dtype, gated=gated)
+        for c in product_held.configs(p, target):
+            if held.refuses(p, c, target) is None:
+                return c
     if m > fused_rows(n, k, target, gated):
         return None
     if target is runtime.INTERPRETER:
