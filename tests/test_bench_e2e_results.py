@@ -102,9 +102,10 @@ def test_a_file_of_another_machine_version_commit_or_model_is_written_anew(file,
 def test_what_can_not_be_told_is_not_the_same(file):
     assert earlier(file, meta_of(SECOND)) is not None
     data = json.loads(file.read_text())
-    data["meta"]["commit"] = "unknown"
-    file.write_text(json.dumps(data))
-    assert earlier(file, meta_of(SECOND, commit="unknown")) is None
+    for commit in ("unknown", "c0ffee-dirty"):
+        data["meta"]["commit"] = commit
+        file.write_text(json.dumps(data))
+        assert earlier(file, meta_of(SECOND, commit=commit)) is None
     data["meta"]["commit"], data["meta"]["runs"] = "c0ffee", {}
     for text in (json.dumps(data), "{", "[]", '{"meta": {}, "rows": [1]}'):
         file.write_text(text)
