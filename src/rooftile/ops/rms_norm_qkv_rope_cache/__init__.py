@@ -21,7 +21,7 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops import kv_cache
 from rooftile.ops.kv_cache import Layout
-from rooftile.ops.kv_cache.checks import LAYOUTS, QUANTIZED, check_rope
+from rooftile.ops.kv_cache.checks import QUANTIZED, check_rope
 from rooftile.ops.kv_cache.launch import Cache, rotate_and_append
 from rooftile.ops.matmul.common import refuse_symbols
 from rooftile.ops.matmul.config import MatmulConfig
@@ -51,8 +51,7 @@ def choose(
 
 def _check_sizes(x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, layout: str) -> int:
     """Heads of q: as many as the rows of the weight that those of k and v leave."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"{_OP}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    library.check_layout(_OP, layout)
     if k_cache.dtype not in (x.dtype, *QUANTIZED):
         raise TypeError(
             f"{_OP}: k_cache has dtype {k_cache.dtype}, expected {x.dtype} to match x, float8_e4m3fn or int8"
