@@ -5,20 +5,21 @@ import pytest
 import torch
 from helpers import BF16, assert_same
 
-from rooftile import launching, runtime
+from rooftile import MatmulConfig, launching, library, runtime
 from rooftile.ops.kv_cache import rope_and_cache
+from rooftile.ops.kv_cache.launch import Cache
 from rooftile.ops.rms_norm_linear import rms_norm_linear
-from rooftile.ops.rms_norm_qkv_rope_cache import kernel, rms_norm_qkv_rope_cache
+from rooftile.ops.rms_norm_qkv_rope_cache import choose, held, rms_norm_qkv_rope_cache, row
 from rooftile.ops.weight_only import quantize_int8
 
 K, D, CAPACITY, PAGE = 96, 16, 40, 16
 
 
-def drawn(device, dtype=torch.float32, heads=(6, 2), head_dim=D, rows=(1, 1), bias=True, rotary=None):
+def drawn(device, dtype=torch.float32, heads=(6, 2), head_dim=D, rows=(1, 1), bias=True, rotary=None, k=K):
     """x, the weights and the bias, cos and sin."""
     n = (heads[0] + 2 * heads[1]) * head_dim
-    x, norm, b = (torch.randn(s, device=device).to(dtype) for s in ((*rows, K), (K,), (n,)))
-    weight = (torch.randn(n, K, device=device) / K**0.5).to(dtype)
+    x, norm, b = (torch.randn(s, device=device).to(dtype) for s in ((*rows, k), (k,), (n,)))
+    weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
     angle = torch.randn(CAPACITY, (rotary or head_dim) // 2, device=device).repeat(1, 2)
     return {"x": x, "norm_weight": norm, "weight": weight, "bias": b if bias else None}, (angle.cos(), angle.sin())
 
@@ -35,9 +36,12 @@ def ints(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def apart(given, angles, written, lengths, *, heads, weight_scale=None, eps=1e-6, offset=0.0, layout="bthd", **options):
+def apart(
+    given, angles, written, lengths, *, heads, weight_scale=None, config=None, eps=1e-6, offset=0.0, layout="bthd",
+    **options,
+):  # fmt: skip
     """The two ops, one after the other."""
-    qkv = rms_norm_linear(**given, weight_scale=weight_scale, eps=eps, offset=offset)
+    qkv = rms_norm_linear(**given, weight_scale=weight_scale, eps=eps, offset=offset, config=config)
     by_head = qkv.unflatten(-1, (heads[0] + 2 * heads[1], -1))
     parts = by_head.split((heads[0], heads[1], heads[1]), dim=2)
     if layout == "bhtd":
@@ -45,7 +49,7 @@ def apart(given, angles, written, lengths, *, heads, weight_scale=None, eps=1e-6
     return rope_and_cache(*parts, *angles, *written, lengths, layout=layout, **options)
 
 
-def together(given, angles, written, lengths, *, heads=None, **options):
+def together(given, angles, written, lengths, *, heads=None, config=None, **options):
     x, norm, weight, bias = given.values()
     return rms_norm_qkv_rope_cache(x, norm, weight, *angles, *written, lengths, bias=bias, **options)
 
@@ -84,6 +88,9 @@ def launched(monkeypatch):
     return names
 
 
+ONE = ("_qkv_row_kernel", "_qkv_held_kernel")  # the interpreter takes the first for all dtypes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize(("paged", "layout"), [(False, "bthd"), (True, "bthd"), (False, "bhtd"), (True, "bhtd")])
 @pytest.mark.parametrize(("heads", "bias"), [((6, 2), True), ((3, 3), False), ((5, 1), True)])
@@ -93,8 +100,8 @@ def test_one_token_is_one_kernel_and_the_two_ops_to_the_bit(dtype, paged, layout
     written = caches(device, dtype, heads[1], paged=paged, layout=layout)
     options = {"heads": heads, "eps": 0.1, "offset": 1.0, "layout": layout, **table}
     q, _ = assert_the_same(given, angles, written, ints([17], device), **options)
-    assert launched[0] == "_qkv_kernel"
-    assert launched.count("_qkv_kernel") == 1
+    assert launched[0] in ONE
+    assert sum(name in ONE for name in launched) == 1
     assert launched[1] != "rope_kernel"
     assert torch.isfinite(q).all()
     for cache in written:
@@ -110,10 +117,10 @@ def test_head_dims_of_any_even_size(head_dim, launched, device):
     given, angles = drawn(device, BF16, (5, 1), head_dim)
     written = caches(device, BF16, 1, head_dim)
     assert_the_same(given, angles, written, ints([4], device), heads=(5, 1))
-    assert launched[0] == "_qkv_kernel"
+    assert launched[0] in ONE
 
 
-@pytest.mark.parametrize(
+PLACELESS = pytest.mark.parametrize(
     ("lengths", "more"),
     [
         ([-1], {}),  # no sequence
@@ -126,6 +133,9 @@ def test_head_dims_of_any_even_size(head_dim, launched, device):
         ([PAGE - 1], {"page_table": [[1, 2]], "counts": [1]}),
     ],
 )
+
+
+@PLACELESS
 def test_tokens_that_have_no_place_are_left_out(lengths, more, launched, device, monkeypatch):
     """As the kernel sees it, which can't raise: here without the look that is taken at what is on the CPU."""
     monkeypatch.setattr("rooftile.ops.kv_cache.check_values", lambda *_: None)
@@ -133,7 +143,7 @@ def test_tokens_that_have_no_place_are_left_out(lengths, more, launched, device,
     written = caches(device, BF16, 2, paged="page_table" in more)
     options = {name: ints(values, device) for name, values in more.items()}
     q, _ = assert_the_same(given, angles, written, ints(lengths, device), heads=(6, 2), **options)
-    assert launched[0] == "_qkv_kernel"
+    assert launched[0] in ONE
     if lengths[0] < 0 or more.get("counts") == [0]:
         assert not q.any()
 
@@ -151,7 +161,7 @@ def test_angles_given_by_token_and_lengths_of_int64(launched, device):
     written = caches(device, BF16, 2)
     angles = cos[None, 7:8].to(BF16), sin[None, 7:8].to(BF16)
     assert_the_same(given, angles, written, ints([11], device).long(), heads=(6, 2))
-    assert launched[0] == "_qkv_kernel"
+    assert launched[0] in ONE
 
 
 def test_weights_of_any_layout_and_views_of_a_larger_cache(launched, device):
@@ -161,8 +171,98 @@ def test_weights_of_any_layout_and_views_of_a_larger_cache(launched, device):
     memory = [torch.full((2, 1, CAPACITY, 4, D + 3), torch.nan, device=device) for _ in range(2)]
     written = [m[1, :, :, 1:3, 2 : 2 + D] for m in memory]
     assert_the_same(given, angles, written, ints([5], device), heads=(6, 2))
-    assert launched[0] == "_qkv_kernel"
+    assert launched[0] == "_qkv_row_kernel"
     assert all(m.isfinite().sum() == 2 * D for m in memory)
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The function that has every one token taken by kernel "held", in tiles of so many rows, stages ahead or not."""
+
+    def keep(rows, stages, k=K):
+        c = MatmulConfig("held", 1, rows, library.power_of_two(k), 1, 1, 4, stages)
+        monkeypatch.setattr("rooftile.ops.rms_norm_qkv_rope_cache.choose", lambda *_: c)
+        return c
+
+    return keep
+
+
+@pytest.mark.parametrize(("paged", "layout"), [(False, "bthd"), (True, "bthd"), (True, "bhtd")])
+@pytest.mark.parametrize("style", held.STYLES)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "k", "bias", "rows", "stages"),
+    [
+        (BF16, (6, 2), 64, 96, True, 2, 2),  # one pair a tile
+        (BF16, (3, 1), 80, 128, False, 4, 2),  # a tile of pairs of two heads
+        (torch.float16, (2, 2), 128, 130, True, 16, 1),
+        (BF16, (5, 1), 6, 96, True, 16, 2),  # a tile of q, k and v, and one past the last
+    ],
+)
+def test_x_that_is_held(paged, layout, style, dtype, heads, head_dim, k, bias, rows, stages, kept, launched, device):
+    given, angles = drawn(device, dtype, heads, head_dim, bias=bias, k=k)
+    if style == "interleaved":
+        angles = tuple(t[:, : head_dim // 2].repeat_interleave(2, 1) for t in angles)
+    config = kept(rows, stages, k)
+    table = {"page_table": ints([[3, 0, 4]], device)} if paged else {}
+    written = caches(device, dtype, heads[1], head_dim, paged=paged, layout=layout)
+    options = {"heads": heads, "eps": 0.1, "offset": 1.0, "layout": layout, "style": style, "config": config, **table}
+    q, _ = assert_the_same(given, angles, written, ints([17], device), **options)
+    assert launched[0] == "_qkv_held_kernel"
+    assert torch.isfinite(q).all()
+    for cache in written:
+        by_token = cache.transpose(1, 2) if layout == "bhtd" else cache
+        block, row = (0, 1) if paged else (0, 17)
+        assert torch.isfinite(by_token[block, row]).all()
+        assert cache.isfinite().sum() == heads[1] * head_dim  # and nothing else was written
+
+
+@PLACELESS
+def test_x_that_is_held_of_a_token_that_has_no_place(lengths, more, kept, launched, device, monkeypatch):
+    monkeypatch.setattr("rooftile.ops.kv_cache.check_values", lambda *_: None)
+    given, angles = drawn(device, BF16)
+    config = kept(4, 2)
+    written = caches(device, BF16, 2, paged="page_table" in more)
+    options = {name: ints(values, device) for name, values in more.items()} | {"heads": (6, 2), "config": config}
+    if lengths[0] < 0:
+        given["x"][..., 3] = torch.inf
+    q, _ = assert_the_same(given, angles, written, ints(lengths, device), **options)
+    assert launched[0] == "_qkv_held_kernel"
+    if lengths[0] < 0 or more.get("counts") == [0]:
+        assert not q.any()
+
+
+def test_x_that_is_held_with_angles_by_token_and_views_of_a_larger_cache(kept, launched, device):
+    given, (cos, sin) = drawn(device, BF16)
+    config = kept(2, 2)
+    memory = [torch.full((2, 1, CAPACITY, 4, D + 3), torch.nan, device=device, dtype=BF16) for _ in range(2)]
+    written = [m[1, :, :, 1:3, 2 : 2 + D] for m in memory]
+    angles = cos[None, 7:8], sin[None, 7:8]
+    assert_the_same(given, angles, written, ints([11], device).long(), heads=(6, 2), config=config)
+    assert launched[0] == "_qkv_held_kernel"
+    assert all(m.isfinite().sum() == 2 * D for m in memory)
+
+
+def test_which_kernel_is_chosen(monkeypatch):
+    """Of Llama-3-8B's sizes and others, as a GPU sees them."""
+    monkeypatch.setattr(runtime, "target", lambda _: runtime.TARGETS["sm_90"])
+
+    def kernel(k=4096, dtype=BF16, weight=None, style="half", rotary=128, cache=None, rows=1):
+        x, w = (torch.empty(s, dtype=dtype, device="meta") for s in ((1, rows, k), (6144, k)))
+        scale = None if weight is None else torch.empty(6144, 1, device="meta")
+        cells = torch.empty(1, 64, 8, 128, dtype=cache or dtype, device="meta")
+        place = Cache(cells, cells, ints([3], "meta"), None, None, None, None, "", "bthd")
+        cos = torch.empty(64, rotary, device="meta")
+        c = choose(x, w if weight is None else w.to(weight), scale, cos, style, place)
+        return None if c is None else c.kernel
+
+    fp8 = torch.float8_e4m3fn
+    for options in ({}, {"k": 3584}, {"k": 8192}, {"dtype": torch.float16}, {"style": "interleaved"}):
+        assert kernel(**options) == "held", options
+    for options in ({"k": 8200}, {"dtype": torch.float32}, {"weight": fp8}, {"weight": torch.int8}):
+        assert kernel(**options) == "row", options
+        assert kernel(**options, style="interleaved") is None, options
+    for options in ({"style": "deepseek"}, {"rotary": 64}, {"cache": fp8}, {"rows": 2}):
+        assert kernel(**options) is None, options
 
 
 @pytest.mark.parametrize("format", ["int8", "float8_e4m3fn"])
@@ -178,8 +278,8 @@ def test_weights_of_8_bits(format, launched, device):
         written = caches(device, BF16, 2, batch=rows[0])
         lengths = ints([7, 2][: rows[0]], device)
         assert_the_same(given, angles, written, lengths, heads=(6, 2), weight_scale=scale)
-    assert launched[0] == "_qkv_kernel"
-    assert launched.count("_qkv_kernel") == 1
+    assert launched[0] == "_qkv_row_kernel"
+    assert launched.count("_qkv_row_kernel") == 1
 
 
 def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, device):
@@ -190,8 +290,9 @@ def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, de
         batch = rows[0]
         written = caches(device, BF16, 2, batch=batch)
         assert_the_same(several, angles, written, ints([9, 30, 1][:batch], device), **of_16)
-    for style in ("interleaved", "deepseek"):
-        assert_the_same(given, angles, caches(device, BF16, 2), lengths, style=style, **of_16)
+    assert_the_same(given, angles, caches(device, BF16, 2), lengths, style="deepseek", **of_16)
+    in_32, _ = drawn(device)
+    assert_the_same(in_32, angles, caches(device, torch.float32, 2), lengths, style="interleaved", **of_16)
     _, partial = drawn(device, BF16, rotary=10)
     assert_the_same(given, partial, caches(device, BF16, 2), lengths, **of_16)
     for dtype in (torch.int8, torch.float8_e4m3fn):
@@ -199,7 +300,7 @@ def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, de
         scales = {n: torch.zeros(1, CAPACITY, 2, device=device) for n in ("k_scale", "v_scale")}
         assert_the_same(given, angles, written, lengths, **of_16, **scales)
         assert (scales["k_scale"][0, 9] > 0).all()
-    assert "_qkv_kernel" not in launched
+    assert not set(ONE) & set(launched)
 
 
 def test_no_tokens(device):
@@ -248,7 +349,7 @@ def test_errors_before_anything_is_written(device):
         ({"cos": cos[:, :7]}, ValueError, r"sin has shape \(40, 16\), expected \(40, 7\)"),
         ({"cos": cos[:, :7], "sin": sin[:, :7]}, ValueError, "cos has a rotary dimension of 7, expected an even one"),
         ({"style": "llama"}, ValueError, "style is 'llama', expected one of half"),
-        ({"layout": "thd"}, ValueError, "layout is 'thd', expected one of bthd, bhtd"),
+        ({"layout": "thd"}, ValueError, "layout is 'thd', expected one of bhtd, bthd"),
         ({"eps": "0"}, TypeError, "eps is a str, expected a number"),
         ({"weight_scale": bias}, TypeError, "weight has dtype torch.float32, expected torch.int8 or torch.float8"),
     ]
@@ -266,9 +367,12 @@ def test_errors_before_anything_is_written(device):
 def test_it_is_launched_early_where_that_can_be(monkeypatch, device):
     plans = []
     monkeypatch.setattr(launching, "launch", lambda plan, *_: plans.append(plan))
-    given, angles = drawn(device, BF16)
-    for arch in ("sm_90", "sm_89"):
-        monkeypatch.setattr(runtime, "target", lambda device, arch=arch: runtime.TARGETS[arch])
-        together(given, angles, caches(device, BF16, 2), ints([3], device))
-    assert [plan.constants["PREFETCH"] for plan in plans] == [kernel.PREFETCH, -1]
-    assert [plan.options.get("launch_pdl", False) for plan in plans] == [True, False]
+    for dtype in (torch.float32, BF16):
+        given, angles = drawn(device, dtype)
+        for arch in ("sm_90", "sm_89"):
+            monkeypatch.setattr(runtime, "target", lambda device, arch=arch: runtime.TARGETS[arch])
+            together(given, angles, caches(device, dtype, 2), ints([3], device))
+    assert [plan.constants["PREFETCH"] for plan in plans[:2]] == [row.PREFETCH, -1]
+    assert [plan.constants["EARLY"] for plan in plans[2:]] == [True, False]
+    assert [plan.constants["LETS_START"] for plan in plans[2:]] == [True, False]
+    assert [plan.options.get("launch_pdl", False) for plan in plans] == [True, False] * 2

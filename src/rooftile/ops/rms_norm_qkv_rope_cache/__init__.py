@@ -5,7 +5,8 @@
     cache[lengths[b] + t] = k[b, t], v[b, t]             `rooftile.rope_and_cache`
 
 One token of one sequence, a step of decoding, is one kernel: q, k and v are not written to be read again, and a launch
-is saved. More tokens are the kernels of the two ops.
+is saved. It is `held` for weights of 16 bits with rows of up to 8192, `row` for others. More tokens are the kernels of
+the two ops.
 
 Bytes of the one kernel: the weights, x, and of cos and sin one of each pair's two equal entries read; q, k and v
 written once. Rounding is that of the two ops: q, k and v are rounded to x's dtype before they are turned, and after.
@@ -27,7 +28,7 @@ from rooftile.ops.matmul.common import refuse_symbols
 from rooftile.ops.matmul.config import MatmulConfig
 from rooftile.ops.rms_norm_linear import eight_bits, layers
 from rooftile.ops.rms_norm_linear.choose import chosen, chosen_of_8_bits
-from rooftile.ops.rms_norm_qkv_rope_cache import kernel
+from rooftile.ops.rms_norm_qkv_rope_cache import held, row
 from rooftile.ops.rope import Style
 
 __all__ = ["rms_norm_qkv_rope_cache"]
@@ -40,13 +41,15 @@ def choose(
 ) -> MatmulConfig | None:
     """How the one kernel is launched, by what rms_norm_linear takes for one row; None where there are several."""
     one_row = x.shape[0] * x.shape[1] == 1
-    if not one_row or style != "half" or cos.shape[-1] != cache.k.shape[-1] or cache.k.dtype != x.dtype:
+    if not one_row or cos.shape[-1] != cache.k.shape[-1] or cache.k.dtype != x.dtype:
         return None
     if weight_scale is None:
         c = chosen(_OP, x, weight, "", "")
     else:
         c = chosen_of_8_bits(_OP, x, weight, False, "")
-    return c if c is not None and c.kernel == "row" and c.split_k == 1 and c.block_n > 1 else None
+    if c is None or style not in {"row": row.STYLES, "held": held.STYLES}.get(c.kernel, ()):
+        return None
+    return c if c.split_k == 1 and c.block_n > 1 else None
 
 
 def _check_sizes(x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, layout: str) -> int:
@@ -116,8 +119,11 @@ def _launch(
     c = choose(x, weight, weight_scale, cos, style, cache)
     if c is not None:
         scale, bias = (None if t is None else t.contiguous() for t in (weight_scale, bias))
-        given = (library.as_rows(x), norm_weight.contiguous(), weight, scale, bias, cos, sin)
-        kernel.launch(*given, out, eps, offset, cache, c)
+        given = (library.as_rows(x), norm_weight.contiguous(), weight)
+        if c.kernel == "held":
+            held.launch(*given, bias, cos, sin, out, eps, offset, style, cache, c)
+        else:
+            row.launch(*given, scale, bias, cos, sin, out, eps, offset, cache, c)
         return q_out
     if weight_scale is None:
         qkv = layers.launch(_OP, x, norm_weight, weight, bias, eps, offset, "")
@@ -164,8 +170,8 @@ def rms_norm_qkv_rope_cache(
     """`rope_and_cache` of `[q | k | v] = rms_norm_linear(x, norm_weight, weight, bias)`: q turned is returned.
 
     One kernel for one token of one sequence, where style is `"half"`, all of a head is turned, the caches have x's
-    dtype, and the weight is contiguous along k; else the kernels of the two ops. Each number is rounded where the two
-    ops round it. For inference.
+    dtype, and the weight is contiguous along k; with weights of 16 bits for `"interleaved"`, too, on a GPU. Else the
+    kernels of the two ops. Each number is rounded where the two ops round it. For inference.
 
     Args:
         x: `(B, T, K)`, float32, float16 or bfloat16: T new tokens of each sequence.

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.kv_cache.kernel import _places as places
-from rooftile.ops.kv_cache.launch import Cache, axis_strides, unit_last
+from rooftile.ops.kv_cache.launch import Cache
 from rooftile.ops.matmul.config import MatmulConfig
 from rooftile.ops.matmul.row import no_sums
 from rooftile.ops.rms_norm_linear.row import add_step, load_step
+from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of
 from rooftile.primitives import dependent
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
 from rooftile.primitives.dequantize import has_tricks
@@ -29,6 +30,7 @@ import triton.language as tl  # isort: skip
 # Blocks of its weights that a program brings into the L2 before the kernel ahead has ended, as rms_norm_linear's does;
 # -1: it is started after it.
 PREFETCH = 1
+STYLES = ("half",)
 
 
 @triton.jit
@@ -43,7 +45,7 @@ def _rounded(z, rstd, scale, bias, DTYPE: tl.constexpr, HAS_SCALE: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["capacity", "n_pages", "n_angles"])
-def _qkv_kernel(
+def _qkv_row_kernel(
     x_ptr,
     norm_ptr,
     w_ptr,
@@ -120,17 +122,10 @@ def _qkv_kernel(
 
     # The first step's loads, then those of the token's place, which wait for one another, then all else.
     w, other, x, norm = load_step(w_ptrs, other_ptrs, x_ptr, norm_ptr, 0, 0, n_inner, True, EVEN_K, BLOCK_K)
-    token = tl.zeros((1,), tl.int64)
     there, position, page, line, written = places(
-        lengths_ptr, counts_ptr, table_ptr, 0, 0, token, 1, capacity, n_pages, HAS_COUNTS, PAGE
+        lengths_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
     )
-    if BY_POSITION:
-        angle = position
-    else:
-        angle = token
-    known = there & (angle >= 0) & (angle < n_angles)  # a position outside of the table is turned to NaN
-    cos = tl.load(cos_ptr + angle * stride_ct + i, mask=known, other=float("nan")).to(tl.float32)
-    sin = tl.load(sin_ptr + angle * stride_st + i, mask=known, other=float("nan")).to(tl.float32)
+    cos, sin = angles_of(cos_ptr, sin_ptr, there, position, i, stride_ct, stride_st, n_angles, BY_POSITION)
 
     a_sums = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     b_sums = no_sums(w_ptr, BLOCK_N, BLOCK_K)
@@ -147,30 +142,16 @@ def _qkv_kernel(
     a, b = tl.split(tl.permute(z, (1, 0)))
     a = _rounded(a, rstd, row_scale, row_bias, DTYPE, HAS_SCALE, HAS_BIAS)
     b = _rounded(b, rstd, other_scale, other_bias, DTYPE, HAS_SCALE, HAS_BIAS)
-    turned_a = a * cos - b * sin
-    turned_b = b * cos + a * sin
-
-    # The same numbers for the stores of all three, so that they are brought to the stores' layout once.
-    of_q, of_v = head < Q_HEADS, head >= Q_HEADS + HEADS
-    a = tl.where(of_v, a, tl.where(there, turned_a, 0.0)).to(DTYPE)
-    b = tl.where(of_v, b, tl.where(there, turned_b, 0.0)).to(DTYPE)
-    mask = mine & of_q
-    tl.store(q_ptr + rows, a, mask=mask)
-    tl.store(q_ptr + rows + HALF, b, mask=mask)
-    at = page * stride_kcb + line * stride_kct + (head - Q_HEADS).to(tl.int64) * stride_kch + i
-    mask = mine & written & ~of_q & ~of_v
-    tl.store(k_cache_ptr + at, a, mask=mask)
-    tl.store(k_cache_ptr + at + HALF, b, mask=mask)
-    at = page * stride_vcb + line * stride_vct + (head - Q_HEADS - HEADS).to(tl.int64) * stride_vch + i
-    mask = mine & written & of_v
-    tl.store(v_cache_ptr + at, a, mask=mask)
-    tl.store(v_cache_ptr + at + HALF, b, mask=mask)
+    into_place(
+        a, b, cos, sin, q_ptr, k_cache_ptr, v_cache_ptr, head, i, mine, there, page, line, written,
+        stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, Q_HEADS, HEADS, D, HALF,
+    )  # fmt: skip
 
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, tricks: bool, q_heads: int, heads: int,
-    head_dim: int, page: int, has_counts: bool, by_position: bool, even_k: bool, prefetched: int, c: MatmulConfig,
+    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, tricks: bool, heads: tuple[int, int, int],
+    page: int, has_counts: bool, by_position: bool, even_k: bool, prefetched: int, c: MatmulConfig,
 ) -> launching.Plan:  # fmt: skip
     constants = {
         "EPS": eps,
@@ -178,9 +159,9 @@ def _plan(
         "HAS_SCALE": dtypes[3] is not None,
         "TRICKS": tricks,
         "HAS_BIAS": dtypes[4] is not None,
-        "Q_HEADS": q_heads,
-        "HEADS": heads,
-        "D": head_dim,
+        "Q_HEADS": heads[0],
+        "HEADS": heads[1],
+        "D": heads[2],
         "PAGE": page,
         "HAS_COUNTS": has_counts,
         "BY_POSITION": by_position,
@@ -190,7 +171,7 @@ def _plan(
         "STAGES": c.num_stages,
         "PREFETCH": prefetched,
     }
-    return launching.Plan(_qkv_kernel, constants, num_warps=c.num_warps, **dependent.options(prefetched >= 0))
+    return launching.Plan(_qkv_row_kernel, constants, num_warps=c.num_warps, **dependent.options(prefetched >= 0))
 
 
 def launch(
@@ -201,22 +182,15 @@ def launch(
 
     `c` is of rms_norm_linear's kernel for one row, of which a program has half the rows as pairs.
     """
-    n_inner, (q_heads, head_dim) = x.shape[-1], q_out.shape[-2:]
-    heads, _, _, page, has_counts, *_ = cache.constants(cache.k.shape[cache.layout.index("h")], head_dim, head_dim)
+    n_inner = x.shape[-1]
     # A prefetch is of lines along k.
     early = dependent.early(x) and (w.stride(1) == 1 or n_inner == 1)
     w = w if scale is None else writable(w)
     tricks = w.dtype == torch.int8 and has_tricks(runtime.target(x.device))
-    lengths, counts, table = cache.indices()
-    indices = (None if t is None else t.dtype for t in (lengths, counts, table))
-    dtypes = (x.dtype, norm_weight.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias)))
-    plan = _plan(
-        (*dtypes, cos.dtype, *indices), eps, offset, tricks, q_heads, heads, head_dim, page, has_counts, cos.dim() == 2,
-        bool(n_inner % c.block_k == 0), PREFETCH if early else -1, c,
-    )  # fmt: skip
-    cos, sin = unit_last(cos), unit_last(sin)
-    tensors = (x, norm_weight, w, scale, bias, q_out, cache.k, cache.v, cos, sin, lengths, counts, table)
-    of_cache = (*axis_strides(cache.k, cache.layout), *axis_strides(cache.v, cache.layout))
-    strides = (*w.stride(), *of_cache, cos.stride(-2), sin.stride(-2), n_inner)
+    place = place_of(cos, sin, q_out, cache)
+    tensors = (x, norm_weight, w, scale, bias, *place.tensors)
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    even = bool(n_inner % c.block_k == 0)
+    plan = _plan(dtypes, eps, offset, tricks, *place.key, even, PREFETCH if early else -1, c)
     programs = library.cdiv(w.shape[0] // 2, c.block_n // 2)
-    launching.launch(plan, programs, tensors, strides, (*cache.numbers(), cos.shape[-2]))
+    launching.launch(plan, programs, tensors, (*w.stride(), *place.strides, n_inner), place.numbers)
