@@ -34,17 +34,17 @@ def into_place(
 ):  # fmt: skip
     """Turn the pairs (a, b), elements `first` and `first + APART` of their heads, but those of v; write them.
 
-    One address for q, k and v, and one tensor of both elements, so that there is one store, and one layout to bring the
-    numbers to, whatever a program has.
+    One tensor of both elements for the stores of all three, so that the numbers are brought to their layout once.
     """
     of_q, of_v = head < Q_HEADS, head >= Q_HEADS + HEADS
     turned = tl.where(there[:, None], tl.join(a * cos - b * sin, b * cos + a * sin), 0.0)
     y = tl.where(of_v[:, None], tl.join(a, b), turned).to(q_ptr.dtype.element_ty)
-    k_ptr = k_cache_ptr + page * stride_kcb + line * stride_kct + (head - Q_HEADS).to(tl.int64) * stride_kch
-    v_ptr = v_cache_ptr + page * stride_vcb + line * stride_vct + (head - Q_HEADS - HEADS).to(tl.int64) * stride_vch
-    at = tl.where(of_q, q_ptr + head * D, tl.where(of_v, v_ptr, k_ptr)) + first
-    mask = mine & (of_q | written)
-    tl.store(at[:, None] + tl.arange(0, 2)[None, :] * APART, y, mask=mask[:, None])
+    elements = first[:, None] + tl.arange(0, 2)[None, :] * APART
+    tl.store(q_ptr + (head * D)[:, None] + elements, y, mask=(mine & of_q)[:, None])
+    at = page * stride_kcb + line * stride_kct + (head - Q_HEADS).to(tl.int64) * stride_kch
+    tl.store(k_cache_ptr + at[:, None] + elements, y, mask=(mine & written & ~of_q & ~of_v)[:, None])
+    at = page * stride_vcb + line * stride_vct + (head - Q_HEADS - HEADS).to(tl.int64) * stride_vch
+    tl.store(v_cache_ptr + at[:, None] + elements, y, mask=(mine & written & of_v)[:, None])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -182,7 +182,9 @@ def launch(
     """
     n_inner, head_dim = x.shape[-1], q_out.shape[-1]
     target = runtime.target(x.device)
-    lets_start, limited = dependent.supported(target), target.arch.startswith("sm_")
+    lets_start = dependent.supported(target)
+    # Rows that are not aligned are loaded one number at a time, each into a register: more than the limit.
+    limited = target.arch.startswith("sm_") and w.stride(0) % 16 == 0
     # A prefetch is of lines along k.
     early = dependent.early(x) and (w.stride(1) == 1 or n_inner == 1)
     place = place_of(cos, sin, q_out, cache)

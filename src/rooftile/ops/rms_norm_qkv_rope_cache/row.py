@@ -1,4 +1,4 @@
-"""The one kernel, for one token of one sequence: a product behind a norm whose results go straight to their places.
+"""The one kernel for weights of 8 bits, of float32 or of long rows: every program brings all of x, a part at a time.
 
 A program has `block_n` pairs of rows of the weight, i and i + head_dim / 2 of a head, which RoPE turns together, and
 walks along them and x as `rms_norm_linear` does for one row. Where the token goes, and its angles, it asks for while
