@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from helpers import assert_same
 
+from rooftile.engine import products
 from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product, kind_of
 from rooftile.ops.weight_only import unpack_int4
 
@@ -53,6 +55,23 @@ class TestProducts:
         out = last.normed(summed, weight, eps)
         assert self.error(out, norm(t) @ dense_of(last).T + last.bias) < tolerance(kind, rows)
         assert out.dtype == x.dtype
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_into_a_cache_at_once_or_in_two_steps(self, kind, rows, device, monkeypatch):
+        product = kind.of(torch.randn(4 * 16, 96, device=device) / 8, torch.randn(4 * 16, device=device))
+        x, weight = torch.randn(rows, 96, device=device), torch.rand(96, device=device)
+        cos, sin = (torch.randn(8, 16, device=device) for _ in range(2))
+        found = []
+        for at_once in (True, False):
+            if not at_once:
+                monkeypatch.setattr(products, "is_one_kernel", lambda *_: False)
+            cache = {n: torch.zeros(rows, 8, 1, 16, device=device) for n in ("k_cache", "v_cache")}
+            cache["lengths"] = torch.tensor([5, 2][:rows], dtype=torch.int32, device=device)
+            q = product.into_cache(x, weight, 1e-2, cos, sin, **cache)
+            found.append((q, cache["k_cache"], cache["v_cache"]))
+        assert found[0][0].shape == (rows, 1, 2, 16)
+        assert found[0][2][0, 5].any()
+        assert_same(*found)
 
     def test_bytes_and_rows(self, kind, device):
         weight = torch.randn(8, 64, device=device)

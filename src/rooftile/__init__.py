@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from rooftile.ops.rms_norm import rms_norm as rms_norm
     from rooftile.ops.rms_norm_linear import rms_norm_gated_linear as rms_norm_gated_linear
     from rooftile.ops.rms_norm_linear import rms_norm_linear as rms_norm_linear
+    from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache as rms_norm_qkv_rope_cache
     from rooftile.ops.rope import rope as rope
     from rooftile.ops.rope import rope_ as rope_
     from rooftile.ops.sample import mark_seen_ as mark_seen_
@@ -98,6 +99,7 @@ _HOME = {
     "rms_norm": "rooftile.ops.rms_norm",
     "rms_norm_gated_linear": "rooftile.ops.rms_norm_linear",
     "rms_norm_linear": "rooftile.ops.rms_norm_linear",
+    "rms_norm_qkv_rope_cache": "rooftile.ops.rms_norm_qkv_rope_cache",
     "rope": "rooftile.ops.rope",
     "rope_": "rooftile.ops.rope",
     "mark_seen_": "rooftile.ops.sample",

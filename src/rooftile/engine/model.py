@@ -1,8 +1,9 @@
 """The forward pass of a decoder: of whole prompts, and of one token of each sequence.
 
-Of a layer's kernels in decoding there are six: the norm with the product of q, k and v; RoPE with the writes into the
-cache; attention; the product that follows it, with the residual; the norm with the gated pair of products; and the last
-product, with the residual. `rooftile.engine.plan` counts their bytes.
+Of a layer's kernels in decoding one sequence there are five: the norm with the product of q, k and v, RoPE and the
+writes into the cache; attention; the product that follows it, with the residual; the norm with the gated pair of
+products; and the last product, with the residual. Of several sequences RoPE and the writes into the cache are a sixth.
+`rooftile.engine.plan` counts their bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from rooftile.engine.weights import Weights
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.decode_attention import decode_attention
 from rooftile.ops.embedding import embedding
-from rooftile.ops.kv_cache import append_kv, rope_and_cache
+from rooftile.ops.kv_cache import append_kv
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rope import rope_
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Of a layer and the hidden states before it: what its heads give, (tokens, heads, head_dim).
+Attend = Callable[[int, Tensor], Tensor]
 
 
 class Decoder:
@@ -46,14 +48,15 @@ class Decoder:
         b, c, cache = ids.shape[0], self.config, self.cache
         starts, lengths, pages = cache.starts[:b], cache.lengths[:b], cache.page_table[:b]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x[:, None] for x in (q, k, v))  # (b, 1, H, D)
+        def attend(layer: int, x: Tensor) -> Tensor:
             given = cache.inputs(layer) | {"lengths": starts, "page_table": pages, "counts": cache.counts[:b]}
             if c.qk_norm:
+                q, k, v = (t[:, None] for t in self._qkv(layer, x))  # (b, 1, H, D)
                 q, k = self._normed_and_turned(layer, q, k, self.cos, self.sin, starts[:, None])
                 append_kv(k, v, **given)
             else:
-                q = rope_and_cache(q, k, v, self.cos, self.sin, **given)
+                w = self.weights.layers[layer]
+                q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, self.cos, self.sin, **given)
             del given["counts"]
             given["lengths"] = lengths
             return decode_attention(q, **given, scale=c.attention_scale, window=c.windows[layer])[:, 0]  # type: ignore[call-overload]
@@ -71,8 +74,9 @@ class Decoder:
             cos, sin = cos[: prompts.length], sin[: prompts.length]
         into = {"lengths": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.unflatten(0, (prompts.n, -1)) if positions is None else x[None] for x in (q, k, v))
+        def attend(layer: int, x: Tensor) -> Tensor:
+            qkv = self._qkv(layer, x)
+            q, k, v = (t.unflatten(0, (prompts.n, -1)) if positions is None else t[None] for t in qkv)
             if c.qk_norm:
                 q, k = self._normed_and_turned(layer, q, k, cos, sin, positions)
             else:
@@ -96,14 +100,17 @@ class Decoder:
 
     def _layers(self, x: Tensor, attend: Attend) -> Tensor:
         """Hidden states `(tokens, hidden)` through all layers."""
-        c = self.config
-        heads = (c.heads, c.kv_heads, c.kv_heads)
         for index, layer in enumerate(self.weights.layers):
-            qkv = layer.qkv.normed(x, layer.input_norm, c.norm_eps)
-            q, k, v = qkv.unflatten(-1, (sum(heads), c.head_dim)).split(heads, dim=-2)
-            x = layer.o(attend(index, q, k, v).flatten(-2), residual=x)
-            x = layer.down(layer.gate_up.gated(x, layer.post_norm, c.norm_eps), residual=x)
+            x = layer.o(attend(index, x).flatten(-2), residual=x)
+            x = layer.down(layer.gate_up.gated(x, layer.post_norm, self.config.norm_eps), residual=x)
         return x
+
+    def _qkv(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, `(tokens, heads, head_dim)`, of hidden states."""
+        c, w = self.config, self.weights.layers[layer]
+        heads = (c.heads, c.kv_heads, c.kv_heads)
+        qkv = w.qkv.normed(x, w.input_norm, c.norm_eps)
+        return qkv.unflatten(-1, (sum(heads), c.head_dim)).split(heads, dim=-2)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.weights.lm_head.normed(x, self.weights.norm, self.config.norm_eps)

@@ -17,7 +17,7 @@ import torch
 from rooftile import library, runtime
 from rooftile.engine import weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.products import Dense, EightBits, Product
+from rooftile.engine.products import Dense, EightBits, Product, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
@@ -174,8 +174,8 @@ class _Builder:
         launches = 2 if fp8 and not quantised else 1
         return self._product(name, op, p, x, p.n, more=residual, launches=launches, times=times)
 
-    def _rotation(self, times: int) -> Iterator[Step]:
-        """New keys and values into the cache, and q and k turned."""
+    def _into_cache(self, p: Product, times: int) -> Iterator[Step]:
+        """From hidden states to q turned, and keys and values in the cache."""
         c, b = self.c, self.batch
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         scales = 4 * c.kv_heads if self.kv_dtype.itemsize == 1 else 0  # one for each token and head
@@ -183,6 +183,12 @@ class _Builder:
         tables = b * 2 * len(c.rotary.inv_freq) * 4  # cos and sin of each pair
         places = b * 3 * _LENGTH  # where the token goes: a length, a count, a page
         shape = f"{b} x {c.heads}/{c.kv_heads} heads of {c.head_dim}"
+        if not c.qk_norm and is_one_kernel(p, b, self.kv_dtype):
+            more = p.k * self.size + tables + places
+            name, op = "norm, qkv, RoPE and cache write", "rms_norm_qkv_rope_cache"
+            yield self._product(name, op, p, self._rows(p.k), p.n, more=more, times=times)
+            return
+        yield from self._normed("qkv", p, times)
         if c.qk_norm:
             read = self._rows(q, kv) + tables + 2 * c.head_dim * self.size + b * _LENGTH
             yield Step("norms of q and k, RoPE", "qk_norm_rope", shape, read, self._rows(q, kv), times=times)
@@ -235,8 +241,7 @@ class _Builder:
             self._rows(c.hidden) + b * _LENGTH,
             self._rows(c.hidden),
         )
-        yield from self._normed("qkv", layer.qkv, n)
-        yield from self._rotation(n)
+        yield from self._into_cache(layer.qkv, n)
         for window, times in Counter(c.windows).items():
             yield self._attention(window, times)
         yield self._added("o", layer.o, n)

@@ -5,6 +5,7 @@
     product     one kernel, with the residual in it
     normed      one kernel                norm and quantise, product                         norm, product
     gated       one kernel                norm and quantise, product, silu_mul and quantise  norm, product, silu_mul
+    into_cache  as normed, then RoPE with the writes into the cache; one kernel in all of one row of x, but for int4
 
 A dense product behind a norm may be two kernels, where x has many rows. In fp8 several rows of x are quantised, for the
 matrix unit multiplies fp8 by fp8; one row is multiplied as it is.
@@ -15,16 +16,20 @@ few rows in more bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.fp8_linear import fp8_linear
 from rooftile.ops.gated import silu_mul_packed
+from rooftile.ops.kv_cache import rope_and_cache
 from rooftile.ops.matmul import linear
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear
+from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache
 from rooftile.ops.weight_only import fp8_weight_linear, int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.ops.weight_only.packing import GROUPS
 from rooftile.quantize import Quantize
@@ -120,6 +125,21 @@ class Product:
         """The product of `rms_norm(x)`."""
         return self(self._norm(x, norm_weight, eps))
 
+    def into_cache(
+        self, x: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, **cache: Any
+    ) -> Tensor:  # fmt: skip
+        """`normed` of x `(b, k)` as q, k and v of a token of each of b sequences: k turned and v are written into the
+        cache, and q turned is returned, `(b, 1, q_heads, head_dim)`. `cache` is what `rope_and_cache` takes of one."""
+        if is_one_kernel(self, x.shape[0], cache["k_cache"].dtype):
+            scale = self.scale if isinstance(self, EightBits) else None
+            return rms_norm_qkv_rope_cache(
+                x[:, None], norm_weight, self.weight, cos, sin, bias=self.bias, weight_scale=scale, eps=eps, **cache
+            )
+        heads, head_dim = cache["k_cache"].shape[-2:]
+        qkv = self.normed(x, norm_weight, eps)[:, None].unflatten(-1, (-1, head_dim))
+        q, k, v = qkv.split((qkv.shape[-2] - 2 * heads, heads, heads), dim=-2)
+        return rope_and_cache(q, k, v, cos, sin, **cache)
+
     def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
         """`silu(g) * u` of the product `[g | u]` of `rms_norm(x)`, as another product of the same kind takes it."""
         return self._gate(self.normed(x, norm_weight, eps))
@@ -184,6 +204,11 @@ class EightBits(Quantized):
 
 def is_one_row(x: Tensor) -> bool:
     return x.shape[:-1].numel() == 1
+
+
+def is_one_kernel(p: Product, rows: int, cache: torch.dtype) -> bool:
+    """Whether `into_cache` is, for so many rows of x and a cache of that dtype."""
+    return rows == 1 and cache == p.dtype and isinstance(p, (Dense, EightBits))
 
 
 class Fp8(EightBits):

@@ -20,7 +20,7 @@ BLOCKS = (PRODUCTS, ATTENTION, NORMS, ROPE, ACTIVATION, EMBEDDING, SAMPLING, COP
 
 # The families of ops, by the name of their file or folder; the first that fits.
 _FAMILIES = (
-    (r"linear|matmul|weight_only", PRODUCTS),
+    (r"linear|matmul|weight_only|_qkv_", PRODUCTS),
     (r"attention", ATTENTION),
     (r"rope|kv_cache", ROPE),
     (r"norm", NORMS),

@@ -33,6 +33,48 @@ PREFETCH = 1
 GATED_PREFETCH = -1
 
 
+@triton.jit
+def load_step(
+    w_ptrs, other_ptrs, x_ptr, norm_ptr, k, step, n_inner, TWO: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What is multiplied from k on: of the weight's rows (of TWO sets of them both), of x, and of the norm's weight.
+
+    All loads before the first of them is used: x is brought to the layout of w past a barrier.
+    """
+    ks = k + tl.arange(0, BLOCK_K)
+    if EVEN_K:
+        w = tl.load(w_ptrs + step, eviction_policy="evict_first")
+        other = w
+        if TWO:
+            other = tl.load(other_ptrs + step, eviction_policy="evict_first")
+        x = tl.load(x_ptr + ks, eviction_policy="evict_last")
+        scale = tl.load(norm_ptr + ks, eviction_policy="evict_last")
+    else:
+        inside = ks < n_inner
+        w = tl.load(w_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        other = w
+        if TWO:
+            other = tl.load(other_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
+        scale = tl.load(norm_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
+    return w, other, x, scale
+
+
+@triton.jit
+def add_step(
+    acc, acc_other, squares, w, other, x, scale, OFFSET: tl.constexpr, TWO: tl.constexpr, TRICKS: tl.constexpr
+):
+    """The sums with the products of what `load_step` gave, and the squares of x."""
+    x = x.to(tl.float32)
+    squares += x * x
+    x *= scale.to(tl.float32) + OFFSET
+    acc = add_products(acc, w, x, TRICKS)
+    if TWO:
+        acc_other = add_products(acc_other, other, x, TRICKS)
+    return acc, acc_other, squares
+
+
 @triton.jit(do_not_specialize=["n_cols"])
 def _row_kernel(
     x_ptr,
@@ -92,28 +134,11 @@ def _row_kernel(
     up = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
-        ks = k + block
         step = k.to(tl.int64) * stride_wk
-        # All loads before the first of them is used: x is brought to the layout of w past a barrier.
-        if EVEN_K:
-            w = tl.load(w_ptrs + step, eviction_policy="evict_first")
-            if GATED:
-                w_up = tl.load(up_ptrs + step, eviction_policy="evict_first")
-            x = tl.load(x_ptr + ks, eviction_policy="evict_last")
-            scale = tl.load(norm_ptr + ks, eviction_policy="evict_last")
-        else:
-            inside = ks < n_inner
-            w = tl.load(w_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            if GATED:
-                w_up = tl.load(up_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
-            scale = tl.load(norm_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
-        x = x.to(tl.float32)
-        squares += x * x
-        x *= scale.to(tl.float32) + OFFSET
-        acc = add_products(acc, w, x, TRICKS)
-        if GATED:
-            up = add_products(up, w_up, x, TRICKS)
+        w, w_up, x, scale = load_step(
+            w_ptrs, up_ptrs, x_ptr, norm_ptr, k, step, n_inner, GATED, EVEN_K, BLOCK_K
+        )  # fmt: skip
+        acc, up, squares = add_step(acc, up, squares, w, w_up, x, scale, OFFSET, GATED, TRICKS)
     z = tl.sum(acc, axis=1)
     if GATED:
         z_up = tl.sum(up, axis=1)
