@@ -33,12 +33,11 @@ from rooftile.ops.decode_attention.common import (
 )
 from rooftile.ops.decode_attention.kernel import decode_kernel
 from rooftile.ops.decode_attention.pairs import kind_of, words_of
+from rooftile.ops.decode_attention.schedule import WHOLE
 from rooftile.primitives import dependent
 from rooftile.primitives.quantize import writable
 
 __all__ = ["DecodeConfig", "decode_attention"]
-
-_WHOLE = 1 << 30  # blocks, more than there are
 
 
 @functools.cache
@@ -68,9 +67,8 @@ def _plans(
     width = max(v0, v1)
     itemsize = 1 if pairs else dtypes[1].itemsize  # type: ignore[union-attr]
     flags = {"HAS_SINKS": dtypes[3] is not None, "HAS_LSE": has_lse, "V0": v0, "V1": v1, "ROWS": tile}
-    # Where nothing is split, whole items are the least that there is, and no program has too many of them.
-    least, surplus = (c.least, c.surplus) if split else (_WHOLE, _WHOLE)
-    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": least, "SURPLUS": surplus}
+    least = c.least if split else WHOLE.value
+    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": least, "SURPLUS": c.surplus}
     last = max(1, min(64, 1024 * c.num_warps // (tile * width))) if split and c.combine == "last" else 0
     constants = {
         "HEAD_DIM": head_dim,
@@ -98,7 +96,7 @@ def _plans(
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
         "LEAST": least,
-        "SURPLUS": surplus,
+        "SURPLUS": c.surplus,
         "AT_ONCE": last,
         "AHEAD": c.ahead if early else 0,
         "K_LINES": library.power_of_two(library.cdiv(head_dim * itemsize, 128)),
