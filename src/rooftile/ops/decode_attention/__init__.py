@@ -60,8 +60,12 @@ def _plans(
     pairs: str,
     ptx: bool,
     split: bool,
+    once: bool,
 ) -> tuple[launching.Plan, launching.Plan | None]:
-    """The kernel, and the one that brings parts together where that is one of its own."""
+    """The kernel, and the one that brings parts together where that is one of its own.
+
+    `split`: whether items may be cut into parts; `once`: they are not, and each has a program of its own.
+    """
     (d0, d1), (v0, v1) = parts(head_dim), parts(value_dim)
     tile, tiles = row_tile(rows)
     width = max(v0, v1)
@@ -99,6 +103,7 @@ def _plans(
         "SURPLUS": c.surplus,
         "AT_ONCE": last,
         "AHEAD": c.ahead if early else 0,
+        "ONCE": once,
         "K_LINES": library.power_of_two(library.cdiv(head_dim * itemsize, 128)),
         "V_LINES": library.power_of_two(library.cdiv(value_dim * itemsize, 128)),
         "EARLY": early,
@@ -182,6 +187,7 @@ def _launch(
         softcap, window,
         (scale_kind(k_scale), scale_kind(v_scale)), return_lse, library.power_of_two(s.batch), c,
         c.early and dependent.supported(target), pairs, target.arch.startswith("sm_"), split,
+        not split and programs == items,
     )  # fmt: skip
     lse_or_none = lse if return_lse else None
     tensors = (q, k_bytes, v_bytes, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, out, lse_or_none)

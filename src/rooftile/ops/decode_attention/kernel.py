@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.attention.scores import LOG2E, capped
-from rooftile.ops.decode_attention.combine import bring_together, finish, leave_part, rescaled, slot_of
+from rooftile.ops.decode_attention.combine import bring_together, finish, leave_part, rescaled
 from rooftile.ops.decode_attention.pairs import along_rows, halves, into_range
 from rooftile.ops.decode_attention.place import bring_ahead, home_of, place_in
 from rooftile.ops.decode_attention.queries import largest_of, queries_of, rows_of, scaled
-from rooftile.ops.decode_attention.schedule import differ, load_lengths, part_at, plan_of
+from rooftile.ops.decode_attention.schedule import WHOLE, differ, load_lengths, no_part, part_at, plan_of
 from rooftile.primitives.dependent import let_next_start, wait_for_previous
 from rooftile.primitives.dequantize import e4m3_of_bits
 from rooftile.primitives.splitk import arrives_last
@@ -156,6 +156,7 @@ def decode_kernel(
     SURPLUS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
     K_LINES: tl.constexpr,
     V_LINES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -188,12 +189,15 @@ def decode_kernel(
             if AT_ONCE == 0:  # the next may be the second kernel, which shall find the lengths as they are now
                 let_next_start()
     # A guess, where the kernel before may still write them: what follows from them is computed in its shadow, and when
-    # it has ended they are compared.
+    # it has ended they are compared, or their part of the plan is computed again where that is as short.
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    sharing, at, stop, part = plan_of(
+    sharing, at, stop = plan_of(
         lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
     )
     if GUESSED:
+        part = part_at(
+            at, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+        )
         bring_ahead(
             k_ptr, v_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, part, n_pages,
             HEAD_DIM // PER, VALUE_DIM // PER, TILES, PAGE, STRIDE_KT, STRIDE_VT, BLOCK_N, AHEAD, K_LINES, V_LINES,
@@ -206,27 +210,33 @@ def decode_kernel(
             if AT_ONCE == 0:
                 let_next_start()
             known = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
+            if LEAST == WHOLE:  # only how long an item is follows from them, and not which one it is
+                lengths = known
+                part = part_at(
+                    program, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B,
+                    BLOCK_N,
+                )  # fmt: skip
             # On their way beside the lengths: no key is loaded before the queries have been put into shared memory.
             q, q_second = queries_of(
                 q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
             )
-            if differ(known, lengths):
-                lengths = known
-                sharing, at, stop, part = plan_of(
-                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST,
-                    SURPLUS,
-                )  # fmt: skip
-                q, q_second = queries_of(
-                    q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS,
-                    PAIRS,
-                )  # fmt: skip
+            if LEAST != WHOLE:  # noqa: SIM102  # a constant: without it there is nothing to compile
+                if differ(known, lengths):
+                    lengths = known
+                    sharing, at, stop = plan_of(
+                        lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST,
+                        SURPLUS,
+                    )  # fmt: skip
+                    part = no_part(at)  # the next is one by the new lengths
             guessed = False
         else:
-            part = part_at(at, stop, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N)
+            part = part_at(
+                at, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+            )
             q, q_second = queries_of(
                 q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
             )
-        seq, within, n_keys, first_block, low, high, after, first_program, late, count = part
+        seq, within, n_keys, first_block, low, high, after, slot, first_program, late, count = part
         kv_head = within // TILES
 
         if low < high:
@@ -332,8 +342,6 @@ def decode_kernel(
                     kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
                 )  # fmt: skip
             else:
-                # Aligned parts are counted through, so `at` is the item's first part and this one's place after it.
-                slot = tl.where(sharing[1], 2 * at, slot_of(program - first_program, first_program, late))
                 leave_part(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
                 if AT_ONCE > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
                     if arrives_last(counters_ptr + (seq * per_seq + within), count):
@@ -347,4 +355,5 @@ def decode_kernel(
                             out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head,
                             few_row, few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
                         )  # fmt: skip
-        at = after
+        # Of a loop that is seen to end here nothing is kept for another turn, in registers that the keys take.
+        at = stop if ONCE else after

@@ -98,7 +98,7 @@ def bring_ahead(
     here. Wrong ones cost a prefetch: they are clamped as ever, and all is read again afterwards. What the kernel
     before still writes into the cache it writes into the same L2.
     """
-    seq, within, n_keys, first_block, low, high, _, _, _, _ = part
+    seq, within, n_keys, first_block, low, high, _, _, _, _, _ = part
     head = (within // TILES).to(tl.int64)
     key = tl.arange(0, BLOCK_N)
     for i in tl.static_range(AHEAD):

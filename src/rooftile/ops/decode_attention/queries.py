@@ -33,7 +33,7 @@ def queries_of(
     TILES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The query's rows of a part, in two parts of their columns; of a part of no blocks nothing is read."""
-    seq, within, _, _, low, high, _, _, _, _ = part
+    seq, within, _, _, low, high, _, _, _, _, _ = part
     _, mask, token, head = rows_of(within, n_new, rows, GROUP, TILES, ROWS)
     mask &= low < high
     at = seq.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh

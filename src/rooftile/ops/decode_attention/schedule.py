@@ -140,9 +140,16 @@ def parts_of_item(item, begin, n_blocks, aligned, parts, each, more):
 
 
 @triton.jit
+def slot_of(part, first, late):
+    """The slot of a part of an item whose first part is program `first`'s."""
+    return 2 * (first + part) + tl.where(part == 0, late, 0)
+
+
+@triton.jit
 def part_at(
     at,
     stop,
+    program,
     programs,
     lengths,
     sharing,
@@ -156,9 +163,10 @@ def part_at(
     """The item that `at` is in, and the part of its blocks that is this program's, from `low` to `high`.
 
     Returns:
-        (seq, within, n_keys, first_block, low, high, after, first, late, count): `within` is the item's place in its
-        sequence, `after` where this program's next part is, and the last are those of `parts_of_item`. `at` may be
-        `stop` or more: then `high` is `low`, and the others mean nothing.
+        (seq, within, n_keys, first_block, low, high, after, slot, first, late, count): `within` is the item's place in
+        its sequence, `after` where this program's next part is, `slot` where this one is left if there are others, and
+        the last are those of `parts_of_item`. `at` may be `stop` or more: then `high` is `low`, and the others mean
+        nothing.
     """
     ends, aligned, parts, each, more = sharing
     item = at // parts
@@ -180,7 +188,15 @@ def part_at(
     first, late, count = parts_of_item(seq * per_seq + within, begin, n_blocks, aligned, parts, each, more)
     after = tl.where(aligned, at + programs, begin + high)
     high = tl.where(at < stop, high, low)
-    return seq, within, n_keys, first_block, low, high, after, first, late, count
+    # Aligned parts are counted through: `at` is the item's first, and this one's place after it.
+    slot = tl.where(aligned, 2 * at, slot_of(program - first, first, late))
+    return seq, within, n_keys, first_block, low, high, after, slot, first, late, count
+
+
+@triton.jit
+def no_part(after):
+    """One of no blocks, as `part_at` returns it."""
+    return after, after, after, after, after, after, after, after, after, after, after
 
 
 @triton.jit
@@ -201,16 +217,13 @@ def plan_of(
     """What a program does, all from the lengths: a long chain of divisions and sums, each waiting for the one before.
 
     Returns:
-        (sharing, at, stop, part): the sequences' `ends` and `share_out`'s (aligned, parts, each, more); the program's
-        range; and `part_at` of its first part.
+        (sharing, at, stop): the sequences' `ends` and `share_out`'s (aligned, parts, each, more); the program's range.
     """
     blocks, aligned, parts, shares, each, more = share_out(
         lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
     )
     at, stop, ends = program_range(program, programs, blocks, aligned, parts, shares, each, more, n_seqs, per_seq)
-    sharing = ends, aligned, parts, each, more
-    part = part_at(at, stop, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N)
-    return sharing, at, stop, part
+    return (ends, aligned, parts, each, more), at, stop
 
 
 @triton.jit
