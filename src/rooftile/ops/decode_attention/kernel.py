@@ -189,7 +189,7 @@ def decode_kernel(
             if AT_ONCE == 0:  # the next may be the second kernel, which shall find the lengths as they are now
                 let_next_start()
     # A guess, where the kernel before may still write them: what follows from them is computed in its shadow, and when
-    # it has ended they are compared, or their part of the plan is computed again where that is as short.
+    # it has ended they are compared; where no item is cut, the new ones just take their place.
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
     sharing, at, stop = plan_of(
         lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
@@ -210,24 +210,23 @@ def decode_kernel(
             if AT_ONCE == 0:
                 let_next_start()
             known = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-            if LEAST == WHOLE:  # only how long an item is follows from them, and not which one it is
+            # On their way beside the lengths: no key is loaded before the queries have been put into shared memory.
+            q, q_second = queries_of(
+                q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
+            )
+            if LEAST == WHOLE:  # only how long an item is follows from the lengths, and not which one it is
                 lengths = known
                 part = part_at(
                     program, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B,
                     BLOCK_N,
                 )  # fmt: skip
-            # On their way beside the lengths: no key is loaded before the queries have been put into shared memory.
-            q, q_second = queries_of(
-                q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
-            )
-            if LEAST != WHOLE:  # noqa: SIM102  # a constant: without it there is nothing to compile
-                if differ(known, lengths):
-                    lengths = known
-                    sharing, at, stop = plan_of(
-                        lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST,
-                        SURPLUS,
-                    )  # fmt: skip
-                    part = no_part(at)  # the next is one by the new lengths
+            elif differ(known, lengths):
+                lengths = known
+                sharing, at, stop = plan_of(
+                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST,
+                    SURPLUS,
+                )  # fmt: skip
+                part = no_part(at)  # the next is one by the new lengths
             guessed = False
         else:
             part = part_at(
