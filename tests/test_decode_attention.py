@@ -13,8 +13,7 @@ from rooftile.runtime import TARGETS
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
-# Parts of 16 keys: aligned to items, or equal shares; brought together by the last to arrive, or a second kernel; and
-# no parts at all.
+# Parts of 16 keys, aligned to items or equal shares, brought together by the last or a second kernel; or whole items.
 ALIGNED = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=1000, combine="last")
 SHARES = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=0, combine="last")
 CONFIGS = {
@@ -23,6 +22,7 @@ CONFIGS = {
     "aligned, kernel": dataclasses.replace(ALIGNED, combine="kernel"),
     "shares, kernel": dataclasses.replace(SHARES, combine="kernel"),
     "whole": DecodeConfig(block_n=16, num_stages=2, programs=4, combine="none"),
+    "whole, in turn": DecodeConfig(block_n=16, num_stages=2, programs=1, combine="none"),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -396,5 +396,4 @@ def test_what_is_cut_into_parts():
     # A whole item is taken in blocks of 128 keys only where one pointer serves for all of them, and none is converted.
     assert [chosen(64, 512, page=page).block_n for page in (0, 16, 64, 128)] == [128, 64, 64, 128]
     assert chosen(64, 512, cache=torch.float8_e4m3fn).block_n == 64
-    little = TARGETS["sm_86"]
-    assert choose(4, 64, 64, BF16, BF16, 64, 4096, 0, little).least == 1
+    assert choose(4, 64, 64, BF16, BF16, 64, 4096, 0, TARGETS["sm_86"]).least == 1

@@ -33,12 +33,11 @@ from rooftile.ops.decode_attention.common import (
 )
 from rooftile.ops.decode_attention.kernel import decode_kernel
 from rooftile.ops.decode_attention.pairs import kind_of, words_of
+from rooftile.ops.decode_attention.schedule import WHOLE
 from rooftile.primitives import dependent
 from rooftile.primitives.quantize import writable
 
 __all__ = ["DecodeConfig", "decode_attention"]
-
-_WHOLE = 1 << 30  # blocks, more than there are
 
 
 @functools.cache
@@ -61,16 +60,19 @@ def _plans(
     pairs: str,
     ptx: bool,
     split: bool,
+    once: bool,
 ) -> tuple[launching.Plan, launching.Plan | None]:
-    """The kernel, and the one that brings parts together where that is one of its own."""
+    """The kernel, and the one that brings parts together where that is one of its own.
+
+    `split`: whether items may be cut into parts; `once`: they are not, and each has a program of its own.
+    """
     (d0, d1), (v0, v1) = parts(head_dim), parts(value_dim)
     tile, tiles = row_tile(rows)
     width = max(v0, v1)
     itemsize = 1 if pairs else dtypes[1].itemsize  # type: ignore[union-attr]
     flags = {"HAS_SINKS": dtypes[3] is not None, "HAS_LSE": has_lse, "V0": v0, "V1": v1, "ROWS": tile}
-    # Where nothing is split, whole items are the least that there is, and no program has too many of them.
-    least, surplus = (c.least, c.surplus) if split else (_WHOLE, _WHOLE)
-    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": least, "SURPLUS": surplus}
+    least = c.least if split else WHOLE.value
+    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": least, "SURPLUS": c.surplus}
     last = max(1, min(64, 1024 * c.num_warps // (tile * width))) if split and c.combine == "last" else 0
     constants = {
         "HEAD_DIM": head_dim,
@@ -98,9 +100,10 @@ def _plans(
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
         "LEAST": least,
-        "SURPLUS": surplus,
+        "SURPLUS": c.surplus,
         "AT_ONCE": last,
         "AHEAD": c.ahead if early else 0,
+        "ONCE": once,
         "K_LINES": library.power_of_two(library.cdiv(head_dim * itemsize, 128)),
         "V_LINES": library.power_of_two(library.cdiv(value_dim * itemsize, 128)),
         "EARLY": early,
@@ -184,6 +187,7 @@ def _launch(
         softcap, window,
         (scale_kind(k_scale), scale_kind(v_scale)), return_lse, library.power_of_two(s.batch), c,
         c.early and dependent.supported(target), pairs, target.arch.startswith("sm_"), split,
+        not split and programs == items,
     )  # fmt: skip
     lse_or_none = lse if return_lse else None
     tensors = (q, k_bytes, v_bytes, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, out, lse_or_none)

@@ -25,7 +25,8 @@ class DecodeConfig:
         least: blocks of the smallest part that an item is cut into.
         surplus: blocks that a program may have beyond an equal share, and a 32nd of it, before the work is cut into
             equal shares.
-        ahead: blocks that an early program brings into the L2 before the kernel before has ended.
+        ahead: blocks that an early program brings into the L2 before the kernel before has ended, by a plan that it
+            makes then; with 0 it makes none before that.
         combine: who brings the parts of an item together: `"last"`, the last program to arrive; `"kernel"`, another
             kernel, a row to a program; `"none"`, nobody: no item is cut into parts.
         registers: the most of a thread, so that more programs fit a multiprocessor (NVIDIA); 0 for no limit.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.attention.scores import LN2, LOG2E
-from rooftile.ops.decode_attention.schedule import load_lengths, parts_of_item, share_out
+from rooftile.ops.decode_attention.schedule import load_lengths, parts_of_item, share_out, slot_of
 from rooftile.primitives.dependent import let_next_start, wait_for_previous
 
 import triton  # isort: skip
@@ -24,12 +24,6 @@ import triton.language as tl  # isort: skip
 def rescaled(m, top):
     """2^(m - top), where m is at most top; 0 for the m of what saw no key."""
     return tl.where(m == float("-inf"), 0.0, tl.exp2(m - top))
-
-
-@triton.jit
-def slot_of(part, first, late):
-    """The slot of a part of an item whose first part is program `first`'s."""
-    return 2 * (first + part) + tl.where(part == 0, late, 0)
 
 
 @triton.jit

@@ -1,46 +1,25 @@
 """The kernel: each program walks its parts of the work, and of each part over the keys, block after block.
 
 The query heads of one KV head, times the new tokens, are the rows of one tile: a block of keys and values is read once
-for all of them. Blocks are on their way STAGES - 1 ahead; an early program has its first ones brought into the L2 while
-the kernel before still ends.
+for all of them. Blocks are on their way STAGES - 1 ahead. While the kernel before still ends an early program computes
+its part, by the lengths as they are then, and has its first blocks brought into the L2.
 """
 
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.attention.scores import LOG2E, capped
-from rooftile.ops.decode_attention.combine import bring_together, finish, leave_part, rescaled, slot_of
+from rooftile.ops.decode_attention.combine import bring_together, finish, leave_part, rescaled
 from rooftile.ops.decode_attention.pairs import along_rows, halves, into_range
-from rooftile.ops.decode_attention.place import guess_ahead, home_of, place_in
-from rooftile.ops.decode_attention.schedule import load_lengths, part_at, parts_of_item, program_range, share_out
+from rooftile.ops.decode_attention.place import bring_ahead, home_of, place_in
+from rooftile.ops.decode_attention.queries import largest_of, queries_of, rows_of, scaled
+from rooftile.ops.decode_attention.schedule import WHOLE, differ, load_lengths, no_part, part_at, plan_of
 from rooftile.primitives.dependent import let_next_start, wait_for_previous
 from rooftile.primitives.dequantize import e4m3_of_bits
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-
-@triton.jit
-def _query(
-    q_ptr, rows_at, mask, first: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Columns of the query's rows, transposed; in `along_rows`'s order, of pairs."""
-    cols = tl.arange(0, D)
-    if PAIRS != "":
-        cols = cols % (D // 2) * 2 + cols // (D // 2)
-    cols += first
-    return tl.load(q_ptr + rows_at[None, :] + cols[:, None], mask=mask[None, :] & (cols < HEAD_DIM)[:, None], other=0.0)
-
-
-@triton.jit
-def _largest(q):
-    return tl.max(tl.abs(q.to(tl.float32)), axis=0)
-
-
-@triton.jit
-def _scaled(q, by):
-    return (q.to(tl.float32) * by[None, :]).to(tl.float16)
 
 
 @triton.jit
@@ -177,6 +156,7 @@ def decode_kernel(
     SURPLUS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
     K_LINES: tl.constexpr,
     V_LINES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -189,24 +169,6 @@ def decode_kernel(
     EVICTION: tl.constexpr = "evict_first" if TILES == 1 else ""
     program = tl.program_id(0)
     per_seq = kv_heads * TILES
-    if EARLY:
-        if AT_ONCE > 0:
-            let_next_start()
-        if AHEAD > 0:
-            guess_ahead(
-                k_ptr, v_ptr, lengths_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, program,
-                n_seqs, n_new, per_seq, capacity, n_pages, programs, HEAD_DIM // PER, VALUE_DIM // PER, TILES, PAGE,
-                STRIDE_KT, STRIDE_VT, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS, AHEAD, K_LINES, V_LINES, PTX,
-            )  # fmt: skip
-        wait_for_previous()
-        if AT_ONCE == 0:  # the next may be the second kernel, which shall find the lengths as they are now
-            let_next_start()
-    lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    blocks, aligned, parts, shares, each, more = share_out(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
-    )
-    at, stop, ends = program_range(program, programs, blocks, aligned, parts, shares, each, more, n_seqs, per_seq)
-
     rows = tl.arange(0, BLOCK_M)
     key = tl.arange(0, BLOCK_N)
     # From a block's first key to the others, where they lie in one sequence or page.
@@ -218,24 +180,67 @@ def decode_kernel(
     if SCATTERED:  # a pointer to each key
         k_offsets = tl.zeros((1,), tl.int32)
         v_offsets = k_offsets
-    while at < stop:
-        seq, within, begin, n_keys, first_block, n_blocks, low, high = part_at(
-            at, stop, lengths, ends, aligned, parts, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+    GUESSED: tl.constexpr = EARLY and AHEAD > 0
+    if EARLY:
+        if AT_ONCE > 0:
+            let_next_start()
+        if not GUESSED:
+            wait_for_previous()
+            if AT_ONCE == 0:  # the next may be the second kernel, which shall find the lengths as they are now
+                let_next_start()
+    # A guess, where the kernel before may still write them: what follows from them is computed in its shadow, and when
+    # it has ended they are compared; where no item is cut, the new ones just take their place.
+    lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
+    sharing, at, stop = plan_of(
+        lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
+    )
+    if GUESSED:
+        part = part_at(
+            at, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
         )
-        item = seq * per_seq + within
+        bring_ahead(
+            k_ptr, v_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, part, n_pages,
+            HEAD_DIM // PER, VALUE_DIM // PER, TILES, PAGE, STRIDE_KT, STRIDE_VT, BLOCK_N, AHEAD, K_LINES, V_LINES,
+        )  # fmt: skip
+    guessed = True
+    while (GUESSED and guessed) or at < stop:
+        # In the loop, because what all parts have in common is hoisted out of it: so it is computed before the wait.
+        if GUESSED and guessed:
+            wait_for_previous()
+            if AT_ONCE == 0:
+                let_next_start()
+            known = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
+            # On their way beside the lengths: no key is loaded before the queries have been put into shared memory.
+            q, q_second = queries_of(
+                q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
+            )
+            if LEAST == WHOLE:  # only how long an item is follows from the lengths, and not which one it is
+                lengths = known
+                part = part_at(
+                    program, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B,
+                    BLOCK_N,
+                )  # fmt: skip
+            elif differ(known, lengths):
+                lengths = known
+                sharing, at, stop = plan_of(
+                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST,
+                    SURPLUS,
+                )  # fmt: skip
+                part = no_part(at)  # the next is one by the new lengths
+            guessed = False
+        else:
+            part = part_at(
+                at, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+            )
+            q, q_second = queries_of(
+                q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
+            )
+        seq, within, n_keys, first_block, low, high, after, slot, first_program, late, count = part
         kv_head = within // TILES
-        first_program, late, count = parts_of_item(item, begin, n_blocks, aligned, parts, each, more)
 
         if low < high:
-            row = (within % TILES) * ROWS + rows
-            mask = (rows < ROWS) & (row < n_new * GROUP)
-            token = row // GROUP
-            head = kv_head * GROUP + row % GROUP
+            row, mask, token, head = rows_of(within, n_new, rows, GROUP, TILES, ROWS)
             position = (n_keys - n_new + token)[None, :]
-            q_rows = seq.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-            q = _query(q_ptr, q_rows, mask, 0, D0, HEAD_DIM, PAIRS)
-            if D1 > 0:
-                q_second = _query(q_ptr, q_rows, mask, D0, D1, HEAD_DIM, PAIRS)
             if HAS_ALIBI:
                 slope = (tl.load(slopes_ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2E)[None, :]
             k_head = k_ptr + kv_head.to(tl.int64) * stride_kh
@@ -249,15 +254,16 @@ def decode_kernel(
             factor = 1.0
             if K_SCALES == "head":
                 factor = tl.load(k_scale_head)
+            query, query_second = q, q_second
             if OF_RANGE:
-                largest = _largest(q)
+                largest = largest_of(q)
                 if D1 > 0:
-                    largest = tl.maximum(largest, _largest(q_second))
+                    largest = tl.maximum(largest, largest_of(q_second))
                 up, down = into_range(largest)
                 factor = (factor * down)[None, :]
-                q = _scaled(q, up)
+                query = scaled(q, up)
                 if D1 > 0:
-                    q_second = _scaled(q_second, up)
+                    query_second = scaled(q_second, up)
 
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             # Summed over the keys at the end: what goes across warps costs as much as a product.
@@ -275,10 +281,10 @@ def decode_kernel(
                 k_block = k_head + (home * stride_kb + place * STRIDE_KT)
                 v_block = v_head + (home * stride_vb + place * STRIDE_VT)
                 k = _keys(k_block, k_offsets, inside, 0, D0, HEAD_DIM, DTYPE, EVICTION, PAIRS, PTX)
-                s = tl.dot(k, q, input_precision="ieee")
+                s = tl.dot(k, query, input_precision="ieee")
                 if D1 > 0:
                     k = _keys(k_block, k_offsets, inside, D0, D1, HEAD_DIM, DTYPE, EVICTION, PAIRS, PTX)
-                    s = tl.dot(k, q_second, s, input_precision="ieee")
+                    s = tl.dot(k, query_second, s, input_precision="ieee")
                 if K_SCALES == "head" or OF_RANGE:
                     s *= factor
                 if K_SCALES == "token":
@@ -329,26 +335,24 @@ def decode_kernel(
             row_o_second = tl.zeros((BLOCK_M, 1), tl.float32)
             if V1 > 0:
                 row_o_second = _rows_of(o_second, o_second_odd, PAIRS) * factor
-            if count == 1:
+            if partial_ptr is None or count == 1:  # without a buffer no item is shared
                 finish(
                     out_ptr, lse_ptr, sinks_ptr, m, total, row_o, row_o_second, seq, kv_head, row, mask, n_new,
                     kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
                 )  # fmt: skip
             else:
-                if partial_ptr is not None:  # one program alone shares no item
-                    part = tl.where(aligned, at % parts, program - first_program)
-                    slot = slot_of(part, first_program, late)
-                    leave_part(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
-                    if AT_ONCE > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
-                        if arrives_last(counters_ptr + item, count):
-                            few = tl.arange(0, ROWS)
-                            few_row = (within % TILES) * ROWS + few
-                            few_mask = few_row < n_new * GROUP
-                            all_m, all_total, all_o, all_o_second = bring_together(
-                                partial_ptr, first_program, late, count, few, few_mask, V0, V1, ROWS, AT_ONCE
-                            )
-                            finish(
-                                out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head,
-                                few_row, few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
-                            )  # fmt: skip
-        at = tl.where(aligned, at + programs, begin + high)
+                leave_part(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
+                if AT_ONCE > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
+                    if arrives_last(counters_ptr + (seq * per_seq + within), count):
+                        few = tl.arange(0, ROWS)
+                        few_row = (within % TILES) * ROWS + few
+                        few_mask = few_row < n_new * GROUP
+                        all_m, all_total, all_o, all_o_second = bring_together(
+                            partial_ptr, first_program, late, count, few, few_mask, V0, V1, ROWS, AT_ONCE
+                        )
+                        finish(
+                            out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head,
+                            few_row, few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+                        )  # fmt: skip
+        # Of a loop that is seen to end here nothing is kept for another turn, in registers that the keys take.
+        at = stop if ONCE else after

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.decode_attention.schedule import load_lengths, part_at, program_range, share_out
 from rooftile.primitives.dependent import prefetch
 
 import triton  # isort: skip
@@ -71,63 +70,45 @@ def _lines_of(c_ptr, offsets, D: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
-def guess_ahead(
+def bring_ahead(
     k_ptr,
     v_ptr,
-    lengths_ptr,
     pages_ptr,
     stride_kb,
     stride_kh,
     stride_vb,
     stride_vh,
     stride_pb,
-    program,
-    n_seqs,
-    n_new,
-    per_seq,
-    capacity,
+    part,
     n_pages,
-    programs,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     TILES: tl.constexpr,
     PAGE: tl.constexpr,
     STRIDE_KT: tl.constexpr,
     STRIDE_VT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    SURPLUS: tl.constexpr,
     AHEAD: tl.constexpr,
     K_LINES: tl.constexpr,
     V_LINES: tl.constexpr,
-    PTX: tl.constexpr,
 ):
-    """Bring this program's first blocks into the L2 while the kernel before still ends.
+    """Bring the first blocks of a part into the L2 while the kernel before still ends.
 
-    Lengths and page table are read although it may still write them. So they are a guess, for this alone, and wrong
-    ones cost a prefetch: they are clamped as ever, and all is read again afterwards. What the kernel before still
-    writes into the cache it writes into the same L2.
+    The part is a guess, by lengths that the kernel before may still write, as it may the page table, which is read
+    here. Wrong ones cost a prefetch: they are clamped as ever, and all is read again afterwards. What the kernel
+    before still writes into the cache it writes into the same L2.
     """
-    lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    blocks, aligned, parts, shares, each, more = share_out(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
-    )
-    at, stop, ends = program_range(program, programs, blocks, aligned, parts, shares, each, more, n_seqs, per_seq)
-    if at < stop:
-        seq, within, _, n_keys, first_block, _, low, high = part_at(
-            at, stop, lengths, ends, aligned, parts, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
-        )
-        head = (within // TILES).to(tl.int64)
-        key = tl.arange(0, BLOCK_N)
-        for i in tl.static_range(AHEAD):
-            if low + i < high:
-                block = first_block + low + i
-                home = home_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, PTX)
-                token = tl.maximum(tl.minimum(block * BLOCK_N + key, n_keys - 1), 0)
-                if PAGE > 0:
-                    token %= PAGE
-                token = token.to(tl.int64)
-                _lines_of(k_ptr, head * stride_kh + home * stride_kb + token * STRIDE_KT, HEAD_DIM, K_LINES)
-                _lines_of(v_ptr, head * stride_vh + home * stride_vb + token * STRIDE_VT, VALUE_DIM, V_LINES)
+    seq, within, n_keys, first_block, low, high, _, _, _, _, _ = part
+    head = (within // TILES).to(tl.int64)
+    key = tl.arange(0, BLOCK_N)
+    for i in tl.static_range(AHEAD):
+        if low + i < high:
+            block = first_block + low + i
+            # Not by PTX: two pure instructions with one address might be taken for one, and that address is read again.
+            home = home_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, False)
+            token = tl.maximum(tl.minimum(block * BLOCK_N + key, n_keys - 1), 0)
+            if PAGE > 0:
+                token %= PAGE
+            token = token.to(tl.int64)
+            _lines_of(k_ptr, head * stride_kh + home * stride_kb + token * STRIDE_KT, HEAD_DIM, K_LINES)
+            _lines_of(v_ptr, head * stride_vh + home * stride_vb + token * STRIDE_VT, VALUE_DIM, V_LINES)

@@ -16,6 +16,9 @@ from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the m
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
+# For LEAST, blocks of the smallest part: more than there are. Nothing is cut then, whatever the lengths.
+WHOLE = tl.constexpr(1 << 30)
+
 
 @triton.jit
 def blocks_of(lengths, n_new, capacity, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -69,12 +72,21 @@ def share_out(
     total = tl.sum(blocks, axis=0) * per_seq
     longest = tl.max(blocks, axis=0)
     items = n_seqs * per_seq
-    parts = tl.maximum(tl.minimum(programs // items, longest // LEAST), 1)
-    shares = tl.maximum(tl.minimum(programs, total // LEAST), 1)
-    longest_program = ((items * parts + programs - 1) // programs) * ((longest + parts - 1) // parts)
-    equal = (total + shares - 1) // shares
-    aligned = longest_program <= equal + equal // 32 + SURPLUS
-    return blocks, aligned, parts, shares, total // shares, total % shares
+    if LEAST == WHOLE:  # as below, with nothing left to compute
+        parts = 1
+        shares = 1
+        each = total
+        more = 0
+        aligned = True
+    else:
+        parts = tl.maximum(tl.minimum(programs // items, longest // LEAST), 1)
+        shares = tl.maximum(tl.minimum(programs, total // LEAST), 1)
+        longest_program = ((items * parts + programs - 1) // programs) * ((longest + parts - 1) // parts)
+        each = total // shares
+        more = total - each * shares
+        equal = tl.where(more > 0, each + 1, each)
+        aligned = longest_program <= equal + equal // 32 + SURPLUS
+    return blocks, aligned, parts, shares, each, more
 
 
 @triton.jit
@@ -87,7 +99,10 @@ def begin_of_share(share, each, more):
 def owner_of_block(block, each, more):
     """The share that a block is in."""
     longer = more * (each + 1)
-    return tl.where(block < longer, block // (each + 1), more + (block - longer) // each)
+    among = block < longer
+    # One division of either, in place of both.
+    share = tl.where(among, block, block - longer) // tl.where(among, each + 1, each)
+    return tl.where(among, share, more + share)
 
 
 @triton.jit
@@ -111,43 +126,6 @@ def program_range(program, programs, blocks, aligned, parts, shares, each, more,
 
 
 @triton.jit
-def part_at(
-    at,
-    stop,
-    lengths,
-    ends,
-    aligned,
-    parts,
-    n_new,
-    per_seq,
-    capacity,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The item that `at` is in, and the part of its blocks that is this program's, from `low` to `high`.
-
-    Returns:
-        (seq, within, begin, n_keys, first_block, n_blocks, low, high): `within` is the item's place in its sequence,
-        and `begin`, where shares are not aligned, the place of its first block among all.
-    """
-    seq = at // parts // per_seq
-    begin = at * 0
-    if not aligned:
-        seq, begin = sequence_of_block(ends, at)
-    n_keys, first_block, n_blocks = blocks_of(length_of(lengths, seq, BLOCK_B), n_new, capacity, WINDOW, BLOCK_N)
-    within = at // parts % per_seq
-    low = (at % parts) * n_blocks // tl.minimum(parts, n_blocks)
-    high = tl.minimum((at % parts + 1) * n_blocks // tl.minimum(parts, n_blocks), n_blocks)
-    if not aligned:
-        within = (at - begin) // n_blocks
-        begin += within * n_blocks
-        low = at - begin
-        high = tl.minimum(n_blocks, stop - begin)
-    return seq, within, begin, n_keys, first_block, n_blocks, low, high
-
-
-@triton.jit
 def parts_of_item(item, begin, n_blocks, aligned, parts, each, more):
     """Who has the parts of the item that begins at block `begin`: the first of them, if it had begun another item
     before, and how many they are."""
@@ -159,3 +137,96 @@ def parts_of_item(item, begin, n_blocks, aligned, parts, each, more):
         count = owner_of_block(begin + n_blocks - 1, each, more) - first + 1
         late = (begin > begin_of_share(first, each, more)).to(tl.int32)
     return first, late, count
+
+
+@triton.jit
+def slot_of(part, first, late):
+    """The slot of a part of an item whose first part is program `first`'s."""
+    return 2 * (first + part) + tl.where(part == 0, late, 0)
+
+
+@triton.jit
+def part_at(
+    at,
+    stop,
+    program,
+    programs,
+    lengths,
+    sharing,
+    n_new,
+    per_seq,
+    capacity,
+    WINDOW: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The item that `at` is in, and the part of its blocks that is this program's, from `low` to `high`.
+
+    Returns:
+        (seq, within, n_keys, first_block, low, high, after, slot, first, late, count): `within` is the item's place in
+        its sequence, `after` where this program's next part is, `slot` where this one is left if there are others, and
+        the last are those of `parts_of_item`. `at` may be `stop` or more: then `high` is `low`, and the others mean
+        nothing.
+    """
+    ends, aligned, parts, each, more = sharing
+    item = at // parts
+    nth = at - item * parts
+    seq = item // per_seq
+    begin = at * 0
+    if not aligned:
+        seq, begin = sequence_of_block(ends, at)
+    n_keys, first_block, n_blocks = blocks_of(length_of(lengths, seq, BLOCK_B), n_new, capacity, WINDOW, BLOCK_N)
+    within = item - seq * per_seq
+    cuts = tl.minimum(parts, n_blocks)
+    low = nth * n_blocks // cuts
+    high = tl.minimum((nth + 1) * n_blocks // cuts, n_blocks)
+    if not aligned:
+        within = (at - begin) // n_blocks
+        begin += within * n_blocks
+        low = at - begin
+        high = tl.minimum(n_blocks, stop - begin)
+    first, late, count = parts_of_item(seq * per_seq + within, begin, n_blocks, aligned, parts, each, more)
+    after = tl.where(aligned, at + programs, begin + high)
+    high = tl.where(at < stop, high, low)
+    # Aligned parts are counted through: `at` is the item's first, and this one's place after it.
+    slot = tl.where(aligned, 2 * at, slot_of(program - first, first, late))
+    return seq, within, n_keys, first_block, low, high, after, slot, first, late, count
+
+
+@triton.jit
+def no_part(after):
+    """One of no blocks, as `part_at` returns it."""
+    return after, after, after, after, after, after, after, after, after, after, after
+
+
+@triton.jit
+def plan_of(
+    lengths,
+    program,
+    n_seqs,
+    n_new,
+    per_seq,
+    capacity,
+    programs,
+    WINDOW: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
+    SURPLUS: tl.constexpr,
+):
+    """What a program does, all from the lengths: a long chain of divisions and sums, each waiting for the one before.
+
+    Returns:
+        (sharing, at, stop): the sequences' `ends` and `share_out`'s (aligned, parts, each, more); the program's range.
+    """
+    blocks, aligned, parts, shares, each, more = share_out(
+        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
+    )
+    at, stop, ends = program_range(program, programs, blocks, aligned, parts, shares, each, more, n_seqs, per_seq)
+    return (ends, aligned, parts, each, more), at, stop
+
+
+@triton.jit
+def differ(lengths, guess):
+    """Whether any length is another than was guessed."""
+    return tl.max((lengths != guess).to(tl.int32), axis=0) > 0
