@@ -234,8 +234,21 @@ def configs(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
         return []
     threads = max(128, width // 16)
     rows = max(1 + p.gated, 32 * threads // width)
-    warps, stages = threads // target.warp_size, 2 if p.m == 1 else 1
+    ahead = p.m == 1 and target.arch != "sm_120"  # for which the compiler spills it
+    warps, stages = threads // target.warp_size, 1 + ahead
     return [MatmulConfig("held", p.m, rows // (1 + p.gated), width, 1, 1, warps, stages)]
+
+
+def is_limited(w: Tensor, target: runtime.Target) -> bool:
+    """Whether threads are held to REGISTERS. Rows that are not aligned are loaded one number at a time, each into a
+    register: more than that."""
+    return target.arch.startswith("sm_") and w.stride(-2) % 16 == 0
+
+
+def programs_for(tiles: int, c: MatmulConfig, target: runtime.Target) -> int:
+    """As many as run at once, or as there are tiles."""
+    each = max(1, THREADS // (c.num_warps * target.warp_size))
+    return min(tiles, each * target.multiprocessors)
 
 
 def launch_normed(
@@ -248,14 +261,13 @@ def launch_normed(
     """
     n_cols, n_inner = out.shape[-1], x.shape[-1]
     target = runtime.target(x.device)
-    lets_start, limited = dependent.supported(target), target.arch.startswith("sm_")
-    each = max(1, THREADS // (c.num_warps * target.warp_size))
-    programs = min(library.cdiv(n_cols, c.block_n), each * target.multiprocessors)
+    lets_start = dependent.supported(target)
+    programs = programs_for(library.cdiv(n_cols, c.block_n), c, target)
     dtypes = tuple(None if t is None else t.dtype for t in (x, norm_weight, w, out, bias, residual))
     # A prefetch is of lines along k.
     early = early and lets_start and (w.stride(-1) == 1 or n_inner == 1)
     even = bool(n_inner == c.block_k)
-    how = even, lets_start, early, limited, c
+    how = even, lets_start, early, is_limited(w, target), c
     plan = _plan(dtypes, x.shape[-2], eps, offset, activation, gated, *how)
     strides = (x.stride(-2), w.stride(-2), w.stride(-1), out.stride(-2), 0 if residual is None else residual.stride(-2))
     launching.launch(plan, programs, (x, norm_weight, w, out, bias, residual), (*strides, n_inner), (n_cols,))

@@ -17,7 +17,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.kv_cache.kernel import _places as places
 from rooftile.ops.kv_cache.launch import Cache
 from rooftile.ops.matmul.config import MatmulConfig
-from rooftile.ops.matmul.held import REGISTERS, THREADS, hold, load_rows
+from rooftile.ops.matmul.held import REGISTERS, hold, is_limited, load_rows, programs_for
 from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of
 from rooftile.primitives import dependent
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
@@ -183,16 +183,13 @@ def launch(
     n_inner, head_dim = x.shape[-1], q_out.shape[-1]
     target = runtime.target(x.device)
     lets_start = dependent.supported(target)
-    # Rows that are not aligned are loaded one number at a time, each into a register: more than the limit.
-    limited = target.arch.startswith("sm_") and w.stride(0) % 16 == 0
     # A prefetch is of lines along k.
     early = dependent.early(x) and (w.stride(1) == 1 or n_inner == 1)
     place = place_of(cos, sin, q_out, cache)
     dtypes = tuple(None if t is None else t.dtype for t in (x, norm_weight, w, bias, *place.tensors))
     apart = head_dim // 2 if style == "half" else 1
     even = bool(n_inner == c.block_k)
-    plan = _plan(dtypes, eps, offset, *place.key, apart, even, lets_start, early, limited, c)
-    each = max(1, THREADS // (c.num_warps * target.warp_size))
-    programs = min(library.cdiv(w.shape[0] // 2, c.block_n // 2), each * target.multiprocessors)
+    plan = _plan(dtypes, eps, offset, *place.key, apart, even, lets_start, early, is_limited(w, target), c)
+    programs = programs_for(library.cdiv(w.shape[0] // 2, c.block_n // 2), c, target)
     strides = (*w.stride(), *place.strides, n_inner)
     launching.launch(plan, programs, (x, norm_weight, w, bias, *place.tensors), strides, place.numbers)
