@@ -11,7 +11,7 @@ from rooftile import launching, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.cases.rms_norm_linear import traffic
-from rooftile.ops.matmul import MatmulConfig, gated_linear, linear
+from rooftile.ops.matmul import MatmulConfig, gated_linear, held, linear
 from rooftile.ops.matmul.config import Problem
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear, row, skinny
@@ -365,6 +365,13 @@ def test_every_problem_has_a_configuration_that_its_kernel_takes(target, gated):
                         assert module(c).refuses(Problem(m, n, k, dtype, gated=gated), c, target) is None
 
 
+def test_more_rows_than_32_bits_count_are_not_held():
+    c = MatmulConfig("held", 1, 1, 16, num_stages=1)
+    for n, gated in ((2**31, False), (2**30, True)):
+        assert "expected fewer than 2^31" in held.refuses(Problem(1, n, 16, BF16, gated=gated), c, runtime.INTERPRETER)
+        assert held.refuses(Problem(1, n - 1, 16, BF16, gated=gated), c, runtime.INTERPRETER) is None
+
+
 def test_what_the_compiler_fails_at_is_refused():
     target, c = runtime.TARGETS["sm_100"], MatmulConfig("skinny", 16, 64, 128, num_stages=3)
     assert "the compiler fails for sm_100" in skinny.refuses(Problem(8, 512, 4096, BF16, gated=True), c, target)
@@ -380,7 +387,10 @@ def run_far(lay, device):
         several = rms_norm_linear(place(x), norm_weight, weight), rms_norm_linear(x, norm_weight, place(weight))
         one = rms_norm_linear(x[:1], norm_weight, place(weight))
         gated = (rms_norm_gated_linear(x[:m], norm_weight, place(weight)) for m in (1, 4))
-        results.append((*several, one, *gated))
+        options = {"config": HELD[1]}
+        two = rms_norm_linear(place(x[:2]), norm_weight, weight, **options)
+        two_gated = rms_norm_gated_linear(x[:2], norm_weight, place(weight), **options)
+        results.append((*several, one, *gated, two, two_gated))
     return results
 
 
@@ -389,7 +399,7 @@ def test_rows_far_apart(far_rows, device):
     assert_same(far, near)
 
 
-@pytest.mark.parametrize("file", [row, skinny], ids=["row", "skinny"])
+@pytest.mark.parametrize("file", [row, skinny, held], ids=["row", "skinny", "held"])
 def test_a_kernel_with_offsets_of_32_bits_is_caught(file, far_rows, device, monkeypatch, tmp_path, no_plans_kept):
     if runtime.MODE is not runtime.Mode.INTERPRETER:
         pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")

@@ -39,8 +39,7 @@ def _add_pairs(a, b, c, d):
 def rows_of(tile, n_cols, BLOCK_N: tl.constexpr, SETS: tl.constexpr):
     """The tile's rows of the weight, of SETS sets of n_cols in turns; in bounds, so that their loads need no mask."""
     r = tl.arange(0, BLOCK_N * SETS)
-    cols = tl.minimum(tile * BLOCK_N + r // SETS, n_cols - 1).to(tl.int64)
-    return cols + r % SETS * n_cols
+    return (tl.minimum(tile * BLOCK_N + r // SETS, n_cols - 1) + r % SETS * n_cols).to(tl.int64)
 
 
 @triton.jit
@@ -208,6 +207,8 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return f"block_m is {c.block_m}, expected at least {p.m}"
     if p.x_layout != "k":
         return "kernel 'held' takes an x that is contiguous along k"
+    if p.n * (1 + p.gated) >= 2**31:
+        return f"the weight has {p.n * (1 + p.gated)} rows, expected fewer than 2^31"
     if c.split_k > 1:
         return f"split_k is {c.split_k}, expected 1: kernel 'held' has whole rows"
     if c.block_k < p.k:
