@@ -14,6 +14,7 @@ from rooftile.cases.rms_norm_linear import traffic
 from rooftile.ops.matmul import MatmulConfig, gated_linear, held, linear
 from rooftile.ops.matmul.config import Problem
 from rooftile.ops.rms_norm import rms_norm
+from rooftile.ops.rms_norm_linear import held as fused_held
 from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear, row, skinny
 from rooftile.ops.rms_norm_linear.choose import choose, fused_rows, module
 from rooftile.reference import rms_norm_linear as reference
@@ -123,7 +124,7 @@ def test_the_tiled_configuration_is_the_norm_and_then_the_product(device):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_the_switch_is_where_it_is_said_to_be(gated, device, monkeypatch):
     launched = []
-    for file in (row, skinny):
+    for file in (row, fused_held, skinny):
         kept = file.launch
         monkeypatch.setattr(
             file, "launch", lambda *args, name=file.__name__, kept=kept: launched.append(name) or kept(*args)
@@ -132,7 +133,9 @@ def test_the_switch_is_where_it_is_said_to_be(gated, device, monkeypatch):
     if gated:
         function, expect, draw = (rms_norm_gated_linear, gated_truth, gated_inputs)
     most = fused_rows(16, 32, runtime.target(device), gated)
-    for m, expected in ((1, "row"), (2, "skinny"), (most, "skinny"), (most + 1, None)):
+    held_rows = 0 if runtime.MODE is runtime.Mode.INTERPRETER else 1 + gated
+    for m, otherwise in ((1, "row"), (2, "skinny"), (most, "skinny"), (most + 1, None)):
+        expected = "held" if m <= held_rows else otherwise
         launched.clear()
         given = draw(m, 32, 16, BF16, device)
         assert_close(function(*given), expect(*given))
@@ -297,7 +300,7 @@ REFUSED = [
     (MatmulConfig("row", 1, 8, 32), "takes one row of x"),
     (MatmulConfig("skinny", 16, 16, 16), "block_m is 16"),
     (MatmulConfig("skinny", 32, 8, 16), "takes no tile of 32 x 8 x 16"),
-    (MatmulConfig("skinny", 64, 16, 512, num_warps=1), "block_m x block_k is 32768 elements for 1 warps"),
+    (MatmulConfig("skinny", 64, 16, 512, num_warps=1, num_stages=1), "block_m x block_k is 32768 elements for 1 warps"),
     (MatmulConfig("skinny", 32, 64, 4096, num_warps=32, num_stages=8192), "num_stages is 8192"),
     (MatmulConfig("tiled", 8, 16, 16), "block_m is 8, expected at least 16"),
 ]
