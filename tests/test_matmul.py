@@ -289,7 +289,10 @@ def test_impossible_configurations_are_refused_before_launch(config, reason, dev
         (MatmulConfig("held", 2, 2, 16, num_stages=1), "block_k is 16, expected at least 32"),
         (MatmulConfig("held", 2, 2, 32), "num_stages is 3, expected 1, or 2"),
         (MatmulConfig("held", 2, 2, 32, split_k=2, num_stages=1), "split_k is 2"),
-        (MatmulConfig("held", 2, 1024, 32, num_stages=1), "a tile of the weight are 256 elements a thread"),
+        (
+            MatmulConfig("held", 2, 1024, 32, num_stages=1),
+            "tiles of the weight are 256 elements a thread",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "held",
 )

@@ -191,7 +191,10 @@ def rms_norm_qkv_rope_cache(
         As `rms_norm_linear` and `rope_and_cache`. A weight whose rows are not those of whole heads is a ValueError, and
         so is any argument that requires grad.
     """
-    library.check_tensors(_OP, x=x, weight=weight, k_cache=k_cache, lengths=lengths)
+    library.check_tensors(
+        _OP, x=x, norm_weight=norm_weight, weight=weight, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
+        lengths=lengths,
+    )  # fmt: skip
     if x.dim() != 3:
         raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, K)")
     new = x.unsqueeze(1 if layout == "bhtd" else 2)  # of its batch and tokens

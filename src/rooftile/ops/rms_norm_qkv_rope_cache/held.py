@@ -8,7 +8,6 @@ for once, and a pair's angle at the head of its tile, so that nothing is waited 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.kv_cache.kernel import _places as places
 from rooftile.ops.kv_cache.launch import Cache
 from rooftile.ops.matmul.config import MatmulConfig
-from rooftile.ops.matmul.held import REGISTERS, hold, is_limited, load_rows, programs_for
+from rooftile.ops.matmul.held import hold, is_limited, limit, load_rows, prefetch_rows, programs_for
 from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of
 from rooftile.primitives import dependent
-from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
+from rooftile.primitives.dependent import let_next_start, wait_for_previous
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -99,9 +98,7 @@ def _qkv_held_kernel(
     programs = tl.num_programs(0)
     rows = _rows_of(tile, N_PAIRS, HALF, APART, PAIRS)
     if EARLY:
-        LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        lines = tl.minimum(tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE, n_inner - 1)
-        prefetch(w_ptr + rows[:, None] * stride_wn + lines[None, :])
+        prefetch_rows(w_ptr, rows, stride_wn, n_inner, BLOCK_K)
         wait_for_previous()
     if AHEAD:  # before x, for which a program would wait with nothing else under way
         coming = load_rows(w_ptr, rows, stride_wn, stride_wk, n_inner, True, EVEN_K, BLOCK_K)
@@ -150,7 +147,6 @@ def _plan(
     has_counts: bool, by_position: bool, apart: int, even_k: bool, lets_start: bool, early: bool, limited: bool,
     c: MatmulConfig,
 ) -> launching.Plan:  # fmt: skip
-    limit: dict[str, Any] = {"maxnreg": REGISTERS} if limited else {}
     constants = {
         "EPS": eps,
         "OFFSET": offset,
@@ -169,7 +165,9 @@ def _plan(
         "LETS_START": lets_start,
         "EARLY": early,
     }
-    return launching.Plan(_qkv_held_kernel, constants, num_warps=c.num_warps, **limit, **dependent.options(early))
+    return launching.Plan(
+        _qkv_held_kernel, constants, num_warps=c.num_warps, **limit(limited), **dependent.options(early)
+    )
 
 
 def launch(
