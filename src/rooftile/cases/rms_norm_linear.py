@@ -16,8 +16,8 @@ from rooftile.reference import rms_norm_linear as reference
 # A chain of K float32 sums loses 0.4 * 2^-24 * sqrt(K / 2): 1.0e-6 at 3584; the norm's own sum is shorter, a tree's.
 _FP32 = "a chain of float32 sums loses 1.0e-6 at 3584, its rstd less"
 _FP32_BACKWARD = "the same over as many rows as the weight has, or tokens, twice"
-# x times the norm's weight is rounded (not for one row), and the output: together half a unit times the root of two,
-# as a root mean square.
+# x times the norm's weight is rounded (not by kernels "row" and "held"), and the output: together half a unit times
+# the root of two, as a root mean square.
 _FORWARD = "float32 sums; rounded twice: what is multiplied, and the output"
 _BACKWARD = "float32 sums; the normalised x and its gradient are rounded, then each gradient once"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {

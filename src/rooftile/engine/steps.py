@@ -211,20 +211,25 @@ class Steps:
             "layout": self.layout,
         }
 
-    def _step(self, op: str, layer: int, k: Tensor) -> dict[str, Any]:
-        """Where the new tokens of a layer go, when nothing speaks against it."""
+    def _step(
+        self, op: str, layer: int, k: Tensor, name_of_k: str = "k", tokens_at: int | None = None
+    ) -> dict[str, Any]:
+        """Where the new tokens of a layer go, when nothing speaks against it. `tokens_at`: the dimension of k, under
+        its name, that counts them; by default that of the layout."""
         name = f"{type(self).__name__}.{op}"
         given = self.inputs(self._layer(op, layer)) | {"lengths": self.starts, "counts": self.counts}
         if not self._advanced:
             raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
         if layer in self._appended:
             raise RuntimeError(f"{name}: layer {layer} has the tokens of this step; call extend or reserve for others")
-        if isinstance(k, Tensor) and k.dim() == 4:  # if not, the op says so
-            tokens = k.shape[self.layout.index("t")]
+        if isinstance(k, Tensor) and k.dim() == (4 if tokens_at is None else 3):  # if not, the op says so
+            tokens = k.shape[self.layout.index("t") if tokens_at is None else tokens_at]
             if k.shape[0] != len(self._counts):
-                raise ValueError(f"{name}: k has {k.shape[0]} sequences, expected {len(self._counts)}")
+                raise ValueError(f"{name}: {name_of_k} has {k.shape[0]} sequences, expected {len(self._counts)}")
             if tokens != self._new:
-                raise ValueError(f"{name}: k has {tokens} new tokens, expected the {self._new} that were reserved")
+                raise ValueError(
+                    f"{name}: {name_of_k} has {tokens} new tokens, expected the {self._new} that were reserved"
+                )
         return given
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -248,6 +253,23 @@ class Steps:
         turned = rope_and_cache(q, k, v, cos, sin, **self._step("rope_and_append", layer, k), style=style)
         self._appended.add(layer)
         return turned
+
+    def norm_qkv_rope_and_append(
+        self, layer: int, x: Tensor, norm_weight: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **options: Any
+    ) -> Tensor:
+        """`rope_and_append` of the q, k and v of hidden states x, `(slots, T, K)`: see
+        `rooftile.rms_norm_qkv_rope_cache`, whose bias, weight_scale, eps, offset and style `options` are.
+
+        Raises:
+            RuntimeError, IndexError: as `append`.
+            ValueError, TypeError: as `rooftile.rms_norm_qkv_rope_cache`. Nothing was written then.
+        """
+        from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache
+
+        given = self._step("norm_qkv_rope_and_append", layer, x, "x", 1)
+        q = rms_norm_qkv_rope_cache(x, norm_weight, weight, cos, sin, **given, **options)
+        self._appended.add(layer)
+        return q
 
     def attend(self, layer: int, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """`rooftile.decode_attention` of q, `(slots, T, Hq, D)`, against this layer: of the last T tokens of the step,

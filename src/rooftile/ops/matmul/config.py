@@ -21,9 +21,10 @@ class MatmulConfig:
 
     Args:
         kernel: `"row"`, multiply and sum, for one row of x; `"held"`, the same for up to two, that stay in registers
-            while whole rows of the weight pass; `"skinny"`, weights on the side of the matrix unit that is
-            64 wide, for up to 64 rows; `"tiled"`, any size, any strides, any GPU; `"hopper"`, persistent, copies by the
-            tensor memory accelerator, for sm_90.
+            while whole rows of the weight pass: block_m at least the rows of x, block_k at least K, split_k 1,
+            num_stages 1, or 2 for the next tile's loads ahead of this one's sums; `"skinny"`, weights on the side of
+            the matrix unit that is 64 wide, for up to 64 rows; `"tiled"`, any size, any strides, any GPU; `"hopper"`,
+            persistent, copies by the tensor memory accelerator, for sm_90.
         block_m, block_n, block_k: the tile: rows of x, rows of the weight, elements of the sum. Powers of two, but
             for `"hopper"` block_m may be 192, and block_n 96, 160, 192 or 224.
         group_m: how many tiles of rows are walked before the next tile of columns, so that both stay in the L2.

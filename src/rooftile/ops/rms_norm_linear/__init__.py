@@ -67,14 +67,14 @@ def rms_norm_linear(
             float8, too, as in `fp8_linear`. Under `torch.autocast` nothing is cast.
         eps: added to the mean of squares.
         offset: added to norm_weight in float32; 1.0 for Gemma.
-        config: how the kernel is launched, in place of the choice that sizes and GPU make. `"row"` and `"skinny"` are
-            the one kernel, for one row and for up to block_m; `"tiled"` and `"hopper"` the product behind the norm.
-            For weights of 8 bits `"row"` alone.
+        config: how the kernel is launched, in place of the choice that sizes and GPU make. `"row"`, `"held"` and
+            `"skinny"` are the one kernel, for one row, for up to two, and for up to block_m; `"tiled"` and `"hopper"`
+            the product behind the norm. For weights of 8 bits `"row"` alone.
 
     Returns:
         `(..., N)` in x's dtype, contiguous. Sums are float32. x is rounded once between norm and product: by the one
-        kernel before rstd scales it (not at all for one row), else after. Under `torch.autocast` the norm is taken of x
-        as it is, and what is multiplied is cast.
+        kernel before rstd scales it (not at all by `"row"` and `"held"`), else after. Under `torch.autocast` the norm
+        is taken of x as it is, and what is multiplied is cast.
 
     Raises:
         ValueError: norm_weight, weight, bias or weight_scale has not the shape above, the configuration can't be
@@ -129,7 +129,8 @@ def rms_norm_gated_linear(
 
     Returns:
         `(..., N)` in x's dtype, contiguous. Sums are float32. x is rounded once between norm and product: by the one
-        kernel before rstd scales it (not at all for one row), else after. Under `torch.autocast` as `rms_norm_linear`.
+        kernel before rstd scales it (not at all by `"row"` and `"held"`), else after. Under `torch.autocast` as
+        `rms_norm_linear`.
 
     Raises:
         As `rms_norm_linear`; a weight of an odd number of rows, and an activation of another name, are a ValueError.

@@ -26,7 +26,8 @@ _GATED_ROWS, _GATED_WIDE = 16, 128
 
 
 def fused_rows(n: int, k: int, target: runtime.Target, gated: bool = False) -> int:
-    """The most rows of x for which norm and product are one kernel; n counts columns of the result."""
+    """The most rows of x for which norm and product are one kernel, but for the one or two that kernel "held" takes
+    whatever their columns; n counts those of the result."""
     rows, wide = (_GATED_ROWS, _GATED_WIDE) if gated else (_ROWS, _WIDE)
     return 1 if n > wide * target.multiprocessors else rows
 

@@ -178,7 +178,10 @@ def rms_norm_qkv_rope_cache(
         norm_weight: `(K,)`, of any of these dtypes.
         weight: `((Hq + 2H) * D, K)` of x's dtype: the rows of q, k and v, head by head, of H heads of k as the caches
             have.
-        cos, sin, lengths, page_table, counts, k_scale, v_scale, style, layout: as `rope_and_cache` takes them.
+        cos, sin, page_table, counts, k_scale, v_scale, style, layout: as `rope_and_cache` takes them.
+        lengths: `(B,)`, int32 or int64: the tokens that each sequence has already, the new ones not among them, which
+            `decode_attention` counts. Of a `KVCache` or a `PagedKVCache` that is `starts`, and its method
+            `norm_qkv_rope_and_append` passes it.
         k_cache, v_cache: the same, of one shape. Written in place.
         bias, weight_scale, eps, offset: as `rms_norm_linear` takes them; with weights of 8 bits several tokens are
             rounded as there. Under `torch.autocast` nothing is cast.
