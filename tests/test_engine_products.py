@@ -1,11 +1,16 @@
 """The products of the engine's layers, dense and quantised."""
 
+import itertools
+
 import pytest
 import torch
-from helpers import assert_same
+from helpers import BF16, assert_same
 
+from rooftile import launching, runtime
 from rooftile.engine import products
 from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product, kind_of
+from rooftile.ops.kv_cache.launch import Cache
+from rooftile.ops.rms_norm_qkv_rope_cache import choose
 from rooftile.ops.weight_only import unpack_int4
 
 
@@ -61,14 +66,22 @@ class TestProducts:
         product = kind.of(torch.randn(4 * 16, 96, device=device) / 8, torch.randn(4 * 16, device=device))
         x, weight = torch.randn(rows, 96, device=device), torch.rand(96, device=device)
         cos, sin = (torch.randn(8, 16, device=device) for _ in range(2))
-        found = []
+        found, launched = [], []
+        launch = launching.launch
+        monkeypatch.setattr(
+            launching, "launch", lambda plan, *args: launched.append(plan.kernel.__name__) or launch(plan, *args)
+        )
         for at_once in (True, False):
+            launched.clear()
             if not at_once:
                 monkeypatch.setattr(products, "is_one_kernel", lambda *_: False)
             cache = {n: torch.zeros(rows, 8, 1, 16, device=device) for n in ("k_cache", "v_cache")}
             cache["lengths"] = torch.tensor([5, 2][:rows], dtype=torch.int32, device=device)
             q = product.into_cache(x, weight, 1e-2, cos, sin, **cache)
             found.append((q, cache["k_cache"], cache["v_cache"]))
+            one_kernel = at_once and rows == 1 and kind is not Int4
+            assert (launched == ["_qkv_row_kernel"]) is one_kernel
+            assert ("rope_kernel" in launched) is not one_kernel
         assert found[0][0].shape == (rows, 1, 2, 16)
         assert found[0][2][0, 5].any()
         assert_same(*found)
@@ -83,6 +96,35 @@ class TestProducts:
         for rows, first in ((weight[:, :32], 0), (weight, 1)):
             with pytest.raises(ValueError, match=r"fill: rows .* expected to fit \(8, 64\)"):
                 product.fill(first, rows)
+
+
+SIZES = [(6144, 4096, 128), (4608, 3584, 128), (1152, 896, 64), (10240, 8192, 128), (12288, 8200, 128), (64, 96, 16)]
+
+
+@pytest.mark.parametrize("target", [*runtime.TARGETS.values(), runtime.INTERPRETER], ids=lambda t: t.arch)
+@pytest.mark.parametrize("kind", [Dense, Fp8, Int8, Int4])
+def test_what_is_said_to_be_one_kernel_is_what_the_op_chooses(kind, target, monkeypatch):
+    """Of the products of q, k and v of Llama-3-8B, Qwen2.5-7B and 0.5B and others, as each GPU sees them."""
+    monkeypatch.setattr(runtime, "target", lambda _: target)
+    dtypes = [BF16, torch.float16, torch.float32]
+    caches = [None, torch.int8, torch.float8_e4m3fn]  # None: of the stream's dtype
+    for (n, k, head_dim), dtype in itertools.product(SIZES, dtypes):
+        if kind is Int4 and Int4.group_of(k) is None:
+            continue
+        product = kind(n, k, bias=False, dtype=dtype, device=torch.device("meta"))
+        for rows, cache in itertools.product((1, 2), (c or dtype for c in caches)):
+            said = products.is_one_kernel(product, rows, cache)
+            if kind is Int4:  # the op has no such weights
+                assert not said
+                continue
+            x, cos = torch.empty(rows, 1, k, dtype=dtype, device="meta"), torch.empty(64, head_dim, device="meta")
+            cells = torch.empty(rows, 64, 1, head_dim, dtype=cache, device="meta")
+            lengths = torch.empty(rows, dtype=torch.int32, device="meta")
+            place = Cache(cells, cells, lengths, None, None, None, None, "", "bthd")
+            scale = None if kind is Dense else product.scale
+            chosen = choose(x, product.weight, scale, cos, "half", place)
+            assert said is (chosen is not None), (n, k, dtype, rows, cache, chosen)
+            assert said is (rows == 1 and cache == dtype)
 
 
 def test_int4_takes_the_largest_group_and_keeps_lm_head_in_8_bits():

@@ -282,26 +282,6 @@ def test_impossible_configurations_are_refused_before_launch(config, reason, dev
             call()
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (MatmulConfig("held", 1, 2, 32, num_stages=1), "block_m is 1, expected at least 2"),
-        (MatmulConfig("held", 2, 2, 16, num_stages=1), "block_k is 16, expected at least 32"),
-        (MatmulConfig("held", 2, 2, 32), "num_stages is 3, expected 1, or 2"),
-        (MatmulConfig("held", 2, 2, 32, split_k=2, num_stages=1), "split_k is 2"),
-        (
-            MatmulConfig("held", 2, 1024, 32, num_stages=1),
-            "tiles of the weight are 256 elements a thread",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "held",
-)
-def test_rows_that_cannot_be_held_are_refused(config, reason, device):
-    x, weight = drawn(2, 32, device=device), drawn(16, 32, device=device)
-    with pytest.raises(ValueError, match=rf"config can't be launched: .*{re.escape(reason)}"):
-        linear(x, weight, config=config)
-
-
 def test_bad_arguments_are_named(device):
     x, weight, bias = drawn(4, 8, device=device), drawn(6, 8, device=device), drawn(6, device=device)
     wrong = [

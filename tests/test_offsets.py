@@ -23,10 +23,10 @@ BYTES = 2 * (ROWS * STRIDE + COLS)
 
 @pytest.fixture
 def far_rows(device):
-    """A function that lays (4, cols) numbers in rows that far apart."""
+    """A function that lays (4, cols) numbers in rows that far apart; or along another axis, or by another stride."""
     kept = []
 
-    def lay(x):
+    def lay(x, axis=0, stride=STRIDE):
         if device.type == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
             try:
@@ -40,7 +40,9 @@ def far_rows(device):
             if free < 3 * BYTES:
                 pytest.skip(f"needs {3 * BYTES >> 30} GiB of GPU memory")
             buffer = torch.empty(BYTES // 2, dtype=BF16, device=device)
-        view = buffer.as_strided(x.shape, (STRIDE, 1))
+        rows = x.movedim(axis, 0)
+        view = buffer.as_strided(rows.shape, (stride, *torch.empty(rows.shape[1:], device="meta").stride()))
+        view = view.movedim(0, axis)
         view.copy_(x)
         return view
 
