@@ -7,7 +7,8 @@ import torch
 from helpers import BF16
 from test_matmul import ACTIVATIONS, assert_close, drawn, truth
 
-from rooftile.ops.matmul import MatmulConfig, gated_linear, linear
+from rooftile.ops.matmul import MatmulConfig, gated_linear, held, linear
+from rooftile.ops.rms_norm_linear import rms_norm_gated_linear
 
 DTYPES = [torch.float32, torch.float16, BF16]
 ROWS = pytest.mark.parametrize(
@@ -32,6 +33,26 @@ def test_a_residual_that_is_expanded(rows, config, dtype, device):
         assert 0 in residual.stride() or rows == 1
         out = linear(x, weight, residual=residual, activation="silu", config=config)
         assert_close(out, truth(linear, x, weight, residual=residual, activation="silu"))
+
+
+@ROWS
+@pytest.mark.parametrize("programs", [1, 3])
+def test_programs_that_have_several_tiles(programs, rows, config, device, monkeypatch):
+    """To the bit as where each has one, of which the interpreter has as many as there are tiles."""
+    x, weight = drawn(rows, K, dtype=BF16, device=device), drawn(2 * N, K, dtype=BF16, device=device)
+    norm_weight, bias = drawn(K, device=device), drawn(2 * N, device=device)
+    residual = drawn(rows, 2 * N, dtype=BF16, device=device)
+
+    def run():
+        plain = linear(x, weight, bias, residual=residual, config=config)
+        return plain, rms_norm_gated_linear(x, norm_weight, weight, bias, config=config)
+
+    asked = []
+    monkeypatch.setattr(held, "programs_for", lambda tiles, *_: asked.append(tiles) or tiles)
+    expected = run()
+    monkeypatch.setattr(held, "programs_for", lambda *_: programs)
+    assert all(torch.equal(*pair) for pair in zip(run(), expected, strict=True))
+    assert min(asked) > 2 * programs
 
 
 @ROWS

@@ -232,6 +232,17 @@ def test_x_that_is_held_of_a_token_that_has_no_place(lengths, more, kept, launch
         assert not q.any()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("style", held.STYLES)
+def test_x_that_is_held_for_several_tiles(style, stages, kept, device, monkeypatch):
+    """In the interpreter a program has one otherwise."""
+    monkeypatch.setattr(held, "programs_for", lambda *_: 3)
+    given, angles = drawn(device, BF16, bias=True)
+    options = {"heads": (6, 2), "style": style, "config": kept(4, stages)}
+    q, _ = assert_the_same(given, angles, caches(device, BF16, 2), ints([17], device), **options)
+    assert torch.isfinite(q).all()
+
+
 def test_x_that_is_held_with_angles_by_token_and_views_of_a_larger_cache(kept, launched, device):
     given, (cos, sin) = drawn(device, BF16)
     config = kept(2, 2)

@@ -211,25 +211,21 @@ class Steps:
             "layout": self.layout,
         }
 
-    def _step(
-        self, op: str, layer: int, k: Tensor, name_of_k: str = "k", tokens_at: int | None = None
-    ) -> dict[str, Any]:
-        """Where the new tokens of a layer go, when nothing speaks against it. `tokens_at`: the dimension of k, under
-        its name, that counts them; by default that of the layout."""
+    def _step(self, op: str, layer: int, what: str, new: Tensor, axes: str) -> dict[str, Any]:
+        """Where the new tokens of a layer go, when nothing speaks against it. `new` holds them, under the name that
+        errors have, and `axes` names its dimensions."""
         name = f"{type(self).__name__}.{op}"
         given = self.inputs(self._layer(op, layer)) | {"lengths": self.starts, "counts": self.counts}
         if not self._advanced:
             raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
         if layer in self._appended:
             raise RuntimeError(f"{name}: layer {layer} has the tokens of this step; call extend or reserve for others")
-        if isinstance(k, Tensor) and k.dim() == (4 if tokens_at is None else 3):  # if not, the op says so
-            tokens = k.shape[self.layout.index("t") if tokens_at is None else tokens_at]
-            if k.shape[0] != len(self._counts):
-                raise ValueError(f"{name}: {name_of_k} has {k.shape[0]} sequences, expected {len(self._counts)}")
+        if isinstance(new, Tensor) and new.dim() == len(axes):  # if not, the op says so
+            tokens = new.shape[axes.index("t")]
+            if new.shape[0] != len(self._counts):
+                raise ValueError(f"{name}: {what} has {new.shape[0]} sequences, expected {len(self._counts)}")
             if tokens != self._new:
-                raise ValueError(
-                    f"{name}: {name_of_k} has {tokens} new tokens, expected the {self._new} that were reserved"
-                )
+                raise ValueError(f"{name}: {what} has {tokens} new tokens, expected the {self._new} that were reserved")
         return given
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -242,7 +238,7 @@ class Steps:
             IndexError: there is no such layer.
             ValueError, TypeError: as `rooftile.append_kv`. Nothing was written then.
         """
-        append_kv(k, v, **self._step("append", layer, k))
+        append_kv(k, v, **self._step("append", layer, "k", k, self.layout))
         self._appended.add(layer)
 
     def rope_and_append(
@@ -250,7 +246,8 @@ class Steps:
     ) -> Tensor:
         """`append` of k turned by its positions, and q turned: see `rooftile.rope_and_cache`. cos and sin are tables by
         position, `(positions, R)`, or given for each token."""
-        turned = rope_and_cache(q, k, v, cos, sin, **self._step("rope_and_append", layer, k), style=style)
+        given = self._step("rope_and_append", layer, "k", k, self.layout)
+        turned = rope_and_cache(q, k, v, cos, sin, **given, style=style)
         self._appended.add(layer)
         return turned
 
@@ -266,7 +263,7 @@ class Steps:
         """
         from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache
 
-        given = self._step("norm_qkv_rope_and_append", layer, x, "x", 1)
+        given = self._step("norm_qkv_rope_and_append", layer, "x", x, "btk")
         q = rms_norm_qkv_rope_cache(x, norm_weight, weight, cos, sin, **given, **options)
         self._appended.add(layer)
         return q

@@ -232,9 +232,9 @@ def configs(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
     """16 elements of x a thread, and 32 of the weight: two rows of 4096 elements a tile. Empty where that is no good.
 
     In decoding steps on an H200, against kernels "row" and "skinny": the gated product of one row took 116 us less of
-    Qwen2.5-7B's 3990, 142 of Llama-3-8B's 4090 and 197 of Granite-8B-code's 4450; q, k and v up to 115 less, o 15
-    to 29. Of two rows the gated product took 52 to 170 less; for the second row's registers the next tile waits. Others
-    of two rows took more.
+    Qwen2.5-7B's 3990, 142 of Llama-3-8B's 4090 and 197 of Granite-8B-code's 4450; q, k and v up to 115 less; o, which
+    has no norm, so that a tuned table decides, 15 to 29. Of two rows the gated product took 52 to 170 less; for the
+    second row's registers the next tile waits. Others of two rows took more.
     """
     width = library.power_of_two(p.k)
     if p.dtype.itemsize != 2 or width > 8192 or p.m > (ROWS if p.gated else 1):
