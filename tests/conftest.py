@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib.util
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,6 +16,10 @@ HAS_GPU = torch.accelerator.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Files whose tests need none.
 WITHOUT_TRITON = {"test_reference.py"}
+
+# What an example costs is the machine's business: a slow one must not fail a test.
+hypothesis.settings.register_profile("rooftile", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("rooftile")
 
 if HAS_TRITON:
     if not HAS_GPU:

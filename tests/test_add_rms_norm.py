@@ -21,7 +21,7 @@ def test_it_is_the_sum_and_rms_norm_to_the_bit(dtype, device):
 
 
 @given(rows=st.integers(0, 40), cols=st.integers(1, 70), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_gradients_are_those_of_the_two_steps(rows, cols, seed):
     device = runtime.default_device()
     numbers = torch.Generator(device).manual_seed(seed)

@@ -111,7 +111,7 @@ def test_nan_and_infinity(name, device):
     bias=st.sampled_from(["own", "fp32", "none"]),
     name=st.sampled_from(list(FUNCTIONS)),
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_any_leading_shape(leading, cols, dtype, bias, name):
     device = runtime.default_device()
     function, truth = FUNCTIONS[name]

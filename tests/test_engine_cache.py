@@ -423,7 +423,7 @@ class PagedMachine(RuleBasedStateMachine):
 
 
 TestPagedAgainstAModel = PagedMachine.TestCase
-TestPagedAgainstAModel.settings = settings(deadline=None, max_examples=15, stateful_step_count=12)
+TestPagedAgainstAModel.settings = settings(max_examples=15, stateful_step_count=12)
 
 
 def test_heads_that_nothing_attends_over_are_refused():

@@ -29,7 +29,7 @@ every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
     dtype=st.sampled_from([torch.float32, torch.float16, BF16]),
     activation=st.sampled_from(list(ACTIVATIONS)),
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_any_leading_shape_packed_or_not(leading, cols, dtype, activation):
     device = runtime.default_device()
     mul, mul_packed, truth = ACTIVATIONS[activation]

@@ -11,7 +11,7 @@ from rooftile.cases.check import relative_error
 from rooftile.ops.layer_norm import backward, forward, layer_norm
 from rooftile.reference import layer_norm as reference
 
-FEW = settings(deadline=None, max_examples=15)
+FEW = settings(max_examples=15)
 ERROR_SHAPES = [(4,), (), (8, 2), (2, 8), (1, 8), (9,)]
 INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
 

@@ -139,7 +139,7 @@ def assert_within_half_a_step(y_q, scale, y, q):
     per=st.sampled_from(["row", "group", "tensor"]),
     size=st.sampled_from([1e-3, 1.0, 1e4]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_element_is_within_half_a_step(leading, cols, dtype, to, per, size):
     device = runtime.default_device()
     q = option(to, per, device, scale=3.0 / LARGEST[name(to)])

@@ -21,7 +21,7 @@ from rooftile.reference import softmax as reference
 
 INF, NAN = math.inf, math.nan
 INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
-FEW = settings(deadline=None, max_examples=15)
+FEW = settings(max_examples=15)
 # The kernels of both directions. In the interpreter, where one program runs at a time, a split row has one part.
 KERNELS = {
     "tile": Config("tile", 512, 4, rows=4),

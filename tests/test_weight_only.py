@@ -45,7 +45,7 @@ def exact(x, q, scale, group):
 
 
 @given(group=st.sampled_from(GROUPS), blocks=st.integers(0, 5), n=st.integers(0, 4))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_unpacking_gives_back_what_was_packed(group, blocks, n):
     q = torch.randint(-8, 8, (n, blocks * group), dtype=torch.int8, device=runtime.default_device())
     packed = pack_int4(q, group)
