@@ -61,8 +61,8 @@ def test_a_step_launches_what_the_plan_says(family, more, quantize, batch):
     assert {op: launched.count(op) for op in launched} == p.launches_by_op()
 
 
-@pytest.mark.parametrize("quantize", ["fp8", "int8"])
-def test_one_sequence_is_as_few_kernels_with_weights_of_8_bits(quantize):
+@pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
+def test_one_sequence_is_as_few_kernels_with_weights_of_fewer_bits(quantize):
     assert plan(config(), quantize=quantize).launches == plan(config()).launches
     assert plan(config(), 2, quantize=quantize).launches > plan(config(), 2).launches
 

@@ -79,7 +79,7 @@ class TestProducts:
             cache["lengths"] = torch.tensor([5, 2][:rows], dtype=torch.int32, device=device)
             q = product.into_cache(x, weight, 1e-2, cos, sin, **cache)
             found.append((q, cache["k_cache"], cache["v_cache"]))
-            one_kernel = at_once and rows == 1 and kind is not Int4
+            one_kernel = at_once and rows == 1
             assert (launched == ["_qkv_row_kernel"]) is one_kernel
             assert ("rope_kernel" in launched) is not one_kernel
         assert found[0][0].shape == (rows, 1, 2, 16)
@@ -114,9 +114,6 @@ def test_what_is_said_to_be_one_kernel_is_what_the_op_chooses(kind, target, monk
         product = kind(n, k, bias=False, dtype=dtype, device=torch.device("meta"))
         for rows, cache in itertools.product((1, 2), (c or dtype for c in caches)):
             said = products.is_one_kernel(product, rows, cache)
-            if kind is Int4:  # the op has no such weights
-                assert not said
-                continue
             x, cos = torch.empty(rows, 1, k, dtype=dtype, device="meta"), torch.empty(64, head_dim, device="meta")
             cells = torch.empty(rows, 64, 1, head_dim, dtype=cache, device="meta")
             lengths = torch.empty(rows, dtype=torch.int32, device="meta")

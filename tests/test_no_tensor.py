@@ -1,6 +1,7 @@
 """What comes in the place of a tensor, and is none, is named: None, a list, an array, a number, a word."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ PUBLIC = [
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_by_case(case, autocast, device):
-    op = case.name.removesuffix("_8bit").removesuffix("_quantized")
+    op = re.sub("(_[48]bit|_quantized)$", "", case.name)
     seen = {"cu_seqlens_q", "cu_seqlens_k"}  # which may be lists
     for point in case.sets["tiny"]:  # no point has all that an op takes
         inputs = draw(case, point, torch.float32, device)
@@ -40,7 +41,7 @@ def test_by_case(case, autocast, device):
             if "None" not in accepted:
                 others["None"] = None
             for kind, other in others.items():
-                message = rf"^({op}(_8bit|_quantized)?|Quantize): {name} is (an? )?{kind}, expected .*tensor"
+                message = rf"^({op}(_[48]bit|_quantized)?|Quantize): {name} is (an? )?{kind}, expected .*tensor"
                 with pytest.raises(TypeError, match=message), torch.autocast(device.type, BF16, enabled=autocast):
                     case.function(**{**inputs, name: other}, **point.options)
         seen |= inputs.keys()

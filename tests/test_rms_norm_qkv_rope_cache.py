@@ -10,7 +10,7 @@ from rooftile.ops.kv_cache import rope_and_cache
 from rooftile.ops.kv_cache.launch import Cache
 from rooftile.ops.rms_norm_linear import rms_norm_linear
 from rooftile.ops.rms_norm_qkv_rope_cache import choose, held, rms_norm_qkv_rope_cache, row
-from rooftile.ops.weight_only import quantize_int8
+from rooftile.ops.weight_only import quantize_int4, quantize_int8
 
 K, D, CAPACITY, PAGE = 96, 16, 40, 16
 
@@ -277,11 +277,13 @@ def test_which_kernel_is_chosen(monkeypatch):
         assert kernel(**options) is None, options
 
 
-@pytest.mark.parametrize("format", ["int8", "float8_e4m3fn"])
-def test_weights_of_8_bits(format, launched, device):
+@pytest.mark.parametrize("format", ["int8", "float8_e4m3fn", "int4"])
+def test_weights_of_fewer_bits(format, launched, device):
     given, angles = drawn(device, BF16)
     if format == "int8":
         given["weight"], scale = quantize_int8(given["weight"])
+    elif format == "int4":
+        given["weight"], scale = quantize_int4(given["weight"], 32)
     else:
         scale = torch.rand(10 * D, 1, device=device) + 0.5
         given["weight"] = given["weight"].to(torch.float8_e4m3fn)
@@ -363,7 +365,11 @@ def test_errors_before_anything_is_written(device):
         ({"style": "llama"}, ValueError, "style is 'llama', expected one of half"),
         ({"layout": "thd"}, ValueError, "layout is 'thd', expected one of bhtd, bthd"),
         ({"eps": "0"}, TypeError, "eps is a str, expected a number"),
-        ({"weight_scale": bias}, TypeError, "weight has dtype torch.float32, expected torch.int8 or torch.float8"),
+        (
+            {"weight_scale": bias},
+            TypeError,
+            "weight has dtype torch.float32, expected torch.int8, torch.float8",
+        ),
     ]
     right = {"x": x, "norm_weight": norm, "weight": weight, "cos": cos, "sin": sin, "bias": bias}
     right |= {"k_cache": k, "v_cache": v, "lengths": lengths}

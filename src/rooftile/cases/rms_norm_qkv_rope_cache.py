@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.cases import kv_cache
+from rooftile.cases import kv_cache, weight_only
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance
 from rooftile.cases.draw import normal
 from rooftile.ops.kv_cache import rope_and_cache
@@ -23,7 +23,12 @@ TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float16: {"forward": Tolerance(1.2e-3, _ROUNDED)},
     torch.bfloat16: {"forward": Tolerance(8e-3, _ROUNDED)},
 }
-_FORMATS = ("", "int8", "float8_e4m3fn")
+_FORMATS = ("", "int8", "float8_e4m3fn", "int4")
+
+
+def _group(k: int) -> int:
+    """Of int4: as the engine has it."""
+    return next(g for g in (128, 64, 32) if k % g == 0)
 
 
 def _point(
@@ -39,7 +44,7 @@ def _point(
     offset: float | None = None,
     **options: Any,
 ) -> Point:
-    """`weight`: "", "int8" or "float8_e4m3fn"; `options` are those of a point of rope_and_cache."""
+    """`weight`: "", "int8", "float8_e4m3fn" or "int4"; `options` are those of a point of rope_and_cache."""
     cached = kv_cache._point(tokens, k_heads, head_dim, q_heads=q_heads, **options)
     n = (q_heads + 2 * k_heads) * head_dim
     dims = {"k": k, "n": n, "has_bias": int(bias), "format": _FORMATS.index(weight)}
@@ -56,7 +61,10 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         # Of a size that leaves sums of k products with numbers of order 1.
         "weight": (normal((n, k), torch.float32, device, generator) * k**-0.5).to(dtype),
     }
-    if point["format"]:
+    if _FORMATS[point["format"]] == "int4":
+        q = weight_only.draw_int4(n, k, _group(k), dtype, device, generator)
+        drawn |= {"weight": q[0], "weight_scale": q[1]}
+    elif point["format"]:
         q = quantize_tensor_eager(drawn["weight"], dtype=_FORMATS[point["format"]])
         drawn |= {"weight": q[0], "weight_scale": q[1]}
     if point["has_bias"]:
@@ -102,7 +110,12 @@ def _apart(point: Point) -> Callable[..., Any]:
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     """x and the weights read, q, k and v written, lengths, pages and angles read."""
     tokens, n, k = point["batch"] * point["seq_len"], point["n"], point["k"]
-    weight = n * k * (1 if point["format"] else itemsize) + 4 * n * bool(point["format"])
+    weight = {
+        "": n * k * itemsize,
+        "int8": n * k + 4 * n,
+        "float8_e4m3fn": n * k + 4 * n,
+        "int4": n * k // 2 + n * k // _group(k) * itemsize,
+    }[_FORMATS[point["format"]]]
     places = 4 * point["batch"] * (1 + (-(-point["seq_len"] // point["page_size"]) if point["page_size"] else 0))
     return weight + places + itemsize * (k + point["has_bias"] * n + tokens * (k + n + point["rotary"]))
 
@@ -140,6 +153,7 @@ CASES = (
                 _point(1, 70, 3, 1, 24, capacity=20, ragged=True, layout="bhtd", eps=0.5, offset=1.0),
                 _point(1, 64, 4, 2, 16, capacity=40, weight="int8", bias=True),
                 _point(1, 64, 4, 2, 16, capacity=40, page_size=16, weight="float8_e4m3fn", table=False),
+                _point(1, 96, 4, 2, 16, capacity=40, weight="int4", bias=True),
                 _point(3, 48, 4, 2, 16, batch=2, capacity=24, page_size=16, bias=True),
                 _point(1, 48, 4, 2, 16, capacity=24, rotary=10, style="interleaved", layout="bhtd"),
             ),

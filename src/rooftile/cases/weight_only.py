@@ -52,23 +52,35 @@ def _point(
     return Point(label + notes + " residual" * residual, dims)
 
 
+def _scale(
+    shape: tuple[int, ...], spread: float, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Scales of numbers of that spread, with which sums over k are nearly standard normal."""
+    positive = normal(shape, torch.float32, device, generator).abs() + 0.2
+    return (positive / (spread * max(1, k) ** 0.5)).to(dtype)
+
+
+def draw_int4(
+    n: int, k: int, group: int, scale_dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A packed weight, and the scales of its groups."""
+    packed = integers(256, (n, k // 2), device, generator).to(torch.uint8)
+    return packed, _scale((n, k // group), 4.6, k, scale_dtype, device, generator)
+
+
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
     rows, n, k, group = (point[d] for d in ("rows", "n", "k", "group"))
     scale_dtype = torch.float32 if point["scale_fp32"] else dtype
     drawn = {"x": normal((point["batch"], rows, k) if point["batch"] else (rows, k), dtype, device, generator)}
     if group:
-        drawn["packed"] = integers(256, (n, k // 2), device, generator).to(torch.uint8)
-        shape: tuple[int, ...] = (n, k // group)
+        drawn["packed"], drawn["scale"] = draw_int4(n, k, group, scale_dtype, device, generator)
     elif point["fp8"]:
         numbers = 74 * normal((n, k), torch.float32, device, generator)
         drawn["weight"] = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)  # not every PyTorch stops at the largest
-        shape = (n, 1)
+        drawn["scale"] = _scale((n, 1), 74, k, scale_dtype, device, generator)
     else:
         drawn["weight"] = (integers(256, (n, k), device, generator) - 128).to(torch.int8)
-        shape = (n,)
-    # The output is then nearly standard normal.
-    spread = (4.6 if group else 74) * max(1, k) ** 0.5
-    drawn["scale"] = ((normal(shape, torch.float32, device, generator).abs() + 0.2) / spread).to(scale_dtype)
+        drawn["scale"] = _scale((n,), 74, k, scale_dtype, device, generator)
     if point["has_bias"]:
         drawn["bias"] = normal((n,), torch.float32 if point["bias_fp32"] else dtype, device, generator)
     if point["has_residual"]:

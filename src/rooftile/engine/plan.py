@@ -17,7 +17,7 @@ import torch
 from rooftile import library, runtime
 from rooftile.engine import weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.products import Dense, EightBits, Product, is_one_kernel
+from rooftile.engine.products import Dense, Int4, Product, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
@@ -142,7 +142,7 @@ class _Builder:
             op = "rms_norm_gated_linear" if gated else "rms_norm_linear"
             norm, launches = p.k * self.size, 1
             if not isinstance(p, Dense):
-                op += "_8bit"
+                op += "_4bit" if isinstance(p, Int4) else "_8bit"
             elif choose_norm_linear(self.batch, n, p.k, self.dtype, True, self.target, gated) is None:
                 launches = 2
             yield self._product(
@@ -159,8 +159,8 @@ class _Builder:
             yield Step("activation", op, f"{self.batch} x {n}", self._rows(p.n), out, times=times)
 
     def _alone(self, p: Product) -> bool:
-        """Whether a weight of 8 bits has one row to multiply, which is not quantised."""
-        return self.batch == 1 and isinstance(p, EightBits)
+        """Whether a weight in fewer bits has one row to multiply, which is not quantised."""
+        return self.batch == 1 and not isinstance(p, Dense)
 
     def _added(self, name: str, p: Product, times: int) -> Step:
         """A product with what it is added to."""

@@ -1,11 +1,11 @@
 """The matrix products of a decoder, with what stands around them, for each way that weights are kept.
 
                 dense, and of one row     fp8                                                int8, int4
-                of x fp8 and int8
+                of x all others
     product     one kernel, with the residual in it
     normed      one kernel                norm and quantise, product                         norm, product
     gated       one kernel                norm and quantise, product, silu_mul and quantise  norm, product, silu_mul
-    into_cache  as normed, then RoPE with the writes into the cache; one kernel in all of one row of x, but for int4
+    into_cache  as normed, then RoPE with the writes into the cache; one kernel in all of one row of x
 
 A dense product behind a norm may be two kernels, where x has many rows. In fp8 several rows of x are quantised, for the
 matrix unit multiplies fp8 by fp8; one row is multiplied as it is.
@@ -131,7 +131,7 @@ class Product:
         """`normed` of x `(b, k)` as q, k and v of a token of each of b sequences: k turned and v are written into the
         cache, and q turned is returned, `(b, 1, q_heads, head_dim)`. `cache` is what `rope_and_cache` takes of one."""
         if is_one_kernel(self, x.shape[0], cache["k_cache"].dtype):
-            scale = self.scale if isinstance(self, EightBits) else None
+            scale = self.scale if isinstance(self, Quantized) else None
             return rms_norm_qkv_rope_cache(
                 x[:, None], norm_weight, self.weight, cos, sin, bias=self.bias, weight_scale=scale, eps=eps, **cache
             )
@@ -181,15 +181,11 @@ class Dense(Product):
 
 
 class Quantized(Product):
-    """In fewer bits, with scales."""
+    """In fewer bits, with scales. With one row of x norm, product and gate are one kernel."""
 
     @property
     def scale(self) -> Tensor:
         return self._tensors[1]
-
-
-class EightBits(Quantized):
-    """In 8 bits with a scale for each row. With one row of x norm, product and gate are one kernel."""
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
         if not is_one_row(x):
@@ -208,10 +204,10 @@ def is_one_row(x: Tensor) -> bool:
 
 def is_one_kernel(p: Product, rows: int, cache: torch.dtype) -> bool:
     """Whether `into_cache` is, for so many rows of x and a cache of that dtype."""
-    return rows == 1 and cache == p.dtype and isinstance(p, (Dense, EightBits))
+    return rows == 1 and cache == p.dtype
 
 
-class Fp8(EightBits):
+class Fp8(Quantized):
     """In float8_e4m3fn with a scale for each row; x in it too, by row, where it has several rows."""
 
     kind = "fp8"
@@ -242,7 +238,7 @@ class Fp8(EightBits):
         return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_ROW)
 
 
-class Int8(EightBits):
+class Int8(Quantized):
     """In int8 with a scale for each row; x stays as it is."""
 
     kind = "int8"

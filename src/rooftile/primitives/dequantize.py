@@ -32,6 +32,21 @@ _INT4 = """{
     fma.rn.KIND $2, $2, one, less;
     fma.rn.KIND $3, $3, one, less;
 }"""
+# The same in float32: 128 + nibble, and left so.
+_INT4_FP32 = """{
+    .reg .b32 lo, hi;
+    and.b32 lo, $8, 0x0f0f0f0f;
+    shr.u32 hi, $8, 4;
+    and.b32 hi, hi, 0x0f0f0f0f;
+    prmt.b32 $0, lo, 0x43000000, 0x7044;
+    prmt.b32 $1, lo, 0x43000000, 0x7144;
+    prmt.b32 $2, lo, 0x43000000, 0x7244;
+    prmt.b32 $3, lo, 0x43000000, 0x7344;
+    prmt.b32 $4, hi, 0x43000000, 0x7044;
+    prmt.b32 $5, hi, 0x43000000, 0x7144;
+    prmt.b32 $6, hi, 0x43000000, 0x7244;
+    prmt.b32 $7, hi, 0x43000000, 0x7344;
+}"""
 # The sign's bit is turned over, which adds 128.
 _INT8_FP16 = """{
     .reg .b32 word, one, less;
@@ -65,6 +80,7 @@ def _int4(kind: str, magic: str, one: str, less: str) -> tl.constexpr:
 
 INT4_BF16 = _int4("bf16x2", "0x43434343", "0x3f803f80", "0xc308c308")
 INT4_FP16 = _int4("f16x2", "0x64646464", "0x3c003c00", "0xe408e408")
+INT4_FP32 = tl.constexpr(_INT4_FP32)
 INT8_BF16 = tl.constexpr(_INT8_BF16)
 INT8_FP16 = tl.constexpr(_INT8_FP16)
 
@@ -132,6 +148,19 @@ def eight_bits_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
     else:
         y = w.to(DTYPE)
     return y
+
+
+@triton.jit
+def int4_as_float32(w, TRICKS: tl.constexpr):
+    """The low nibbles of uint8 w, and the high ones, in float32, and the number that each is too large by."""
+    if TRICKS:
+        low, high = tl.inline_asm_elementwise(
+            INT4_FP32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
+        )
+        return low, high, 136
+    else:
+        low, high = int4_as(w, tl.float32, False)
+        return low, high, 0
 
 
 @triton.jit

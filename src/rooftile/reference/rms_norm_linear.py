@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.reference import matmul
+from rooftile.reference import matmul, weight_only
 from rooftile.reference import rms_norm as norm
 
 
 def _wide(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight that one of 8 bits stands for."""
-    return weight if scale is None else (weight.to(scale.dtype) * scale.reshape(-1, 1)).to(dtype)
+    """The weight that one of 8 or 4 bits stands for."""
+    if scale is None:
+        return weight
+    if weight.dtype == torch.uint8:
+        return weight_only.dequantise(weight, scale, dtype)
+    return (weight.to(scale.dtype) * scale.reshape(-1, 1)).to(dtype)
 
 
 def rms_norm_linear(

@@ -179,6 +179,13 @@ def rows_of_8_bits(p: Problem, target: runtime.Target) -> MatmulConfig:
     return of_8_bits(next(_rows(dataclasses.replace(p, dtype=torch.bfloat16), target)), p.k)
 
 
+def rows_of_4_bits(p: Problem, target: runtime.Target) -> MatmulConfig:
+    """The same for a packed weight of p.k bytes a row: 64 bytes a thread, which become 128 numbers, of as long a part
+    of a row as divides it."""
+    block_k = next((b for b in (1024, 512) if p.k % b == 0), 256)
+    return MatmulConfig("row", 1, 8192 // block_k, block_k, 1, 1, 4 * 32 // target.warp_size, 1)
+
+
 def of_8_bits(c: MatmulConfig, k: int) -> MatmulConfig:
     """With as many bytes a program and a thread as c has with 16 bits: steps twice as long, or where only those as long
     as c's divide k, twice the rows."""

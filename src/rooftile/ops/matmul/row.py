@@ -1,8 +1,8 @@
 """One row of x: multiply and sum. The matrix unit would multiply fifteen rows of nothing; the weights are read once.
 
 A program has `block_n` rows of the weight and walks along them `block_k` elements at a time; every thread multiplies
-what it loaded and keeps its own sums, which meet at the end. Weights of 8 bits, int8 or float8_e4m3fn, are multiplied
-by x as it is; the scale of a row multiplies its sum.
+what it loaded and keeps its own sums, which meet at the end. Weights of 8 bits, int8 or float8_e4m3fn, and of int4 are
+multiplied by x as it is; the scale of a row, or of a group, multiplies its sum.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
 from rooftile.primitives.activations import activate
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
-from rooftile.primitives.dequantize import as_float32, has_tricks
-from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.weights import Format, add_products, in_float32, load_columns, load_scales, no_sums
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -28,24 +27,6 @@ import triton.language as tl  # isort: skip
 # Blocks of its weights that a program brings into the L2 before the kernel ahead has ended: on an H200 one took 3 to
 # 8 % off the products of one row in Llama-3-8B, and four were slower than none.
 PREFETCH = 1
-
-
-@triton.jit
-def no_sums(w_ptr, N: tl.constexpr, K: tl.constexpr):
-    """Zeros for a thread's sums: one for each number that it loads at once, but one for all 16 of those of 8 bits, for
-    sixteen would take the registers of another program."""
-    SHARED: tl.constexpr = min(16, K) if w_ptr.dtype.element_ty.primitive_bitwidth == 8 else 1
-    return tl.zeros((N, K // SHARED), tl.float32)
-
-
-@triton.jit
-def add_products(acc, w, x, TRICKS: tl.constexpr):
-    """The sums and the products of a tile of the weight with x, float32."""
-    SHARED: tl.constexpr = w.shape[1] // acc.shape[1]
-    products = as_float32(w, TRICKS) * x[None, :]
-    if SHARED > 1:
-        products = tl.sum(products.reshape(acc.shape[0], acc.shape[1], SHARED), axis=2)
-    return acc + products
 
 
 @triton.jit(do_not_specialize=["n_cols"])
@@ -64,6 +45,9 @@ def _row_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
     TRICKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -107,21 +91,21 @@ def _row_kernel(
     up = no_sums(w_ptr, BLOCK_N, BLOCK_K)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
         # All loads before the first of them is used: x is brought to the layout of w past a barrier.
+        inside = k + ks < n_inner
         if EVEN_K:
             w = tl.load(w_ptrs + k, eviction_policy="evict_first")
             if GATED:
                 w_up = tl.load(up_ptrs + k, eviction_policy="evict_first")
-            x = tl.load(x_ptr + k + ks)
         else:
-            inside = k + ks < n_inner
             w = tl.load(w_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             if GATED:
                 w_up = tl.load(up_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + k + ks, mask=inside, other=0.0)
-        x = x.to(tl.float32)
-        acc = add_products(acc, w, x, TRICKS)
+        x = load_columns(x_ptr, k + ks, inside, GROUP, GROUPS, EVEN_K, "")
+        scales = load_scales(scale_ptr, rows, k, GROUP, GROUPS, PAIRS, BLOCK_K)
+        x = in_float32(x)
+        acc = add_products(acc, w, x, scales, TRICKS)
         if GATED:
-            up = add_products(up, w_up, x, TRICKS)
+            up = add_products(up, w_up, x, scales, TRICKS)
     z = tl.sum(acc, axis=1)
     if GATED:
         z_up = tl.sum(up, axis=1)
@@ -160,15 +144,14 @@ def _row_kernel(
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], activation: str, gated: bool, even_k: bool, tricks: bool,
+    dtypes: tuple[torch.dtype | None, ...], activation: str, gated: bool, form: Format, even_k: bool,
     prefetched: int, c: MatmulConfig,
 ) -> launching.Plan:  # fmt: skip
     options = {"launch_pdl": True} if prefetched >= 0 else {}
     constants = {
         "ACTIVATION": activation,
         "GATED": gated,
-        "HAS_SCALE": dtypes[2] is not None,
-        "TRICKS": tricks,
+        **form.constants(),
         "HAS_BIAS": dtypes[3] is not None,
         "HAS_RESIDUAL": dtypes[4] is not None,
         "EVEN_K": even_k,
@@ -216,9 +199,10 @@ def launch(
 ) -> None:
     """Launch it: x (1, K), w (N, K) or (2N, K), out (1, N).
 
-    Of 8 bits w has `scale`, (N,) or (2N,). `prefetched`: in place of PREFETCH, -1 for a start after the kernel ahead.
+    Of 8 bits w has `scale`, (N,) or (2N,); of int4 it is (N, K / 2), has (N, groups), and is not gated. `prefetched`:
+    in place of PREFETCH, -1 for a start after the kernel ahead.
     """
-    n_cols, n_inner = out.shape[-1], x.shape[-1]
+    n_cols, n_inner = out.shape[-1], w.shape[-1]
     tiles = library.cdiv(n_cols, c.block_n)
     partial = counters = None
     if c.split_k > 1:
@@ -226,10 +210,9 @@ def launch(
             raise launching.Untraceable("counters of a symbolic number")
         partial = torch.empty(tiles * c.split_k * (1 + gated) * c.block_n, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
-    w = w if scale is None else writable(w)
-    tricks = w.dtype == torch.int8 and has_tricks(runtime.target(x.device))
+    w, scale, form = Format.of(x, w, scale)
     dtypes = (x.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias, residual)), out.dtype)
     prefetched = _prefetched(x) if prefetched is None else prefetched
-    plan = _plan(dtypes, activation, gated, bool(n_inner % c.block_k == 0), tricks, prefetched, c)
+    plan = _plan(dtypes, activation, gated, form, bool(n_inner % c.block_k == 0), prefetched, c)
     tensors = (x, w, scale, out, bias, residual, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (w.stride(-2), n_inner), (n_cols,))

@@ -33,7 +33,7 @@ from rooftile.ops.matmul.common import _AUTOCAST as AUTOCAST
 from rooftile.ops.matmul.common import autocast, encoded
 from rooftile.ops.matmul.config import MatmulConfig
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.ops.rms_norm_linear import eight_bits
+from rooftile.ops.rms_norm_linear import quantized
 from rooftile.ops.rms_norm_linear.gated import gated_op
 from rooftile.ops.rms_norm_linear.layers import linear_op
 
@@ -62,14 +62,15 @@ def rms_norm_linear(
         weight: `(N, K)` of x's dtype, as `torch.nn.Linear` keeps it. Any strides.
         bias: `(N,)`, of x's dtype or float32.
         weight_scale: float32, `(N,)` or `(N, 1)`, of a weight in int8 or float8_e4m3fn, which `quantize_int8` and
-            `quantize_tensor` give: each row's sum is multiplied by its own. For inference. One row of x is one kernel
-            and is not rounded; with more rows norm and product are two, and what a weight in float8 multiplies is
-            float8, too, as in `fp8_linear`. Under `torch.autocast` nothing is cast.
+            `quantize_tensor` give: each row's sum is multiplied by its own. Or `(N, K / group)`, float32 or of x's
+            dtype, of a weight that `quantize_int4` packed, uint8 `(N, K / 2)`. For inference. One row of x is one
+            kernel and is not rounded; with more rows norm and product are two, and what a weight in float8 multiplies
+            is float8, too, as in `fp8_linear`. Under `torch.autocast` nothing is cast.
         eps: added to the mean of squares.
         offset: added to norm_weight in float32; 1.0 for Gemma.
         config: how the kernel is launched, in place of the choice that sizes and GPU make. `"row"`, `"held"` and
             `"skinny"` are the one kernel, for one row, for up to two, and for up to block_m; `"tiled"` and `"hopper"`
-            the product behind the norm. For weights of 8 bits `"row"` alone.
+            the product behind the norm. For weights of 8 and 4 bits `"row"` alone.
 
     Returns:
         `(..., N)` in x's dtype, contiguous. Sums are float32. x is rounded once between norm and product: by the one
@@ -84,7 +85,7 @@ def rms_norm_linear(
     """
     if weight_scale is not None:
         words = "", encoded("rms_norm_linear", config)
-        return eight_bits.linear_op(x, norm_weight, weight, weight_scale, bias, eps, offset, *words)
+        return quantized.linear_op(x, norm_weight, weight, weight_scale, bias, eps, offset, *words)
     wanted = _autocast_dtype(x)
     if wanted is not None:
         if x.dtype != wanted:  # what is cast lies between norm and product
@@ -118,8 +119,8 @@ def rms_norm_gated_linear(
         weight: `(2N, K)` of x's dtype: the rows of the gate first, then those of up, as
             `torch.cat((gate_proj.weight, up_proj.weight))`. Any strides.
         bias: `(2N,)`, of x's dtype or float32.
-        weight_scale: float32, `(2N,)` or `(2N, 1)`, of a weight of 8 bits, as in `rms_norm_linear`; with more rows of x
-            than one, norm, product and gate are a kernel each.
+        weight_scale: `(2N,)` or `(2N, 1)` of a weight of 8 bits, `(2N, K / group)` of one of 4, as in
+            `rms_norm_linear`; with more rows of x than one, norm, product and gate are a kernel each.
         eps: added to the mean of squares.
         offset: added to norm_weight in float32; 1.0 for Gemma.
         activation: the gate's, `"silu"`, `"gelu"` or `"gelu_tanh"`; where gradients will be asked for, g and u are
@@ -137,7 +138,7 @@ def rms_norm_gated_linear(
     """
     if weight_scale is not None:
         words = activation, encoded("rms_norm_gated_linear", config)
-        return eight_bits.gated_op(x, norm_weight, weight, weight_scale, bias, eps, offset, *words)
+        return quantized.gated_op(x, norm_weight, weight, weight_scale, bias, eps, offset, *words)
     wanted = _autocast_dtype(x)
     if wanted is not None:
         if x.dtype != wanted:  # what is cast lies between norm and product

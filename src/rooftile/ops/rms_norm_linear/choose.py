@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import ModuleType
 
@@ -69,15 +70,23 @@ def choose(
     return None
 
 
-def chosen_of_8_bits(op: str, x: Tensor, weight: Tensor, gated: bool, config: str) -> MatmulConfig | None:
-    """The configuration of the one kernel for a weight of 8 bits, or None, where x has several rows."""
-    m, n, k = x.numel() // x.shape[-1], weight.shape[0] // (1 + gated), x.shape[-1]
+def chosen_quantized(op: str, x: Tensor, weight: Tensor, gated: bool, config: str) -> MatmulConfig | None:
+    """The configuration of the one kernel for a weight of 8 bits or of packed int4, or None, where x has several rows.
+
+    Its block_k counts what is stored of a row, of int4 bytes; that of a configuration which is given, elements.
+    """
+    m, n, k = x.numel() // x.shape[-1], weight.shape[0] // (1 + gated), weight.shape[1]
+    packed = weight.dtype == torch.uint8
     target, asked = runtime.target(x.device), decode(config)
     if asked is None:
-        return _choose_of_8_bits(n, k, target, gated) if m == 1 else None
+        return _choose_quantized(n, k, packed, target, gated) if m == 1 else None
+    reason: str | None = None
     if asked.kernel != "row":
-        reason: str | None = f"kernel is '{asked.kernel}', expected 'row' for a weight of 8 bits"
+        reason = f"kernel is '{asked.kernel}', expected 'row' for a weight of 8 or 4 bits"
+    elif packed and asked.block_k < 32:
+        reason = f"block_k is {asked.block_k}, expected at least 32 for a weight of 4 bits"
     else:
+        asked = dataclasses.replace(asked, block_k=asked.block_k // 2) if packed else asked
         p = Problem(m, n, k, x.dtype, gated=gated)
         reason = product_choice.shared_reason(p, asked, target) or row.refuses(p, asked, target)
     if reason is not None:
@@ -86,12 +95,15 @@ def chosen_of_8_bits(op: str, x: Tensor, weight: Tensor, gated: bool, config: st
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> MatmulConfig:
+def _choose_quantized(n: int, k: int, packed: bool, target: runtime.Target, gated: bool) -> MatmulConfig:
+    """For rows of k bytes."""
     dtype = torch.bfloat16
     if target is runtime.INTERPRETER:
         c = choose(1, n, k, dtype, True, target, gated)
         assert c is not None, "one row is one kernel"
         return c
+    if packed and not gated:
+        return product_choice.rows_of_4_bits(Problem(1, n, k, dtype), target)
     return _rows_of_8_bits(n, k, target, gated)
 
 
@@ -103,7 +115,7 @@ def _rows_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> Matm
     bytes in half as many rows, for 4096 -> 6144 15 ahead of twice as large programs, for the vocabulary 3.
     """
     if gated:
-        block_n, block_k = 8, 512  # of the gate, and as many of up
+        block_n, block_k = 8, 512  # of the gate, and as many of up; the same of int4, where a byte is two numbers
     elif n >= 65536 or (k % 512 == 0 and k % 1024):
         block_n, block_k = 16, 512
     else:

@@ -19,20 +19,25 @@ from rooftile.ops.matmul.sums import column_sum
 from rooftile.ops.rms_norm import backward as norm_backward
 from rooftile.ops.rms_norm import forward as norm
 from rooftile.ops.rms_norm_linear.choose import chosen, module
+from rooftile.ops.weight_only.packing import check_packed
 
 _OP = "rms_norm_linear"
+_QUANTIZED = (torch.int8, torch.float8_e4m3fn, torch.uint8)
 
 
 def check(
     op: str, x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float,
     gated: bool = False, scale: Tensor | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The shape of the result. With a scale the weight has 8 bits."""
+    """The shape of the result. With a scale the weight has 8 bits, or is packed int4."""
     library.check_floating(op, x=x, norm_weight=norm_weight, bias=bias)
     if scale is None:
         library.check_floating(op, weight=weight)
-    else:
-        _check_8_bits(op, weight, scale)
+    elif weight.dtype not in _QUANTIZED:
+        raise TypeError(
+            f"{op}: weight has dtype {weight.dtype}, expected {', '.join(map(str, _QUANTIZED[:-1]))} or "
+            f"{_QUANTIZED[-1]} (int4, packed) where it has a scale"
+        )
     for name, number in (("eps", eps), ("offset", offset)):
         if not isinstance(number, (float, int)):
             raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number")
@@ -45,7 +50,9 @@ def check(
         )
     if scale is None:
         check_dtype(op, "weight", weight, "x", x)
-    if weight.dim() != 2 or weight.shape[1] != k:
+    if scale is not None and weight.dtype == torch.uint8:
+        check_packed(op, "weight", weight, "weight_scale", scale, k)
+    elif weight.dim() != 2 or weight.shape[1] != k:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected ({'2N' if gated else 'N'}, {k}) to match x's last "
             "dimension"
@@ -53,10 +60,8 @@ def check(
     n = weight.shape[0]
     if gated and n % 2:
         raise ValueError(f"{op}: weight has {n} rows, expected an even number: [gate | up]")
-    if scale is not None and scale.shape not in ((n,), (n, 1)):
-        raise ValueError(
-            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match the weight's rows"
-        )
+    if scale is not None:
+        _check_scale(op, x, weight, scale)
     if bias is not None:
         if bias.shape != (n,):
             raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match the weight's rows")
@@ -65,13 +70,16 @@ def check(
     return (*x.shape[:-1], n // 2 if gated else n)
 
 
-def _check_8_bits(op: str, weight: Tensor, scale: Tensor) -> None:
-    if weight.dtype not in (torch.int8, torch.float8_e4m3fn):
-        raise TypeError(
-            f"{op}: weight has dtype {weight.dtype}, expected torch.int8 or torch.float8_e4m3fn where it has a scale"
+def _check_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
+    """The dtype, and but for int4 the shape."""
+    n, packed = weight.shape[0], weight.dtype == torch.uint8
+    if scale.dtype != torch.float32 and not (packed and scale.dtype == x.dtype):
+        other = f"{x.dtype} to match x, or " if packed else ""
+        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {other}torch.float32")
+    if not packed and scale.shape not in ((n,), (n, 1)):
+        raise ValueError(
+            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match the weight's rows"
         )
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected torch.float32")
 
 
 def launch(

@@ -15,13 +15,11 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.matmul import row as product
 from rooftile.ops.matmul.config import MatmulConfig, Problem
-from rooftile.ops.matmul.row import add_products, no_sums
 from rooftile.primitives import dependent
 from rooftile.primitives.activations import activate
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
-from rooftile.primitives.dequantize import has_tricks
-from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.weights import Format, add_products, load_columns, load_scales, no_sums
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -35,43 +33,56 @@ GATED_PREFETCH = -1
 
 @triton.jit
 def load_step(
-    w_ptrs, other_ptrs, x_ptr, norm_ptr, k, step, n_inner, TWO: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    w_ptrs, other_ptrs, scale_ptr, rows, other_rows, x_ptr, norm_ptr, k, step, n_inner, TWO: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What is multiplied from k on: of the weight's rows (of TWO sets of them both), of x, and of the norm's weight.
+    """What is multiplied from stored column k on: of the weight's rows (of TWO sets of them both) with the scales of
+    their groups, of x, and of the norm's weight.
 
     All loads before the first of them is used: x is brought to the layout of w past a barrier.
     """
     ks = k + tl.arange(0, BLOCK_K)
+    inside = ks < n_inner
     if EVEN_K:
         w = tl.load(w_ptrs + step, eviction_policy="evict_first")
         other = w
         if TWO:
             other = tl.load(other_ptrs + step, eviction_policy="evict_first")
-        x = tl.load(x_ptr + ks, eviction_policy="evict_last")
-        scale = tl.load(norm_ptr + ks, eviction_policy="evict_last")
     else:
-        inside = ks < n_inner
         w = tl.load(w_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
         other = w
         if TWO:
             other = tl.load(other_ptrs + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
-        scale = tl.load(norm_ptr + ks, mask=inside, other=0.0, eviction_policy="evict_last")
-    return w, other, x, scale
+    x = load_columns(x_ptr, ks, inside, GROUP, GROUPS, EVEN_K, "evict_last")
+    norm = load_columns(norm_ptr, ks, inside, GROUP, GROUPS, EVEN_K, "evict_last")
+    scales = load_scales(scale_ptr, rows, k, GROUP, GROUPS, PAIRS, BLOCK_K)
+    other_scales = scales
+    if TWO:
+        other_scales = load_scales(scale_ptr, other_rows, k, GROUP, GROUPS, PAIRS, BLOCK_K)
+    return (w, scales), (other, other_scales), x, norm
 
 
 @triton.jit
-def add_step(
-    acc, acc_other, squares, w, other, x, scale, OFFSET: tl.constexpr, TWO: tl.constexpr, TRICKS: tl.constexpr
-):
-    """The sums with the products of what `load_step` gave, and the squares of x."""
+def _scaled(x, norm, OFFSET: tl.constexpr):
+    """x by the norm's weight, and the squares of x."""
     x = x.to(tl.float32)
-    squares += x * x
-    x *= scale.to(tl.float32) + OFFSET
-    acc = add_products(acc, w, x, TRICKS)
+    return x * (norm.to(tl.float32) + OFFSET), x * x
+
+
+@triton.jit
+def add_step(acc, acc_other, squares, w, other, x, norm, OFFSET: tl.constexpr, TWO: tl.constexpr, TRICKS: tl.constexpr):
+    """The sums with the products of what `load_step` gave, and the squares of x."""
+    first, more = _scaled(x[0], norm[0], OFFSET)
+    squares += more
+    if len(x) == 1:
+        scaled = (first,)
+    else:
+        second, more = _scaled(x[1], norm[1], OFFSET)
+        squares += more
+        scaled = first, second  # type: ignore[assignment]  # of another length
+    acc = add_products(acc, w[0], scaled, w[1], TRICKS)
     if TWO:
-        acc_other = add_products(acc_other, other, x, TRICKS)
+        acc_other = add_products(acc_other, other[0], scaled, other[1], TRICKS)
     return acc, acc_other, squares
 
 
@@ -94,6 +105,9 @@ def _row_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
     TRICKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -135,10 +149,11 @@ def _row_kernel(
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
         step = k.to(tl.int64) * stride_wk
-        w, w_up, x, scale = load_step(
-            w_ptrs, up_ptrs, x_ptr, norm_ptr, k, step, n_inner, GATED, EVEN_K, BLOCK_K
+        w, w_up, x, norm = load_step(
+            w_ptrs, up_ptrs, scale_ptr, rows, rows + n_cols, x_ptr, norm_ptr, k, step, n_inner, GATED, GROUP, GROUPS,
+            PAIRS, EVEN_K, BLOCK_K,
         )  # fmt: skip
-        acc, up, squares = add_step(acc, up, squares, w, w_up, x, scale, OFFSET, GATED, TRICKS)
+        acc, up, squares = add_step(acc, up, squares, w, w_up, x, norm, OFFSET, GATED, TRICKS)
     z = tl.sum(acc, axis=1)
     if GATED:
         z_up = tl.sum(up, axis=1)
@@ -166,7 +181,8 @@ def _row_kernel(
             for s in tl.static_range(SPLIT):
                 z_up += tl.load(sums + (SPLIT + s) * BLOCK_N, cache_modifier=".cg")
 
-    rstd = tl.rsqrt(total / n_inner + EPS)
+    n = n_inner if GROUP == 0 else 2 * n_inner  # elements of x
+    rstd = tl.rsqrt(total / n + EPS)
     z *= rstd
     if HAS_SCALE:
         z *= row_scale
@@ -184,8 +200,8 @@ def _row_kernel(
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, even_k: bool,
-    tricks: bool, prefetched: int, c: MatmulConfig,
+    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, form: Format,
+    even_k: bool, prefetched: int, c: MatmulConfig,
 ) -> launching.Plan:  # fmt: skip
     options = {"launch_pdl": True} if prefetched >= 0 else {}
     constants = {
@@ -193,8 +209,7 @@ def _plan(
         "OFFSET": offset,
         "ACTIVATION": activation,
         "GATED": activation != "",
-        "HAS_SCALE": dtypes[3] is not None,
-        "TRICKS": tricks,
+        **form.constants(),
         "HAS_BIAS": dtypes[4] is not None,
         "EVEN_K": even_k,
         "BLOCK_N": c.block_n,
@@ -217,9 +232,9 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch it: x (1, K) contiguous, w (N, K), out (1, N); with an activation it is gated, and w (2N, K).
 
-    Of 8 bits w has `scale`, float32, one for each of its rows.
+    Of 8 bits w has `scale`, float32, one for each of its rows; of int4 K / 2 columns, and one for each group.
     """
-    n_cols, n_inner = out.shape[-1], x.shape[-1]
+    n_cols, n_inner = out.shape[-1], w.shape[-1]
     tiles = library.cdiv(n_cols, c.block_n)
     partial = counters = None
     if c.split_k > 1:
@@ -229,9 +244,8 @@ def launch(
     # A prefetch is of lines along k.
     early = dependent.supported(runtime.target(x.device)) and (w.stride(1) == 1 or n_inner == 1)
     prefetched = (GATED_PREFETCH if activation else PREFETCH) if early else -1
-    w = w if scale is None else writable(w)
-    tricks = w.dtype == torch.int8 and has_tricks(runtime.target(x.device))
+    w, scale, form = Format.of(x, w, scale)
     dtypes = (x.dtype, norm_weight.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias)))
-    plan = _plan(dtypes, eps, offset, activation, bool(n_inner % c.block_k == 0), tricks, prefetched, c)
+    plan = _plan(dtypes, eps, offset, activation, form, bool(n_inner % c.block_k == 0), prefetched, c)
     tensors = (x, norm_weight, w, scale, out, bias, partial, counters)
     launching.launch(plan, tiles * c.split_k, tensors, (*w.stride(), n_inner), (n_cols,))

@@ -26,8 +26,8 @@ from rooftile.ops.kv_cache.checks import QUANTIZED, check_rope
 from rooftile.ops.kv_cache.launch import Cache, rotate_and_append
 from rooftile.ops.matmul.common import refuse_symbols
 from rooftile.ops.matmul.config import MatmulConfig
-from rooftile.ops.rms_norm_linear import eight_bits, layers
-from rooftile.ops.rms_norm_linear.choose import chosen, chosen_of_8_bits
+from rooftile.ops.rms_norm_linear import layers, quantized
+from rooftile.ops.rms_norm_linear.choose import chosen, chosen_quantized
 from rooftile.ops.rms_norm_qkv_rope_cache import held, row
 from rooftile.ops.rope import Style
 
@@ -46,7 +46,7 @@ def choose(
     if weight_scale is None:
         c = chosen(_OP, x, weight, "", "")
     else:
-        c = chosen_of_8_bits(_OP, x, weight, False, "")
+        c = chosen_quantized(_OP, x, weight, False, "")
     if c is None or style not in {"row": row.STYLES, "held": held.STYLES}.get(c.kernel, ()):
         return None
     return c if c.split_k == 1 and c.block_n > 1 else None
@@ -128,7 +128,7 @@ def _launch(
     if weight_scale is None:
         qkv = layers.launch(_OP, x, norm_weight, weight, bias, eps, offset, "")
     else:
-        qkv = eight_bits._launch(_OP, x, norm_weight, weight, weight_scale, bias, eps, offset, "", "")
+        qkv = quantized._launch(_OP, x, norm_weight, weight, weight_scale, bias, eps, offset, "", "")
     heads = cache.k.shape[layout.index("h")]
     q, k, v = _heads(x, qkv, (q_heads, heads, heads), layout)
     rotate_and_append(q, k, v, q_out, cos, sin, style, cache)
@@ -183,8 +183,8 @@ def rms_norm_qkv_rope_cache(
             `decode_attention` counts. Of a `KVCache` or a `PagedKVCache` that is `starts`, and its method
             `norm_qkv_rope_and_append` passes it.
         k_cache, v_cache: the same, of one shape. Written in place.
-        bias, weight_scale, eps, offset: as `rms_norm_linear` takes them; with weights of 8 bits several tokens are
-            rounded as there. Under `torch.autocast` nothing is cast.
+        bias, weight_scale, eps, offset: as `rms_norm_linear` takes them; with weights of 8 and 4 bits several
+            tokens are rounded as there. Under `torch.autocast` nothing is cast.
 
     Returns:
         q turned, `(B, T, Hq, D)`, or `(B, Hq, T, D)` with `layout="bhtd"`; zeros where `counts` or a negative length

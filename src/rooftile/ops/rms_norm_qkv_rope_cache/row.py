@@ -1,4 +1,4 @@
-"""The one kernel for weights of 8 bits, of float32 or of long rows: every program brings all of x, a part at a time.
+"""The one kernel for weights of 8 or 4 bits, of float32, or of long rows: every program brings all of x, by parts.
 
 A program has `block_n` pairs of rows of the weight, i and i + head_dim / 2 of a head, which RoPE turns together, and
 walks along them and x as `rms_norm_linear` does for one row. Where the token goes, and its angles, it asks for while
@@ -12,17 +12,15 @@ import functools
 import torch
 from torch import Tensor
 
-from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.kv_cache.kernel import _places as places
 from rooftile.ops.kv_cache.launch import Cache
 from rooftile.ops.matmul.config import MatmulConfig
-from rooftile.ops.matmul.row import no_sums
 from rooftile.ops.rms_norm_linear.row import add_step, load_step
 from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of
 from rooftile.primitives import dependent
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
-from rooftile.primitives.dequantize import has_tricks
-from rooftile.primitives.quantize import writable
+from rooftile.primitives.weights import Format, no_sums
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -76,6 +74,9 @@ def _qkv_row_kernel(
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
     TRICKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -121,7 +122,10 @@ def _qkv_row_kernel(
         other_bias = tl.load(bias_ptr + rows + HALF).to(tl.float32)
 
     # The first step's loads, then those of the token's place, which wait for one another, then all else.
-    w, other, x, norm = load_step(w_ptrs, other_ptrs, x_ptr, norm_ptr, 0, 0, n_inner, True, EVEN_K, BLOCK_K)
+    w, other, x, norm = load_step(
+        w_ptrs, other_ptrs, scale_ptr, rows, rows + HALF, x_ptr, norm_ptr, 0, 0, n_inner, True, GROUP, GROUPS, PAIRS,
+        EVEN_K, BLOCK_K,
+    )  # fmt: skip
     there, position, page, line, written = places(
         lengths_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
     )
@@ -133,10 +137,14 @@ def _qkv_row_kernel(
     a_sums, b_sums, squares = add_step(a_sums, b_sums, squares, w, other, x, norm, OFFSET, True, TRICKS)
     for k in tl.range(BLOCK_K, n_inner, BLOCK_K, num_stages=STAGES):
         step = k.to(tl.int64) * stride_wk
-        w, other, x, norm = load_step(w_ptrs, other_ptrs, x_ptr, norm_ptr, k, step, n_inner, True, EVEN_K, BLOCK_K)
+        w, other, x, norm = load_step(
+            w_ptrs, other_ptrs, scale_ptr, rows, rows + HALF, x_ptr, norm_ptr, k, step, n_inner, True, GROUP, GROUPS,
+            PAIRS, EVEN_K, BLOCK_K,
+        )  # fmt: skip
         a_sums, b_sums, squares = add_step(a_sums, b_sums, squares, w, other, x, norm, OFFSET, True, TRICKS)
 
-    rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_inner + EPS)
+    n = n_inner if GROUP == 0 else 2 * n_inner  # elements of x
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / n + EPS)
     # One sum for both rows of a pair: each is a way through shared memory.
     z = tl.sum(tl.permute(tl.join(a_sums, b_sums), (2, 0, 1)), axis=2)
     a, b = tl.split(tl.permute(z, (1, 0)))
@@ -150,14 +158,13 @@ def _qkv_row_kernel(
 
 @functools.cache
 def _plan(
-    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, tricks: bool, heads: tuple[int, int, int],
+    dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, form: Format, heads: tuple[int, int, int],
     page: int, has_counts: bool, by_position: bool, even_k: bool, prefetched: int, c: MatmulConfig,
 ) -> launching.Plan:  # fmt: skip
     constants = {
         "EPS": eps,
         "OFFSET": offset,
-        "HAS_SCALE": dtypes[3] is not None,
-        "TRICKS": tricks,
+        **form.constants(),
         "HAS_BIAS": dtypes[4] is not None,
         "Q_HEADS": heads[0],
         "HEADS": heads[1],
@@ -182,15 +189,14 @@ def launch(
 
     `c` is of rms_norm_linear's kernel for one row, of which a program has half the rows as pairs.
     """
-    n_inner = x.shape[-1]
+    n_inner = w.shape[-1]
     # A prefetch is of lines along k.
     early = dependent.early(x) and (w.stride(1) == 1 or n_inner == 1)
-    w = w if scale is None else writable(w)
-    tricks = w.dtype == torch.int8 and has_tricks(runtime.target(x.device))
+    w, scale, form = Format.of(x, w, scale)
     place = place_of(cos, sin, q_out, cache)
     tensors = (x, norm_weight, w, scale, bias, *place.tensors)
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     even = bool(n_inner % c.block_k == 0)
-    plan = _plan(dtypes, eps, offset, tricks, *place.key, even, PREFETCH if early else -1, c)
+    plan = _plan(dtypes, eps, offset, form, *place.key, even, PREFETCH if early else -1, c)
     programs = library.cdiv(w.shape[0] // 2, c.block_n // 2)
     launching.launch(plan, programs, tensors, (*w.stride(), *place.strides, n_inner), place.numbers)

@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftile import launching, library, runtime, tuning
 from rooftile.ops.weight_only import config as configs
 from rooftile.ops.weight_only.config import WeightOnlyConfig
-from rooftile.ops.weight_only.packing import GROUPS, pack_int4, quantize_int4, quantize_int8, unpack_int4
+from rooftile.ops.weight_only.packing import check_packed, pack_int4, quantize_int4, quantize_int8, unpack_int4
 
 __all__ = [
     "WeightOnlyConfig",
@@ -43,22 +43,6 @@ _WEIGHTS = {
 }
 
 
-def _rows(op: str, x: Tensor, weight: Tensor) -> int:
-    """The rows of a weight that fits x."""
-    if x.dim() == 0:
-        raise ValueError(f"{op}: x has shape (), expected at least one dimension")
-    k = x.shape[-1]
-    if op != "int4_linear":
-        expected, columns = f"(N, {k}) to match x's last dimension", k
-    else:
-        if k % GROUPS[0]:
-            raise ValueError(f"{op}: x's last dimension is {k}, expected a multiple of the group: of 32, 64 or 128")
-        expected, columns = f"(N, {k // 2}): two numbers a byte, to match x's last dimension of {k}", k // 2
-    if weight.dim() != 2 or weight.shape[1] != columns:
-        raise ValueError(f"{op}: {_WEIGHTS[op][0]} has shape {tuple(weight.shape)}, expected {expected}")
-    return weight.shape[0]
-
-
 def _check(
     op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[int, int]:
@@ -72,17 +56,22 @@ def _check(
             raise TypeError(
                 f"{op}: {other_name} has dtype {other.dtype}, expected {x.dtype} to match x, or torch.float32"
             )
-    n, k = _rows(op, x, weight), x.shape[-1]
-    if op != "int4_linear":
-        group, known = 0, scale.shape in ((n,), (n, 1))
-        wanted = f"({n},) or ({n}, 1) to match weight's rows"
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x has shape (), expected at least one dimension")
+    k = x.shape[-1]
+    if op == "int4_linear":
+        group = check_packed(op, name, weight, "scale", scale, k)
+        n = weight.shape[0]
     else:
-        fit = [g for g in GROUPS if k % g == 0]
-        group = next((g for g in fit if scale.dim() == 2 and scale.shape[1] * g == k), 0)
-        known = group > 0 and scale.shape[0] == n
-        wanted = " or ".join(f"({n}, {k // g})" for g in fit) + f" for groups of {' or '.join(map(str, fit))}"
-    if not known:
-        raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}, expected {wanted}")
+        if weight.dim() != 2 or weight.shape[1] != k:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(weight.shape)}, expected (N, {k}) to match x's last dimension"
+            )
+        group, n = 0, weight.shape[0]
+        if scale.shape not in ((n,), (n, 1)):
+            raise ValueError(
+                f"{op}: scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match weight's rows"
+            )
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match {name}'s rows")
     if residual is not None:

@@ -28,11 +28,12 @@ class WeightOnlyConfig:
 
     Kernel "skinny" brings its tiles through shared memory. Kernel "direct" (NVIDIA's GPUs, float16 and bfloat16, a K
     that is a multiple of `block_k`, int8 and int4) loads the weight into the registers that the matrix unit reads.
-    Kernel "row" multiplies and sums without the matrix unit: one row of x, weights of 8 bits.
+    Kernel "row" multiplies and sums without the matrix unit: one row of x.
 
     Args:
         block_m, block_n: the tile: rows of x, rows of the weight. For "row" block_m is 1.
-        block_k: elements of a block; twice the group for int4, whose low nibbles are one group and high ones the next.
+        block_k: elements of a block; twice the group for int4, whose low nibbles are one group and high ones the next,
+            but for "row", which takes any from 32 on.
         slices: blocks that a program takes at a time; 1, or a multiple of `num_warps`; for "direct" a divisor of it,
             for "row" 1.
         split_k: how many programs share one tile's sum.
@@ -128,14 +129,14 @@ def refuses(
     `group` is 0 for 8 bits, of which `fp8` says that they are no int8; `aligned`: whether rows of the weight begin at
     multiples of 16 bytes.
     """
-    if group and c.block_k != 2 * group:
+    if group and c.kernel == "row" and c.block_k < 32:
+        return f"block_k is {c.block_k}, expected at least 32 for kernel 'row' and a weight of 4 bits"
+    if group and c.kernel != "row" and c.block_k != 2 * group:
         return f"block_k is {c.block_k}, expected {2 * group}, twice the group of {group}"
     if c.kernel == "direct":
         why = _refuses_direct(c, group, dtype, target, k, aligned, fp8)
         if why:
             return why
-    if c.kernel == "row" and group:
-        return "kernel 'row' takes weights of 8 bits"
     if target is runtime.INTERPRETER and c.kernel != "row":
         return None
     if c.num_warps * target.warp_size > target.max_threads:
@@ -143,7 +144,8 @@ def refuses(
     if c.prefetch >= 0 and not dependent.supported(target):
         return f"prefetch is {c.prefetch}, expected -1: {target.arch} has no dependent launch"
     if c.kernel == "row":
-        return product_choice.refuses(Problem(m, 1, k or c.block_k, dtype), as_product(c), target)
+        product = as_product(c, group)
+        return product_choice.refuses(Problem(m, 1, k or product.block_k, dtype), product, target)
     if c.kernel == "direct":
         return None
     if c.slices > c.num_warps and c.block_m == 1:
@@ -160,9 +162,10 @@ def refuses(
     return None
 
 
-def as_product(c: WeightOnlyConfig) -> MatmulConfig:
-    """A configuration of "row" as that of the plain product's kernel, which it is."""
-    return MatmulConfig("row", 1, c.block_n, c.block_k, 1, c.split_k, c.num_warps, c.num_stages)
+def as_product(c: WeightOnlyConfig, group: int) -> MatmulConfig:
+    """A configuration of "row" as that of the plain product's kernel, which it is; of int4 its block_k counts bytes."""
+    block_k = c.block_k // 2 if group else c.block_k
+    return MatmulConfig("row", 1, c.block_n, block_k, 1, c.split_k, c.num_warps, c.num_stages)
 
 
 def _refuses_direct(
@@ -202,8 +205,8 @@ def config(
     direct = None if fp8 or dtype == torch.float32 or target is runtime.INTERPRETER else _direct(m, n, group, target)
     if direct is not None and refuses(direct, group, dtype, target, k, aligned) is not None:
         direct = None
-    if m == 1 and not group and (direct is None or _takes_row(n, fp8, target)):
-        return _row(n, k, dtype, target)
+    if m == 1 and (not _wide(n, target) if group else direct is None or _takes_row(n, fp8, target)):
+        return _row(n, k, group, dtype, target)
     if target is runtime.INTERPRETER:
         block_m, block_n = (min(64, max(least, library.power_of_two(s))) for least, s in ((1, m), (16, n)))
         return WeightOnlyConfig(block_m, block_n, block_k, slices=2, num_warps=1, num_stages=1)
@@ -229,11 +232,15 @@ def _takes_row(n: int, fp8: bool, target: runtime.Target) -> bool:
     return fp8 or target.arch != "sm_90" or not _wide(n, target)
 
 
-def _row(n: int, k: int, dtype: torch.dtype, target: runtime.Target) -> WeightOnlyConfig:
+def _row(n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target) -> WeightOnlyConfig:
     if target is runtime.INTERPRETER:
         block_n, block_k = (min(most, max(16, library.power_of_two(max(1, s)))) for most, s in ((64, n), (128, k)))
         return WeightOnlyConfig(1, block_n, block_k, slices=1, num_warps=4, num_stages=1, kernel="row")
-    c = product_choice.rows_of_8_bits(Problem(1, n, k, dtype), target)
+    if group:
+        c = product_choice.rows_of_4_bits(Problem(1, n, k // 2, dtype), target)
+        c = dataclasses.replace(c, block_k=2 * c.block_k)
+    else:
+        c = product_choice.rows_of_8_bits(Problem(1, n, k, dtype), target)
     # Of a long row as much is under way as it can be: without the prefetch 14336 -> 4096 was 14 us of 2430 ahead.
     early = (0 if k >= 8192 else 1) if dependent.supported(target) else -1
     return WeightOnlyConfig(

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.weight_only.config import WeightOnlyConfig
-from rooftile.ops.weight_only.scales import block_scales, in_pairs
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
 from rooftile.primitives.dequantize import INT4_BF16_WORD, INT4_FP16_WORD, INT8_BF16_WORD, INT8_FP16_WORD
 from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.weights import block_scales, in_pairs
 
 import triton  # isort: skip
 import triton.experimental.gluon.language as gl  # isort: skip

@@ -24,6 +24,26 @@ def check_group(op: str, k: int, group: int) -> None:
         raise ValueError(f"{op}: the last dimension is {k}, expected a multiple of the group of {group}")
 
 
+def check_packed(op: str, name: str, packed: Tensor, scale_name: str, scale: Tensor, k: int) -> int:
+    """The group of a packed weight for x of k columns. Raises for one that is none."""
+    if k % GROUPS[0]:
+        raise ValueError(f"{op}: x's last dimension is {k}, expected a multiple of the group: of 32, 64 or 128")
+    if packed.dim() != 2 or packed.shape[1] != k // 2:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(packed.shape)}, expected (N, {k // 2}): two numbers a byte, to match x's "
+            f"last dimension of {k}"
+        )
+    n, fit = packed.shape[0], [g for g in GROUPS if k % g == 0]
+    group = next((g for g in fit if scale.dim() == 2 and scale.shape[1] * g == k), 0)
+    if group == 0 or scale.shape[0] != n:
+        wanted = " or ".join(f"({n}, {k // g})" for g in fit)
+        raise ValueError(
+            f"{op}: {scale_name} has shape {tuple(scale.shape)}, expected {wanted} for groups of "
+            f"{' or '.join(map(str, fit))}"
+        )
+    return group
+
+
 def _check_matrix(op: str, name: str, tensor: Tensor) -> None:
     library.check_tensors(op, **{name: tensor})
     if tensor.dim() != 2:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.weight_only.config import WeightOnlyConfig
-from rooftile.ops.weight_only.scales import in_pairs, of_pair
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
 from rooftile.primitives.dequantize import eight_bits_as, has_tricks, int4_as
 from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.weights import in_pairs, of_pair
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

@@ -1,9 +1,10 @@
-"""Norm and product, plain or gated, with weights of 8 bits and a scale for each of their rows; for inference.
+"""Norm and product, plain or gated, with weights of 8 bits and a scale for each of their rows, or of 4 bits and a scale
+for each group of a row; for inference.
 
     z = (rms_norm(x) @ weight^T) * weight_scale + bias,   y = z, or act(g) * u of z = [g | u]
 
-One row of x is one kernel, which multiplies by x as it is. More rows are the norm and a product: of int8 that of a
-weight-only product; of float8_e4m3fn, where the matrix unit multiplies it as it is, the norm gives x in it too, by row.
+One row of x is one kernel, which multiplies by x as it is. More rows are the norm and a product: of int8 and int4 the
+weight-only one; of float8_e4m3fn, where the matrix unit multiplies it as it is, the norm gives x in it too, by row.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from rooftile.ops.matmul.layers import _activated as activated
 from rooftile.ops.rms_norm import forward as norm
 from rooftile.ops.rms_norm import quantized as quantized_norm
 from rooftile.ops.rms_norm_linear import row
-from rooftile.ops.rms_norm_linear.choose import chosen_of_8_bits
+from rooftile.ops.rms_norm_linear.choose import chosen_quantized
 from rooftile.ops.rms_norm_linear.layers import check
 from rooftile.ops.weight_only import _launch as weight_only_product
 from rooftile.primitives.quantize import refuse_gradients
+
+_PRODUCTS = {torch.int8: "int8_linear", torch.uint8: "int4_linear"}
 
 
 def _fake(
@@ -46,7 +49,7 @@ def _launch(
     out = _fake(op, x, norm_weight, weight, scale, bias, eps, offset, activation, config)
     if out.numel() == 0:
         return out
-    c = chosen_of_8_bits(op, x, weight, activation != "", config)
+    c = chosen_quantized(op, x, weight, activation != "", config)
     if c is not None:
         if isinstance(x, FunctionalTensor):
             raise launching.Untraceable("an early launch, or counters")
@@ -64,28 +67,40 @@ def _several(
     x: Tensor, norm_weight: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> Tensor:
     """Of more rows: the norm, then the product."""
-    if weight.dtype == torch.int8:
+    if weight.dtype in _PRODUCTS:
         normed, _ = norm.launch("rms_norm", x, None, norm_weight, eps, offset, "none")
-        return weight_only_product("int8_linear", normed, weight, scale, bias, None, "")
+        return weight_only_product(_PRODUCTS[weight.dtype], normed, weight, scale, bias, None, "")
     mode = (eps, offset, "none", "float8_e4m3fn", "row", 128)
     y, _, x_scale = quantized_norm.launch("rms_norm_quantized", x, None, norm_weight, None, *mode)
     dtype = str(x.dtype).removeprefix("torch.")
     return fp8_product(y, weight, scale.reshape(-1, 1), x_scale, bias, None, dtype, False, "")
 
 
-def _define(op: str) -> Any:
+def _define(op: str, bits: int) -> Any:
     schema = (
-        f"{op}(Tensor x, Tensor norm_weight, Tensor weight, Tensor weight_scale, Tensor? bias, float eps, "
+        f"{op}_{bits}bit(Tensor x, Tensor norm_weight, Tensor weight, Tensor weight_scale, Tensor? bias, float eps, "
         "float offset, str activation, str config) -> Tensor"
     )
-    called = op.removesuffix("_8bit")  # as the caller knows it
     return library.define(
         schema,
-        launch=functools.partial(_launch, called),
-        fake=functools.partial(_fake, called),
-        autograd=refuse_gradients(schema, "a product with weights of 8 bits"),
+        launch=functools.partial(_launch, op),
+        fake=functools.partial(_fake, op),
+        autograd=refuse_gradients(schema, f"a product with weights of {bits} bits"),
     )
 
 
-linear_op = _define("rms_norm_linear_8bit")
-gated_op = _define("rms_norm_gated_linear_8bit")
+_OPS = {(op, bits): _define(op, bits) for op in ("rms_norm_linear", "rms_norm_gated_linear") for bits in (8, 4)}
+
+
+def linear_op(x: Tensor, norm_weight: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """The op of that weight's bits."""
+    return _OPS["rms_norm_linear", _bits(weight)](x, norm_weight, weight, *rest)
+
+
+def gated_op(x: Tensor, norm_weight: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """The op of that weight's bits."""
+    return _OPS["rms_norm_gated_linear", _bits(weight)](x, norm_weight, weight, *rest)
+
+
+def _bits(weight: Tensor) -> int:
+    return 4 if isinstance(weight, Tensor) and weight.dtype == torch.uint8 else 8

@@ -1,4 +1,4 @@
-"""Weights of 8 bits and one row of x: one kernel, which rounds nothing but its result; and what more rows are."""
+"""Weights of 8 and 4 bits and one row of x: one kernel, which rounds nothing but its result; and what more rows are."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import BF16, assert_same
 
-from rooftile import Quantize, launching, quantize_int8, quantize_tensor, runtime
+from rooftile import Quantize, launching, pack_int4, quantize_int4, quantize_int8, quantize_tensor, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.ops.fp8_linear import fp8_linear
@@ -16,24 +16,31 @@ from rooftile.ops.matmul import choose as product_choice
 from rooftile.ops.matmul.config import Problem
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rms_norm_linear import choose, rms_norm_gated_linear, rms_norm_linear, row
-from rooftile.ops.weight_only import WeightOnlyConfig, configs, fp8_weight_linear, int8_linear
-from rooftile.primitives import quantize
+from rooftile.ops.weight_only import WeightOnlyConfig, configs, fp8_weight_linear, int4_linear, int8_linear
+from rooftile.primitives import dequantize, quantize, weights
 from rooftile.reference import rms_norm_linear as reference
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
 
 TOLERANCES = find_cases(["rms_norm_linear_8bit"])[0].tolerances
 E4M3 = torch.float8_e4m3fn
 both_formats = pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
+PRODUCTS = {"int8": int8_linear, "fp8": fp8_weight_linear, "int4": int4_linear}
+every_format = pytest.mark.parametrize("form", PRODUCTS)
 ROW = (MatmulConfig("row", 1, 8, 32, split_k=3), MatmulConfig("row", 1, 16, 64), MatmulConfig("row", 1, 4, 8))
 
 
-def quantised(weight, fp8):
-    return quantize_tensor(weight, Quantize()) if fp8 else quantize_int8(weight)
+def quantised(weight, form):
+    if form == "int4":
+        return quantize_int4(weight, next(g for g in (128, 64, 32) if weight.shape[1] % g == 0))
+    return quantize_tensor(weight, Quantize()) if form == "fp8" else quantize_int8(weight)
 
 
-def inputs(m, k, n, fp8, device, dtype=BF16):
+def inputs(m, k, n, form, device, dtype=BF16):
     """x, the norm's weight, the weight, its scale, the bias."""
     x, norm_weight, bias = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k,), (n,)))
-    return x, norm_weight, *quantised(torch.randn(n, k, device=device) * k**-0.5, fp8), bias
+    return x, norm_weight, *quantised(torch.randn(n, k, device=device) * k**-0.5, form), bias
 
 
 def truth(formula, x, norm_weight, weight, scale, bias, **options):
@@ -74,9 +81,12 @@ def test_every_number_is_exact(fp8, instruction, device, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("config", ROW, ids=lambda c: f"{c.block_n}x{c.block_k} split {c.split_k}")
-@both_formats
-def test_every_configuration_is_the_same_function(fp8, config, dtype, device):
-    x, norm_weight, weight, scale, bias = given = inputs(1, 77, 34, fp8, device, dtype)
+@every_format
+def test_every_configuration_is_the_same_function(form, config, dtype, device):
+    k = 77
+    if form == "int4":  # groups of 32, of which the last is a block of its own
+        k, config = 96 + 64, dataclasses.replace(config, block_k=max(32, config.block_k))
+    x, norm_weight, weight, scale, bias = given = inputs(1, k, 34, form, device, dtype)
     options = {"eps": 0.5, "offset": 1.0}
     out = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale, **options, config=config)
     assert_close(out, truth(reference.rms_norm_linear, *given, **options))
@@ -88,10 +98,36 @@ def test_every_configuration_is_the_same_function(fp8, config, dtype, device):
             1, config.block_n, config.block_k, slices=1, split_k=config.split_k, num_stages=1, kernel="row"
         )
         residual = torch.randn(1, 34, device=device).to(dtype)
-        product = fp8_weight_linear if fp8 else int8_linear
-        out = product(x, weight, scale, bias, residual=residual, config=own)
-        wide = weight.double() * scale.double().reshape(-1, 1)
+        out = PRODUCTS[form](x, weight, scale, bias, residual=residual, config=own)
+        wide = reference._wide(weight, scale, torch.float64)
         assert_close(out, x.double() @ wide.T + bias.double() + residual.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+def test_numbers_of_4_bits_may_come_too_large(dtype, device, monkeypatch):
+    """As the GPU's instructions give them: sums of them less what that makes are those of the numbers themselves."""
+
+    @triton.jit
+    def too_large(w, TRICKS: tl.constexpr):
+        low, high = dequantize.int4_as(w, tl.float32, False)
+        return low + 136, high + 136, 136
+
+    monkeypatch.setattr(weights, "int4_as_float32", too_large)
+    for k in (128, 160):
+        x, norm_weight, weight, scale, bias = given = inputs(1, k, 34, "int4", device, dtype)
+        out = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale, eps=0.5)
+        assert_close(out, truth(reference.rms_norm_linear, *given, eps=0.5))
+
+
+def test_every_group_has_its_own_part_of_x(device):
+    """Also the last of an odd number, whose halves are a byte's two nibbles."""
+    for group, groups in ((32, 3), (32, 4), (64, 1), (128, 2)):
+        k = group * groups
+        packed, scale = quantize_int4(torch.eye(k, device=device), group)
+        x, one = torch.arange(1.0, k + 1, device=device)[None], torch.ones(k, device=device)
+        out = rms_norm_linear(x, one, packed, weight_scale=scale, eps=0.0)
+        torch.testing.assert_close(out, x / x.square().mean().sqrt(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(int4_linear(x, packed, scale), x, rtol=1e-6, atol=0)
 
 
 def test_gate_and_up_have_scales_of_their_own(device):
@@ -101,40 +137,44 @@ def test_gate_and_up_have_scales_of_their_own(device):
     out = rms_norm_gated_linear(x, norm_weight, weight, weight_scale=scale, eps=0.0)
     expected = torch.nn.functional.silu(32 * scale[:5]) * 32 * scale[5:]
     torch.testing.assert_close(out, expected[None], rtol=1e-5, atol=0)
+    packed = pack_int4(weight, 32)
+    out = rms_norm_gated_linear(x, norm_weight, packed, weight_scale=scale[:, None], eps=0.0)
+    torch.testing.assert_close(out, expected[None], rtol=1e-5, atol=0)
 
 
-@both_formats
-def test_more_rows_are_the_norm_and_the_product(fp8, device):
-    x, norm_weight, weight, scale, bias = inputs(3, 96, 32, fp8, device)
-    if fp8:
+@every_format
+def test_more_rows_are_the_norm_and_the_product(form, device):
+    x, norm_weight, weight, scale, bias = inputs(3, 96, 32, form, device)
+    if form == "fp8":
         y, x_scale = rms_norm(x, norm_weight, eps=0.1, rounding="none", quantize=Quantize())
         expected = fp8_linear(y, weight, scale, x_scale=x_scale, bias=bias, out_dtype=BF16)
     else:
-        expected = int8_linear(rms_norm(x, norm_weight, eps=0.1, rounding="none"), weight, scale, bias)
+        expected = PRODUCTS[form](rms_norm(x, norm_weight, eps=0.1, rounding="none"), weight, scale, bias)
     assert_same((rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale, eps=0.1),), (expected,))
     out = rms_norm_gated_linear(x, norm_weight, weight, bias, weight_scale=scale, eps=0.1)
     gate, up = expected.double().chunk(2, -1)
     assert_close(out, torch.nn.functional.silu(gate) * up)
 
 
-@both_formats
-def test_scales_may_be_a_column_and_weights_lie_anyhow(fp8, device):
-    x, norm_weight, weight, scale, bias = inputs(1, 64, 24, fp8, device)
-    expected = (rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale.reshape(-1)),)
+@every_format
+def test_scales_may_be_a_column_and_weights_lie_anyhow(form, device):
+    x, norm_weight, weight, scale, bias = inputs(1, 64, 24, form, device)  # one group of int4
+    expected = (rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale),)
     spread = torch.stack((scale.reshape(-1), torch.full((24,), torch.nan, device=device)), 1)[:, :1]
+    columns = weight.shape[1]
     wide = torch.zeros(24, 80, dtype=torch.uint8, device=device)
-    wide[:, 3:67] = weight.view(torch.uint8)
-    for laid in (weight, wide[:, 3:67].view(weight.dtype), weight.T.contiguous().T):
-        for s in (scale.reshape(-1, 1), spread, spread[:, 0]):
+    wide[:, 3 : 3 + columns] = weight.view(torch.uint8)
+    for laid in (weight, wide[:, 3 : 3 + columns].view(weight.dtype), weight.T.contiguous().T):
+        for s in (scale.reshape(-1, 1), spread, *([] if form == "int4" else [spread[:, 0]])):
             assert_same((rms_norm_linear(x, norm_weight, laid, bias, weight_scale=s),), expected)
 
 
-@both_formats
-def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(fp8, device, monkeypatch):
+@every_format
+def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(form, device, monkeypatch):
     made = []
     stock = launching.counters
     monkeypatch.setattr(launching, "counters", lambda *args: made.append(stock(*args)) or made[-1])
-    x, norm_weight, weight, scale, bias = inputs(1, 300, 40, fp8, device)
+    x, norm_weight, weight, scale, bias = inputs(1, 320, 40, form, device)
     for function in (rms_norm_linear, rms_norm_gated_linear):
         results = [function(x, norm_weight, weight, bias, weight_scale=scale, config=ROW[0]) for _ in range(2)]
         assert torch.equal(*results)
@@ -144,14 +184,18 @@ def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(fp8, device
 
 @pytest.mark.parametrize("op", [rms_norm_linear, rms_norm_gated_linear])
 def test_bad_arguments_are_named(op, device):
-    x, g, w, s, b = inputs(2, 8, 6, False, device, torch.float32)
+    x, g, w, s, b = inputs(2, 8, 6, "int8", device, torch.float32)
     skinny = MatmulConfig("skinny", 16, 16, 16)
 
     def call(x=x, w=w, bias=None, scale=s, config=None):
         op(x, g, w, bias, weight_scale=scale, config=config)
 
     for given, kind, message in (
-        ({"w": w.float()}, TypeError, "weight has dtype torch.float32, expected torch.int8 or torch.float8_e4m3fn"),
+        (
+            {"w": w.float()},
+            TypeError,
+            "weight has dtype torch.float32, expected torch.int8, torch.float8_e4m3fn or",
+        ),
         ({"scale": None}, TypeError, "weight has dtype torch.int8, expected float32, float16 or bfloat16"),
         ({"scale": s.half()}, TypeError, "weight_scale has dtype torch.float16, expected torch.float32"),
         ({"scale": s[:5]}, ValueError, r"weight_scale has shape \(5,\), expected \(6,\) or \(6, 1\) to match"),
@@ -163,12 +207,42 @@ def test_bad_arguments_are_named(op, device):
         ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'row' takes one row of x"),
         ({"config": skinny}, ValueError, "config can't be launched: kernel is 'skinny', expected 'row'"),
     ):
-        with pytest.raises(kind, match=rf"{op.__name__}(_8bit)?: {message}"):
+        with pytest.raises(kind, match=rf"{op.__name__}(_[48]bit)?: {message}"):
+            call(**given)
+
+
+@pytest.mark.parametrize("op", [rms_norm_linear, rms_norm_gated_linear])
+def test_bad_arguments_of_4_bits_are_named(op, device):
+    x, g, w, s, b = inputs(1, 96, 6, "int4", device)
+
+    def call(x=x, g=g, w=w, scale=s, config=None):
+        op(x, g, w, b, weight_scale=scale, config=config)
+
+    for given, kind, message in (
+        ({"scale": None}, TypeError, "weight has dtype torch.uint8, expected float32, float16 or bfloat16"),
+        (
+            {"scale": s.half()},
+            TypeError,
+            "weight_scale has dtype torch.float16, expected torch.bfloat16 to match x",
+        ),
+        ({"scale": s[:, :2]}, ValueError, r"weight_scale has shape \(6, 2\), expected \(6, 3\) for groups of 32"),
+        ({"scale": s[:5]}, ValueError, r"weight_scale has shape \(5, 3\), expected \(6, 3\)"),
+        ({"scale": s[:, 0]}, ValueError, r"weight_scale has shape \(6,\), expected \(6, 3\)"),
+        ({"w": w[:, :40]}, ValueError, r"weight has shape \(6, 40\), expected \(N, 48\): two numbers a byte"),
+        ({"x": x[:, :80], "g": g[:80]}, ValueError, "x's last dimension is 80, expected a multiple of the group"),
+        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but a product with weights of 4 bits has no"),
+        (
+            {"config": ROW[2]},
+            ValueError,
+            "config can't be launched: block_k is 8, expected at least 32 for a",
+        ),
+    ):
+        with pytest.raises(kind, match=rf"{op.__name__}(_4bit)?: {message}"):
             call(**given)
 
 
 def test_what_a_gate_needs_is_named(device):
-    x, g, w, s, _ = inputs(2, 8, 6, False, device, torch.float32)
+    x, g, w, s, _ = inputs(2, 8, 6, "int8", device, torch.float32)
     with pytest.raises(ValueError, match="weight has 5 rows, expected an even number"):
         rms_norm_gated_linear(x, g, w[:5], weight_scale=s[:5])
     for activation in ("", "relu"):
@@ -183,12 +257,15 @@ def test_the_plain_product_refuses_what_its_row_can_not_do(device):
             ValueError, match=f"WeightOnlyConfig: block_m is .*{value}.*, expected 1 and 1 for kernel 'row'"
         ):
             dataclasses.replace(config, **{field: value})
-    x, _, weight, scale, _ = inputs(2, 64, 16, False, device)
+    x, _, weight, scale, _ = inputs(2, 64, 16, "int8", device)
     with pytest.raises(ValueError, match="int8_linear: config can't be used here: kernel 'row' takes one row of x"):
         int8_linear(x, weight, scale, config=config)
     sm_90 = runtime.TARGETS["sm_90"]
-    int4 = dataclasses.replace(config, block_k=128)
-    assert configs.refuses(int4, 64, BF16, sm_90) == "kernel 'row' takes weights of 8 bits"
+    short = dataclasses.replace(config, block_k=16)
+    assert configs.refuses(short, 64, BF16, sm_90) == (
+        "block_k is 16, expected at least 32 for kernel 'row' and a weight of 4 bits"
+    )
+    assert configs.refuses(config, 128, BF16, sm_90) is None  # as many elements as it likes
     large = dataclasses.replace(config, block_n=64, block_k=1024)
     assert re.search("more than 128 a thread", configs.refuses(large, 0, BF16, sm_90, 4096))
     direct = WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, num_stages=1, kernel="direct")
@@ -199,14 +276,23 @@ def test_the_plain_product_refuses_what_its_row_can_not_do(device):
 def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
     for n, k in ((1, 1), (33, 40), (4608, 3584), (6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)):
         for gated in (False, True):
-            c = choose._choose_of_8_bits(n, k, target, gated)
-            p = Problem(1, n, k, BF16, gated=gated)
-            assert product_choice.common_reason(c, target) is row.refuses(p, c, target) is None
+            for packed in (False, True):
+                c = choose._choose_quantized(n, k, packed, target, gated)
+                p = Problem(1, n, k, BF16, gated=gated)
+                assert product_choice.common_reason(c, target) is row.refuses(p, c, target) is None
         for fp8 in (False, True):
             for dtype in (torch.float32, BF16):
                 c = configs.config(1, n, k, 0, dtype, target, True, fp8)
                 assert configs.refuses(c, 0, dtype, target, k, fp8=fp8) is None
                 assert not fp8 or c.kernel == "row"
+    for n, k, group in ((1, 32, 32), (4608, 3584, 128), (4096, 4096, 128), (4096, 14336, 128), (28672, 4096, 128)):
+        for dtype in (torch.float32, BF16):
+            c = configs.config(1, n, k, group, dtype, target)
+            assert configs.refuses(c, group, dtype, target, k) is None
+            if n < 20000 and target is not runtime.INTERPRETER:
+                assert c.kernel == "row"
+                assert c.block_n * c.block_k == 2 * 64 * c.num_warps * target.warp_size  # 64 bytes a thread
+                assert k % c.block_k in (0, k)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
@@ -214,10 +300,13 @@ def test_a_thread_takes_as_many_bytes_whatever_the_weight(arch):
     target = runtime.TARGETS[arch]
     threads = 4 * 32
     for n, k, gated in ((6144, 4096, False), (14336, 4096, True), (128256, 4096, False), (4608, 3584, False)):
-        c = choose._choose_of_8_bits(n, k, target, gated)
+        c = choose._choose_quantized(n, k, False, target, gated)
         assert c.block_n * c.block_k * (1 + gated) == 64 * threads
         assert c.num_warps * target.warp_size == threads
         assert k % c.block_k == 0
+        c = choose._choose_quantized(n, k // 2, True, target, gated)
+        assert c.block_n * c.block_k * (1 + gated) == 64 * threads
+        assert c.num_warps * target.warp_size == threads
     # A long row is read in as many, and there without a prefetch; a short one with one, where launches overlap at all.
     for k, early in ((14336, 0), (4096, 1)):
         c = configs.config(1, 4096, k, 0, BF16, target, True, True)
