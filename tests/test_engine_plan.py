@@ -67,6 +67,14 @@ def test_one_sequence_is_as_few_kernels_with_weights_of_fewer_bits(quantize):
     assert plan(config(), 2, quantize=quantize).launches > plan(config(), 2).launches
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_of_many_sequences_every_product_has_its_weight_given_back_by_another_kernel(quantize):
+    c = config(tie_word_embeddings=False)
+    few, many = (plan(c, batch, quantize=quantize) for batch in (128, 129))
+    assert many.launches - few.launches == 4 * c.layers + 1  # and of the vocabulary
+    assert few.launches == plan(c, 129, dtype=torch.float32, quantize=quantize).launches
+
+
 @pytest.mark.parametrize("quantize", [None, "fp8", "int8", "int4"])
 def test_a_step_reads_every_weight_once(quantize):
     """And beside them, at one token of context, nothing that is not a row or two."""

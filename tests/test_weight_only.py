@@ -14,6 +14,7 @@ from rooftile.cases.check import relative_error
 from rooftile.ops import weight_only
 from rooftile.ops.weight_only import (
     WeightOnlyConfig,
+    dense,
     int4_linear,
     int8_linear,
     pack_int4,
@@ -21,6 +22,7 @@ from rooftile.ops.weight_only import (
     quantize_int8,
     unpack_int4,
 )
+from rooftile.ops.weight_only.dense import dequantised
 from rooftile.reference import weight_only as reference
 
 GROUPS = (32, 64, 128)
@@ -146,6 +148,7 @@ CONFIGS = [
     WeightOnlyConfig(4, 32, 128, slices=4, num_warps=4, num_stages=2),
     WeightOnlyConfig(16, 64, 128, slices=2, num_warps=2, split_k=2),
     WeightOnlyConfig(64, 128, 128, slices=1, num_warps=8, split_k=3),
+    WeightOnlyConfig(1, 8, 256, slices=1, num_warps=4, kernel="dense"),
 ]
 
 
@@ -159,6 +162,49 @@ def test_every_configuration_computes_the_same(config, device):
     weight, scale = int8(70, 448, device)
     expected = reference.int8_linear(x.double(), weight, scale.double())
     assert relative_error(int8_linear(x, weight, scale, config=config), expected) < 1e-6
+
+
+DENSE = (
+    WeightOnlyConfig(1, 4, 32, slices=1, num_warps=1, kernel="dense"),
+    WeightOnlyConfig(1, 1, 1024, slices=1, num_warps=8, kernel="dense"),
+)
+
+
+@pytest.mark.parametrize("config", DENSE, ids=["short", "long"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_a_weight_that_is_given_back_is_rounded_once(dtype, config, device):
+    for group, blocks in ((32, 5), (64, 1), (128, 4), (128, 3)):
+        q, packed, scale = int4(9, group * blocks, group, device)
+        for s in (scale, scale.to(dtype)):
+            expected = (q.double() * s.double().repeat_interleave(group, 1)).to(dtype)
+            assert_same((dequantised(packed, s, dtype, q.shape[1], config),), (expected,))
+    weight, scale = int8(9, 77, device)
+    wide = torch.zeros(9, 99, dtype=torch.int8, device=device)
+    wide[:, 3:80] = weight
+    for of_8_bits in (weight, wide[:, 3:80], weight.float().to(torch.float8_e4m3fn)):
+        expected = (of_8_bits.double() * scale.double()[:, None]).to(dtype)
+        assert_same((dequantised(of_8_bits, scale, dtype, 77, config),), (expected,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_many_rows_have_the_weight_given_back(dtype, device, monkeypatch):
+    given_back = []
+    stock = dense.dequantised
+    monkeypatch.setattr(dense, "dequantised", lambda *args: given_back.append(args[0]) or stock(*args))
+    x = torch.randn(2, 65, 96, device=device).to(dtype)
+    residual, bias = torch.randn(2, 65, 24, device=device).to(dtype), torch.randn(24, device=device).to(dtype)
+    ceiling = {torch.float16: 5e-4, BF16: 4e-3}[dtype]
+    q, packed, scale = int4(24, 96, 32, device)
+    out = int4_linear(x, packed, scale, bias, residual=residual)
+    assert relative_error(out, exact(x, q, scale, 32) + bias.double() + residual.double()) < ceiling
+    weight, scale = int8(24, 96, device)
+    out = int8_linear(x, weight, scale, bias, residual=residual)
+    expected = reference.int8_linear(x.double(), weight, scale.double(), bias.double(), residual.double())
+    assert relative_error(out, expected) < ceiling
+    assert given_back == [packed, weight]
+    int8_linear(x[:1], weight, scale)
+    int8_linear(x.float(), weight, scale)  # which the ordinary units multiply
+    assert len(given_back) == 2
 
 
 def test_a_split_sum_leaves_its_counters_zero(device):
@@ -313,6 +359,14 @@ def test_configurations_that_can_not_be(device):
     _, packed, scale = int4(16, 128, 64, device)
     with pytest.raises(ValueError, match="int4_linear: config can't be used here: block_k is 64, expected 128, twice"):
         int4_linear(torch.randn(2, 128, device=device), packed, scale, config=good)
+    for field, value, message in (
+        ("split_k", 2, "split_k is 2, expected 1 for kernel 'dense'"),
+        ("prefetch", 0, "prefetch is 0, expected -1"),
+        ("block_k", 16, "block_k is 16, expected at least 32 for kernel 'dense' and a weight of 4 bits"),
+        ("block_n", 1024, "more than 128 a thread"),
+    ):
+        config = dataclasses.replace(DENSE[0], **{field: value})
+        assert message in (weight_only.configs.refuses(config, 64, BF16, runtime.TARGETS["sm_80"]) or "")
 
 
 def test_a_configuration_that_was_measured_is_used(device, monkeypatch):
@@ -339,3 +393,4 @@ def test_the_configuration_of_every_size_can_be_used():
                     for n, k in ((4096, 4096), (128256, 4096), (4096, 14336), (16, 128)):
                         c = weight_only.configs.config(m, n, k, group, dtype, target)
                         assert weight_only.configs.refuses(c, group, dtype, target, k) is None, (target, group, m)
+                        assert (c.kernel == "dense") is (m > 128 and dtype != torch.float32)

@@ -160,7 +160,7 @@ def check_launch(m, n, k, group, dtype, config, device):
 def test_every_configuration_that_can_be_chosen_is_right(dtype, group, device):
     """A combination of slices, warps and block_m that the compiler gets wrong is wrong by as much as the result."""
     target, seen = runtime.target(device), set()
-    for m in (1, 2, 4, 8, 16, 32, 64, 128):
+    for m in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         few, many = 16 * target.multiprocessors + 8, 32 * 4 * target.multiprocessors + 8
         for n, k in ((40, 1024), (few, 1536), (many, 512), (48, 7 * (group or 96))):
             config = weight_only.configs.config(m, n, k, group, dtype, target)

@@ -21,6 +21,7 @@ from rooftile.engine.products import Dense, Int4, Product, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
+from rooftile.ops.weight_only.config import gives_back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,8 @@ class _Builder:
     ) -> Step:
         """A product of x with the weight of p, and `more` bytes that it reads."""
         flops = 2 * self.batch * p.n * p.k
+        if op in ("int8_linear", "int4_linear") and gives_back(self.batch, self.dtype):
+            launches += 1
         shape = f"{self.batch} x {p.k} -> {p.n}" if out == p.n else f"{self.batch} x {p.k} -> {p.n // out} x {out}"
         return Step(name, op, shape, p.nbytes + x_bytes + more, self._rows(out), flops, launches, times)
 

@@ -7,7 +7,8 @@
 
 A weight of (N, K) is read at every step of a decode, N * K bytes or half of them, beside which x, the scales and the
 output are little. Products are of x as it is and exact small numbers, sums float32; scales multiply sums, in float32,
-so that nothing is rounded before the end.
+so that nothing is rounded before the end. But of many rows of x in 16 bits the weight is given back in x's dtype first,
+where each number is rounded, and the dense product multiplies.
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ def int8_linear(
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
 
     Returns:
-        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once.
+        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in 16 bits
+        the weight times its scale is rounded to x's dtype, too, in `N * K * 2` bytes that are freed again.
 
     Raises:
         ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
@@ -249,7 +251,8 @@ def fp8_weight_linear(
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
 
     Returns:
-        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once.
+        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in 16 bits
+        the weight times its scale is rounded to x's dtype, too, in `N * K * 2` bytes that are freed again.
 
     Raises:
         ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
@@ -284,7 +287,7 @@ def int4_linear(
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, scales multiply a group's sum, and what comes of it
-        is rounded once.
+        is rounded once; of more than 128 rows in 16 bits the weight is, too, as `int8_linear` says.
 
     Raises:
         ValueError: K is no multiple of the group, shapes don't match, the configuration can't be used, an argument

@@ -14,7 +14,11 @@ from rooftile.ops.matmul import choose as product_choice
 from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
 
-KERNELS = ("skinny", "direct", "row")
+# Rows of x above which the weight is given back first. An estimate from Llama-3-8B's prompts of 512 tokens on an H200:
+# 29.9 ms with int4 and 28.7 with int8 where every tile of 64 rows gave it back, 12.8 with a dense weight, and to read 4
+# or 8 bits and write 16 of each number 4.1 and 4.9. What tiles took is nearly in proportion to the rows.
+DENSE_ROWS = 128
+KERNELS = ("skinny", "direct", "row", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +32,21 @@ class WeightOnlyConfig:
 
     Kernel "skinny" brings its tiles through shared memory. Kernel "direct" (NVIDIA's GPUs, float16 and bfloat16, a K
     that is a multiple of `block_k`, int8 and int4) loads the weight into the registers that the matrix unit reads.
-    Kernel "row" multiplies and sums without the matrix unit: one row of x.
+    Kernel "row" multiplies and sums without the matrix unit: one row of x. "dense" gives the weight back in x's dtype,
+    a tile of `block_n` rows and `block_k` elements to a program, and leaves the rest to `linear`'s product: many rows.
 
     Args:
-        block_m, block_n: the tile: rows of x, rows of the weight. For "row" block_m is 1.
+        block_m, block_n: the tile: rows of x, rows of the weight. For "row" and "dense" block_m is 1.
         block_k: elements of a block; twice the group for int4, whose low nibbles are one group and high ones the next,
-            but for "row", which takes any from 32 on.
+            but for "row" and "dense", which take any from 32 on.
         slices: blocks that a program takes at a time; 1, or a multiple of `num_warps`; for "direct" a divisor of it,
-            for "row" 1.
+            for "row" and "dense" 1.
         split_k: how many programs share one tile's sum.
         num_warps, num_stages: warps of a program, and how deep its loads are pipelined; for "direct" how many steps'
             weights a thread holds.
         prefetch: -1 for an ordinary launch. From 0 on the kernel starts while the one before it still ends (for sm_90
             and later), and brings the weights of that many steps into the L2 until it may go on.
-        kernel: "skinny", "direct" or "row".
+        kernel: "skinny", "direct", "row" or "dense".
     """
 
     block_m: int
@@ -65,16 +70,16 @@ class WeightOnlyConfig:
                 raise ValueError(f"WeightOnlyConfig: {field.name} is {value!r}, expected a positive integer")
             if field.name not in ("split_k", "num_stages") and value & (value - 1):
                 raise ValueError(f"WeightOnlyConfig: {field.name} is {value}, expected a power of two")
-        for name in ("block_n", "block_k") if self.kernel != "row" else ("block_k",):
+        for name in ("block_n", "block_k") if self.kernel in ("skinny", "direct") else ("block_k",):
             if getattr(self, name) < 16:
                 raise ValueError(f"WeightOnlyConfig: {name} is {getattr(self, name)}, expected at least 16")
         if self.kernel == "direct":
             self._check_direct()
-        elif self.kernel == "row":
+        elif self.kernel in ("row", "dense"):
             if (self.block_m, self.slices) != (1, 1):
                 raise ValueError(
                     f"WeightOnlyConfig: block_m is {self.block_m} and slices {self.slices}, expected 1 and 1 for "
-                    "kernel 'row'"
+                    f"kernel '{self.kernel}'"
                 )
         elif self.slices > 1 and self.slices % self.num_warps:
             raise ValueError(
@@ -129,9 +134,10 @@ def refuses(
     `group` is 0 for 8 bits, of which `fp8` says that they are no int8; `aligned`: whether rows of the weight begin at
     multiples of 16 bytes.
     """
-    if group and c.kernel == "row" and c.block_k < 32:
-        return f"block_k is {c.block_k}, expected at least 32 for kernel 'row' and a weight of 4 bits"
-    if group and c.kernel != "row" and c.block_k != 2 * group:
+    by_elements = c.kernel in ("row", "dense")
+    if group and by_elements and c.block_k < 32:
+        return f"block_k is {c.block_k}, expected at least 32 for kernel '{c.kernel}' and a weight of 4 bits"
+    if group and not by_elements and c.block_k != 2 * group:
         return f"block_k is {c.block_k}, expected {2 * group}, twice the group of {group}"
     if c.kernel == "direct":
         why = _refuses_direct(c, group, dtype, target, k, aligned, fp8)
@@ -146,6 +152,8 @@ def refuses(
     if c.kernel == "row":
         product = as_product(c, group)
         return product_choice.refuses(Problem(m, 1, k or product.block_k, dtype), product, target)
+    if c.kernel == "dense":
+        return _refuses_dense(c, target)
     if c.kernel == "direct":
         return None
     if c.slices > c.num_warps and c.block_m == 1:
@@ -166,6 +174,16 @@ def as_product(c: WeightOnlyConfig, group: int) -> MatmulConfig:
     """A configuration of "row" as that of the plain product's kernel, which it is; of int4 its block_k counts bytes."""
     block_k = c.block_k // 2 if group else c.block_k
     return MatmulConfig("row", 1, c.block_n, block_k, 1, c.split_k, c.num_warps, c.num_stages)
+
+
+def _refuses_dense(c: WeightOnlyConfig, target: runtime.Target) -> str | None:
+    for name, only in (("split_k", 1), ("prefetch", -1)):
+        if getattr(c, name) != only:
+            return f"{name} is {getattr(c, name)}, expected {only} for kernel 'dense'"
+    elements = c.block_n * c.block_k
+    if elements > 128 * c.num_warps * target.warp_size:
+        return f"block_n x block_k is {elements} elements for {c.num_warps} warps, more than 128 a thread"
+    return None
 
 
 def _refuses_direct(
@@ -195,12 +213,19 @@ def _refuses_direct(
     return None
 
 
+def gives_back(m: int, dtype: torch.dtype) -> bool:
+    """Whether the weight is given back for that many rows of x, in a kernel of its own."""
+    return m > DENSE_ROWS and dtype != torch.float32
+
+
 @functools.cache
 def config(
     m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target, aligned: bool = True,
     fp8: bool = False,
 ) -> WeightOnlyConfig:  # fmt: skip
     """The configuration for x of (m, k) and a weight of (n, k); `group`, `aligned` and `fp8` as for `refuses`."""
+    if gives_back(m, dtype):
+        return _dense(k, target)
     block_k = 2 * group or 128
     direct = None if fp8 or dtype == torch.float32 or target is runtime.INTERPRETER else _direct(m, n, group, target)
     if direct is not None and refuses(direct, group, dtype, target, k, aligned) is not None:
@@ -246,6 +271,13 @@ def _row(n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target)
     return WeightOnlyConfig(
         1, c.block_n, c.block_k, slices=1, num_warps=c.num_warps, num_stages=1, prefetch=early, kernel="row"
     )
+
+
+def _dense(k: int, target: runtime.Target) -> WeightOnlyConfig:
+    """32 numbers a thread: 16 bytes of int4, and 64 that are written."""
+    block_k = min(1024, max(32, library.power_of_two(k)))
+    warps = 128 // target.warp_size
+    return WeightOnlyConfig(1, 32 * 128 // block_k, block_k, 1, num_warps=warps, num_stages=1, kernel="dense")
 
 
 def _direct(m: int, n: int, group: int, target: runtime.Target) -> WeightOnlyConfig | None:
