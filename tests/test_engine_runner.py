@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rooftile
-from rooftile import launching, runtime
+from rooftile import PagedKVCache, launching, runtime
 from rooftile.engine import runner as module
 from rooftile.engine.runner import Sampling
 
@@ -118,6 +118,61 @@ def test_each_slot_has_its_own_sampling(engine):
         assert given == pytest.approx(dataclasses.asdict(how))
     for s in runner.cache.sequences:
         runner.free(s)
+
+
+def test_the_device_begins_with_prompts_before_it_is_told_of_their_sequences(engine, monkeypatch):
+    runner, cache, seen = engine.runner, engine.runner.cache, []
+    before = [x.clone() for x in (cache.lengths, cache.page_table)]
+    prefill = runner.decoder.prefill
+
+    def told(*args):
+        assert [s.length for s in cache.sequences] == [len(p) for p in PROMPTS]
+        seen.append([x.clone() for x in (cache.lengths, cache.page_table)])
+        return prefill(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.decoder, "prefill", told)
+        sequences = runner.prefill(PROMPTS, HOW)
+    assert all(torch.equal(x, y) for x, y in zip(seen[0], before, strict=True))
+    assert cache.lengths.tolist() == [len(p) for p in PROMPTS]
+    for s in sequences:
+        assert cache.page_table[s.slot, : len(s.pages)].tolist() == s.pages
+        runner.free(s)
+    assert not cache.lengths.any()
+
+
+def test_what_is_deferred_is_told_in_its_order_also_where_something_fails(device):
+    cache = PagedKVCache(6, 16, 1, 8, max_sequences=3, layers=2, dtype=torch.float32, device=device)
+    a = cache.allocate()
+    cache.extend({a: 20})
+    k, v = torch.randn(2, 3, 20, 1, 8, device=device)
+    for layer in range(2):
+        cache.append(layer, k, v)
+    sequences = []
+
+    @cache.deferred()
+    def steps():
+        b = cache.fork(a)
+        cache.extend({b: 1})  # which copies the page that they share
+        cache.free(a)
+        c = cache.allocate()
+        cache.extend({c: 3, b: 2})
+        sequences.extend((b, c))
+        assert (b.length, c.length, cache.lengths.tolist()) == (23, 3, [20, 0, 0])
+        with cache.deferred():
+            pass
+
+    with pytest.raises(RuntimeError, match=r"PagedKVCache.deferred: is under way already"):
+        steps()
+    assert cache.lengths.tolist() == [3, 23, 0]
+    assert cache.starts.tolist() == [0, 21, 0]
+    assert cache.counts.tolist() == [3, 2, 0]
+    for sequence in sequences:
+        row = cache.page_table[sequence.slot].tolist()
+        assert row == sequence.pages + [-1] * (len(row) - len(sequence.pages))
+    for layer in range(2):
+        held = cache.k[layer, sequences[0].pages].flatten(0, 1)[:20]
+        assert torch.equal(held, k[0])
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])

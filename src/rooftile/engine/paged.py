@@ -247,7 +247,7 @@ class PagedKVCache(Steps):
             if missing or sequence in shared:
                 self._show(sequence.slot, sequence)
         if pairs:
-            self._copy(pairs)
+            self._tell(functools.partial(self._copy, pairs))
         self._begin(counts)
 
     def _take(self) -> int:

@@ -95,7 +95,7 @@ class PromptBatch:
             padded = None
         self.shape = None if padded is None else (self.n, padded)
         layout = self._packed if self.length is None else self._batch
-        fields = layout([_int32(p) for p in prompts], [_int32(p) for p in pages], page_size, every)
+        fields = layout(prompts, pages, page_size, every)
         self._shapes = [None if x is None else x.shape for x in fields]
         # 16 bytes apart: kernels are compiled anew for another alignment.
         self._at = list(
@@ -122,20 +122,23 @@ class PromptBatch:
             for at, shape in zip(self._at, self._shapes, strict=False)
         ]
 
-    def _batch(self, ids: list[Tensor], pages: list[Tensor], page_size: int, every: bool) -> Inputs:
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page_size: int, every: bool
+    ) -> Inputs:
+        """The device waits for this, so that it is little: each a list, which becomes a tensor at once."""
         assert self.length is not None
-        n, length, counts = self.n, self.length, [len(x) for x in ids]
-        rows = [torch.arange(i * length + (0 if every else m - 1), i * length + m) for i, m in enumerate(counts)]
-        padded = torch.zeros((n, length), dtype=torch.int32)
-        table = torch.full((n, -(-length // page_size)), -1, dtype=torch.int32)
-        for i in range(n):
-            padded[i, : counts[i]] = ids[i]
-            padded[i, counts[i] :] = ids[i][-1]
-            table[i, : len(pages[i])] = pages[i]
-        starts = torch.zeros(n, dtype=torch.int32)
-        return Inputs(padded.view(-1), torch.cat(rows), starts, table, _int32(counts), None, None)
+        length, counts, blocks = self.length, [len(p) for p in prompts], -(-self.length // page_size)
+        ids = [token for p in prompts for token in (*p, *itertools.repeat(p[-1], length - len(p)))]
+        rows = [
+            row for i, m in enumerate(counts) for row in range(i * length + (0 if every else m - 1), i * length + m)
+        ]
+        table = [[*p, *itertools.repeat(-1, blocks - len(p))] for p in pages]
+        return Inputs(_int32(ids), _int32(rows), _int32([0] * self.n), _int32(table), _int32(counts), None, None)
 
-    def _packed(self, ids: list[Tensor], pages: list[Tensor], page_size: int, every: bool) -> Inputs:
+    def _packed(
+        self, prompts: Sequence[Sequence[int]], of_prompts: Sequence[Sequence[int]], page_size: int, every: bool
+    ) -> Inputs:
+        ids, pages = ([_int32(x) for x in each] for each in (prompts, of_prompts))
         positions = torch.cat([torch.arange(len(x), dtype=torch.int32) for x in ids])
         of_tokens = [p.repeat_interleave(page_size)[: len(x)] for p, x in zip(pages, ids, strict=True)]
         ends = _int32(list(itertools.accumulate((len(x) for x in ids), initial=0)))
@@ -190,5 +193,5 @@ class PromptGraphs:
         return graph, numbers, logits
 
 
-def _int32(numbers: Sequence[int]) -> Tensor:
+def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)

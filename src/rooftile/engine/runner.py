@@ -152,10 +152,17 @@ class Runner:
         """
         if len(sampling) != len(prompts):
             raise ValueError(f"sampling is given for {len(sampling)} prompts, expected one for each of {len(prompts)}")
-        sequences = self._begin(prompts)
+        # The device begins with the prompts, of whose places it is told with them, before it is told of the new state.
+        with self.cache.deferred():
+            sequences = self._begin(prompts)
+            try:
+                with on(self.tokens.device):
+                    logits = self._logits(prompts, sequences)
+            except BaseException:
+                self._free_all(sequences)
+                raise
         try:
             with on(self.tokens.device):
-                logits = self._logits(prompts, sequences)
                 slots = [s.slot for s in sequences]
                 self._set(slots, prompts, sampling)
                 for first, end in _runs(slots, [how.greedy for how in sampling]):

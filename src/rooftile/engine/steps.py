@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,7 @@ class Steps:
         self._advanced = True
         self._captured = False  # a graph advances, and the host is not told when
         self._appended = set(range(layers))  # the layers that have the tokens of the step
+        self._later: list[Callable[[], object]] | None = None  # what the device is told at the end of `deferred`
 
     def _make_scales(
         self, name: str, scales: str | tuple[Tensor, Tensor] | None, by_token: tuple[int, ...]
@@ -171,8 +172,33 @@ class Steps:
             self._counts = [0 if i in range(rows.start, rows.stop) else n for i, n in enumerate(self._counts)]
             self._send(self.counts, self._counts)
 
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """What the device is told of lengths, pages and counts meanwhile, it is told at the end, in the same order.
+
+        For work that needs none of it and that should not wait for the host to tell it. What the host knows of
+        sequences is as ever.
+        """
+        if self._later is not None:
+            raise RuntimeError(f"{type(self).__name__}.deferred: is under way already")
+        self._later = []
+        try:
+            yield
+        finally:
+            later, self._later = self._later, None
+            for tell in later:
+                tell()
+
+    def _tell(self, tell: Callable[[], object]) -> None:
+        """Do that on the device, now or at the end of what is deferred."""
+        if self._later is None:
+            tell()
+        else:
+            self._later.append(tell)
+
     def _send(self, tensor: Tensor, values: Sequence[Any]) -> None:
-        tensor.copy_(torch.tensor(values, dtype=tensor.dtype), non_blocking=True)
+        sent = torch.tensor(values, dtype=tensor.dtype)  # as they are now
+        self._tell(lambda: tensor.copy_(sent, non_blocking=True))
 
     def advance(self) -> None:
         """Move the lengths on the device by what was reserved. One launch, which a CUDA graph can hold.
@@ -182,13 +208,16 @@ class Steps:
         """
         if self._advanced:
             raise RuntimeError(f"{type(self).__name__}.advance: no new tokens were reserved; call reserve first")
+        self._tell(self._advance)
+        self._advanced = True
+        self._captured |= self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _advance(self) -> None:
         n = self.lengths.shape[0]
         tensors = (self.lengths, self.starts, self.counts)
         with on(self.lengths.device):
             plan = _advance_plan(dependent.early(self.lengths))
             launching.launch(plan, library.cdiv(n, 1024), tensors, (), (n, self.capacity))
-        self._advanced = True
-        self._captured |= self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
     # Layers.
 
