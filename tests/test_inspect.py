@@ -204,6 +204,14 @@ def test_a_failed_or_crashed_compilation_is_a_row_and_the_rest_goes_on():
     assert [(r.verdict, r.message) for r in rows["excluded"]] == [("excluded", "this chip has no such thing")]
 
 
+def test_what_is_empty_need_not_launch_anything():
+    case = all_cases()["silu_mul"]
+    empty = [p for p in case.sets["edge"] if not p["rows"] * p["cols"]]
+    rows = compile_on("sm_86", plan([dataclasses.replace(case, sets={"edge": empty})], dtypes=[torch.bfloat16]))
+    assert empty
+    assert rows == []
+
+
 def test_a_worker_that_cannot_begin_fails_every_task():
     (row,) = compile_on("sm_91", plan([BROKEN["good"]]), {"good": BROKEN["good"]})
     assert (row.verdict, row.points) == ("FAIL", ("16 rows", "100 rows"))
