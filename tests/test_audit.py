@@ -1,4 +1,4 @@
-"""`rooftile audit`: what it says of a trace, and of what the engine asks of a GPU."""
+"""`rooftile audit`: what it says of a trace."""
 
 import io
 import json
@@ -6,37 +6,13 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-import rooftile
-from rooftile import cli, runtime
-from rooftile.engine import Engine
-from rooftile.engine.model import Decoder
-from rooftile.inspect import audit
-from rooftile.inspect.audit import Audit, engine_parts
+from rooftile.inspect.audit import Audit
 from rooftile.inspect.audit import kernels as audit_kernels
 from rooftile.inspect.audit import report as audit_report
 from rooftile.inspect.audit import trace as audit_trace
-from rooftile.inspect.audit.calls import Recorder
 from rooftile.inspect.audit.kernels import Launched, origin_of, registry
-from rooftile.inspect.audit.patched import Compiled
-from rooftile.inspect.audit.profile import profiled, recorded
 from rooftile.inspect.audit.trace import MARK, phases
-
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-}
-interpreted = pytest.mark.skipif(
-    runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are recorded on the CPU"
-)
-
 
 # A trace as the profiler writes it: microseconds, host and device on one clock.
 
@@ -262,157 +238,3 @@ def test_ours_is_shown_beside_theirs():
 
 
 # Without a GPU.
-
-
-@interpreted
-def test_torchs_ops_on_the_devices_tensors_are_found_and_the_hosts_are_not():
-    x, pairs, ids = torch.randn(4, 8), torch.randn(8, 2), torch.arange(4)
-    device = torch.device("cpu")
-    recorder = Recorder()
-    with recorder.phase("one"):
-        on_host = torch.tensor([1, 2, 3]) + 1  # lengths, perhaps
-        sent = on_host.to(device)
-        x.view(2, 16)[:, 4:].clone()
-        torch.empty_like(x).copy_(x)
-        torch.empty_like(x, device="cpu").copy_(x).add(1)  # what the host does with what it read
-        rooftile.rms_norm(x, torch.ones(8, device=device))
-        rooftile.rms_norm_linear(x, pairs[:, 0], pairs.t())
-        sent + 1
-        x.to(torch.float16)
-        x.sum().item()
-        ids.tolist()
-    (phase,) = recorder.phases()
-    assert {r.name: r.op for r in phase.foreign()} == {
-        "aten::clone(float32 [2, 12] strided)": "",
-        "aten::ones(float32 [8])": "",
-        "aten::clone(float32 [8] strided)": "rms_norm_linear",
-        "aten::add(int64 [3])": "",
-        "aten::_to_copy(float32 [4, 8])": "",
-        "aten::sum(float32 [4, 8])": "",
-    }
-    assert [(r.op, r.count) for r in phase.rows if r.kind == "Rooftile"] == [("rms_norm", 1), ("rms_norm_linear", 1)]
-    assert phase.waits == 2
-
-
-def engine(fields=None, **options):
-    return Engine.from_config(
-        {**TINY, **(fields or {})}, dtype=torch.float32, max_batch=2, max_seq_len=16, page_size=16, **options
-    )
-
-
-@interpreted
-def test_the_engine_asks_for_nothing_but_tritons_kernels():
-    found = Audit("engine", recorded(lambda: engine_parts(engine(), 3, 1)))
-    assert not found.faults
-    assert [phase.name for phase in found.phases] == ["prefill", "decode", "generate, sampled"]
-    blocks = found.phases[1].by_block()
-    assert {"products", "attention", "RoPE + cache write", "embedding", "sampling"} <= set(blocks)
-    assert found.phases[1].waits == 0, "nothing in a step waits for the device"
-    assert all(launch.place for phase in found.phases for launch in phase.rows if launch.kind == "Rooftile")
-
-
-@interpreted
-@pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
-def test_nor_does_a_quantised_engine(quantize):
-    assert not Audit("engine", recorded(lambda: engine_parts(engine(quantize=quantize), 2, 1)[:2])).faults
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    [
-        ({"model_type": "qwen3"}, {}),
-        ({"model_type": "qwen2"}, {}),
-        ({"model_type": "mistral", "sliding_window": 2}, {}),
-        ({"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22}, {}),
-        ({}, {"kv_dtype": torch.float8_e4m3fn}),
-    ],
-    ids=["norms of q and k", "biases", "a window", "multipliers", "a cache of 8 bits"],
-)
-def test_nor_do_other_families_and_caches(fields, options):
-    assert not Audit("engine", recorded(lambda: engine_parts(engine(fields, **options), 3, 1)[:2])).faults
-
-
-@interpreted
-def test_an_engine_that_computes_by_torch_does_not_pass(monkeypatch):
-    stock = Decoder._logits
-    monkeypatch.setattr(Decoder, "_logits", lambda self, stream: stock(self, stream) * 0.5)
-    monkeypatch.setattr(audit, "engine_parts", lambda *args: engine_parts(*args)[:2])
-    args = ["audit", "--model", "tiny", "--layers", "1", "--prompt", "3", "--steps", "1", "--dtype", "fp32"]
-    result = CliRunner().invoke(cli.app, args)
-    assert result.exit_code == 1
-    assert "decode: aten::mul(float32 [1, 256]) is foreign, 1 runs" in result.output
-    assert "A profile needs a GPU" in result.output
-
-
-def test_the_patched_models_loop_gives_what_the_model_gives():
-    """Its prompts and steps over a static cache; compiled, which is for a GPU, it is the same function."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, initializer_range=0.5)).eval()
-    ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
-    loop, chosen = Compiled(model, ids, 3, compiled=False), []
-    loop.prepare()
-    loop.reset()
-    loop.prefill()
-    for _ in range(3):
-        chosen.append(loop.tokens[:, None].clone())
-        loop.step()
-    with torch.no_grad():
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
-    assert torch.equal(torch.cat(chosen, dim=1), expected[:, 3:])
-
-
-def test_the_patched_models_prompt_is_compiled_once(monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    graphs, stock = [], torch.compile
-    counted = {"backend": lambda graph, _: graphs.append(graph) or graph.forward}
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: stock(f, dynamic=dynamic, **counted))
-    loop = Compiled(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval(), torch.tensor([[3, 1]]), 4)
-    for _ in range(2):
-        loop.reset()
-        loop.prefill()
-        loop.step()
-    assert len(graphs) == 2, "one of prompts and one of steps"
-
-
-@interpreted
-@pytest.mark.parametrize("option", [["--impl", "cuda"], ["--trace", "t.json"]])
-def test_what_needs_a_gpu_says_so(option):
-    result = CliRunner().invoke(cli.app, ["audit", *option])
-    assert result.exit_code == 2
-    assert "needs a GPU" in result.output
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("quantize", [None, "fp8", "int4"])
-def test_on_a_gpu_every_kernel_of_the_engine_is_ours(quantize, tmp_path):
-    def build():
-        made = Engine.from_config(
-            {**TINY, "hidden_size": 128, "intermediate_size": 256}, max_batch=2, quantize=quantize
-        )
-        return engine_parts(made, 24, 3)
-
-    found = Audit("engine", profiled(build, tmp_path / "trace.json", strict=True))
-    assert not found.faults
-    decode = found.phases[1]
-    ours = [row for row in decode.rows if row.kind == "Rooftile"]
-    launched = {row.name: (row.in_graphs, row.count) for row in ours if row.in_graphs != row.count}
-    assert not launched, "a step is a graph"  # what the host copies between steps is in none
-    assert all(row.place for row in ours)
-    assert audit_trace.load(tmp_path / "trace.json")
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_kernel_of_torch_is_found(tmp_path):
-    from rooftile.inspect.audit.profile import Part
-
-    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
-    weight = torch.ones(64, device="cuda")
-
-    def run():
-        rooftile.rms_norm(x, weight)
-        torch.mm(x, x)
-
-    found = Audit("engine", profiled(lambda: [Part("decode", run)], None, strict=True))
-    assert len(found.faults) == 1
-    assert [row.op for row in found.phases[0].rows if row.kind == "Rooftile"] == ["rms_norm"]
