@@ -149,6 +149,18 @@ def graphed(engine):
     return engine
 
 
+def test_what_the_device_is_told_of_padded_prompts():
+    batch = PromptBatch([[7, 8, 9] * 20, [5] * 62], [[3], [1]], 64, 256)
+    told = batch.of(batch.numbers)
+    assert batch.shape == (2, 64)
+    assert told.ids.tolist() == [7, 8, 9] * 20 + [9] * 4 + [5] * 64  # none that a model may not have
+    assert told.rows.tolist() == [59, 64 + 61]
+    assert (told.starts.tolist(), told.pages.tolist(), told.counts.tolist()) == ([0, 0], [[3], [1]], [60, 62])
+    assert (told.positions, told.ends) == (None, None)
+    whole = PromptBatch([[1, 2], [3, 4]], [[0], [2]], 16, 256, every=True)
+    assert whole.of(whole.numbers).rows.tolist() == [0, 1, 2, 3]
+
+
 def test_what_may_overflow_and_what_is_wanted_whole_is_not_padded():
     def shape(lengths, **options):
         prompts = PromptBatch([[1] * n for n in lengths], [[0] * -(-n // 16) for n in lengths], 16, 256, **options)

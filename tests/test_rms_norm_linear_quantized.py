@@ -119,6 +119,22 @@ def test_numbers_of_4_bits_may_come_too_large(dtype, device, monkeypatch):
         assert_close(out, truth(reference.rms_norm_linear, *given, eps=0.5))
 
 
+def test_sums_of_numbers_that_are_too_large_are_for_16_bits_alone(monkeypatch):
+    """In float32 what is taken off again would cost four of its bits."""
+    packed, scale = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
+    for arch, dtype, tricks in (
+        ("sm_90", BF16, True),
+        ("sm_80", torch.float16, True),
+        ("sm_90", torch.float32, False),
+        ("gfx942", BF16, False),
+    ):
+        monkeypatch.setattr(runtime, "target", lambda _, arch=arch: runtime.TARGETS[arch])
+        _, _, form = weights.Format.of(torch.zeros(1, 128, dtype=dtype), packed, scale)
+        assert form == (False, 64, 2, "", tricks)
+        _, _, form = weights.Format.of(torch.zeros(1, 64, dtype=dtype), packed.view(torch.int8), scale[:, 0])
+        assert form == (True, 0, 0, "", arch != "gfx942")
+
+
 def test_every_group_has_its_own_part_of_x(device):
     """Also the last of an odd number, whose halves are a byte's two nibbles."""
     for group, groups in ((32, 3), (32, 4), (64, 1), (128, 2)):
