@@ -164,7 +164,8 @@ def _skinny(p: Problem, along_k: bool, target: runtime.Target) -> list[MatmulCon
         block_k = 32
     tiles, steps = library.cdiv(p.n, block_n), library.cdiv(p.k, block_k)
     split = max(1, min(4, 2 * target.multiprocessors // tiles, steps // 4))
-    warps = 4 * 32 // target.warp_size
+    # AMD's, of 64 threads: two of them would spill a few bytes of a tile of 32 rows.
+    warps = 4 * 32 // target.warp_size if block_m == 16 else 4
     stage = (block_n * (1 + p.gated) + block_m) * block_k * p.dtype.itemsize
     deepest = max(2, min(5, (target.shared_memory // 2 - block_m * block_k * p.dtype.itemsize) // stage))
     depths = (2, 1) if target.warp_size == 64 else range(deepest, 0, -1)

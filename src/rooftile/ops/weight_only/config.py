@@ -315,7 +315,9 @@ def _direct(m: int, n: int, group: int, target: runtime.Target) -> WeightOnlyCon
 def _skinny(m: int, n: int, k: int, group: int, target: runtime.Target) -> WeightOnlyConfig:
     block_m, block_k = library.power_of_two(m), 2 * group or 128
     if target.warp_size == 64:  # AMD's matrix unit has no side shorter than 16, and a block 64 KiB of shared memory
-        return WeightOnlyConfig(min(64, max(16, block_m)), 32, block_k, slices=1, num_warps=2, num_stages=2)
+        # A tile of 64 rows would spill a few bytes of two warps.
+        warps = 2 if block_m < 64 else 4
+        return WeightOnlyConfig(min(64, max(16, block_m)), 32, block_k, slices=1, num_warps=warps, num_stages=2)
     # x fills the matrix unit: warps beside one another share it, where slices would each take their own.
     stages = 3 if target.shared_memory > 120_000 else 2
     wgmma = target.arch == "sm_90"  # others would hold a tile of 64 rows in more registers than there are
