@@ -235,6 +235,3 @@ def test_ours_is_shown_beside_theirs():
     )
     assert line == ["gaps", "7.000", "28.0%", "5.500", "22.0%"]  # of 25 us a step
     assert "nvjet_tst_64x8" in json.dumps(Audit("cuda", of_both(theirs)).as_json())
-
-
-# Without a GPU.

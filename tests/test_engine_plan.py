@@ -32,30 +32,29 @@ def config(family="llama", **more):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("family", "more", "quantize", "batch"),
+    ("family", "more", "quantize", "batch", "dtype"),
     [
-        ("llama", {}, None, 1),
-        ("llama", {"attention_bias": True, "mlp_bias": True}, None, 2),
-        ("qwen3", {"head_dim": 8}, None, 1),
-        ("mistral", {"sliding_window": 4}, "fp8", 1),
-        ("qwen3", {"head_dim": 8}, "fp8", 2),
-        ("llama", {"attention_bias": True}, "int8", 1),
-        ("qwen2", {}, "int8", 2),
-        ("qwen2", {}, "int4", 1),
-        ("qwen2", {}, "int4", 2),
+        ("llama", {}, None, 1, torch.float32),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, None, 2, torch.float32),
+        ("qwen3", {"head_dim": 8}, None, 1, torch.float32),
+        ("mistral", {"sliding_window": 4}, "fp8", 1, torch.float32),
+        ("qwen3", {"head_dim": 8}, "fp8", 2, torch.float32),
+        ("llama", {"attention_bias": True}, "int8", 1, torch.float32),
+        ("qwen2", {}, "int8", 2, torch.float32),
+        ("qwen2", {}, "int4", 1, torch.float32),
+        ("qwen2", {}, "int4", 2, torch.float32),
+        ("qwen2", {}, "int4", 129, torch.bfloat16),
     ],
 )
-def test_a_step_launches_what_the_plan_says(family, more, quantize, batch):
+def test_a_step_launches_what_the_plan_says(family, more, quantize, batch, dtype):
     c = config(family, **more)
-    engine = Engine.from_config(
-        c, dtype=torch.float32, quantize=quantize, max_batch=batch, max_seq_len=32, page_size=16
-    )
+    engine = Engine.from_config(c, dtype=dtype, quantize=quantize, max_batch=batch, max_seq_len=32, page_size=16)
     engine.runner.prefill([[3, 1, 4]] * batch, [Sampling()] * batch)
     recorder = Recorder()
     with recorder.phase("decode"):
         engine.runner.decode()
     p = plan(
-        c, batch, 4, dtype=torch.float32, quantize=quantize, page_size=16, capacity=32, target=runtime.INTERPRETER
+        c, batch, 4, dtype=dtype, quantize=quantize, page_size=16, capacity=32, target=runtime.INTERPRETER
     )  # fmt: skip
     launched = [launch.op for launch in recorder.launches["decode"]]
     assert {op: launched.count(op) for op in launched} == p.launches_by_op()
@@ -68,9 +67,16 @@ def test_one_sequence_is_as_few_kernels_with_weights_of_fewer_bits(quantize):
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_of_many_sequences_every_product_has_its_weight_given_back_by_another_kernel(quantize):
+def test_of_many_sequences_every_weight_is_dequantized_first(quantize):
+    """By a kernel more for each product, which writes 16 bits of each number, and the product reads them."""
     c = config(tie_word_embeddings=False)
     few, many = (plan(c, batch, quantize=quantize) for batch in (128, 129))
+    dense = weights.random(c, dtype=torch.bfloat16, device="meta")
+    products = [p for layer in dense.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)] + [dense.lm_head]
+    sixteen_bits = 2 * sum(p.n * p.k for p in products)
+    activations = few.written // 128
+    assert sixteen_bits <= many.written - few.written <= sixteen_bits + activations
+    assert many.read - few.read >= sixteen_bits
     assert many.launches - few.launches == 4 * c.layers + 1  # and of the vocabulary
     assert few.launches == plan(c, 129, dtype=torch.float32, quantize=quantize).launches
 

@@ -141,6 +141,21 @@ def test_the_device_begins_with_prompts_before_it_is_told_of_their_sequences(eng
     assert not cache.lengths.any()
 
 
+def test_a_prompt_that_the_device_cannot_be_told_of_takes_nothing(engine, monkeypatch):
+    before, expected = free_of(engine), engine.generate(PROMPTS[0], 3, ignore_eos=True)
+
+    def failing():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.cache, "_advance", failing)
+        with pytest.raises(KeyboardInterrupt):
+            engine.runner.prefill(PROMPTS, HOW)
+    assert free_of(engine) == before
+    assert not engine.runner.cache.lengths.any()
+    assert engine.generate(PROMPTS[0], 3, ignore_eos=True) == expected
+
+
 def test_what_is_deferred_is_told_in_its_order_also_where_something_fails(device):
     cache = PagedKVCache(6, 16, 1, 8, max_sequences=3, layers=2, dtype=torch.float32, device=device)
     a = cache.allocate()

@@ -16,7 +16,7 @@ from rooftile.ops.matmul import choose as product_choice
 from rooftile.ops.matmul.config import Problem
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rms_norm_linear import choose, rms_norm_gated_linear, rms_norm_linear, row
-from rooftile.ops.weight_only import WeightOnlyConfig, configs, fp8_weight_linear, int4_linear, int8_linear
+from rooftile.ops.weight_only import WeightOnlyConfig, configs, dense, fp8_weight_linear, int4_linear, int8_linear
 from rooftile.primitives import dequantize, quantize, weights
 from rooftile.reference import rms_norm_linear as reference
 
@@ -103,20 +103,33 @@ def test_every_configuration_is_the_same_function(form, config, dtype, device):
         assert_close(out, x.double() @ wide.T + bias.double() + residual.double())
 
 
+USED = []  # the tiles that came too large
+
+
+@triton.jit
+def too_large(w, TRICKS: tl.constexpr):
+    USED.append(w.shape)
+    low, high = dequantize.int4_as(w, tl.float32, False)
+    return low + 136, high + 136, 136
+
+
+@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="a GPU has its own instructions for it")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 def test_numbers_of_4_bits_may_come_too_large(dtype, device, monkeypatch):
     """As the GPU's instructions give them: sums of them less what that makes are those of the numbers themselves."""
-
-    @triton.jit
-    def too_large(w, TRICKS: tl.constexpr):
-        low, high = dequantize.int4_as(w, tl.float32, False)
-        return low + 136, high + 136, 136
-
     monkeypatch.setattr(weights, "int4_as_float32", too_large)
+    monkeypatch.setattr(dense, "int4_as_float32", too_large)
     for k in (128, 160):
         x, norm_weight, weight, scale, bias = given = inputs(1, k, 34, "int4", device, dtype)
         out = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale, eps=0.5)
         assert_close(out, truth(reference.rms_norm_linear, *given, eps=0.5))
+        assert USED
+        USED.clear()
+        config = WeightOnlyConfig(1, 16, 64, slices=1, num_stages=1, kernel="dense")
+        wide = reference._wide(weight, scale, torch.float64).to(dtype)
+        assert_same((dense.dequantized(weight, scale, dtype, k, config),), (wide,))
+        assert USED
+        USED.clear()
 
 
 def test_sums_of_numbers_that_are_too_large_are_for_16_bits_alone(monkeypatch):
@@ -129,9 +142,9 @@ def test_sums_of_numbers_that_are_too_large_are_for_16_bits_alone(monkeypatch):
         ("gfx942", BF16, False),
     ):
         monkeypatch.setattr(runtime, "target", lambda _, arch=arch: runtime.TARGETS[arch])
-        _, _, form = weights.Format.of(torch.zeros(1, 128, dtype=dtype), packed, scale)
+        _, _, form = weights.Format.of(packed, scale, 128, dtype)
         assert form == (False, 64, 2, "", tricks)
-        _, _, form = weights.Format.of(torch.zeros(1, 64, dtype=dtype), packed.view(torch.int8), scale[:, 0])
+        _, _, form = weights.Format.of(packed.view(torch.int8), scale[:, 0], 64, dtype)
         assert form == (True, 0, 0, "", arch != "gfx942")
 
 
@@ -315,13 +328,20 @@ def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
 def test_a_thread_takes_as_many_bytes_whatever_the_weight(arch):
     target = runtime.TARGETS[arch]
     threads = 4 * 32
-    for n, k, gated in ((6144, 4096, False), (14336, 4096, True), (128256, 4096, False), (4608, 3584, False)):
+    for n, k, gated in (
+        (6144, 4096, False),
+        (14336, 4096, True),
+        (18944, 3584, True),
+        (128256, 4096, False),
+        (4608, 3584, False),
+    ):
         c = choose._choose_quantized(n, k, False, target, gated)
         assert c.block_n * c.block_k * (1 + gated) == 64 * threads
         assert c.num_warps * target.warp_size == threads
         assert k % c.block_k == 0
         c = choose._choose_quantized(n, k // 2, True, target, gated)
         assert c.block_n * c.block_k * (1 + gated) == 64 * threads
+        assert k // 2 % c.block_k == 0
         assert c.num_warps * target.warp_size == threads
     # A long row is read in as many, and there without a prefetch; a short one with one, where launches overlap at all.
     for k, early in ((14336, 0), (4096, 1)):

@@ -22,7 +22,7 @@ from rooftile.ops.weight_only import (
     quantize_int8,
     unpack_int4,
 )
-from rooftile.ops.weight_only.dense import dequantised
+from rooftile.ops.weight_only.dense import dequantized
 from rooftile.reference import weight_only as reference
 
 GROUPS = (32, 64, 128)
@@ -148,7 +148,7 @@ CONFIGS = [
     WeightOnlyConfig(4, 32, 128, slices=4, num_warps=4, num_stages=2),
     WeightOnlyConfig(16, 64, 128, slices=2, num_warps=2, split_k=2),
     WeightOnlyConfig(64, 128, 128, slices=1, num_warps=8, split_k=3),
-    WeightOnlyConfig(1, 8, 256, slices=1, num_warps=4, kernel="dense"),
+    WeightOnlyConfig(1, 8, 256, slices=1, num_warps=4, num_stages=1, kernel="dense"),
 ]
 
 
@@ -165,46 +165,69 @@ def test_every_configuration_computes_the_same(config, device):
 
 
 DENSE = (
-    WeightOnlyConfig(1, 4, 32, slices=1, num_warps=1, kernel="dense"),
-    WeightOnlyConfig(1, 1, 1024, slices=1, num_warps=8, kernel="dense"),
+    WeightOnlyConfig(1, 4, 32, slices=1, num_warps=1, num_stages=1, kernel="dense"),
+    WeightOnlyConfig(1, 1, 1024, slices=1, num_warps=8, num_stages=1, kernel="dense"),
 )
 
 
 @pytest.mark.parametrize("config", DENSE, ids=["short", "long"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-def test_a_weight_that_is_given_back_is_rounded_once(dtype, config, device):
+def test_a_dequantized_weight_is_what_pytorch_makes_of_it(dtype, config, device):
+    if dtype == torch.float16:  # which the kernel is not chosen for; its numbers are right where they fit
+        assert weight_only.configs.refuses(config, 0, dtype, runtime.INTERPRETER)
     for group, blocks in ((32, 5), (64, 1), (128, 4), (128, 3)):
         q, packed, scale = int4(9, group * blocks, group, device)
         for s in (scale, scale.to(dtype)):
             expected = (q.double() * s.double().repeat_interleave(group, 1)).to(dtype)
-            assert_same((dequantised(packed, s, dtype, q.shape[1], config),), (expected,))
+            assert_same((dequantized(packed, s, dtype, q.shape[1], config),), (expected,))
     weight, scale = int8(9, 77, device)
     wide = torch.zeros(9, 99, dtype=torch.int8, device=device)
     wide[:, 3:80] = weight
     for of_8_bits in (weight, wide[:, 3:80], weight.float().to(torch.float8_e4m3fn)):
         expected = (of_8_bits.double() * scale.double()[:, None]).to(dtype)
-        assert_same((dequantised(of_8_bits, scale, dtype, 77, config),), (expected,))
+        assert_same((dequantized(of_8_bits, scale, dtype, 77, config),), (expected,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, BF16])
-def test_many_rows_have_the_weight_given_back(dtype, device, monkeypatch):
-    given_back = []
-    stock = dense.dequantised
-    monkeypatch.setattr(dense, "dequantised", lambda *args: given_back.append(args[0]) or stock(*args))
-    x = torch.randn(2, 65, 96, device=device).to(dtype)
-    residual, bias = torch.randn(2, 65, 24, device=device).to(dtype), torch.randn(24, device=device).to(dtype)
-    ceiling = {torch.float16: 5e-4, BF16: 4e-3}[dtype]
-    q, packed, scale = int4(24, 96, 32, device)
+def test_the_weight_is_dequantized_for_many_rows_some_of_its_rows_at_a_time(device, monkeypatch):
+    parts = []
+    stock = dense.dequantized
+    monkeypatch.setattr(dense, "dequantized", lambda w, *args: parts.append(w.shape[0]) or stock(w, *args))
+    monkeypatch.setattr(dense, "AT_A_TIME", 1)  # 256 rows at least
+    n, k = 520, 96
+    x, bias = torch.randn(2, 65, k, device=device).to(BF16), torch.randn(n, device=device).to(BF16)
+    residual = torch.randn(2, 65, n, device=device).to(BF16)
+    q, packed, scale = int4(n, k, 32, device)
     out = int4_linear(x, packed, scale, bias, residual=residual)
-    assert relative_error(out, exact(x, q, scale, 32) + bias.double() + residual.double()) < ceiling
-    weight, scale = int8(24, 96, device)
+    assert relative_error(out, exact(x, q, scale, 32) + bias.double() + residual.double()) < 4e-3
+    weight, scale = int8(n, k, device)
     out = int8_linear(x, weight, scale, bias, residual=residual)
     expected = reference.int8_linear(x.double(), weight, scale.double(), bias.double(), residual.double())
-    assert relative_error(out, expected) < ceiling
-    assert given_back == [packed, weight]
-    int8_linear(x[:1], weight, scale)
-    int8_linear(x.float(), weight, scale)  # which the ordinary units multiply
-    assert len(given_back) == 2
+    assert relative_error(out, expected) < 4e-3
+    assert parts == [256, 256, 8] * 2
+    few, of_32, of_16 = x[:1], x.float(), x.half()  # the ordinary units multiply the second, the third may overflow
+    for other in (few, of_32, of_16):
+        int8_linear(other, weight, scale)
+    assert len(parts) == 6
+
+
+def test_parts_of_a_weight_are_whole_tiles_and_no_more_than_they_may_be():
+    for n, k, expected in ((28672, 4096, 14336), (4096, 14336, 4096), (128256, 4096, 16128), (70, 1 << 30, 70)):
+        step = dense.rows_at_a_time(n, k, 2)
+        assert step == expected
+        assert step == n or (step % 256 == 0 and step * k * 2 <= dense.AT_A_TIME)
+    assert dense.rows_at_a_time(1000, 1 << 30, 2) == 256  # a tile, whatever it takes
+
+
+def test_float16_keeps_numbers_whose_scale_it_has_not(device):
+    """Scales of float32 multiply sums: numbers times them would be infinite, or lose their bits."""
+    weight = torch.full((16, 64), 127, dtype=torch.int8, device=device)
+    for value, scale in ((1e-4, 1000.0), (6e4, 2.0**-30)):
+        x, scales = torch.full((130, 64), value, device=device).half(), torch.full((16,), scale, device=device)
+        expected = reference.int8_linear(x.double(), weight, scales.double())
+        assert relative_error(int8_linear(x, weight, scales), expected) < 5e-4
+    config = dataclasses.replace(DENSE[0], block_k=64)
+    with pytest.raises(ValueError, match="kernel 'dense' takes float32 and bfloat16, not float16"):
+        int8_linear(x, weight, scales, config=config)
 
 
 def test_a_split_sum_leaves_its_counters_zero(device):
@@ -364,9 +387,11 @@ def test_configurations_that_can_not_be(device):
         ("prefetch", 0, "prefetch is 0, expected -1"),
         ("block_k", 16, "block_k is 16, expected at least 32 for kernel 'dense' and a weight of 4 bits"),
         ("block_n", 1024, "more than 128 a thread"),
+        ("num_stages", 2, "num_stages is 2, expected 1"),
     ):
         config = dataclasses.replace(DENSE[0], **{field: value})
-        assert message in (weight_only.configs.refuses(config, 64, BF16, runtime.TARGETS["sm_80"]) or "")
+        for target in (runtime.TARGETS["sm_80"], runtime.INTERPRETER):
+            assert message in (weight_only.configs.refuses(config, 64, BF16, target) or "")
 
 
 def test_a_configuration_that_was_measured_is_used(device, monkeypatch):
@@ -393,4 +418,4 @@ def test_the_configuration_of_every_size_can_be_used():
                     for n, k in ((4096, 4096), (128256, 4096), (4096, 14336), (16, 128)):
                         c = weight_only.configs.config(m, n, k, group, dtype, target)
                         assert weight_only.configs.refuses(c, group, dtype, target, k) is None, (target, group, m)
-                        assert (c.kernel == "dense") is (m > 128 and dtype != torch.float32)
+                        assert (c.kernel == "dense") is (m > 128 and dtype == BF16)

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from helpers import BF16
+from helpers import BF16, assert_same
+from test_offsets import STRIDE, far_rows
 from test_weight_only import CONFIGS, GROUPS, exact, int4, int8
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -16,6 +17,7 @@ from rooftile.ops import weight_only
 from rooftile.ops.weight_only import WeightOnlyConfig
 from rooftile.reference import weight_only as reference
 
+__all__ = ["far_rows"]  # a fixture
 GPUS = [target for target in runtime.TARGETS.values() if target is not runtime.INTERPRETER]
 
 
@@ -68,8 +70,9 @@ def choice(m, n, k=4096, group=128, dtype=BF16, target=runtime.TARGETS["sm_90"],
     return weight_only.configs.config(m, n, k, group, dtype, target, aligned)
 
 
-def test_the_kernel_that_measured_faster_is_chosen():
-    """By sm_90's numbers; M of 1, 8, 16 and 32, of a wide weight, a square one and one of few rows."""
+def test_the_kernel_that_is_chosen():
+    """By sm_90's numbers, but for one row of x and 4 bits, which are by those of 8; M of 1, 8, 16 and 32, of a wide
+    weight, a square one and one of few rows."""
     chosen = {
         (group, n): "".join(choice(m, n, group=group).kernel[0] for m in (1, 8, 16, 32))
         for group in (0, 64, 128)
@@ -131,6 +134,21 @@ def test_a_launch_that_can_not_be_traced_takes_no_counters(config, monkeypatch):
         assert all(isinstance(t, FunctionalTensor) for t in inputs)
         with pytest.raises(launching.Untraceable):
             weight_only._launch("int8_linear", *inputs, None, None, weight_only.configs.encode(config))
+
+
+@pytest.mark.parametrize("m", [1, 3, 130])
+@pytest.mark.parametrize("group", [0, 32])
+def test_rows_of_the_weight_far_apart(group, m, far_rows, device):
+    """By one row's kernel, by tiles, and dequantized first."""
+    n, columns = 4, 96
+    x = torch.randn(m, columns * (2 if group else 1), device=device).to(BF16)
+    op = weight_only.int4_linear if group else weight_only.int8_linear
+    near = torch.randint(-128, 128, (n, columns), dtype=torch.int8, device=device)
+    far = far_rows(near.view(BF16), stride=STRIDE // 2).view(torch.int8)  # as many bytes as STRIDE counts
+    scale = torch.rand((n, x.shape[1] // group) if group else (n,), device=device)
+    dtype = torch.uint8 if group else torch.int8
+    assert far.stride(0) == STRIDE
+    assert_same((op(x, far.view(dtype), scale),), (op(x, near.view(dtype), scale),))
 
 
 def test_a_configuration_survives_the_schema_of_an_op():

@@ -13,6 +13,7 @@ from rooftile.cases.draw import normal
 from rooftile.ops.kv_cache import rope_and_cache
 from rooftile.ops.rms_norm_linear import rms_norm_linear
 from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache
+from rooftile.ops.weight_only.packing import GROUPS
 from rooftile.reference import rms_norm_qkv_rope_cache as reference
 from rooftile.reference.quantize_tensor import quantize_tensor_eager
 
@@ -28,7 +29,7 @@ _FORMATS = ("", "int8", "float8_e4m3fn", "int4")
 
 def _group(k: int) -> int:
     """Of int4: as the engine has it."""
-    return next(g for g in (128, 64, 32) if k % g == 0)
+    return next(g for g in reversed(GROUPS) if k % g == 0)
 
 
 def _point(

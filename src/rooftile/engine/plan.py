@@ -21,7 +21,8 @@ from rooftile.engine.products import Dense, Int4, Product, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
-from rooftile.ops.weight_only.config import gives_back
+from rooftile.ops.weight_only.config import takes_dense
+from rooftile.ops.weight_only.dense import rows_at_a_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +134,13 @@ class _Builder:
     ) -> Step:
         """A product of x with the weight of p, and `more` bytes that it reads."""
         flops = 2 * self.batch * p.n * p.k
-        if op in ("int8_linear", "int4_linear") and gives_back(self.batch, self.dtype):
-            launches += 1
+        written = self._rows(out)
+        if op in ("int8_linear", "int4_linear") and takes_dense(self.batch, self.dtype):
+            dequantized = p.n * p.k * self.size
+            launches += 2 * library.cdiv(p.n, rows_at_a_time(p.n, p.k, self.size)) - 1
+            more, written = more + dequantized, written + dequantized
         shape = f"{self.batch} x {p.k} -> {p.n}" if out == p.n else f"{self.batch} x {p.k} -> {p.n // out} x {out}"
-        return Step(name, op, shape, p.nbytes + x_bytes + more, self._rows(out), flops, launches, times)
+        return Step(name, op, shape, p.nbytes + x_bytes + more, written, flops, launches, times)
 
     def _normed(self, name: str, p: Product, times: int, *, gated: bool = False) -> Iterator[Step]:
         """`Product.normed`, or `gated`."""

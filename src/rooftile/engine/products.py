@@ -1,7 +1,7 @@
 """The matrix products of a decoder, with what stands around them, for each way that weights are kept.
 
-                dense, and of one row     fp8                                                int8, int4
-                of x all others
+                dense; of one row of x    fp8                                                int8, int4
+                all kinds
     product     one kernel, with the residual in it
     normed      one kernel                norm and quantise, product                         norm, product
     gated       one kernel                norm and quantise, product, silu_mul and quantise  norm, product, silu_mul
@@ -11,7 +11,7 @@ A dense product behind a norm may be two kernels, where x has many rows. In fp8 
 matrix unit multiplies fp8 by fp8; one row is multiplied as it is.
 
 A weight is quantised as it is filled in, some rows at a time: beside the quantised model there is never more than those
-few rows in more bits.
+few rows in more bits. Later there is what products of many rows dequantise at a time (`weight_only/dense.py`).
 """
 
 from __future__ import annotations

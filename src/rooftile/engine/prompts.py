@@ -125,7 +125,7 @@ class PromptBatch:
     def _batch(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page_size: int, every: bool
     ) -> Inputs:
-        """The device waits for this, so that it is little: each a list, which becomes a tensor at once."""
+        """By lists, each of which becomes a tensor at once: the device waits for it."""
         assert self.length is not None
         length, counts, blocks = self.length, [len(p) for p in prompts], -(-self.length // page_size)
         ids = [token for p in prompts for token in (*p, *itertools.repeat(p[-1], length - len(p)))]

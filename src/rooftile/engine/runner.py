@@ -153,16 +153,12 @@ class Runner:
         if len(sampling) != len(prompts):
             raise ValueError(f"sampling is given for {len(sampling)} prompts, expected one for each of {len(prompts)}")
         # The device begins with the prompts, of whose places it is told with them, before it is told of the new state.
-        with self.cache.deferred():
-            sequences = self._begin(prompts)
-            try:
-                with on(self.tokens.device):
-                    logits = self._logits(prompts, sequences)
-            except BaseException:
-                self._free_all(sequences)
-                raise
+        sequences: list[PagedSequence] = []
         try:
             with on(self.tokens.device):
+                with self.cache.deferred():
+                    sequences = self._begin(prompts)
+                    logits = self._logits(prompts, sequences)
                 slots = [s.slot for s in sequences]
                 self._set(slots, prompts, sampling)
                 for first, end in _runs(slots, [how.greedy for how in sampling]):

@@ -1,5 +1,5 @@
-"""Weights as kernels of one row of x read them: as numbers of 32 or 16 bits, of 8 with a scale for each row, of 4 with
-a scale for each group of a row; and how their products with x are summed.
+"""Weights as kernels read them, most of all those of one row of x: as numbers of 32 or 16 bits, of 8 with a scale for
+each row, of 4 with a scale for each group of a row; and how their products with one row of x are summed.
 
 What is stored of a row are its columns: its K numbers, or of int4 K / 2 bytes with K / GROUP scales. There byte j is of
 block j // GROUP, whose low nibbles are one group and whose high ones the next; a last group that has no second is a
@@ -40,18 +40,19 @@ class Format(NamedTuple):
     tricks: bool
 
     @staticmethod
-    def of(x: Tensor, w: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None, Format]:
-        """The weight and its contiguous scales as a kernel reads them, beside x of K columns; and their format."""
-        tricks = has_tricks(runtime.target(x.device))
+    def of(w: Tensor, scale: Tensor | None, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Format]:
+        """A weight of K numbers a row, and its contiguous scales, as a kernel reads them beside an x of that dtype; and
+        their format."""
         if scale is None:
             return w, scale, Format(False, 0, 0, "", False)
+        tricks = has_tricks(runtime.target(w.device))
         if w.dtype != torch.uint8:
             w = writable(w)
             return w, scale, Format(True, 0, 0, "", tricks and w.dtype == torch.int8)
         groups = scale.shape[1]
         scale, pairs = in_pairs(scale)
         # Numbers that are too large, and sums of them less what that makes, are no match for an x in float32.
-        return w, scale, Format(False, x.shape[-1] // groups, groups, pairs, tricks and x.dtype != torch.float32)
+        return w, scale, Format(False, k // groups, groups, pairs, tricks and dtype != torch.float32)
 
     def constants(self) -> dict[str, Any]:
         """A kernel's parameters of these names."""
@@ -90,6 +91,17 @@ def block_scales(scale_ptr, rows, block, GROUPS: tl.constexpr, PAIRS: tl.constex
 
 
 @triton.jit
+def numbers_of(columns, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Which numbers of a row stored columns' low nibbles are, and their high ones."""
+    block = columns // GROUP
+    low = columns + block * GROUP
+    high = low + GROUP
+    if GROUPS % 2 == 1:
+        high = low + tl.where(block == GROUPS // 2, GROUP // 2, GROUP)
+    return low, high
+
+
+@triton.jit
 def load_columns(
     ptr, columns, inside, GROUP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr
 ):
@@ -101,16 +113,12 @@ def load_columns(
         else:
             return (tl.load(ptr + columns, mask=inside, other=0.0, eviction_policy=POLICY),)
     else:
-        block = columns // GROUP
-        low = ptr + (columns + block * GROUP)
-        apart = GROUP
-        if GROUPS % 2 == 1:
-            apart = tl.where(block == GROUPS // 2, GROUP // 2, GROUP)
+        low, high = numbers_of(columns, GROUP, GROUPS)
         if EVEN:
-            return tl.load(low, eviction_policy=POLICY), tl.load(low + apart, eviction_policy=POLICY)
+            return tl.load(ptr + low, eviction_policy=POLICY), tl.load(ptr + high, eviction_policy=POLICY)
         else:
-            a = tl.load(low, mask=inside, other=0.0, eviction_policy=POLICY)
-            return a, tl.load(low + apart, mask=inside, other=0.0, eviction_policy=POLICY)
+            a = tl.load(ptr + low, mask=inside, other=0.0, eviction_policy=POLICY)
+            return a, tl.load(ptr + high, mask=inside, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit

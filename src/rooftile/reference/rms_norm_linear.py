@@ -14,7 +14,7 @@ def _wide(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return weight
     if weight.dtype == torch.uint8:
-        return weight_only.dequantise(weight, scale, dtype)
+        return weight_only.dequantize(weight, scale, dtype)
     return (weight.to(scale.dtype) * scale.reshape(-1, 1)).to(dtype)
 
 

@@ -40,7 +40,7 @@ fp8_weight_linear = int8_linear
 fp8_weight_linear_eager = int8_linear_eager
 
 
-def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight that a packed one stands for."""
     group = 2 * packed.shape[1] // scale.shape[1]
     return unpack(packed, group).to(dtype) * scale.to(dtype).repeat_interleave(group, dim=1)
@@ -50,7 +50,7 @@ def int4_linear(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    return _plus(x @ dequantise(packed, scale, x.dtype).T, bias, residual)
+    return _plus(x @ dequantize(packed, scale, x.dtype).T, bias, residual)
 
 
 def int4_linear_eager(
@@ -58,4 +58,4 @@ def int4_linear_eager(
 ) -> Tensor:
     """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
     bias = None if bias is None else bias.to(x.dtype)
-    return _plus(torch.nn.functional.linear(x, dequantise(packed, scale, x.dtype), bias), residual)
+    return _plus(torch.nn.functional.linear(x, dequantize(packed, scale, x.dtype), bias), residual)

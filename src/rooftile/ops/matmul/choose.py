@@ -180,10 +180,10 @@ def rows_of_8_bits(p: Problem, target: runtime.Target) -> MatmulConfig:
 
 
 def rows_of_4_bits(p: Problem, target: runtime.Target) -> MatmulConfig:
-    """The same for a packed weight of p.k bytes a row: 64 bytes a thread, which become 128 numbers, of as long a part
-    of a row as divides it."""
-    block_k = next((b for b in (1024, 512) if p.k % b == 0), 256)
-    return MatmulConfig("row", 1, 8192 // block_k, block_k, 1, 1, 4 * 32 // target.warp_size, 1)
+    """The same for a packed weight of p.k bytes a row: 64 bytes a thread, which become 128 numbers, in parts of a row
+    of 512 bytes, 1024 without a gate, or 256 where those do not divide it. By what 8 bits took; not measured yet."""
+    block_k = next((b for b in ((512,) if p.gated else (1024, 512)) if p.k % b == 0), 256)
+    return MatmulConfig("row", 1, 8192 // block_k // (1 + p.gated), block_k, 1, 1, 4 * 32 // target.warp_size, 1)
 
 
 def of_8_bits(c: MatmulConfig, k: int) -> MatmulConfig:

@@ -168,8 +168,9 @@ def _prefetched(x: Tensor) -> int:
     return PREFETCH if dependent.supported(runtime.target(x.device)) else -1
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
-    """Why this kernel can't run that problem so; None where it can."""
+def refuses(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:
+    """Why this kernel can't run that problem so; None where it can. What p and c count as one are `numbers`: two in a
+    byte of int4."""
     if c.pingpong or c.stream_k:
         return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
     if p.m != 1 or p.batch != 1:
@@ -178,7 +179,10 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return "kernel 'row' takes operands that are contiguous along k"
     elements = c.block_n * c.block_k * (1 + p.gated)
     if elements // (c.num_warps * target.warp_size) > 128:
-        return f"block_n x block_k is {elements} elements for {c.num_warps} warps, more than 128 a thread"
+        return (
+            f"block_n x block_k is {numbers * elements} elements for {c.num_warps} warps, more than {128 * numbers} a "
+            "thread"
+        )
     if c.num_stages > 1 and c.num_stages * elements * p.dtype.itemsize > target.shared_memory:
         return f"num_stages is {c.num_stages}: tiles of {elements} elements don't fit the shared memory"
     return None
@@ -210,7 +214,7 @@ def launch(
             raise launching.Untraceable("counters of a symbolic number")
         partial = torch.empty(tiles * c.split_k * (1 + gated) * c.block_n, dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
-    w, scale, form = Format.of(x, w, scale)
+    w, scale, form = Format.of(w, scale, x.shape[-1], x.dtype)
     dtypes = (x.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias, residual)), out.dtype)
     prefetched = _prefetched(x) if prefetched is None else prefetched
     plan = _plan(dtypes, activation, gated, form, bool(n_inner % c.block_k == 0), prefetched, c)

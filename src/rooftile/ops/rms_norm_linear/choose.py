@@ -88,7 +88,7 @@ def chosen_quantized(op: str, x: Tensor, weight: Tensor, gated: bool, config: st
     else:
         asked = dataclasses.replace(asked, block_k=asked.block_k // 2) if packed else asked
         p = Problem(m, n, k, x.dtype, gated=gated)
-        reason = product_choice.shared_reason(p, asked, target) or row.refuses(p, asked, target)
+        reason = product_choice.shared_reason(p, asked, target) or row.refuses(p, asked, target, 1 + packed)
     if reason is not None:
         raise ValueError(f"{op}: config can't be launched: {reason}")
     return asked
@@ -102,8 +102,8 @@ def _choose_quantized(n: int, k: int, packed: bool, target: runtime.Target, gate
         c = choose(1, n, k, dtype, True, target, gated)
         assert c is not None, "one row is one kernel"
         return c
-    if packed and not gated:
-        return product_choice.rows_of_4_bits(Problem(1, n, k, dtype), target)
+    if packed:
+        return product_choice.rows_of_4_bits(Problem(1, n, k, dtype, gated=gated), target)
     return _rows_of_8_bits(n, k, target, gated)
 
 
@@ -115,7 +115,7 @@ def _rows_of_8_bits(n: int, k: int, target: runtime.Target, gated: bool) -> Matm
     bytes in half as many rows, for 4096 -> 6144 15 ahead of twice as large programs, for the vocabulary 3.
     """
     if gated:
-        block_n, block_k = 8, 512  # of the gate, and as many of up; the same of int4, where a byte is two numbers
+        block_n, block_k = 8, 512  # of the gate, and as many of up
     elif n >= 65536 or (k % 512 == 0 and k % 1024):
         block_n, block_k = 16, 512
     else:

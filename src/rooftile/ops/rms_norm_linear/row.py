@@ -221,9 +221,9 @@ def _plan(
     return launching.Plan(_row_kernel, constants, num_warps=c.num_warps, **options)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def refuses(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:
     """Why this kernel can't run that problem so; None where it can. Any layout of the weight is taken."""
-    return product.refuses(p, c, target)
+    return product.refuses(p, c, target, numbers)
 
 
 def launch(
@@ -244,7 +244,7 @@ def launch(
     # A prefetch is of lines along k.
     early = dependent.supported(runtime.target(x.device)) and (w.stride(1) == 1 or n_inner == 1)
     prefetched = (GATED_PREFETCH if activation else PREFETCH) if early else -1
-    w, scale, form = Format.of(x, w, scale)
+    w, scale, form = Format.of(w, scale, x.shape[-1], x.dtype)
     dtypes = (x.dtype, norm_weight.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias)))
     plan = _plan(dtypes, eps, offset, activation, form, bool(n_inner % c.block_k == 0), prefetched, c)
     tensors = (x, norm_weight, w, scale, out, bias, partial, counters)

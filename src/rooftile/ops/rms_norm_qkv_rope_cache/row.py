@@ -192,7 +192,7 @@ def launch(
     n_inner = w.shape[-1]
     # A prefetch is of lines along k.
     early = dependent.early(x) and (w.stride(1) == 1 or n_inner == 1)
-    w, scale, form = Format.of(x, w, scale)
+    w, scale, form = Format.of(w, scale, x.shape[-1], x.dtype)
     place = place_of(cos, sin, q_out, cache)
     tensors = (x, norm_weight, w, scale, bias, *place.tensors)
     dtypes = tuple(None if t is None else t.dtype for t in tensors)

@@ -7,8 +7,8 @@
 
 A weight of (N, K) is read at every step of a decode, N * K bytes or half of them, beside which x, the scales and the
 output are little. Products are of x as it is and exact small numbers, sums float32; scales multiply sums, in float32,
-so that nothing is rounded before the end. But of many rows of x in 16 bits the weight is given back in x's dtype first,
-where each number is rounded, and the dense product multiplies.
+so that nothing is rounded before the end. But for many rows of x in bfloat16 the weight is dequantised first, where
+each number is rounded, and the dense product multiplies.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ def _launch(
         raise launching.Untraceable("tiles of a symbolic number")
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     c = _choose(op, rows, n, k, group, x.dtype, target, _aligned(weight), config)
-    if isinstance(x, FunctionalTensor) and (c.kernel == "direct" or c.split_k > 1 or c.prefetch >= 0):
-        raise launching.Untraceable("a kernel of Gluon, counters, or an early launch")
+    traceable = c.kernel not in ("direct", "dense") and c.split_k == 1 and c.prefetch < 0
+    if isinstance(x, FunctionalTensor) and not traceable:
+        raise launching.Untraceable("a kernel of Gluon or of the dense product, counters, or an early launch")
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -216,8 +217,8 @@ def int8_linear(
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
 
     Returns:
-        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in 16 bits
-        the weight times its scale is rounded to x's dtype, too, in `N * K * 2` bytes that are freed again.
+        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in bfloat16
+        the weight times its scale is rounded, too, in up to 128 MiB of memory.
 
     Raises:
         ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
@@ -251,8 +252,8 @@ def fp8_weight_linear(
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
 
     Returns:
-        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in 16 bits
-        the weight times its scale is rounded to x's dtype, too, in `N * K * 2` bytes that are freed again.
+        out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in bfloat16
+        the weight times its scale is rounded, too, in up to 128 MiB of memory.
 
     Raises:
         ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
@@ -287,7 +288,8 @@ def int4_linear(
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, scales multiply a group's sum, and what comes of it
-        is rounded once; of more than 128 rows in 16 bits the weight is, too, as `int8_linear` says.
+        is rounded once; of more than 128 rows in bfloat16 the weight is, too, as `int8_linear` says. Of one row of x
+        in 16 bits that holds an infinity, what has a part in it is NaN.
 
     Raises:
         ValueError: K is no multiple of the group, shapes don't match, the configuration can't be used, an argument

@@ -11,12 +11,14 @@ import torch
 
 from rooftile import library, runtime
 from rooftile.ops.matmul import choose as product_choice
+from rooftile.ops.matmul import row as row_product
 from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
 
-# Rows of x above which the weight is given back first. An estimate from Llama-3-8B's prompts of 512 tokens on an H200:
-# 29.9 ms with int4 and 28.7 with int8 where every tile of 64 rows gave it back, 12.8 with a dense weight, and to read 4
-# or 8 bits and write 16 of each number 4.1 and 4.9. What tiles took is nearly in proportion to the rows.
+# Rows of x above which the weight is dequantised first. Not measured; an estimate from Llama-3-8B's prompts of 512
+# tokens on an H200: 29.9 ms with int4 and 28.7 with int8 where every tile of 64 rows dequantises, 12.8 with a dense
+# weight, and to read 4 or 8 bits and write 16 of each number 4.1 and 4.9. What tiles take is nearly in proportion to
+# the rows.
 DENSE_ROWS = 128
 KERNELS = ("skinny", "direct", "row", "dense")
 
@@ -32,8 +34,9 @@ class WeightOnlyConfig:
 
     Kernel "skinny" brings its tiles through shared memory. Kernel "direct" (NVIDIA's GPUs, float16 and bfloat16, a K
     that is a multiple of `block_k`, int8 and int4) loads the weight into the registers that the matrix unit reads.
-    Kernel "row" multiplies and sums without the matrix unit: one row of x. "dense" gives the weight back in x's dtype,
-    a tile of `block_n` rows and `block_k` elements to a program, and leaves the rest to `linear`'s product: many rows.
+    Kernel "row" multiplies and sums without the matrix unit: one row of x. "dense" dequantises the weight to x's
+    dtype, a tile of `block_n` rows and `block_k` elements to a program, and leaves the rest to `linear`'s product: many
+    rows, and not in float16, which might not hold a number times its scale.
 
     Args:
         block_m, block_n: the tile: rows of x, rows of the weight. For "row" and "dense" block_m is 1.
@@ -143,6 +146,10 @@ def refuses(
         why = _refuses_direct(c, group, dtype, target, k, aligned, fp8)
         if why:
             return why
+    if c.kernel == "dense":
+        why = _refuses_dense(c, dtype, target)
+        if why:
+            return why
     if target is runtime.INTERPRETER and c.kernel != "row":
         return None
     if c.num_warps * target.warp_size > target.max_threads:
@@ -151,10 +158,8 @@ def refuses(
         return f"prefetch is {c.prefetch}, expected -1: {target.arch} has no dependent launch"
     if c.kernel == "row":
         product = as_product(c, group)
-        return product_choice.refuses(Problem(m, 1, k or product.block_k, dtype), product, target)
-    if c.kernel == "dense":
-        return _refuses_dense(c, target)
-    if c.kernel == "direct":
+        return row_product.refuses(Problem(m, 1, k or product.block_k, dtype), product, target, 2 if group else 1)
+    if c.kernel in ("direct", "dense"):
         return None
     if c.slices > c.num_warps and c.block_m == 1:
         # Triton 3.6 for sm_90: every such configuration gives other numbers, and none of two rows or more.
@@ -176,8 +181,10 @@ def as_product(c: WeightOnlyConfig, group: int) -> MatmulConfig:
     return MatmulConfig("row", 1, c.block_n, block_k, 1, c.split_k, c.num_warps, c.num_stages)
 
 
-def _refuses_dense(c: WeightOnlyConfig, target: runtime.Target) -> str | None:
-    for name, only in (("split_k", 1), ("prefetch", -1)):
+def _refuses_dense(c: WeightOnlyConfig, dtype: torch.dtype, target: runtime.Target) -> str | None:
+    if dtype == torch.float16:
+        return "kernel 'dense' takes float32 and bfloat16, not float16: it might not hold a number times its scale"
+    for name, only in (("split_k", 1), ("num_stages", 1), ("prefetch", -1)):
         if getattr(c, name) != only:
             return f"{name} is {getattr(c, name)}, expected {only} for kernel 'dense'"
     elements = c.block_n * c.block_k
@@ -213,9 +220,9 @@ def _refuses_direct(
     return None
 
 
-def gives_back(m: int, dtype: torch.dtype) -> bool:
-    """Whether the weight is given back for that many rows of x, in a kernel of its own."""
-    return m > DENSE_ROWS and dtype != torch.float32
+def takes_dense(m: int, dtype: torch.dtype) -> bool:
+    """Whether that many rows of x go to kernel "dense"."""
+    return m > DENSE_ROWS and dtype == torch.bfloat16
 
 
 @functools.cache
@@ -224,13 +231,13 @@ def config(
     fp8: bool = False,
 ) -> WeightOnlyConfig:  # fmt: skip
     """The configuration for x of (m, k) and a weight of (n, k); `group`, `aligned` and `fp8` as for `refuses`."""
-    if gives_back(m, dtype):
+    if takes_dense(m, dtype):
         return _dense(k, target)
     block_k = 2 * group or 128
     direct = None if fp8 or dtype == torch.float32 or target is runtime.INTERPRETER else _direct(m, n, group, target)
     if direct is not None and refuses(direct, group, dtype, target, k, aligned) is not None:
         direct = None
-    if m == 1 and (not _wide(n, target) if group else direct is None or _takes_row(n, fp8, target)):
+    if m == 1 and (_takes_row(n, group, fp8, target) or not (group or direct)):
         return _row(n, k, group, dtype, target)
     if target is runtime.INTERPRETER:
         block_m, block_n = (min(64, max(least, library.power_of_two(s))) for least, s in ((1, m), (16, n)))
@@ -248,13 +255,14 @@ def _wide(n: int, target: runtime.Target) -> bool:
     return n >= 32 * 4 * target.multiprocessors
 
 
-def _takes_row(n: int, fp8: bool, target: runtime.Target) -> bool:
-    """Whether one row of x goes to kernel "row": but where "direct" is at 0.95 of the read roof, wide weights of int8.
+def _takes_row(n: int, group: int, fp8: bool, target: runtime.Target) -> bool:
+    """Whether one row of x goes to kernel "row": but where "direct" is at 0.95 of the read roof, wide weights of int8,
+    and where "skinny" is at 0.72 to 0.89, wide ones of int4.
 
-    Of 4096 x 4096 the others have 0.55 of it on an H200, as below, and this kernel in bfloat16 0.81; with 8 bits it was
-    measured in whole steps only.
+    Of 4096 x 4096 the others have 0.55 of it on an H200, as below, of int4 0.36, and this kernel in bfloat16 0.81; with
+    8 bits it was measured in whole steps only, with 4 not yet.
     """
-    return fp8 or target.arch != "sm_90" or not _wide(n, target)
+    return fp8 or (target.arch != "sm_90" and not group) or not _wide(n, target)
 
 
 def _row(n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target) -> WeightOnlyConfig:

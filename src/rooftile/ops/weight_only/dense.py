@@ -1,8 +1,9 @@
-"""The product of many rows of x: the weight is given back in x's dtype, once, and the dense product multiplies.
+"""The product of many rows of x: the weight is dequantised to x's dtype once, and the dense product multiplies.
 
-The other kernels give a weight back as often as there are tiles of x's rows. Here it is done once, and costs the way to
-memory and back, 4 bytes for each number in 16 bits; the dense product then has the matrix unit at its full rate. What
-is multiplied is rounded to x's dtype with its scale, as a dense weight would be.
+The other kernels dequantise a weight as often as there are tiles of x's rows. Here it is done once, and costs the way
+to memory and back, 4 bytes for each number in 16 bits; the dense product then has the matrix unit at its full rate.
+What is multiplied is rounded to x's dtype with its scale, as a dense weight would be. Some rows of the weight are
+dequantised at a time, so that beside it there is never more than AT_A_TIME.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from rooftile import launching, library, runtime  # noqa: F401  # before Triton:
 from rooftile.ops.matmul.common import product
 from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.primitives.dequantize import as_float32, int4_as_float32
-from rooftile.primitives.weights import Format, load_scales
+from rooftile.primitives.weights import Format, load_scales, numbers_of
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+
+# Bytes of the weight in x's dtype: half of the largest product of Llama-3-8B, 4096 -> 28672, and the whole of others.
+AT_A_TIME = 128 << 20
 
 
 @triton.jit
@@ -29,7 +33,7 @@ def _by_16(q, scale, N: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _dequantise_kernel(
+def _dequantize_kernel(
     w_ptr,
     scale_ptr,
     out_ptr,
@@ -60,36 +64,46 @@ def _dequantise_kernel(
         scale, scale_high = load_scales(scale_ptr, rows, first, GROUP, GROUPS, PAIRS, BLOCK_K)
         low = _by_16(low - more, scale, BLOCK_N, BLOCK_K)
         high = _by_16(high - more, scale_high, BLOCK_N, BLOCK_K)
-        block = cols // GROUP
-        apart = tl.where(block == GROUPS // 2, GROUP // 2, GROUP)[None, :]
-        out = out_ptr + rows[:, None] * (2 * columns) + (cols + block * GROUP)[None, :]
-        tl.store(out, low.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(out + apart, high.to(out_ptr.dtype.element_ty), mask=mask)
+        at, at_high = numbers_of(cols, GROUP, GROUPS)
+        out = out_ptr + rows[:, None] * (2 * columns)
+        tl.store(out + at[None, :], low.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out + at_high[None, :], high.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
 def _plan(dtypes: tuple[torch.dtype, ...], form: Format, c: WeightOnlyConfig) -> launching.Plan:
     block_k = c.block_k // 2 if form.group else c.block_k
     constants = {**form.constants(), "BLOCK_N": c.block_n, "BLOCK_K": block_k}
-    return launching.Plan(_dequantise_kernel, constants, num_warps=c.num_warps)
+    return launching.Plan(_dequantize_kernel, constants, num_warps=c.num_warps)
 
 
-def dequantised(w: Tensor, scale: Tensor, dtype: torch.dtype, k: int, c: WeightOnlyConfig) -> Tensor:
+def dequantized(w: Tensor, scale: Tensor, dtype: torch.dtype, k: int, c: WeightOnlyConfig) -> Tensor:
     """The weight `(N, K)` in that dtype, of int8 or float8_e4m3fn `(N, K)`, or uint8 `(N, K/2)`, contiguous along K."""
     n, columns = w.shape
     out = torch.empty((n, k), dtype=dtype, device=w.device)
-    w, read, form = Format.of(out, w, scale)
+    w, read, form = Format.of(w, scale, k, dtype)
     plan = _plan((w.dtype, scale.dtype, dtype), form, c)
     tiles = library.cdiv(n, c.block_n) * library.cdiv(columns, plan.constants["BLOCK_K"])
     launching.launch(plan, tiles, (w, read, out), (w.stride(0), columns), (n,))
     return out
 
 
+def rows_at_a_time(n: int, k: int, itemsize: int) -> int:
+    """Rows of the weight: all, or equal parts of whole tiles of the product, 256 rows."""
+    most = max(1, AT_A_TIME // (256 * max(1, k * itemsize))) * 256
+    return library.cdiv(n, library.cdiv(n, most) * 256) * 256 if n > most else n
+
+
 def launch(
     x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
 ) -> None:
-    """Launch both: x (M, K), w as `dequantised` takes it, out and residual (M, N); all but x and w are contiguous."""
-    weight = dequantised(w, scale, x.dtype, x.shape[1], c)
-    flat = (out.shape[-1],)
-    rows = None if residual is None else residual.view(-1, *flat)
-    product("a weight-only product", x, weight, out.view(-1, *flat), bias, rows)
+    """Launch both: x (M, K), w as `dequantized` takes it, out and residual (M, N); all but x and w are contiguous."""
+    n, k = w.shape[0], x.shape[1]
+    out = out.view(-1, n)
+    residual = None if residual is None else residual.view(-1, n)
+    step = rows_at_a_time(n, k, x.element_size())
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        weight = dequantized(w[part], scale[part], x.dtype, k, c)
+        of_part = [None if t is None else t[..., part] for t in (bias, residual)]
+        product("weight_only", x, weight, out[:, part], *of_part)
