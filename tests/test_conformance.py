@@ -320,6 +320,14 @@ def test_bytes_and_flops_grow_with_the_shape(case):
             assert case.flops(point, direction) > 0
 
 
+@every_case
+def test_every_point_has_bytes_and_flops(case):
+    """The tiny ones more than none; empty ones are left out of a benchmark by them."""
+    for name, found in case.sets.items():
+        for direction, point in itertools.product(case.directions, found):
+            assert min(case.nbytes(point, 2, direction), case.flops(point, direction)) >= (name == "tiny")
+
+
 def test_points_have_labels_of_their_own():
     for case in CASES:
         for name, found in case.sets.items():

@@ -111,12 +111,10 @@ def _apart(point: Point) -> Callable[..., Any]:
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     """x and the weights read, q, k and v written, lengths, pages and angles read."""
     tokens, n, k = point["batch"] * point["seq_len"], point["n"], point["k"]
-    weight = {
-        "": n * k * itemsize,
-        "int8": n * k + 4 * n,
-        "float8_e4m3fn": n * k + 4 * n,
-        "int4": n * k // 2 + n * k // _group(k) * itemsize,
-    }[_FORMATS[point["format"]]]
+    if _FORMATS[point["format"]] == "int4":
+        weight = n * k // 2 + n * k // _group(k) * itemsize
+    else:
+        weight = n * k * (1 if point["format"] else itemsize) + 4 * n * bool(point["format"])
     places = 4 * point["batch"] * (1 + (-(-point["seq_len"] // point["page_size"]) if point["page_size"] else 0))
     return weight + places + itemsize * (k + point["has_bias"] * n + tokens * (k + n + point["rotary"]))
 
