@@ -17,8 +17,11 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Files whose tests need none.
 WITHOUT_TRITON = {"test_reference.py"}
 
-# What an example costs is the machine's business: a slow one must not fail a test.
-hypothesis.settings.register_profile("rooftile", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# What an example costs is the machine's business: a slow one must not fail a test. And a commit passes or fails every
+# time alike; `pytest --hypothesis-profile default` draws examples that no run had.
+hypothesis.settings.register_profile(
+    "rooftile", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("rooftile")
 
 if HAS_TRITON:
