@@ -3,6 +3,7 @@
 import dataclasses
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +16,9 @@ DIFFERENTIABLE = [case for case in CASES if case.grads]
 TINY = [(case, point) for case in CASES for point in case.sets["tiny"]]
 TINY_IDS = [f"{case.name} {point}" for case, point in TINY]
 BF16 = torch.bfloat16
+interpreted = pytest.mark.skipif(
+    runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are recorded on the CPU"
+)
 
 
 def draw(case, point, dtype, device, seed=0):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from helpers import interpreted
 from typer.testing import CliRunner
 
 import rooftile
-from rooftile import cli, runtime
+from rooftile import cli
 from rooftile.engine import Engine
 from rooftile.engine.model import Decoder
 from rooftile.inspect import audit
@@ -25,9 +26,6 @@ TINY = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
-interpreted = pytest.mark.skipif(
-    runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are recorded on the CPU"
-)
 
 
 @interpreted

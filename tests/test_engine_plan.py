@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import interpreted
 
 from rooftile import runtime
 from rooftile.bench.docs import engine as docs_engine
@@ -21,9 +22,6 @@ SIZES = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
-interpreted = pytest.mark.skipif(
-    runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are recorded on the CPU"
-)
 
 
 def config(family="llama", **more):

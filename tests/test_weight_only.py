@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
@@ -189,9 +190,16 @@ def test_a_dequantized_weight_is_what_pytorch_makes_of_it(dtype, config, device)
 
 
 def test_the_weight_is_dequantized_for_many_rows_some_of_its_rows_at_a_time(device, monkeypatch):
-    parts = []
-    stock = dense.dequantized
-    monkeypatch.setattr(dense, "dequantized", lambda w, *args: parts.append(w.shape[0]) or stock(w, *args))
+    parts, made = [], []
+
+    def dequantize(w, *args):
+        assert all(part() is None for part in made), "there is memory for one at a time"
+        weight = dequantized(w, *args)
+        parts.append(w.shape[0])
+        made.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(dense, "dequantized", dequantize)
     monkeypatch.setattr(dense, "AT_A_TIME", 1)  # 256 rows at least
     n, k = 520, 96
     x, bias = torch.randn(2, 65, k, device=device).to(BF16), torch.randn(n, device=device).to(BF16)

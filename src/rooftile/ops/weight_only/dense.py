@@ -3,7 +3,7 @@
 The other kernels dequantise a weight as often as there are tiles of x's rows. Here it is done once, and costs the way
 to memory and back, 4 bytes for each number in 16 bits; the dense product then has the matrix unit at its full rate.
 What is multiplied is rounded to x's dtype with its scale, as a dense weight would be. Some rows of the weight are
-dequantised at a time, so that beside it there is never more than AT_A_TIME.
+dequantised at a time, so that beside it there is never more than AT_A_TIME, or 256 rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _dequantize_kernel(
     mask = (rows < n_rows)[:, None] & (cols < columns)[None, :]
     w = tl.load(w_ptr + rows[:, None] * stride_wn + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     rows = tl.minimum(rows, n_rows - 1)  # in bounds, so that scales need no mask
-    if GROUP == 0:
+    if HAS_SCALE:
         y = as_float32(w, TRICKS) * tl.load(scale_ptr + rows).to(tl.float32)[:, None]
         tl.store(out_ptr + rows[:, None] * columns + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
@@ -107,3 +107,4 @@ def launch(
         weight = dequantized(w[part], scale[part], x.dtype, k, c)
         of_part = [None if t is None else t[..., part] for t in (bias, residual)]
         product("weight_only", x, weight, out[:, part], *of_part)
+        del weight  # before there is memory for the next
