@@ -17,7 +17,13 @@ import torch
 import rooftile
 from rooftile import runtime
 
-PEERS = {"torch": "torch", "liger": "liger-kernel", "quack": "quack-kernels", "torchao": "torchao"}
+PEERS = {
+    "torch": "torch",
+    "liger": "liger-kernel",
+    "quack": "quack-kernels",
+    "torchao": "torchao",
+    "fa4": "flash-attn-4",
+}
 UNKNOWN = "unknown"
 
 
