@@ -23,10 +23,11 @@ def main(
     import torch
 
     from rooftile import runtime
-    from rooftile.bench import prefill
+    from rooftile.bench import prefill, warm
     from rooftile.bench.measure import Effort
     from rooftile.bench.run import Settings, run
     from rooftile.cases import check_report, find_cases
+    from rooftile.cases.check import points
     from rooftile.demo.compare import compare, show, text
     from rooftile.demo.engine import show_engine
     from rooftile.demo.models import MODELS
@@ -49,8 +50,19 @@ def main(
     right &= show_engine(console)
 
     console.print("\nEvery op against its reference in float64:", highlight=False)
-    sets, dtypes = (["tiny", "llm"], None) if real else (["tiny"], [torch.bfloat16])  # of all of them: `rooftile check`
-    rows = check_report.check_all(find_cases(), sets, dtypes, console)
+    cases, sets, dtypes = find_cases(), ("tiny",), (torch.bfloat16,)  # of all of them: `rooftile check`
+    tasks = [
+        warm.Task(c.name, point, dtype, direction, peers=())
+        for c in cases
+        for point in points(c, sets)
+        for dtype in dtypes
+        if dtype in c.dtypes
+        for direction in c.directions
+    ]
+    if jobs := warm.default_jobs(len(tasks)):
+        console.print(f"compiling in {jobs} processes ...", highlight=False)
+        warm.warm(tasks, jobs)
+    rows = check_report.check_all(cases, sets, dtypes, console)
     check_report.show(rows, console)
     right &= all(row.passed for row in rows)
 

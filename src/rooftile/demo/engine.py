@@ -72,16 +72,21 @@ def show_engine(console: Console) -> bool:
     """The engine's part of the demo; False where a text or a row is wrong.
 
     Without a GPU the trained byte model, a few bytes. With one the same at length, and then an 8B model with random
-    weights, whose decoding is set beside the CUDA kernels' and transformers': `rooftile bench e2e`, cut short.
+    weights, whose decoding is set beside the CUDA kernels' and transformers': `rooftile bench e2e` of one sequence,
+    without a patched model, and cut short.
     """
     console.print("\nThe engine, and a small model trained on Python's library:", highlight=False)
     real = runtime.MODE is runtime.Mode.GPU
     right = show_text(console, 64 if real else 24)
     if real:
         from rooftile.bench import e2e
+        from rooftile.bench.e2e import paths
 
         console.print("\nAn 8B model with random weights, decoding:", highlight=False)
         torch.get_device_module(runtime.default_device().type).empty_cache()
-        settings = e2e.Settings(models=("llama-3-8b",), batches=(1, 2), prompt=512, new=64, seconds=1.0)
+        settings = e2e.Settings(
+            models=("llama-3-8b",), batches=(1,), prompt=512, new=64, seconds=1.0,
+            impls=(paths.OURS, paths.CUDA, paths.HF, paths.OURS_EAGER, paths.CUDA_EAGER, paths.HF_EAGER),
+        )  # fmt: skip
         right &= e2e.run(settings, console) == 0
     return right
