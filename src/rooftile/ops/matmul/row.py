@@ -69,10 +69,11 @@ def _row_kernel(
     start = part * length
     if PREFETCH >= 0:
         let_next_start()
-        LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        lines = start + tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
-        for b in tl.static_range(PREFETCH):
-            prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines + b * BLOCK_K, n_inner - 1)[None, :])
+        if PREFETCH > 0:
+            LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            LINES: tl.constexpr = (PREFETCH * BLOCK_K + LINE - 1) // LINE
+            lines = start + tl.arange(0, triton.next_power_of_2(LINES)) * LINE
+            prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines, n_inner - 1)[None, :])
         wait_for_previous()
 
     # Asked for now: at the end a program would wait for them with nothing else under way.
