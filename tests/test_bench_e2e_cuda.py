@@ -65,7 +65,7 @@ class Graph:
 def test_prompts_are_recorded_as_the_engines_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, impl: str, replays: int
 ) -> None:
-    def record(function):
+    def record(function, warm):
         graph = Graph(function)
         return graph, graph.result
 

@@ -1,12 +1,16 @@
 """The assembly that gives numbers of 8 and 4 bits back: every number, worked out here as the chip would, bit by bit."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from rooftile.cases import find_cases
 from rooftile.primitives import dequantize
+
+import triton.language as tl  # isort: skip
 
 HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
@@ -39,7 +43,7 @@ def run(text, outputs, word):
     def of(operand):
         return registers[operand] if operand in registers else bits(operand)
 
-    for line in re.findall(r"^\s*([^{}.\s][^;]*);", text, re.MULTILINE):
+    for line in re.findall(r"(?:^{|;) ([^{}.;]\S* [^;]*)(?=;)", text):
         instruction, _, rest = line.partition(" ")
         target, *operands = (o.strip() for o in rest.split(","))
         name, *_, kind = instruction.split(".")
@@ -87,3 +91,17 @@ def test_int4_in_float32_is_136_too_large():
         found = np.array(run(dequantize.INT4_FP32.value, 8, word), dtype=np.uint32).view(np.float32)
         nibbles = bytes_of(word)
         assert (found - 136).tolist() == [*(nibbles & 15).astype(int) - 8, *(nibbles >> 4).astype(int) - 8]
+
+
+def test_assembly_is_no_end_of_a_string():
+    """torch.compile writes a kernel's constants into a string of its own source, as they are."""
+    find_cases()  # every op, and its kernels
+    found = [
+        value.value
+        for name, module in sorted(sys.modules.items())
+        if name.startswith("rooftile.")
+        for value in vars(module).values()
+        if isinstance(value, tl.constexpr) and isinstance(value.value, str)
+    ]
+    assert any("prmt" in text for text in found)
+    assert not [text for text in found if set(text) & set("\n\r\"'\\")]

@@ -46,7 +46,7 @@ class Kernel:
         hash: Triton's own: two launches with one hash share the binary.
         constants: its `tl.constexpr` arguments and those that Triton made constant.
         signature: the types of its arguments; those divisible by 16 end in ":16".
-        registers, stack, spills, shared, load, store, unwritten: see `rooftile.inspect.resources.Resources`.
+        registers, stack, spills, shared, load, store, mistakes: see `rooftile.inspect.resources.Resources`.
         compile_ms: the first call, from the launcher to the binary, with nothing cached.
     """
 
@@ -65,7 +65,7 @@ class Kernel:
     load: str
     store: str
     compile_ms: float
-    unwritten: int = 0
+    mistakes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +104,7 @@ def faults(kernel: Kernel, target: Target, allowed_spills: int = 0) -> list[str]
         found.append(f"takes {kernel.shared} bytes of shared memory, a block has {target.shared_memory}")
     if kernel.threads > target.max_threads:
         found.append(f"takes {kernel.threads} threads, a block has {target.max_threads}")
-    if kernel.unwritten:
-        found.append(f"{kernel.unwritten} instructions read registers that nothing wrote: the assembler's mistake")
+    found += [f"{mistake}: the compiler's mistake" for mistake in kernel.mistakes]
     return found
 
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rooftile.inspect.descriptors import unwritten
+from rooftile.inspect.mistakes import mistakes, needs_sass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Resources:
         shared: bytes of shared memory a block has.
         load: bytes of the widest load from global memory, or "TMA"; "" where there is none.
         store: the same for stores.
-        unwritten: instructions of sm_90 that read a uniform register which was not written (descriptors.py).
+        mistakes: what the compiler got wrong, a sentence each (mistakes.py).
     """
 
     registers: int
@@ -33,7 +33,7 @@ class Resources:
     shared: int
     load: str
     store: str
-    unwritten: int = 0
+    mistakes: tuple[str, ...] = ()
 
 
 def resources(kernel: Any) -> Resources:
@@ -70,7 +70,7 @@ def _nvidia(kernel: Any) -> Resources:
         stack = max(_field(r"\bSTACK:(\d+)", usage, "cuobjdump"))
         # A kernel with no stack has no spills; only one that has is assembled again, for ptxas to say what they are.
         spills = _ptxas_spills(kernel, ptx, Path(folder)) if stack else 0
-        sass = _run(knobs.nvidia.nvdisasm.path, "-c", cubin) if "wgmma.mma_async" in ptx else ""
+        sass = _run(knobs.nvidia.nvdisasm.path, "-c", cubin) if needs_sass(ptx) else ""
     return Resources(
         registers=max(_field(r"\bREG:(\d+)", usage, "cuobjdump")),
         stack=stack,
@@ -78,7 +78,7 @@ def _nvidia(kernel: Any) -> Resources:
         shared=kernel.metadata.shared,
         load=_widest(_ptx_widths("ld", ptx), _has_tma(ptx, "load")),
         store=_widest(_ptx_widths("st", ptx), _has_tma(ptx, "store")),
-        unwritten=len(unwritten(sass)),
+        mistakes=tuple(mistakes(ptx, sass)),
     )
 
 

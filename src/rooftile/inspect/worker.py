@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rooftile import runtime
 from rooftile.cases import Direction, OpCase, all_cases
@@ -71,10 +72,7 @@ def _find(task: Task) -> OpCase:
     return next(c for c in importlib.import_module(task.source).CASES if c.name == task.op)
 
 
-def _call(task: Task, recorder: _Recorder) -> None:
-    case = _find(task)
-    inputs = case.inputs(task.point, DTYPES[task.dtype], torch.device("meta"), torch.Generator())
-    grads = [n for n in case.grads if n in inputs] if task.direction == "backward" else []
+def _run(case: OpCase, task: Task, inputs: dict[str, Tensor], grads: list[str], recorder: _Recorder) -> None:
     leaves = {n: t.detach().requires_grad_(n in grads) for n, t in inputs.items()}
     given = {n: t.clone() if n in case.mutates else t for n, t in leaves.items()}
     recorder.direction = "forward"
@@ -82,6 +80,18 @@ def _call(task: Task, recorder: _Recorder) -> None:
     if grads:
         recorder.direction = "backward"
         torch.autograd.grad(outputs, [leaves[n] for n in grads], [torch.empty_like(o) for o in outputs])
+
+
+def _call(task: Task, recorder: _Recorder) -> None:
+    case = _find(task)
+    inputs = case.inputs(task.point, DTYPES[task.dtype], torch.device("meta"), torch.Generator())
+    grads = [n for n in case.grads if n in inputs] if task.direction == "backward" else []
+    try:
+        for deterministic in (False, True) if grads and case.deterministic == "asked" else (False,):  # other kernels
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            _run(case, task, inputs, grads, recorder)
+    finally:
+        torch.use_deterministic_algorithms(False)
     used = any(direction == task.direction for direction, _ in recorder.used)
     if not used and all(t.numel() for t in inputs.values()):  # else there may be nothing to compute
         raise RuntimeError("no kernel was launched")

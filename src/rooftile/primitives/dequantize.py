@@ -11,6 +11,7 @@ such numbers are read as bytes (`quantize.writable`).
 from __future__ import annotations
 
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.primitives.assembly import assembly
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -75,14 +76,14 @@ _INT8_BF16 = """{
 
 def _int4(kind: str, magic: str, one: str, less: str) -> tl.constexpr:
     text = _INT4.replace("KIND", kind).replace("MAGIC", magic).replace("ONE", one).replace("LESS", less)
-    return tl.constexpr(text)
+    return assembly(text)
 
 
 INT4_BF16 = _int4("bf16x2", "0x43434343", "0x3f803f80", "0xc308c308")
 INT4_FP16 = _int4("f16x2", "0x64646464", "0x3c003c00", "0xe408e408")
-INT4_FP32 = tl.constexpr(_INT4_FP32)
-INT8_BF16 = tl.constexpr(_INT8_BF16)
-INT8_FP16 = tl.constexpr(_INT8_FP16)
+INT4_FP32 = assembly(_INT4_FP32)
+INT8_BF16 = assembly(_INT8_BF16)
+INT8_FP16 = assembly(_INT8_FP16)
 
 
 def _of_word(text: tl.constexpr, pairs: int) -> tl.constexpr:
@@ -90,9 +91,9 @@ def _of_word(text: tl.constexpr, pairs: int) -> tl.constexpr:
     text = text.value
     for i in range(pairs, -1, -1):
         text = text.replace(f"${i}", f"p{i}" if i < pairs else f"${2 * pairs}")
-    head = "{\n    .reg .b32 " + ", ".join(f"p{i}" for i in range(pairs)) + ";"
-    tail = "".join(f"    mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};\n" for i in range(pairs)) + "}"
-    return tl.constexpr(head + text[1:-1] + tail)
+    head = "{ .reg .b32 " + ", ".join(f"p{i}" for i in range(pairs)) + ";"
+    tail = "".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i}; " for i in range(pairs)) + "}"
+    return assembly(head + text[1:-1] + tail)
 
 
 INT4_BF16_WORD = _of_word(INT4_BF16, 4)

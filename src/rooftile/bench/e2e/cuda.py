@@ -140,6 +140,23 @@ def _attend(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     return WAYS[name][0](q, k, v, mask, scale)
 
 
+def _recorded(step: Callable[[], Tensor]) -> Recorded:
+    """The step's graph, which has the workspaces of cuBLAS to itself.
+
+    They would be PyTorch's, which it frees when a model compiled with CUDA graphs of PyTorch's own comes next, though a
+    graph of others still writes there. Taken while recording they are the graph's.
+    """
+
+    def warm() -> None:
+        step()
+        step()
+        torch._C._cuda_clearCublasWorkspaces()
+
+    found = record(step, warm=warm)
+    torch._C._cuda_clearCublasWorkspaces()  # lest others take these
+    return found
+
+
 def _replayed(recorded: Recorded) -> Tensor:
     graph, logits = recorded
     graph.replay()
@@ -198,10 +215,10 @@ class CudaPath:
             self.step()
             return
         with self._way_backend():
-            self._step_graph = record(self._step)
+            self._step_graph = _recorded(self._step)
         if self.ids.numel() <= GRAPH_TOKENS:
             with self._prefill_backend():
-                self._prompt_graph = record(self._prompt)
+                self._prompt_graph = _recorded(self._prompt)
 
     def reset(self) -> None: ...
 

@@ -280,18 +280,23 @@ def keys_gradients(
     q_free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     o_ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     o_free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
-    ds_ready = gl.allocate_shared_memory(gl.int64, [T.buffers, 1], mbarrier.MBarrierLayout())
     kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    all_done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(gl.constexpr(T.stages)):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_free.index(i), count=2)
         mbarrier.init(o_ready.index(i), count=1)
         mbarrier.init(o_free.index(i), count=2)
-    for i in gl.static_range(gl.constexpr(T.buffers)):
-        mbarrier.init(ds_ready.index(i), count=2)
     mbarrier.init(kv_ready, count=1)
-    mbarrier.init(all_done, count=2)
+    # Only where they are used: the place of a barrier that nobody waits for is the compiler's to give away, here to
+    # what it hands to the other warps, and the barrier's beginning may come after what is written there next.
+    ds_ready = q_ready
+    all_done = kv_ready
+    if T.with_dq:
+        ds_ready = gl.allocate_shared_memory(gl.int64, [T.buffers, 1], mbarrier.MBarrierLayout())
+        all_done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(gl.constexpr(T.buffers)):
+            mbarrier.init(ds_ready.index(i), count=2)
+        mbarrier.init(all_done, count=2)
     fence_async_shared()  # the copies see them initialised too
 
     # The first block, which with causal is the longest, comes first.

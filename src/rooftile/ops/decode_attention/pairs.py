@@ -17,12 +17,13 @@ from torch import Tensor
 
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.attention.common import parts
+from rooftile.primitives.assembly import assembly
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 # The low bytes of two words, then the high ones.
-_E4M3 = tl.constexpr("""{
+_E4M3 = assembly("""{
     .reg .b32 sorted;
     .reg .b16 low, high;
     prmt.b32 sorted, $2, 0, 0x3120;
@@ -31,7 +32,7 @@ _E4M3 = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 # The sign's bit is turned over, which adds 128.
-_INT8 = tl.constexpr("""{
+_INT8 = assembly("""{
     .reg .b32 word, magic, less;
     mov.b32 magic, 0x64646464;
     mov.b32 less, 0xe480e480;

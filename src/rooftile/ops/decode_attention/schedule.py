@@ -171,10 +171,11 @@ def part_at(
     ends, aligned, parts, each, more = sharing
     item = at // parts
     nth = at - item * parts
-    seq = item // per_seq
-    begin = at * 0
-    if not aligned:
-        seq, begin = sequence_of_block(ends, at)
+    # Both are computed either way: a sum of a warp's lanes (redux) that stands under a condition may be guarded by
+    # ptxas by a predicate that has another value by then, as it was for 32 sequences in float32.
+    of_block, begin_of_block = sequence_of_block(ends, at)
+    seq = tl.where(aligned, item // per_seq, of_block)
+    begin = tl.where(aligned, 0, begin_of_block)
     n_keys, first_block, n_blocks = blocks_of(length_of(lengths, seq, BLOCK_B), n_new, capacity, WINDOW, BLOCK_N)
     within = item - seq * per_seq
     cuts = tl.minimum(parts, n_blocks)

@@ -1,9 +1,13 @@
-"""Whether the tensor cores of sm_90 are told of operands by registers that hold something.
+"""Mistakes that compilers made in kernels for NVIDIA's GPUs, as they show in the code, with no GPU.
 
-A warpgroup's product takes the places of its operands in shared memory from descriptors in uniform registers. Some
-versions of ptxas (12.8 among them) compute a descriptor from registers that nothing wrote: the product then reads what
-lies somewhere else, or raises an illegal access, and only on a GPU, and only with some bad luck. In the machine code it
-shows: a uniform register is read where no path from the beginning has written it, or not every path.
+- A warpgroup's product (sm_90) takes the places of its operands in shared memory from descriptors in uniform registers.
+  Some versions of ptxas (12.8 among them) compute a descriptor from registers that nothing wrote: the product then
+  reads what lies somewhere else, or raises an illegal access, and only on a GPU, and only with some bad luck. In the
+  machine code a uniform register is read where no path from the beginning has written it, or not every path.
+- A sum or maximum of a warp's lanes (REDUX) that stands under a condition was guarded by a predicate that ptxas (12.8
+  and 12.9) had given to something else by then. So none may be guarded.
+- Triton gives the place of a barrier that is only initialised, and never used, to what is handed to a specialised warp.
+  Which of the two is written last is left to chance: it went wrong where several processes shared a GPU.
 """
 
 from __future__ import annotations
@@ -88,3 +92,40 @@ def unwritten(sass: str) -> list[str]:
     return [
         " ".join(filter(None, code[i][1:])) for i in range(len(code)) if reached[i] and registers[i][1] & ~written[i]
     ]
+
+
+def guarded(sass: str) -> list[str]:
+    """The sums and maxima of a warp that stand under a predicate."""
+    return [f"{name} {operands}" for predicate, name, operands in _parse(sass)[0] if predicate and "REDUX" in name]
+
+
+_INITIALISED = re.compile(r"mbarrier\.init\S*\s+\[(%r\d+)\]")
+_PLACE = re.compile(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);")
+_BASE = re.compile(r"mov\.b32\s+(%r\d+), global_smem;")
+_STORED = re.compile(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem(?:\+(\d+))?\]")
+
+
+def overlaid(ptx: str) -> list[int]:
+    """Places in shared memory of barriers that plain stores write too."""
+    places = dict.fromkeys(_BASE.findall(ptx), 0)
+    for register, base, offset in _PLACE.findall(ptx):
+        if base in places:
+            places[register] = int(offset)
+    barriers = {places[register] for register in _INITIALISED.findall(ptx) if register in places}
+    stores = [(int(at or 0), int(n or 1) * int(bits) // 8) for n, bits, at in _STORED.findall(ptx)]
+    return sorted(b for b in barriers if any(b < at + size and at < b + 8 for at, size in stores))
+
+
+def mistakes(ptx: str, sass: str) -> list[str]:
+    """What is wrong with a kernel, a sentence each. `sass` may be empty where `needs_sass` is false."""
+    found = [
+        (len(unwritten(sass)), "instructions read registers that nothing wrote"),
+        (len(guarded(sass)), "sums or maxima of a warp are guarded by a predicate"),
+        (len(overlaid(ptx)), "barriers lie where something else is written"),
+    ]
+    return [f"{n} {what}" for n, what in found if n]
+
+
+def needs_sass(ptx: str) -> bool:
+    """Whether the machine code has to be looked at."""
+    return "wgmma.mma_async" in ptx or "redux.sync" in ptx

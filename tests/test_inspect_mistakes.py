@@ -2,7 +2,7 @@
 
 import pytest
 
-from rooftile.inspect.descriptors import unwritten
+from rooftile.inspect.mistakes import guarded, mistakes, overlaid, unwritten
 from rooftile.inspect.plan import faults
 
 GOOD = """
@@ -52,10 +52,34 @@ def test_code_without_such_products_is_not_looked_at():
     assert unwritten("IMAD R0, R6, UR4, RZ ;\nEXIT ;") == []
 
 
-@pytest.mark.parametrize(("count", "said"), [(0, []), (2, ["2 instructions read registers that nothing wrote"])])
-def test_it_is_a_fault(count, said):
+@pytest.mark.parametrize("found", [(), ("2 instructions read registers that nothing wrote",)])
+def test_it_is_a_fault(found):
     from rooftile.inspect.plan import Kernel
     from rooftile.runtime import TARGETS
 
-    kernel = Kernel("", "k", {}, {}, 4, 1, 1, 128, 32, 0, 0, 0, "16", "16", 1.0, count)
-    assert [fault.partition(":")[0] for fault in faults(kernel, TARGETS["sm_90"])] == said
+    kernel = Kernel("", "k", {}, {}, 4, 1, 1, 128, 32, 0, 0, 0, "16", "16", 1.0, found)
+    assert [fault.partition(":")[0] for fault in faults(kernel, TARGETS["sm_90"])] == list(found)
+
+
+def test_a_guarded_sum_is_found():
+    code = "ISETP.GE P1, PT, R4, R5, PT ;\nREDUX.SUM.S32 UR4, R6 ;\n@{}P1 REDUX.MAX.S32 UR5, R6 ;\nEXIT ;"
+    assert guarded(code.format("")) == guarded(code.format("!")) == ["REDUX.MAX.S32 UR5, R6"]
+    assert guarded(code.replace("@{}P1 ", "")) == []
+
+
+BARRIERS = """
+	mov.b32 	%r5, global_smem;
+	add.s32 	%r6, %r5, 1024;
+	@%p1 mbarrier.init.shared::cta.b64 [%r6], 1;
+	add.s32 	%r7, %r5, 1032;
+	@%p1 mbarrier.init.shared::cta.b64 [%r7], 2;
+	st.shared.v2.b32 	[global_smem+{}], {{%r1, %r2}};
+"""
+
+
+def test_a_barrier_under_something_else_is_found():
+    assert overlaid(BARRIERS.format(1028)) == [1024, 1032]
+    assert overlaid(BARRIERS.format(1036)) == [1032]
+    assert overlaid(BARRIERS.format(1016)) == overlaid(BARRIERS.format(1040)) == []
+    assert mistakes(BARRIERS.format(1036), "") == ["1 barriers lie where something else is written"]
+    assert mistakes(BARRIERS.format(1040), "") == []
