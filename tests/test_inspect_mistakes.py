@@ -1,9 +1,16 @@
-"""Machine code in which a product's operands are described by registers that nothing wrote is found."""
+"""Mistakes of compilers are found in the code: registers that nothing wrote, guarded sums, barriers under others."""
+
+import dataclasses
+import io
 
 import pytest
+import torch
+from rich.console import Console
 
+from rooftile.cases import all_cases
 from rooftile.inspect.mistakes import guarded, mistakes, overlaid, unwritten
 from rooftile.inspect.plan import faults
+from rooftile.inspect.report import inspect_all
 
 GOOD = """
         ULDC.64 UR8, c[0x0][0x250] ;
@@ -83,3 +90,12 @@ def test_a_barrier_under_something_else_is_found():
     assert overlaid(BARRIERS.format(1016)) == overlaid(BARRIERS.format(1040)) == []
     assert mistakes(BARRIERS.format(1036), "") == ["1 barriers lie where something else is written"]
     assert mistakes(BARRIERS.format(1040), "") == []
+
+
+def test_decoding_of_32_sequences_in_float32_has_none():
+    """Where a sum of a warp was guarded, of work that programs share out in a loop."""
+    case = all_cases()["decode_attention"]
+    points = [p for p in case.sets["decode"] if p.label == "B32 T512 H32/8 D128"]
+    case = dataclasses.replace(case, sets={"decode": tuple(points)})
+    (row,) = inspect_all([case], ["sm_90"], Console(file=io.StringIO()), ["decode"], [torch.float32])
+    assert (row.verdict, row.kernel.name, list(row.kernel.mistakes)) == ("PASS", "decode_kernel", [])
