@@ -181,7 +181,12 @@ def rows_of_8_bits(p: Problem, target: runtime.Target) -> MatmulConfig:
 
 def rows_of_4_bits(p: Problem, target: runtime.Target) -> MatmulConfig:
     """The same for a packed weight of p.k bytes a row: 64 bytes a thread, which become 128 numbers, in parts of a row
-    of 512 bytes, 1024 without a gate, or 256 where those do not divide it. By what 8 bits took; not measured yet."""
+    of 512 bytes, 1024 without a gate, or 256 where those do not divide it.
+
+    In a decoding step of Llama-3-8B on an H200, 2022 us, the gated product took 19 us more with twice as many rows of
+    half such parts, 155 with half as many of twice such parts, 72 with half of either rows and threads; 14336 -> 4096
+    took 38 more with half as many rows of twice such parts, 132 with half such parts and threads.
+    """
     block_k = next((b for b in ((512,) if p.gated else (1024, 512)) if p.k % b == 0), 256)
     return MatmulConfig("row", 1, 8192 // block_k // (1 + p.gated), block_k, 1, 1, 4 * 32 // target.warp_size, 1)
 

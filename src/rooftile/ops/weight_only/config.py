@@ -15,10 +15,9 @@ from rooftile.ops.matmul import row as row_product
 from rooftile.ops.matmul.config import MatmulConfig, Problem
 from rooftile.primitives import dependent
 
-# Rows of x above which the weight is dequantised first. Not measured; an estimate from Llama-3-8B's prompts of 512
-# tokens on an H200: 29.9 ms with int4 and 28.7 with int8 where every tile of 64 rows dequantises, 12.8 with a dense
-# weight, and to read 4 or 8 bits and write 16 of each number 4.1 and 4.9. What tiles take is nearly in proportion to
-# the rows.
+# Rows of x above which the weight is dequantised first. Llama-3-8B's prompts of 512 tokens on an H200 took 29.9 ms with
+# int4 and 28.7 with int8 where every tile of 64 rows dequantises, and 15.8 and 17.2 so; 12.8 with a dense weight. What
+# tiles take is nearly in proportion to the rows; where the two meet was not measured.
 DENSE_ROWS = 128
 KERNELS = ("skinny", "direct", "row", "dense")
 
@@ -260,7 +259,7 @@ def _takes_row(n: int, group: int, fp8: bool, target: runtime.Target) -> bool:
     and where "skinny" is at 0.72 to 0.89, wide ones of int4.
 
     Of 4096 x 4096 the others have 0.55 of it on an H200, as below, of int4 0.36, and this kernel in bfloat16 0.81; with
-    8 bits it was measured in whole steps only, with 4 not yet.
+    8 and 4 bits it was measured in whole steps only.
     """
     return fp8 or (target.arch != "sm_90" and not group) or not _wide(n, target)
 
