@@ -65,12 +65,18 @@ class Graph:
 def test_prompts_are_recorded_as_the_engines_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, impl: str, replays: int
 ) -> None:
+    cleared = []
+
     def record(function, warm):
+        before = len(cleared)
+        warm()
+        assert len(cleared) == before + 1  # so that what is recorded next has workspaces of its own
         graph = Graph(function)
         return graph, graph.result
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(e2e_cuda, "record", record)
+    monkeypatch.setattr(e2e_cuda, "_clear_workspaces", lambda: cleared.append(None))
     monkeypatch.setattr(e2e_cuda.CudaPath, "_fastest_way", lambda self: e2e_cuda.DEFAULT_WAY)
     monkeypatch.setattr(Graph, "replays", 0)
     model = tiny(tmp_path, model_type="llama", num_hidden_layers=1)
@@ -80,6 +86,7 @@ def test_prompts_are_recorded_as_the_engines_are(
     path.prepare()
     assert not e2e_check.verdict(model, path, ids, 2, own=False)[1]
     assert Graph.replays == replays  # of the prompts and one step
+    assert len(cleared) == 2 * replays  # before and after each of the graphs
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Direction = Literal["forward", "backward"]
 Roof = Literal["copy", "product", "product fp8", "product int8"]
-SETS = ("tiny", "edge", "llm", "sweep", "prefill", "decode", "gemm", "softmax", "memory")
+SETS = ("tiny", "edge", "llm", "sweep", "prefill", "prompt", "decode", "gemm", "softmax", "memory")
 
 
 @dataclasses.dataclass(frozen=True)

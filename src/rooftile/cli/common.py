@@ -92,6 +92,7 @@ class SetName(str, enum.Enum):
     llm = "llm"
     sweep = "sweep"
     prefill = "prefill"
+    prompt = "prompt"
     decode = "decode"
     gemm = "gemm"
     softmax = "softmax"

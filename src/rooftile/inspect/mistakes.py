@@ -7,13 +7,14 @@
 - A sum or maximum of a warp's lanes (REDUX) that stands under a condition was guarded by a predicate that ptxas (12.8
   and 12.9) had given to something else by then. So none may be guarded.
 - Triton gives the place of a barrier that is only initialised, and never used, to what is handed to a specialised warp.
-  Which of the two is written last is left to chance: it went wrong where several processes shared a GPU.
+  Which of the two is written last is left to chance: it went wrong where several processes shared a GPU. So no barrier
+  may lie where plain stores write, though one that is truly dead could; nor where its place can't be told.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r"^(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;$")
@@ -99,31 +100,44 @@ def guarded(sass: str) -> list[str]:
     return [f"{name} {operands}" for predicate, name, operands in _parse(sass)[0] if predicate and "REDUX" in name]
 
 
-_INITIALISED = re.compile(r"mbarrier\.init\S*\s+\[(%r\d+)\]")
+_INITIALISED = re.compile(r"mbarrier\.init\S*\s+\[([^\]]+)\]")
 _PLACE = re.compile(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);")
 _BASE = re.compile(r"mov\.b32\s+(%r\d+), global_smem;")
-_STORED = re.compile(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem(?:\+(\d+))?\]")
+_STORED = re.compile(r"st\.shared(?:::cta)?(?:\.v(\d))?\.b(\d+)\s+\[([^\]]+)\]")
 
 
-def overlaid(ptx: str) -> list[int]:
-    """Places in shared memory of barriers that plain stores write too."""
-    places = dict.fromkeys(_BASE.findall(ptx), 0)
+def _places(ptx: str) -> dict[str, int]:
+    """The registers that hold a place in shared memory which is known, and the place."""
+    places = {"global_smem": 0} | dict.fromkeys(_BASE.findall(ptx), 0)
     for register, base, offset in _PLACE.findall(ptx):
         if base in places:
-            places[register] = int(offset)
-    barriers = {places[register] for register in _INITIALISED.findall(ptx) if register in places}
-    stores = [(int(at or 0), int(n or 1) * int(bits) // 8) for n, bits, at in _STORED.findall(ptx)]
-    return sorted(b for b in barriers if any(b < at + size and at < b + 8 for at, size in stores))
+            places[register] = places[base] + int(offset)
+    return places
 
 
-def mistakes(ptx: str, sass: str) -> list[str]:
+def _place(address: str, places: dict[str, int]) -> int | None:
+    """Where an address is, as `%r1+8`; None where its register is not known."""
+    base, _, offset = address.replace(" ", "").partition("+")
+    return places[base] + int(offset or 0) if base in places else None
+
+
+def overlaid(ptx: str) -> list[int | None]:
+    """Places in shared memory of barriers that plain stores write too; None for those whose place is not known."""
+    places = _places(ptx)
+    barriers = [_place(address, places) for address in _INITIALISED.findall(ptx)]
+    stores = [(_place(at, places), int(n or 1) * int(bits) // 8) for n, bits, at in _STORED.findall(ptx)]
+    known = [(at, size) for at, size in stores if at is not None]
+    return [b for b in barriers if b is None or any(b < at + size and at < b + 8 for at, size in known)]
+
+
+def find(ptx: str, sass: str) -> list[str]:
     """What is wrong with a kernel, a sentence each. `sass` may be empty where `needs_sass` is false."""
-    found = [
-        (len(unwritten(sass)), "instructions read registers that nothing wrote"),
-        (len(guarded(sass)), "sums or maxima of a warp are guarded by a predicate"),
-        (len(overlaid(ptx)), "barriers lie where something else is written"),
+    found: list[tuple[str, Sized]] = [
+        ("instructions that read registers which nothing wrote", unwritten(sass)),
+        ("sums or maxima of a warp that a predicate guards", guarded(sass)),
+        ("barriers that lie where something else is written", overlaid(ptx)),
     ]
-    return [f"{n} {what}" for n, what in found if n]
+    return [f"{what}: {len(which)}" for what, which in found if which]
 
 
 def needs_sass(ptx: str) -> bool:

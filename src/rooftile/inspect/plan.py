@@ -65,7 +65,7 @@ class Kernel:
     load: str
     store: str
     compile_ms: float
-    mistakes: tuple[str, ...] = ()
+    mistakes: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def faults(kernel: Kernel, target: Target, allowed_spills: int = 0) -> list[str]
         found.append(f"takes {kernel.shared} bytes of shared memory, a block has {target.shared_memory}")
     if kernel.threads > target.max_threads:
         found.append(f"takes {kernel.threads} threads, a block has {target.max_threads}")
-    found += [f"{mistake}: the compiler's mistake" for mistake in kernel.mistakes]
+    found += [f"the compiler's mistake: {mistake}" for mistake in kernel.mistakes]
     return found
 
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rooftile.inspect.mistakes import mistakes, needs_sass
+from rooftile.inspect.mistakes import find, needs_sass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Resources:
     shared: int
     load: str
     store: str
-    mistakes: tuple[str, ...] = ()
+    mistakes: list[str] = dataclasses.field(default_factory=list)
 
 
 def resources(kernel: Any) -> Resources:
@@ -78,7 +78,7 @@ def _nvidia(kernel: Any) -> Resources:
         shared=kernel.metadata.shared,
         load=_widest(_ptx_widths("ld", ptx), _has_tma(ptx, "load")),
         store=_widest(_ptx_widths("st", ptx), _has_tma(ptx, "store")),
-        mistakes=tuple(mistakes(ptx, sass)),
+        mistakes=find(ptx, sass),
     )
 
 

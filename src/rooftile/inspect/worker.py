@@ -87,7 +87,9 @@ def _call(task: Task, recorder: _Recorder) -> None:
     inputs = case.inputs(task.point, DTYPES[task.dtype], torch.device("meta"), torch.Generator())
     grads = [n for n in case.grads if n in inputs] if task.direction == "backward" else []
     try:
-        for deterministic in (False, True) if grads and case.deterministic == "asked" else (False,):  # other kernels
+        # Gradients that PyTorch has to be asked to make deterministic have kernels of their own then.
+        modes = (False, True) if grads and case.deterministic == "asked" else (False,)
+        for deterministic in modes:
             torch.use_deterministic_algorithms(deterministic, warn_only=True)
             _run(case, task, inputs, grads, recorder)
     finally:

@@ -1,7 +1,7 @@
 """Numbers of 8 and 4 bits as the matrix unit takes them, and those of 8 bits in float32.
 
 At 4 bits an H200's memory brings 35 weights a clock to each multiprocessor, which issues 128 instructions a clock,
-counted by lanes: 3.6 a weight, for everything. A conversion from an integer runs at half of that rate or less, so on
+counted by lanes: 3.7 a weight, for everything. A conversion from an integer runs at half of that rate or less, so on
 NVIDIA's GPUs the bits are placed into the mantissa of a number whose last bit is worth 1, two weights an instruction,
 and what that number had before is taken off: 1.4 instructions a weight for int4, and for int8 2 in bfloat16 and 1.25
 in float16. All of it is exact. float8_e4m3fn has an instruction of its own, for two numbers; where a chip has it not,

@@ -31,6 +31,7 @@ SUITES = {
     "attention": "",
     "attention-fp16": "float16",
     "attention-flex": "with FlexAttention",
+    "attention-prompt": "one prompt",
     "attention-decode": "with FlexAttention",
 }
 MEMORY = "attention-memory"

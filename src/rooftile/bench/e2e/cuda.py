@@ -140,21 +140,28 @@ def _attend(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     return WAYS[name][0](q, k, v, mask, scale)
 
 
-def _recorded(step: Callable[[], Tensor]) -> Recorded:
-    """The step's graph, which has the workspaces of cuBLAS to itself.
+def _clear_workspaces() -> None:
+    """Give all workspaces of cuBLAS back: who multiplies next has new ones allocated."""
+    torch._C._cuda_clearCublasWorkspaces()
 
-    They would be PyTorch's, which it frees when a model compiled with CUDA graphs of PyTorch's own comes next, though a
-    graph of others still writes there. Taken while recording they are the graph's.
+
+def _recorded(step: Callable[[], Tensor]) -> Recorded:
+    """The step's graph, with workspaces of cuBLAS of its own.
+
+    PyTorch keeps them for all calls of a stream, and its own CUDA graphs, those of a compiled model, free them while
+    this graph would still write there. Cleared before the recording, they are allocated anew in the graph's memory;
+    cleared after it, nobody else gets those.
     """
 
     def warm() -> None:
         step()
         step()
-        torch._C._cuda_clearCublasWorkspaces()
+        _clear_workspaces()
 
-    found = record(step, warm=warm)
-    torch._C._cuda_clearCublasWorkspaces()  # lest others take these
-    return found
+    try:
+        return record(step, warm=warm)
+    finally:
+        _clear_workspaces()
 
 
 def _replayed(recorded: Recorded) -> Tensor:

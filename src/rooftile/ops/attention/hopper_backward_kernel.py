@@ -287,9 +287,9 @@ def keys_gradients(
         mbarrier.init(o_ready.index(i), count=1)
         mbarrier.init(o_free.index(i), count=2)
     mbarrier.init(kv_ready, count=1)
-    # Only where they are used: the place of a barrier that nobody waits for is the compiler's to give away, here to
-    # what it hands to the other warps, and the barrier's beginning may come after what is written there next.
-    ds_ready = q_ready
+    # Only where they are used: Triton's allocator gives the place of a barrier that nobody waits for away, here to what
+    # it hands to the other warps, and the barrier's initialisation may land after what is written there next.
+    ds_ready = q_ready  # these two are never read
     all_done = kv_ready
     if T.with_dq:
         ds_ready = gl.allocate_shared_memory(gl.int64, [T.buffers, 1], mbarrier.MBarrierLayout())

@@ -171,8 +171,8 @@ def part_at(
     ends, aligned, parts, each, more = sharing
     item = at // parts
     nth = at - item * parts
-    # Both are computed either way: a sum of a warp's lanes (redux) that stands under a condition may be guarded by
-    # ptxas by a predicate that has another value by then, as it was for 32 sequences in float32.
+    # Both are computed either way: a sum of a warp's lanes (redux) under a condition may be guarded by a predicate that
+    # ptxas 12.8 and 12.9 have given away; it was seen with 32 sequences in float32. `rooftile inspect` looks for those.
     of_block, begin_of_block = sequence_of_block(ends, at)
     seq = tl.where(aligned, item // per_seq, of_block)
     begin = tl.where(aligned, 0, begin_of_block)

@@ -74,7 +74,8 @@ def _row_kernel(
             LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
             LINES: tl.constexpr = (PREFETCH * BLOCK_K + LINE - 1) // LINE
             lines = start + tl.arange(0, triton.next_power_of_2(LINES)) * LINE
-            prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines, n_inner - 1)[None, :])
+            last = tl.minimum(start + length, n_inner) - 1
+            prefetch(w_ptr + rows[:, None] * stride_wn + tl.minimum(lines, last)[None, :])
         wait_for_previous()
 
     # Asked for now: at the end a program would wait for them with nothing else under way.
