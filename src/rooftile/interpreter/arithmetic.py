@@ -33,13 +33,15 @@ def _to_tf32(data: np.ndarray) -> np.ndarray:
 
 
 def _dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray, input_precision) -> np.ndarray:
-    """a @ b + accumulator: products exact, sums in float32 (float64 or int32 for such operands), rounded once."""
-    if a.dtype in NARROW or a.dtype == np.float16:
-        a, b = a.astype(np.float32), b.astype(np.float32)
-    elif a.dtype == np.float32 and input_precision == ir.INPUT_PRECISION.TF32:
+    """a @ b + accumulator: products exact, sums in float64 (int32 for integers), rounded once.
+
+    Not in float32, as a GPU has them: BLAS adds those in an order that differs with the processor and the tile.
+    """
+    if a.dtype == np.float32 and input_precision == ir.INPUT_PRECISION.TF32:
         a, b = _to_tf32(a), _to_tf32(b)
-    sums = accumulator.dtype if accumulator.dtype.kind in "iu" or accumulator.dtype == np.float64 else np.float32
-    return convert(np.matmul(a, b, dtype=sums) + accumulator.astype(sums), accumulator.dtype)
+    sums = accumulator.dtype if accumulator.dtype.kind in "iu" else np.float64
+    product = np.matmul(a.astype(sums), b.astype(sums))
+    return convert(product + accumulator.astype(sums), accumulator.dtype)
 
 
 def install() -> None:
