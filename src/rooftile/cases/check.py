@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -312,10 +313,16 @@ def check_case(
     device: torch.device | str | None = None,
 ) -> Iterator[list[CheckRow]]:
     """The rows of every point of those sets that the case has: at each point, in each dtype, in each direction."""
-    for point in points(case, sets):
-        for dtype in case.dtypes if dtypes is None else [d for d in dtypes if d in case.dtypes]:
-            for direction in case.directions:
-                yield check_point(case, point, dtype, direction, device=device)
+    for point, dtype, direction in calls(case, sets, dtypes):
+        yield check_point(case, point, dtype, direction, device=device)
+
+
+def calls(
+    case: OpCase, sets: Sequence[str], dtypes: Sequence[torch.dtype] | None = None
+) -> list[tuple[Point, torch.dtype, Direction]]:
+    """Every point of those sets that the case has, in those of its dtypes, or all, in each direction."""
+    own = [d for d in case.dtypes if dtypes is None or d in dtypes]
+    return list(itertools.product(points(case, sets), own, case.directions))
 
 
 def points(case: OpCase, sets: Sequence[str]) -> list[Point]:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rooftile import __version__, runtime
 from rooftile.cases.case import OpCase
-from rooftile.cases.check import CheckRow, check_case, points
+from rooftile.cases.check import CheckRow, calls, check_case
 
 
 def default_sets() -> tuple[str, ...]:
@@ -33,21 +33,17 @@ def check_all(
         absent = [s for s in sets if s not in case.sets]
         if absent:
             console.print(f"{case.name} has no set {', '.join(absent)}; it has {', '.join(case.sets)}.", style="yellow")
-    steps = {c.name: len(points(c, sets)) * len(_dtypes(c, dtypes)) * len(c.directions) for c in cases}
+    steps = {case.name: len(calls(case, sets, dtypes)) for case in cases}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     rows: list[CheckRow] = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("checking", total=sum(steps.values()))
         for case in cases:
             progress.update(bar, description=case.name)
-            for found in check_case(case, sets, _dtypes(case, dtypes)):
+            for found in check_case(case, sets, dtypes):
                 rows += found
                 progress.advance(bar)
     return rows
-
-
-def _dtypes(case: OpCase, dtypes: Sequence[torch.dtype] | None) -> list[torch.dtype]:
-    return [d for d in case.dtypes if dtypes is None or d in dtypes]
 
 
 def _shape(row: CheckRow) -> str:

@@ -27,7 +27,7 @@ def main(
     from rooftile.bench.measure import Effort
     from rooftile.bench.run import Settings, run
     from rooftile.cases import check_report, find_cases
-    from rooftile.cases.check import points
+    from rooftile.cases.check import calls
     from rooftile.demo.compare import compare, show, text
     from rooftile.demo.engine import show_engine
     from rooftile.demo.models import MODELS
@@ -52,14 +52,7 @@ def main(
     console.print("\nEvery op against its reference in float64:", highlight=False)
     # One dtype, at small sizes: real ones are checked below, before they are timed, and all by `rooftile check`.
     cases, sets, dtypes = find_cases(), ("tiny",), (torch.bfloat16,)
-    tasks = [
-        warm.Task(c.name, point, dtype, direction, peers=())
-        for c in cases
-        for point in points(c, sets)
-        for dtype in dtypes
-        if dtype in c.dtypes
-        for direction in c.directions
-    ]
+    tasks = [warm.Task(c.name, *call, peers=()) for c in cases for call in calls(c, sets, dtypes)]
     if jobs := warm.default_jobs(len(tasks)):
         console.print(f"compiling in {jobs} processes ...", highlight=False)
         warm.warm(tasks, jobs)
