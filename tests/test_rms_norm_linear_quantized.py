@@ -16,7 +16,8 @@ from rooftile.ops.matmul import choose as product_choice
 from rooftile.ops.matmul.config import Problem
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rms_norm_linear import choose, rms_norm_gated_linear, rms_norm_linear, row
-from rooftile.ops.weight_only import WeightOnlyConfig, configs, dense, fp8_weight_linear, int4_linear, int8_linear
+from rooftile.ops.weight_only import WeightOnlyConfig, dense, fp8_weight_linear, int4_linear, int8_linear
+from rooftile.ops.weight_only import choose as of_products
 from rooftile.primitives import dequantize, quantize, weights
 from rooftile.reference import rms_norm_linear as reference
 
@@ -101,6 +102,27 @@ def test_every_configuration_is_the_same_function(form, config, dtype, device):
         out = PRODUCTS[form](x, weight, scale, bias, residual=residual, config=own)
         wide = reference._wide(weight, scale, torch.float64)
         assert_close(out, x.double() @ wide.T + bias.double() + residual.double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("k", [1024, 3584, 14336])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_one_row_by_digits(form, k, dtype, device, monkeypatch):
+    """Of every tile that is chosen: for few rows of the weight, for more, for many, and for so many that two warps
+    share rows; behind a norm, and with a gate."""
+    names = []
+    real = launching.launch
+    monkeypatch.setattr(launching, "launch", lambda p, *args: (names.append(p.kernel.__name__), real(p, *args)))
+    for n in (40, 3000, 6000, 10000, 66000):
+        x, norm_weight, weight, scale, bias = given = inputs(1, k, n, form, device, dtype)
+        options = {"eps": 0.5, "offset": 1.0}
+        out = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=scale, **options)
+        assert_close(out, truth(reference.rms_norm_linear, *given, **options))
+        out = rms_norm_gated_linear(x, norm_weight, weight, bias, weight_scale=scale, **options, activation="gelu")
+        assert_close(out, truth(reference.rms_norm_gated_linear, *given, **options, activation="gelu"))
+    by_digits = runtime.target(device).arch == "sm_90" and (form == "int4" or k < 8192)
+    assert set(names) == {"_digits_kernel" if by_digits else "_row_kernel"}
 
 
 USED = []  # the tiles that came too large
@@ -291,14 +313,16 @@ def test_the_plain_product_refuses_what_its_row_can_not_do(device):
         int8_linear(x, weight, scale, config=config)
     sm_90 = runtime.TARGETS["sm_90"]
     short = dataclasses.replace(config, block_k=16)
-    assert configs.refuses(short, 64, BF16, sm_90) == (
+    assert of_products.refuses(short, 64, BF16, sm_90) == (
         "block_k is 16, expected at least 32 for kernel 'row' and a weight of 4 bits"
     )
-    assert configs.refuses(config, 128, BF16, sm_90) is None  # as many elements as it likes
+    assert of_products.refuses(config, 128, BF16, sm_90) is None  # as many elements as it likes
     large = dataclasses.replace(config, block_n=64, block_k=1024)
-    assert re.search("more than 128 a thread", configs.refuses(large, 0, BF16, sm_90, 4096))
+    assert re.search("more than 128 a thread", of_products.refuses(large, 0, BF16, sm_90, 4096))
     direct = WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, num_stages=1, kernel="direct")
-    assert configs.refuses(direct, 0, BF16, sm_90, 4096, fp8=True) == "kernel 'direct' takes weights of int8 and int4"
+    assert (
+        of_products.refuses(direct, 0, BF16, sm_90, 4096, fp8=True) == "kernel 'direct' takes weights of int8 and int4"
+    )
 
 
 @pytest.mark.parametrize("target", [*runtime.TARGETS.values(), runtime.INTERPRETER], ids=lambda t: t.arch)
@@ -311,14 +335,16 @@ def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
                 assert product_choice.common_reason(c, target) is row.refuses(p, c, target) is None
         for fp8 in (False, True):
             for dtype in (torch.float32, BF16):
-                c = configs.config(1, n, k, 0, dtype, target, True, fp8)
-                assert configs.refuses(c, 0, dtype, target, k, fp8=fp8) is None
+                c = of_products.config(1, n, k, 0, dtype, target, True, fp8)
+                assert of_products.refuses(c, 0, dtype, target, k, fp8=fp8) is None
                 assert not fp8 or c.kernel == "row"
     for n, k, group in ((1, 32, 32), (4608, 3584, 128), (4096, 4096, 128), (4096, 14336, 128), (28672, 4096, 128)):
         for dtype in (torch.float32, BF16):
-            c = configs.config(1, n, k, group, dtype, target)
-            assert configs.refuses(c, group, dtype, target, k) is None
-            if n < 20000 and target is not runtime.INTERPRETER:
+            c = of_products.config(1, n, k, group, dtype, target)
+            assert of_products.refuses(c, group, dtype, target, k) is None
+            if target.arch == "sm_90" and dtype == BF16 and k >= 1024:
+                assert c.kernel == "digits"
+            elif n < 20000 and target is not runtime.INTERPRETER:
                 assert c.kernel == "row"
                 assert c.block_n * c.block_k == 2 * 64 * c.num_warps * target.warp_size  # 64 bytes a thread
                 assert k % c.block_k in (0, k)
@@ -345,10 +371,10 @@ def test_a_thread_takes_as_many_bytes_whatever_the_weight(arch):
         assert c.num_warps * target.warp_size == threads
     # A long row is read in as many, and there without a prefetch; a short one with one, where launches overlap at all.
     for k, early in ((14336, 0), (4096, 1)):
-        c = configs.config(1, 4096, k, 0, BF16, target, True, True)
+        c = of_products.config(1, 4096, k, 0, BF16, target, True, True)
         assert c.prefetch == (early if arch == "sm_90" else -1)
         assert k % c.block_k == 0
-    assert configs.config(1, 4096, 14336, 0, BF16, target, True, True).block_n == 4
+    assert of_products.config(1, 4096, 14336, 0, BF16, target, True, True).block_n == 4
 
 
 def test_a_program_has_as_many_bytes_as_of_16_bits():

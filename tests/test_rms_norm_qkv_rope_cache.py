@@ -270,9 +270,10 @@ def test_which_kernel_is_chosen(monkeypatch):
     fp8 = torch.float8_e4m3fn
     for options in ({}, {"k": 3584}, {"k": 8192}, {"dtype": torch.float16}, {"style": "interleaved"}):
         assert kernel(**options) == "held", options
-    for options in ({"k": 8200}, {"dtype": torch.float32}, {"weight": fp8}, {"weight": torch.int8}):
+    for options in ({"k": 8200}, {"dtype": torch.float32}, {"weight": fp8}, {"k": 8192, "weight": torch.int8}):
         assert kernel(**options) == "row", options
         assert kernel(**options, style="interleaved") is None, options
+    assert kernel(weight=torch.int8) == "digits"
     for options in ({"style": "deepseek"}, {"rotary": 64}, {"cache": fp8}, {"rows": 2}):
         assert kernel(**options) is None, options
 
@@ -294,6 +295,26 @@ def test_weights_of_fewer_bits(format, launched, device):
         assert_the_same(given, angles, written, lengths, heads=(6, 2), weight_scale=scale)
     assert launched[0] == "_qkv_row_kernel"
     assert launched.count("_qkv_row_kernel") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "paged"), [(128, (32, 8), False), (64, (6, 2), True), (34, (5, 1), True)]
+)
+def test_weights_of_fewer_bits_by_digits(format, head_dim, heads, paged, dtype, launched, device):
+    if runtime.target(device).arch != "sm_90":
+        pytest.skip("kernel 'digits' is chosen for sm_90, where it was measured")
+    for k in (1024, 3584):
+        given, angles = drawn(device, dtype, heads, head_dim, k=k)
+        weight = given["weight"]
+        given["weight"], scale = quantize_int8(weight) if format == "int8" else quantize_int4(weight, 128)
+        written = caches(device, dtype, heads[1], head_dim, paged=paged)
+        table = {"page_table": ints([[3, 0, 4]], device)} if paged else {}
+        assert_the_same(given, angles, written, ints([17], device), heads=heads, weight_scale=scale, **table)
+        assert sum(int(cache.isfinite().sum()) for cache in written) == 2 * heads[1] * head_dim
+    assert launched.count("_qkv_digits_kernel") == 2
 
 
 def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, device):

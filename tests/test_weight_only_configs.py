@@ -25,11 +25,11 @@ GPUS = [target for target in runtime.TARGETS.values() if target is not runtime.I
 def test_several_blocks_to_a_warp_are_refused_where_they_were_wrong(target):
     for slices in (8, 16):
         config = WeightOnlyConfig(1, 16, 64, slices=slices, num_warps=4)
-        why = weight_only.configs.refuses(config, 0, BF16, target)
+        why = weight_only.choose.refuses(config, 0, BF16, target)
         assert why.startswith(f"slices is {slices} with num_warps=4 and block_m=1: the compiler sums several blocks")
         for right in (dataclasses.replace(config, num_warps=slices), dataclasses.replace(config, block_m=2)):
             if right.num_warps * target.warp_size <= target.max_threads:
-                assert weight_only.configs.refuses(right, 0, BF16, target) is None
+                assert weight_only.choose.refuses(right, 0, BF16, target) is None
 
 
 DIRECT = [
@@ -45,7 +45,7 @@ def test_the_direct_kernel_refuses_what_it_can_not_do(device):
     good, sm_90 = DIRECT[0], runtime.TARGETS["sm_90"]
 
     def why(config=good, group=64, dtype=BF16, target=sm_90, k=256, aligned=True):
-        return weight_only.configs.refuses(config, group, dtype, target, k, aligned)
+        return weight_only.choose.refuses(config, group, dtype, target, k, aligned)
 
     assert why() is None
     assert why(k=192) == "kernel 'direct' takes a K that is a multiple of block_k, not 192 with block_k=128"
@@ -59,7 +59,7 @@ def test_the_direct_kernel_refuses_what_it_can_not_do(device):
         ("slices", 8, "a divisor of num_warps=4"),
         ("block_n", 16, "32: 16 for each warp"),
         ("block_m", 4, "at least 8"),
-        ("kernel", "other", "one of skinny, direct, row"),
+        ("kernel", "other", "one of skinny, direct, digits, row"),
     ):
         changed = dataclasses.replace(good, block_n=32, slices=2)
         with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is .*{message}"):
@@ -67,29 +67,88 @@ def test_the_direct_kernel_refuses_what_it_can_not_do(device):
 
 
 def choice(m, n, k=4096, group=128, dtype=BF16, target=runtime.TARGETS["sm_90"], aligned=True):
-    return weight_only.configs.config(m, n, k, group, dtype, target, aligned)
+    return weight_only.choose.config(m, n, k, group, dtype, target, aligned)
 
 
 def test_the_kernel_that_is_chosen():
-    """By sm_90's numbers, but for one row of x and 4 bits, which are by those of 8; M of 1, 8, 16 and 32, of a wide
-    weight, a square one and one of few rows."""
+    """By sm_90's numbers, but for one row of x and groups of 64, which are by those of 8 bits; M of 1, 8, 16 and 32, of
+    a wide weight, a square one and one of few rows."""
+    letters = {"skinny": "s", "direct": "d", "digits": "x"}
     chosen = {
-        (group, n): "".join(choice(m, n, group=group).kernel[0] for m in (1, 8, 16, 32))
+        (group, n): "".join(letters.get(choice(m, n, group=group).kernel, "r") for m in (1, 8, 16, 32))
         for group in (0, 64, 128)
         for n in (28672, 4096, 1024)
     }
     assert chosen == {
-        (0, 28672): "ddds",
-        (0, 4096): "rsss",
-        (0, 1024): "rsss",
+        (0, 28672): "xdds",
+        (0, 4096): "xsss",
+        (0, 1024): "xsss",
         (64, 28672): "ssss",
         (64, 4096): "rsss",
         (64, 1024): "rsss",
-        (128, 28672): "ssds",
-        (128, 4096): "rsds",
-        (128, 1024): "rsss",
+        (128, 28672): "xsds",
+        (128, 4096): "xsds",
+        (128, 1024): "xsss",
     }
     assert choice(16, 4096).prefetch == 1
+
+
+def digits(block_n, slices, split_k=1, warps=8, stages=2, prefetch=-1, block_k=256):
+    return WeightOnlyConfig(1, block_n, block_k, slices, split_k, warps, stages, prefetch, kernel="digits")
+
+
+DIGITS = [
+    digits(16, 8),
+    digits(32, 8, prefetch=0),
+    digits(128, 1, stages=3, prefetch=2),
+    digits(64, 2, split_k=3),
+    digits(128, 1, split_k=4, stages=3, prefetch=0),
+    digits(32, 2, warps=2, stages=1),
+    digits(64, 4, warps=16, split_k=2, prefetch=1),
+]
+
+
+def test_the_digits_kernel_refuses_what_it_can_not_do():
+    good, sm_90 = DIGITS[0], runtime.TARGETS["sm_90"]
+
+    def why(config=good, group=128, dtype=BF16, target=sm_90, k=4096, **more):
+        return weight_only.choose.refuses(config, group, dtype, target, k, **more)
+
+    assert all(why(config) is None for config in DIGITS)
+    assert why(m=2) == "kernel 'digits' takes one row of x, not 2"
+    assert why(group=64) == "kernel 'digits' takes groups of 128, not of 64"
+    assert why(group=0) == "block_k is 256, expected 128 for kernel 'digits'"
+    assert why(dtype=torch.float32) == "kernel 'digits' takes float16 and bfloat16, not torch.float32"
+    assert why(k=4224) == "kernel 'digits' takes a K that is a multiple of block_k, not 4224 with block_k=256"
+    assert why(aligned=False) == "kernel 'digits' takes a weight whose rows begin at multiples of 16 bytes"
+    assert why(digits(128, 1), k=256 * 33) == "slices x split_k is 1: a warp has 33 blocks, at most 32"
+    assert why(k=1 << 16).startswith("x's digits take ")
+    assert "expected at most 128" in why(digits(256, 8))
+    for target in runtime.TARGETS.values():
+        if not target.arch.startswith("sm_"):
+            assert why(target=target) == f"kernel 'digits' is for NVIDIA's GPUs, not {target.arch}"
+    for field, value, message in (
+        ("slices", 16, "a divisor of num_warps=8"),
+        ("block_n", 8, "at least 16"),
+        ("block_m", 8, "1 for kernel 'digits'"),
+    ):
+        with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is {value}, expected {message}"):
+            dataclasses.replace(good, **{field: value})
+
+
+@pytest.mark.parametrize("k", [1024, 3584, 4096, 8192, 14336, 18944, 28672, 53248])
+@pytest.mark.parametrize("group", [0, 128])
+def test_one_row_goes_to_digits_where_they_were_the_fastest(group, k):
+    """What is chosen can be launched; of long rows of 8 bits other kernels were faster, and of 4 bits a program has a
+    part of them."""
+    for n in (16, 1000, 4096, 6144, 28672, 151936):
+        c = choice(1, n, k=k, group=group)
+        assert (c.kernel == "digits") == (bool(group) or k < 8192), (n, k, c)
+        assert weight_only.choose.refuses(c, group, BF16, runtime.TARGETS["sm_90"], k) is None
+        if c.kernel == "digits" and k >= 8192 and n >= 4096:
+            assert c.split_k > 1 or n > 28671
+    for change in ({"aligned": False}, {"k": k + 64}, {"dtype": torch.float32}, {"target": runtime.TARGETS["sm_80"]}):
+        assert choice(1, 4096, **{"k": k, "group": group, **change}).kernel != "digits"
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -103,12 +162,15 @@ def test_what_the_direct_kernel_does_not_take_goes_to_the_other(group):
 
 
 def test_without_gluon_the_other_kernel_is_chosen(monkeypatch):
-    configs = weight_only.configs
-    monkeypatch.setattr(configs, "module", lambda kernel: None)
-    configs.config.cache_clear()
+    choose = weight_only.choose
+    monkeypatch.setattr(weight_only.configs, "module", lambda kernel: None)
+    choose.config.cache_clear()
+    choose.digits.cache_clear()
     assert choice(16, 28672).kernel == "skinny"
-    configs.config.cache_clear()
-    why = configs.refuses(DIRECT[0], 64, BF16, runtime.TARGETS["sm_90"], 256)
+    assert choice(1, 4096).kernel == "row"
+    choose.config.cache_clear()
+    choose.digits.cache_clear()
+    why = choose.refuses(DIRECT[0], 64, BF16, runtime.TARGETS["sm_90"], 256)
     assert why == "kernel 'direct' is written in Gluon, which this Triton has not"
 
 
@@ -152,7 +214,7 @@ def test_rows_of_the_weight_far_apart(group, m, far_rows, device):
 
 
 def test_a_configuration_survives_the_schema_of_an_op():
-    for config in (*CONFIGS, *DIRECT):
+    for config in (*CONFIGS, *DIRECT, *DIGITS):
         assert weight_only.configs.decode(weight_only.configs.encode(config)) == config
     assert weight_only.configs.decode("") is None
 
@@ -180,8 +242,8 @@ def test_every_configuration_that_can_be_chosen_is_right(dtype, group, device):
     target, seen = runtime.target(device), set()
     for m in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         few, many = 16 * target.multiprocessors + 8, 32 * 4 * target.multiprocessors + 8
-        for n, k in ((40, 1024), (few, 1536), (many, 512), (48, 7 * (group or 96))):
-            config = weight_only.configs.config(m, n, k, group, dtype, target)
+        for n, k in ((40, 1024), (few, 1536), (many, 512), (48, 7 * (group or 96)), (1000, 9216), (6000, 1280)):
+            config = weight_only.choose.config(m, n, k, group, dtype, target)
             if (config, k) not in seen:
                 seen.add((config, k))
                 check_launch(m, n, k, group, dtype, config, device)
@@ -196,8 +258,59 @@ def test_the_direct_kernel_is_right(dtype, group, device):
         config = dataclasses.replace(config, block_k=2 * group or 128)
         for m, n, blocks in ((1, 72, 8), (3, 50, 11), (16, 128, 6), (20, 33, 5)):
             k = blocks * config.block_k
-            if weight_only.configs.refuses(config, group, dtype, target, k) is None:
+            if weight_only.choose.refuses(config, group, dtype, target, k) is None:
                 check_launch(m, n, k, group, dtype, config, device)
                 ran += 1
     if not ran:
         pytest.skip(f"kernel 'direct' does not run on {target.arch}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_the_digits_kernel_is_right(dtype, group, device):
+    target = runtime.target(device)
+    if not target.arch.startswith("sm_"):
+        pytest.skip(f"kernel 'digits' does not run on {target.arch}")
+    for config in DIGITS:
+        config = dataclasses.replace(config, block_k=2 * group or 128)
+        for n, blocks in ((72, 8), (50, 11), (1000, 24), (33, 4)):
+            check_launch(1, n, blocks * config.block_k, group, dtype, config, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [0, 128])
+def test_digits_keep_what_is_small_beside_what_is_large(group, device):
+    """x has 22 bits of the largest number of its 128: beside one of 2^12 those of some 1 keep ten, more than bfloat16
+    has. The large one is multiplied by zero."""
+    n, k = 64, 1024
+    x = torch.randn(1, k, device=device).to(BF16)
+    x[0, 5] = 2.0**12
+    if group:
+        q, weight, scale = int4(n, k, group, device, BF16)
+        q[:, 5] = 0
+        weight = weight_only.pack_int4(q, group)
+        expected = exact(x, q, scale, group)
+        op = weight_only.int4_linear
+    else:
+        weight, scale = int8(n, k, device)
+        weight[:, 5] = 0
+        expected = reference.int8_linear(x.double(), weight, scale.double())
+        op = weight_only.int8_linear
+    out = op(x, weight, scale, config=digits(16, 2, warps=2, block_k=2 * group or 128))
+    # 127 numbers beside it are rounded to 2^-9 at most, by half of that; all else of it is the result's own rounding.
+    assert relative_error(out, expected) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_digits_of_what_is_not_finite_are_not_finite(value, device):
+    weight, scale = int8(64, 1024, device)
+    x = torch.ones(1, 1024, device=device, dtype=BF16)
+    x[0, 700] = value
+    out = weight_only.int8_linear(x, weight, scale, config=digits(16, 2, warps=2, block_k=128))
+    assert not out.isfinite().any()
+    small = torch.full((1, 1024), 1e-38, device=device, dtype=BF16)  # whose digits are zeros
+    out = weight_only.int8_linear(small, weight, scale, config=digits(16, 2, warps=2, block_k=128))
+    assert out.isfinite().all()
+    assert out.abs().max() < 1e-30

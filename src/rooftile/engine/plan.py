@@ -21,7 +21,7 @@ from rooftile.engine.products import Dense, Int4, Product, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
-from rooftile.ops.weight_only.config import takes_dense
+from rooftile.ops.weight_only.choose import takes_dense
 from rooftile.ops.weight_only.dense import rows_at_a_time
 
 

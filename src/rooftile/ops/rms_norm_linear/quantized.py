@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library
+from rooftile import launching, library, runtime
 from rooftile.ops.fp8_linear import _launch as fp8_product
 from rooftile.ops.matmul.common import check_activation, refuse_symbols
 from rooftile.ops.matmul.layers import _activated as activated
@@ -25,7 +25,11 @@ from rooftile.ops.rms_norm import quantized as quantized_norm
 from rooftile.ops.rms_norm_linear import row
 from rooftile.ops.rms_norm_linear.choose import chosen_quantized
 from rooftile.ops.rms_norm_linear.layers import check
+from rooftile.ops.weight_only import _aligned as is_aligned
 from rooftile.ops.weight_only import _launch as weight_only_product
+from rooftile.ops.weight_only import choose
+from rooftile.ops.weight_only import config as configs
+from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.primitives.quantize import refuse_gradients
 
 _PRODUCTS = {torch.int8: "int8_linear", torch.uint8: "int4_linear"}
@@ -52,15 +56,28 @@ def _launch(
     c = chosen_quantized(op, x, weight, activation != "", config)
     if c is not None:
         if isinstance(x, FunctionalTensor):
-            raise launching.Untraceable("an early launch, or counters")
+            raise launching.Untraceable("a kernel of Gluon, an early launch, or counters")
         bias = None if bias is None else bias.contiguous()
-        of_norm = norm_weight.contiguous()
-        row.launch(
-            library.as_rows(x), of_norm, weight, out.view(1, -1), bias, eps, offset, c, activation, scale.contiguous()
-        )
+        of_norm, scale, of_x = norm_weight.contiguous(), scale.contiguous(), library.as_rows(x)
+        by_digits = None if config else digits_config(x, weight, scale, activation != "")
+        if by_digits is not None:
+            kernel = configs.module("digits")
+            assert kernel is not None, "it is not chosen without"
+            kernel.launch(of_x, weight, scale, bias, None, out.view(1, -1), by_digits, of_norm, eps, offset, activation)
+        else:
+            row.launch(of_x, of_norm, weight, out.view(1, -1), bias, eps, offset, c, activation, scale)
         return out
     z = _several(x, norm_weight, weight, scale, bias, eps, offset)
     return activated(z, activation, True) if activation else z
+
+
+def digits_config(x: Tensor, weight: Tensor, scale: Tensor, gated: bool = False) -> WeightOnlyConfig | None:
+    """How kernel "digits" takes one row of x, where it is the fastest; `scale` is that of the weight."""
+    if weight.dtype not in _PRODUCTS or weight.stride(1) != 1:
+        return None
+    k = x.shape[-1]
+    group = k // scale.shape[1] if weight.dtype == torch.uint8 else 0
+    return choose.digits(weight.shape[0], k, group, x.dtype, runtime.target(x.device), is_aligned(weight), gated)
 
 
 def _several(

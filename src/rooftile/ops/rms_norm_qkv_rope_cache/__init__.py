@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import library
+from rooftile import launching, library
 from rooftile.ops import kv_cache
 from rooftile.ops.kv_cache import Layout
 from rooftile.ops.kv_cache.checks import QUANTIZED, check_rope
@@ -30,6 +31,7 @@ from rooftile.ops.rms_norm_linear import layers, quantized
 from rooftile.ops.rms_norm_linear.choose import chosen, chosen_quantized
 from rooftile.ops.rms_norm_qkv_rope_cache import held, row
 from rooftile.ops.rope import Style
+from rooftile.ops.weight_only.config import WeightOnlyConfig
 
 __all__ = ["rms_norm_qkv_rope_cache"]
 
@@ -38,7 +40,7 @@ _OP = "rms_norm_qkv_rope_cache"
 
 def choose(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, cos: Tensor, style: str, cache: Cache
-) -> MatmulConfig | None:
+) -> MatmulConfig | WeightOnlyConfig | None:
     """How the one kernel is launched, by what rms_norm_linear takes for one row; None where there are several."""
     one_row = x.shape[0] * x.shape[1] == 1
     if not one_row or cos.shape[-1] != cache.k.shape[-1] or cache.k.dtype != x.dtype:
@@ -47,6 +49,9 @@ def choose(
         c = chosen(_OP, x, weight, "", "")
     else:
         c = chosen_quantized(_OP, x, weight, False, "")
+        by_digits = quantized.digits_config(x, weight, weight_scale)
+        if style in row.STYLES and by_digits is not None and by_digits.split_k == 1:
+            return by_digits
     if c is None or style not in {"row": row.STYLES, "held": held.STYLES}.get(c.kernel, ()):
         return None
     return c if c.split_k == 1 and c.block_n > 1 else None
@@ -120,7 +125,14 @@ def _launch(
     if c is not None:
         scale, bias = (None if t is None else t.contiguous() for t in (weight_scale, bias))
         given = (library.as_rows(x), norm_weight.contiguous(), weight)
-        if c.kernel == "held":
+        if isinstance(c, WeightOnlyConfig):
+            from rooftile.ops.rms_norm_qkv_rope_cache import digits  # not every Triton has Gluon
+
+            if isinstance(x, FunctionalTensor):
+                raise launching.Untraceable("a kernel of Gluon")
+            assert scale is not None, "a dense weight has no such configuration"
+            digits.launch(*given, scale, bias, cos, sin, out, eps, offset, cache, c)
+        elif c.kernel == "held":
             held.launch(*given, bias, cos, sin, out, eps, offset, style, cache, c)
         else:
             row.launch(*given, scale, bias, cos, sin, out, eps, offset, cache, c)

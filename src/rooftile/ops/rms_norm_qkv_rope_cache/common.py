@@ -39,7 +39,7 @@ def into_place(
     of_q, of_v = head < Q_HEADS, head >= Q_HEADS + HEADS
     turned = tl.where(there[:, None], tl.join(a * cos - b * sin, b * cos + a * sin), 0.0)
     y = tl.where(of_v[:, None], tl.join(a, b), turned).to(q_ptr.dtype.element_ty)
-    elements = first[:, None] + tl.arange(0, 2)[None, :] * APART
+    elements = tl.join(first, first + APART)
     tl.store(q_ptr + (head * D)[:, None] + elements, y, mask=(mine & of_q)[:, None])
     at = page * stride_kcb + line * stride_kct + (head - Q_HEADS).to(tl.int64) * stride_kch
     tl.store(k_cache_ptr + at[:, None] + elements, y, mask=(mine & written & ~of_q & ~of_v)[:, None])

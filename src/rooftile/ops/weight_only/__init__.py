@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime, tuning
+from rooftile.ops.weight_only import choose
 from rooftile.ops.weight_only import config as configs
 from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.ops.weight_only.packing import check_packed, pack_int4, quantize_int4, quantize_int8, unpack_int4
@@ -96,7 +97,7 @@ def _tuned(
         found = WeightOnlyConfig(**entry)
     except (TypeError, ValueError):  # a table of another version, or one that somebody edited
         return None
-    refused = configs.refuses(found, group, dtype, target, k, aligned, m=m, fp8=op == "fp8_weight_linear")
+    refused = choose.refuses(found, group, dtype, target, k, aligned, m=m, fp8=op == "fp8_weight_linear")
     return None if refused else found
 
 
@@ -113,8 +114,8 @@ def _choose(
     if asked is None:
         m = int(library.power_of_two(max(1, m)))
         found = _tuned(op, m, n, k, group, dtype, target, aligned)
-        return found or configs.config(m, n, k, group, dtype, target, aligned, fp8)
-    why = configs.refuses(asked, group, dtype, target, k, aligned, m=m, fp8=fp8)
+        return found or choose.config(m, n, k, group, dtype, target, aligned, fp8)
+    why = choose.refuses(asked, group, dtype, target, k, aligned, m=m, fp8=fp8)
     if why:
         raise ValueError(f"{op}: config can't be used here: {why}")
     return asked
@@ -144,7 +145,7 @@ def _launch(
         raise launching.Untraceable("tiles of a symbolic number")
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     c = _choose(op, rows, n, k, group, x.dtype, target, _aligned(weight), config)
-    traceable = c.kernel not in ("direct", "dense") and c.split_k == 1 and c.prefetch < 0
+    traceable = c.kernel not in ("direct", "digits", "dense") and c.split_k == 1 and c.prefetch < 0
     if isinstance(x, FunctionalTensor) and not traceable:
         raise launching.Untraceable("a kernel of Gluon or of the dense product, counters, or an early launch")
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
