@@ -1,5 +1,6 @@
 """What is special to products: every kernel in every form, layouts, batches, what is refused, sums in a fixed order."""
 
+import dataclasses
 import itertools
 import re
 
@@ -12,7 +13,7 @@ import rooftile
 from rooftile import runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
-from rooftile.ops.matmul import MatmulConfig, choose, gated_linear, linear, matmul, sums, tiled
+from rooftile.ops.matmul import MatmulConfig, choose, gated_linear, linear, matmul, row, sums, tiled
 from rooftile.ops.matmul.config import KERNELS, Problem
 from rooftile.primitives.partials import sum_partials
 from rooftile.reference import matmul as reference
@@ -373,3 +374,13 @@ def run_far(lay, device):
 
 def test_the_kernels_of_configurations_are_those_that_there_are():
     assert [name for name in KERNELS if choose.module(name) is None] in ([], ["hopper"])
+
+
+def test_registers_are_held_where_a_few_keep_programs_from_running_at_once():
+    c, sm_90 = MatmulConfig("row", 1, 4, 1024, num_warps=4, num_stages=1), runtime.TARGETS["sm_90"]
+    at_once = {registers: 65536 // (registers * 128) * 132 for registers in (72, 80)}
+    for programs in (1, 132, at_once[80], at_once[80] + 1, at_once[72], at_once[72] + 1, 10**5):
+        assert row._limit(c, programs, sm_90) == (72 if at_once[80] < programs <= at_once[72] else 0)
+    for change in ({"block_k": 2048}, {"num_stages": 2}, {"num_warps": 8}):
+        assert row._limit(dataclasses.replace(c, **change), 896, sm_90) == 0
+    assert row._limit(c, 896, runtime.TARGETS["sm_80"]) == 0
