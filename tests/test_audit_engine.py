@@ -1,5 +1,7 @@
 """What the audit says of the engine, of a patched model, and of what is not Triton's among them."""
 
+from collections import Counter
+
 import pytest
 import torch
 from helpers import interpreted
@@ -137,6 +139,25 @@ def test_the_patched_models_prompt_is_compiled_once(monkeypatch):
         loop.prefill()
         loop.step()
     assert len(graphs) == 2, "one of prompts and one of steps"
+
+
+def test_the_patched_models_graphs_have_one_product_of_q_k_v_and_one_of_gate_and_up(monkeypatch, device):
+    """Of the model that the audit and `rooftile bench e2e` make, compiled as the audit compiles it."""
+    pytest.importorskip("transformers")
+    from rooftile.bench.e2e import hf
+    from rooftile.bench.e2e import model as e2e_model
+
+    graphs, stock = [], torch.compile
+    counted = {"backend": lambda graph, _: graphs.append(graph) or graph.forward}
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: stock(f, dynamic=dynamic, **counted))
+    made = e2e_model.load("tiny", dtype=torch.float32, device=device, layers=2)
+    loop = Compiled(hf.Models(made).model(True), torch.tensor([[3, 1, 4]], device=device), 2)
+    loop.prefill()
+    loop.step()
+    assert len(graphs) == 2, "one of prompts and one of steps"
+    for graph in graphs:
+        ran = Counter(str(node.target) for node in graph.graph.nodes if "linear" in str(node.target))
+        assert ran == {"rooftile_models.linear": 2 * 2, "rooftile.linear.default": 2 * 2 + 1}  # o, down; the head
 
 
 @interpreted

@@ -1,5 +1,6 @@
 """`rooftile.patch` together with torch.compile."""
 
+import types
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_models import TOLERANCE, assert_same_gradients, build, error, gradient
 
 import rooftile
 from rooftile.demo.models import inputs
+from rooftile.huggingface.replacing import is_ours
 
 
 @pytest.mark.parametrize("title", ["Qwen3", "Gemma 3", "Phi-3", "T5 v1.1", "GPT-2", "BERT"])
@@ -76,6 +78,22 @@ def test_compiled_for_inference_the_model_keeps_its_own_code(title: str, trainin
     assert error(logits, plain) < TOLERANCE[torch.float32]
     if not training:
         assert torch.equal(logits, plain)
+
+
+def test_a_graph_knows_which_modules_are_patched() -> None:
+    """What runs in the place of a model's lines asks for it, and takes the lines apart where it hears no."""
+    model = build("Llama")
+    norm = model.model.norm
+    norm.forward = types.MethodType(type(norm).forward, norm)  # somebody else's, and left
+    modules = (model.model.layers[0].mlp.up_proj, model.model.embed_tokens, norm)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def asked(x: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
+        return x + 1, [is_ours(module.__dict__.get("forward")) for module in modules]
+
+    torch._dynamo.reset()
+    with rooftile.patch(model, linear=True), torch.no_grad():
+        assert asked(torch.zeros(1))[1] == [True, False, False]
 
 
 def test_undo_reaches_a_compiled_model() -> None:

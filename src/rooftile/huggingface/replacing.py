@@ -7,6 +7,7 @@ code would. If not, that code runs, its submodules called as modules.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,8 @@ _has_global_hook: Callable[[], object] = getattr(nn_module, "_has_any_global_hoo
 
 
 def is_ours(method: object) -> bool:
-    return hasattr(getattr(method, "__func__", None), "_rooftile")
+    # Asked in the graphs of torch.compile, too: that of PyTorch 2.11 finds no `__func__` by getattr with a default.
+    return isinstance(method, types.MethodType) and hasattr(method.__func__, "_rooftile")
 
 
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
