@@ -1,6 +1,7 @@
 """`attn_implementation="rooftile"`: the same tokens, logits and gradients as eager attention, in every family."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -110,13 +111,37 @@ def test_greedy_tokens_without_padding_are_decoded(title):
     assert ("rooftile::decode_attention" in ran) == (not title.startswith("T5"))  # which adds a bias by position
 
 
-@pytest.mark.parametrize("title", ["Llama", "Gemma 2", "Gemma 3", "gpt-oss"])
-def test_greedy_tokens_with_a_static_cache(title):
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("title", ["Llama", "Granite", "Gemma 2", "Gemma 3", "gpt-oss"])
+def test_greedy_tokens_of_a_padded_batch_are_decoded(title, cache):
+    """With a static cache the tail that is not filled is masked, too; the prompt has more tokens than are decoded."""
     eager, ours = pair(title)
-    ids, mask = padded(7, 2, "left")
-    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "min_new_tokens": 5}
-    options |= {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+    ids, mask = padded(18, 3, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "min_new_tokens": 4}
+    options |= {"cache_implementation": cache, "disable_compile": True}
+    with Calls() as record:
+        found = ours.generate(ids, **options)
+    assert torch.equal(found, eager.generate(ids, **options))
+    layers = ours.config.get_text_config().num_hidden_layers
+    ran = Counter(func._schema.name for func, _, _ in record.calls)
+    assert ran == {"rooftile::attention": layers, "rooftile::decode_attention": 3 * layers}
+    masks = [args[9] for func, args, _ in record.calls if func._schema.name == "rooftile::decode_attention"]
+    assert any(m is not None and not m.all() for m in masks), "a window may have left the padding behind"
+
+
+def test_masks_of_padding_and_of_one_token_are_decoded_and_others_are_not():
+    """A prompt of few tokens with padding; several tokens with a mask that says all; a mask that is added."""
+    eager, ours = pair("Llama")
+    seen = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.6
+    seen |= torch.eye(5, dtype=torch.bool, device=DEVICE)
+    added = torch.zeros((), device=DEVICE).where(seen, torch.finfo(torch.float32).min)
+    ids, padding = padded(5, 2, "left")
+    for mask, op in ((padding, "decode_attention"), (seen, "attention"), (added, "attention")):
+        there = padding.bool() if mask is padding else torch.ones_like(padding).bool()
+        with Calls() as record:
+            found = logits(ours, ids, mask)
+        assert error(found[there], logits(eager, ids, added if mask is seen else mask)[there]) < TOLERANCE
+        assert {func._schema.name for func, _, _ in record.calls} == {f"rooftile::{op}"}
 
 
 def test_beams_and_several_tokens_a_step():

@@ -36,10 +36,11 @@ def _point(
     ragged: bool = False,
     alibi: bool = False,
     sinks: bool = False,
+    masked: bool = False,
     **options: object,
 ) -> Point:
     """`heads`: of queries and of the cache; `dims`: head_dim and the values'; `scales`: what shares one. Lengths are
-    the cache's, or drawn (ragged)."""
+    the cache's, or drawn (ragged). Of several sequences the last is masked whole."""
     sizes = {
         "batch": batch,
         "seq_len": seq_len,
@@ -54,16 +55,23 @@ def _point(
         "ragged": int(ragged),
         "alibi": int(alibi),
         "sinks": int(sinks),
+        "masked": int(masked),
     }
     label = f"B{batch} T{seq_len} H{heads[0]}/{heads[1]} D{dims[0]}" + f"/{dims[1]}" * (dims[0] != dims[1])
     label += f" tokens {tokens}" * (tokens > 1) + f" page {page}" * (page > 0) + " ragged" * ragged
     label += (f" {cache} by {scales}" if cache != "own" else "") + " alibi" * alibi + " sinks" * sinks
+    label += " masked" * masked
     return Point(label, sizes, options)
 
 
 def _pages(point: Point) -> int:
     """Of a sequence."""
     return -(-point["seq_len"] // point["page"])
+
+
+def _capacity(point: Point) -> int:
+    """Keys that the cache of a sequence holds."""
+    return _pages(point) * point["page"] if point["page"] else point["seq_len"]
 
 
 def _cache_shape(point: Point, dim: int) -> tuple[int, ...]:
@@ -115,6 +123,10 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         drawn["alibi_slopes"] = normal((point["heads"],), torch.float32, device, generator).abs() * 0.1
     if point["sinks"]:
         drawn["sinks"] = normal((point["heads"],), torch.float32, device, generator)
+    if point["masked"]:
+        drawn["mask"] = integers(3, (batch, _capacity(point)), device, generator) > 0
+        if batch > 1:
+            drawn["mask"][-1] = False
     return drawn
 
 
@@ -131,6 +143,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     total = itemsize * batch * tokens * heads * wide + 4 * batch
     total += numbers * wide * (1 if point["cache"] else itemsize)
     total += 4 * batch * _pages(point) if point["page"] else 0
+    total += batch * seen if point["masked"] else 0
     total += 2 * 4 * {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": numbers}[_SCALES[point["scales"]]]
     return total + 4 * heads * (point["alibi"] + point["sinks"])
 
@@ -150,7 +163,7 @@ def _plain(point: Point, name: str) -> None:
         raise Unsupported(f"{name} is compared at full lengths")
     if point["tokens"] > 1:
         raise Unsupported(f"{name} aligns causal to the first key")
-    if point["alibi"] or point["sinks"] or set(point.options) - {"layout", "scale"}:
+    if point["alibi"] or point["sinks"] or point["masked"] or set(point.options) - {"layout", "scale"}:
         raise Unsupported(f"{name} has only the plain form")
 
 
@@ -211,6 +224,8 @@ _TINY = (
     _point(2, 40, (4, 1), (80, 48), page=16, ragged=True, scale=0.2, sinks=True, alibi=True),
     _point(2, 40, (4, 2), (32, 64), cache="fp8", scales="head"),
     _point(2, 40, (4, 2), (32, 32), page=32, cache="int8", scales="token"),
+    _point(3, 70, (4, 2), (32, 32), masked=True),
+    _point(2, 40, (4, 2), (16, 16), tokens=3, ragged=True, window=20, softcap=4.0, sinks=True, masked=True),
 )
 _EDGE = (
     _point(1, 1, (1, 1), (1, 1)),
@@ -221,6 +236,8 @@ _EDGE = (
     _point(2, 65, (2, 2), (16, 16), page=16, ragged=True, layout="bhtd"),
     _point(2, 40, (2, 1), (16, 40), cache="fp8", scales="tensor"),
     _point(2, 70, (2, 1), (94, 32), tokens=2, cache="int8", scales="head"),
+    _point(3, 70, (6, 2), (16, 40), tokens=2, page=32, ragged=True, alibi=True, masked=True),
+    _point(2, 40, (2, 1), (32, 32), cache="fp8", scales="token", masked=True, layout="bhtd"),
 )
 _BATCHES, _LENGTHS = (1, 2, 8, 32, 64), (512, 2048, 8192, 32768)
 # A token of one or two sequences: few enough for what is compiled anew for each shape, and for the naive form.
@@ -253,7 +270,13 @@ CASES = (
         sets={
             "tiny": _TINY,
             "edge": _EDGE,
-            "llm": (_point(1, 2048), _point(8, 2048), _point(8, 2048, page=64), _point(1, 8192, (32, 32))),
+            "llm": (
+                _point(1, 2048),
+                _point(8, 2048),
+                _point(8, 2048, page=64),
+                _point(1, 8192, (32, 32)),
+                _point(1, 776, masked=True, layout="bhtd"),  # a step of transformers with a static cache
+            ),
             "decode": _DECODE,
             "sweep": _SWEEP,
         },

@@ -3,8 +3,9 @@
 Two functions are registered. `attention_mask` describes who sees whom: nothing, where the causal rule, the window or
 neither says it all and the last query stands at the last key; `(B, Tk)` where there is padding beside; and the whole
 `(B, 1, Tq, Tk)` for all else (packed sequences, static caches with a tail that is not filled, masks of a model's own).
-`attention_forward` computes: a step of few tokens by `rooftile.decode_attention`, all else by `rooftile.attention`. So
-a padded batch costs memory that grows with T, not with its square, and blocks outside of the window are not visited.
+`attention_forward` computes: a step of few tokens by `rooftile.decode_attention`, but where several have a mask that
+says all; and all else by `rooftile.attention`. So a padded batch costs memory that grows with T, not with its square,
+and blocks outside of the window are not visited.
 
 What the kernels don't have goes to another implementation: dropout, a bias by position that gets a gradient (T5 in
 training), heads over 256, float64. That is PyTorch's `scaled_dot_product_attention`, or for models with a soft cap or
@@ -205,13 +206,17 @@ def _attention(call: _Call) -> Tensor:
     mask, causal, window = call.mask, call.causal, call.window
     if mask is not None and mask.dim() == 4:  # it says all
         causal, window = False, None
+        if mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, 1, n_k) and n_q == 1:  # as padding does, of one
+            mask, causal = mask[:, 0, 0], True
     elif not causal and n_q > 1:  # an encoder's window reaches both ways, and is in the mask
         window = None
     else:
         causal = True
-    if mask is None and causal and n_q <= _DECODED and call.bias is None and not call.asks_for_gradients:
-        lengths = torch.full((call.q.shape[0],), n_k, dtype=torch.int32, device=call.q.device)
-        return decode_attention(q, call.k, call.v, lengths, window=window, layout="bhtd", **common)  # type: ignore[return-value]
+    whole = mask is not None and mask.dim() == 4
+    if causal and not whole and n_q <= _DECODED and call.bias is None and not call.asks_for_gradients:
+        lengths = torch.full((q.shape[0],), n_k, dtype=torch.int32, device=q.device)
+        mask = None if mask is None else mask.bool().expand(q.shape[0], -1)
+        return decode_attention(q, call.k, call.v, lengths, window=window, mask=mask, layout="bhtd", **common)  # type: ignore[return-value]
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :].bool()
     if call.bias is not None:

@@ -47,6 +47,7 @@ def decode_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: str = "bthd",
@@ -57,12 +58,15 @@ def decode_attention(
     v_all = _dequantized(v_cache, v_scale, page_table, layout, q.dtype)
     (_, n_new, heads, head_dim), (_, kv_heads, n_keys, _) = q.shape, k_all.shape
     outs, lses = [torch.zeros(0, n_new, heads, v_all.shape[3])], [torch.zeros(0, heads, n_new)]
-    for x, k, v, length in zip(q, k_all, v_all, lengths, strict=True):
+    masks = [None] * len(q) if mask is None else mask
+    for x, k, v, length, shown in zip(q, k_all, v_all, lengths, masks, strict=True):
         x = x.transpose(0, 1).unflatten(0, (kv_heads, -1))  # (Hkv, group, T, D)
         s = (x @ k[:, None].transpose(2, 3)) * (head_dim**-0.5 if scale is None else scale)
         if softcap:
             s = softcap * torch.tanh(s / softcap)
         seen, distance = _seen(n_new, n_keys, length, window)
+        if shown is not None:
+            seen = seen & shown
         if alibi_slopes is not None:
             s = s - alibi_slopes.to(s.dtype).view(kv_heads, -1, 1, 1) * distance
         s = s.masked_fill(~seen, float("-inf"))
@@ -90,6 +94,7 @@ def eager(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: str = "bthd",
@@ -108,6 +113,8 @@ def eager(
     if alibi_slopes is not None:
         s = s - alibi_slopes.to(s.dtype)[:, None, None] * (p - j).abs()
     seen = (j <= p) if window is None else (j <= p) & (j > p - window)
+    if mask is not None:
+        seen = seen & mask[:, None, None, :]
     s = s.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)

@@ -89,6 +89,7 @@ def _plans(
         "V_SCALES": scales[1],
         "HAS_ALIBI": dtypes[2] is not None,
         "HAS_SINKS": flags["HAS_SINKS"],
+        "HAS_MASK": dtypes[4] is not None,
         "HAS_LSE": has_lse,
         "D0": d0,
         "D1": d1,
@@ -130,6 +131,7 @@ def _launch(
     v_scale: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    mask: Tensor | None,
     scale: float | None,
     window: int,
     softcap: float,
@@ -140,8 +142,8 @@ def _launch(
     if isinstance(q, FunctionalTensor):
         raise launching.Untraceable("counters")
     out, lse = _fake(
-        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, scale, window, softcap,
-        layout, return_lse, config,
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, scale, window,
+        softcap, layout, return_lse, config,
     )  # fmt: skip
     s = shape_of(q, k_cache, v_cache, page_table, layout)
     check_values(lengths, page_table, s)
@@ -166,6 +168,8 @@ def _launch(
     k_bytes, v_bytes = (words_of(t) if pairs else writable(t) for t in (k_cache, v_cache))
     if page_table is not None and page_table.stride(1) != 1:
         page_table = page_table.contiguous()
+    if mask is not None and mask.stride(1) != 1:
+        mask = mask.contiguous()
     alibi_slopes, sinks = (None if t is None else t.contiguous() for t in (alibi_slopes, sinks))
 
     blocks = items * library.cdiv(s.capacity, c.block_n)
@@ -179,7 +183,7 @@ def _launch(
         if c.combine == "last":
             counters = launching.counters(items, q.device)
     factor = s.head_dim**-0.5 if scale is None else scale
-    optional = (alibi_slopes, sinks, page_table)
+    optional = (alibi_slopes, sinks, mask, page_table)
     dtypes = (q.dtype, k_bytes.dtype, *(None if t is None else t.dtype for t in optional), lengths.dtype)
     k_strides, v_strides = strides_of(k_bytes, layout), strides_of(v_bytes, layout)
     plan, second = _plans(
@@ -190,7 +194,7 @@ def _launch(
         not split and programs == items,
     )  # fmt: skip
     lse_or_none = lse if return_lse else None
-    tensors = (q, k_bytes, v_bytes, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, out, lse_or_none)
+    tensors = (q, k_bytes, v_bytes, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, out, lse_or_none)
     strides: tuple[int, ...] = (
         *q.stride()[:3],
         *k_strides[::2],
@@ -198,6 +202,7 @@ def _launch(
         *scale_strides(k_scale, layout),
         *scale_strides(v_scale, layout),
         0 if page_table is None else page_table.stride(0),
+        1 if mask is None else mask.stride(0),  # a 1 is compiled in: without a mask there is no argument more
     )
     sizes = (s.batch, s.n_new, s.kv_heads, s.capacity)
     launching.launch(plan, programs, (*tensors, partial, counters), strides, (*sizes, s.n_pages, programs))
@@ -216,6 +221,7 @@ def _fake(
     v_scale: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    mask: Tensor | None,
     scale: float | None,
     window: int,
     softcap: float,
@@ -223,7 +229,7 @@ def _fake(
     return_lse: bool,
     config: str,
 ) -> tuple[Tensor, Tensor]:
-    check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, layout)
+    check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, layout)
     batch, n_new, heads, _ = q.shape
     out = torch.empty((batch, n_new, heads, v_cache.shape[3]), dtype=q.dtype, device=q.device)
     shape = (batch, heads, n_new) if return_lse else (0,)
@@ -232,8 +238,8 @@ def _fake(
 
 _op = library.define(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, float? scale, int window, float softcap, str layout, "
-    "bool return_lse, str config) -> (Tensor, Tensor)",
+    "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, float? scale, int window, float softcap, "
+    "str layout, bool return_lse, str config) -> (Tensor, Tensor)",
     launch=_launch,
     fake=_fake,
 )
@@ -251,6 +257,7 @@ def decode_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: str = "bthd",
@@ -262,7 +269,7 @@ def decode_attention(
     Token i of sequence b stands at position `p = lengths[b] - T + i`, and its keys and values are in the cache already:
 
         s_j = scale * q · k_j * k_scale,   softcap * tanh(s_j / softcap),   - slope * (p - j)
-        out = sum_j exp(s_j) v_j * v_scale / (sum_j exp(s_j) + exp(sink)),   p - window < j <= p
+        out = sum_j exp(s_j) v_j * v_scale / (sum_j exp(s_j) + exp(sink)),   p - window < j <= p,   mask[b, j]
 
     computed in float32 (products of q's dtype, as in all of Rooftile's attention) and rounded once. It has no
     derivative. The parts that keys are cut into depend on the lengths, the batch and the GPU alone, so results are the
@@ -284,6 +291,9 @@ def decode_attention(
         softcap: as in Gemma 2; None or 0 for none.
         alibi_slopes: `(Hq,)`, floating (Press et al. 2022).
         sinks: `(Hq,)`, floating: a score of each head that takes part in the softmax, and has no value.
+        mask: `(B, S)`, bool, S keys being what the cache of a sequence holds at most (pages times page_size, with a
+            page table): the keys that its tokens see, of those that they see by lengths, position and window. Any
+            strides; copied where the last is not 1. What it hides is read all the same, and its values must be finite.
         k_scale, v_scale: float32, what the cached numbers are multiplied by: `()`, `(Hkv,)`, or one for each token and
             head, in the cache's layout: its first three dimensions.
         layout: of the caches, and of scales by token. q and out are `(B, T, Hq, D)` in any case.
@@ -303,12 +313,13 @@ def decode_attention(
     check_arguments(layout, window, softcap, scale)
     library.check_tensors("decode_attention", q=q, lengths=lengths)
     if q.device.type != "cpu" and not torch.compiler.is_compiling() and lengths.device.type == "cpu":
-        s = check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, layout)
+        s = check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, layout)
         check_values(lengths, page_table, s)
         lengths = lengths.to(q.device)
         page_table = None if page_table is None else page_table.to(q.device)
+    text = (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)  # compilers warn of a cache
     out, lse = _op(
-        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, scale, window or 0,
-        float(softcap or 0.0), layout, return_lse, encode(config),
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, scale, window or 0,
+        float(softcap or 0.0), layout, return_lse, text,
     )  # fmt: skip
     return (out, lse) if return_lse else out

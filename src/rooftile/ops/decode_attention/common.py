@@ -117,6 +117,7 @@ def check(
     v_scale: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    mask: Tensor | None,
     layout: str,
 ) -> Shape:
     """Raise for shapes and dtypes that can't be taken."""
@@ -165,7 +166,12 @@ def check(
         if per_head is not None:
             library.check_floating(_OP, **{name: per_head})
             _expect(name, per_head, (heads,), ": one for each head of q")
-    return shape_of(q, k_cache, v_cache, page_table, layout)
+    s = shape_of(q, k_cache, v_cache, page_table, layout)
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{_OP}: mask has dtype {mask.dtype}, expected bool: True is seen")
+        _expect("mask", mask, (batch, s.capacity), ": one for each sequence of q and each key that a cache holds")
+    return s
 
 
 def _check_pages(page_table: Tensor, batch: int, page: int) -> None:

@@ -104,6 +104,7 @@ def decode_kernel(
     v_scale_ptr,
     slopes_ptr,
     sinks_ptr,
+    mask_ptr,
     out_ptr,
     lse_ptr,
     partial_ptr,
@@ -122,6 +123,7 @@ def decode_kernel(
     stride_vst,
     stride_vsh,
     stride_pb,
+    stride_mb,
     n_seqs,
     n_new,
     kv_heads,
@@ -142,6 +144,7 @@ def decode_kernel(
     V_SCALES: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     HAS_LSE: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
@@ -276,6 +279,8 @@ def decode_kernel(
             for block in tl.range(first_block + low, first_block + high, num_stages=STAGES):
                 cols = block * BLOCK_N + key
                 inside = cols < n_keys
+                if HAS_MASK:  # on its way while keys are waited for, which are read whatever it says
+                    shown = tl.load(mask_ptr + seq.to(tl.int64) * stride_mb + cols, mask=inside, other=0)
                 home = home_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, PTX)
                 place = place_in(block, key, PAGE, BLOCK_N)
                 k_block = k_head + (home * stride_kb + place * STRIDE_KT)
@@ -296,6 +301,8 @@ def decode_kernel(
                 if HAS_ALIBI:
                     s -= slope * tl.abs(ahead).to(tl.float32)
                 seen = (ahead >= 0) & inside[:, None]
+                if HAS_MASK:
+                    seen &= shown[:, None]
                 if WINDOW > 0:
                     seen &= ahead < WINDOW
                 s = tl.where(seen, s, float("-inf"))
