@@ -7,8 +7,9 @@
 
 A weight of (N, K) is read at every step of a decode, N * K bytes or half of them, beside which x, the scales and the
 output are little. Products are of x as it is and exact small numbers, sums float32; scales multiply sums, in float32,
-so that nothing is rounded before the end. But for many rows of x in bfloat16 the weight is dequantised first, where
-each number is rounded, and the dense product multiplies.
+so that nothing is rounded before the end. But one row of x in 16 bits may be multiplied on the integer matrix unit, in
+three digits (`digits.py`), and for many rows in bfloat16 the weight is dequantised first, where each number is rounded,
+and the dense product multiplies.
 """
 
 from __future__ import annotations
@@ -219,7 +220,9 @@ def int8_linear(
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in bfloat16
-        the weight times its scale is rounded, too, in up to 128 MiB of memory.
+        the weight times its scale is rounded, too, in up to 128 MiB of memory. Of one row of x in 16 bits, K a multiple
+        of 128 from 1024 to 8064, on sm_90 each number is rounded to 2^-22 of the largest of its 128 first, and where
+        one is infinite the result is NaN.
 
     Raises:
         ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
@@ -289,8 +292,9 @@ def int4_linear(
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, scales multiply a group's sum, and what comes of it
-        is rounded once; of more than 128 rows in bfloat16 the weight is, too, as `int8_linear` says. Of one row of x
-        in 16 bits that holds an infinity, what has a part in it is NaN.
+        is rounded once; of more than 128 rows in bfloat16 the weight is, too, and of one row of x those with groups
+        of 128 and K a multiple of 256 from 1024 on as `int8_linear` says. Of one row of x in 16 bits that holds an
+        infinity, what has a part in it is NaN.
 
     Raises:
         ValueError: K is no multiple of the group, shapes don't match, the configuration can't be used, an argument
