@@ -327,7 +327,7 @@ class TestSwitch:
     @pytest.mark.parametrize("title", ["Llama", "Gemma 2", "BERT", "T5"])
     def test_patch_sets_it_beside_the_rest(self, title):
         model = build(title)
-        ids, mask = padded(12, 2, "right")
+        ids, mask = padded(20, 2, "right")  # more tokens than decode_attention takes
         expected = logits(model, ids, mask)
         before = model.config._attn_implementation
         with patch(model, attention=True) as handle:

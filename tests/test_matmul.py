@@ -378,9 +378,9 @@ def test_the_kernels_of_configurations_are_those_that_there_are():
 
 def test_registers_are_held_where_a_few_keep_programs_from_running_at_once():
     c, sm_90 = MatmulConfig("row", 1, 4, 1024, num_warps=4, num_stages=1), runtime.TARGETS["sm_90"]
-    at_once = {registers: 65536 // (registers * 128) * 132 for registers in (72, 80)}
-    for programs in (1, 132, at_once[80], at_once[80] + 1, at_once[72], at_once[72] + 1, 10**5):
-        assert row._limit(c, programs, sm_90) == (72 if at_once[80] < programs <= at_once[72] else 0)
+    # A multiprocessor has room for six such programs of 80 registers a thread, and for seven of 72.
+    for programs, registers in ((1, 0), (132, 0), (792, 0), (793, 72), (896, 72), (924, 72), (925, 0), (10**5, 0)):
+        assert row._limit(c, programs, sm_90) == registers
     for change in ({"block_k": 2048}, {"num_stages": 2}, {"num_warps": 8}):
         assert row._limit(dataclasses.replace(c, **change), 896, sm_90) == 0
     assert row._limit(c, 896, runtime.TARGETS["sm_80"]) == 0

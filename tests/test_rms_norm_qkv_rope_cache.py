@@ -297,26 +297,6 @@ def test_weights_of_fewer_bits(format, launched, device):
     assert launched.count("_qkv_row_kernel") == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "paged"), [(128, (32, 8), False), (64, (6, 2), True), (34, (5, 1), True)]
-)
-def test_weights_of_fewer_bits_by_digits(format, head_dim, heads, paged, dtype, launched, device):
-    if runtime.target(device).arch != "sm_90":
-        pytest.skip("kernel 'digits' is chosen for sm_90, where it was measured")
-    for k in (1024, 3584):
-        given, angles = drawn(device, dtype, heads, head_dim, k=k)
-        weight = given["weight"]
-        given["weight"], scale = quantize_int8(weight) if format == "int8" else quantize_int4(weight, 128)
-        written = caches(device, dtype, heads[1], head_dim, paged=paged)
-        table = {"page_table": ints([[3, 0, 4]], device)} if paged else {}
-        assert_the_same(given, angles, written, ints([17], device), heads=heads, weight_scale=scale, **table)
-        assert sum(int(cache.isfinite().sum()) for cache in written) == 2 * heads[1] * head_dim
-    assert launched.count("_qkv_digits_kernel") == 2
-
-
 def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, device):
     (given, angles), lengths = drawn(device, BF16), ints([9], device)
     of_16 = {"heads": (6, 2)}

@@ -198,11 +198,11 @@ def test_a_launch_that_can_not_be_traced_takes_no_counters(config, monkeypatch):
             weight_only._launch("int8_linear", *inputs, None, None, weight_only.configs.encode(config))
 
 
-@pytest.mark.parametrize("m", [1, 3, 130])
-@pytest.mark.parametrize("group", [0, 32])
-def test_rows_of_the_weight_far_apart(group, m, far_rows, device):
-    """By one row's kernel, by tiles, and dequantized first."""
-    n, columns = 4, 96
+@pytest.mark.parametrize(("m", "columns"), [(1, 96), (1, 1024), (3, 96), (130, 96)])
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_rows_of_the_weight_far_apart(group, m, columns, far_rows, device):
+    """By one row's kernels, on sm_90 in digits too, by tiles, and dequantized first."""
+    n, columns = 4, columns if columns > 96 or group < 128 else 128
     x = torch.randn(m, columns * (2 if group else 1), device=device).to(BF16)
     op = weight_only.int4_linear if group else weight_only.int8_linear
     near = torch.randint(-128, 128, (n, columns), dtype=torch.int8, device=device)

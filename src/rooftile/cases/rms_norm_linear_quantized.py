@@ -85,7 +85,14 @@ CASES = (
             (_point(1, 64, 48, bias=True), _point(4, 96, 40), _point(1, 70, 33, weight="fp32", **_OFFSET)),
         ),
         edge=_of_8_bits(
-            (_point(1, 1, 1, eps=100.0), _point(1, 127, 33), _point(17, 130, 31), _point(0, 64, 32), _point(1, 64, 0)),
+            (
+                _point(1, 1, 1, eps=100.0),
+                _point(1, 127, 33),
+                _point(1, 1024, 33, **_OFFSET),
+                _point(17, 130, 31),
+                _point(0, 64, 32),
+                _point(1, 64, 0),
+            ),
         ),
         llm=_of_8_bits(_MODELS),
     ),
@@ -100,7 +107,15 @@ CASES = (
                 _gated(1, 70, 66, weight="fp32", activation="gelu_tanh", **_OFFSET),
             ),
         ),
-        edge=_of_8_bits((_gated(1, 127, 66), _gated(17, 130, 62), _gated(0, 64, 32), _gated(1, 64, 0))),
+        edge=_of_8_bits(
+            (
+                _gated(1, 127, 66),
+                _gated(1, 1024, 66, **_OFFSET),
+                _gated(17, 130, 62),
+                _gated(0, 64, 32),
+                _gated(1, 64, 0),
+            )
+        ),
         llm=_of_8_bits(_GATED_MODELS),
     ),
     _case(
@@ -115,6 +130,7 @@ CASES = (
         edge=(
             _of(_point(1, 32, 1, eps=100.0), group=32),
             _of(_point(1, 384, 33), group=128),
+            _of(_point(1, 1024, 33, weight="fp32", **_OFFSET), group=128),
             _of(_point(17, 192, 31), group=64),
             _of(_point(0, 64, 32), group=64),
             _of(_point(1, 64, 0), group=32),
@@ -132,6 +148,7 @@ CASES = (
         ),
         edge=(
             _of(_gated(1, 384, 66), group=128),
+            _of(_gated(1, 1024, 66, **_OFFSET), group=128),
             _of(_gated(17, 192, 62), group=64),
             _of(_gated(0, 64, 32), group=64),
             _of(_gated(1, 64, 0), group=32),

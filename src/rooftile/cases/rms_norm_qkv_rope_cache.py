@@ -160,6 +160,8 @@ CASES = (
                 _point(1, 1, 1, 1, 2, eps=100.0),
                 _point(1, 127, 5, 1, 34, capacity=33),
                 _point(1, 130, 7, 7, 6, capacity=64, page_size=32, bias=True),
+                _point(1, 1024, 3, 1, 34, capacity=33, weight="int8", bias=True),
+                _point(1, 1024, 3, 1, 16, capacity=64, page_size=32, weight="int4"),
                 _point(0, 64, 2, 1, 16, capacity=8),
                 _point(17, 33, 3, 3, 10, batch=3, capacity=20),
             ),

@@ -13,7 +13,7 @@ from rooftile.cases.draw import integers, normal
 from rooftile.ops.weight_only import fp8_weight_linear, int4_linear, int8_linear, unpack_int4
 from rooftile.reference import weight_only as reference
 
-_ROUNDED_ONCE = "float32 sums of exact products, rounded once: half a unit in the last place"
+_ROUNDED_ONCE = "float32 sums of products that are exact, or of x to 2^-22, rounded once: half a unit in the last place"
 _ROUNDED_TWICE = f"{_ROUNDED_ONCE}; of more than 128 rows of x the weight is rounded, too"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(2e-6, "float32 sums over K in another order")},
@@ -215,6 +215,7 @@ _INT8 = _sets(
         _point(130, 48, 96, residual=True),
         _point(0, 16, 64),
         _point(2, 16, 0),
+        _point(1, 40, 1024, bias="fp32", scale="fp32", residual=True),
     ),
 )
 _INT4 = _sets(
@@ -232,6 +233,8 @@ _INT4 = _sets(
         _point(130, 40, 160, group=32, residual=True),
         _point(0, 16, 64, group=64),
         _point(1, 40, 128, group=128),
+        _point(1, 40, 1024, group=128, bias="fp32", scale="fp32", residual=True),
+        _point(1, 33, 9216, group=128),
     ),
 )
 

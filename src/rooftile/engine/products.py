@@ -239,7 +239,7 @@ class Fp8(Quantized):
 
 
 class Int8(Quantized):
-    """In int8 with a scale for each row; x stays as it is."""
+    """In int8 with a scale for each row; x is not quantised."""
 
     kind = "int8"
 

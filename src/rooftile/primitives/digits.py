@@ -7,7 +7,8 @@ eight: 0.8 instructions a number with everything, where a conversion to float32 
 has time for at 4 bits (`dequantize.py`). The matrix unit multiplies eight columns by a tile of the weight; x's digits
 are three of them. Its sums of 128 products are integers, and exact; each becomes float32, times the unit and the
 group's scale, and is added up there. So x has 22 bits of the largest number of its 128: more than one of 16 bits has,
-and all of those of its numbers that are not below 2^-14 of the largest.
+and all of those of numbers that are not below 2^-14 of the largest in bfloat16, 2^-11 in float16. A largest below 1e-30
+counts as 1e-30.
 
 A program first makes the digits of its part of x, in shared memory, while its first weights are on their way: those
 need not wait for the kernel ahead. Then each warp multiplies rows of its own, from the loads to the matrix unit, whose
@@ -109,41 +110,60 @@ def pairs_apart(z, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    w_ptr, scale_ptr, rows, split, step: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
-    SLICES: gl.constexpr, SPLIT: gl.constexpr, stride_wn,
-):  # fmt: skip
-    """The weights of a step, and of int4 the scales; past the last block, those of the last."""
-    STEPS: gl.constexpr = steps_of(K, GROUP, SLICES, SPLIT)
-    BLOCKS: gl.constexpr = blocks_of(K, GROUP)
-    weights: gl.constexpr = layout_of_weights(gl.num_warps(), SLICES)
-    sums: gl.constexpr = layout_of_sums(gl.num_warps(), SLICES)
-    first = split * (STEPS * SLICES) + step * SLICES
-    block = first + gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, weights)))
-    if STEPS * SLICES * SPLIT > BLOCKS:
-        block = gl.minimum(block, BLOCKS - 1)
-    inner = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, weights)))
-    w_rows = w_ptr + rows[0].to(gl.int64)[None, :, None] * stride_wn
-    w = gl.load(w_rows + (block * BLOCK)[:, None, None] + inner[None, None, :], eviction_policy="evict_first")
-    if GROUP > 0:
-        block = first + gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, sums)))
-        if STEPS * SLICES * SPLIT > BLOCKS:
-            block = gl.minimum(block, BLOCKS - 1)
-        return ((w, block_scales(scale_ptr, rows[1].to(gl.int64)[None, :], block[:, None], K // GROUP, PAIRS)),)
+def _blocks(first, K: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, SLICES: gl.constexpr, LIKE: gl.constexpr):
+    """The block of each slice from that of the first one on; past the last, the last."""
+    block = first + gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, LIKE)))
+    if EVEN:
+        return block
     else:
-        return ((w, ()),)
+        return gl.minimum(block, blocks_of(K, GROUP) - 1)
 
 
 @gluon.jit
-def first_loads(
-    w_ptr, scale_ptr, rows, split, K: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr, SLICES: gl.constexpr,
-    SPLIT: gl.constexpr, AHEAD: gl.constexpr, stride_wn,
+def _weights(
+    w_ptr, rows, split, step: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr,
+    SPLIT: gl.constexpr, stride_wn,
 ):  # fmt: skip
-    """What `sum_products` multiplies first, of AHEAD steps: to be asked for before the kernel ahead has ended."""
+    """The weights of a step, in a tuple."""
+    STEPS: gl.constexpr = steps_of(K, GROUP, SLICES, SPLIT)
+    EVEN: gl.constexpr = blocks_of(K, GROUP) == STEPS * SLICES * SPLIT
+    layout: gl.constexpr = layout_of_weights(gl.num_warps(), SLICES)
+    block = _blocks((split * STEPS + step) * SLICES, K, GROUP, EVEN, SLICES, layout)
+    inner = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    w_rows = w_ptr + rows.to(gl.int64)[None, :, None] * stride_wn
+    return (gl.load(w_rows + (block * BLOCK)[:, None, None] + inner[None, None, :], eviction_policy="evict_first"),)
+
+
+@gluon.jit
+def _scales(
+    scale_ptr, rows, split, step: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
+    SLICES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The scales of a step's low nibbles and of its high ones, in a tuple; of 8 bits none."""
+    if GROUP > 0:
+        STEPS: gl.constexpr = steps_of(K, GROUP, SLICES, SPLIT)
+        EVEN: gl.constexpr = blocks_of(K, GROUP) == STEPS * SLICES * SPLIT
+        layout: gl.constexpr = layout_of_sums(gl.num_warps(), SLICES)
+        block = _blocks((split * STEPS + step) * SLICES, K, GROUP, EVEN, SLICES, layout)
+        return (block_scales(scale_ptr, rows.to(gl.int64)[None, :], block[:, None], K // GROUP, PAIRS),)
+    else:
+        return ((),)
+
+
+@gluon.jit
+def first_weights(
+    w_ptr, rows, split, K: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr,
+    AHEAD: gl.constexpr, stride_wn,
+):  # fmt: skip
+    """What `sum_products` multiplies first, of AHEAD steps: to be asked for before the kernel ahead has ended.
+
+    No kernel that lets the next one start before it has ended writes integers of 8 bits; any other one has ended. All
+    else, scales and biases too, may be such a kernel's results, and is to be asked for behind the wait.
+    """
     coming = ()
     for step in gl.static_range(AHEAD):
         if step < steps_of(K, GROUP, SLICES, SPLIT):
-            coming += _load(w_ptr, scale_ptr, rows, split, step, K, GROUP, PAIRS, SLICES, SPLIT, stride_wn)
+            coming += _weights(w_ptr, rows[0], split, step, K, GROUP, SLICES, SPLIT, stride_wn)
     return coming
 
 
@@ -189,7 +209,7 @@ def _worth(COLUMNS_OF: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _issued(number):
+def issued(number):
     """The number; the assembler moves no load across this. It would put off those of later steps until they are due."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1; bar.warp.sync 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -214,6 +234,11 @@ def sum_products(
     units_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     made = gl.allocate_shared_memory(gl.int8, [ROUNDS, EACH, 8, BLOCK], digits_layout)
     made_units = gl.allocate_shared_memory(gl.float32, [ROUNDS, EACH], units_layout)
+
+    scales = ()
+    for ahead in gl.static_range(AHEAD):
+        if ahead < STEPS:
+            scales += _scales(scale_ptr, rows[1], split, ahead, K, GROUP, PAIRS, SLICES, SPLIT)
 
     # In the order in which they are multiplied: all low nibbles' blocks, then all high ones'.
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -248,10 +273,11 @@ def sum_products(
     # All steps one after another: in a loop each byte on its way would have a register of its own.
     for step in gl.static_range(STEPS):
         if step + AHEAD < STEPS:
-            coming += _load(w_ptr, scale_ptr, rows, split, step + AHEAD, K, GROUP, PAIRS, SLICES, SPLIT, stride_wn)
-        at = _issued(split * 0 + step)
-        w, scale = coming[0]
-        coming = coming[1:]
+            coming += _weights(w_ptr, rows[0], split, step + AHEAD, K, GROUP, SLICES, SPLIT, stride_wn)
+            scales += _scales(scale_ptr, rows[1], split, step + AHEAD, K, GROUP, PAIRS, SLICES, SPLIT)
+        at = issued(split * 0 + step)
+        w, scale = coming[0], scales[0]  # type: ignore[misc]  # it sees the tuples as they began
+        coming, scales = coming[1:], scales[1:]
         x = digits.index(at).permute([0, 2, 1]).load(x_layout)
         unit = units.index(at).load(units_of)[:, None]
         if GROUP > 0:

@@ -93,7 +93,11 @@ def _rows_of(o, o_odd, PAIRS: tl.constexpr):
     return rows
 
 
-@triton.jit(do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "programs"])
+# A mask's rows may be as long as a cache that grows: whether by multiples of 16 bytes does not make another kernel.
+@triton.jit(
+    do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "programs"],
+    do_not_specialize_on_alignment=["stride_mb"],
+)
 def decode_kernel(
     q_ptr,
     k_ptr,

@@ -238,7 +238,7 @@ def launch(
     w, scale, form = Format.of(w, scale, x.shape[-1], x.dtype)
     dtypes = (x.dtype, w.dtype, *(None if t is None else t.dtype for t in (scale, bias, residual)), out.dtype)
     prefetched = _prefetched(x) if prefetched is None else prefetched
-    plain = x.dtype == w.dtype and not gated and not isinstance(x, FunctionalTensor)
+    plain = x.dtype == w.dtype and x.element_size() == 2 and not gated and not isinstance(x, FunctionalTensor)
     limit = _limit(c, tiles * c.split_k, runtime.target(x.device)) if plain else 0
     plan = _plan(dtypes, activation, gated, form, bool(n_inner % c.block_k == 0), prefetched, limit, c)
     tensors = (x, w, scale, out, bias, residual, partial, counters)

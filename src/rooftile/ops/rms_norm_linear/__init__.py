@@ -64,13 +64,15 @@ def rms_norm_linear(
         weight_scale: float32, `(N,)` or `(N, 1)`, of a weight in int8 or float8_e4m3fn, which `quantize_int8` and
             `quantize_tensor` give: each row's sum is multiplied by its own. Or `(N, K / group)`, float32 or of x's
             dtype, of a weight that `quantize_int4` packed, uint8 `(N, K / 2)`. For inference. One row of x is one
-            kernel and is not rounded; with more rows norm and product are two, and what a weight in float8 multiplies
-            is float8, too, as in `fp8_linear`. Under `torch.autocast` nothing is cast.
+            kernel and is not rounded, or in int8 and int4 as `int8_linear` and `int4_linear` say; with more rows norm
+            and product are two, and what a weight in float8 multiplies is float8, too, as in `fp8_linear`. Under
+            `torch.autocast` nothing is cast.
         eps: added to the mean of squares.
         offset: added to norm_weight in float32; 1.0 for Gemma.
         config: how the kernel is launched, in place of the choice that sizes and GPU make. `"row"`, `"held"` and
             `"skinny"` are the one kernel, for one row, for up to two, and for up to block_m; `"tiled"` and `"hopper"`
-            the product behind the norm. For weights of 8 and 4 bits `"row"` alone.
+            the product behind the norm. For weights of 8 and 4 bits `"row"` alone; without it
+            int8 and int4 may have a kernel on the integer matrix unit, which no `MatmulConfig` names.
 
     Returns:
         `(..., N)` in x's dtype, contiguous. Sums are float32. x is rounded once between norm and product: by the one

@@ -3,7 +3,8 @@ for each group of a row; for inference.
 
     z = (rms_norm(x) @ weight^T) * weight_scale + bias,   y = z, or act(g) * u of z = [g | u]
 
-One row of x is one kernel, which multiplies by x as it is. More rows are the norm and a product: of int8 and int4 the
+One row of x is one kernel, which multiplies by x as it is, or of int8 and int4 where it is faster by 22 bits of x on
+the integer matrix unit (`weight_only/digits.py`). More rows are the norm and a product: of int8 and int4 the
 weight-only one; of float8_e4m3fn, where the matrix unit multiplies it as it is, the norm gives x in it too, by row.
 """
 

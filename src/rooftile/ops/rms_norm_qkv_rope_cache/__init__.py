@@ -5,8 +5,8 @@
     cache[lengths[b] + t] = k[b, t], v[b, t]             `rooftile.rope_and_cache`
 
 One token of one sequence, a step of decoding, is one kernel: q, k and v are not written to be read again, and a launch
-is saved. It is `held` for weights of 16 bits with rows of up to 8192, `row` for others. More tokens are the kernels of
-the two ops.
+is saved. It is `held` for weights of 16 bits with rows of up to 8192, `digits` for those of int8 and int4 that
+`rms_norm_linear` takes so, `row` for others. More tokens are the kernels of the two ops.
 
 Bytes of the one kernel: the weights, x, and of cos and sin one of each pair's two equal entries read; q, k and v
 written once. Rounding is that of the two ops: q, k and v are rounded to x's dtype before they are turned, and after.

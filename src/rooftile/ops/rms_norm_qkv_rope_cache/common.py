@@ -27,6 +27,17 @@ def angles_of(cos_ptr, sin_ptr, there, position, first, stride_ct, stride_st, n_
 
 
 @triton.jit
+def rounded(z, rstd, scale, bias, DTYPE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The product as it would be written, in float32."""
+    z *= rstd
+    if HAS_SCALE:
+        z *= scale
+    if HAS_BIAS:
+        z += bias
+    return z.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def into_place(
     a, b, cos, sin, q_ptr, k_cache_ptr, v_cache_ptr, head, first, mine, there, page, line, written, stride_kcb,
     stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, Q_HEADS: tl.constexpr, HEADS: tl.constexpr,

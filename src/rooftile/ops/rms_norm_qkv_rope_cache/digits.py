@@ -15,11 +15,11 @@ from torch import Tensor
 from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.kv_cache.kernel import _places as places
 from rooftile.ops.kv_cache.launch import Cache
-from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of
+from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of, rounded
 from rooftile.ops.weight_only.config import WeightOnlyConfig
-from rooftile.primitives import dependent
+from rooftile.ops.weight_only.digits import options
 from rooftile.primitives.dependent import let_next_start, wait_for_previous
-from rooftile.primitives.digits import first_loads, in_pairs_of_rows, pairs_apart, sum_products, tile_rows
+from rooftile.primitives.digits import first_weights, in_pairs_of_rows, pairs_apart, sum_products, tile_rows
 from rooftile.primitives.weights import in_pairs
 
 import triton.experimental.gluon.language as gl  # isort: skip
@@ -32,17 +32,6 @@ def _of_weight(row, first, D: gl.constexpr, N_PAIRS: gl.constexpr):
     pair, second = in_pairs_of_rows(row)
     pair = gl.minimum(first + pair, N_PAIRS - 1)
     return pair // (D // 2) * D + pair % (D // 2) + second * (D // 2)
-
-
-@gluon.jit
-def _rounded(z, rstd, scale, bias, DTYPE: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """The product as it would be written, in float32."""
-    z *= rstd
-    if HAS_SCALE:
-        z *= scale
-    if HAS_BIAS:
-        z += bias
-    return z.to(DTYPE).to(gl.float32)
 
 
 @gluon.jit(do_not_specialize=["capacity", "n_pages", "n_angles"])
@@ -100,7 +89,10 @@ def _qkv_digits_kernel(
     rows = _of_weight(loaded, first, D, N_PAIRS), _of_weight(summed, first, D, N_PAIRS)
     if EARLY:
         let_next_start()
-    coming = first_loads(w_ptr, scale_ptr, rows, 0, K, GROUP, PAIRS, SLICES, 1, AHEAD, stride_wn)
+    coming = first_weights(w_ptr, rows, 0, K, GROUP, SLICES, 1, AHEAD, stride_wn)
+    if EARLY:
+        wait_for_previous()
+
     pair = first + gl.arange(0, COUNT, layout=flat)
     mine = pair < N_PAIRS
     pair = gl.minimum(pair, N_PAIRS - 1)
@@ -114,9 +106,6 @@ def _qkv_digits_kernel(
     if HAS_BIAS:
         bias_a = gl.load(bias_ptr + row).to(gl.float32)
         bias_b = gl.load(bias_ptr + row + HALF).to(gl.float32)
-    if EARLY:
-        wait_for_previous()
-
     there, position, page, line, written = places(
         lengths_ptr, counts_ptr, table_ptr, 0, 0, pair.to(gl.int64) * 0, 1, capacity, n_pages, HAS_COUNTS, PAGE
     )
@@ -126,8 +115,8 @@ def _qkv_digits_kernel(
     )
     a, b = pairs_apart(z, COUNT, flat)
     rstd = gl.rsqrt(total / K + EPS)
-    a = _rounded(a, rstd, scale_a, bias_a, DTYPE, HAS_SCALE, HAS_BIAS)
-    b = _rounded(b, rstd, scale_b, bias_b, DTYPE, HAS_SCALE, HAS_BIAS)
+    a = rounded(a, rstd, scale_a, bias_a, DTYPE, HAS_SCALE, HAS_BIAS)
+    b = rounded(b, rstd, scale_b, bias_b, DTYPE, HAS_SCALE, HAS_BIAS)
     into_place(
         a, b, cos, sin, q_ptr, k_cache_ptr, v_cache_ptr, head, i, mine, there, page, line, written,
         stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, Q_HEADS, HEADS, D, HALF,
@@ -137,7 +126,7 @@ def _qkv_digits_kernel(
 @functools.cache
 def _plan(
     k: int, group: int, dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, pairs: str,
-    heads: tuple[int, int, int], page: int, has_counts: bool, by_position: bool, early: bool, c: WeightOnlyConfig,
+    heads: tuple[int, int, int], page: int, has_counts: bool, by_position: bool, c: WeightOnlyConfig,
 ) -> launching.Plan:  # fmt: skip
     constants = {
         "K": k,
@@ -155,9 +144,9 @@ def _plan(
         "BLOCK_N": c.block_n,
         "SLICES": c.slices,
         "AHEAD": c.num_stages - 1,
-        "EARLY": early,
+        "EARLY": c.prefetch >= 0,
     }
-    return launching.Plan(_qkv_digits_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.Plan(_qkv_digits_kernel, constants, num_warps=c.num_warps, **options(c, group, False))
 
 
 def launch(
@@ -173,7 +162,7 @@ def launch(
         group = k // int(scale.shape[1])
         scale, pairs = in_pairs(scale)
         w = w.view(torch.int8)
-    plan = _plan(k, group, dtypes, eps, offset, pairs, *place.key, dependent.early(x), c)
+    plan = _plan(k, group, dtypes, eps, offset, pairs, *place.key, c)
     programs = library.cdiv(w.shape[0] // 2, c.block_n // 2)
     tensors = (x, norm_weight, w, scale, bias, *place.tensors)
     launching.launch(plan, programs, tensors, (w.stride(0), *place.strides), place.numbers)

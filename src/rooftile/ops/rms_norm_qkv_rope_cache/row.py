@@ -1,4 +1,4 @@
-"""The one kernel for weights of 8 or 4 bits, of float32, or of long rows: every program brings all of x, by parts.
+"""The one kernel for what `held` and `digits` do not take: every program brings all of x, by parts.
 
 A program has `block_n` pairs of rows of the weight, i and i + head_dim / 2 of a head, which RoPE turns together, and
 walks along them and x as `rms_norm_linear` does for one row. Where the token goes, and its angles, it asks for while
@@ -17,7 +17,7 @@ from rooftile.ops.kv_cache.kernel import _places as places
 from rooftile.ops.kv_cache.launch import Cache
 from rooftile.ops.matmul.config import MatmulConfig
 from rooftile.ops.rms_norm_linear.row import add_step, load_step
-from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of
+from rooftile.ops.rms_norm_qkv_rope_cache.common import angles_of, into_place, place_of, rounded
 from rooftile.primitives import dependent
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
 from rooftile.primitives.weights import Format, no_sums
@@ -29,17 +29,6 @@ import triton.language as tl  # isort: skip
 # -1: it is started after it.
 PREFETCH = 1
 STYLES = ("half",)
-
-
-@triton.jit
-def _rounded(z, rstd, scale, bias, DTYPE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The product as it would be written, in float32."""
-    z *= rstd
-    if HAS_SCALE:
-        z *= scale
-    if HAS_BIAS:
-        z += bias
-    return z.to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["capacity", "n_pages", "n_angles"])
@@ -148,8 +137,8 @@ def _qkv_row_kernel(
     # One sum for both rows of a pair: each is a way through shared memory.
     z = tl.sum(tl.permute(tl.join(a_sums, b_sums), (2, 0, 1)), axis=2)
     a, b = tl.split(tl.permute(z, (1, 0)))
-    a = _rounded(a, rstd, row_scale, row_bias, DTYPE, HAS_SCALE, HAS_BIAS)
-    b = _rounded(b, rstd, other_scale, other_bias, DTYPE, HAS_SCALE, HAS_BIAS)
+    a = rounded(a, rstd, row_scale, row_bias, DTYPE, HAS_SCALE, HAS_BIAS)
+    b = rounded(b, rstd, other_scale, other_bias, DTYPE, HAS_SCALE, HAS_BIAS)
     into_place(
         a, b, cos, sin, q_ptr, k_cache_ptr, v_cache_ptr, head, i, mine, there, page, line, written,
         stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, Q_HEADS, HEADS, D, HALF,

@@ -14,6 +14,7 @@ and the dense product multiplies.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NoReturn
 
@@ -144,8 +145,11 @@ def _launch(
     rows = x.numel() // k if k else 0
     if isinstance(rows, torch.SymInt):
         raise launching.Untraceable("tiles of a symbolic number")
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    copied = weight.stride(1) != 1
+    weight = weight.contiguous() if copied else weight
     c = _choose(op, rows, n, k, group, x.dtype, target, _aligned(weight), config)
+    if copied and c.kernel == "digits":  # it loads its first weights before the kernel ahead has ended
+        c = dataclasses.replace(c, prefetch=-1)
     traceable = c.kernel not in ("direct", "digits", "dense") and c.split_k == 1 and c.prefetch < 0
     if isinstance(x, FunctionalTensor) and not traceable:
         raise launching.Untraceable("a kernel of Gluon or of the dense product, counters, or an early launch")

@@ -177,8 +177,8 @@ def _wide(n: int, target: runtime.Target) -> bool:
 
 
 def _takes_row(n: int, group: int, fp8: bool, target: runtime.Target) -> bool:
-    """Whether one row of x goes to kernel "row": but where "direct" is at 0.95 of the read roof, wide weights of int8,
-    and where "skinny" is at 0.72 to 0.89, wide ones of int4.
+    """Whether one row of x that `digits` does not take goes to kernel "row": but where "direct" is at 0.95 of the read
+    roof, wide weights of int8, and where "skinny" is at 0.72 to 0.89, wide ones of int4.
 
     Of 4096 x 4096 the others have 0.55 of it on an H200, as below, of int4 0.36, and this kernel in bfloat16 0.81; with
     8 and 4 bits it was measured in whole steps only.

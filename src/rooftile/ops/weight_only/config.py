@@ -38,7 +38,8 @@ class WeightOnlyConfig:
         num_warps, num_stages: warps of a program, and how deep its loads are pipelined; for "direct" and "digits" how
             many steps' weights a thread holds.
         prefetch: -1 for an ordinary launch. From 0 on the kernel starts while the one before it still ends (for sm_90
-            and later), and brings the weights of that many steps into the L2 until it may go on.
+            and later), and brings the weights of that many steps into the L2 until it may go on; "digits" loads
+            those of the first `num_stages - 1` steps besides.
         kernel: "skinny", "direct", "digits", "row" or "dense".
     """
 
@@ -99,7 +100,7 @@ def module(kernel: str) -> ModuleType | None:
     """The module with that kernel; None where this Triton has not what it is written in (Gluon)."""
     try:
         return importlib.import_module(f"rooftile.ops.weight_only.{kernel}")
-    except ImportError:
+    except (ImportError, AttributeError):  # the whole of Gluon, or a part of it
         if kernel not in ("direct", "digits"):
             raise
         return None

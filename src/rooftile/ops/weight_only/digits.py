@@ -3,7 +3,8 @@
     z = (x @ weight^T) * scale + bias + residual,   or of rms_norm(x),   or act(g) * u of z = [g | u]
 
 How it is multiplied `primitives/digits.py` says. With a norm x is multiplied by the norm's weight first, and sums by
-the reciprocal root of the mean square, which each program finds as it makes x's digits. A gated program has rows of the
+the reciprocal root of the mean square: each program finds the sum of its part of x as it makes the digits, and that
+which adds the parts of K adds those. A gated program has rows of the
 gate and the same of up.
 """
 
@@ -20,7 +21,7 @@ from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.primitives.activations import activate
 from rooftile.primitives.dependent import let_next_start, wait_for_previous
 from rooftile.primitives.digits import (
-    first_loads,
+    first_weights,
     in_pairs_of_rows,
     pairs_apart,
     prefetch_steps,
@@ -83,7 +84,12 @@ def _digits_kernel(
 
     if PREFETCH >= 0 and HAS_NORM:
         let_next_start()
-    coming = first_loads(w_ptr, scale_ptr, rows, split, K, GROUP, PAIRS, SLICES, SPLIT, AHEAD, stride_wn)
+    coming = first_weights(w_ptr, rows, split, K, GROUP, SLICES, SPLIT, AHEAD, stride_wn)
+    if PREFETCH > 0:
+        prefetch_steps(w_ptr, loaded, split, K, GROUP, SLICES, SPLIT, AHEAD, PREFETCH, stride_wn)
+    if PREFETCH >= 0:
+        wait_for_previous()
+
     # Asked for now: at the end a program would wait for them with nothing else under way.
     col = tile * COLS + gl.arange(0, COLS, layout=flat)
     row = gl.minimum(col, n_cols - 1)
@@ -95,13 +101,8 @@ def _digits_kernel(
         row_bias = gl.load(bias_ptr + row).to(gl.float32)
         if GATED:
             up_bias = gl.load(bias_ptr + n_cols + row).to(gl.float32)
-    if PREFETCH > 0:
-        prefetch_steps(w_ptr, loaded, split, K, GROUP, SLICES, SPLIT, AHEAD, PREFETCH, stride_wn)
-    if PREFETCH >= 0:
-        wait_for_previous()
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + row).to(gl.float32)
-
     z, total = sum_products(
         x_ptr, norm_ptr, w_ptr, scale_ptr, rows, coming, split, K, GROUP, PAIRS, HAS_NORM, OFFSET, SLICES, SPLIT,
         AHEAD, stride_wn,
@@ -180,14 +181,14 @@ def _plan(
         "AHEAD": c.num_stages - 1,
         "PREFETCH": c.prefetch,
     }
-    return launching.Plan(_digits_kernel, constants, num_warps=c.num_warps, **options(c, activation != ""))
+    return launching.Plan(_digits_kernel, constants, num_warps=c.num_warps, **options(c, group, activation != ""))
 
 
-def options(c: WeightOnlyConfig, gated: bool) -> dict[str, Any]:
+def options(c: WeightOnlyConfig, group: int, gated: bool) -> dict[str, Any]:
     """Of a plan: an early launch, and how many registers a thread may have."""
     # Two programs of eight warps have room on a multiprocessor with 128. Where warps have 16 rows and all steps the
-    # assembler would take up to 178, but for a gate; elsewhere it takes fewer, and with a limit spills a few.
-    limit = {"maxnreg": 128} if c.slices == 1 and not gated else {}
+    # assembler would take up to 178, but for a gate of int8; elsewhere it takes fewer, and with a limit spills a few.
+    limit = {"maxnreg": 128} if c.slices == 1 and c.num_warps <= 8 and (group or not gated) else {}
     return {**limit, **({"launch_pdl": True} if c.prefetch >= 0 else {})}
 
 

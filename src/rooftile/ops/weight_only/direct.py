@@ -20,6 +20,7 @@ from rooftile import launching, library  # before Triton: runtime fixes the mode
 from rooftile.ops.weight_only.config import WeightOnlyConfig
 from rooftile.primitives.dependent import let_next_start, prefetch, wait_for_previous
 from rooftile.primitives.dequantize import INT4_BF16_WORD, INT4_FP16_WORD, INT8_BF16_WORD, INT8_FP16_WORD
+from rooftile.primitives.digits import issued
 from rooftile.primitives.splitk import arrives_last
 from rooftile.primitives.weights import block_scales, in_pairs
 
@@ -40,14 +41,6 @@ def _load(w_ptrs, step, LAST_BLOCK: gl.constexpr, block, SLICES: gl.constexpr, W
     """The words of a step's blocks; past the last block, those of the last."""
     at = gl.minimum(step * SLICES + block, LAST_BLOCK) * WORDS
     return (gl.load(w_ptrs + at, mask=wanted & (at >= 0), eviction_policy="evict_first"),)
-
-
-@gluon.jit
-def _issued(number):
-    """The number; the assembler moves no load across this. It would put off those of later steps until they are due."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1; bar.warp.sync 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -186,7 +179,7 @@ def _direct_kernel(
             coming += _load(w_ptrs, next_step, BLOCKS - 1, w_block, SLICES, BYTES // 4, next_step < last_step)
             if GROUP > 0:
                 scales += _scales(scale_ptr, rows, next_step, last_step, BLOCKS - 1, block, SLICES, GROUPS, PAIRS)
-            step = _issued(step)
+            step = issued(step)
             w = coming[0]
             coming = coming[1:]
             x_at = x_ptrs + step * (SLICES * BLOCK_K)
