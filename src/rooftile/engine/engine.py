@@ -125,7 +125,7 @@ class Engine:
                 config.json says, the file, or a folder that has it.
             seed: of the weights.
 
-        The others are `from_pretrained`'s, and so is what is raised.
+        The others are `from_pretrained`'s, but that there is no `progress`, and so is what is raised.
         """
         config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
         options = _options(

@@ -170,7 +170,7 @@ def check(
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"{_OP}: mask has dtype {mask.dtype}, expected bool: True is seen")
-        _expect("mask", mask, (batch, s.capacity), ": one for each sequence of q and each key that a cache holds")
+        _expect("mask", mask, (batch, s.capacity), ": for each sequence each key that its cache has room for")
     return s
 
 
