@@ -60,6 +60,8 @@ _NIBBLES = assembly(
     lop3.b32 $1, $2, 0xf0f0f0f0, flip, 0x6a;
 }"""
 )
+# Triton 3.9 has that name; 3.6 has it with an underscore.
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _THREE_BYTES, _TWO_BYTES = gl.constexpr((gl.int8,) * 3), gl.constexpr((gl.int8,) * 2)
 
 
@@ -217,6 +219,15 @@ def issued(number):
 
 
 @gluon.jit
+def _seen_as(memory, shape: gl.constexpr):
+    """The same memory of another shape."""
+    if _RENAMED:
+        return memory.reinterpret(memory.dtype, shape, memory.layout)
+    else:
+        return memory._reinterpret(memory.dtype, shape, memory.layout)
+
+
+@gluon.jit
 def sum_products(
     x_ptr, norm_ptr, w_ptr, scale_ptr, rows, coming, split, K: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     HAS_NORM: gl.constexpr, OFFSET: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr,
@@ -266,8 +277,8 @@ def sum_products(
     sums: gl.constexpr = layout_of_sums(gl.num_warps(), SLICES)
     x_layout: gl.constexpr = gl.DotOperandLayout(1, sums, 16)
     units_of: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, sums))
-    digits = made._reinterpret(gl.int8, [ROUNDS * EACH // SLICES, SLICES, 8, BLOCK], digits_layout)
-    units = made_units._reinterpret(gl.float32, [ROUNDS * EACH // SLICES, SLICES], units_layout)
+    digits = _seen_as(made, [ROUNDS * EACH // SLICES, SLICES, 8, BLOCK])
+    units = _seen_as(made_units, [ROUNDS * EACH // SLICES, SLICES])
     none = gl.zeros([SLICES, ROWS, 8], gl.int32, layout=sums)
     acc = gl.zeros([SLICES, ROWS, 8], gl.float32, layout=sums)
     # All steps one after another: in a loop each byte on its way would have a register of its own.
