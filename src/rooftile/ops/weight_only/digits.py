@@ -4,8 +4,7 @@
 
 How it is multiplied `primitives/digits.py` says. With a norm x is multiplied by the norm's weight first, and sums by
 the reciprocal root of the mean square: each program finds the sum of its part of x as it makes the digits, and that
-which adds the parts of K adds those. A gated program has rows of the
-gate and the same of up.
+which adds the parts of K adds those. A gated program has rows of the gate and the same of up.
 """
 
 from __future__ import annotations
