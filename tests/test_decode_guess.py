@@ -73,7 +73,7 @@ def before(monkeypatch):
     launch = launching.launch
 
     def without_options(plan, *args):
-        launch(launching.Plan(plan.kernel, plan.constants), *args)
+        launch(launching.KernelLauncher(plan.kernel, plan.constants), *args)
 
     monkeypatch.setattr(launching, "launch", without_options)
     for module in (kernel, combine):

@@ -135,7 +135,7 @@ class Recorded:
         self.result.copy_(self.step())
 
 
-class Turns:
+class SerialGraphs:
     def record(self, step):
         graph = Recorded(step)
         graph.result.fill_(float("nan"))  # a capture computes nothing
@@ -145,7 +145,7 @@ class Turns:
 def graphed(engine):
     """The engine, as if there were graphs on its device."""
     runner = engine.runner
-    runner._of_prompts = PromptGraphs(runner.decoder, Turns())
+    runner._of_prompts = PromptGraphs(runner.decoder, SerialGraphs())
     return engine
 
 
@@ -216,7 +216,7 @@ def test_without_memory_for_a_graph_prompts_are_launched(device, monkeypatch):
         asked.append(step())
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Turns, "record", failing)
+    monkeypatch.setattr(SerialGraphs, "record", failing)
     results = [engine.generate(UNEQUAL[0], 2) for _ in range(4)]
     assert len(asked) == 1
     assert results == results[:1] * 4
@@ -241,7 +241,7 @@ def test_after_a_capture_that_failed_all_is_given_back_and_the_next_works(device
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Turns, "record", failing)
+        patched.setattr(SerialGraphs, "record", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.generate(UNEQUAL[0], 2)
     assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])

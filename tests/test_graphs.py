@@ -102,8 +102,8 @@ def test_graphs_that_are_replayed_in_turns_share_memory_and_counters(made_up, mo
     seen = []
     counters = torch.zeros(4)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(launching, "turn_counters", lambda device: counters)
-    turns, others = graphs.Turns("device"), graphs.Turns("other device")
+    monkeypatch.setattr(launching, "allocate_counters", lambda device: counters)
+    turns, others = graphs.SerialGraphs("device"), graphs.SerialGraphs("other device")
     for _ in range(2):
         turns.record(lambda: seen.append(launching._TURNS[0, 7]))
     others.record(lambda: None)

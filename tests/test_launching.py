@@ -80,7 +80,7 @@ def kernel():
 
 @pytest.fixture
 def plan(kernel):
-    return launching.Plan(kernel, {"N": 8, "BLOCK": 16}, num_warps=4)
+    return launching.KernelLauncher(kernel, {"N": 8, "BLOCK": 16}, num_warps=4)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ class TestRemembering:
 
     def test_another_plan_is_another_kernel(self, kernel, plan, buffer):
         start(plan, buffer)
-        start(launching.Plan(kernel, {"N": 8, "BLOCK": 32}, num_warps=4), buffer)
+        start(launching.KernelLauncher(kernel, {"N": 8, "BLOCK": 32}, num_warps=4), buffer)
         assert kernel.went() == ["kernel", "kernel"]
 
     @pytest.mark.parametrize("known", [True, False], ids=["after-an-aligned-one", "at-first"])
@@ -181,7 +181,7 @@ class TestRemembering:
         assert kernel.went() == ["kernel", "compiled", "kernel"]
 
     def test_forget_forgets(self, kernel, plan, buffer):
-        other = launching.Plan(kernel, {"N": 4, "BLOCK": 4})
+        other = launching.KernelLauncher(kernel, {"N": 4, "BLOCK": 4})
         for each in (plan, other):
             start(each, buffer)
         launching.forget()
@@ -202,7 +202,7 @@ def test_nothing_is_remembered_where_there_is_no_gpu(kernel, plan, buffer, mode,
 @pytest.mark.parametrize("constants", [{"BLOCK": 16, "N": 8}, {"N": 8}, {"n_rows": 4, "N": 8}])
 def test_constants_that_are_not_the_last_parameters_are_refused(kernel, constants):
     with pytest.raises(ValueError, match="expected the last parameters"):
-        launching.Plan(kernel, constants)
+        launching.KernelLauncher(kernel, constants)
 
 
 ROWS, COLS, HEADS = 6, 48, 2
@@ -288,7 +288,7 @@ def test_launches_that_are_captured_in_turns_share_their_counters(monkeypatch):
     monkeypatch.setattr(launching, "_ARENA", 16)
     monkeypatch.setattr(launching, "_stream", lambda device: stream)
     device, shared, stream = torch.device("cpu"), torch.zeros(8, dtype=torch.int32), 5
-    with launching.in_turns(shared, 5):
+    with launching.captures_share(shared, 5):
         first, second, large = (launching.counters(n, device) for n in (8, 3, 9))
         stream = 6  # somebody else's
         alone = [launching.counters(3, device)]

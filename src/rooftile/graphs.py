@@ -69,7 +69,7 @@ def record(
     return graph, result
 
 
-class Turns:
+class SerialGraphs:
     """Graphs of one stream, of which no two are replayed at once: they share their memory and the kernels' counters.
 
     What a graph returned is good until the next is replayed.
@@ -77,11 +77,11 @@ class Turns:
 
     def __init__(self, device: torch.device) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-        self._counters = launching.turn_counters(device)
+        self._counters = launching.allocate_counters(device)
 
     def record(
         self, step: Callable[[], Result], warm: Callable[[], Any] = lambda: None
     ) -> tuple[torch.cuda.CUDAGraph, Result]:
         """`record`, by default of a step that was run before."""
-        with launching.in_turns(self._counters, self._stream.cuda_stream):
+        with launching.captures_share(self._counters, self._stream.cuda_stream):
             return record(step, warm=warm, pool=self._pool, stream=self._stream)

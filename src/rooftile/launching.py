@@ -25,14 +25,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 # Triton's cache does not know the assembler: an option that changes nothing keeps what the newest made apart.
 NEWEST_ASSEMBLER = "--fmad=true"
 _MANY = 256  # remembered kernels of a plan, over which they are forgotten: strides that never repeat
-_PLANS: weakref.WeakSet[Plan] = weakref.WeakSet()
+_LAUNCHERS: weakref.WeakSet[KernelLauncher] = weakref.WeakSet()
 
 
 class Untraceable(Exception):
     """The launch can't be part of a graph that a compiler takes over; the op stays whole."""
 
 
-class Plan:
+class KernelLauncher:
     """A kernel with its constants and options: all that does not change from call to call.
 
     A plan is for one set of dtypes: who keeps plans has the dtypes in the key.
@@ -53,18 +53,20 @@ class Plan:
     ) -> None:
         parameters = list(kernel.arg_names)
         if parameters[len(parameters) - len(constants) :] != list(constants):
-            raise ValueError(f"Plan: constants are {list(constants)}, expected the last parameters of {parameters}")
+            raise ValueError(
+                f"KernelLauncher: constants are {list(constants)}, expected the last parameters of {parameters}"
+            )
         self.kernel = kernel
         self.constants = constants
         self.newest_assembler = newest_assembler
         self.options = options
         self.values = tuple(constants.values())
         self.compiled: dict[Any, Any] = {}
-        _PLANS.add(self)
+        _LAUNCHERS.add(self)
 
 
 def launch(
-    plan: Plan,
+    plan: KernelLauncher,
     programs: int,
     tensors: tuple[Tensor | TensorDescriptor | None, ...],
     strides: tuple[int, ...],
@@ -96,7 +98,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def _assembler(plan: Plan, like: Any) -> Iterator[dict[str, Any]]:
+def _assembler(plan: KernelLauncher, like: Any) -> Iterator[dict[str, Any]]:
     """The plan's options, while the assembler that it needs for that tensor's device is in place."""
     if not plan.newest_assembler or runtime.target(like.device).arch != "sm_90":
         yield plan.options
@@ -126,7 +128,7 @@ def _start(compiled: Any, programs: int, device: int, args: tuple[Any, ...]) -> 
         run(programs, 1, 1, _stream(device), compiled.function, packed, None, None, None, *args)
 
 
-def _trace(plan: Plan, programs: Any, tensors: Any, strides: Any, numbers: Any) -> None:
+def _trace(plan: KernelLauncher, programs: Any, tensors: Any, strides: Any, numbers: Any) -> None:
     """Put the launch into the graph that is being traced, so that the compiler launches it without the op around it."""
     from torch.library import wrap_triton
 
@@ -137,7 +139,7 @@ def _trace(plan: Plan, programs: Any, tensors: Any, strides: Any, numbers: Any) 
 
 def forget() -> None:
     """Forget every remembered kernel: the next launches go through Triton again, for what watches its launcher."""
-    for plan in _PLANS:
+    for plan in _LAUNCHERS:
         plan.compiled.clear()
 
 
@@ -152,7 +154,7 @@ def counters(n: int, device: torch.device) -> Tensor:
     """n int32 zeros, for a kernel that leaves them zero.
 
     So no launch has to clear them. Kernels on one stream run one after another and share theirs; every launch that a
-    CUDA graph captures gets its own, for graphs may be replayed side by side; but for those of `in_turns`.
+    CUDA graph captures gets its own, for graphs may be replayed side by side; but for those of `captures_share`.
     """
     if runtime.MODE is not runtime.Mode.GPU:
         return torch.zeros(n, dtype=torch.int32, device=device)
@@ -191,13 +193,13 @@ def _zeros(n: int, device: int) -> Tensor:
         return thread.submit(allocate).result()
 
 
-def turn_counters(device: torch.device) -> Tensor:
-    """What `in_turns` takes, on a GPU."""
+def allocate_counters(device: torch.device) -> Tensor:
+    """What `captures_share` takes, on a GPU."""
     return _zeros(_OF_TURNS, device.index or 0)
 
 
 @contextlib.contextmanager
-def in_turns(counters: Tensor, stream: int) -> Iterator[None]:
+def captures_share(counters: Tensor, stream: int) -> Iterator[None]:
     """All launches that are captured on that stream meanwhile share those counters, as launches of one stream do. For
     graphs of which no two are replayed at once: however many are recorded and forgotten, they take no more.
 
@@ -214,20 +216,20 @@ def in_turns(counters: Tensor, stream: int) -> Iterator[None]:
             _TURNS[key] = before
 
 
-def share_counters() -> None:
+def reuse_counters() -> None:
     """Captures from here on may use the counters of earlier ones again: for who never replays two graphs at once. As
-    `in_turns`, of counters that `drop_counters` renews."""
+    `captures_share`, of counters that `discard_counters` renews."""
     for index, (arena, _) in _ARENAS.items():
         _ARENAS[index] = (arena, 0)
 
 
-def drop_counters() -> None:
+def discard_counters() -> None:
     """Forget all counters, where a kernel that failed may have left them dirty."""
     _ARENAS.clear()
     _EAGER.clear()
 
 
-def described(t: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
+def matrix_descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
     """What the tensor memory accelerator is told of a matrix and the tiles it loads of it; None where it can't."""
     if isinstance(t, FunctionalTensor):
         raise Untraceable("descriptors of tensors")

@@ -227,7 +227,7 @@ class DeviceClock:
 
     def _capture(self, calls: Sequence[Call]) -> Any:
         graph = self.module.CUDAGraph()
-        launching.share_counters()
+        launching.reuse_counters()
         # "thread_local": autograd's own threads may do what this one must not.
         with uncollected():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -32,8 +32,10 @@ def _copy_kernel(x_ptr, pairs_ptr, stride_l, layers, WORDS: tl.constexpr, BLOCK:
 
 
 @functools.cache
-def _copy_plan(words: int) -> launching.Plan:
-    return launching.Plan(_copy_kernel, {"WORDS": words, "BLOCK": min(1024, library.power_of_two(words))}, num_warps=4)
+def _copy_plan(words: int) -> launching.KernelLauncher:
+    return launching.KernelLauncher(
+        _copy_kernel, {"WORDS": words, "BLOCK": min(1024, library.power_of_two(words))}, num_warps=4
+    )
 
 
 class PagedSequence:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rooftile.engine.model import Decoder
-    from rooftile.graphs import Turns
+    from rooftile.graphs import SerialGraphs
 
 # Tokens of a forward pass that a graph is kept for. In a lab on an H200 with Llama-3-8B the host took 25 to 31 ms to
 # launch one kernel by kernel, and the device 11 for 512 tokens: it is what takes longer from some 1500 on.
@@ -158,7 +158,7 @@ class PromptGraphs:
     from then on. One that was forgotten begins anew. Where the memory does not suffice for a graph there is none.
     """
 
-    def __init__(self, decoder: Decoder, turns: Turns) -> None:
+    def __init__(self, decoder: Decoder, turns: SerialGraphs) -> None:
         self._decoder, self._turns = decoder, turns
         self._seen: set[tuple[int, int]] = set()
         self._graphs: dict[tuple[int, int], Recorded | None] = {}

@@ -21,7 +21,7 @@ from rooftile.engine.paged import PagedKVCache, PagedSequence
 from rooftile.engine.prompts import PromptBatch, PromptGraphs
 from rooftile.engine.steps import on
 from rooftile.engine.weights import Weights
-from rooftile.graphs import Turns
+from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import mark_seen_, sample_
 
 # For each option its type, which values it may have, and how that is said.
@@ -138,7 +138,7 @@ class Runner:
         self._of_prompts: PromptGraphs | None = None
         if cuda_graphs and device.type == "cuda":
             # One after another on one stream: of a step's logits tokens are sampled before the next is replayed.
-            self._graphs, self._turns = {}, Turns(device)
+            self._graphs, self._turns = {}, SerialGraphs(device)
             self._of_prompts = PromptGraphs(self.decoder, self._turns)
 
     @torch.no_grad()

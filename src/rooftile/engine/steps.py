@@ -38,9 +38,9 @@ def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.
 
 
 @functools.cache
-def _advance_plan(early: bool) -> launching.Plan:
+def _advance_plan(early: bool) -> launching.KernelLauncher:
     constants = {"BLOCK": 1024, "EARLY": early}
-    return launching.Plan(_advance_kernel, constants, num_warps=4, **dependent.options(early))
+    return launching.KernelLauncher(_advance_kernel, constants, num_warps=4, **dependent.options(early))
 
 
 def check_positive(name: str, **sizes: int) -> None:

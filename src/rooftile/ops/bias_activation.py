@@ -195,7 +195,7 @@ def _dtypes(x: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype | 
 @functools.cache
 def _plan(
     activation: str, n_cols: int, dtypes: tuple[torch.dtype, torch.dtype | None], dx: bool, c: Config
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "ACTIVATION": activation,
         "HAS_BIAS": dtypes[1] is not None,
@@ -203,13 +203,13 @@ def _plan(
         "ROWS": c.rows,
         "BLOCK_N": c.block_n,
     }
-    return launching.Plan(_dx_kernel if dx else _forward_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_dx_kernel if dx else _forward_kernel, constants, num_warps=c.num_warps)
 
 
 @functools.cache
 def _dbias_plan(
     activation: str, n_cols: int, dtypes: tuple[torch.dtype, torch.dtype | None], needs_dx: bool, c: DbiasConfig
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "ACTIVATION": activation,
         "N": n_cols,
@@ -219,7 +219,7 @@ def _dbias_plan(
         "BLOCK_N": c.block_n,
         "STAGES": c.stages,
     }
-    return launching.Plan(_dbias_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_dbias_kernel, constants, num_warps=c.num_warps)
 
 
 def _programs(n_rows: int, n_cols: int, c: Config) -> int:

@@ -77,9 +77,11 @@ def config(n_cols: int, target: runtime.Target) -> Config:
 
 
 @functools.cache
-def _plan(n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, early: bool, c: Config) -> launching.Plan:
+def _plan(
+    n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, early: bool, c: Config
+) -> launching.KernelLauncher:
     constants = {"N": n_cols, "SCALE": scale, "ROWS": c.rows, "BLOCK_N": c.block_n, "EARLY": early}
-    return launching.Plan(_embedding_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(_embedding_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
 
 
 def _output(ids: Tensor, weight: Tensor, scale: float) -> Tensor:

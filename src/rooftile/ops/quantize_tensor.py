@@ -155,20 +155,22 @@ def config(n_cols: int, itemsize: int, per: str, span: int, target: runtime.Targ
 
 
 @functools.cache
-def _plan(n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, most: int, c: Config) -> launching.Plan:
+def _plan(
+    n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, most: int, c: Config
+) -> launching.KernelLauncher:
     constants = {"N": n_cols, "FORMAT": dtype}
     if c.kernel == "block":
-        return launching.Plan(_block_kernel, {**constants, "EDGE": c.block_n}, num_warps=c.num_warps)
+        return launching.KernelLauncher(_block_kernel, {**constants, "EDGE": c.block_n}, num_warps=c.num_warps)
     if c.kernel == "row":
-        return launching.Plan(_row_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+        return launching.KernelLauncher(_row_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
     tile = {"SPAN": span, "MOST": most, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.Plan(_tile_kernel, {**constants, **tile}, num_warps=c.num_warps)
+    return launching.KernelLauncher(_tile_kernel, {**constants, **tile}, num_warps=c.num_warps)
 
 
 @functools.cache
-def _most_plan(n_cols: int, input_dtype: torch.dtype, c: Config) -> launching.Plan:
+def _most_plan(n_cols: int, input_dtype: torch.dtype, c: Config) -> launching.KernelLauncher:
     constants = {"N": n_cols, "ROWS": c.rows, "BLOCK_N": c.block_n, "STAGES": c.stages}
-    return launching.Plan(_most_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_most_kernel, constants, num_warps=c.num_warps)
 
 
 def check(op: str, x: Tensor, per: str) -> None:

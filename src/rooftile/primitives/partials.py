@@ -57,12 +57,12 @@ def _sum_partials_kernel(
 
 
 @functools.cache
-def _plan(n_cols: int, dtypes: tuple[torch.dtype, ...]) -> launching.Plan:
+def _plan(n_cols: int, dtypes: tuple[torch.dtype, ...]) -> launching.KernelLauncher:
     """On an H200 the sum of 264 rows takes 1.7 us at 256 columns, 2.4 at 4096 and 3.7 at 14336."""
     widest = {512: (256, 4, 4), 2048: (128, 16, 4), 8192: (64, 16, 4), 16384: (32, 32, 4)}
     block_m, block_n, warps = next((widest[n] for n in widest if n_cols <= n), (16, 32, 2))
     constants = {"N": n_cols, "VECTORS": len(dtypes), "BLOCK_M": block_m, "BLOCK_N": block_n}
-    return launching.Plan(_sum_partials_kernel, constants, num_warps=warps)
+    return launching.KernelLauncher(_sum_partials_kernel, constants, num_warps=warps)
 
 
 def sum_partials(partial: Tensor, out: Tensor, second: Tensor | None = None) -> None:

@@ -137,9 +137,9 @@ def _candidates(p: Problem, target: runtime.Target) -> Iterator[BackwardConfig]:
 
 
 @functools.cache
-def _plan(tiling: Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, ...]) -> launching.Plan:
+def _plan(tiling: Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, ...]) -> launching.KernelLauncher:
     kernel = dq_kernel if tiling.wanted == "dq" else dkdv_kernel
-    return launching.Plan(kernel, {"T": tiling}, newest_assembler=True, num_warps=num_warps)
+    return launching.KernelLauncher(kernel, {"T": tiling}, newest_assembler=True, num_warps=num_warps)
 
 
 def _together(lane_bytes: int, lanes: int, target: runtime.Target) -> int:

@@ -87,7 +87,7 @@ def _delta_kernel(
 @functools.cache
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], value_dim: int, has_dlse: bool, has_lse: bool, sinks: bool, block_m: int
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "N": value_dim,
         "HAS_DLSE": has_dlse,
@@ -96,7 +96,7 @@ def _plan(
         "BLOCK_M": block_m,
         "BLOCK_N": library.power_of_two(value_dim),
     }
-    return launching.Plan(_delta_kernel, constants, num_warps=4)
+    return launching.KernelLauncher(_delta_kernel, constants, num_warps=4)
 
 
 def launch(

@@ -55,7 +55,7 @@ def _plan(
     eights: bool,
     s: Scoring,
     c: AttentionConfig,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     head_dim, value_dim = dims
     (d1, d2), (v1, v2) = parts(head_dim), parts(value_dim)
     float_mask = mask is not None and mask is not torch.bool
@@ -84,7 +84,7 @@ def _plan(
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
     }
-    return launching.Plan(forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
+    return launching.KernelLauncher(forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
 
 
 def launch(

@@ -59,9 +59,9 @@ def _gaps_kernel(
 
 
 @functools.cache
-def _plan(dtype: torch.dtype, has_lse: bool, dim: int) -> launching.Plan:
+def _plan(dtype: torch.dtype, has_lse: bool, dim: int) -> launching.KernelLauncher:
     constants = {"HAS_LSE": has_lse, "D": dim, "BLOCK_D": library.power_of_two(dim), "BLOCK_T": 16}
-    return launching.Plan(_gaps_kernel, constants, num_warps=4)
+    return launching.KernelLauncher(_gaps_kernel, constants, num_warps=4)
 
 
 def clear(x: Tensor, lse: Tensor | None, starts: Tensor, longest: int) -> None:

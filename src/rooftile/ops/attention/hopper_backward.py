@@ -139,9 +139,9 @@ def _described(t: Tensor, rows: int) -> TensorDescriptor:
 
 
 @functools.cache
-def _plan(t: KeysTiling | QueriesTiling, dtype: torch.dtype) -> launching.Plan:
+def _plan(t: KeysTiling | QueriesTiling, dtype: torch.dtype) -> launching.KernelLauncher:
     kernel = keys_gradients if isinstance(t, KeysTiling) else queries_gradient
-    return launching.Plan(kernel, {"T": t}, num_warps=4, maxnreg=_REGISTERS)
+    return launching.KernelLauncher(kernel, {"T": t}, num_warps=4, maxnreg=_REGISTERS)
 
 
 def _run(t: KeysTiling | QueriesTiling, programs: int, like: Tensor, args: tuple[Any, ...]) -> None:

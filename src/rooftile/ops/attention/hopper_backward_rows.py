@@ -110,15 +110,15 @@ def _finish_kernel(
 @functools.cache
 def _prepare_plan(
     dtypes: tuple[torch.dtype | None, ...], has_sums: bool, rows: int, head_dim: int, dim: int
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {"HAS_DLSE": dtypes[2] is not None, "HAS_SUMS": has_sums, "ROWS": rows, "N": head_dim, "DIM": dim}
-    return launching.Plan(_prepare_kernel, constants, num_warps=4)
+    return launching.KernelLauncher(_prepare_kernel, constants, num_warps=4)
 
 
 @functools.cache
-def _finish_plan(dtype: torch.dtype, scale: float, rows: int, head_dim: int, dim: int) -> launching.Plan:
+def _finish_plan(dtype: torch.dtype, scale: float, rows: int, head_dim: int, dim: int) -> launching.KernelLauncher:
     constants = {"SCALE": scale, "ROWS": rows, "N": head_dim, "DIM": dim}
-    return launching.Plan(_finish_kernel, constants, num_warps=4)
+    return launching.KernelLauncher(_finish_kernel, constants, num_warps=4)
 
 
 def prepare(

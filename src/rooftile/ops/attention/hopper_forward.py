@@ -190,7 +190,7 @@ def _table(
 @functools.lru_cache(maxsize=4096)
 def _prepared(
     t: Tiling, sizes: tuple[int, int, int, int], most: int, dtype: torch.dtype, has_lse: bool, has_sinks: bool
-) -> tuple[Tiling, int, launching.Plan]:
+) -> tuple[Tiling, int, launching.KernelLauncher]:
     """The tiling that it is for so many tiles, how many programs walk over them, and the kernel."""
     batch, heads, n_q, _n_k = sizes
     tiles = batch * heads * library.cdiv(n_q, t.tile_rows)
@@ -201,8 +201,8 @@ def _prepared(
 
 
 @functools.cache
-def _plan(t: Tiling, dtype: torch.dtype, has_lse: bool, has_sinks: bool) -> launching.Plan:
-    return launching.Plan(attend, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
+def _plan(t: Tiling, dtype: torch.dtype, has_lse: bool, has_sinks: bool) -> launching.KernelLauncher:
+    return launching.KernelLauncher(attend, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
 def launch(

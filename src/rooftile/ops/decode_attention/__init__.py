@@ -61,7 +61,7 @@ def _plans(
     ptx: bool,
     split: bool,
     once: bool,
-) -> tuple[launching.Plan, launching.Plan | None]:
+) -> tuple[launching.KernelLauncher, launching.KernelLauncher | None]:
     """The kernel, and the one that brings parts together where that is one of its own.
 
     `split`: whether items may be cut into parts; `once`: they are not, and each has a program of its own.
@@ -113,12 +113,14 @@ def _plans(
     }
     options = {"launch_pdl": True} if early else {}
     limit: dict[str, Any] = {"maxnreg": c.registers} if c.registers and ptx else {}
-    plan = launching.Plan(decode_kernel, constants, newest_assembler=True, num_warps=c.num_warps, **options, **limit)
+    plan = launching.KernelLauncher(
+        decode_kernel, constants, newest_assembler=True, num_warps=c.num_warps, **options, **limit
+    )
     if last or not split:
         return plan, None
     second = {"VALUE_DIM": value_dim, "GROUP": group, "TILES": tiles, "WINDOW": window, **flags, **sharing}
     second |= {"AT_ONCE": max(1, min(64, 8192 // width)), "EARLY": early}
-    return plan, launching.Plan(combine_kernel, second, num_warps=4, **options)
+    return plan, launching.KernelLauncher(combine_kernel, second, num_warps=4, **options)
 
 
 def _launch(

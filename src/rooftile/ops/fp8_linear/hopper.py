@@ -105,9 +105,9 @@ def _hopper_kernel(
 
 
 @functools.lru_cache(1024)
-def _plan(key: Key, c: MatmulConfig) -> launching.Plan:
+def _plan(key: Key, c: MatmulConfig) -> launching.KernelLauncher:
     constants = {**common.constants(key, c), "GROUP_M": c.group_m}
-    return launching.Plan(_hopper_kernel, constants, num_warps=c.num_warps, num_stages=c.num_stages)
+    return launching.KernelLauncher(_hopper_kernel, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
 
 def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
@@ -131,7 +131,9 @@ def _resident(c: MatmulConfig, target: runtime.Target) -> int:
     return (2 if two else 1) * target.multiprocessors
 
 
-def _launch(plan: launching.Plan, programs: int, args: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> None:
+def _launch(
+    plan: launching.KernelLauncher, programs: int, args: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
+) -> None:
     """As `launching.launch`, for arguments among which are tensor maps."""
     key = None
     if runtime.MODE is runtime.Mode.GPU and not any(t is not None and t.data_ptr() & 15 for t in tensors):

@@ -144,8 +144,10 @@ def _described(t: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @functools.cache
-def _plan(t: Tiling, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, residual: bool) -> launching.Plan:
-    return launching.Plan(promoted, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
+def _plan(
+    t: Tiling, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, residual: bool
+) -> launching.KernelLauncher:
+    return launching.KernelLauncher(promoted, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
 def launch(o: Operands, c: MatmulConfig, order: Order = _ORDER) -> None:

@@ -108,9 +108,9 @@ def _skinny_kernel(
 
 
 @functools.lru_cache(1024)
-def _plan(key: Key, c: MatmulConfig) -> launching.Plan:
+def _plan(key: Key, c: MatmulConfig) -> launching.KernelLauncher:
     constants = {**common.constants(key, c), "STAGES": c.num_stages}
-    return launching.Plan(_skinny_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_skinny_kernel, constants, num_warps=c.num_warps)
 
 
 def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:

@@ -105,9 +105,9 @@ def _tiled_kernel(
 
 
 @functools.lru_cache(1024)
-def _plan(key: Key, c: MatmulConfig) -> launching.Plan:
+def _plan(key: Key, c: MatmulConfig) -> launching.KernelLauncher:
     constants = {**common.constants(key, c), "GROUP_M": c.group_m, "STAGES": c.num_stages}
-    return launching.Plan(_tiled_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_tiled_kernel, constants, num_warps=c.num_warps)
 
 
 def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:

@@ -103,15 +103,15 @@ def config(n_cols: int, target: runtime.Target) -> Config:
 
 
 @functools.cache
-def _plan(activation: str, n_cols: int, dtype: torch.dtype, c: Config) -> launching.Plan:
+def _plan(activation: str, n_cols: int, dtype: torch.dtype, c: Config) -> launching.KernelLauncher:
     constants = {"ACTIVATION": activation, "N": n_cols, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.Plan(_forward_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_forward_kernel, constants, num_warps=c.num_warps)
 
 
 @functools.cache
 def _backward_plan(
     activation: str, n_cols: int, dtype: torch.dtype, needs: tuple[bool, bool], c: Config
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "ACTIVATION": activation,
         "N": n_cols,
@@ -120,7 +120,7 @@ def _backward_plan(
         "ROWS": c.rows,
         "BLOCK_N": c.block_n,
     }
-    return launching.Plan(_backward_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_backward_kernel, constants, num_warps=c.num_warps)
 
 
 def _programs(n_rows: int, n_cols: int, c: Config) -> int:

@@ -114,12 +114,12 @@ def config(n_cols: int, itemsize: int, span: int, target: runtime.Target) -> Con
 
 
 @functools.cache
-def _plan(n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, c: Config) -> launching.Plan:
+def _plan(n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, c: Config) -> launching.KernelLauncher:
     constants = {"N": n_cols, "FORMAT": dtype}
     if c.kernel == "loop":
-        return launching.Plan(_loop_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+        return launching.KernelLauncher(_loop_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
     tile = {"SPAN": span, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.Plan(_tile_kernel, {**constants, **tile}, num_warps=c.num_warps)
+    return launching.KernelLauncher(_tile_kernel, {**constants, **tile}, num_warps=c.num_warps)
 
 
 def _fake(

@@ -155,11 +155,11 @@ def _block(n: int) -> int:
 
 
 @functools.cache
-def _append_plan(dtype: torch.dtype, c: Config, early: bool, *of_cache: Any) -> launching.Plan:
+def _append_plan(dtype: torch.dtype, c: Config, early: bool, *of_cache: Any) -> launching.KernelLauncher:
     heads, head_dim, value_dim = (_block(n) for n in of_cache[:3])
     blocks = {"BLOCK_T": c.tokens, "BLOCK_H": heads, "BLOCK_D": head_dim, "BLOCK_DV": value_dim}
     constants = _shared(dtype, *of_cache) | blocks | {"EARLY": early}
-    return launching.Plan(append_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(append_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
 
 
 @functools.cache
@@ -172,7 +172,7 @@ def _rope_plan(
     by_position: bool,
     style: str,
     *of_cache: Any,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = _shared(dtypes[0], *of_cache) | {
         "Q_HEADS": q_heads,
         "R": rotary,
@@ -188,4 +188,4 @@ def _rope_plan(
         "BLOCK_REST": _block(of_cache[1] - rotary),
         "EARLY": early,
     }
-    return launching.Plan(rope_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(rope_kernel, constants, num_warps=c.num_warps, **dependent.options(early))

@@ -198,7 +198,7 @@ def _plan(
     eps: float,
     keeps_stats: bool,
     c: Config,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     flags = {
         "EPS": eps,
         "N": n_cols,
@@ -207,8 +207,12 @@ def _plan(
         "KEEPS_STATS": keeps_stats,
     }
     if c.kernel == "tile":
-        return launching.Plan(_tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
-    return launching.Plan(_loop_kernel, {**flags, "BLOCK_N": c.block_n, "HELD": c.held}, num_warps=c.num_warps)
+        return launching.KernelLauncher(
+            _tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
+        )
+    return launching.KernelLauncher(
+        _loop_kernel, {**flags, "BLOCK_N": c.block_n, "HELD": c.held}, num_warps=c.num_warps
+    )
 
 
 def launch(

@@ -183,7 +183,7 @@ def _held_kernel(
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], rows: int, eps: float, offset: float, activation: str, gated: bool,
     even_k: bool, lets_start: bool, early: bool, limited: bool, c: MatmulConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     constants = {
         "EPS": eps,
         "OFFSET": offset,
@@ -200,7 +200,9 @@ def _plan(
         "LETS_START": lets_start,
         "EARLY": early,
     }
-    return launching.Plan(_held_kernel, constants, num_warps=c.num_warps, **limit(limited), **dependent.options(early))
+    return launching.KernelLauncher(
+        _held_kernel, constants, num_warps=c.num_warps, **limit(limited), **dependent.options(early)
+    )
 
 
 def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:

@@ -110,8 +110,10 @@ def _along_k(t: Tensor) -> bool:
 
 
 @functools.cache
-def _plan(t: Tiling, dtype: torch.dtype, bias_dtype: torch.dtype | None, has_residual: bool) -> launching.Plan:
-    return launching.Plan(product, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
+def _plan(
+    t: Tiling, dtype: torch.dtype, bias_dtype: torch.dtype | None, has_residual: bool
+) -> launching.KernelLauncher:
+    return launching.KernelLauncher(product, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
 def launch(

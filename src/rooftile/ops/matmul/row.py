@@ -165,7 +165,7 @@ def _limit(c: MatmulConfig, programs: int, target: runtime.Target) -> int:
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], activation: str, gated: bool, form: Format, even_k: bool,
     prefetched: int, limit: int, c: MatmulConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     options: dict[str, Any] = {"launch_pdl": True} if prefetched >= 0 else {}
     if limit:
         options["maxnreg"] = limit
@@ -182,7 +182,7 @@ def _plan(
         "STAGES": c.num_stages,
         "PREFETCH": prefetched,
     }
-    return launching.Plan(_row_kernel, constants, num_warps=c.num_warps, **options)
+    return launching.KernelLauncher(_row_kernel, constants, num_warps=c.num_warps, **options)
 
 
 def _prefetched(x: Tensor) -> int:

@@ -178,7 +178,7 @@ def _plan(
     even_k: bool,
     prefetched: int,
     c: MatmulConfig,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "ACTIVATION": activation,
         "GATED": gated,
@@ -195,7 +195,7 @@ def _plan(
         "PREFETCHED": prefetched,
     }
     options = {"launch_pdl": True} if prefetched >= 0 else {}
-    return launching.Plan(_skinny_kernel, constants, num_warps=c.num_warps, **options)
+    return launching.KernelLauncher(_skinny_kernel, constants, num_warps=c.num_warps, **options)
 
 
 def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
@@ -242,7 +242,10 @@ def launch(
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = x, w
     tma = False
     if early and x.element_size() == 2:
-        described = launching.described(x, c.block_m, c.block_k), launching.described(w, c.block_n, c.block_k)
+        described = (
+            launching.matrix_descriptor(x, c.block_m, c.block_k),
+            launching.matrix_descriptor(w, c.block_n, c.block_k),
+        )
         if described[0] is not None and described[1] is not None:
             operands, tma = (described[0], described[1]), True
     dtypes = (

@@ -97,9 +97,9 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
 
 
 @functools.cache
-def _sum_plan(dtypes: tuple[torch.dtype, torch.dtype], c: Config) -> launching.Plan:
+def _sum_plan(dtypes: tuple[torch.dtype, torch.dtype], c: Config) -> launching.KernelLauncher:
     constants = {"COMPENSATED": dtypes[0] is torch.float32, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.Plan(_column_sum_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_column_sum_kernel, constants, num_warps=c.num_warps)
 
 
 # Over so many columns a row of partial sums is no longer small, and there are programs enough without.
@@ -127,9 +127,9 @@ def column_sum(x: Tensor, out: Tensor) -> None:
 
 
 @functools.cache
-def _add_plan(dtypes: tuple[torch.dtype, ...], activation: str, c: Config) -> launching.Plan:
+def _add_plan(dtypes: tuple[torch.dtype, ...], activation: str, c: Config) -> launching.KernelLauncher:
     constants = {"ACTIVATION": activation, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.Plan(_activate_add_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_activate_add_kernel, constants, num_warps=c.num_warps)
 
 
 def activate_add(z: Tensor, residual: Tensor, out: Tensor, activation: str) -> None:

@@ -217,7 +217,7 @@ def _plan(
     divisible: tuple[bool, bool, bool],
     even_k: bool,
     c: MatmulConfig,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "ACTIVATION": activation,
         "GATED": gated,
@@ -237,7 +237,7 @@ def _plan(
         "BLOCK_K": c.block_k,
         "STAGES": c.num_stages,
     }
-    return launching.Plan(_tiled_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_tiled_kernel, constants, num_warps=c.num_warps)
 
 
 def shared_memory(p: Problem, c: MatmulConfig) -> int:

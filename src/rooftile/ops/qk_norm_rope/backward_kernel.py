@@ -289,7 +289,7 @@ def plan(
     eps: float,
     offset: float,
     c: Config,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     dtype, _, position_ids, q_weight, k_weight = dtypes
     (block_qt, block_qh), (block_kt, block_kh) = (c.block(h) for h in heads)
     constants = {
@@ -315,4 +315,4 @@ def plan(
         **sizes(rotary, head_dim),
         "STAGES": c.stages,
     }
-    return launching.Plan(_backward_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_backward_kernel, constants, num_warps=c.num_warps)

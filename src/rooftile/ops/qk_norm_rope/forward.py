@@ -224,7 +224,7 @@ def _plan(
     eps: float,
     offset: float,
     c: Config,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     _, _, q_weight, k_weight, *_, position_ids = dtypes
     constants = {
         "EPS": eps,
@@ -242,4 +242,4 @@ def _plan(
         "BLOCK_K": min(c.heads, library.power_of_two(max(1, k_heads))),
         **sizes(rotary, head_dim),
     }
-    return launching.Plan(_forward_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_forward_kernel, constants, num_warps=c.num_warps)

@@ -235,7 +235,7 @@ def _plan(
     needs: tuple[bool, bool],
     c: Config,
     splits: int,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     flags = {
         "EPS": eps,
         "OFFSET": offset,
@@ -248,14 +248,16 @@ def _plan(
     }
     if c.kernel == "tile":
         tile = {"ROWS": c.rows, "BLOCK_N": c.block_n, "STAGES": c.stages}
-        return launching.Plan(_tile_kernel, {**flags, **tile}, num_warps=c.num_warps)
+        return launching.KernelLauncher(_tile_kernel, {**flags, **tile}, num_warps=c.num_warps)
     sizes = {
         "COMPENSATED": dtypes[0] is torch.float32,
         "SPLITS": splits,
         "BLOCK_N": c.block_n,
         "BLOCK_S": library.power_of_two(splits),
     }
-    return launching.Plan(_split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers))
+    return launching.KernelLauncher(
+        _split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers)
+    )
 
 
 def launch(

@@ -197,7 +197,7 @@ def _plan(
     offset: float,
     cast_first: bool,
     c: Config,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     flags = {
         "EPS": eps,
         "OFFSET": offset,
@@ -207,8 +207,12 @@ def _plan(
         "CAST_FIRST": cast_first,
     }
     if c.kernel == "tile":
-        return launching.Plan(_tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
-    return launching.Plan(_loop_kernel, {**flags, "BLOCK_N": c.block_n, "HELD": c.held}, num_warps=c.num_warps)
+        return launching.KernelLauncher(
+            _tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
+        )
+    return launching.KernelLauncher(
+        _loop_kernel, {**flags, "BLOCK_N": c.block_n, "HELD": c.held}, num_warps=c.num_warps
+    )
 
 
 def launch(

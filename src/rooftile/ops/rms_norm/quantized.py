@@ -193,7 +193,7 @@ def _plan(
     dtype: str,
     span: int,
     c: Config,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "EPS": eps,
         "OFFSET": offset,
@@ -205,8 +205,10 @@ def _plan(
         "SPAN": span,
     }
     if c.kernel == "tile":
-        return launching.Plan(_tile_kernel, {**constants, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
-    return launching.Plan(_loop_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+        return launching.KernelLauncher(
+            _tile_kernel, {**constants, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
+        )
+    return launching.KernelLauncher(_loop_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
 
 
 def launch(

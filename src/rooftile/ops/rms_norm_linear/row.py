@@ -202,7 +202,7 @@ def _row_kernel(
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, form: Format,
     even_k: bool, prefetched: int, c: MatmulConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     options = {"launch_pdl": True} if prefetched >= 0 else {}
     constants = {
         "EPS": eps,
@@ -218,7 +218,7 @@ def _plan(
         "STAGES": c.num_stages,
         "PREFETCH": prefetched,
     }
-    return launching.Plan(_row_kernel, constants, num_warps=c.num_warps, **options)
+    return launching.KernelLauncher(_row_kernel, constants, num_warps=c.num_warps, **options)
 
 
 def refuses(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:

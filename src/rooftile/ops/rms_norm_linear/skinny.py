@@ -222,7 +222,7 @@ def _skinny_kernel(
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, tma: bool, even_k: bool,
     prefetched: int, c: MatmulConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     constants = {
         "EPS": eps,
         "OFFSET": offset,
@@ -239,7 +239,7 @@ def _plan(
         "PREFETCHED": prefetched,
     }
     options = {"launch_pdl": True} if prefetched >= 0 else {}
-    return launching.Plan(_skinny_kernel, constants, num_warps=c.num_warps, **options)
+    return launching.KernelLauncher(_skinny_kernel, constants, num_warps=c.num_warps, **options)
 
 
 def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
@@ -275,7 +275,10 @@ def launch(
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = x, w
     tma = False
     if TMA and supported and x.element_size() == 2:
-        described = launching.described(x, c.block_m, c.block_k), launching.described(w, c.block_n, c.block_k)
+        described = (
+            launching.matrix_descriptor(x, c.block_m, c.block_k),
+            launching.matrix_descriptor(w, c.block_n, c.block_k),
+        )
         if described[0] is not None and described[1] is not None:
             operands, tma = (described[0], described[1]), True
     early = supported and (w.stride(1) == 1 or n_inner == 1)  # a prefetch is of lines along k

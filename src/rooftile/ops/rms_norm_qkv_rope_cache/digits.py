@@ -127,7 +127,7 @@ def _qkv_digits_kernel(
 def _plan(
     k: int, group: int, dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, pairs: str,
     heads: tuple[int, int, int], page: int, has_counts: bool, by_position: bool, c: WeightOnlyConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     constants = {
         "K": k,
         "EPS": eps,
@@ -146,7 +146,7 @@ def _plan(
         "AHEAD": c.num_stages - 1,
         "EARLY": c.prefetch >= 0,
     }
-    return launching.Plan(_qkv_digits_kernel, constants, num_warps=c.num_warps, **options(c, group, False))
+    return launching.KernelLauncher(_qkv_digits_kernel, constants, num_warps=c.num_warps, **options(c, group, False))
 
 
 def launch(

@@ -146,7 +146,7 @@ def _plan(
     dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, heads: tuple[int, int, int], page: int,
     has_counts: bool, by_position: bool, apart: int, even_k: bool, lets_start: bool, early: bool, limited: bool,
     c: MatmulConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     constants = {
         "EPS": eps,
         "OFFSET": offset,
@@ -165,7 +165,7 @@ def _plan(
         "LETS_START": lets_start,
         "EARLY": early,
     }
-    return launching.Plan(
+    return launching.KernelLauncher(
         _qkv_held_kernel, constants, num_warps=c.num_warps, **limit(limited), **dependent.options(early)
     )
 

@@ -149,7 +149,7 @@ def _qkv_row_kernel(
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, form: Format, heads: tuple[int, int, int],
     page: int, has_counts: bool, by_position: bool, even_k: bool, prefetched: int, c: MatmulConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     constants = {
         "EPS": eps,
         "OFFSET": offset,
@@ -167,7 +167,9 @@ def _plan(
         "STAGES": c.num_stages,
         "PREFETCH": prefetched,
     }
-    return launching.Plan(_qkv_row_kernel, constants, num_warps=c.num_warps, **dependent.options(prefetched >= 0))
+    return launching.KernelLauncher(
+        _qkv_row_kernel, constants, num_warps=c.num_warps, **dependent.options(prefetched >= 0)
+    )
 
 
 def launch(

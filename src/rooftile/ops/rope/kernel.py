@@ -213,7 +213,7 @@ def _plan(
     inverse: bool,
     in_place: bool,
     c: Config,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     pairs_in, pairs_out = style != "half", style == "interleaved"
     if inverse:
         pairs_in, pairs_out = pairs_out, pairs_in
@@ -234,4 +234,4 @@ def _plan(
         "BLOCK_R": library.power_of_two(rotary),
         "BLOCK_REST": library.power_of_two(max(1, head_dim - rotary)),
     }
-    return launching.Plan(_rope_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_rope_kernel, constants, num_warps=c.num_warps)

@@ -34,7 +34,7 @@ _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @functools.cache
-def _plan(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: choose.Search) -> launching.Plan:
+def _plan(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: choose.Search) -> launching.KernelLauncher:
     constants = {
         "SHIFT": _SHIFTS[dtypes[0]],  # type: ignore[index]
         "WRITES_SEEN": writes_seen,
@@ -43,7 +43,7 @@ def _plan(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: choose.S
         "PACK": c.pack,
         "SPLITS": c.most_splits,
     }
-    return launching.Plan(sample_kernel, constants, num_warps=c.num_warps, **resident(c.max_registers))
+    return launching.KernelLauncher(sample_kernel, constants, num_warps=c.num_warps, **resident(c.max_registers))
 
 
 def _run(

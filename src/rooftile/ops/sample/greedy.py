@@ -78,9 +78,9 @@ def _greedy_kernel(
 @functools.cache
 def _plan(
     dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, slices: int, early: bool, c: Greedy
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {"WRITES_SEEN": writes_seen, "BLOCK": c.block, "SLICES": slices, "EARLY": early}
-    return launching.Plan(_greedy_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(_greedy_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
 
 
 def launch(

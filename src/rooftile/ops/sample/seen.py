@@ -28,8 +28,8 @@ def _mark_kernel(
 
 
 @functools.cache
-def _plan(dtypes: tuple[torch.dtype, torch.dtype], block: int) -> launching.Plan:
-    return launching.Plan(_mark_kernel, {"BLOCK": block}, num_warps=4)
+def _plan(dtypes: tuple[torch.dtype, torch.dtype], block: int) -> launching.KernelLauncher:
+    return launching.KernelLauncher(_mark_kernel, {"BLOCK": block}, num_warps=4)
 
 
 def check(seen: Tensor, ids: Tensor, row_of: Tensor) -> None:

@@ -221,15 +221,19 @@ def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> Con
 @functools.cache
 def _plan(
     dtype: torch.dtype, scale: float, causal: bool, even: bool, c: Config, chunks: int = 0, splits: int = 1
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     flags = {"SCALE": as_float32(scale)[0], "CAUSAL": causal, "EVEN": even}
     if c.kernel == "tile":
-        return launching.Plan(_tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+        return launching.KernelLauncher(
+            _tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
+        )
     if c.kernel == "loop":
         sizes = {"BLOCK_N": c.block_n, "CHUNKS": chunks, "HELD": c.held}
-        return launching.Plan(_loop_kernel, {**flags, **sizes}, num_warps=c.num_warps)
+        return launching.KernelLauncher(_loop_kernel, {**flags, **sizes}, num_warps=c.num_warps)
     sizes = {"SPLITS": splits, "BLOCK_N": c.block_n, "BLOCK_S": library.power_of_two(splits), "STAGES": c.stages}
-    return launching.Plan(_split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers))
+    return launching.KernelLauncher(
+        _split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers)
+    )
 
 
 def launch(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:

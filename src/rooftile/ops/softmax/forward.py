@@ -318,7 +318,7 @@ def _plan(
     pack: int = 1,
     chunks: int = 0,
     splits: int = 1,
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     scale, factor = as_float32(scale)
     flags = {
         "SIGN": (scale > 0) - (scale < 0),
@@ -328,12 +328,16 @@ def _plan(
         "EVEN": even,
     }
     if c.kernel == "tile":
-        return launching.Plan(_tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+        return launching.KernelLauncher(
+            _tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
+        )
     if c.kernel == "loop":
         sizes = {"BLOCK_N": c.block_n, "PACK": pack, "CHUNKS": chunks, "HELD": c.held}
-        return launching.Plan(_loop_kernel, {**flags, **sizes}, num_warps=c.num_warps)
+        return launching.KernelLauncher(_loop_kernel, {**flags, **sizes}, num_warps=c.num_warps)
     sizes = {"SPLITS": splits, "BLOCK_N": c.block_n, "BLOCK_S": library.power_of_two(splits), "STAGES": c.stages}
-    return launching.Plan(_split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers))
+    return launching.KernelLauncher(
+        _split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers)
+    )
 
 
 def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

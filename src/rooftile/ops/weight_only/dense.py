@@ -71,10 +71,10 @@ def _dequantize_kernel(
 
 
 @functools.cache
-def _plan(dtypes: tuple[torch.dtype, ...], form: Format, c: WeightOnlyConfig) -> launching.Plan:
+def _plan(dtypes: tuple[torch.dtype, ...], form: Format, c: WeightOnlyConfig) -> launching.KernelLauncher:
     block_k = c.block_k // 2 if form.group else c.block_k
     constants = {**form.constants(), "BLOCK_N": c.block_n, "BLOCK_K": block_k}
-    return launching.Plan(_dequantize_kernel, constants, num_warps=c.num_warps)
+    return launching.KernelLauncher(_dequantize_kernel, constants, num_warps=c.num_warps)
 
 
 def dequantized(w: Tensor, scale: Tensor, dtype: torch.dtype, k: int, c: WeightOnlyConfig) -> Tensor:

@@ -162,7 +162,7 @@ def _digits_kernel(
 def _plan(
     k: int, group: int, dtypes: tuple[torch.dtype | None, ...], eps: float, offset: float, activation: str, pairs: str,
     c: WeightOnlyConfig,
-) -> launching.Plan:  # fmt: skip
+) -> launching.KernelLauncher:  # fmt: skip
     constants = {
         "K": k,
         "EPS": eps,
@@ -180,7 +180,9 @@ def _plan(
         "AHEAD": c.num_stages - 1,
         "PREFETCH": c.prefetch,
     }
-    return launching.Plan(_digits_kernel, constants, num_warps=c.num_warps, **options(c, group, activation != ""))
+    return launching.KernelLauncher(
+        _digits_kernel, constants, num_warps=c.num_warps, **options(c, group, activation != "")
+    )
 
 
 def options(c: WeightOnlyConfig, group: int, gated: bool) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _direct_kernel(
 @functools.cache
 def _plan(
     k: int, group: int, dtypes: tuple[torch.dtype | None, ...], pairs: str, c: WeightOnlyConfig
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "K": k,
         "GROUP": group,
@@ -249,7 +249,7 @@ def _plan(
         "PREFETCH": c.prefetch,
     }
     options = {"launch_pdl": True} if c.prefetch >= 0 else {}
-    return launching.Plan(_direct_kernel, constants, num_warps=c.num_warps, **options)
+    return launching.KernelLauncher(_direct_kernel, constants, num_warps=c.num_warps, **options)
 
 
 def launch(

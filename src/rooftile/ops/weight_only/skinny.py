@@ -181,7 +181,7 @@ def _weight_only_kernel(
 @functools.cache
 def _plan(
     k: int, group: int, dtypes: tuple[torch.dtype | None, ...], tricks: bool, pairs: str, c: WeightOnlyConfig
-) -> launching.Plan:
+) -> launching.KernelLauncher:
     constants = {
         "K": k,
         "GROUP": group,
@@ -198,7 +198,7 @@ def _plan(
         "PREFETCH": c.prefetch,
     }
     options = {"launch_pdl": True} if c.prefetch >= 0 else {}
-    return launching.Plan(_weight_only_kernel, constants, num_warps=c.num_warps, **options)
+    return launching.KernelLauncher(_weight_only_kernel, constants, num_warps=c.num_warps, **options)
 
 
 def launch(
