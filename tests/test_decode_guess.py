@@ -69,7 +69,7 @@ class Before:
 @pytest.fixture
 def before(monkeypatch):
     played = Before()
-    monkeypatch.setattr(op.dependent, "supported", lambda target: True)
+    monkeypatch.setattr(op.pdl, "supported", lambda target: True)
     launch = launching.launch
 
     def without_options(plan, *args):
@@ -77,10 +77,10 @@ def before(monkeypatch):
 
     monkeypatch.setattr(launching, "launch", without_options)
     for module in (kernel, combine):
-        monkeypatch.setattr(module, "let_next_start", lambda: None)
-    monkeypatch.setattr(combine, "wait_for_previous", lambda: None)
+        monkeypatch.setattr(module, "pdl_launch_dependents", lambda: None)
+    monkeypatch.setattr(combine, "pdl_wait", lambda: None)
     monkeypatch.setattr(place, "prefetch", lambda pointers: None)
-    monkeypatch.setattr(kernel, "wait_for_previous", played.wait)
+    monkeypatch.setattr(kernel, "pdl_wait", played.wait)
     monkeypatch.setattr(kernel, "load_lengths", functools.partial(played.load_lengths, kernel.load_lengths))
     monkeypatch.setattr(kernel, "plan_of", functools.partial(played.plan_of, kernel.plan_of))
     return played

@@ -82,7 +82,7 @@ def test_what_tuning_is_worth_is_summed_over_a_layer(tmp_path, monkeypatch):
     made = tuning.Table({"schema": tuning.SCHEMA, "op": "matmul", "gpu": "h100", "multiprocessors": 132, "runs": [run]})
     for p in workloads.load("llama-3-8b")[1]:
         entry = {"m": 1, "n": p.n, "k": p.k, "dtype": "bf16", "layout": "nt", "gated": False, "run": 0}
-        times = {"us": 10.0, "default_us": 12.0, "peer_us": 11.0, "config": {"kernel": "row", "block_n": 8}}
+        times = {"us": 10.0, "default_us": 12.0, "peer_us": 11.0, "config": {"kernel": "gemv", "block_n": 8}}
         made.entries[f"m1 n{p.n} k{p.k}"] = {**entry, **times}
     (tmp_path / "h100").mkdir()
     (tmp_path / "h100" / "matmul.json").write_text(tuning.to_json(made))
@@ -90,5 +90,5 @@ def test_what_tuning_is_worth_is_summed_over_a_layer(tmp_path, monkeypatch):
     layer = ["llama-3-8b", "1", "bf16", "48.00", "40.00", "44.00", "1.200", "1.100"]
     assert cells_of(text, "llama-3-8b") == [layer]
     assert "geometric mean: 1.200 of the default, 1.100 of cuBLAS" in text
-    assert cells_of(text, "m1 n6144 k4096")[0][-1] == "`row 8`"
+    assert cells_of(text, "m1 n6144 k4096")[0][-1] == "`gemv 8`"
     assert f"**{H100}**" in text

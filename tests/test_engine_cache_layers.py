@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import rooftile
-from rooftile.ops.rms_norm_linear import rms_norm_linear
+from rooftile.ops.gemm.norm_linear import rms_norm_linear
 
 
 @pytest.fixture(params=["KVCache", "PagedKVCache"])

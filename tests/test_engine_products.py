@@ -9,9 +9,9 @@ from helpers import BF16, assert_same
 from rooftile import launching, runtime
 from rooftile.engine import products
 from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product, kind_of
+from rooftile.ops.gemm.qkv_rope_cache import choose
+from rooftile.ops.gemm.weight_only import unpack_int4
 from rooftile.ops.kv_cache.launch import Cache
-from rooftile.ops.rms_norm_qkv_rope_cache import choose
-from rooftile.ops.weight_only import unpack_int4
 
 
 def dense_of(product):
@@ -80,7 +80,7 @@ class TestProducts:
             q = product.into_cache(x, weight, 1e-2, cos, sin, **cache)
             found.append((q, cache["k_cache"], cache["v_cache"]))
             one_kernel = at_once and rows == 1
-            assert (launched == ["_qkv_row_kernel"]) is one_kernel
+            assert (launched == ["_qkv_gemv_kernel"]) is one_kernel
             assert ("rope_kernel" in launched) is not one_kernel
         assert found[0][0].shape == (rows, 1, 2, 16)
         assert found[0][2][0, 5].any()

@@ -11,8 +11,9 @@ from rooftile import runtime
 from rooftile.cases.check import relative_error
 from rooftile.cases.fp8_linear import TOLERANCES
 from rooftile.ops import quantize_tensor as tensor_op
-from rooftile.ops.fp8_linear import choose, fp8_linear
-from rooftile.ops.matmul.config import MatmulConfig
+from rooftile.ops.gemm import fp8_choose as choose
+from rooftile.ops.gemm.config import MatmulConfig
+from rooftile.ops.gemm.fp8_linear import fp8_linear
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.primitives import quantize
 from rooftile.quantize import Quantize
@@ -226,7 +227,7 @@ def test_configurations_that_can_not_be_are_refused(device):
     given = operands(5, 256, 48, "row", "row", device)
     blocks = operands(5, 256, 48, "block", "block", device)
     cases = [
-        (given, MatmulConfig("row", 1, 16, 128), "config has kernel 'row', expected one of skinny, tiled, hopper"),
+        (given, MatmulConfig("gemv", 1, 16, 128), "config has kernel 'gemv', expected one of skinny, tiled, hopper"),
         (given, MatmulConfig("skinny", 4, 16, 128), "block_m is 4, expected at least x's 5 rows"),
         (given, MatmulConfig("tiled", 16, 8, 128), "block_m is 16 and block_n 8, expected at least 16 each"),
         (given, MatmulConfig("tiled", 16, 16, 16), "block_k is 16, expected at least 32"),

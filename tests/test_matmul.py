@@ -9,12 +9,15 @@ import torch
 from helpers import BF16, assert_same, padded_allocations
 from test_offsets import far_rows, no_plans_kept, use_kernels_without_int64
 
-import rooftile
 from rooftile import runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
-from rooftile.ops.matmul import MatmulConfig, choose, gated_linear, linear, matmul, row, sums, tiled
-from rooftile.ops.matmul.config import KERNELS, Problem
+from rooftile.ops.gemm import choose, tiled
+from rooftile.ops.gemm import column_sum as sums
+from rooftile.ops.gemm import gemv as row
+from rooftile.ops.gemm.config import KERNELS, MatmulConfig, Problem
+from rooftile.ops.gemm.linear import gated_linear, linear
+from rooftile.ops.gemm.matmul import matmul
 from rooftile.primitives.partials import sum_partials
 from rooftile.reference import matmul as reference
 
@@ -28,10 +31,10 @@ CONFIGS = (
     MatmulConfig("tiled", 16, 64, 32, group_m=2, split_k=3),
     MatmulConfig("skinny", 16, 16, 32, split_k=2),
     MatmulConfig("skinny", 64, 32, 16),
-    MatmulConfig("row", 1, 8, 32, split_k=2),
-    MatmulConfig("row", 1, 16, 64),
-    MatmulConfig("held", 1, 4, 128, 1, 1, 4, 2),
-    MatmulConfig("held", 2, 2, 128, 1, 1, 4, 1),
+    MatmulConfig("gemv", 1, 8, 32, split_k=2),
+    MatmulConfig("gemv", 1, 16, 64),
+    MatmulConfig("gemv_persistent", 1, 4, 128, 1, 1, 4, 2),
+    MatmulConfig("gemv_persistent", 2, 2, 128, 1, 1, 4, 1),
 )
 
 
@@ -55,7 +58,7 @@ def drawn(*shape, dtype=torch.float32, device=None):
 def test_every_kernel_is_the_same_function(config, dtype, device):
     if choose.module(config.kernel) is None:
         pytest.skip(f"{config.kernel} is not there")
-    rows = {"row": 1, "held": config.block_m, "skinny": 13, "tiled": 37}[config.kernel]
+    rows = {"gemv": 1, "gemv_persistent": config.block_m, "skinny": 13, "tiled": 37}[config.kernel]
     for k, n in ((64, 48), (77, 33)):
         x, residual = drawn(rows, k, dtype=dtype, device=device), drawn(rows, n, dtype=dtype, device=device)
         weight, bias = drawn(2 * n, k, dtype=dtype, device=device), drawn(2 * n, dtype=dtype, device=device)
@@ -138,7 +141,7 @@ def test_a_shared_weight_is_one_product_over_all_rows(device, monkeypatch):
 
 
 def choose_cache():
-    from rooftile.ops.matmul import common
+    from rooftile.ops.gemm import common
 
     return common._chosen
 
@@ -150,7 +153,7 @@ def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(config, dev
     made = []
     stock = launching.counters
     monkeypatch.setattr(launching, "counters", lambda *args: made.append(stock(*args)) or made[-1])
-    rows = 1 if config.kernel == "row" else 7
+    rows = 1 if config.kernel == "gemv" else 7
     x, w = drawn(rows, 300, device=device), drawn(40, 300, device=device)
     results = [linear(x, w, config=config) for _ in range(3)]
     assert all(torch.equal(r, results[0]) for r in results)
@@ -259,8 +262,8 @@ def test_a_configuration_is_taken_and_compiled(device):
 
 
 REFUSED = [
-    (MatmulConfig("row", 1, 8, 32), "takes one row of x"),
-    (MatmulConfig("held", 2, 2, 32), "takes one or two rows of x, not 1 x 20"),
+    (MatmulConfig("gemv", 1, 8, 32), "takes one row of x"),
+    (MatmulConfig("gemv_persistent", 2, 2, 32), "takes one or two rows of x, not 1 x 20"),
     (MatmulConfig("skinny", 16, 16, 16), "block_m is 16"),
     (MatmulConfig("tiled", 8, 16, 16), "block_m is 8, expected at least 16"),
     (MatmulConfig("tiled", 32, 32, 32, num_warps=64), "num_warps is 64, of which"),
@@ -365,7 +368,7 @@ def run_far(lay, device):
     results = []
     for place in (torch.clone, lay):
         leaves = [place(x).requires_grad_(), weight.clone().requires_grad_(), drawn(4, device=device).zero_()]
-        y = rooftile.ops.matmul.linear(*leaves[:2], leaves[2].requires_grad_())
+        y = linear(*leaves[:2], leaves[2].requires_grad_())
         grads = torch.autograd.grad(y, leaves, place(dy))
         far_weight = linear(x, place(weight))
         results.append((y.detach(), far_weight, *grads))
@@ -377,7 +380,7 @@ def test_the_kernels_of_configurations_are_those_that_there_are():
 
 
 def test_registers_are_held_where_a_few_keep_programs_from_running_at_once():
-    c, sm_90 = MatmulConfig("row", 1, 4, 1024, num_warps=4, num_stages=1), runtime.TARGETS["sm_90"]
+    c, sm_90 = MatmulConfig("gemv", 1, 4, 1024, num_warps=4, num_stages=1), runtime.TARGETS["sm_90"]
     # A multiprocessor has room for six such programs of 80 registers a thread, and for seven of 72.
     for programs, registers in ((1, 0), (132, 0), (792, 0), (793, 72), (896, 72), (924, 72), (925, 0), (10**5, 0)):
         assert row._limit(c, programs, sm_90) == registers

@@ -10,8 +10,9 @@ from test_matmul import assert_close, drawn, truth
 
 from rooftile import runtime
 from rooftile.bench.tune.matmul import matmul_space
-from rooftile.ops.matmul import MatmulConfig, choose, gated_linear, linear
-from rooftile.ops.matmul.config import Problem, decode, encode
+from rooftile.ops.gemm import choose
+from rooftile.ops.gemm.config import MatmulConfig, Problem, decode, encode
+from rooftile.ops.gemm.linear import gated_linear, linear
 
 HOPPER = (
     MatmulConfig("hopper", 128, 256, 64, num_warps=8, num_stages=4),
@@ -107,7 +108,7 @@ def test_what_widths_between_powers_of_two_can_not_do_is_refused(change, sizes, 
 
 
 def test_other_kernels_take_powers_of_two_alone():
-    for kernel in ("row", "skinny", "tiled"):
+    for kernel in ("gemv", "skinny", "tiled"):
         with pytest.raises(ValueError, match=r"block_n is 192, expected a power of two$"):
             dataclasses.replace(WIDE, kernel=kernel)
     with pytest.raises(ValueError, match="block_n is 48, expected a power of two, or one of 96, 160, 192, 224"):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import BF16, assert_same
 
-from rooftile.ops.fp8_linear import fp8_linear
+from rooftile.ops.gemm.fp8_linear import fp8_linear
+from rooftile.ops.gemm.weight_only import int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.ops.quantize_tensor import quantize_tensor
-from rooftile.ops.weight_only import int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.quantize import Quantize
 
 

@@ -10,7 +10,7 @@ import rooftile
 from rooftile import runtime
 from rooftile.cases.check import relative_error
 from rooftile.ops.rms_norm import backward, forward
-from rooftile.primitives.exchange import split
+from rooftile.primitives.cta_exchange import split
 from rooftile.reference import rms_norm as reference
 
 FEW = settings(max_examples=15)

@@ -9,20 +9,23 @@ from rooftile import launching, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.cases.rms_norm_linear import traffic
-from rooftile.ops.matmul import MatmulConfig, gated_linear, held, linear
-from rooftile.ops.matmul.config import Problem
+from rooftile.ops.gemm import gemv_persistent as held
+from rooftile.ops.gemm import norm_gemv as row
+from rooftile.ops.gemm import norm_gemv_persistent as fused_held
+from rooftile.ops.gemm import norm_skinny as skinny
+from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm.linear import gated_linear, linear
+from rooftile.ops.gemm.norm_choose import choose, fused_rows, module
+from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.ops.rms_norm_linear import held as fused_held
-from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear, row, skinny
-from rooftile.ops.rms_norm_linear.choose import choose, fused_rows, module
 from rooftile.reference import rms_norm_linear as reference
 
 __all__ = ["far_rows", "no_plans_kept"]  # fixtures
 
 TOLERANCES = find_cases(["rms_norm_linear"])[0].tolerances
 DTYPES = [torch.float32, torch.float16, BF16]
-ROW = (MatmulConfig("row", 1, 8, 32, split_k=3), MatmulConfig("row", 1, 16, 64))
-HELD = (MatmulConfig("held", 1, 4, 256, 1, 1, 4, 2), MatmulConfig("held", 2, 2, 256, 1, 1, 4, 1))
+ROW = (MatmulConfig("gemv", 1, 8, 32, split_k=3), MatmulConfig("gemv", 1, 16, 64))
+HELD = (MatmulConfig("gemv_persistent", 1, 4, 256, 1, 1, 4, 2), MatmulConfig("gemv_persistent", 2, 2, 256, 1, 1, 4, 1))
 SKINNY = (
     MatmulConfig("skinny", 16, 16, 32, split_k=2),
     MatmulConfig("skinny", 32, 32, 16, split_k=4, num_stages=2),
@@ -66,7 +69,7 @@ def named(c):
 
 def few(c):
     """The numbers of rows that it takes, where they are one or two; () where it takes others."""
-    return () if c is None else {"row": (1,), "held": (1, 2)[: c.block_m]}.get(c.kernel, ())
+    return () if c is None else {"gemv": (1,), "gemv_persistent": (1, 2)[: c.block_m]}.get(c.kernel, ())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,12 +135,12 @@ def test_the_switch_is_where_it_is_said_to_be(gated, device, monkeypatch):
         function, expect, draw = (rms_norm_gated_linear, gated_truth, gated_inputs)
     most = fused_rows(16, 32, runtime.target(device), gated)
     held_rows = 0 if runtime.MODE is runtime.Mode.INTERPRETER else 1 + gated
-    for m, otherwise in ((1, "row"), (2, "skinny"), (most, "skinny"), (most + 1, None)):
-        expected = "held" if m <= held_rows else otherwise
+    for m, otherwise in ((1, "gemv"), (2, "skinny"), (most, "skinny"), (most + 1, None)):
+        expected = "gemv_persistent" if m <= held_rows else otherwise
         launched.clear()
         given = draw(m, 32, 16, BF16, device)
         assert_close(function(*given), expect(*given))
-        assert [name.rpartition(".")[2] for name in launched] == ([expected] if expected else [])
+        assert [name.rpartition(".")[2].removeprefix("norm_") for name in launched] == ([expected] if expected else [])
 
 
 def test_leading_dimensions_are_rows(device):
@@ -331,7 +334,7 @@ def test_rows_far_apart(far_rows, device):
     assert_same(far, near)
 
 
-@pytest.mark.parametrize("file", [row, skinny, held], ids=["row", "skinny", "held"])
+@pytest.mark.parametrize("file", [row, skinny, held], ids=["gemv", "skinny", "gemv_persistent"])
 def test_a_kernel_with_offsets_of_32_bits_is_caught(file, far_rows, device, monkeypatch, tmp_path, no_plans_kept):
     if runtime.MODE is not runtime.Mode.INTERPRETER:
         pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")

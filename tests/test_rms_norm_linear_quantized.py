@@ -10,14 +10,16 @@ from helpers import BF16, assert_same
 from rooftile import Quantize, launching, pack_int4, quantize_int4, quantize_int8, quantize_tensor, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
-from rooftile.ops.fp8_linear import fp8_linear
-from rooftile.ops.matmul import MatmulConfig
-from rooftile.ops.matmul import choose as product_choice
-from rooftile.ops.matmul.config import Problem
+from rooftile.ops.gemm import choose as product_choice
+from rooftile.ops.gemm import dequantize_weight as dense
+from rooftile.ops.gemm import norm_choose as choose
+from rooftile.ops.gemm import norm_gemv as row
+from rooftile.ops.gemm import weight_only_choose as of_products
+from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm.fp8_linear import fp8_linear
+from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
+from rooftile.ops.gemm.weight_only import WeightOnlyConfig, fp8_weight_linear, int4_linear, int8_linear
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.ops.rms_norm_linear import choose, rms_norm_gated_linear, rms_norm_linear, row
-from rooftile.ops.weight_only import WeightOnlyConfig, dense, fp8_weight_linear, int4_linear, int8_linear
-from rooftile.ops.weight_only import choose as of_products
 from rooftile.primitives import dequantize, quantize, weights
 from rooftile.reference import rms_norm_linear as reference
 
@@ -29,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 both_formats = pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
 PRODUCTS = {"int8": int8_linear, "fp8": fp8_weight_linear, "int4": int4_linear}
 every_format = pytest.mark.parametrize("form", PRODUCTS)
-ROW = (MatmulConfig("row", 1, 8, 32, split_k=3), MatmulConfig("row", 1, 16, 64), MatmulConfig("row", 1, 4, 8))
+ROW = (MatmulConfig("gemv", 1, 8, 32, split_k=3), MatmulConfig("gemv", 1, 16, 64), MatmulConfig("gemv", 1, 4, 8))
 
 
 def quantised(weight, form):
@@ -96,7 +98,7 @@ def test_every_configuration_is_the_same_function(form, config, dtype, device):
     assert_close(out, truth(reference.rms_norm_gated_linear, *given, **options))
     if config.block_k >= 16:
         own = WeightOnlyConfig(
-            1, config.block_n, config.block_k, slices=1, split_k=config.split_k, num_stages=1, kernel="row"
+            1, config.block_n, config.block_k, slices=1, split_k=config.split_k, num_stages=1, kernel="gemv"
         )
         residual = torch.randn(1, 34, device=device).to(dtype)
         out = PRODUCTS[form](x, weight, scale, bias, residual=residual, config=own)
@@ -122,7 +124,7 @@ def test_one_row_by_digits(form, k, dtype, device, monkeypatch):
         out = rms_norm_gated_linear(x, norm_weight, weight, bias, weight_scale=scale, **options, activation="gelu")
         assert_close(out, truth(reference.rms_norm_gated_linear, *given, **options, activation="gelu"))
     by_digits = runtime.target(device).arch == "sm_90" and (form == "int4" or k < 8192)
-    assert set(names) == {"_digits_kernel" if by_digits else "_row_kernel"}
+    assert set(names) == {"_gemv_imma_kernel" if by_digits else "_gemv_kernel"}
 
 
 USED = []  # the tiles that came too large
@@ -255,8 +257,8 @@ def test_bad_arguments_are_named(op, device):
         ({"w": w[:, :7]}, ValueError, r"weight has shape \(6, 7\), expected"),
         ({"bias": b[:5]}, ValueError, r"bias has shape \(5,\), expected \(6,\)"),
         ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but a product with weights of 8 bits has no"),
-        ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'row' takes one row of x"),
-        ({"config": skinny}, ValueError, "config can't be launched: kernel is 'skinny', expected 'row'"),
+        ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'gemv' takes one row of x"),
+        ({"config": skinny}, ValueError, "config can't be launched: kernel is 'skinny', expected 'gemv'"),
     ):
         with pytest.raises(kind, match=rf"{op.__name__}(_[48]bit)?: {message}"):
             call(**given)
@@ -302,19 +304,19 @@ def test_what_a_gate_needs_is_named(device):
 
 
 def test_the_plain_product_refuses_what_its_row_can_not_do(device):
-    config = WeightOnlyConfig(1, 4, 64, slices=1, num_stages=1, kernel="row")
+    config = WeightOnlyConfig(1, 4, 64, slices=1, num_stages=1, kernel="gemv")
     for field, value in (("block_m", 2), ("slices", 4)):
         with pytest.raises(
-            ValueError, match=f"WeightOnlyConfig: block_m is .*{value}.*, expected 1 and 1 for kernel 'row'"
+            ValueError, match=f"WeightOnlyConfig: block_m is .*{value}.*, expected 1 and 1 for kernel 'gemv'"
         ):
             dataclasses.replace(config, **{field: value})
     x, _, weight, scale, _ = inputs(2, 64, 16, "int8", device)
-    with pytest.raises(ValueError, match="int8_linear: config can't be used here: kernel 'row' takes one row of x"):
+    with pytest.raises(ValueError, match="int8_linear: config can't be used here: kernel 'gemv' takes one row of x"):
         int8_linear(x, weight, scale, config=config)
     sm_90 = runtime.TARGETS["sm_90"]
     short = dataclasses.replace(config, block_k=16)
     assert of_products.refuses(short, 64, BF16, sm_90) == (
-        "block_k is 16, expected at least 32 for kernel 'row' and a weight of 4 bits"
+        "block_k is 16, expected at least 32 for kernel 'gemv' and a weight of 4 bits"
     )
     assert of_products.refuses(config, 128, BF16, sm_90) is None  # as many elements as it likes
     large = dataclasses.replace(config, block_n=64, block_k=1024)
@@ -337,15 +339,15 @@ def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
             for dtype in (torch.float32, BF16):
                 c = of_products.config(1, n, k, 0, dtype, target, True, fp8)
                 assert of_products.refuses(c, 0, dtype, target, k, fp8=fp8) is None
-                assert not fp8 or c.kernel == "row"
+                assert not fp8 or c.kernel == "gemv"
     for n, k, group in ((1, 32, 32), (4608, 3584, 128), (4096, 4096, 128), (4096, 14336, 128), (28672, 4096, 128)):
         for dtype in (torch.float32, BF16):
             c = of_products.config(1, n, k, group, dtype, target)
             assert of_products.refuses(c, group, dtype, target, k) is None
             if target.arch == "sm_90" and dtype == BF16 and k >= 1024:
-                assert c.kernel == "digits"
+                assert c.kernel == "gemv_imma"
             elif n < 20000 and target is not runtime.INTERPRETER:
-                assert c.kernel == "row"
+                assert c.kernel == "gemv"
                 assert c.block_n * c.block_k == 2 * 64 * c.num_warps * target.warp_size  # 64 bytes a thread
                 assert k % c.block_k in (0, k)
 
@@ -378,7 +380,7 @@ def test_a_thread_takes_as_many_bytes_whatever_the_weight(arch):
 
 
 def test_a_program_has_as_many_bytes_as_of_16_bits():
-    c = MatmulConfig("row", 1, 8, 512)
+    c = MatmulConfig("gemv", 1, 8, 512)
     assert product_choice.of_8_bits(c, 4096) == dataclasses.replace(c, block_k=1024)
     assert product_choice.of_8_bits(c, 3584) == dataclasses.replace(c, block_n=16)  # 1024 would not divide it
     assert product_choice.of_8_bits(c, 4000) == dataclasses.replace(c, block_k=1024)

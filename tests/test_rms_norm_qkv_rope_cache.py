@@ -6,11 +6,13 @@ import torch
 from helpers import BF16, assert_same
 
 from rooftile import MatmulConfig, launching, library, runtime
+from rooftile.ops.gemm import qkv_gemv as row
+from rooftile.ops.gemm import qkv_gemv_persistent as held
+from rooftile.ops.gemm.norm_linear import rms_norm_linear
+from rooftile.ops.gemm.qkv_rope_cache import choose, rms_norm_qkv_rope_cache
+from rooftile.ops.gemm.weight_only import quantize_int4, quantize_int8
 from rooftile.ops.kv_cache import rope_and_cache
 from rooftile.ops.kv_cache.launch import Cache
-from rooftile.ops.rms_norm_linear import rms_norm_linear
-from rooftile.ops.rms_norm_qkv_rope_cache import choose, held, rms_norm_qkv_rope_cache, row
-from rooftile.ops.weight_only import quantize_int4, quantize_int8
 
 K, D, CAPACITY, PAGE = 96, 16, 40, 16
 
@@ -89,7 +91,7 @@ def launched(monkeypatch):
     return names
 
 
-ONE = ("_qkv_row_kernel", "_qkv_held_kernel")  # the interpreter takes the first for all dtypes
+ONE = ("_qkv_gemv_kernel", "_qkv_gemv_persistent_kernel")  # the interpreter takes the first for all dtypes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
@@ -172,17 +174,18 @@ def test_weights_of_any_layout_and_views_of_a_larger_cache(launched, device):
     memory = [torch.full((2, 1, CAPACITY, 4, D + 3), torch.nan, device=device) for _ in range(2)]
     written = [m[1, :, :, 1:3, 2 : 2 + D] for m in memory]
     assert_the_same(given, angles, written, ints([5], device), heads=(6, 2))
-    assert launched[0] == "_qkv_row_kernel"
+    assert launched[0] == "_qkv_gemv_kernel"
     assert all(m.isfinite().sum() == 2 * D for m in memory)
 
 
 @pytest.fixture
 def kept(monkeypatch):
-    """The function that has every one token taken by kernel "held", in tiles of so many rows, stages ahead or not."""
+    """The function that has every one token taken by kernel "gemv_persistent", in tiles of so many rows, stages ahead
+    or not."""
 
     def keep(rows, stages, k=K):
-        c = MatmulConfig("held", 1, rows, library.power_of_two(k), 1, 1, 4, stages)
-        monkeypatch.setattr("rooftile.ops.rms_norm_qkv_rope_cache.choose", lambda *_: c)
+        c = MatmulConfig("gemv_persistent", 1, rows, library.power_of_two(k), 1, 1, 4, stages)
+        monkeypatch.setattr("rooftile.ops.gemm.qkv_rope_cache.choose", lambda *_: c)
         return c
 
     return keep
@@ -208,7 +211,7 @@ def test_x_that_is_held(paged, layout, style, dtype, heads, head_dim, k, bias, r
     written = caches(device, dtype, heads[1], head_dim, paged=paged, layout=layout)
     options = {"heads": heads, "eps": 0.1, "offset": 1.0, "layout": layout, "style": style, "config": config, **table}
     q, _ = assert_the_same(given, angles, written, ints([17], device), **options)
-    assert launched[0] == "_qkv_held_kernel"
+    assert launched[0] == "_qkv_gemv_persistent_kernel"
     assert torch.isfinite(q).all()
     for cache in written:
         by_token = cache.transpose(1, 2) if layout == "bhtd" else cache
@@ -227,7 +230,7 @@ def test_x_that_is_held_of_a_token_that_has_no_place(lengths, more, kept, launch
     if lengths[0] < 0:
         given["x"][..., 3] = torch.inf
     q, _ = assert_the_same(given, angles, written, ints(lengths, device), **options)
-    assert launched[0] == "_qkv_held_kernel"
+    assert launched[0] == "_qkv_gemv_persistent_kernel"
     if lengths[0] < 0 or more.get("counts") == [0]:
         assert not q.any()
 
@@ -250,7 +253,7 @@ def test_x_that_is_held_with_angles_by_token_and_views_of_a_larger_cache(kept, l
     written = [m[1, :, :, 1:3, 2 : 2 + D] for m in memory]
     angles = cos[None, 7:8], sin[None, 7:8]
     assert_the_same(given, angles, written, ints([11], device).long(), heads=(6, 2), config=config)
-    assert launched[0] == "_qkv_held_kernel"
+    assert launched[0] == "_qkv_gemv_persistent_kernel"
     assert all(m.isfinite().sum() == 2 * D for m in memory)
 
 
@@ -269,11 +272,11 @@ def test_which_kernel_is_chosen(monkeypatch):
 
     fp8 = torch.float8_e4m3fn
     for options in ({}, {"k": 3584}, {"k": 8192}, {"dtype": torch.float16}, {"style": "interleaved"}):
-        assert kernel(**options) == "held", options
+        assert kernel(**options) == "gemv_persistent", options
     for options in ({"k": 8200}, {"dtype": torch.float32}, {"weight": fp8}, {"k": 8192, "weight": torch.int8}):
-        assert kernel(**options) == "row", options
+        assert kernel(**options) == "gemv", options
         assert kernel(**options, style="interleaved") is None, options
-    assert kernel(weight=torch.int8) == "digits"
+    assert kernel(weight=torch.int8) == "gemv_imma"
     for options in ({"style": "deepseek"}, {"rotary": 64}, {"cache": fp8}, {"rows": 2}):
         assert kernel(**options) is None, options
 
@@ -293,8 +296,8 @@ def test_weights_of_fewer_bits(format, launched, device):
         written = caches(device, BF16, 2, batch=rows[0])
         lengths = ints([7, 2][: rows[0]], device)
         assert_the_same(given, angles, written, lengths, heads=(6, 2), weight_scale=scale)
-    assert launched[0] == "_qkv_row_kernel"
-    assert launched.count("_qkv_row_kernel") == 1
+    assert launched[0] == "_qkv_gemv_kernel"
+    assert launched.count("_qkv_gemv_kernel") == 1
 
 
 def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, device):

@@ -7,9 +7,11 @@ from test_offsets import STRIDE, far_rows, kernels, no_plans_kept, use_kernels_w
 from test_rms_norm_qkv_rope_cache import drawn, ints, launched, together
 
 from rooftile import MatmulConfig, library, runtime
+from rooftile.ops.gemm import gemv_persistent as product
+from rooftile.ops.gemm import qkv_common as common
+from rooftile.ops.gemm import qkv_gemv as row
+from rooftile.ops.gemm import qkv_gemv_persistent as held
 from rooftile.ops.kv_cache import kernel as places
-from rooftile.ops.matmul import held as product
-from rooftile.ops.rms_norm_qkv_rope_cache import common, held, row
 
 __all__ = ["far_rows", "launched", "no_plans_kept"]  # fixtures
 
@@ -19,7 +21,7 @@ D, HEADS, ROWS, PAGES = 2, 4, 4, 4  # ROWS of a cache without pages, and of a pa
 FAR = {
     "weight rows": ("weight", 0, 2**29 + 64, False),  # six
     "weight k": ("weight", 1, STRIDE, False),  # four
-    "weight long k": ("weight", 1, 2**24 + 64, False),  # 130, of which the last two are another step of kernel "row"
+    "weight long k": ("weight", 1, 2**24 + 64, False),  # 130, of which the last two are another step of kernel "gemv"
     "cos rows": ("cos", 0, STRIDE, False),
     "sin rows": ("sin", 0, STRIDE, False),
 }
@@ -29,7 +31,7 @@ FAR |= {
     for name in "kv"
     for i, axis in enumerate(("pages", "rows", "heads"))
 }
-KERNELS = ("held", "row")
+KERNELS = ("gemv_persistent", "gemv")
 
 
 @pytest.fixture
@@ -37,9 +39,9 @@ def take(monkeypatch):
     """The function that has every one token taken by that kernel."""
 
     def use(kernel, k):
-        block_k = 128 if kernel == "row" else max(32, library.power_of_two(k))
-        c = MatmulConfig(kernel, 1, 4, block_k, 1, 1, 4, 1 + (kernel == "held"))
-        monkeypatch.setattr("rooftile.ops.rms_norm_qkv_rope_cache.choose", lambda *_: c)
+        block_k = 128 if kernel == "gemv" else max(32, library.power_of_two(k))
+        c = MatmulConfig(kernel, 1, 4, block_k, 1, 1, 4, 1 + (kernel == "gemv_persistent"))
+        monkeypatch.setattr("rooftile.ops.gemm.qkv_rope_cache.choose", lambda *_: c)
 
     return use
 
@@ -94,9 +96,9 @@ def narrow(file, monkeypatch, tmp_path):
 
 
 NARROW = [
-    (held, "held", "weight rows"),
-    (product, "held", "weight k"),
-    *((row, "row", f"weight {axis}") for axis in ("rows", "k", "long k")),
+    (held, "gemv_persistent", "weight rows"),
+    (product, "gemv_persistent", "weight k"),
+    *((row, "gemv", f"weight {axis}") for axis in ("rows", "k", "long k")),
     *((common, kernel, f"{n} heads{p}") for kernel in KERNELS for n in "kv" for p in ("", " paged")),
     *((places, kernel, f"{n} pages paged") for kernel in KERNELS for n in "kv"),
 ]

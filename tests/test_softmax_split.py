@@ -7,7 +7,7 @@ from test_softmax import INF, INTERPRETED, some, with_gradient
 from rooftile import runtime
 from rooftile.ops.softmax import backward, forward, softmax
 from rooftile.ops.softmax.common import Config
-from rooftile.primitives.exchange import gather, publish_pair, softmax_pairs
+from rooftile.primitives.cta_exchange import gather, publish_pair, softmax_pairs
 from rooftile.reference import softmax as reference
 
 import triton  # isort: skip

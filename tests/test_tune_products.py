@@ -14,7 +14,7 @@ from rooftile.bench.tune import report as tune_report
 from rooftile.bench.tune.search import Search, Seconds, verify
 from rooftile.bench.tune.space import LIMITS, TUNABLES, label
 from rooftile.cli import app
-from rooftile.ops.matmul import choose
+from rooftile.ops.gemm import choose
 
 SM_90 = runtime.TARGETS["sm_90"]
 

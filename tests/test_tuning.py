@@ -8,7 +8,7 @@ import torch
 
 from rooftile import runtime, tuning
 from rooftile.bench.tune.space import DTYPE_NAMES, TUNABLES
-from rooftile.ops.matmul import choose
+from rooftile.ops.gemm import choose
 from rooftile.runtime import TARGETS
 
 H100 = TARGETS["sm_90"]
@@ -203,7 +203,7 @@ def test_a_shipped_table_is_read_and_its_kernels_take_every_entry(path):
     [
         ({}, None),
         ({"m": 128}, "assert 'm128 "),  # it would be looked up under another key
-        ({"kernel": "row"}, "is None"),  # which takes one row
+        ({"kernel": "gemv"}, "is None"),  # which takes one row
         ({"block_n": 1 << 12}, "is None"),
         ({"num_warps": [4]}, "is ignored"),
         ({"multiprocessors": 60}, "had 60 multiprocessors"),

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from rooftile import runtime
 from rooftile.cases.check import relative_error
-from rooftile.ops import weight_only
-from rooftile.ops.weight_only import (
+from rooftile.ops.gemm import dequantize_weight as dense
+from rooftile.ops.gemm import weight_only
+from rooftile.ops.gemm.dequantize_weight import dequantized
+from rooftile.ops.gemm.weight_only import (
     WeightOnlyConfig,
-    dense,
     int4_linear,
     int8_linear,
     pack_int4,
@@ -23,7 +24,6 @@ from rooftile.ops.weight_only import (
     quantize_int8,
     unpack_int4,
 )
-from rooftile.ops.weight_only.dense import dequantized
 from rooftile.reference import weight_only as reference
 
 GROUPS = (32, 64, 128)

@@ -13,8 +13,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
-from rooftile.ops import weight_only
-from rooftile.ops.weight_only import WeightOnlyConfig
+from rooftile.ops.gemm import weight_only
+from rooftile.ops.gemm.weight_only import WeightOnlyConfig
 from rooftile.reference import weight_only as reference
 
 __all__ = ["far_rows"]  # a fixture
@@ -59,7 +59,7 @@ def test_the_direct_kernel_refuses_what_it_can_not_do(device):
         ("slices", 8, "a divisor of num_warps=4"),
         ("block_n", 16, "32: 16 for each warp"),
         ("block_m", 4, "at least 8"),
-        ("kernel", "other", "one of skinny, direct, digits, row"),
+        ("kernel", "other", "one of skinny, direct, gemv_imma, gemv"),
     ):
         changed = dataclasses.replace(good, block_n=32, slices=2)
         with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is .*{message}"):
@@ -73,7 +73,7 @@ def choice(m, n, k=4096, group=128, dtype=BF16, target=runtime.TARGETS["sm_90"],
 def test_the_kernel_that_is_chosen():
     """By sm_90's numbers, but for one row of x and groups of 64, which are by those of 8 bits; M of 1, 8, 16 and 32, of
     a wide weight, a square one and one of few rows."""
-    letters = {"skinny": "s", "direct": "d", "digits": "x"}
+    letters = {"skinny": "s", "direct": "d", "gemv_imma": "x"}
     chosen = {
         (group, n): "".join(letters.get(choice(m, n, group=group).kernel, "r") for m in (1, 8, 16, 32))
         for group in (0, 64, 128)
@@ -94,7 +94,7 @@ def test_the_kernel_that_is_chosen():
 
 
 def digits(block_n, slices, split_k=1, warps=8, stages=2, prefetch=-1, block_k=256):
-    return WeightOnlyConfig(1, block_n, block_k, slices, split_k, warps, stages, prefetch, kernel="digits")
+    return WeightOnlyConfig(1, block_n, block_k, slices, split_k, warps, stages, prefetch, kernel="gemv_imma")
 
 
 DIGITS = [
@@ -115,22 +115,22 @@ def test_the_digits_kernel_refuses_what_it_can_not_do():
         return weight_only.choose.refuses(config, group, dtype, target, k, **more)
 
     assert all(why(config) is None for config in DIGITS)
-    assert why(m=2) == "kernel 'digits' takes one row of x, not 2"
-    assert why(group=64) == "kernel 'digits' takes groups of 128, not of 64"
-    assert why(group=0) == "block_k is 256, expected 128 for kernel 'digits'"
-    assert why(dtype=torch.float32) == "kernel 'digits' takes float16 and bfloat16, not torch.float32"
-    assert why(k=4224) == "kernel 'digits' takes a K that is a multiple of block_k, not 4224 with block_k=256"
-    assert why(aligned=False) == "kernel 'digits' takes a weight whose rows begin at multiples of 16 bytes"
+    assert why(m=2) == "kernel 'gemv_imma' takes one row of x, not 2"
+    assert why(group=64) == "kernel 'gemv_imma' takes groups of 128, not of 64"
+    assert why(group=0) == "block_k is 256, expected 128 for kernel 'gemv_imma'"
+    assert why(dtype=torch.float32) == "kernel 'gemv_imma' takes float16 and bfloat16, not torch.float32"
+    assert why(k=4224) == "kernel 'gemv_imma' takes a K that is a multiple of block_k, not 4224 with block_k=256"
+    assert why(aligned=False) == "kernel 'gemv_imma' takes a weight whose rows begin at multiples of 16 bytes"
     assert why(digits(128, 1), k=256 * 33) == "slices x split_k is 1: a warp has 33 blocks, at most 32"
     assert why(k=1 << 16).startswith("x's digits take ")
     assert "expected at most 128" in why(digits(256, 8))
     for target in runtime.TARGETS.values():
         if not target.arch.startswith("sm_"):
-            assert why(target=target) == f"kernel 'digits' is for NVIDIA's GPUs, not {target.arch}"
+            assert why(target=target) == f"kernel 'gemv_imma' is for NVIDIA's GPUs, not {target.arch}"
     for field, value, message in (
         ("slices", 16, "a divisor of num_warps=8"),
         ("block_n", 8, "at least 16"),
-        ("block_m", 8, "1 for kernel 'digits'"),
+        ("block_m", 8, "1 for kernel 'gemv_imma'"),
     ):
         with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is {value}, expected {message}"):
             dataclasses.replace(good, **{field: value})
@@ -143,12 +143,12 @@ def test_one_row_goes_to_digits_where_they_were_the_fastest(group, k):
     part of them."""
     for n in (16, 1000, 4096, 6144, 28672, 151936):
         c = choice(1, n, k=k, group=group)
-        assert (c.kernel == "digits") == (bool(group) or k < 8192), (n, k, c)
+        assert (c.kernel == "gemv_imma") == (bool(group) or k < 8192), (n, k, c)
         assert weight_only.choose.refuses(c, group, BF16, runtime.TARGETS["sm_90"], k) is None
-        if c.kernel == "digits" and k >= 8192 and n >= 4096:
+        if c.kernel == "gemv_imma" and k >= 8192 and n >= 4096:
             assert c.split_k > 1 or n > 28671
     for change in ({"aligned": False}, {"k": k + 64}, {"dtype": torch.float32}, {"target": runtime.TARGETS["sm_80"]}):
-        assert choice(1, 4096, **{"k": k, "group": group, **change}).kernel != "digits"
+        assert choice(1, 4096, **{"k": k, "group": group, **change}).kernel != "gemv_imma"
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -167,7 +167,7 @@ def test_without_gluon_the_other_kernel_is_chosen(monkeypatch):
     choose.config.cache_clear()
     choose.digits.cache_clear()
     assert choice(16, 28672).kernel == "skinny"
-    assert choice(1, 4096).kernel == "row"
+    assert choice(1, 4096).kernel == "gemv"
     choose.config.cache_clear()
     choose.digits.cache_clear()
     why = choose.refuses(DIRECT[0], 64, BF16, runtime.TARGETS["sm_90"], 256)
@@ -271,7 +271,7 @@ def test_the_direct_kernel_is_right(dtype, group, device):
 def test_the_digits_kernel_is_right(dtype, group, device):
     target = runtime.target(device)
     if not target.arch.startswith("sm_"):
-        pytest.skip(f"kernel 'digits' does not run on {target.arch}")
+        pytest.skip(f"kernel 'gemv_imma' does not run on {target.arch}")
     for config in DIGITS:
         config = dataclasses.replace(config, block_k=2 * group or 128)
         for n, blocks in ((72, 8), (50, 11), (1000, 24), (33, 4)):

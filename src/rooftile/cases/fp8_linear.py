@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
 from rooftile.cases.draw import normal
-from rooftile.ops.fp8_linear import fp8_linear
+from rooftile.ops.gemm.fp8_linear import fp8_linear
 from rooftile.quantize import BLOCK
 from rooftile.reference import fp8_linear as reference
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance
 from rooftile.cases.draw import normal
 from rooftile.ops.gated import gelu_mul_packed, silu_mul_packed
-from rooftile.ops.matmul import gated_linear, linear, matmul
+from rooftile.ops.gemm.linear import gated_linear, linear
+from rooftile.ops.gemm.matmul import matmul
 from rooftile.reference import matmul as reference
 
 # A chain of K float32 sums, each as large as the root of the terms before it, loses 0.4 * 2^-24 * sqrt(K / 2): 1.1e-6

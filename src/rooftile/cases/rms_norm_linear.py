@@ -8,16 +8,17 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance
 from rooftile.cases.draw import normal
-from rooftile.ops.matmul import Activation, gated_linear
+from rooftile.ops.gemm.config import Activation
+from rooftile.ops.gemm.linear import gated_linear
+from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear
 from rooftile.reference import rms_norm_linear as reference
 
 # A chain of K float32 sums loses 0.4 * 2^-24 * sqrt(K / 2): 1.0e-6 at 3584; the norm's own sum is shorter, a tree's.
 _FP32 = "a chain of float32 sums loses 1.0e-6 at 3584, its rstd less"
 _FP32_BACKWARD = "the same over as many rows as the weight has, or tokens, twice"
-# x times the norm's weight is rounded (not by kernels "row" and "held"), and the output: together half a unit times
-# the root of two, as a root mean square.
+# x times the norm's weight is rounded (not by kernels "gemv" and "gemv_persistent"), and the output: together half a
+# unit times the root of two, as a root mean square.
 _FORWARD = "float32 sums; rounded twice: what is multiplied, and the output"
 _BACKWARD = "float32 sums; the normalised x and its gradient are rounded, then each gradient once"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
@@ -182,7 +183,7 @@ CASES = (
         flops=_flops,
         tolerances=TOLERANCES,
         roof="product",
-        spills=16,  # of a toy in kernel "held" on sm_86
+        spills=16,  # of a toy in kernel "gemv_persistent" on sm_86
         sets={
             "tiny": (
                 _gated(1, 64, 96, bias=True),

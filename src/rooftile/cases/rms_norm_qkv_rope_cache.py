@@ -10,10 +10,10 @@ from torch import Tensor
 from rooftile.cases import kv_cache, weight_only
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance
 from rooftile.cases.draw import normal
+from rooftile.ops.gemm.norm_linear import rms_norm_linear
+from rooftile.ops.gemm.packing import GROUPS
+from rooftile.ops.gemm.qkv_rope_cache import rms_norm_qkv_rope_cache
 from rooftile.ops.kv_cache import rope_and_cache
-from rooftile.ops.rms_norm_linear import rms_norm_linear
-from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache
-from rooftile.ops.weight_only.packing import GROUPS
 from rooftile.reference import rms_norm_qkv_rope_cache as reference
 from rooftile.reference.quantize_tensor import quantize_tensor_eager
 

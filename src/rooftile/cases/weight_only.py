@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
 from rooftile.cases.draw import integers, normal
-from rooftile.ops.weight_only import fp8_weight_linear, int4_linear, int8_linear, unpack_int4
+from rooftile.ops.gemm.weight_only import fp8_weight_linear, int4_linear, int8_linear, unpack_int4
 from rooftile.reference import weight_only as reference
 
 _ROUNDED_ONCE = "float32 sums of products that are exact, or of x to 2^-22, rounded once: half a unit in the last place"

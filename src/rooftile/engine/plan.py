@@ -20,9 +20,9 @@ from rooftile.engine.config import ModelConfig
 from rooftile.engine.products import Dense, Int4, Product, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
-from rooftile.ops.rms_norm_linear.choose import choose as choose_norm_linear
-from rooftile.ops.weight_only.choose import takes_dense
-from rooftile.ops.weight_only.dense import rows_at_a_time
+from rooftile.ops.gemm.dequantize_weight import rows_at_a_time
+from rooftile.ops.gemm.norm_choose import choose as choose_norm_linear
+from rooftile.ops.gemm.weight_only_choose import takes_dense
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.fp8_linear import fp8_linear
 from rooftile.ops.gated import silu_mul_packed
+from rooftile.ops.gemm.fp8_linear import fp8_linear
+from rooftile.ops.gemm.linear import linear
+from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
+from rooftile.ops.gemm.packing import GROUPS
+from rooftile.ops.gemm.qkv_rope_cache import rms_norm_qkv_rope_cache
+from rooftile.ops.gemm.weight_only import fp8_weight_linear, int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.ops.kv_cache import rope_and_cache
-from rooftile.ops.matmul import linear
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.ops.rms_norm_linear import rms_norm_gated_linear, rms_norm_linear
-from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache
-from rooftile.ops.weight_only import fp8_weight_linear, int4_linear, int8_linear, quantize_int4, quantize_int8
-from rooftile.ops.weight_only.packing import GROUPS
 from rooftile.quantize import Quantize
 
 # Elements of a weight that are quantised at a time: 64 MiB for each of the float32 tensors that come up on the way.

@@ -17,8 +17,8 @@ from rooftile.ops.decode_attention.common import LONGEST_HEAD
 from rooftile.ops.kv_cache import Layout, append_kv, rope_and_cache
 from rooftile.ops.kv_cache.checks import QUANTIZED
 from rooftile.ops.rope import Style
-from rooftile.primitives import dependent
-from rooftile.primitives.dependent import let_next_start, wait_for_previous
+from rooftile.primitives import pdl
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -28,8 +28,8 @@ import triton.language as tl  # isort: skip
 def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """start = length, length += count, and never past the capacity."""
     if EARLY:
-        let_next_start()
-        wait_for_previous()
+        pdl_launch_dependents()
+        pdl_wait()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(lengths_ptr + rows, mask=rows < n, other=0)
     count = tl.load(counts_ptr + rows, mask=rows < n, other=0)
@@ -40,7 +40,7 @@ def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.
 @functools.cache
 def _advance_plan(early: bool) -> launching.KernelLauncher:
     constants = {"BLOCK": 1024, "EARLY": early}
-    return launching.KernelLauncher(_advance_kernel, constants, num_warps=4, **dependent.options(early))
+    return launching.KernelLauncher(_advance_kernel, constants, num_warps=4, **pdl.options(early))
 
 
 def check_positive(name: str, **sizes: int) -> None:
@@ -216,7 +216,7 @@ class Steps:
         n = self.lengths.shape[0]
         tensors = (self.lengths, self.starts, self.counts)
         with on(self.lengths.device):
-            plan = _advance_plan(dependent.early(self.lengths))
+            plan = _advance_plan(pdl.early(self.lengths))
             launching.launch(plan, library.cdiv(n, 1024), tensors, (), (n, self.capacity))
 
     # Layers.
@@ -290,7 +290,7 @@ class Steps:
             RuntimeError, IndexError: as `append`.
             ValueError, TypeError: as `rooftile.rms_norm_qkv_rope_cache`. Nothing was written then.
         """
-        from rooftile.ops.rms_norm_qkv_rope_cache import rms_norm_qkv_rope_cache
+        from rooftile.ops.gemm.qkv_rope_cache import rms_norm_qkv_rope_cache
 
         given = self._step("norm_qkv_rope_and_append", layer, "x", x, "btk")
         q = rms_norm_qkv_rope_cache(x, norm_weight, weight, cos, sin, **given, **options)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
-from rooftile.ops.matmul import Activation as Product
+from rooftile.ops.gemm.config import Activation as Product
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,7 @@ from rooftile.huggingface.activations import GELU, GELU_TANH, SILU, Activation
 from rooftile.huggingface.linear_memory import joined
 from rooftile.huggingface.replacing import is_ours, is_plain
 from rooftile.library import FLOATS
-from rooftile.ops.matmul import gated_linear, linear
-from rooftile.ops.matmul.layers import gated_linear_op, linear_op
+from rooftile.ops.gemm.linear import gated_linear, gated_linear_op, linear, linear_op
 
 _PLAIN = (Tensor, nn.Parameter)  # neither quantised nor distributed
 _AUTOCAST = ("cuda", "cpu", "xpu")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from rooftile.ops.fp8_linear import fp8_linear
-from rooftile.ops.matmul import Activation, gated_linear, linear
+from rooftile.ops.gemm.config import Activation
+from rooftile.ops.gemm.fp8_linear import fp8_linear
+from rooftile.ops.gemm.linear import gated_linear, linear
+from rooftile.ops.gemm.weight_only import int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.ops.quantize_tensor import quantize_tensor
-from rooftile.ops.weight_only import int4_linear, int8_linear, quantize_int4, quantize_int8
 from rooftile.quantize import Quantize
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.primitives import dependent
-from rooftile.primitives.dependent import let_next_start, wait_for_previous
+from rooftile.primitives import pdl
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -39,8 +39,8 @@ def _embedding_kernel(
     EARLY: tl.constexpr,
 ):
     if EARLY:
-        let_next_start()
-        wait_for_previous()
+        pdl_launch_dependents()
+        pdl_wait()
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tokens = ((tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = ((tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -81,7 +81,7 @@ def _plan(
     n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, early: bool, c: Config
 ) -> launching.KernelLauncher:
     constants = {"N": n_cols, "SCALE": scale, "ROWS": c.rows, "BLOCK_N": c.block_n, "EARLY": early}
-    return launching.KernelLauncher(_embedding_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(_embedding_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
 
 
 def _output(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -116,7 +116,7 @@ def _launch(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
     n_tokens, n_cols = ids.shape[0], int(weight.shape[1])
     c = config(n_cols, runtime.target(weight.device))
     launching.launch(
-        _plan(n_cols, (ids.dtype, weight.dtype), float(scale), dependent.early(ids), c),
+        _plan(n_cols, (ids.dtype, weight.dtype), float(scale), pdl.early(ids), c),
         library.cdiv(n_tokens, c.rows) * library.cdiv(n_cols, c.block_n),
         (ids, weight, y),
         (ids.stride(0), *weight.stride()),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives.assembly import assembly
-from rooftile.primitives.dependent import prefetch
+from rooftile.primitives.pdl import prefetch
 from rooftile.primitives.weights import block_scales
 
 import triton  # isort: skip

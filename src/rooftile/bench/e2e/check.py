@@ -26,7 +26,7 @@ from rooftile.cases.check import relative_error
 from rooftile.engine import rotary
 from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product
 from rooftile.engine.weights import Layer
-from rooftile.ops.weight_only import unpack_int4
+from rooftile.ops.gemm.weight_only import unpack_int4
 
 STEPS = 8  # tokens that are checked: the prompt's, and those of seven steps
 SEQUENCES = 2  # of the batch, the first and the last: the float32 forward takes its time

@@ -7,8 +7,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from rooftile.ops.matmul import choose, held
-from rooftile.ops.matmul.config import MatmulConfig, Problem
+from rooftile.ops.gemm import choose
+from rooftile.ops.gemm import gemv_persistent as held
+from rooftile.ops.gemm.config import MatmulConfig, Problem
 from rooftile.runtime import Target
 
 
@@ -22,14 +23,14 @@ def _grid(kernel: str, **fields: Iterable[int | bool]) -> list[MatmulConfig]:
 
 
 def _tiles(p: Problem, c: MatmulConfig) -> int:
-    rows = 1 if c.kernel in ("row", "held") else c.block_m
+    rows = 1 if c.kernel in ("gemv", "gemv_persistent") else c.block_m
     return p.batch * math.ceil(p.m / rows) * math.ceil(p.n / c.block_n)
 
 
 @functools.cache
 def _row_grid() -> list[MatmulConfig]:
     return _grid(
-        "row",
+        "gemv",
         block_m=[1],
         block_n=_powers(1, 64),
         block_k=_powers(128, 4096),
@@ -45,7 +46,8 @@ def _held_grid(p: Problem, target: Target) -> list[MatmulConfig]:
     found = held.configs(p, target)
     widths = {c.block_k for c in found}
     return _grid(
-        "held", block_m=[p.m], block_n=_powers(1, 16), block_k=widths, group_m=[1], split_k=[1], num_warps=[4, 8, 16],
+        "gemv_persistent", block_m=[p.m], block_n=_powers(1, 16), block_k=widths, group_m=[1], split_k=[1],
+        num_warps=[4, 8, 16],
         num_stages=[1, 2],
     )  # fmt: skip
 
@@ -150,17 +152,17 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
         n = n // (1 + p.gated) if kernel in ("hopper", "tiled") else n
         warps = max(1, warps * 32 // target.warp_size)
         tiles = p.batch * math.ceil(p.m / m) * math.ceil(p.n / n)
-        for split in {"row": (1,), "skinny": (1, 2, 4)}.get(kernel, (1, 2, 3, 4)):
+        for split in {"gemv": (1,), "skinny": (1, 2, 4)}.get(kernel, (1, 2, 3, 4)):
             if split == 1 or (tiles < 2 * units and tiles * split <= 4 * units and p.k >= 4 * k * split):
                 deep = kernel == "hopper" and p.m > 8 * m and m * n >= 128 * 128
-                for group in (8, 4, 16) if deep and split == 1 else (1 if kernel in ("row", "skinny") else 8,):
+                for group in (8, 4, 16) if deep and split == 1 else (1 if kernel in ("gemv", "skinny") else 8,):
                     yield MatmulConfig(kernel, m, n, k, group, split, warps, stages, pingpong)  # type: ignore[arg-type]
 
     def every(kernel: str, rows: Iterable[tuple[int, ...]], *m: int) -> list[MatmulConfig]:
         return [c for row in rows for c in some(kernel, *m, *row)]
 
     if p.m == 1:
-        yield every("row", _ROW, 1)
+        yield every("gemv", _ROW, 1)
         yield held.configs(p, target)
     if p.m <= 64:
         yield every("skinny", _SKINNY, max(16, 1 << (p.m - 1).bit_length()))

@@ -16,8 +16,10 @@ from rooftile.bench.tune.matmul import matmul_space
 from rooftile.bench.workloads import Product
 from rooftile.cases.draw import normal
 from rooftile.ops.gated import silu_mul_packed
-from rooftile.ops.matmul import choose, gated_linear, linear, matmul
-from rooftile.ops.matmul.config import MatmulConfig, Problem
+from rooftile.ops.gemm import choose
+from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm.linear import gated_linear, linear
+from rooftile.ops.gemm.matmul import matmul
 from rooftile.runtime import Target
 
 # Of each output with numbers that are right, `|out - ref| / |ref|` over the whole tensor is half of this or less:

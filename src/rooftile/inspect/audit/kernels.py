@@ -20,7 +20,7 @@ BLOCKS = (PRODUCTS, ATTENTION, NORMS, ROPE, ACTIVATION, EMBEDDING, SAMPLING, COP
 
 # The families of ops, by the name of their file or folder; the first that fits.
 _FAMILIES = (
-    (r"linear|matmul|weight_only|_qkv_", PRODUCTS),
+    (r"gemm", PRODUCTS),
     (r"attention", ATTENTION),
     (r"rope|kv_cache", ROPE),
     (r"norm", NORMS),
@@ -55,7 +55,7 @@ class Source:
 
     @property
     def family(self) -> str:
-        """The op that it belongs to: `ops/matmul/row.py` is of `matmul`, `engine/steps.py` of `engine`."""
+        """The op that it belongs to: `ops/gemm/gemv.py` is of `gemm`, `engine/steps.py` of `engine`."""
         first, *rest = self.file.removesuffix(".py").split("/")
         return rest[0] if first == "ops" and rest else first
 

@@ -76,7 +76,7 @@ def _window(op: str, window: Window | None, causal: bool) -> tuple[int, int]:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as torch.autocast wants the inputs of a product, where it is on."""
-    from rooftile.ops.matmul.common import autocast as of_products
+    from rooftile.ops.gemm.common import autocast as of_products
 
     return of_products(*tensors)  # type: ignore[return-value]
 

@@ -34,7 +34,7 @@ from rooftile.ops.decode_attention.common import (
 from rooftile.ops.decode_attention.kernel import decode_kernel
 from rooftile.ops.decode_attention.pairs import kind_of, words_of
 from rooftile.ops.decode_attention.schedule import WHOLE
-from rooftile.primitives import dependent
+from rooftile.primitives import pdl
 from rooftile.primitives.quantize import writable
 
 __all__ = ["DecodeConfig", "decode_attention"]
@@ -192,7 +192,7 @@ def _launch(
         dtypes, s.head_dim, s.value_dim, s.heads // s.kv_heads, rows, s.page, (k_strides[1], v_strides[1]), factor,
         softcap, window,
         (scale_kind(k_scale), scale_kind(v_scale)), return_lse, library.power_of_two(s.batch), c,
-        c.early and dependent.supported(target), pairs, target.arch.startswith("sm_"), split,
+        c.early and pdl.supported(target), pairs, target.arch.startswith("sm_"), split,
         not split and programs == items,
     )  # fmt: skip
     lse_or_none = lse if return_lse else None

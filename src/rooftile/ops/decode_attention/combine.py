@@ -14,7 +14,7 @@ from __future__ import annotations
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.attention.scores import LN2, LOG2E
 from rooftile.ops.decode_attention.schedule import load_lengths, parts_of_item, share_out, slot_of
-from rooftile.primitives.dependent import let_next_start, wait_for_previous
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -185,7 +185,7 @@ def combine_kernel(
     rows = tl.program_id(0) % ROWS + tl.arange(0, 1)
     # The kernel before let this one start when the lengths were there already: only its parts are waited for.
     if EARLY:
-        let_next_start()
+        pdl_launch_dependents()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
     blocks, aligned, parts, _, each, more = share_out(
         lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
@@ -199,7 +199,7 @@ def combine_kernel(
     row = (within % TILES) * ROWS + rows
     mask = row < n_new * GROUP
     if EARLY:
-        wait_for_previous()
+        pdl_wait()
     if count > 1:
         m, total, o, o_second = bring_together(partial_ptr, first, late, count, rows, mask, V0, V1, ROWS, AT_ONCE)
         finish(

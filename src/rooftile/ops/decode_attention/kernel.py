@@ -14,8 +14,8 @@ from rooftile.ops.decode_attention.pairs import along_rows, halves, into_range
 from rooftile.ops.decode_attention.place import bring_ahead, home_of, place_in
 from rooftile.ops.decode_attention.queries import largest_of, queries_of, rows_of, scaled
 from rooftile.ops.decode_attention.schedule import WHOLE, differ, load_lengths, no_part, part_at, plan_of
-from rooftile.primitives.dependent import let_next_start, wait_for_previous
 from rooftile.primitives.dequantize import e4m3_of_bits
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -190,11 +190,11 @@ def decode_kernel(
     GUESSED: tl.constexpr = EARLY and AHEAD > 0
     if EARLY:
         if AT_ONCE > 0:
-            let_next_start()
+            pdl_launch_dependents()
         if not GUESSED:
-            wait_for_previous()
+            pdl_wait()
             if AT_ONCE == 0:  # the next may be the second kernel, which shall find the lengths as they are now
-                let_next_start()
+                pdl_launch_dependents()
     # A guess, where the kernel before may still write them: what follows from them is computed in its shadow, and when
     # it has ended they are compared; where no item is cut, the new ones just take their place.
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
@@ -213,9 +213,9 @@ def decode_kernel(
     while (GUESSED and guessed) or at < stop:
         # In the loop, because what all parts have in common is hoisted out of it: so it is computed before the wait.
         if GUESSED and guessed:
-            wait_for_previous()
+            pdl_wait()
             if AT_ONCE == 0:
-                let_next_start()
+                pdl_launch_dependents()
             known = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
             # On their way beside the lengths: no key is loaded before the queries have been put into shared memory.
             q, q_second = queries_of(

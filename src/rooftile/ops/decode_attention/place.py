@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.primitives.dependent import prefetch
+from rooftile.primitives.pdl import prefetch
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

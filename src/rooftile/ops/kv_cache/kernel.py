@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: it fixes the mode of the process
-from rooftile.primitives.dependent import let_next_start, wait_for_previous
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 from rooftile.primitives.quantize import magnitude, rounded, scale_of
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
 
@@ -16,8 +16,8 @@ def _begin(EARLY: tl.constexpr):
     """What is behind may be decode attention, which looks at lengths and pages at once: it shall find them as they are
     now. These kernels write neither."""
     if EARLY:
-        wait_for_previous()
-        let_next_start()
+        pdl_wait()
+        pdl_launch_dependents()
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime
 from rooftile.ops.kv_cache.kernel import append_kernel, rope_kernel
-from rooftile.primitives import dependent, quantize
+from rooftile.primitives import pdl, quantize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
@@ -98,7 +98,7 @@ def append(k: Tensor, v: Tensor, cache: Cache) -> None:
     batch, n_tokens = k.shape[0], k.shape[cache.layout.index("t")]
     heads, head_dim, value_dim = int(k.shape[cache.layout.index("h")]), int(k.shape[3]), int(v.shape[3])
     c = config(_block(heads) * _block(max(head_dim, value_dim)), runtime.target(k.device))
-    plan = _append_plan(k.dtype, c, dependent.early(k), *cache.constants(heads, head_dim, value_dim))
+    plan = _append_plan(k.dtype, c, pdl.early(k), *cache.constants(heads, head_dim, value_dim))
     lengths, counts, table = cache.indices()
     strides = (*axis_strides(k, cache.layout), *axis_strides(v, cache.layout), *cache.strides())
     launching.launch(
@@ -124,7 +124,7 @@ def rotate_and_append(
     dtypes = (q.dtype, cos.dtype)
     by_position = cos.dim() == 2
     of_cache = cache.constants(heads, head_dim, value_dim)
-    plan = _rope_plan(dtypes, c, dependent.early(q), q_heads, rotary, by_position, style, *of_cache)
+    plan = _rope_plan(dtypes, c, pdl.early(q), q_heads, rotary, by_position, style, *of_cache)
     lengths, counts, table = cache.indices()
     tables = [(x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else 0, x.stride(-2)) for x in (cos, sin)]
     strides = [s for x in (q, k, v, q_out) for s in axis_strides(x, cache.layout)]
@@ -159,7 +159,7 @@ def _append_plan(dtype: torch.dtype, c: Config, early: bool, *of_cache: Any) -> 
     heads, head_dim, value_dim = (_block(n) for n in of_cache[:3])
     blocks = {"BLOCK_T": c.tokens, "BLOCK_H": heads, "BLOCK_D": head_dim, "BLOCK_DV": value_dim}
     constants = _shared(dtype, *of_cache) | blocks | {"EARLY": early}
-    return launching.KernelLauncher(append_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(append_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
 
 
 @functools.cache
@@ -188,4 +188,4 @@ def _rope_plan(
         "BLOCK_REST": _block(of_cache[1] - rotary),
         "EARLY": early,
     }
-    return launching.KernelLauncher(rope_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(rope_kernel, constants, num_warps=c.num_warps, **pdl.options(early))

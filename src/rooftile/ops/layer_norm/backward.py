@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.layer_norm.common import STATS, STRIDE, check
-from rooftile.primitives.exchange import gather, publish_pair, resident, split, sum_pairs
+from rooftile.primitives.cta_exchange import gather, publish_pair, resident, split, sum_pairs
 from rooftile.primitives.partials import accumulate, sum_partials
 
 import triton  # isort: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.rms_norm.common import check
-from rooftile.primitives.exchange import gather, publish_pair, resident, split, sum_pairs
+from rooftile.primitives.cta_exchange import gather, publish_pair, resident, split, sum_pairs
 from rooftile.primitives.partials import accumulate, sum_partials
 
 import triton  # isort: skip

@@ -25,7 +25,7 @@ from rooftile import launching, library, runtime
 from rooftile.ops.sample import choose, greedy, seen
 from rooftile.ops.sample.checks import PARAMETERS, Parameters, check, check_number, check_outputs
 from rooftile.ops.sample.search import sample_kernel
-from rooftile.primitives.exchange import resident
+from rooftile.primitives.cta_exchange import resident
 
 __all__ = ["mark_seen_", "sample", "sample_"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.sample.choose import Greedy, greedy
 from rooftile.ops.sample.common import LOG2E, LOWEST, finish, given, key_of, load_logits, with_index
-from rooftile.primitives import dependent
-from rooftile.primitives.dependent import let_next_start, wait_for_previous
+from rooftile.primitives import pdl
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -42,8 +42,8 @@ def _greedy_kernel(
     EARLY: tl.constexpr,
 ):
     if EARLY:
-        let_next_start()
-        wait_for_previous()
+        pdl_launch_dependents()
+        pdl_wait()
     row = tl.program_id(0) // slices
     part = tl.program_id(0) % slices
     x_ptr += row.to(tl.int64) * stride_x
@@ -80,7 +80,7 @@ def _plan(
     dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, slices: int, early: bool, c: Greedy
 ) -> launching.KernelLauncher:
     constants = {"WRITES_SEEN": writes_seen, "BLOCK": c.block, "SLICES": slices, "EARLY": early}
-    return launching.KernelLauncher(_greedy_kernel, constants, num_warps=c.num_warps, **dependent.options(early))
+    return launching.KernelLauncher(_greedy_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
 
 
 def launch(
@@ -107,7 +107,7 @@ def launch(
         None if of_row is None else of_row.dtype,
     )
     launching.launch(
-        _plan(dtypes, writes_seen, library.power_of_two(slices), dependent.early(logits), c),
+        _plan(dtypes, writes_seen, library.power_of_two(slices), pdl.early(logits), c),
         n_rows * slices,
         (logits, seen, of_row, tokens, logprobs, best, top, counters),
         (logits.stride(0), 0 if seen is None else seen.stride(0), n_cols),

@@ -29,7 +29,7 @@ from rooftile.ops.softmax.common import (
     split_config,
     unrolled,
 )
-from rooftile.primitives.exchange import gather, publish, resident, split, sum_words
+from rooftile.primitives.cta_exchange import gather, publish, resident, split, sum_words
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

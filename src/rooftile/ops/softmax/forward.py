@@ -35,7 +35,7 @@ from rooftile.ops.softmax.common import (
     split_config,
     unrolled,
 )
-from rooftile.primitives.exchange import gather, publish_pair, resident, softmax_pairs, split
+from rooftile.primitives.cta_exchange import gather, publish_pair, resident, softmax_pairs, split
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

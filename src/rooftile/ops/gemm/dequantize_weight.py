@@ -1,0 +1,110 @@
+"""The product of many rows of x: the weight is dequantised to x's dtype once, and the dense product multiplies.
+
+The other kernels dequantise a weight as often as there are tiles of x's rows. Here it is done once, and costs the way
+to memory and back, 4 bytes for each number in 16 bits; the dense product then has the matrix unit at its full rate.
+What is multiplied is rounded to x's dtype with its scale, as a dense weight would be. Some rows of the weight are
+dequantised at a time, so that beside it there is never more than AT_A_TIME, or 256 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.gemm.common import product
+from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
+from rooftile.primitives.dequantize import as_float32, int4_as_float32
+from rooftile.primitives.weights import Format, load_scales, numbers_of
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+# Bytes of the weight in x's dtype: half of the largest product of Llama-3-8B, 4096 -> 28672, and the whole of others.
+AT_A_TIME = 128 << 20
+
+
+@triton.jit
+def _by_16(q, scale, N: tl.constexpr, K: tl.constexpr):
+    """q times the scale of each row and 16 columns."""
+    return (q.reshape(N, K // 16, 16) * scale[:, :, None]).reshape(N, K)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _dequantize_kernel(
+    w_ptr,
+    scale_ptr,
+    out_ptr,
+    stride_wn,
+    columns,
+    n_rows,
+    HAS_SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TRICKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of BLOCK_N rows and BLOCK_K stored columns; neighbours have neighbouring columns."""
+    tiles = tl.cdiv(columns, BLOCK_K)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = (tl.program_id(0) % tiles) * BLOCK_K
+    cols = first + tl.arange(0, BLOCK_K)
+    mask = (rows < n_rows)[:, None] & (cols < columns)[None, :]
+    w = tl.load(w_ptr + rows[:, None] * stride_wn + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    rows = tl.minimum(rows, n_rows - 1)  # in bounds, so that scales need no mask
+    if HAS_SCALE:
+        y = as_float32(w, TRICKS) * tl.load(scale_ptr + rows).to(tl.float32)[:, None]
+        tl.store(out_ptr + rows[:, None] * columns + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        low, high, more = int4_as_float32(w, TRICKS)
+        scale, scale_high = load_scales(scale_ptr, rows, first, GROUP, GROUPS, PAIRS, BLOCK_K)
+        low = _by_16(low - more, scale, BLOCK_N, BLOCK_K)
+        high = _by_16(high - more, scale_high, BLOCK_N, BLOCK_K)
+        at, at_high = numbers_of(cols, GROUP, GROUPS)
+        out = out_ptr + rows[:, None] * (2 * columns)
+        tl.store(out + at[None, :], low.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out + at_high[None, :], high.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _plan(dtypes: tuple[torch.dtype, ...], form: Format, c: WeightOnlyConfig) -> launching.KernelLauncher:
+    block_k = c.block_k // 2 if form.group else c.block_k
+    constants = {**form.constants(), "BLOCK_N": c.block_n, "BLOCK_K": block_k}
+    return launching.KernelLauncher(_dequantize_kernel, constants, num_warps=c.num_warps)
+
+
+def dequantized(w: Tensor, scale: Tensor, dtype: torch.dtype, k: int, c: WeightOnlyConfig) -> Tensor:
+    """The weight `(N, K)` in that dtype, of int8 or float8_e4m3fn `(N, K)`, or uint8 `(N, K/2)`, contiguous along K."""
+    n, columns = w.shape
+    out = torch.empty((n, k), dtype=dtype, device=w.device)
+    w, read, form = Format.of(w, scale, k, dtype)
+    plan = _plan((w.dtype, scale.dtype, dtype), form, c)
+    tiles = library.cdiv(n, c.block_n) * library.cdiv(columns, plan.constants["BLOCK_K"])
+    launching.launch(plan, tiles, (w, read, out), (w.stride(0), columns), (n,))
+    return out
+
+
+def rows_at_a_time(n: int, k: int, itemsize: int) -> int:
+    """Rows of the weight: all, or equal parts of whole tiles of the product, 256 rows."""
+    most = max(1, AT_A_TIME // (256 * max(1, k * itemsize))) * 256
+    return library.cdiv(n, library.cdiv(n, most) * 256) * 256 if n > most else n
+
+
+def launch(
+    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
+) -> None:
+    """Launch both: x (M, K), w as `dequantized` takes it, out and residual (M, N); all but x and w are contiguous."""
+    n, k = w.shape[0], x.shape[1]
+    out = out.view(-1, n)
+    residual = None if residual is None else residual.view(-1, n)
+    step = rows_at_a_time(n, k, x.element_size())
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        weight = dequantized(w[part], scale[part], x.dtype, k, c)
+        of_part = [None if t is None else t[..., part] for t in (bias, residual)]
+        product("weight_only", x, weight, out[:, part], *of_part)
+        del weight  # before there is memory for the next

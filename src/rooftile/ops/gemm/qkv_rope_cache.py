@@ -1,0 +1,219 @@
+"""What stands between the hidden states and decode attention: the norm, the product of q, k and v, RoPE, the cache.
+
+    [q | k | v] = rms_norm(x) @ weight^T + bias          `rooftile.rms_norm_linear`
+    q, k turned by the angles of their positions,
+    cache[lengths[b] + t] = k[b, t], v[b, t]             `rooftile.rope_and_cache`
+
+One token of one sequence, a step of decoding, is one kernel: q, k and v are not written to be read again, and a launch
+is saved. It is `held` for weights of 16 bits with rows of up to 8192, `digits` for those of int8 and int4 that
+`rms_norm_linear` takes so, `row` for others. More tokens are the kernels of the two ops.
+
+Bytes of the one kernel: the weights, x, and of cos and sin one of each pair's two equal entries read; q, k and v
+written once. Rounding is that of the two ops: q, k and v are rounded to x's dtype before they are turned, and after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from rooftile import launching, library
+from rooftile.ops import kv_cache
+from rooftile.ops.gemm import norm_layers as layers
+from rooftile.ops.gemm import norm_quantized as quantized
+from rooftile.ops.gemm import qkv_gemv as row
+from rooftile.ops.gemm import qkv_gemv_persistent as held
+from rooftile.ops.gemm.common import refuse_symbols
+from rooftile.ops.gemm.config import MatmulConfig
+from rooftile.ops.gemm.norm_choose import chosen, chosen_quantized
+from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
+from rooftile.ops.kv_cache import Layout
+from rooftile.ops.kv_cache.checks import QUANTIZED, check_rope
+from rooftile.ops.kv_cache.launch import Cache, rotate_and_append
+from rooftile.ops.rope import Style
+
+__all__ = ["rms_norm_qkv_rope_cache"]
+
+_OP = "rms_norm_qkv_rope_cache"
+
+
+def choose(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, cos: Tensor, style: str, cache: Cache
+) -> MatmulConfig | WeightOnlyConfig | None:
+    """How the one kernel is launched, by what rms_norm_linear takes for one row; None where there are several."""
+    one_row = x.shape[0] * x.shape[1] == 1
+    if not one_row or cos.shape[-1] != cache.k.shape[-1] or cache.k.dtype != x.dtype:
+        return None
+    if weight_scale is None:
+        c = chosen(_OP, x, weight, "", "")
+    else:
+        c = chosen_quantized(_OP, x, weight, False, "")
+        by_digits = quantized.digits_config(x, weight, weight_scale)
+        if style in row.STYLES and by_digits is not None and by_digits.split_k == 1:
+            return by_digits
+    if c is None or style not in {"gemv": row.STYLES, "gemv_persistent": held.STYLES}.get(c.kernel, ()):
+        return None
+    return c if c.split_k == 1 and c.block_n > 1 else None
+
+
+def _check_sizes(x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, layout: str) -> int:
+    """Heads of q: as many as the rows of the weight that those of k and v leave."""
+    library.check_layout(_OP, layout)
+    if k_cache.dtype not in (x.dtype, *QUANTIZED):
+        raise TypeError(
+            f"{_OP}: k_cache has dtype {k_cache.dtype}, expected {x.dtype} to match x, float8_e4m3fn or int8"
+        )
+    if k_cache.dim() != 4 or not (paged or k_cache.shape[0] == x.shape[0]):
+        first = "pages" if paged else x.shape[0]
+        raise ValueError(
+            f"{_OP}: k_cache has shape {tuple(k_cache.shape)}, expected 4 dimensions, {layout}, the first {first}"
+        )
+    library.check_same(_OP, "v_cache", v_cache, "k_cache", k_cache)
+    heads, head_dim, n = k_cache.shape[layout.index("h")], k_cache.shape[3], weight.shape[0]
+    if head_dim == 0 or n % head_dim or n // head_dim <= 2 * heads:
+        raise ValueError(
+            f"{_OP}: weight has {n} rows, expected (q_heads + 2 * {heads}) * {head_dim} to match the heads of k_cache"
+        )
+    return n // head_dim - 2 * heads
+
+
+def _heads(x: Tensor, tensor: Tensor, heads: tuple[int, ...], layout: str) -> tuple[Tensor, ...]:
+    """Those columns of (B, T, columns) by head, in the order of the layout."""
+    parts = tensor.unflatten(-1, (sum(heads), -1)).split(heads, dim=2)
+    return tuple(part if layout == "bthd" else part.transpose(1, 2) for part in parts)
+
+
+def _checked(
+    x: Tensor, norm_weight: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, cos: Tensor,
+    sin: Tensor, *rest: Any,
+) -> tuple[Cache, Tensor]:  # fmt: skip
+    """The cache, and memory for q, (B, T, Hq, D), after all checks."""
+    *of_cache, style, eps, offset = rest
+    layers.check(_OP, x, norm_weight, weight, bias, eps, offset, scale=weight_scale)
+    if x.dim() != 3:
+        raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, {x.shape[-1]})")
+    k_cache, v_cache, _, page_table, *_, layout = of_cache
+    q_heads = _check_sizes(x, weight, k_cache, v_cache, page_table is not None, layout)
+    heads, head_dim = k_cache.shape[layout.index("h")], k_cache.shape[3]
+    # The shapes of q, k and v are checked, which are not there yet.
+    qkv = x[..., :1].expand(*x.shape[:2], weight.shape[0])
+    q, k, v = _heads(x, qkv, (q_heads, heads, heads), layout)
+    cache = kv_cache._cache(_OP, k, v, *of_cache)
+    check_rope(_OP, q, k, cos, sin, style, layout)
+    return cache, torch.empty((*x.shape[:2], q_heads, head_dim), dtype=x.dtype, device=x.device)
+
+
+def _fake(*inputs: Any) -> Tensor:
+    cache, q = _checked(*inputs)
+    return q if cache.layout == "bthd" else q.transpose(1, 2)
+
+
+def _launch(
+    x: Tensor, norm_weight: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, cos: Tensor,
+    sin: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
+    cache, out = _checked(x, norm_weight, weight, weight_scale, bias, cos, sin, *rest)
+    refuse_symbols(*x.shape, *weight.shape)
+    style, eps, offset = rest[-3:]
+    layout, (q_heads, _) = cache.layout, out.shape[2:]
+    q_out = out if layout == "bthd" else out.transpose(1, 2)
+    kv_cache._check_memory(_OP, x.unsqueeze(layout.index("h")), cache)
+    if out.numel() == 0:
+        return q_out
+    c = choose(x, weight, weight_scale, cos, style, cache)
+    if c is not None:
+        scale, bias = (None if t is None else t.contiguous() for t in (weight_scale, bias))
+        given = (library.as_rows(x), norm_weight.contiguous(), weight)
+        if isinstance(c, WeightOnlyConfig):
+            from rooftile.ops.gemm import qkv_gemv_imma as digits  # not every Triton has Gluon
+
+            if isinstance(x, FunctionalTensor):
+                raise launching.Untraceable("a kernel of Gluon")
+            assert scale is not None, "a dense weight has no such configuration"
+            digits.launch(*given, scale, bias, cos, sin, out, eps, offset, cache, c)
+        elif c.kernel == "gemv_persistent":
+            held.launch(*given, bias, cos, sin, out, eps, offset, style, cache, c)
+        else:
+            row.launch(*given, scale, bias, cos, sin, out, eps, offset, cache, c)
+        return q_out
+    if weight_scale is None:
+        qkv = layers.launch(_OP, x, norm_weight, weight, bias, eps, offset, "")
+    else:
+        qkv = quantized._launch(_OP, x, norm_weight, weight, weight_scale, bias, eps, offset, "", "")
+    heads = cache.k.shape[layout.index("h")]
+    q, k, v = _heads(x, qkv, (q_heads, heads, heads), layout)
+    rotate_and_append(q, k, v, q_out, cos, sin, style, cache)
+    return q_out
+
+
+_op = library.define(
+    f"{_OP}(Tensor x, Tensor norm_weight, Tensor weight, Tensor? weight_scale, Tensor? bias, Tensor cos, Tensor sin, "
+    f"{kv_cache._OF_CACHE}, str style, float eps, float offset) -> Tensor",
+    launch=_launch,
+    fake=_fake,
+    autograd=kv_cache._refuse_gradients(
+        _OP, ("x", "norm_weight", "weight", "weight_scale", "bias", "cos", "sin", *kv_cache._NAMES)
+    ),
+)
+
+
+def rms_norm_qkv_rope_cache(
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    page_table: Tensor | None = None,
+    counts: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    style: Style = "half",
+    layout: Layout = "bthd",
+) -> Tensor:
+    """`rope_and_cache` of `[q | k | v] = rms_norm_linear(x, norm_weight, weight, bias)`: q turned is returned.
+
+    One kernel for one token of one sequence, where style is `"half"`, all of a head is turned, the caches have x's
+    dtype, and the weight is contiguous along k; with weights of 16 bits for `"interleaved"`, too, on a GPU. Else the
+    kernels of the two ops. Each number is rounded where the two ops round it. For inference.
+
+    Args:
+        x: `(B, T, K)`, float32, float16 or bfloat16: T new tokens of each sequence.
+        norm_weight: `(K,)`, of any of these dtypes.
+        weight: `((Hq + 2H) * D, K)` of x's dtype: the rows of q, k and v, head by head, of H heads of k as the caches
+            have.
+        cos, sin, page_table, counts, k_scale, v_scale, style, layout: as `rope_and_cache` takes them.
+        lengths: `(B,)`, int32 or int64: the tokens that each sequence has already, the new ones not among them, which
+            `decode_attention` counts. Of a `KVCache` or a `PagedKVCache` that is `starts`, and its method
+            `norm_qkv_rope_and_append` passes it.
+        k_cache, v_cache: the same, of one shape. Written in place.
+        bias, weight_scale, eps, offset: as `rms_norm_linear` takes them; with weights of 8 and 4 bits several
+            tokens are rounded as there. Under `torch.autocast` nothing is cast.
+
+    Returns:
+        q turned, `(B, T, Hq, D)`, or `(B, Hq, T, D)` with `layout="bhtd"`; zeros where `counts` or a negative length
+        say that there is no token.
+
+    Raises:
+        As `rms_norm_linear` and `rope_and_cache`. A weight whose rows are not those of whole heads is a ValueError, and
+        so is any argument that requires grad.
+    """
+    library.check_tensors(
+        _OP, x=x, norm_weight=norm_weight, weight=weight, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
+        lengths=lengths,
+    )  # fmt: skip
+    if x.dim() != 3:
+        raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, K)")
+    new = x.unsqueeze(1 if layout == "bhtd" else 2)  # of its batch and tokens
+    rest = kv_cache._rest(_OP, new, k_cache, lengths, page_table, counts, k_scale, v_scale, layout)
+    return _op(x, norm_weight, weight, weight_scale, bias, cos, sin, k_cache, v_cache, *rest, style, eps, offset)

@@ -1,0 +1,226 @@
+"""The product of x and a weight of 8 or 4 bits: the weight's rows on the matrix unit's long side, for few rows of x.
+
+A program computes the transposed tile, `w[n, k] x[m, k]`, walking along K. The packed tile streams through shared
+memory, and is dequantised on its way into the registers that the matrix unit reads its first operand from. With
+several `SLICES` the product is a batch of products, one block of K each, and Triton gives each warp blocks of its own:
+16 rows of the weight keep four warps busy, and their sums meet once, at the end.
+
+int4 has a scale for each group of K and row: a block's product is a sum over one group, multiplied by its scale in
+float32 as it joins the rest. A block is two groups: the bytes' low nibbles are the first, their high ones the second,
+so that both halves of x, too, are contiguous. Where the groups are odd in number the last block is one group, each half
+a half of it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
+from rooftile.primitives.dequantize import eight_bits_as, has_tricks, int4_as
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
+from rooftile.primitives.quantize import writable
+from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.weights import in_pairs, of_pair
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+
+@triton.jit
+def _spread(blocks, rows, inner, SLICES: tl.constexpr):
+    """Three ranges as the dimensions of a tile: (SLICES, rows, inner), or (rows, inner) for one slice."""
+    if SLICES == 1:
+        return 0, rows[:, None], inner[None, :]
+    else:
+        return blocks[:, None, None], rows[None, :, None], inner[None, None, :]
+
+
+@triton.jit
+def _scales(scale_ptr, rows, block, GROUPS: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr):
+    """The scales of a block's two groups. PAIRS: two of 16 bits are one word, as wide as a pipelined copy has to be."""
+    if PAIRS != "":
+        HALF: tl.constexpr = GROUPS // 2
+        if EVEN:
+            words = tl.load(scale_ptr + rows * HALF + block)
+        else:
+            words = tl.load(scale_ptr + rows * HALF + block, mask=block < HALF, other=0)
+        first, second = of_pair(words, PAIRS)
+    else:
+        at = scale_ptr + rows * GROUPS + 2 * block
+        if EVEN:
+            first = tl.load(at).to(tl.float32)
+            second = tl.load(at + 1).to(tl.float32)
+        else:
+            first = tl.load(at, mask=2 * block < GROUPS, other=0.0).to(tl.float32)
+            second = tl.load(at + 1, mask=2 * block + 1 < GROUPS, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols"])
+def _weight_only_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    counters_ptr,
+    stride_xm,
+    stride_wn,
+    n_rows,
+    n_cols,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    TRICKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    # A block's bytes in a row of the weight, the blocks there are, and how many steps each of the splits walks.
+    BYTES: tl.constexpr = BLOCK_K // 2 if GROUP > 0 else BLOCK_K
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    STEPS: tl.constexpr = (BLOCKS + SLICES - 1) // SLICES
+    EACH: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    EVEN: tl.constexpr = K % (BLOCK_K * SLICES) == 0
+    ODD: tl.constexpr = GROUP > 0 and K % BLOCK_K != 0
+    GROUPS: tl.constexpr = K // GROUP if GROUP > 0 else 0
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    # Neighbours share a tile of the weight.
+    row_tiles = tl.cdiv(n_rows, BLOCK_M)
+    tile = tl.program_id(0) // SPLIT
+    split = tl.program_id(0) % SPLIT
+    m = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_inside = tl.minimum(n, n_cols - 1).to(tl.int64)  # what is past the last row is in bounds, and not stored
+    block, w_rows, w_inner = _spread(tl.arange(0, SLICES), n_inside, tl.arange(0, BYTES), SLICES)
+    _, x_inner, x_rows = _spread(tl.arange(0, SLICES), tl.arange(0, BYTES), m, SLICES)
+    w_ptrs = w_ptr + w_rows * stride_wn + w_inner + block * BYTES
+    x_ptrs = x_ptr + x_rows.to(tl.int64) * stride_xm + x_inner + block * BLOCK_K
+    x_mask = x_rows < n_rows
+    first_step = split * EACH
+    if PREFETCH >= 0:
+        pdl_launch_dependents()
+        ROW_BYTES: tl.constexpr = (K // 2) if GROUP > 0 else K
+        lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(SLICES * BYTES, 128))) * 128
+        for ahead in tl.static_range(PREFETCH):
+            line = tl.minimum((first_step + ahead) * SLICES * BYTES + lines, ROW_BYTES - 1)
+            prefetch(w_ptr + n_inside[:, None] * stride_wn + line[None, :])
+        pdl_wait()
+
+    if SLICES == 1:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+    for step in tl.range(first_step, tl.minimum(first_step + EACH, STEPS), num_stages=STAGES):
+        at = step * SLICES
+        if EVEN:
+            w = tl.load(w_ptrs + at * BYTES, eviction_policy="evict_first")
+            x_inside = x_mask
+            half = BYTES
+        elif GROUP > 0:
+            # Bytes of a block, and so elements of each of its halves.
+            half = tl.minimum(K - (at + block) * BLOCK_K, BLOCK_K) // 2
+            w = tl.load(w_ptrs + at * BYTES, mask=w_inner < half, other=0, eviction_policy="evict_first")
+            x_inside = x_mask & (x_inner < half)
+        else:
+            left = K - (at + block) * BLOCK_K
+            w = tl.load(w_ptrs + at * BYTES, mask=w_inner < left, other=0.0, eviction_policy="evict_first")
+            x_inside = x_mask & (x_inner < left)
+        x = tl.load(x_ptrs + at * BLOCK_K, mask=x_inside, other=0.0)
+        if GROUP > 0:
+            if ODD:
+                x_high = tl.load(x_ptrs + at * BLOCK_K + half, mask=x_inside, other=0.0)
+            else:
+                x_high = tl.load(x_ptrs + at * BLOCK_K + BYTES, mask=x_inside, other=0.0)
+            low, high = int4_as(w, DTYPE, TRICKS)
+            scale, scale_high = _scales(scale_ptr, w_rows, at + block, GROUPS, EVEN, PAIRS)
+            if ODD:
+                scale_high = tl.where(half == BYTES, scale_high, scale)
+            acc += tl.dot(low, x, input_precision="ieee") * scale
+            acc += tl.dot(high, x_high, input_precision="ieee") * scale_high
+        else:
+            acc = tl.dot(eight_bits_as(w, DTYPE, TRICKS), x, acc, input_precision="ieee")
+    if SLICES > 1:
+        acc = tl.sum(acc, axis=0)
+
+    if SPLIT > 1:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        part = partial_ptr + tile.to(tl.int64) * (SPLIT * SIZE)
+        part += tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
+        tl.store(part + split * SIZE, acc)
+        if not arrives_last(counters_ptr + tile, SPLIT):
+            return
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for s in tl.static_range(SPLIT):
+            acc += tl.load(part + s * SIZE, cache_modifier=".cg")
+
+    if GROUP == 0:
+        acc *= tl.load(scale_ptr + n, mask=n < n_cols).to(tl.float32)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < n_cols).to(tl.float32)[:, None]
+    mask = (m < n_rows)[None, :] & (n < n_cols)[:, None]
+    out = out_ptr + m.to(tl.int64)[None, :] * n_cols + n[:, None]
+    if HAS_RESIDUAL:
+        residual = residual_ptr + m.to(tl.int64)[None, :] * n_cols + n[:, None]
+        acc += tl.load(residual, mask=mask).to(tl.float32)
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _plan(
+    k: int, group: int, dtypes: tuple[torch.dtype | None, ...], tricks: bool, pairs: str, c: WeightOnlyConfig
+) -> launching.KernelLauncher:
+    constants = {
+        "K": k,
+        "GROUP": group,
+        "HAS_BIAS": dtypes[3] is not None,
+        "HAS_RESIDUAL": dtypes[4] is not None,
+        "TRICKS": tricks,
+        "PAIRS": pairs,
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "SLICES": c.slices,
+        "SPLIT": c.split_k,
+        "STAGES": c.num_stages,
+        "PREFETCH": c.prefetch,
+    }
+    options = {"launch_pdl": True} if c.prefetch >= 0 else {}
+    return launching.KernelLauncher(_weight_only_kernel, constants, num_warps=c.num_warps, **options)
+
+
+def launch(
+    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
+) -> None:
+    """Launch it: x (M, K), w int8 or float8_e4m3fn (N, K), or uint8 (N, K/2), out and residual (M, N).
+
+    All but x and w are contiguous.
+    """
+    (n_rows, k), n_cols = x.shape, w.shape[0]
+    group, pairs = 0, ""
+    if w.dtype == torch.uint8:
+        group = int(k) // int(scale.shape[1])
+        scale, pairs = in_pairs(scale)
+    elif w.dtype == torch.float8_e4m3fn:
+        w = writable(w)
+    tiles = library.cdiv(n_rows, c.block_m) * library.cdiv(n_cols, c.block_n)
+    partial = counters = None
+    if c.split_k > 1:
+        partial = torch.empty(tiles * c.split_k * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
+        counters = launching.counters(tiles, x.device)
+    dtypes = (x.dtype, w.dtype, scale.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
+    plan = _plan(int(k), group, dtypes, has_tricks(runtime.target(x.device)), pairs, c)
+    tensors = (x, w, scale, bias, residual, out, partial, counters)
+    launching.launch(plan, tiles * c.split_k, tensors, (x.stride(0), w.stride(0)), (n_rows, n_cols))
