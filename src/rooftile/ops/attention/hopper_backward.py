@@ -27,9 +27,9 @@ from rooftile.ops.attention.hopper_backward_dq_kernel import queries_gradient
 from rooftile.ops.attention.hopper_backward_kernel import keys_gradients
 from rooftile.ops.attention.hopper_backward_tiling import KeysTiling, QueriesTiling
 from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
+from rooftile.primitives.gluon import describe, is_describable
 
 import triton.experimental.gluon.language as gl  # isort: skip
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # isort: skip
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _KEYS = 128
@@ -116,26 +116,8 @@ def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | Non
     return None
 
 
-def _is_describable(t: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read and write it as it lies."""
-    size = t.element_size()
-    return (
-        t.stride(3) == 1
-        and t.data_ptr() % 16 == 0
-        and all(n == 1 or (d > 0 and d * size % 16 == 0) for n, d in zip(t.shape[:3], t.stride()[:3], strict=True))
-    )
-
-
 _TILES = gl.NVMMASharedLayout(128, 16, 4)
 _ROW = gl.NVMMASharedLayout(0, 32, 1)
-
-
-def _described(t: Tensor, rows: int) -> TensorDescriptor:
-    """t, (B, H, T, D), as the accelerator has to know it. Outside of it, it reads zeros, and writes nothing."""
-    shape = list(t.shape)
-    strides = [d if n > 1 else shape[3] for n, d in zip(shape, t.stride(), strict=True)]  # of one entry it may be any
-    strides[3] = 1
-    return TensorDescriptor(t, shape, strides, [1, 1, rows, _padded(shape[3])], _TILES)
 
 
 @functools.cache
@@ -164,7 +146,7 @@ def _together(lanes: int, lane_bytes: int) -> int:
 def _written(t: Tensor | None, like: Tensor) -> Tensor:
     """Where a kernel writes a gradient: t itself if the accelerator can, or memory to be copied, or that nobody asked
     for."""
-    return t if t is not None and _is_describable(t) else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return t if t is not None and is_describable(t) else torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _make_keys_gradients(
@@ -185,13 +167,13 @@ def _make_keys_gradients(
     dk_out, dv_out = _written(dk, k), _written(dv, v)
     walked = heads // kv_heads * n_q * t.dim * (4 + (4 if t.with_dq else 0))
     args = (
-        _described(q, t.rows),
-        _described(k, 64),
-        _described(v, 64),
-        _described(dout, t.rows),
-        TensorDescriptor(stats, [stats.numel()], [1], [t.rows], _ROW),
-        _described(dk_out, 64),
-        _described(dv_out, 64),
+        describe(q, (1, 1, t.rows, t.dim), _TILES),
+        describe(k, (1, 1, 64, t.dim), _TILES),
+        describe(v, (1, 1, 64, t.dim), _TILES),
+        describe(dout, (1, 1, t.rows, t.dim), _TILES),
+        describe(stats, (t.rows,), _ROW),
+        describe(dk_out, (1, 1, 64, t.dim), _TILES),
+        describe(dv_out, (1, 1, 64, t.dim), _TILES),
         sums,
         heads,
         kv_heads,
@@ -215,11 +197,11 @@ def _make_queries_gradient(
     lanes, group = batch * heads, heads // kv_heads
     dq_out = _written(dq, q)
     args = (
-        _described(q, 64),
-        _described(k, t.keys),
-        _described(v, t.keys),
-        _described(dout, 64),
-        _described(dq_out, 64),
+        describe(q, (1, 1, 64, t.dim), _TILES),
+        describe(k, (1, 1, t.keys, t.dim), _TILES),
+        describe(v, (1, 1, t.keys, t.dim), _TILES),
+        describe(dout, (1, 1, 64, t.dim), _TILES),
+        describe(dq_out, (1, 1, 64, t.dim), _TILES),
         stats,
         heads,
         kv_heads,
@@ -266,7 +248,7 @@ def launch(
         return
 
     q, k, v, dout = (
-        t if _is_describable(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v, dout)
+        t if is_describable(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v, dout)
     )
     if out.stride(3) != 1:
         out = out.contiguous()

@@ -16,13 +16,12 @@ The kernel's one constant, T, is a `QueriesTiling` (hopper_backward_tiling.py).
 from __future__ import annotations
 
 from rooftile.ops.attention.hopper_backward_parts import (
-    bring,
-    following,
     place,
     probabilities,
     scores_gradient,
     write,
 )
+from rooftile.primitives.gluon import load_tile, next_slot
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -60,18 +59,18 @@ def _produce(q_desc, k_desc, v_desc, o_desc, work, memory, bars, size, T: gl.con
 
     mbarrier.expect(q_ready, 4 * q_desc.block_type.nbytes)
     for w in gl.static_range(2):
-        bring(q_desc, [entry, head, row + w * 64, 0], q_ready, q_tiles.index(w))
-        bring(o_desc, [entry, head, row + w * 64, 0], q_ready, o_tiles.index(w))
+        load_tile(q_desc, [entry, head, row + w * 64, 0], q_ready, q_tiles.index(w))
+        load_tile(o_desc, [entry, head, row + w * 64, 0], q_ready, o_tiles.index(w))
     slot = 0
     parity = 0
     for block in range(begin, end):
         mbarrier.wait(k_free.index(slot), parity ^ 1)
         mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
-        bring(k_desc, [entry, head // group, block * T.keys, 0], k_ready.index(slot), k_ring.index(slot))
+        load_tile(k_desc, [entry, head // group, block * T.keys, 0], k_ready.index(slot), k_ring.index(slot))
         mbarrier.wait(v_free.index(slot), parity ^ 1)
         mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
-        bring(v_desc, [entry, head // group, block * T.keys, 0], v_ready.index(slot), v_ring.index(slot))
-        slot, parity = following(slot, parity, T.stages)
+        load_tile(v_desc, [entry, head // group, block * T.keys, 0], v_ready.index(slot), v_ring.index(slot))
+        slot, parity = next_slot(slot, parity, T.stages)
 
 
 @gluon.jit
@@ -129,7 +128,7 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, mine: gl.constexpr, T
             dq = warpgroup_mma_wait(0, (dq,))
             mbarrier.arrive(k_free.index(slot), count=1)
         before = slot
-        slot, parity = following(slot, parity, T.stages)
+        slot, parity = next_slot(slot, parity, T.stages)
     if T.deferred:  # noqa: SIM102  # the one is known when it is compiled
         if end > begin:
             dq = warpgroup_mma_wait(0, (warpgroup_mma(ds_16, k_ring.index(before), dq, is_async=True),))

@@ -27,14 +27,12 @@ The kernel's one constant, T, is a `KeysTiling` (hopper_backward_tiling.py).
 from __future__ import annotations
 
 from rooftile.ops.attention.hopper_backward_parts import (
-    bring,
-    following,
     place,
     probabilities,
     scores_gradient,
-    seen_as,
     write,
 )
+from rooftile.primitives.gluon import load_tile, next_slot, view_as
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -75,8 +73,8 @@ def _produce(q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, siz
     mbarrier.expect(kv_ready, 4 * k_desc.block_type.nbytes)
     for w in gl.static_range(2):
         at = block * T.keys + w * 64
-        bring(k_desc, [entry, head, at, 0], kv_ready, k_tiles.index(w))
-        bring(v_desc, [entry, head, at, 0], kv_ready, v_tiles.index(w))
+        load_tile(k_desc, [entry, head, at, 0], kv_ready, k_tiles.index(w))
+        load_tile(v_desc, [entry, head, at, 0], kv_ready, v_tiles.index(w))
     slot = 0
     parity = 0
     for g in range(group):
@@ -88,14 +86,14 @@ def _produce(q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, siz
             bar = q_ready.index(slot)
             mbarrier.wait(q_free.index(slot), parity ^ 1)
             mbarrier.expect(bar, q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-            bring(q_desc, [entry, q_head, row, 0], bar, q_ring.index(slot))
-            bring(stats_desc, [at], bar, stats.index(2 * slot))
-            bring(stats_desc, [at + T.stat_rows], bar, stats.index(2 * slot + 1))
+            load_tile(q_desc, [entry, q_head, row, 0], bar, q_ring.index(slot))
+            load_tile(stats_desc, [at], bar, stats.index(2 * slot))
+            load_tile(stats_desc, [at + T.stat_rows], bar, stats.index(2 * slot + 1))
             bar = o_ready.index(slot)
             mbarrier.wait(o_free.index(slot), parity ^ 1)
             mbarrier.expect(bar, o_desc.block_type.nbytes)
-            bring(o_desc, [entry, q_head, row, 0], bar, o_ring.index(slot))
-            slot, parity = following(slot, parity, T.stages)
+            load_tile(o_desc, [entry, q_head, row, 0], bar, o_ring.index(slot))
+            slot, parity = next_slot(slot, parity, T.stages)
 
 
 @gluon.jit
@@ -181,8 +179,9 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, mine: gl.conste
     mbarrier.wait(kv_ready, 0)
     if T.with_dq:
         PARTS: gl.constexpr = T.dim // 64
-        k_parts = seen_as(k_tiles, gl.constexpr([2 * PARTS, 64, 64]), k_tiles)
-        ds_parts = seen_as(ds_ring, gl.constexpr([T.buffers * 2 * (T.rows // 64), 64, 64]), ds_ring)
+        k_parts = view_as(k_tiles, gl.constexpr([2 * PARTS, 64, 64]), k_tiles)
+        DS_PARTS: gl.constexpr = T.buffers * 2 * (T.rows // 64)
+        ds_parts = view_as(ds_ring, gl.constexpr([DS_PARTS, 64, 64]), ds_ring)
         buffer = 0
         buffer_parity = 0
         for _ in range(steps):
@@ -206,8 +205,8 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, mine: gl.conste
             dk = warpgroup_mma_wait(0, (dk,))
             mbarrier.arrive(q_free.index(slot), count=1)
             m, tile = _advance(m, tile, low, high, row_blocks)
-            slot, parity = following(slot, parity, T.stages)
-            buffer, buffer_parity = following(buffer, buffer_parity, T.buffers)
+            slot, parity = next_slot(slot, parity, T.stages)
+            buffer, buffer_parity = next_slot(buffer, buffer_parity, T.buffers)
         mbarrier.arrive(all_done, count=1)
     else:
         before = 0
@@ -236,7 +235,7 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, mine: gl.conste
                 mbarrier.arrive(q_free.index(slot), count=1)
             before = slot
             m, tile = _advance(m, tile, low, high, row_blocks)
-            slot, parity = following(slot, parity, T.stages)
+            slot, parity = next_slot(slot, parity, T.stages)
         if T.deferred:  # noqa: SIM102  # the one is known when it is compiled
             if steps > 0:
                 dk = warpgroup_mma_wait(0, (warpgroup_mma(ds_16, q_ring.index(before), dk, is_async=True),))

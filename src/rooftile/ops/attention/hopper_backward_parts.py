@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile.primitives.gluon import store_tile
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared  # isort: skip
 
-# Triton 3.9 has other names; the old ones of the copies are still there, and raise.
-load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def seen_as(memory, shape: gl.constexpr, like):
-    """The same shared memory, as tiles of another shape, in the layout of another."""
-    if _RENAMED:
-        return memory.reinterpret(memory.dtype, shape, like.layout)
-    else:
-        return memory._reinterpret(memory.dtype, shape, like.layout)
-
-
-@gluon.jit
-def bring(desc, at, bar, memory):
-    """Start the copy of a tile into shared memory."""
-    SHAPE: gl.constexpr = desc.block_type.shape
-    load(desc, at, bar, seen_as(memory, SHAPE, desc))
 
 
 @gluon.jit
@@ -36,16 +16,7 @@ def write(z, memory, desc, entry, head, at):
     """Write a consumer's 64 rows of a gradient, by way of shared memory that nobody reads any more."""
     memory.store(z.to(desc.dtype))
     fence_async_shared()
-    SHAPE: gl.constexpr = desc.block_type.shape
-    store(desc, [entry, head, at, 0], seen_as(memory, SHAPE, desc))
-
-
-@gluon.jit
-def following(slot, parity, STAGES: gl.constexpr):
-    """The slot after this one, and the parity there."""
-    slot += 1
-    around = slot == STAGES
-    return gl.where(around, 0, slot), gl.where(around, parity ^ 1, parity)
+    store_tile(desc, [entry, head, at, 0], memory)
 
 
 @gluon.jit

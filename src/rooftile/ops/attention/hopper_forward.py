@@ -21,9 +21,9 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.attention.hopper_forward_kernel import attend
 from rooftile.ops.attention.hopper_forward_tiling import Tiling, swizzle_bytes
 from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
+from rooftile.primitives.gluon import describe
 
 import triton.experimental.gluon.language as gl  # isort: skip
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # isort: skip
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # What a kernel of 12 or 16 warps is compiled for; the warps that multiply then take what the one that copies leaves.
@@ -97,23 +97,9 @@ def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | Non
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _known(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, dim: int
-) -> dict[str, object]:
-    """All of a descriptor but its tensor, checked once: of an empty tensor in the place of it."""
-    some = -(-shape[3] // 8) * 8  # a stride of a dimension that has one element only
-    strides = [step if n > 1 else some for n, step in zip(shape[:3], stride[:3], strict=True)]
-    layout = gl.NVMMASharedLayout(swizzle_bytes(dim), 16, rank=4)
-    checked = torch.empty(0, dtype=dtype)
-    return vars(TensorDescriptor(checked, list(shape), [*strides, 1], [1, 1, rows, dim], layout))
-
-
-def _described(t: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """t (B, H, T, D) as the accelerator has to know it. Outside of it, it reads zeros, and writes nothing."""
-    descriptor = object.__new__(TensorDescriptor)  # its own checks would take longer than the launch
-    descriptor.__dict__.update(_known(t.shape, t.stride(), t.dtype, rows, dim), base=t)
-    return descriptor
+@functools.cache
+def _layout(dim: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_bytes(dim), 16, rank=4)
 
 
 def _describable(t: Tensor) -> Tensor:
@@ -223,11 +209,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks:
     if t.tabled and table is None:
         t = dataclasses.replace(t, tabled=False)
         plan = _plan(t, q.dtype, lse is not None, sinks is not None)
+    layout = _layout(t.dim)
     args = (
-        _described(_describable(q), t.rows, t.dim),
-        _described(_describable(k), t.keys, t.dim),
-        _described(_describable(v), t.keys, t.dim),
-        _described(out, t.rows, t.dim),
+        describe(_describable(q), (1, 1, t.rows, t.dim), layout),
+        describe(_describable(k), (1, 1, t.keys, t.dim), layout),
+        describe(_describable(v), (1, 1, t.keys, t.dim), layout),
+        describe(out, (1, 1, t.rows, t.dim), layout),
         lse,
         sinks,
         table,

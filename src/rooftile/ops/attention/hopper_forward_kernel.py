@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from rooftile.ops.attention.hopper_forward_rows import as_operand, capped, hidden, weigh
 from rooftile.ops.attention.hopper_forward_work import count_tiles, place
+from rooftile.primitives.gluon import load_tile, next_slot, store_tile
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -41,30 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
     warpgroup_mma_wait,
 )
 
-# Triton 3.9 has other names; the old ones of the copies are still there, and raise.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _LOWEST = gl.constexpr(-1e30)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _seen_as(memory, desc):
-    """A tile of shared memory as the block that a descriptor copies."""
-    if _RENAMED:
-        return memory.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    else:
-        return memory._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
-def _next(slot, parity, T: gl.constexpr):
-    """The slot after this one, and the parity there."""
-    slot += 1
-    around = slot == T.stages
-    return gl.where(around, 0, slot), gl.where(around, parity ^ 1, parity)
 
 
 @gluon.jit
@@ -73,8 +53,8 @@ def _fill(desc, batch, head, block, ring, slot, parity, T: gl.constexpr):
     tiles, ready, free = ring
     mbarrier.wait(free.index(slot), parity ^ 1)
     mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-    _load(desc, [batch, head, block * T.keys, 0], ready.index(slot), _seen_as(tiles.index(slot), desc))
-    return _next(slot, parity, T)
+    load_tile(desc, [batch, head, block * T.keys, 0], ready.index(slot), tiles.index(slot))
+    return next_slot(slot, parity, T.stages)
 
 
 @gluon.jit
@@ -101,8 +81,8 @@ def _produce(q_desc, k_desc, v_desc, table_ptr, memory, size, T: gl.constexpr):
         mbarrier.wait(q_free.index(buffer), q_parity ^ 1)
         mbarrier.expect(q_ready.index(buffer), T.consumers * q_desc.block_type.nbytes)
         for j in gl.static_range(gl.constexpr(T.consumers)):
-            to = _seen_as(q_tiles.index(buffer * T.consumers + j), q_desc)
-            _load(q_desc, [batch, head, row + j * T.rows, 0], q_ready.index(buffer), to)
+            to = q_tiles.index(buffer * T.consumers + j)
+            load_tile(q_desc, [batch, head, row + j * T.rows, 0], q_ready.index(buffer), to)
         buffer += 1
         q_parity = gl.where(buffer == T.q_buffers, q_parity ^ 1, q_parity)
         buffer = gl.where(buffer == T.q_buffers, 0, buffer)
@@ -148,7 +128,7 @@ def _step(state, q, ring, order, at, row, block, hides, size, mine: gl.constexpr
     turn = _await_turn(order, turn, mine, T)
     before = slot
     s = _start_scores(q, ring, slot, T)
-    slot, parity = _next(slot, parity, T)
+    slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
     o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
     _pass_turn(order, mine, T)
@@ -161,7 +141,7 @@ def _step(state, q, ring, order, at, row, block, hides, size, mine: gl.constexpr
     weights, sums, peak, factor = weigh(s, peak, T)
     total = total * gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None] + sums
     before = slot
-    slot, parity = _next(slot, parity, T)
+    slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
     o = warpgroup_mma_wait(0, (o,))
     mbarrier.arrive(ring[2].index(before), count=1)
@@ -213,7 +193,7 @@ def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, 
     tma.store_wait(0)
     out.store(o.to(out_desc.dtype))
     fence_async_shared()
-    _store(out_desc, [batch, head, row, 0], _seen_as(out, out_desc))
+    store_tile(out_desc, [batch, head, row, 0], out)
 
 
 @gluon.jit
@@ -239,7 +219,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, table_ptr, memory, size, mine: gl.con
     s = hidden(capped(s, T), row, end - 1, size, T)
     weights, total, peak, _factor = weigh(s, lowest, T)
     w = as_operand(weights, out_desc.dtype, T)
-    slot, parity = _next(slot, parity, T)
+    slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
     for i in range(count):
         last = i + 1 == count
@@ -262,7 +242,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, table_ptr, memory, size, mine: gl.con
             turn = _await_turn(order, turn, mine, T)
             before = slot
             s = _start_scores(q, ring, slot, T)
-            slot, parity = _next(slot, parity, T)
+            slot, parity = next_slot(slot, parity, T.stages)
             mbarrier.wait(ring[1].index(slot), parity)
             o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
             _pass_turn(order, mine, T)
@@ -271,7 +251,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, table_ptr, memory, size, mine: gl.con
             s = hidden(capped(s, T), new_row, new_end - 1, size, T)
             weights, new_total, new_peak, _factor = weigh(s, lowest, T)
             before = slot
-            slot, parity = _next(slot, parity, T)
+            slot, parity = next_slot(slot, parity, T.stages)
             if not last:
                 mbarrier.wait(ring[1].index(slot), parity)
             o = warpgroup_mma_wait(0, (o,))
@@ -283,7 +263,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, table_ptr, memory, size, mine: gl.con
         else:
             o = warpgroup_mma_wait(0, (warpgroup_mma(w, ring[0].index(slot), o, is_async=True),))
             mbarrier.arrive(ring[2].index(slot), count=1)
-            slot, parity = _next(slot, parity, T)
+            slot, parity = next_slot(slot, parity, T.stages)
             _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, size, T)
             if not last:
                 mbarrier.wait(q_ready.index(buffer), q_parity)
@@ -293,7 +273,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, table_ptr, memory, size, mine: gl.con
                 s = hidden(capped(s, T), new_row, new_end - 1, size, T)
                 weights, total, peak, _factor = weigh(s, lowest, T)
                 w = as_operand(weights, out_desc.dtype, T)
-                slot, parity = _next(slot, parity, T)
+                slot, parity = next_slot(slot, parity, T.stages)
                 mbarrier.wait(ring[1].index(slot), parity)
         batch, head, row, begin, end = new_batch, new_head, new_row, new_begin, new_end
     tma.store_wait(0)

@@ -1,0 +1,84 @@
+"""What Gluon kernels share: names that differ between Triton's versions, rings of shared memory, tensor descriptors.
+
+A ring has STAGES slots. A producer warp fills them with tiles, and consumer warpgroups read them. Both sides walk the
+ring with a slot and a parity bit that flips whenever the slot wraps to 0. A consumer waits for the parity that it is
+at. The producer waits for the opposite one, which a newly initialised barrier counts as completed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+
+import triton.experimental.gluon.language as gl  # isort: skip
+from triton.experimental import gluon  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import tma  # isort: skip
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # isort: skip
+
+# Triton 3.9 renamed these. The old names of the copies still exist there, and raise.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def view_as(memory, shape: gl.constexpr, like):
+    """The same shared memory with another shape, and the dtype and layout of `like`: shared memory or a descriptor."""
+    if _HAS_REINTERPRET:
+        return memory.reinterpret(like.dtype, shape, like.layout)
+    else:
+        return memory._reinterpret(like.dtype, shape, like.layout)
+
+
+@gluon.jit
+def load_tile(desc, at, bar, memory):
+    """Start the TMA copy of the tile at `at` into shared memory; `bar` counts its bytes."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    async_load(desc, at, bar, view_as(memory, SHAPE, desc))
+
+
+@gluon.jit
+def store_tile(desc, at, memory):
+    """Start the TMA copy of a tile from shared memory to `at`."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    async_store(desc, at, view_as(memory, SHAPE, desc))
+
+
+@gluon.jit
+def next_slot(slot, parity, STAGES: gl.constexpr):
+    """The slot after this one, and its parity."""
+    slot += 1
+    wraps = slot == STAGES
+    return gl.where(wraps, 0, slot), gl.where(wraps, parity ^ 1, parity)
+
+
+def is_describable(t: Tensor) -> bool:
+    """Whether a TMA descriptor can describe t: a last stride of 1, base and other strides multiples of 16 bytes."""
+    strides, size = t.stride(), t.element_size()
+    return (
+        strides[-1] == 1
+        and t.data_ptr() % 16 == 0
+        and all(n == 1 or (d > 0 and d * size % 16 == 0) for n, d in zip(t.shape[:-1], strides[:-1], strict=True))
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _fields(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...], layout: Any
+) -> dict[str, object]:
+    """All fields of a descriptor but its tensor, validated once. The stride of a dimension of size 1 is arbitrary."""
+    any_stride = shape[-1] + -shape[-1] % 16
+    strides = [d if n > 1 else any_stride for n, d in zip(shape[:-1], stride[:-1], strict=True)]
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides, 1], list(block), layout))
+
+
+def describe(t: Tensor, block: tuple[int, ...], layout: Any) -> TensorDescriptor:
+    """The TMA descriptor of t with tiles of `block`. Loads outside of t give zeros, and stores there are dropped."""
+    descriptor = object.__new__(TensorDescriptor)  # its own validation takes longer than a launch
+    descriptor.__dict__.update(_fields(t.shape, t.stride(), t.dtype, block, layout), base=t)
+    return descriptor
