@@ -13,9 +13,11 @@ norm weights over a bfloat16 stream, say), or one that they do not have (float64
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +42,8 @@ from rooftile.huggingface.planning import (
     Replacement,
 )
 from rooftile.huggingface.replacing import is_ours
+
+_HANDLE = "_rooftile_patch"  # where a patched model keeps its handle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +124,19 @@ class PatchHandle:
         self._replacements = replacements
         self._attention = attention
         self._memory = memory
+        # So that who has dropped the handle finds it. Not through Module.__setattr__: it is nothing of the model's.
+        model.__dict__[_HANDLE] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchHandle:
+        """A copied model carries the patch, and its handle is that of the copy."""
+        new = object.__new__(PatchHandle)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce__(self) -> Any:
+        """A pickled model carries no patch, so the place of the handle has None."""
+        return type(None), ()
 
     def undo(self) -> None:
         """Put the model back as it was: the same methods, so the same results to the bit. A second call does nothing.
@@ -146,6 +163,7 @@ class PatchHandle:
                 if (copied := ours.get(getattr(method, "__func__", None))) is not None:
                     _revert(copied, module, slot)
         self.active = False
+        del self._model.__dict__[_HANDLE]
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -161,6 +179,35 @@ class PatchHandle:
         verb = "replaced" if self.active else "undone; had replaced"
         replaced = [f"{verb}: {count} {kind}" for kind, count in self.replaced.items() if count]
         return "\n".join([*replaced, *(f"left: {left}" for left in self.left)])
+
+
+def _handles(model: nn.Module) -> Iterator[PatchHandle]:
+    """The patches of the model and of its parts."""
+    for module in model.modules():
+        if (handle := module.__dict__.get(_HANDLE)) is not None:
+            yield handle
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `rooftile.patch` of a model whose handle is not at hand: `handle.undo()` for each patch in it.
+
+    Args:
+        model: what was patched, a copy of it, or anything that holds it.
+
+    Raises:
+        TypeError: `model` is not a `torch.nn.Module`.
+        ValueError: it is not patched, and nothing in it is.
+        RuntimeError: as `PatchHandle.undo`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unpatch: model is a {type(model).__name__}, expected a torch.nn.Module")
+    handles = list(_handles(model))
+    if not handles:
+        raise ValueError(
+            f"unpatch: {type(model).__name__} is not patched, expected a model that rooftile.patch changed"
+        )
+    for handle in handles:
+        handle.undo()
 
 
 def patch(
@@ -214,13 +261,18 @@ def patch(
         | dict.fromkeys((ROPE, QK_NORM_ROPE), rope),
         Layers(model) if linear else None,
     )
+    if any(True for _ in _handles(model)):
+        raise ValueError(
+            "patch: model is patched already; undo that patch first, by its handle or rooftile.unpatch(model)"
+        )
     known = False
     for name, module, part in families.parts_of(model):
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             raise ValueError(f"patch: {name or 'the model'} is compiled already; patch it first, then compile it")
         if any(is_ours(method) for method in module.__dict__.values()):
             raise ValueError(
-                f"patch: model is patched already ({name or type(module).__name__}); undo that patch first"
+                f"patch: model is patched already ({name or type(module).__name__}); undo that patch first, by its "
+                "handle or rooftile.unpatch(model)"
             )
         if part is None:
             plan.notice_norm(module)
