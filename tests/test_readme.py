@@ -54,4 +54,4 @@ def test_the_layout_names_all_there_is():
     package = ROOT / "src" / "rooftile"
     entries = {p.name + "/" if p.is_dir() else p.name for p in package.iterdir() if p.is_file() or any(p.glob("*.py"))}
     named = set(re.findall(r"^    src/rooftile/(\S+)", README, re.MULTILINE))
-    assert named == entries - {"__init__.py", "__main__.py", "py.typed"}
+    assert named == entries - {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
