@@ -202,4 +202,6 @@ class Checkpoint:
         for file, inside in files.items():
             with opened(file) as f:
                 for entry in sorted(inside, key=lambda e: e.start):
-                    yield entry, f.get_tensor(entry.name)
+                    with torch.device("cpu"):  # the caller may have another default, which safetensors follows
+                        tensor = f.get_tensor(entry.name)
+                    yield entry, tensor

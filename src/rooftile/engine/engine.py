@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftile import runtime
 from rooftile.engine import weights as weights_
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.generation import Completion, Piece, Readback, Watch, encoded, stops_of
+from rooftile.engine.generation import Completion, Piece, Readback, Watch, encoded, integer, stops_of
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.steps import check_positive
@@ -195,18 +195,25 @@ class Engine:
 
         All of it before anything runs.
         """
-        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise ValueError(f"generate: max_new_tokens is {max_new_tokens!r}, expected a positive integer")
+        limit = integer(max_new_tokens)
+        if limit is None:
+            raise TypeError(f"generate: max_new_tokens is {max_new_tokens!r}, expected an integer")
+        if limit < 1:
+            raise ValueError(f"generate: max_new_tokens is {limit}, expected a positive integer")
         ids = encoded(prompts, self.tokenizer, self.config.vocab)
-        if not isinstance(seed, (int, Sequence)):
+        one = integer(seed)
+        if one is not None:
+            seeds: list[Any] = [one] * len(ids)
+        elif isinstance(seed, Sequence):
+            seeds = [s if (n := integer(s)) is None else n for s in seed]
+        else:
             raise TypeError(f"generate: seed is {seed!r}, expected an integer, or one for each prompt")
-        seeds = [seed] * len(ids) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(ids):
             raise ValueError(
                 f"generate: seed has {len(seeds)} numbers, expected one, or {len(ids)}, one for each prompt"
             )
         requests = [
-            Request(i, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, min_p, repetition_penalty, s))
+            Request(i, prompt, limit, Sampling(temperature, top_k, top_p, min_p, repetition_penalty, s))
             for i, (prompt, s) in enumerate(zip(ids, seeds, strict=True))
         ]
         cache = self.runner.cache
@@ -214,7 +221,7 @@ class Engine:
         for request in requests:
             if request.longest + 1 > self.max_seq_len:
                 raise ValueError(
-                    f"generate: prompt {request.index} has {len(request.prompt)} tokens, and {max_new_tokens} new ones "
+                    f"generate: prompt {request.index} has {len(request.prompt)} tokens, and {limit} new ones "
                     f"are more than max_seq_len, {self.max_seq_len}"
                 )
             if scheduler.pages_of(request) > cache.k.shape[1]:

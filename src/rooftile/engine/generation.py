@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,16 @@ def _as_lists(x: Any) -> Any:
     return x.tolist() if hasattr(x, "tolist") else x
 
 
+def integer(x: object) -> int | None:
+    """That integer, of Python's or of NumPy's type; None for all else, booleans among it."""
+    if isinstance(x, bool):
+        return None
+    try:
+        return operator.index(x)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def encoded(prompts: Any, tokenizer: Tokenizer | None, vocab: int) -> list[list[int]]:
     """The tokens of each prompt."""
     prompts = _as_lists(prompts)
@@ -76,15 +87,18 @@ def encoded(prompts: Any, tokenizer: Tokenizer | None, vocab: int) -> list[list[
     for i, p in enumerate(prompts):
         if not isinstance(p, Sequence) or isinstance(p, bytes):
             raise TypeError(f"generate: prompt {i} is {p!r}, expected text, or token ids as integers")
-    ids = [list(tokenizer.encode(p).ids) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[union-attr]
-    for i, prompt in enumerate(ids):
-        if not prompt:
+    ids: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        found = list(tokenizer.encode(prompt).ids) if isinstance(prompt, str) else [integer(t) for t in prompt]  # type: ignore[union-attr]
+        if not found:
             raise ValueError(f"generate: prompt {i} is empty, expected one token or more")
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise TypeError(f"generate: prompt {i} has {token!r}, expected text, or token ids as integers")
+        ids.append([])
+        for at, token in enumerate(found):
+            if token is None:
+                raise TypeError(f"generate: prompt {i} has {prompt[at]!r}, expected text, or token ids as integers")
             if not 0 <= token < vocab:
                 raise ValueError(f"generate: prompt {i} has the token {token}, expected 0 to {vocab - 1}")
+            ids[i].append(token)
     return ids
 
 
@@ -92,19 +106,28 @@ def stops_of(
     stop: str | int | Sequence[str | int], tokenizer: Tokenizer | None, vocab: int
 ) -> tuple[set[int], list[str]]:
     """Token ids and strings."""
-    if not isinstance(stop, (str, int, Sequence)):
+    if isinstance(stop, str) or integer(stop) is not None:
+        stop = [stop]  # type: ignore[list-item]
+    if not isinstance(stop, Sequence):
         raise TypeError(f"generate: stop is {stop!r}, expected strings and token ids")
-    stops = [stop] if isinstance(stop, (str, int)) else list(stop)
-    for s in stops:
-        if not isinstance(s, (str, int)) or isinstance(s, bool):
+    tokens, strings = set[int](), list[str]()
+    for s in stop:
+        if isinstance(s, str):
+            if not s:
+                raise ValueError("generate: stop has an empty string")
+            if tokenizer is None:
+                raise ValueError(
+                    f"generate: stop has the string {s!r}, and the engine has no tokenizer: give token ids"
+                )
+            strings.append(s)
+            continue
+        token = integer(s)
+        if token is None:
             raise TypeError(f"generate: stop has {s!r}, expected strings and token ids")
-        if isinstance(s, int) and not 0 <= s < vocab:
-            raise ValueError(f"generate: stop has the token {s}, expected 0 to {vocab - 1}")
-        if s == "":
-            raise ValueError("generate: stop has an empty string")
-        if isinstance(s, str) and tokenizer is None:
-            raise ValueError(f"generate: stop has the string {s!r}, and the engine has no tokenizer: give token ids")
-    return {s for s in stops if isinstance(s, int)}, [s for s in stops if isinstance(s, str)]
+        if not 0 <= token < vocab:
+            raise ValueError(f"generate: stop has the token {token}, expected 0 to {vocab - 1}")
+        tokens.add(token)
+    return tokens, strings
 
 
 class Watch:

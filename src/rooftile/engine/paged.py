@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.engine.steps import Steps, check_positive, new_tokens, on
+from rooftile.engine.steps import Steps, check_positive, new_tokens, on, plain_mode
 from rooftile.ops.kv_cache import Layout
 
 import triton  # isort: skip
@@ -114,7 +114,8 @@ class PagedKVCache(Steps):
         )  # fmt: skip
         self.page_size = page_size
         shape = (max_sequences, library.cdiv(max_seq_len, page_size))
-        self.page_table = torch.full(shape, -1, dtype=torch.int32, device=self.k.device)
+        with plain_mode(self.k.device):
+            self.page_table = torch.full(shape, -1, dtype=torch.int32, device=self.k.device)
         self._slots: list[PagedSequence | None] = [None] * max_sequences
         self._free = list(range(pages))[::-1]
         self._users = [0] * pages

@@ -27,9 +27,12 @@ _SHARE = 8  # at most one token of so many is padding, where there are several p
 
 def padded_length(lengths: Sequence[int], capacity: int) -> int | None:
     """The length on the grid that prompts of those lengths are padded to, as a batch for which a graph is kept; None
-    where there is none. Never beyond the capacity, behind which there are no angles."""
+    where there is none. Never beyond the capacity, behind which there are no angles.
+
+    One token stays one: weights in fewer bits are multiplied by a single row as it is, in fp8 too.
+    """
     n, longest = len(lengths), max(lengths)
-    step = 64 if longest < 1024 else 128
+    step = 1 if longest == 1 else 64 if longest < 1024 else 128
     length = min(-(-longest // step) * step, capacity)
     padding = n * length - sum(lengths)
     return length if n * length <= GRAPH_TOKENS and (n == 1 or _SHARE * padding <= n * length) else None
@@ -103,7 +106,7 @@ class PromptBatch:
         )
         # New memory each time: the copy of the step before may be under way. PyTorch gives memory out again when what
         # the stream was to copy of it is done.
-        self.numbers = torch.zeros(self._at[-1], dtype=torch.int32, pin_memory=pinned)
+        self.numbers = torch.zeros(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
         for to, x in zip(self._views(self.numbers), fields, strict=True):
             if to is not None and x is not None:
                 to.copy_(x)
@@ -139,7 +142,7 @@ class PromptBatch:
         self, prompts: Sequence[Sequence[int]], of_prompts: Sequence[Sequence[int]], page_size: int, every: bool
     ) -> Inputs:
         ids, pages = ([_int32(x) for x in each] for each in (prompts, of_prompts))
-        positions = torch.cat([torch.arange(len(x), dtype=torch.int32) for x in ids])
+        positions = torch.cat([torch.arange(len(x), dtype=torch.int32, device="cpu") for x in ids])
         of_tokens = [p.repeat_interleave(page_size)[: len(x)] for p, x in zip(pages, ids, strict=True)]
         ends = _int32(list(itertools.accumulate((len(x) for x in ids), initial=0)))
         rows = None if every else ends[1:] - 1
@@ -194,4 +197,4 @@ class PromptGraphs:
 
 
 def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")

@@ -60,7 +60,10 @@ def of(config: Any, head_dim: int, source: str) -> Rotary:
     if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ValueError(f"{source}: rope_theta is {theta!r}, expected a positive number")
     if kind == "default":
-        inv_freq, factor = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+        inv_freq, factor = (
+            1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)),
+            1.0,
+        )
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -88,6 +91,9 @@ def tables(config: ModelConfig, positions: int, device: torch.device | str | Non
             f"(max_position_embeddings), and {positions} are asked for; expected at most {r.limit}"
         )
     # On the CPU, whatever the device, so that they are the same everywhere.
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), torch.tensor(r.inv_freq, dtype=torch.float32))
+    angles = torch.outer(
+        torch.arange(positions, dtype=torch.float32, device="cpu"),
+        torch.tensor(r.inv_freq, dtype=torch.float32, device="cpu"),
+    )
     angles = torch.cat((angles, angles), dim=1)
     return (angles.cos() * r.attention_factor).to(device), (angles.sin() * r.attention_factor).to(device)

@@ -7,6 +7,7 @@ while the host still looks at the tokens of the one before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.paged import PagedKVCache, PagedSequence
 from rooftile.engine.prompts import PromptBatch, PromptGraphs
-from rooftile.engine.steps import on
+from rooftile.engine.steps import on, plain_mode
 from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import mark_seen_, sample_
@@ -88,8 +89,29 @@ def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, i
             first = i
 
 
+class StreamOrder:
+    """Calls that come on several streams, in the order in which they come.
+
+    Args:
+        current: gives the current stream.
+    """
+
+    def __init__(self, current: Callable[[], Any]) -> None:
+        self._current, self._last = current, current()
+
+    def enter(self) -> None:
+        """Let the current stream wait for the stream of the call before, where that was another."""
+        stream = self._current()
+        if stream != self._last:
+            stream.wait_stream(self._last)
+            self._last = stream
+
+
 class Runner:
     """The device's side of generation.
+
+    Calls may come on several streams: each waits for the one before. What the caller has switched on (gradients,
+    autocast, inference mode) has no effect inside.
 
     Args:
         config, weights: the model.
@@ -123,8 +145,17 @@ class Runner:
             max_sequences=max_batch, max_seq_len=max_seq_len, layers=config.layers,
             dtype=weights.embedding.dtype if kv_dtype is None else kv_dtype, device=device,
         )  # fmt: skip
-        self.decoder = Decoder(config, weights, self.cache)
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        self._device = device
+        self._order = None
+        if device.type == "cuda":
+            self._order = StreamOrder(lambda: torch.cuda.current_stream(device))
+        with plain_mode(device):
+            self._make(config, weights, cuda_graphs)
+
+    def _make(self, config: ModelConfig, weights: Weights, cuda_graphs: bool) -> None:
+        device, max_batch = self._device, self.max_batch
+        self.decoder = Decoder(config, weights, self.cache)
         self.tokens = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self._seen = torch.zeros((max_batch, -(-config.vocab // 32)), dtype=torch.int32, device=device)
@@ -141,7 +172,14 @@ class Runner:
             self._graphs, self._turns = {}, SerialGraphs(device)
             self._of_prompts = PromptGraphs(self.decoder, self._turns)
 
-    @torch.no_grad()
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """On the device, behind what was launched before, and in no mode of the caller's."""
+        with on(self._device), plain_mode(self._device):
+            if self._order is not None:
+                self._order.enter()
+            yield
+
     def prefill(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[PagedSequence]:
         """New sequences of those prompts, each with its first new token.
 
@@ -155,7 +193,7 @@ class Runner:
         # The device begins with the prompts, of whose places it is told with them, before it is told of the new state.
         sequences: list[PagedSequence] = []
         try:
-            with on(self.tokens.device):
+            with self._entered():
                 with self.cache.deferred():
                     sequences = self._begin(prompts)
                     logits = self._logits(prompts, sequences)
@@ -169,7 +207,6 @@ class Runner:
             raise
         return sequences
 
-    @torch.no_grad()
     def decode(self, sequences: Sequence[PagedSequence] | None = None) -> None:
         """The next token of those sequences, or of all that live. The newest tokens of other slots are lost.
 
@@ -181,7 +218,7 @@ class Runner:
             return
         slots = [s.slot for s in live]
         b, greedy = self._bucket(max(slots) + 1), all(self._sampling[slot].greedy for slot in slots)
-        with on(self.tokens.device):
+        with self._entered():
             graph = None if self._graphs is None else self._graph(b, greedy)
             self.cache.reserve(dict.fromkeys(live, 1))
             if graph is None:
@@ -191,23 +228,23 @@ class Runner:
 
     def free(self, sequence: PagedSequence) -> None:
         """Give a sequence's slot and pages back."""
-        self.cache.free(sequence)
+        with self._entered():
+            self.cache.free(sequence)
 
-    @torch.no_grad()
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Of whole prompts, `(T, V)` each, in the model's dtype. They take slots and pages meanwhile."""
-        sequences = self._begin(prompts)
-        try:
-            with on(self.tokens.device):
+        with self._entered():
+            sequences = self._begin(prompts)
+            try:
                 logits = self._logits(prompts, sequences, every=True)
-        finally:
-            self._free_all(sequences)
-        return list(logits.split([len(p) for p in prompts]))
+            finally:
+                self._free_all(sequences)
+            return list(logits.split([len(p) for p in prompts]))
 
     def _logits(
         self, prompts: Sequence[Sequence[int]], sequences: Sequence[PagedSequence], every: bool = False
     ) -> Tensor:
-        device = self.tokens.device
+        device = self._device
         laid_out = PromptBatch(
             prompts, [s.pages for s in sequences], self.cache.page_size, self.cache.capacity, every=every,
             pad=self.decoder.weights.embedding.dtype != torch.float16, pinned=device.type == "cuda",
@@ -278,16 +315,18 @@ class Runner:
         if found != self._sampling:
             self._send_sampling(found)
         if pairs:
-            ids = torch.tensor(pairs, dtype=torch.int32).T
-            ids = torch.empty(ids.shape, dtype=torch.int32, pin_memory=self.tokens.is_cuda).copy_(ids)
+            ids = torch.tensor(pairs, dtype=torch.int32, device="cpu").T
+            ids = torch.empty(ids.shape, dtype=torch.int32, device="cpu", pin_memory=self.tokens.is_cuda).copy_(ids)
             mark_seen_(self._seen, *ids.to(self.tokens.device, non_blocking=True))
 
     def _send_sampling(self, sampling: list[Sampling]) -> None:
         """How all slots are sampled, in one copy, of memory that is not used again before that is done."""
-        memory = torch.zeros(self._given_bytes.shape, dtype=torch.uint8, pin_memory=self._given_bytes.is_cuda)
+        memory = torch.zeros(
+            self._given_bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._given_bytes.is_cuda
+        )
         for name, row in _given(memory, self.max_batch).items():
             values = [how.seed if name == "seeds" else getattr(how, name) for how in sampling]
-            row.copy_(torch.tensor(values, dtype=row.dtype))
+            row.copy_(torch.tensor(values, dtype=row.dtype, device="cpu"))
         self._given_bytes.copy_(memory, non_blocking=True)
         self._sampling = sampling
 

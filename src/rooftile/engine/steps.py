@@ -65,6 +65,20 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.get_device_module(device.type).device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def plain_mode(device: torch.device) -> Iterator[None]:
+    """Compute outside of every mode of the caller: no gradients, no autocast, no inference mode.
+
+    A tensor made in inference mode can be written there alone, and the caller may go on outside of it.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # this switches gradients on
+        stack.enter_context(torch.no_grad())
+        if device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
+
+
 class Steps:
     """Memory for keys and values of `slots` sequences, and the step that they are in. See its two subclasses.
 
@@ -115,12 +129,13 @@ class Steps:
             raise ValueError(f"{name}: device is {device}, expected a GPU (or TRITON_INTERPRET=1, to run on the CPU)")
         middle = (rows, kv_heads) if layout == "bthd" else (kv_heads, rows)
         self.layers, self.kv_heads, self.layout, self.capacity = layers, kv_heads, layout, capacity
-        self.k = torch.zeros((layers, blocks, *middle, head_dim), dtype=dtype, device=device)
-        self.v = torch.zeros((layers, blocks, *middle, value_dim), dtype=dtype, device=device)
-        self._scales = self._make_scales(name, scales, (layers, blocks, *middle))
-        self.lengths, self.starts, self.counts = (
-            torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(3)
-        )
+        with plain_mode(device):
+            self.k = torch.zeros((layers, blocks, *middle, head_dim), dtype=dtype, device=device)
+            self.v = torch.zeros((layers, blocks, *middle, value_dim), dtype=dtype, device=device)
+            self._scales = self._make_scales(name, scales, (layers, blocks, *middle))
+            self.lengths, self.starts, self.counts = (
+                torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(3)
+            )
         self._counts = [0] * slots  # what `counts` holds
         self._new = 0  # the most tokens that a sequence has in the step
         self._advanced = True
@@ -197,7 +212,7 @@ class Steps:
             self._later.append(tell)
 
     def _send(self, tensor: Tensor, values: Sequence[Any]) -> None:
-        sent = torch.tensor(values, dtype=tensor.dtype)  # as they are now
+        sent = torch.tensor(values, dtype=tensor.dtype, device="cpu")  # as they are now
         self._tell(lambda: tensor.copy_(sent, non_blocking=True))
 
     def advance(self) -> None:

@@ -21,6 +21,7 @@ from rooftile import library, runtime
 from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.products import Dense, Product, kind_of
+from rooftile.engine.steps import plain_mode
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AT_A_TIME = 1 << 24  # elements of a tensor that go to the device at a time
@@ -282,9 +283,11 @@ def load(
     tied = _is_tied(config, checkpoint)
     # On the meta device places have their shapes, and no memory.
     _matched(config, checkpoint, _empty(config, dtype, quantize, torch.device("meta"), tied)[1], tied)
-    weights, places = _empty(config, dtype, quantize, device, tied)
-    wanted = _matched(config, checkpoint, places, tied)
-    with _bar(progress, sum(e.nbytes for e in wanted), Path(folder).name) as advance, torch.no_grad():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plain_mode(device))
+        weights, places = _empty(config, dtype, quantize, device, tied)
+        wanted = _matched(config, checkpoint, places, tied)
+        advance = stack.enter_context(_bar(progress, sum(e.nbytes for e in wanted), Path(folder).name))
         for entry, tensor in checkpoint.read(list(wanted)):
             place, first = wanted[entry], 0
             for rows in tensor.split(max(1, _AT_A_TIME // max(1, tensor[:1].numel()))):
@@ -293,7 +296,7 @@ def load(
                 place.fill(first, part)
                 first += rows.shape[0]
                 advance(rows.numel() * rows.element_size())
-    return _with_logits_scale(weights, config.logits_scale)
+        return _with_logits_scale(weights, config.logits_scale)
 
 
 @contextlib.contextmanager
@@ -323,14 +326,14 @@ def random(
         TypeError, ValueError: dtype or quantize is not one of `load`'s.
     """
     device = runtime.default_device() if device is None else torch.device(device)
-    weights, places = _empty(config, dtype, quantize, device, config.tied)
-    if device.type != "meta":
-        generator = torch.Generator(device=device).manual_seed(seed)
-        with torch.no_grad():
+    with plain_mode(device):
+        weights, places = _empty(config, dtype, quantize, device, config.tied)
+        if device.type != "meta":
+            generator = torch.Generator(device=device).manual_seed(seed)
             for place in places.values():
                 if len(place.shape) == 2:  # neither a norm nor a bias
                     _draw(place, config.initializer_range, dtype, device, generator)
-    return _with_logits_scale(weights, config.logits_scale)
+        return _with_logits_scale(weights, config.logits_scale)
 
 
 def _draw(place: _Place, std: float, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:

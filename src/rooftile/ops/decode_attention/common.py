@@ -193,7 +193,7 @@ def check_values(lengths: Tensor, page_table: Tensor | None, s: Shape) -> None:
         raise ValueError(f"{_OP}: lengths[{at}] is {int(lengths[at])}, expected at most {s.capacity}, the cache's")
     if page_table is None or page_table.device.type != "cpu" or lengths.device.type != "cpu" or not page_table.numel():
         return
-    used = torch.arange(page_table.shape[1]) * s.page < lengths[:, None]
+    used = torch.arange(page_table.shape[1], device="cpu") * s.page < lengths[:, None]
     wrong = used & ((page_table < 0) | (page_table >= s.n_pages))
     if bool(wrong.any()):
         b, i = (int(n) for n in wrong.nonzero()[0])
