@@ -154,10 +154,27 @@ def inspect(
     first: Annotated[bool, typer.Option("--first", help="Of each set of real sizes, the first point alone.")] = False,
     dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable; all where none is given.")] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too, with hashes of the SASS."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="Show whose machine code is not that of this --json file."
+        ),
+    ] = None,
+    renamed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="For --against: {earlier name of an op: name now}."
+        ),
     ] = None,
 ) -> None:
     """Compile every kernel as a target would launch it, with no GPU: registers, spills, shared memory, compile time.
+
+    Tuned tables are not used unless ROOFTILE_TUNING_GPU names a GPU, as in ROOFTILE_TUNING_GPU=h200.
 
     Exit code 1 if a kernel does not compile, spills more than its case allows, or takes more than a block can have.
     """
@@ -173,16 +190,32 @@ def inspect(
         )
     cases = cases_of(ops)
     from rooftile.cases.check import DTYPES
-    from rooftile.inspect import first_points, report
+    from rooftile.inspect import compare, first_points, report
     from rooftile.inspect.plan import SETS
 
+    try:
+        earlier = compare.read(against) if against else None
+        new_names = compare.read_renamed(renamed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if first:
         cases = [first_points(case) for case in cases]
     names = [s.value for s in sets] if sets else SETS
-    rows = report.inspect_all(cases, chosen, console, names, [DTYPES[d.value] for d in dtypes] if dtypes else None)
+    chosen_dtypes = [DTYPES[d.value] for d in dtypes] if dtypes else None
+    hashed = json_file is not None or against is not None
+    rows = report.inspect_all(cases, chosen, console, names, chosen_dtypes, hashed)
     report.show(rows, console)
     if json_file is not None:
         report.write_json(rows, json_file)
+    if earlier is not None:
+        now = report.as_json(rows)
+        for note in compare.notes(earlier["meta"], now["meta"]):
+            console.print(note, style="yellow", highlight=False)
+        try:
+            compared = compare.compare(earlier["rows"], now["rows"], new_names)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--against") from None
+        console.print(str(compared), markup=False, highlight=False, soft_wrap=True)
     if any(row.verdict == "FAIL" for row in rows):
         raise typer.Exit(1)
 

@@ -33,7 +33,7 @@ def _ending(code: int, log: str) -> dict[str, Any]:
 
 
 def _answers(
-    tasks: Sequence[Task], arch: str, cache: str, done: Callable[[], None]
+    tasks: Sequence[Task], arch: str, cache: str, done: Callable[[], None], hashed: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Kernel]]:
     """One worker's answers, one for each task it came to; where it did not come to all, the last is how it ended."""
     answers: list[dict[str, Any]] = []
@@ -41,7 +41,7 @@ def _answers(
     with tempfile.TemporaryFile() as log, tempfile.TemporaryFile("w+") as questions:
         questions.writelines(json.dumps(task.as_json()) + "\n" for task in tasks)
         questions.seek(0)
-        command = (sys.executable, "-m", "rooftile.inspect.worker")
+        command = (sys.executable, "-m", "rooftile.inspect.worker", *(["--hashed"] if hashed else []))
         with subprocess.Popen(
             command, stdin=questions, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(arch, cache)
         ) as process:
@@ -69,7 +69,11 @@ def _answers(
 
 
 def compile_on(
-    arch: str, tasks: Sequence[Task], cases: Mapping[str, OpCase] | None = None, done: Callable[[], None] = lambda: None
+    arch: str,
+    tasks: Sequence[Task],
+    cases: Mapping[str, OpCase] | None = None,
+    done: Callable[[], None] = lambda: None,
+    hashed: bool = False,
 ) -> list[Row]:
     """Compile those calls for a target, in a process of its own, and judge each kernel.
 
@@ -78,6 +82,7 @@ def compile_on(
         tasks: see `plan`.
         cases: where to look up what a case excludes and allows; all of Rooftile's by default.
         done: called after each task.
+        hashed: whether to hash the machine code of each kernel.
 
     Returns:
         One row for each op, direction, dtype and kernel; calls that failed come as rows with the verdict FAIL.
@@ -93,7 +98,7 @@ def compile_on(
     logs: dict[tuple[str, str, str, str], str] = {}
     with tempfile.TemporaryDirectory() as cache:
         while left:
-            answers, compiled = _answers(left, arch, cache, done)
+            answers, compiled = _answers(left, arch, cache, done, hashed)
             kernels = {**compiled, **kernels}
             for task, answer in zip(left, answers, strict=False):
                 for direction, key in answer["kernels"]:

@@ -46,7 +46,8 @@ class Kernel:
         hash: Triton's own: two launches with one hash share the binary.
         constants: its `tl.constexpr` arguments and those that Triton made constant.
         signature: the types of its arguments; those divisible by 16 end in ":16".
-        registers, stack, spills, shared, load, store, mistakes: see `rooftile.inspect.resources.Resources`.
+        registers, stack, spills, shared, load, store, mistakes, machine_code, instructions: see
+            `rooftile.inspect.resources.Resources`.
         compile_ms: the first call, from the launcher to the binary, with nothing cached.
     """
 
@@ -66,6 +67,8 @@ class Kernel:
     store: str
     compile_ms: float
     mistakes: list[str] = dataclasses.field(default_factory=list)
+    machine_code: str = ""
+    instructions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

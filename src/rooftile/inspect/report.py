@@ -45,8 +45,11 @@ def inspect_all(
     console: Console,
     sets: Sequence[str] = SETS,
     dtypes: Sequence[torch.dtype] | None = None,
+    hashed: bool = False,
 ) -> list[Row]:
     """Every call of those cases, sets and dtypes, compiled for those targets; on a terminal, with a progress bar.
+
+    With `hashed`, the machine code of each kernel is hashed.
 
     A process compiles for one target. Each target has one process a dtype, since dtypes share no kernels, and more
     where that leaves cores idle: ops share few.
@@ -68,7 +71,7 @@ def inspect_all(
 
         def compile_job(job: tuple[str, list[Task]]) -> list[Row]:
             arch, some = job
-            return compile_on(arch, some, by_name, lambda: progress.advance(bars[arch]))
+            return compile_on(arch, some, by_name, lambda: progress.advance(bars[arch]), hashed)
 
         rows: list[Row] = []
         for found in pool.map(compile_job, jobs):
@@ -191,6 +194,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "tuning": os.environ.get("ROOFTILE_TUNING_GPU", "none"),
         "note": "compiled, never run",
     }
     return {"meta": meta, "rows": [row.as_json() for row in rows]}

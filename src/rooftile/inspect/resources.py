@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rooftile.inspect import machine_code
 from rooftile.inspect.mistakes import find, needs_sass
 
 
@@ -25,6 +26,8 @@ class Resources:
         load: bytes of the widest load from global memory, or "TMA"; "" where there is none.
         store: the same for stores.
         mistakes: what the compiler got wrong, a sentence each (mistakes.py).
+        machine_code: a hash of the normalised machine code (machine_code.py); "" unless asked for.
+        instructions: the number of machine instructions without NOPs; 0 unless asked for.
     """
 
     registers: int
@@ -34,14 +37,19 @@ class Resources:
     load: str
     store: str
     mistakes: list[str] = dataclasses.field(default_factory=list)
+    machine_code: str = ""
+    instructions: int = 0
 
 
-def resources(kernel: Any) -> Resources:
-    """The resources of a `triton.compiler.CompiledKernel`."""
+def resources(kernel: Any, hashed: bool = False) -> Resources:
+    """The resources of a `triton.compiler.CompiledKernel`.
+
+    With `hashed`, its machine code is hashed too. nvdisasm takes a quarter of a second a kernel.
+    """
     if "cubin" in kernel.asm:
-        return _nvidia(kernel)
+        return _nvidia(kernel, hashed)
     if "amdgcn" in kernel.asm:
-        return _amd(kernel)
+        return _amd(kernel, hashed)
     raise ValueError(f"{kernel.metadata.name} is compiled to {', '.join(kernel.asm)}, expected a cubin or amdgcn")
 
 
@@ -59,7 +67,11 @@ def _field(pattern: str, text: str, where: str) -> list[int]:
     return [int(n) for n in found]
 
 
-def _nvidia(kernel: Any) -> Resources:
+def _hash_fields(code: machine_code.MachineCode | None) -> dict[str, Any]:
+    return {} if code is None else {"machine_code": code.digest, "instructions": code.instructions}
+
+
+def _nvidia(kernel: Any, hashed: bool) -> Resources:
     from triton import knobs
 
     ptx = kernel.asm["ptx"]
@@ -70,7 +82,7 @@ def _nvidia(kernel: Any) -> Resources:
         stack = max(_field(r"\bSTACK:(\d+)", usage, "cuobjdump"))
         # A kernel with no stack has no spills; only one that has is assembled again, for ptxas to say what they are.
         spills = _ptxas_spills(kernel, ptx, Path(folder)) if stack else 0
-        sass = _run(knobs.nvidia.nvdisasm.path, "-c", cubin) if needs_sass(ptx) else ""
+        disassembly = _run(knobs.nvidia.nvdisasm.path, cubin) if hashed or needs_sass(ptx) else ""
     return Resources(
         registers=max(_field(r"\bREG:(\d+)", usage, "cuobjdump")),
         stack=stack,
@@ -78,7 +90,8 @@ def _nvidia(kernel: Any) -> Resources:
         shared=kernel.metadata.shared,
         load=_widest(_ptx_widths("ld", ptx), _has_tma(ptx, "load")),
         store=_widest(_ptx_widths("st", ptx), _has_tma(ptx, "store")),
-        mistakes=find(ptx, sass),
+        mistakes=find(ptx, machine_code.sass_of(disassembly) if needs_sass(ptx) else ""),
+        **_hash_fields(machine_code.of_sass(disassembly) if hashed else None),
     )
 
 
@@ -124,7 +137,7 @@ def _widest(widths: list[int], tma: bool = False) -> str:
 _AMD_BYTES = {"dword": 4, "short": 2, "byte": 1}
 
 
-def _amd(kernel: Any) -> Resources:
+def _amd(kernel: Any, hashed: bool) -> Resources:
     text = kernel.asm["amdgcn"]
 
     def count(name: str) -> int:
@@ -137,6 +150,7 @@ def _amd(kernel: Any) -> Resources:
         shared=max(kernel.metadata.shared, count("group_segment_fixed_size")),
         load=_widest(_amd_widths("load", text)),
         store=_widest(_amd_widths("store", text)),
+        **_hash_fields(machine_code.of_amdgcn(text) if hashed else None),
     )
 
 

@@ -1,5 +1,7 @@
 """`python -m rooftile.inspect.worker`: compiles what it reads on its standard input, for ROOFTILE_COMPILE_TARGET.
 
+With `--hashed` it hashes the machine code of each kernel.
+
 One JSON task a line comes in. JSON lines go out, for each task {"begin": number, "logged": bytes of standard error},
 then {"kernel": {...}} for each new kernel, then {"done": number, "kernels": [[direction, hash], ...]}, with "error" and
 "log" where it failed. Some compiler failures abort the process: the parent knows from "begin" which task it was.
@@ -33,7 +35,8 @@ _TASK_SECONDS = 300
 class _Recorder:
     """Keeps what is launched: each kernel once, and for the running task the hashes it used."""
 
-    def __init__(self) -> None:
+    def __init__(self, hashed: bool) -> None:
+        self.hashed = hashed
         self.kernels: dict[str, Kernel] = {}
         self.fresh: list[Kernel] = []
         self.used: dict[tuple[Direction, str], None] = {}
@@ -41,13 +44,13 @@ class _Recorder:
 
     def launched(self, compiled: Any, seconds: float) -> None:
         if compiled.hash not in self.kernels:
-            kernel = _kernel(compiled, 1e3 * seconds)
+            kernel = _kernel(compiled, 1e3 * seconds, self.hashed)
             self.kernels[compiled.hash] = kernel
             self.fresh.append(kernel)
         self.used[self.direction, compiled.hash] = None
 
 
-def _kernel(compiled: Any, compile_ms: float) -> Kernel:
+def _kernel(compiled: Any, compile_ms: float, hashed: bool) -> Kernel:
     src, metadata = compiled.src, compiled.metadata
     names = src.fn.arg_names
     constants = {names[k[0]]: v for k, v in src.constants.items() if len(k) == 1}
@@ -62,7 +65,7 @@ def _kernel(compiled: Any, compile_ms: float) -> Kernel:
         num_ctas=getattr(metadata, "num_ctas", 1),
         threads=metadata.num_warps * metadata.target.warp_size,
         compile_ms=round(compile_ms, 2),
-        **dataclasses.asdict(resources(compiled)),
+        **dataclasses.asdict(resources(compiled, hashed)),
     )
 
 
@@ -103,7 +106,7 @@ def main() -> None:
     # What Triton and its tools print must not mix with the answers: it joins what they write to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    recorder = _Recorder()
+    recorder = _Recorder(hashed="--hashed" in sys.argv[1:])
     driver.install(runtime.target(torch.device("meta")), recorder.launched)
 
     # Triton makes objects by the hundred thousand, and drops them of itself: looking for rings of them takes a tenth.
