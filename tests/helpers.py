@@ -108,8 +108,11 @@ class Calls(TorchDispatchMode):
 
 
 @contextmanager
-def padded_allocations(monkeypatch, pad=64):
-    """Every `torch.empty` meanwhile is a view inside a larger buffer of sentinels; yields a list of (buffer, numel)."""
+def padded_allocations(monkeypatch, pad=64, poison=False):
+    """Every `torch.empty` meanwhile is a view inside a larger buffer of sentinels; yields a list of (buffer, numel).
+
+    poison: what lies between the sentinels is NaN, or the greatest integer.
+    """
     made = []
     stock = torch.empty
 
@@ -118,6 +121,9 @@ def padded_allocations(monkeypatch, pad=64):
         numel = int(torch.Size(shape).numel())
         buffer = torch.full((numel + 2 * pad,), 7.0, dtype=dtype, device=device)
         made.append((buffer, numel))
+        if poison:
+            value = torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max
+            buffer[pad : pad + numel].fill_(value)
         return buffer[pad : pad + numel].view(shape)
 
     with monkeypatch.context() as patch:
