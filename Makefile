@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh Linux machine with Python >= 3.10, make and a C/C++ compiler:
 #   make demo    the main job on real input, with its checks and a benchmark
-#   make test    the tests
+#   make test    the tests (`make test-all`: those of the benchmark's and the documentation's tools as well)
 # Both set up what they need in .venv, or use `python3` as it is where it has everything. Another Python: make PYTHON=...
 
 PYTHON ?= python3
@@ -12,16 +12,19 @@ WITH = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or $(OLD)' && $(PY
 # Files whose tables are generated from the cases and results/.
 TABLES = README.md $(wildcard docs/*.md)
 
-.PHONY: demo test lint format types docs docs-check clean
+.PHONY: demo test test-all lint format types docs docs-check clean
 
 demo:
 	$(WITH) demo -m rooftile.demo
 
 # Each worker computes on one thread: the tests are many and small.
-test: export OMP_NUM_THREADS = 1
-test: export OPENBLAS_NUM_THREADS = 1
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export OPENBLAS_NUM_THREADS = 1
 test:
 	$(WITH) test -m pytest -n $(JOBS) $(ARGS)
+
+test-all:
+	$(WITH) test -m pytest -n $(JOBS) -m "nightly or not nightly" $(ARGS)
 
 lint:
 	$(WITH) dev -m ruff check .

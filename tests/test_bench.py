@@ -34,6 +34,8 @@ from rooftile.bench.rows import OURS, Row, compare, gpu_slug
 from rooftile.bench.timer import DeviceClock
 from rooftile.bench.variants import Variant
 
+pytestmark = pytest.mark.nightly
+
 # What is derived from times
 
 

@@ -11,6 +11,8 @@ from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import SO_FAR, over
 from rooftile.bench.rows import OURS, Row, write_json
 
+pytestmark = pytest.mark.nightly
+
 FIRST, SECOND = "2025-01-01T00:00:00Z", "2025-01-01T01:00:00Z"
 ROOFS = {"roof_copy_gbs": 4000.0, "roof_read_gbs": 4200.0, "roof_tflops": 800.0}
 MACHINE = {"gpu": "NVIDIA H100", "driver": "1.2", "torch": "2.11", "triton": "3.6", "rooftile": "0.1", "python": "3.12"}

@@ -30,6 +30,8 @@ from rooftile.engine import products
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.weights import Weights
 
+pytestmark = pytest.mark.nightly
+
 DEVICE = runtime.default_device()
 INTERPRETED = runtime.MODE is not runtime.Mode.GPU
 TINY = {

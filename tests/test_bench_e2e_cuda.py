@@ -17,6 +17,8 @@ from rooftile.bench.timer import clock
 from rooftile.cases.check import relative_error
 from rooftile.engine.prompts import GRAPH_TOKENS
 
+pytestmark = pytest.mark.nightly
+
 WINDOWS = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 
 

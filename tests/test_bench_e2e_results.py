@@ -15,6 +15,8 @@ from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import NOT_REACHED, OF_A_RUN, SO_FAR, Results, added, earlier, read_rows
 from rooftile.bench.rows import OURS, read_json, write_json
 
+pytestmark = pytest.mark.nightly
+
 FIRST, SECOND = "2025-01-01T00:00:00Z", "2025-01-02T00:00:00Z"
 SAME = (*info.SAME, *e2e.results.SAME)
 META = {**dict.fromkeys((*SAME, *OF_A_RUN)), "commit": "c0ffee", "config": {"attention_multiplier": 0.0883883476}}

@@ -18,6 +18,8 @@ from rooftile.bench.e2e.turns import Plan, Samples, plan
 from rooftile.bench.rows import OURS, read_json, write_json
 from rooftile.bench.timer import HostClock, clock
 
+pytestmark = pytest.mark.nightly
+
 
 class Device:
     """A GPU that knows how long everything takes, and is never late."""

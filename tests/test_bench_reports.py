@@ -21,6 +21,8 @@ from rooftile.bench.timer import HostClock
 from rooftile.cases import find_cases
 from rooftile.cli import app
 
+pytestmark = pytest.mark.nightly
+
 # What is written
 
 

@@ -17,6 +17,8 @@ from rooftile.cases import find_cases
 
 import triton  # isort: skip
 
+pytestmark = pytest.mark.nightly
+
 # The roof
 
 

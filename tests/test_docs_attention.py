@@ -7,6 +7,8 @@ from rooftile.bench import docs, rows
 from rooftile.bench.info import machine
 from rooftile.bench.rows import OURS, compare
 
+pytestmark = pytest.mark.nightly
+
 SHAPE = "B8 H16 T2048 D128"
 
 

@@ -8,6 +8,8 @@ from rooftile.bench import docs, rows, workloads
 from rooftile.bench.info import machine
 from rooftile.bench.rows import OURS, compare
 
+pytestmark = pytest.mark.nightly
+
 H100 = "NVIDIA H100 80GB HBM3"
 
 

@@ -22,6 +22,8 @@ from rooftile.bench.quality import rows as quality_rows
 from rooftile.bench.quality.kernels import NAIVE, Kernel, kernels
 from rooftile.demo import library_text
 
+pytestmark = pytest.mark.nightly
+
 QUICK = quality.Settings(new=3, windows=1, prompts=(5,), lengths=(1, 17), dtype=torch.float32, backend="eager")
 INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
 

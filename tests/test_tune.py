@@ -19,6 +19,8 @@ from rooftile.bench.tune import worker as tune_worker
 from rooftile.bench.tune.search import Seconds, Wrong, search, verify
 from rooftile.bench.tune.space import TUNABLES
 
+pytestmark = pytest.mark.nightly
+
 
 def searched(doubler, seconds=None, **options):
     return search(doubler, PROBLEM, doubler.configs, "default", ConfigClock(seconds or {}), CPU, **options)

@@ -16,6 +16,8 @@ from rooftile.bench.tune.space import LIMITS, TUNABLES, label
 from rooftile.cli import app
 from rooftile.ops.gemm import choose
 
+pytestmark = pytest.mark.nightly
+
 SM_90 = runtime.TARGETS["sm_90"]
 
 
