@@ -160,7 +160,7 @@ def test_names_of_kernels_and_how_calls_share_them_are_ignored():
     old = [row(points=("a", "b")), row(points=("a",), code="c1")]
     new = [row(points=("a",), name="m"), row(points=("b",), name="n"), row(points=("a",), code="c1", name="o")]
     found = compare(old, new)
-    assert (found.moves, found.unmoved, found.only_old, found.only_new) == ((), 2, (), ())
+    assert (found.moves, found.unmoved, found.only_old, found.only_new) == ((), 2, {}, {})
 
 
 @pytest.mark.parametrize("change", [{"code": "c2"}, {"shared": 64}, {"num_warps": 8}])
@@ -177,9 +177,10 @@ def test_a_new_name_of_an_op_or_a_point_moves_nothing():
     old = [row("linear_8bit"), row("linear_4bit", points=("b",), code="c1"), row("softmax")]
     new = [row("linear_quantized", points=("a bits=8",)), row("linear_quantized", points=("b",), code="c1")]
     found = compare(old, new, dict.fromkeys(("linear_8bit", "linear_4bit"), "linear_quantized"))
-    assert (found.moves, found.unmoved, found.only_old, found.only_new) == ((), 2, (), ())
+    assert (found.moves, found.unmoved, found.only_old, found.only_new) == ((), 2, {}, {})
     found = compare(old, [row("linear_quantized", points=("c",), code="c3")], {"linear_8bit": "linear_quantized"})
-    assert [len(found.only_old), len(found.only_new)] == [1, 1]
+    call = ("sm_90", "linear_quantized", "forward", "bf16")
+    assert (found.only_old, found.only_new) == ({call: ["a"]}, {call: ["c"]})
 
 
 def test_a_file_without_hashes_is_refused():

@@ -23,6 +23,11 @@ _IDENTITY = ("machine_code", "num_warps", "num_ctas", "shared")
 _SHOWN = ("registers", "spills", "instructions", "shared")
 
 
+def _line(call: Call, points: Sequence[str]) -> str:
+    more = f" and {len(points) - 2} more" if len(points) > 2 else ""
+    return f"{' '.join(call)}: {', '.join(points[:2])}{more}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Move:
     """Calls of one op whose kernels differ: those in `old` alone and those in `new` alone."""
@@ -33,8 +38,7 @@ class Move:
     new: tuple[Fields, ...]
 
     def __str__(self) -> str:
-        more = f" and {len(self.points) - 2} more" if len(self.points) > 2 else ""
-        lines = [f"{' '.join(self.call)}: {', '.join(self.points[:2])}{more}"]
+        lines = [_line(self.call, self.points)]
         for sign, kernels in (("-", self.old), ("+", self.new)):
             for kernel in kernels:
                 figures = ", ".join(f"{name} {kernel[name]}" for name in _SHOWN)
@@ -44,17 +48,17 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What moved, how many points did not, and the points that only one of the files has."""
+    """What moved, how many points did not, and by call the points that only one of the files has."""
 
     moves: tuple[Move, ...]
     unmoved: int
-    only_old: tuple[str, ...]
-    only_new: tuple[str, ...]
+    only_old: Mapping[Call, Sequence[str]]
+    only_new: Mapping[Call, Sequence[str]]
 
     def __str__(self) -> str:
         lines = [str(move) for move in self.moves]
-        lines += [f"only before: {point}" for point in self.only_old]
-        lines += [f"only now: {point}" for point in self.only_new]
+        lines += [f"only before: {_line(call, points)}" for call, points in self.only_old.items()]
+        lines += [f"only now: {_line(call, points)}" for call, points in self.only_new.items()]
         moved = sum(len(move.points) for move in self.moves)
         return "\n".join([*lines, f"{self.unmoved} calls have the machine code they had, {moved} have another"])
 
@@ -98,8 +102,8 @@ def compare(old: Sequence[Fields], new: Sequence[Fields], renamed: Mapping[str, 
     asked = {call[:2] for call in now}
     unmoved = 0
     moves: dict[tuple[Any, ...], Move] = {}
-    only_old: list[str] = []
-    only_new: list[str] = []
+    only_old: dict[Call, list[str]] = {}
+    only_new: dict[Call, list[str]] = {}
     for call in dict.fromkeys([*now, *(call for call in before if call[:2] in asked)]):
         ours, theirs = now.get(call, {}), before.get(call, {})
         for point in dict.fromkeys([*ours, *theirs]):
@@ -118,8 +122,8 @@ def compare(old: Sequence[Fields], new: Sequence[Fields], renamed: Mapping[str, 
             if known.issuperset((ours if point in ours else theirs)[point]):
                 unmoved += point in ours
             else:
-                only.append(f"{' '.join(call)}: {point}")
-    return Comparison(tuple(moves.values()), unmoved, tuple(only_old), tuple(only_new))
+                only.setdefault(call, []).append(point)
+    return Comparison(tuple(moves.values()), unmoved, only_old, only_new)
 
 
 def read(path: Path) -> dict[str, Any]:
