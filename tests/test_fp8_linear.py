@@ -12,7 +12,7 @@ from rooftile.cases.check import relative_error
 from rooftile.cases.fp8_linear import TOLERANCES
 from rooftile.ops import quantize_tensor as tensor_op
 from rooftile.ops.gemm import fp8_choose as choose
-from rooftile.ops.gemm.config import MatmulConfig
+from rooftile.ops.gemm.config import MatmulConfig, Problem
 from rooftile.ops.gemm.fp8_linear import fp8_linear
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.primitives import quantize
@@ -43,6 +43,13 @@ def operands(m, k, n, x_kind, w_kind, device):
     x, x_scale = quantize_tensor(x, Quantize(per={"block": "group"}.get(x_kind, x_kind)))
     w, w_scale = quantize_tensor(w, Quantize(per=w_kind))
     return {"x": x, "weight": w, "weight_scale": w_scale, "x_scale": x_scale}
+
+
+def problem(m, n, k, scaled_steps=False, fast=False, aligned=True):
+    return Problem(
+        m, n, k, FP8, x_aligned=aligned, w_aligned=aligned, weight="fp8", scaled_steps=scaled_steps, fast=fast,
+        out_dtype=BF16,
+    )  # fmt: skip
 
 
 def exact(given):
@@ -219,7 +226,7 @@ def test_the_choice_can_be_launched_at_any_size():
             for k, n in ((4096, 6144), (14336, 4096), (48, 16), (100, 37)):
                 for parts in (False, True):
                     for fast in (False, True):
-                        p = choose.Problem(m, n, k, parts, fast, k % 16 == 0, 2)
+                        p = problem(m, n, k, parts, fast, k % 16 == 0)
                         choose.checked(p, choose.choose(p, target), target)
 
 
@@ -246,9 +253,9 @@ def test_configurations_that_can_not_be_are_refused(device):
 
 
 def test_the_promoted_kernel_says_what_it_can_not_do():
-    p, target = choose.Problem(256, 512, 1024, False, False, True, 2), runtime.TARGETS["sm_90"]
+    p, target = problem(256, 512, 1024), runtime.TARGETS["sm_90"]
     c = MatmulConfig("hopper", 128, 256, 128, num_warps=8, num_stages=4, pingpong=True)
-    assert choose.refuses(p, c, target) is None
+    assert choose.can_implement(p, c, target) is None
     cases = [
         ({}, {"block_m": 64}, "block_m is 64 and num_warps 8, expected 8 and 64 rows for each 4"),
         ({}, {"block_n": 64}, "block_n is 64, expected 128 or 256"),
@@ -258,12 +265,12 @@ def test_the_promoted_kernel_says_what_it_can_not_do():
     for other_p, other_c, message in cases:
         with pytest.raises(ValueError, match=f"fp8_linear: config can't be used here: .*{message}"):
             choose.checked(dataclasses.replace(p, **other_p), dataclasses.replace(c, **other_c), target)
-    assert "is for sm_90, and the device is sm_80" in choose.refuses(p, c, runtime.TARGETS["sm_80"])
+    assert "is for sm_90, and the device is sm_80" in choose.can_implement(p, c, runtime.TARGETS["sm_80"])
 
 
 def test_a_measured_configuration_comes_first(monkeypatch):
     target = runtime.TARGETS["sm_90"]
-    p = choose.Problem(300, 512, 1024, True, True, True, 2)
+    p = problem(300, 512, 1024, True, True)
     usual, measured = choose.choose(p, target), MatmulConfig("tiled", 32, 64, 64, 4, 2, 4, 2)
     entries = {"m512 n512 k1024 parts": dataclasses.asdict(measured)}
     monkeypatch.setattr(choose.tuning, "lookup", lambda op, key, chip: {"fp8_linear": entries}[op].get(key))
@@ -271,7 +278,10 @@ def test_a_measured_configuration_comes_first(monkeypatch):
     for bad in ({"block_k": 256}, {"kernel": "row"}, {"block_n": 48}, {"colour": 1}):  # refused, unknown, nonsense
         entries["m512 n512 k1024 parts"] = {**dataclasses.asdict(measured), **bad}
         assert choose.choose(p, target) == usual
-    keys = [choose.tuning_key(dataclasses.replace(p, parts=False, fast=fast, aligned=fast)) for fast in (True, False)]
+    keys = [
+        choose.tuning_key(dataclasses.replace(p, scaled_steps=False, fast=fast, w_aligned=fast))
+        for fast in (True, False)
+    ]
     assert keys == ["m512 n512 k1024 fast", "m512 n512 k1024 unaligned"]
 
 

@@ -79,7 +79,7 @@ def test_hopper_is_the_same_function(config, dtype, layouts, device, monkeypatch
 def test_hopper_takes_what_its_tests_give_it(config):
     for gated, (x, w), dtype in itertools.product((False, True), ("kk", "kn", "mk", "mn"), (BF16, torch.half)):
         p = Problem(77, 200, 136, dtype, gated=gated, x_layout=x, w_layout=w)
-        assert choose.refuses(p, halved(config) if gated else config, runtime.TARGETS["sm_90"]) is None
+        assert choose.can_implement(p, halved(config) if gated else config, runtime.TARGETS["sm_90"]) is None
 
 
 WIDE = MatmulConfig("hopper", 128, 192, 64, num_warps=8, num_stages=4)
@@ -103,7 +103,7 @@ WIDE = MatmulConfig("hopper", 128, 192, 64, num_warps=8, num_stages=4)
 )
 def test_what_widths_between_powers_of_two_can_not_do_is_refused(change, sizes, reason):
     p = Problem(**{"m": 77, "n": 200, "k": 4096, "dtype": BF16, **sizes})
-    refused = choose.refuses(p, dataclasses.replace(WIDE, **change), runtime.TARGETS["sm_90"])
+    refused = choose.can_implement(p, dataclasses.replace(WIDE, **change), runtime.TARGETS["sm_90"])
     assert refused is None if reason is None else reason in refused
 
 

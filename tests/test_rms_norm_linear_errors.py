@@ -71,12 +71,14 @@ def test_bad_arguments_are_named(device):
 def test_more_rows_than_32_bits_count_are_not_held():
     c = MatmulConfig("gemv_persistent", 1, 1, 16, num_stages=1)
     for n, gated in ((2**31, False), (2**30, True)):
-        assert "expected fewer than 2^31" in held.refuses(Problem(1, n, 16, BF16, gated=gated), c, runtime.INTERPRETER)
-        assert held.refuses(Problem(1, n - 1, 16, BF16, gated=gated), c, runtime.INTERPRETER) is None
+        assert "expected fewer than 2^31" in held.can_implement(
+            Problem(1, n, 16, BF16, gated=gated), c, runtime.INTERPRETER
+        )
+        assert held.can_implement(Problem(1, n - 1, 16, BF16, gated=gated), c, runtime.INTERPRETER) is None
 
 
 def test_what_the_compiler_fails_at_is_refused():
     target, c = runtime.TARGETS["sm_100"], MatmulConfig("skinny", 16, 64, 128, num_stages=3)
-    assert "the compiler fails for sm_100" in skinny.refuses(Problem(8, 512, 4096, BF16, gated=True), c, target)
-    assert skinny.refuses(Problem(8, 512, 4096, BF16), c, target) is None
+    assert "the compiler fails for sm_100" in skinny.can_implement(Problem(8, 512, 4096, BF16, gated=True), c, target)
+    assert skinny.can_implement(Problem(8, 512, 4096, BF16), c, target) is None
     assert choose(8, 512, 4096, BF16, True, target, gated=True).block_n == 32

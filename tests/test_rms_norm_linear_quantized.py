@@ -315,16 +315,15 @@ def test_the_plain_product_refuses_what_its_row_can_not_do(device):
         int8_linear(x, weight, scale, config=config)
     sm_90 = runtime.TARGETS["sm_90"]
     short = dataclasses.replace(config, block_k=16)
-    assert of_products.refuses(short, 64, BF16, sm_90) == (
+    assert of_products.can_implement(short, 64, BF16, sm_90) == (
         "block_k is 16, expected at least 32 for kernel 'gemv' and a weight of 4 bits"
     )
-    assert of_products.refuses(config, 128, BF16, sm_90) is None  # as many elements as it likes
+    assert of_products.can_implement(config, 128, BF16, sm_90) is None  # as many elements as it likes
     large = dataclasses.replace(config, block_n=64, block_k=1024)
-    assert re.search("more than 128 a thread", of_products.refuses(large, 0, BF16, sm_90, 4096))
+    assert re.search("more than 128 a thread", of_products.can_implement(large, 0, BF16, sm_90, 4096))
     direct = WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, num_stages=1, kernel="direct")
-    assert (
-        of_products.refuses(direct, 0, BF16, sm_90, 4096, fp8=True) == "kernel 'direct' takes weights of int8 and int4"
-    )
+    why = of_products.can_implement(direct, 0, BF16, sm_90, 4096, fp8=True)
+    assert why == "kernel 'direct' takes weights of int8 and int4"
 
 
 @pytest.mark.parametrize("target", [*runtime.TARGETS.values(), runtime.INTERPRETER], ids=lambda t: t.arch)
@@ -334,16 +333,16 @@ def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
             for packed in (False, True):
                 c = choose._choose_quantized(n, k, packed, target, gated)
                 p = Problem(1, n, k, BF16, gated=gated)
-                assert product_choice.common_reason(c, target) is row.refuses(p, c, target) is None
+                assert product_choice.common_reason(c, target) is row.can_implement(p, c, target) is None
         for fp8 in (False, True):
             for dtype in (torch.float32, BF16):
                 c = of_products.config(1, n, k, 0, dtype, target, True, fp8)
-                assert of_products.refuses(c, 0, dtype, target, k, fp8=fp8) is None
+                assert of_products.can_implement(c, 0, dtype, target, k, fp8=fp8) is None
                 assert not fp8 or c.kernel == "gemv"
     for n, k, group in ((1, 32, 32), (4608, 3584, 128), (4096, 4096, 128), (4096, 14336, 128), (28672, 4096, 128)):
         for dtype in (torch.float32, BF16):
             c = of_products.config(1, n, k, group, dtype, target)
-            assert of_products.refuses(c, group, dtype, target, k) is None
+            assert of_products.can_implement(c, group, dtype, target, k) is None
             if target.arch == "sm_90" and dtype == BF16 and k >= 1024:
                 assert c.kernel == "gemv_imma"
             elif n < 20000 and target is not runtime.INTERPRETER:

@@ -175,7 +175,7 @@ DENSE = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 def test_a_dequantized_weight_is_what_pytorch_makes_of_it(dtype, config, device):
     if dtype == torch.float16:  # which the kernel is not chosen for; its numbers are right where they fit
-        assert weight_only.choose.refuses(config, 0, dtype, runtime.INTERPRETER)
+        assert weight_only.choose.can_implement(config, 0, dtype, runtime.INTERPRETER)
     for group, blocks in ((32, 5), (64, 1), (128, 4), (128, 3)):
         q, packed, scale = int4(9, group * blocks, group, device)
         for s in (scale, scale.to(dtype)):
@@ -399,7 +399,7 @@ def test_configurations_that_can_not_be(device):
     ):
         config = dataclasses.replace(DENSE[0], **{field: value})
         for target in (runtime.TARGETS["sm_80"], runtime.INTERPRETER):
-            assert message in (weight_only.choose.refuses(config, 64, BF16, target) or "")
+            assert message in (weight_only.choose.can_implement(config, 64, BF16, target) or "")
 
 
 def test_a_configuration_that_was_measured_is_used(device, monkeypatch):
@@ -425,5 +425,5 @@ def test_the_configuration_of_every_size_can_be_used():
                 for m in (1, 2, 5, 16, 33, 64, 65, 4096):
                     for n, k in ((4096, 4096), (128256, 4096), (4096, 14336), (16, 128)):
                         c = weight_only.choose.config(m, n, k, group, dtype, target)
-                        assert weight_only.choose.refuses(c, group, dtype, target, k) is None, (target, group, m)
+                        assert weight_only.choose.can_implement(c, group, dtype, target, k) is None, (target, group, m)
                         assert (c.kernel == "dense") is (m > 128 and dtype == BF16)

@@ -25,11 +25,11 @@ GPUS = [target for target in runtime.TARGETS.values() if target is not runtime.I
 def test_several_blocks_to_a_warp_are_refused_where_they_were_wrong(target):
     for slices in (8, 16):
         config = WeightOnlyConfig(1, 16, 64, slices=slices, num_warps=4)
-        why = weight_only.choose.refuses(config, 0, BF16, target)
+        why = weight_only.choose.can_implement(config, 0, BF16, target)
         assert why.startswith(f"slices is {slices} with num_warps=4 and block_m=1: the compiler sums several blocks")
         for right in (dataclasses.replace(config, num_warps=slices), dataclasses.replace(config, block_m=2)):
             if right.num_warps * target.warp_size <= target.max_threads:
-                assert weight_only.choose.refuses(right, 0, BF16, target) is None
+                assert weight_only.choose.can_implement(right, 0, BF16, target) is None
 
 
 DIRECT = [
@@ -45,7 +45,7 @@ def test_the_direct_kernel_refuses_what_it_can_not_do(device):
     good, sm_90 = DIRECT[0], runtime.TARGETS["sm_90"]
 
     def why(config=good, group=64, dtype=BF16, target=sm_90, k=256, aligned=True):
-        return weight_only.choose.refuses(config, group, dtype, target, k, aligned)
+        return weight_only.choose.can_implement(config, group, dtype, target, k, aligned)
 
     assert why() is None
     assert why(k=192) == "kernel 'direct' takes a K that is a multiple of block_k, not 192 with block_k=128"
@@ -112,7 +112,7 @@ def test_the_digits_kernel_refuses_what_it_can_not_do():
     good, sm_90 = DIGITS[0], runtime.TARGETS["sm_90"]
 
     def why(config=good, group=128, dtype=BF16, target=sm_90, k=4096, **more):
-        return weight_only.choose.refuses(config, group, dtype, target, k, **more)
+        return weight_only.choose.can_implement(config, group, dtype, target, k, **more)
 
     assert all(why(config) is None for config in DIGITS)
     assert why(m=2) == "kernel 'gemv_imma' takes one row of x, not 2"
@@ -144,7 +144,7 @@ def test_one_row_goes_to_digits_where_they_were_the_fastest(group, k):
     for n in (16, 1000, 4096, 6144, 28672, 151936):
         c = choice(1, n, k=k, group=group)
         assert (c.kernel == "gemv_imma") == (bool(group) or k < 8192), (n, k, c)
-        assert weight_only.choose.refuses(c, group, BF16, runtime.TARGETS["sm_90"], k) is None
+        assert weight_only.choose.can_implement(c, group, BF16, runtime.TARGETS["sm_90"], k) is None
         if c.kernel == "gemv_imma" and k >= 8192 and n >= 4096:
             assert c.split_k > 1 or n > 28671
     for change in ({"aligned": False}, {"k": k + 64}, {"dtype": torch.float32}, {"target": runtime.TARGETS["sm_80"]}):
@@ -170,7 +170,7 @@ def test_without_gluon_the_other_kernel_is_chosen(monkeypatch):
     assert choice(1, 4096).kernel == "gemv"
     choose.config.cache_clear()
     choose.digits.cache_clear()
-    why = choose.refuses(DIRECT[0], 64, BF16, runtime.TARGETS["sm_90"], 256)
+    why = choose.can_implement(DIRECT[0], 64, BF16, runtime.TARGETS["sm_90"], 256)
     assert why == "kernel 'direct' is written in Gluon, which this Triton has not"
 
 
@@ -258,7 +258,7 @@ def test_the_direct_kernel_is_right(dtype, group, device):
         config = dataclasses.replace(config, block_k=2 * group or 128)
         for m, n, blocks in ((1, 72, 8), (3, 50, 11), (16, 128, 6), (20, 33, 5)):
             k = blocks * config.block_k
-            if weight_only.choose.refuses(config, group, dtype, target, k) is None:
+            if weight_only.choose.can_implement(config, group, dtype, target, k) is None:
                 check_launch(m, n, k, group, dtype, config, device)
                 ran += 1
     if not ran:

@@ -177,7 +177,7 @@ def matmul_space(p: Problem, target: Target, exhaustive: bool) -> list[MatmulCon
     grids = _grids(p, target) if exhaustive or target.arch == "interpreter" else _likely(p, target)
     by_kernel: list[list[MatmulConfig]] = []
     for grid in grids:
-        found = [c for c in grid if not _useless(p, c, target) and choose.refuses(p, c, target) is None]
+        found = [c for c in grid if not _useless(p, c, target) and choose.can_implement(p, c, target) is None]
         by_kernel.append(found[:2] if target.arch == "interpreter" and not exhaustive else found)
     others = [found for found in by_kernel[:-1] if found]
     if others and target.arch == "sm_90" and not exhaustive:  # where the portable kernel was never the best

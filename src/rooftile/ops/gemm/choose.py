@@ -26,14 +26,14 @@ def module(kernel: str) -> ModuleType | None:
         return None
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why the configuration can't run that problem; None where it can."""
     found = module(c.kernel)
     if found is None:
         return f"kernel is '{c.kernel}', which this installation has not"
     if p.k == 0 and c.kernel != "tiled":
         return f"kernel is '{c.kernel}', expected 'tiled' where there is nothing to sum"
-    return shared_reason(p, c, target) or found.refuses(p, c, target)
+    return shared_reason(p, c, target) or found.can_implement(p, c, target)
 
 
 def shared_reason(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
@@ -90,7 +90,7 @@ def _tuned(p: Problem, entry: dict[str, Any], target: runtime.Target) -> MatmulC
         c = tuned_config(entry)
     except (TypeError, ValueError):  # a table of another version, or one that somebody edited
         return None
-    return None if refuses(p, c, target) else c
+    return None if can_implement(p, c, target) else c
 
 
 def choose(p: Problem, target: runtime.Target) -> MatmulConfig:
@@ -113,7 +113,7 @@ def choose_tiled(p: Problem, target: runtime.Target) -> MatmulConfig:
 
 def _first(candidates: Iterator[MatmulConfig], p: Problem, target: runtime.Target) -> MatmulConfig:
     for c in candidates:
-        if refuses(p, c, target) is None:
+        if can_implement(p, c, target) is None:
             return c
     return MatmulConfig("tiled", 16, 16, 16, num_warps=4, num_stages=1)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime
-from rooftile.ops.gemm import choose
-from rooftile.ops.gemm.config import PRECISIONS, MatmulConfig, Precision, Problem, decode, encode
+from rooftile.ops.gemm import adapters, choose
+from rooftile.ops.gemm.config import PRECISIONS, MatmulConfig, Operands, Precision, Problem, decode, encode
 from rooftile.primitives.activations import ACTIVATIONS, Approximate
 
 
@@ -101,7 +101,7 @@ def _chosen(
 def _asked(
     op: str, p: Problem, config: MatmulConfig, target: runtime.Target
 ) -> tuple[Callable[..., None], MatmulConfig]:
-    reason = choose.refuses(p, config, target)
+    reason = choose.can_implement(p, config, target)
     if reason is not None:
         raise ValueError(f"{op}: config can't be launched: {reason}")
     found = choose.module(config.kernel)
@@ -165,7 +165,8 @@ def product(
         launch, c = _chosen(p, portable, None if entry is None else tuple(entry.items()), target)
     if isinstance(x, FunctionalTensor) and (c.split_k > 1 or c.kernel == "hopper"):
         raise launching.Untraceable("counters, or descriptors of tensors")
-    launch(x, w, out, bias, residual, activation, gated, used, c)
+    o = Operands(x, w, out, bias, residual, activation=activation, gated=gated, precision=used)
+    adapters.start(launch, o, c)
 
 
 def gelu_approximation(activation: str) -> Approximate:

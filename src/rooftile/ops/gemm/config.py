@@ -1,4 +1,4 @@
-"""What a product is, and how its kernel is launched: the two things that the choice of a kernel is about."""
+"""What a GEMM is, how its kernel is launched, and the operands that the launch gets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Kernel = Literal["gemv", "gemv_persistent", "skinny", "tiled", "hopper"]
@@ -91,13 +92,28 @@ def decode(text: str) -> MatmulConfig | None:
     return MatmulConfig(kernel, **given)  # type: ignore[arg-type]
 
 
+WeightFormat = Literal["", "int8", "fp8", "int4"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One product, `out[m, n] = sum over k of x[m, k] * w[n, k]`, as far as the choice of its kernel goes.
+    """One GEMM, `out[m, n] = sum over k of x[m, k] * w[n, k]`, as far as the choice of its kernel goes.
 
-    `n` counts columns of the output: a gated product has 2n rows of weights. `x_layout` and `w_layout` say which of an
-    operand's dimensions is contiguous: "k", "m" (x) or "n" (w), or "" where none is. `x_aligned` and `w_aligned` say
-    whether its base and its other strides are multiples of 16 bytes, as the tensor memory accelerator needs.
+    Args:
+        m, n, k: the sizes, in elements, of int4 too. `n` counts columns of the output: a gated GEMM has 2n weight rows.
+        dtype: of x, and of the weight where it is dense. float8_e4m3fn for `fp8_linear`.
+        batch: how many GEMMs of that size.
+        gated, activation: the epilogue; `activation` is "" for none.
+        precision: how float32 operands are multiplied.
+        x_layout, w_layout: which dimension of an operand is contiguous: "k", "m" (x) or "n" (w), or "" for none.
+        x_aligned, w_aligned, out_aligned: whether the base and the other strides are multiples of 16 bytes, as the
+            tensor memory accelerator (TMA) needs.
+        norm: whether x is normalised first.
+        weight: how the elements of a quantized weight are stored; "" for a dense one.
+        group: how many elements of a row of an int4 weight share a scale.
+        scaled_steps: of `fp8_linear`, whether a scale belongs to 128 elements of the sum.
+        fast: of `fp8_linear`, whether the sum stays in the tensor core.
+        out_dtype: of the result; None for x's.
     """
 
     m: int
@@ -112,3 +128,69 @@ class Problem:
     w_layout: str = "k"
     x_aligned: bool = True
     w_aligned: bool = True
+    out_aligned: bool = True
+    norm: bool = False
+    weight: WeightFormat = ""
+    group: int = 0
+    scaled_steps: bool = False
+    fast: bool = False
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether both operands are."""
+        return self.x_aligned and self.w_aligned
+
+    @property
+    def out_size(self) -> int:
+        """Bytes of an element of the result."""
+        return (self.out_dtype or self.dtype).itemsize
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Operands:
+    """What a kernel's `launch` gets beside its configuration; all tensors on one device.
+
+    A kernel's module has two functions:
+
+        can_implement(p: Problem, c: Config, target: runtime.Target) -> str | None
+            why this kernel can't compute p as c says; None where it can
+        launch(o: Operands, c: Config) -> None
+            write `o.out`; c is one that `can_implement` takes. Raises `launching.Untraceable`, before it allocates
+            anything, where the operands are traced and the launch can't be part of the graph
+
+    `p.k` and `c.block_k` count elements, of int4 too.
+
+    Args:
+        x: `(M, K)` with a last stride of 1 for every kernel but "tiled" and "hopper", or `(B, M, K)` for "tiled".
+        w: `(N, K)`, `(2N, K)` gated, `(N, K / 2)` uint8 for int4; batched as x.
+        out: `(M, N)` with a last stride of 1.
+        bias: `(N,)` or `(2N,)`, contiguous.
+        residual: of out's shape, with a last stride of 1.
+        norm_weight: `(K,)`, contiguous; None without a norm.
+        x_scale: float32 scales of an fp8 x: `(1,)` for the tensor, `(M, 1)` for rows, `(M, K / 128)` for groups.
+        weight_scale: `(N,)` or `(2N,)` for int8 and fp8 weights, `(N, K / group)` for int4; `fp8_linear` has `(1,)`,
+            `(N, 1)`, or `(N / 128, K / 128)` for blocks.
+        eps, offset: of the norm.
+        activation: "" for none; the gate's where `gated`.
+        precision: "ieee" or "tf32", of float32 operands.
+        x_kind, w_kind: what shares a scale in `fp8_linear`: "tensor", "row", "group" (x) or "block" (weight).
+        fast: of `fp8_linear`, whether the sum stays in the tensor core.
+    """
+
+    x: Tensor
+    w: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+    x_scale: Tensor | None = None
+    weight_scale: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    activation: str = ""
+    gated: bool = False
+    precision: str = "ieee"
+    x_kind: str = ""
+    w_kind: str = ""
+    fast: bool = False

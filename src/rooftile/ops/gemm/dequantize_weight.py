@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm.common import product
+from rooftile.ops.gemm.config import Operands
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.primitives.dequantize import as_float32, int4_as_float32
 from rooftile.primitives.weights import Format, load_scales, numbers_of
@@ -94,17 +95,14 @@ def rows_at_a_time(n: int, k: int, itemsize: int) -> int:
     return library.cdiv(n, library.cdiv(n, most) * 256) * 256 if n > most else n
 
 
-def launch(
-    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
-) -> None:
-    """Launch both: x (M, K), w as `dequantized` takes it, out and residual (M, N); all but x and w are contiguous."""
-    n, k = w.shape[0], x.shape[1]
-    out = out.view(-1, n)
-    residual = None if residual is None else residual.view(-1, n)
-    step = rows_at_a_time(n, k, x.element_size())
+def launch(o: Operands, c: WeightOnlyConfig) -> None:
+    """Dequantise the weight, some rows at a time, and multiply by the dense GEMM."""
+    assert o.weight_scale is not None
+    n, k = o.w.shape[0], o.x.shape[1]
+    step = rows_at_a_time(n, k, o.x.element_size())
     for first in range(0, n, step):
         part = slice(first, first + step)
-        weight = dequantized(w[part], scale[part], x.dtype, k, c)
-        of_part = [None if t is None else t[..., part] for t in (bias, residual)]
-        product("weight_only", x, weight, out[:, part], *of_part)
+        weight = dequantized(o.w[part], o.weight_scale[part], o.x.dtype, k, c)
+        of_part = [None if t is None else t[..., part] for t in (o.bias, o.residual)]
+        product("weight_only", o.x, weight, o.out[:, part], *of_part)
         del weight  # before there is memory for the next

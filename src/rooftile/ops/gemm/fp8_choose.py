@@ -11,8 +11,7 @@ from rooftile.ops.gemm import fp8_hopper as hopper
 from rooftile.ops.gemm import fp8_skinny as skinny
 from rooftile.ops.gemm import fp8_tiled as tiled
 from rooftile.ops.gemm.choose import common_reason
-from rooftile.ops.gemm.config import MatmulConfig
-from rooftile.ops.gemm.fp8_common import Operands, Problem
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 
 _KERNELS: dict[str, ModuleType] = {"skinny": skinny, "tiled": tiled, "hopper": hopper}
 
@@ -31,12 +30,12 @@ def _kernel(c: MatmulConfig) -> ModuleType | None:
 
 
 @functools.lru_cache(4096)
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why the configuration can't do this product; None where it can."""
     kernel = _kernel(c)
     if kernel is None:
         return f"it needs Gluon, which this Triton has not, for kernel {c.kernel!r} with pingpong"
-    why: str | None = common_reason(c, target) or kernel.refuses(p, c, target)
+    why: str | None = common_reason(c, target) or kernel.can_implement(p, c, target)
     if why is None:
         stages = c.num_stages * c.block_k * (c.block_m + c.block_n)
         if stages > target.shared_memory and c.num_stages > 1:
@@ -68,10 +67,10 @@ def _skinny(p: Problem, target: runtime.Target) -> MatmulConfig:
     block_n, block_k = 64, 128 if p.aligned else 64
     tiles, steps = library.cdiv(p.n, block_n), library.cdiv(p.k, block_k)
     # Steps of 256 where every multiprocessor has about one tile, but where scales belong to 128 elements.
-    if roomy and few and p.aligned and not p.parts and 7 <= 10 * tiles // target.multiprocessors < 30:
+    if roomy and few and p.aligned and not p.scaled_steps and 7 <= 10 * tiles // target.multiprocessors < 30:
         return MatmulConfig("skinny", block_m, block_n, 256, 1, 1, num_warps=4, num_stages=6)
     full = tiles >= 3 * target.multiprocessors
-    if not few and full and p.parts:  # the weight's scales are read half as often: 38.2, not 41.9
+    if not few and full and p.scaled_steps:  # the weight's scales are read half as often: 38.2, not 41.9
         block_n = 128
     split = _split(tiles, steps, (2 if few else 1) * target.multiprocessors, most=4)
     stages = 4 if not roomy or (few and full) else 6
@@ -100,16 +99,18 @@ def _hopper(p: Problem, target: runtime.Target) -> MatmulConfig:
                             64x128 of 4 warps, two at once     754  766  790  735  770
     """
     steps = library.cdiv(p.k, 128)
-    if p.fast and not p.parts and library.cdiv(p.m, 128) * library.cdiv(p.n, 256) >= target.multiprocessors:
+    if p.fast and not p.scaled_steps and library.cdiv(p.m, 128) * library.cdiv(p.n, 256) >= target.multiprocessors:
         return MatmulConfig("hopper", 128, 256, 128, 16, 1, num_warps=8, num_stages=4)
     large = MatmulConfig("hopper", 192, 128, 128, 8, 1, num_warps=12, num_stages=5, pingpong=True)
-    if library.cdiv(p.m, 192) * library.cdiv(p.n, 128) >= 8 * target.multiprocessors and not refuses(p, large, target):
+    if library.cdiv(p.m, 192) * library.cdiv(p.n, 128) >= 8 * target.multiprocessors and not can_implement(
+        p, large, target
+    ):
         return large
     wide = MatmulConfig("hopper", 128, 256, 128, 8, 1, num_warps=8, num_stages=4, pingpong=True)
     tiles = library.cdiv(p.m, 128) * library.cdiv(p.n, 256)
-    if 10 * tiles >= 7 * target.multiprocessors and not refuses(p, wide, target):
+    if 10 * tiles >= 7 * target.multiprocessors and not can_implement(p, wide, target):
         return wide
-    block_m, stages = (64, 4) if p.parts else (128, 3)
+    block_m, stages = (64, 4) if p.scaled_steps else (128, 3)
     tiles = library.cdiv(p.m, block_m) * library.cdiv(p.n, 128)
     split = _split(tiles, steps, target.multiprocessors, most=8)
     return MatmulConfig("hopper", block_m, 128, 128, 8, split, num_warps=4, num_stages=stages)
@@ -119,7 +120,7 @@ def _hopper(p: Problem, target: runtime.Target) -> MatmulConfig:
 def tuning_key(p: Problem) -> str:
     """The problem as a tuned table names it: rows rounded up to a power of two."""
     words = [f"m{library.power_of_two(max(1, p.m))} n{p.n} k{p.k}"]
-    if p.parts:
+    if p.scaled_steps:
         words.append("parts")
     elif p.fast:  # makes no difference to parts
         words.append("fast")
@@ -139,7 +140,7 @@ def _tuned(p: Problem, target: runtime.Target) -> MatmulConfig | None:
         c = MatmulConfig(**entry)
     except (TypeError, ValueError):  # a table of another version, or one that somebody edited
         return None
-    return None if c.kernel not in _KERNELS or refuses(p, c, target) else c
+    return None if c.kernel not in _KERNELS or can_implement(p, c, target) else c
 
 
 @functools.lru_cache(4096)
@@ -163,7 +164,7 @@ def checked(p: Problem, c: MatmulConfig, target: runtime.Target) -> MatmulConfig
     """A configuration that was given, if its kernel can do this product with it."""
     if c.kernel not in _KERNELS:
         raise ValueError(f"fp8_linear: config has kernel {c.kernel!r}, expected one of {', '.join(_KERNELS)}")
-    why = refuses(p, c, target)
+    why = can_implement(p, c, target)
     if why is not None:
         raise ValueError(f"fp8_linear: config can't be used here: {why}")
     return c

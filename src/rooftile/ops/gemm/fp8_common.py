@@ -1,15 +1,14 @@
-"""What the kernels of fp8_linear share: operands, the order of tiles, scales, the end of a tile."""
+"""What the kernels of fp8_linear share: the order of tiles, scales, the end of a tile."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import MatmulConfig
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.primitives import quantize
 from rooftile.primitives.splitk import arrives_last
 from rooftile.quantize import BLOCK
@@ -19,79 +18,41 @@ import triton.language as tl  # isort: skip
 
 XScale = Literal["tensor", "row", "group"]
 WScale = Literal["tensor", "row", "block"]
-Key = tuple[int, int, XScale, WScale, bool, torch.dtype, torch.dtype, torch.dtype | None, bool]
+Key = tuple[int, int, str, str, bool, torch.dtype, torch.dtype, torch.dtype | None, bool]
 
 EDGE = tl.constexpr(BLOCK)
 # An operand that is read as bytes is 2^-8 of what it stands for, and so the product 2^-16.
 UNDO = tl.constexpr(65536.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A product, as far as the choice of its kernel goes.
-
-    `parts`: a scale belongs to 128 elements of the sum. `aligned`: both operands are contiguous along the sum, and
-    their rows and bases lie at multiples of 16 bytes. `out_size`: bytes of an element of the result.
-    """
-
-    m: int
-    n: int
-    k: int
-    parts: bool
-    fast: bool
-    aligned: bool
-    out_size: int
+def plan_key(o: Operands) -> Key:
+    """What of a plan is not in its configuration."""
+    n, k = o.w.shape
+    bias = None if o.bias is None else o.bias.dtype
+    read = readable(o)[0].dtype
+    return int(n), int(k), o.x_kind, o.w_kind, o.fast, read, o.out.dtype, bias, o.residual is not None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Operands:
-    """x `(M, K)`, w `(N, K)` and their scales, out and residual `(M, N)`, contiguous, all in two dimensions."""
+def scale_strides(o: Operands) -> tuple[int, int, int, int]:
+    """Of x's scales along its rows and the sum, and of the weight's along its rows and the sum."""
+    assert o.x_scale is not None
+    assert o.weight_scale is not None
+    x = (0, 0) if o.x_kind == "tensor" else o.x_scale.stride()
+    w = (0, 0) if o.w_kind == "tensor" else o.weight_scale.stride()
+    return (*x, *w)  # type: ignore[return-value]
 
-    x: Tensor
-    w: Tensor
-    x_scale: Tensor
-    w_scale: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    out: Tensor
-    x_kind: XScale
-    w_kind: WScale
-    fast: bool
 
-    @property
-    def key(self) -> Key:
-        """What of a plan is not in its configuration."""
-        n, k = self.w.shape
-        bias = None if self.bias is None else self.bias.dtype
-        read = self.readable()[0].dtype
-        return (
-            int(n),
-            int(k),
-            self.x_kind,
-            self.w_kind,
-            self.fast,
-            read,
-            self.out.dtype,
-            bias,
-            self.residual is not None,
-        )
+def readable(o: Operands) -> tuple[Tensor, Tensor]:
+    """x and w as a kernel reads them: where the chip has no fp8, their bytes."""
+    return quantize.writable(o.x), quantize.writable(o.w)
 
-    def scale_strides(self) -> tuple[int, int, int, int]:
-        """Of x's scales along its rows and the sum, and of the weight's along its rows and the sum."""
-        x = (0, 0) if self.x_kind == "tensor" else self.x_scale.stride()
-        w = (0, 0) if self.w_kind == "tensor" else self.w_scale.stride()
-        return (*x, *w)  # type: ignore[return-value]
 
-    def readable(self) -> tuple[Tensor, Tensor]:
-        """x and w as a kernel reads them: where the chip has no fp8, their bytes."""
-        return quantize.writable(self.x), quantize.writable(self.w)
-
-    def split(self, tiles: int, c: MatmulConfig) -> tuple[Tensor | None, Tensor | None]:
-        """Memory for the partial sums of a split product, and a counter for each tile."""
-        if c.split_k == 1:
-            return None, None
-        partial = torch.empty((c.split_k, *self.out.shape), dtype=torch.float32, device=self.out.device)
-        return partial, launching.counters(tiles, self.out.device)
+def split_memory(o: Operands, tiles: int, c: MatmulConfig) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for the partial sums of a split sum, and a counter for each tile."""
+    if c.split_k == 1:
+        return None, None
+    partial = torch.empty((c.split_k, *o.out.shape), dtype=torch.float32, device=o.out.device)
+    return partial, launching.counters(tiles, o.out.device)
 
 
 def constants(key: Key, c: MatmulConfig) -> dict[str, object]:
@@ -111,9 +72,9 @@ def constants(key: Key, c: MatmulConfig) -> dict[str, object]:
     }
 
 
-def refuses(p: Problem, c: MatmulConfig) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig) -> str | None:
     """What no kernel can do."""
-    if p.parts and BLOCK % c.block_k:
+    if p.scaled_steps and BLOCK % c.block_k:
         return f"block_k is {c.block_k}, expected at most {BLOCK}, the elements of the sum that share a scale"
     if c.block_k < 32:
         return f"block_k is {c.block_k}, expected at least 32"

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm import fp8_common as common
-from rooftile.ops.gemm.config import MatmulConfig
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.ops.gemm.fp8_common import (
     Key,
-    Operands,
-    Problem,
     exchange,
     multiply,
     scaled,
@@ -110,7 +108,7 @@ def _plan(key: Key, c: MatmulConfig) -> launching.KernelLauncher:
     return launching.KernelLauncher(_hopper_kernel, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't do it, or None."""
     if target is not runtime.INTERPRETER and target.arch != "sm_90":
         return f"the kernel is for sm_90, and the device is {target.arch}"
@@ -120,7 +118,7 @@ def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
         return f"block_m is {c.block_m} and block_n {c.block_n}, expected 64 to 256 and at most 256"
     if c.block_n & (c.block_n - 1):
         return f"block_n is {c.block_n}, expected a power of two"
-    return common.refuses(p, c)
+    return common.can_implement(p, c)
 
 
 @functools.lru_cache(1024)
@@ -152,12 +150,12 @@ def _launch(
 def launch(o: Operands, c: MatmulConfig) -> None:
     m, n, k = o.x.shape[0], int(o.w.shape[0]), int(o.w.shape[1])
     tiles = library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n)
-    partial, counter = o.split(tiles, c)
-    plan = _plan(o.key, c)
+    partial, counter = common.split_memory(o, tiles, c)
+    plan = _plan(common.plan_key(o), c)
     maps = (
         TensorDescriptor(o.x, [m, k], [o.x.stride(0), 1], [c.block_m, c.block_k]),
         TensorDescriptor(o.w, [n, k], [o.w.stride(0), 1], [c.block_n, c.block_k]),
     )
-    tensors = (o.x, o.x_scale, o.w_scale, o.bias, o.residual, o.out, partial, counter)
+    tensors = (o.x, o.x_scale, o.weight_scale, o.bias, o.residual, o.out, partial, counter)
     programs = min(tiles * c.split_k, _resident(c, runtime.target(o.x.device)))
-    _launch(plan, programs, (*maps, *tensors, *o.scale_strides(), m), tensors)
+    _launch(plan, programs, (*maps, *tensors, *common.scale_strides(o), m), tensors)

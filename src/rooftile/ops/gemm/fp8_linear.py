@@ -19,8 +19,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops import quantize_tensor
 from rooftile.ops.gemm import fp8_choose as choose
-from rooftile.ops.gemm.config import MatmulConfig, decode, encode
-from rooftile.ops.gemm.fp8_common import Operands, Problem, WScale, XScale
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem, decode, encode
+from rooftile.ops.gemm.fp8_common import WScale, XScale
 from rooftile.primitives import quantize
 from rooftile.quantize import BLOCK
 
@@ -156,8 +156,10 @@ def _launch(
         x_aligned, x_parts = k % 16 == 0, w_kind == "block"
     else:
         x_aligned, x_parts = _aligned(flat), x_kind == "group"
-    aligned = x_aligned and _aligned(weight)
-    problem = Problem(m, n, k, x_parts or w_kind == "block", fast, aligned, out.element_size())
+    problem = Problem(
+        m, n, k, _FP8, x_aligned=x_aligned, w_aligned=_aligned(weight), weight="fp8",
+        scaled_steps=x_parts or w_kind == "block", fast=fast, out_dtype=out.dtype,
+    )  # fmt: skip
     c = choose.choose(problem, target) if given is None else choose.checked(problem, given, target)
     if out.numel() == 0:
         return out
@@ -173,7 +175,10 @@ def _launch(
         weight_scale = weight_scale.reshape(1)
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous().view(m, n)
-    operands = Operands(flat, weight, x_scale, weight_scale, bias, residual, out.view(m, n), x_kind, w_kind, fast)
+    operands = Operands(
+        flat, weight, out.view(m, n), bias, residual, x_scale=x_scale, weight_scale=weight_scale, x_kind=x_kind,
+        w_kind=w_kind, fast=fast,
+    )  # fmt: skip
     choose.launch(operands, c)
     return out
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import MatmulConfig
-from rooftile.ops.gemm.fp8_common import Operands, Problem, WScale, XScale
+from rooftile.ops.gemm import fp8_common as common
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.fp8_common import WScale, XScale
 from rooftile.ops.gemm.fp8_promoted_kernel import promoted
 from rooftile.quantize import BLOCK
 
@@ -112,7 +113,7 @@ def _tiling(c: MatmulConfig, x_scale: XScale, w_scale: WScale, out_size: int, or
     return tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't do it, or None."""
     if target.arch != "sm_90":
         return f"kernel 'hopper' with pingpong is for sm_90, and the device is {target.arch}"
@@ -157,25 +158,27 @@ def launch(o: Operands, c: MatmulConfig, order: Order = _ORDER) -> None:
     t = _tiling(c, o.x_kind, o.w_kind, o.out.element_size(), order, target.shared_memory)
     tiles = library.cdiv(o.out.shape[0], t.tile_rows) * library.cdiv(o.out.shape[1], t.cols)
     programs = min(target.multiprocessors, tiles)
-    if o.w_kind == "row" and o.w_scale.stride(0) != 1:
-        o = dataclasses.replace(o, w_scale=o.w_scale.contiguous())
-    if max(o.scale_strides()) >= 2**31:  # of a view into something huge
-        o = dataclasses.replace(o, x_scale=o.x_scale.contiguous(), w_scale=o.w_scale.contiguous())
+    assert o.x_scale is not None
+    assert o.weight_scale is not None
+    if o.w_kind == "row" and o.weight_scale.stride(0) != 1:
+        o.weight_scale = o.weight_scale.contiguous()
+    if max(common.scale_strides(o)) >= 2**31:  # of a view into something huge
+        o.x_scale, o.weight_scale = o.x_scale.contiguous(), o.weight_scale.contiguous()
     args = (
         _described(o.x, t.x_ring[1:]),
         _described(o.w, t.w_ring[1:]),
         _described(o.out, t.out_ring[1:]),
         o.x_scale,
-        o.w_scale,
+        o.weight_scale,
         o.bias,
         o.residual,
-        *o.scale_strides(),
+        *common.scale_strides(o),
         t,
     )
     plan = _plan(t, o.out.dtype, None if o.bias is None else o.bias.dtype, o.residual is not None)
     device = o.x.get_device()
     # What Triton compiles for, of what is left: whether these are aligned.
-    key = (device, *(0 if t is None else t.data_ptr() % 16 for t in (o.w_scale, o.bias, o.residual)))
+    key = (device, *(0 if t is None else t.data_ptr() % 16 for t in (o.weight_scale, o.bias, o.residual)))
     compiled = plan.compiled.get(key)
     if compiled is not None:
         launching._start(compiled, programs, device, args)

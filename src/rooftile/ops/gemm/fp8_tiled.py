@@ -6,11 +6,9 @@ import functools
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm import fp8_common as common
-from rooftile.ops.gemm.config import MatmulConfig
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.ops.gemm.fp8_common import (
     Key,
-    Operands,
-    Problem,
     exchange,
     multiply,
     operand,
@@ -110,17 +108,17 @@ def _plan(key: Key, c: MatmulConfig) -> launching.KernelLauncher:
     return launching.KernelLauncher(_tiled_kernel, constants, num_warps=c.num_warps)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't do it, or None."""
     if min(c.block_m, c.block_n) < 16:
         return f"block_m is {c.block_m} and block_n {c.block_n}, expected at least 16 each"
-    return common.refuses(p, c)
+    return common.can_implement(p, c)
 
 
 def launch(o: Operands, c: MatmulConfig) -> None:
     m, n = o.x.shape[0], o.w.shape[0]
     tiles = library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n)
-    partial, counter = o.split(tiles, c)
-    plan = _plan(o.key, c)
-    tensors = (*o.readable(), o.x_scale, o.w_scale, o.bias, o.residual, o.out, partial, counter)
-    launching.launch(plan, tiles * c.split_k, tensors, (*o.x.stride(), *o.w.stride(), *o.scale_strides()), (m,))
+    partial, counter = common.split_memory(o, tiles, c)
+    plan = _plan(common.plan_key(o), c)
+    tensors = (*common.readable(o), o.x_scale, o.weight_scale, o.bias, o.residual, o.out, partial, counter)
+    launching.launch(plan, tiles * c.split_k, tensors, (*o.x.stride(), *o.w.stride(), *common.scale_strides(o)), (m,))

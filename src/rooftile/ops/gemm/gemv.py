@@ -189,7 +189,7 @@ def _prefetched(x: Tensor) -> int:
     return PREFETCH if pdl.supported(runtime.target(x.device)) else -1
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:
     """Why this kernel can't run that problem so; None where it can. What p and c count as one are `numbers`: two in a
     byte of int4."""
     if c.pingpong or c.stream_k:

@@ -205,7 +205,7 @@ def _plan(
     )
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't run that problem so; None where it can. Any layout of the weight is taken."""
     if c.pingpong or c.stream_k:
         return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"

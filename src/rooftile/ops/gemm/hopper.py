@@ -42,7 +42,7 @@ def _tiling(c: MatmulConfig, x_k: bool, w_k: bool, gated: bool, activation: str,
     return tiling(2) if tiling(2).shared_memory <= limit else tiling(1)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't run that problem so; None where it can."""
     if target.arch != "sm_90":
         return f"kernel 'hopper' is for sm_90, not {target.arch}"

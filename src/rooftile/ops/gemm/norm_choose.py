@@ -52,7 +52,7 @@ def choose(
     if target is not runtime.INTERPRETER and m <= product_held.ROWS and along_k:
         p = Problem(m, n, k, dtype, gated=gated)
         for c in product_held.configs(p, target):
-            if held.refuses(p, c, target) is None:
+            if held.can_implement(p, c, target) is None:
                 return c
     if m > fused_rows(n, k, target, gated):
         return None
@@ -68,7 +68,7 @@ def choose(
     candidates = _rows(p, target) if m == 1 and (along_k or dtype == torch.float32) else _skinny(p, along_k, target)
     for c in candidates:
         found = module(c)
-        if found is not None and found.refuses(p, c, target) is None:
+        if found is not None and found.can_implement(p, c, target) is None:
             return c
     return None
 
@@ -91,7 +91,7 @@ def chosen_quantized(op: str, x: Tensor, weight: Tensor, gated: bool, config: st
     else:
         asked = dataclasses.replace(asked, block_k=asked.block_k // 2) if packed else asked
         p = Problem(m, n, k, x.dtype, gated=gated)
-        reason = product_choice.shared_reason(p, asked, target) or row.refuses(p, asked, target, 1 + packed)
+        reason = product_choice.shared_reason(p, asked, target) or row.can_implement(p, asked, target, 1 + packed)
     if reason is not None:
         raise ValueError(f"{op}: config can't be launched: {reason}")
     return asked
@@ -161,7 +161,7 @@ def _skinny(p: Problem, along_k: bool, target: runtime.Target) -> list[MatmulCon
     block_n, block_k = (64, 128) if along_k else (128, 64)
     if p.gated and (not along_k or target.shared_memory < 128 << 10):
         block_n //= 2
-    if p.gated and target.arch == "sm_100":  # see skinny.refuses
+    if p.gated and target.arch == "sm_100":  # see skinny.can_implement
         block_n = 32
     if p.k * p.dtype.itemsize % 16:
         block_k = 32
@@ -181,14 +181,14 @@ def _refuses(x: Tensor, weight: Tensor, activation: str, c: MatmulConfig, target
     found = module(c)
     if found is not None:
         p = Problem(m, n, k, x.dtype, gated=gated)
-        return product_choice.shared_reason(p, c, target) or found.refuses(p, c, target)
+        return product_choice.shared_reason(p, c, target) or found.can_implement(p, c, target)
     # The normalised x is laid out anew.
     aligned = k * x.element_size() % 16 == 0
     p = Problem(
         m, n, k, x.dtype, gated=gated, activation=activation,
         w_layout=layout(weight, "n"), x_aligned=aligned, w_aligned=is_aligned(weight),
     )  # fmt: skip
-    return product_choice.refuses(p, c, target)
+    return product_choice.can_implement(p, c, target)
 
 
 def chosen(op: str, x: Tensor, weight: Tensor, activation: str, config: str) -> MatmulConfig | None:

@@ -221,9 +221,9 @@ def _plan(
     return launching.KernelLauncher(_gemv_kernel, constants, num_warps=c.num_warps, **options)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:
     """Why this kernel can't run that problem so; None where it can. Any layout of the weight is taken."""
-    return product.refuses(p, c, target, numbers)
+    return product.can_implement(p, c, target, numbers)
 
 
 def launch(

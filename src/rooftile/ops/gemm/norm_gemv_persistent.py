@@ -12,9 +12,9 @@ from rooftile.ops.gemm import gemv_persistent as product
 from rooftile.ops.gemm.config import MatmulConfig, Problem
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't run that problem so; None where it can."""
-    return product.refuses(p, c, target)
+    return product.can_implement(p, c, target)
 
 
 def launch(

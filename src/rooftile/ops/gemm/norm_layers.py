@@ -14,8 +14,10 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library
+from rooftile.ops.gemm import adapters
 from rooftile.ops.gemm.column_sum import column_sum
 from rooftile.ops.gemm.common import as_rows, check_dtype, product, refuse_symbols
+from rooftile.ops.gemm.config import Operands
 from rooftile.ops.gemm.norm_choose import chosen, module
 from rooftile.ops.gemm.packing import check_packed
 from rooftile.ops.rms_norm import backward as norm_backward
@@ -103,7 +105,11 @@ def launch(
         return out
     if isinstance(x, FunctionalTensor):
         raise launching.Untraceable("an early launch, descriptors, or counters")
-    found.launch(library.as_rows(x), norm_weight.contiguous(), weight, flat, bias, eps, offset, c, activation)
+    o = Operands(
+        library.as_rows(x), weight, flat, bias, norm_weight=norm_weight.contiguous(), eps=eps, offset=offset,
+        activation=activation, gated=gated,
+    )  # fmt: skip
+    adapters.start(found.launch, o, c)
     return out
 
 

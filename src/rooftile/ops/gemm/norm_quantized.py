@@ -10,6 +10,7 @@ weight-only one; of float8_e4m3fn, where the matrix unit multiplies it as it is,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime
+from rooftile.ops.gemm import adapters
 from rooftile.ops.gemm import norm_gemv as row
 from rooftile.ops.gemm import weight_only_choose as choose
 from rooftile.ops.gemm import weight_only_config as configs
 from rooftile.ops.gemm.common import check_activation, refuse_symbols
+from rooftile.ops.gemm.config import Operands
 from rooftile.ops.gemm.fp8_linear import _launch as fp8_product
 from rooftile.ops.gemm.linear import _activated as activated
 from rooftile.ops.gemm.norm_choose import chosen_quantized
@@ -58,15 +61,20 @@ def _launch(
     if c is not None:
         if isinstance(x, FunctionalTensor):
             raise launching.Untraceable("a kernel of Gluon, an early launch, or counters")
-        bias = None if bias is None else bias.contiguous()
-        of_norm, scale, of_x = norm_weight.contiguous(), scale.contiguous(), library.as_rows(x)
+        o = Operands(
+            library.as_rows(x), weight, out.view(1, -1), None if bias is None else bias.contiguous(),
+            norm_weight=norm_weight.contiguous(), weight_scale=scale.contiguous(), eps=eps, offset=offset,
+            activation=activation, gated=activation != "",
+        )  # fmt: skip
         by_digits = None if config else digits_config(x, weight, scale, activation != "")
         if by_digits is not None:
             kernel = configs.module("gemv_imma")
             assert kernel is not None, "it is not chosen without"
-            kernel.launch(of_x, weight, scale, bias, None, out.view(1, -1), by_digits, of_norm, eps, offset, activation)
+            adapters.start(kernel.launch, o, by_digits)
         else:
-            row.launch(of_x, of_norm, weight, out.view(1, -1), bias, eps, offset, c, activation, scale)
+            if weight.dtype == torch.uint8:
+                c = dataclasses.replace(c, block_k=2 * c.block_k)
+            adapters.start(row.launch, o, c)
         return out
     z = _several(x, norm_weight, weight, scale, bias, eps, offset)
     return activated(z, activation, True) if activation else z

@@ -242,9 +242,9 @@ def _plan(
     return launching.KernelLauncher(_skinny_kernel, constants, num_warps=c.num_warps, **options)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't run that problem so; None where it can. Any layout of the weight is taken."""
-    reason = product.refuses(p, c, target)
+    reason = product.can_implement(p, c, target)
     if reason is None and c.block_m * c.block_k // (c.num_warps * target.warp_size) > 128:
         return f"block_m x block_k is {c.block_m * c.block_k} elements for {c.num_warps} warps, more than 128 a thread"
     if reason is None and target.arch == "sm_100" and p.gated and c.block_n >= 64 and c.num_stages > 1:

@@ -198,7 +198,7 @@ def _plan(
     return launching.KernelLauncher(_skinny_kernel, constants, num_warps=c.num_warps, **options)
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't run that problem so; None where it can."""
     if c.pingpong or c.stream_k:
         return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"

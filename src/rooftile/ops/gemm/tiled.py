@@ -246,7 +246,7 @@ def shared_memory(p: Problem, c: MatmulConfig) -> int:
     return c.num_stages * tiles + 64
 
 
-def refuses(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't run that problem so; None where it can."""
     for name in ("block_m", "block_n", "block_k"):
         if getattr(c, name) < 16:

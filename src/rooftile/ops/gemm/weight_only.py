@@ -24,8 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime, tuning
+from rooftile.ops.gemm import adapters
 from rooftile.ops.gemm import weight_only_choose as choose
 from rooftile.ops.gemm import weight_only_config as configs
+from rooftile.ops.gemm.config import Operands
 from rooftile.ops.gemm.packing import check_packed, pack_int4, quantize_int4, quantize_int8, unpack_int4
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 
@@ -99,7 +101,7 @@ def _tuned(
         found = WeightOnlyConfig(**entry)
     except (TypeError, ValueError):  # a table of another version, or one that somebody edited
         return None
-    refused = choose.refuses(found, group, dtype, target, k, aligned, m=m, fp8=op == "fp8_weight_linear")
+    refused = choose.can_implement(found, group, dtype, target, k, aligned, m=m, fp8=op == "fp8_weight_linear")
     return None if refused else found
 
 
@@ -117,7 +119,7 @@ def _choose(
         m = int(library.power_of_two(max(1, m)))
         found = _tuned(op, m, n, k, group, dtype, target, aligned)
         return found or choose.config(m, n, k, group, dtype, target, aligned, fp8)
-    why = choose.refuses(asked, group, dtype, target, k, aligned, m=m, fp8=fp8)
+    why = choose.can_implement(asked, group, dtype, target, k, aligned, m=m, fp8=fp8)
     if why:
         raise ValueError(f"{op}: config can't be used here: {why}")
     return asked
@@ -163,7 +165,11 @@ def _launch(
     residual = None if residual is None else residual.contiguous()
     kernel = configs.module(c.kernel)
     assert kernel is not None, "no such configuration is chosen, and one that is given is refused"
-    kernel.launch(library.as_rows(x), weight, scale.contiguous(), bias, residual, out, c)
+    o = Operands(
+        library.as_rows(x), weight, out.view(-1, n), bias, None if residual is None else residual.view(-1, n),
+        weight_scale=scale.contiguous(),
+    )  # fmt: skip
+    adapters.start(kernel.launch, o, c)
     return out
 
 

@@ -22,7 +22,7 @@ DENSE_ROWS = 128
 _LONGEST = 32  # blocks that a warp of kernel "gemv_imma" multiplies
 
 
-def refuses(
+def can_implement(
     c: WeightOnlyConfig, group: int, dtype: torch.dtype, target: runtime.Target, k: int = 0, aligned: bool = True,
     *, m: int = 1, fp8: bool = False,
 ) -> str | None:  # fmt: skip
@@ -57,7 +57,7 @@ def refuses(
         return f"prefetch is {c.prefetch}, expected -1: {target.arch} has no dependent launch"
     if c.kernel == "gemv":
         product = as_product(c, group)
-        return row_product.refuses(Problem(m, 1, k or product.block_k, dtype), product, target, 2 if group else 1)
+        return row_product.can_implement(Problem(m, 1, k or product.block_k, dtype), product, target, 2 if group else 1)
     if c.kernel in ("direct", "gemv_imma", "dense"):
         return None
     if c.slices > c.num_warps and c.block_m == 1:
@@ -148,12 +148,12 @@ def config(
     m: int, n: int, k: int, group: int, dtype: torch.dtype, target: runtime.Target, aligned: bool = True,
     fp8: bool = False,
 ) -> WeightOnlyConfig:  # fmt: skip
-    """The configuration for x of (m, k) and a weight of (n, k); `group`, `aligned` and `fp8` as for `refuses`."""
+    """The configuration for x of (m, k) and a weight of (n, k); `group`, `aligned` and `fp8` as for `can_implement`."""
     if takes_dense(m, dtype):
         return _dense(k, target)
     block_k = 2 * group or 128
     direct = None if fp8 or dtype == torch.float32 or target is runtime.INTERPRETER else _direct(m, n, group, target)
-    if direct is not None and refuses(direct, group, dtype, target, k, aligned) is not None:
+    if direct is not None and can_implement(direct, group, dtype, target, k, aligned) is not None:
         direct = None
     one_row = digits(n, k, group, dtype, target, aligned) if m == 1 and not fp8 else None
     if one_row is not None:
@@ -243,7 +243,7 @@ def digits(
     c = WeightOnlyConfig(
         1, block_n, 2 * group or 128, slices, split, num_warps=8, num_stages=stages, prefetch=0, kernel="gemv_imma"
     )
-    return c if refuses(c, group, dtype, target, k, aligned) is None else None
+    return c if can_implement(c, group, dtype, target, k, aligned) is None else None
 
 
 def _dense(k: int, target: runtime.Target) -> WeightOnlyConfig:
@@ -300,8 +300,9 @@ def _skinny(m: int, n: int, k: int, group: int, target: runtime.Target) -> Weigh
         return WeightOnlyConfig(64, 64, block_k, slices=1, num_warps=4, num_stages=stages)
     if m > 16:
         return WeightOnlyConfig(32, 32, block_k, slices=1, num_warps=2, num_stages=stages)
-    # One block of K to a warp: for one row no more may be, see `refuses`. Measured on an H200: two warps suffice where
-    # tiles are many and steps long, else four; four stages only where the weight has 8 bits and x is short, else three.
+    # One block of K to a warp: for one row no more may be, see can_implement. Measured on an H200: two warps suffice
+    # where tiles are many and steps long, else four; four stages only where the weight has 8 bits and x is short, else
+    # three.
     wide = _wide(n, target)
     slices = 2 if wide and block_k >= 256 else 4 * max(1, 128 // block_k)
     block_n = 32 if wide and (group or m > 4) else 16
