@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rooftile import runtime
 from rooftile.cases.check import relative_error
-from rooftile.ops.layer_norm import backward, forward, layer_norm
+from rooftile.ops import layer_norm as family
+from rooftile.ops.layer_norm import layer_norm
 from rooftile.reference import layer_norm as reference
 
 FEW = settings(max_examples=15)
@@ -43,14 +44,14 @@ def forced(monkeypatch, kernel, block, rows=1):
 
     The interpreter runs one program at a time, so there a split row has one split.
     """
-    one = forward.Config("tile", 512, num_warps=4, rows=rows)
+    one = family.LayerNormConfig("tile", 512, num_warps=4, rows=rows)
     if kernel != "tile":
-        one = forward.Config("loop", block, num_warps=4, held=2 if kernel == "held" else 0)
-    monkeypatch.setattr(forward, "config", lambda *_: one)
-    two = backward.Config("tile", 512, 4, 1, rows)
+        one = family.LayerNormConfig("loop", block, num_warps=4, held=2 if kernel == "held" else 0)
+    monkeypatch.setattr(family, "config", lambda *_: one)
+    two = family.LayerNormBackwardConfig("tile", 512, 4, 1, rows)
     if kernel == "held":
-        two = backward.Config("split", 512 if INTERPRETED else block, 4, 1)
-    monkeypatch.setattr(backward, "config", lambda *_: two)
+        two = family.LayerNormBackwardConfig("split", 512 if INTERPRETED else block, 4, 1)
+    monkeypatch.setattr(family, "backward_config", lambda *_: two)
 
 
 every_kernel = pytest.mark.parametrize("kernel", ["tile", "loop", "held"])
@@ -214,7 +215,7 @@ def test_rows_that_several_programs_share(columns, device, monkeypatch):
         published.append((sums, sums.clone()))
         return published[-1][0]
 
-    monkeypatch.setattr(backward, "config", lambda *_: backward.Config("split", block, 4, 4))
+    monkeypatch.setattr(family, "backward_config", lambda *_: family.LayerNormBackwardConfig("split", block, 4, 4))
     with monkeypatch.context() as patch:
         if INTERPRETED:
             patch.setattr(torch, "zeros", words)
