@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
 from rooftile.cases.softmax import TOLERANCES
-from rooftile.ops.softmax import backward, common, forward, softmax
-from rooftile.ops.softmax.common import Config
+from rooftile.ops.softmax import backward, forward, softmax
+from rooftile.ops.softmax.forward import SoftmaxConfig
 from rooftile.reference import softmax as reference
 
 INF, NAN = math.inf, math.nan
@@ -24,10 +24,10 @@ INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
 FEW = settings(max_examples=15)
 # The kernels of both directions. In the interpreter, where one program runs at a time, a split row has one part.
 KERNELS = {
-    "tile": Config("tile", 512, 4, rows=4),
-    "loop": Config("loop", 128, 4),
-    "loop that holds blocks": Config("loop", 64, 2, held=2),
-    "split": Config("split", 512 if INTERPRETED else 128, 4, per_multiprocessor=1, stages=2),
+    "tile": SoftmaxConfig("tile", 512, 4, rows=4),
+    "loop": SoftmaxConfig("loop", 128, 4),
+    "loop that holds blocks": SoftmaxConfig("loop", 64, 2, held=2),
+    "split": SoftmaxConfig("split", 512 if INTERPRETED else 128, 4, per_sm=1, stages=2),
 }
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
@@ -98,7 +98,7 @@ def test_every_kernel_gives_the_formula_and_its_gradient(kernel, columns, use, d
 
 def test_a_loop_too_long_to_be_unrolled(device, monkeypatch):
     for module in (forward, backward):
-        monkeypatch.setattr(module, "config", lambda *_: Config("loop", 16, 1))
+        monkeypatch.setattr(module, "config", lambda *_: SoftmaxConfig("loop", 16, 1))
     for columns in (160, 145):
         assert_right(torch.randn(3, columns, device=device))
 
@@ -266,11 +266,11 @@ def test_masks_that_are_taken_as_they_are():
     }
     for mask_shape, layout in layouts.items():
         mask = torch.ones(mask_shape, dtype=torch.bool)
-        found, *rest = common.mask_layout(mask, shape)
+        found, *rest = forward.mask_layout(mask, shape)
         assert found is mask
         assert tuple(rest) == layout, mask_shape
     awkward = torch.ones(2, 1, 2, 1, 2, 12, dtype=torch.bool)
-    found, sizes, strides = common.mask_layout(awkward, (2, 3, 2, 3, 2, 12))
+    found, sizes, strides = forward.mask_layout(awkward, (2, 3, 2, 3, 2, 12))
     assert found is not awkward
     assert (sizes, strides) == ((1, 72), (0, 0, 12, 1))
 
@@ -342,7 +342,7 @@ def test_rows_of_a_symbolic_length_leave_the_op_whole(device):
         for launch in (lambda: forward.launch(x, None, 1.0, True), lambda: backward.launch(x, x, 1.0, True)):
             with pytest.raises(launching.Untraceable, match="symbolic length"):
                 launch()
-    assert common.row_length(x.T) == 4
+    assert forward.row_length(x.T) == 4
 
 
 # Offsets past 2^31: the helpers are those of the other ops

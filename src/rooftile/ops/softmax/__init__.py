@@ -2,12 +2,12 @@
 
     y = exp(s - max(s)) / sum(exp(s - max(s))),   s = scale * x where x is kept, else -inf
 
-over the last dimension. Bytes: forward reads x and writes y, and reads a mask of one byte an element, or of fewer where
-it is broadcast. The backward needs y alone: it reads dy and y and writes dx:
+over the last dimension. Bytes: the forward reads x and writes y, and reads a mask of one byte an element, or less if it
+is broadcast. The backward needs only y: it reads dy and y and writes dx:
 
     dx = scale * y * (dy - sum(dy * y))
 
-A causal row reads only the columns that it keeps, to the end of a vector, in both directions; what it writes is whole.
+A causal row reads only the columns that it keeps, rounded up to whole vectors, in both directions. It writes all.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
     """Softmax of `scale * x` over the last dimension, computed in float32 and rounded once.
 
     Args:
-        x: `(..., S)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
-            taken as one, or the last stride is not 1.
-        scale: what x is multiplied by, in float32; of a magnitude below 2^127, and 0 where that is below 8.15e-39. Each
-            is compiled into kernels of its own.
-        causal: x is `(..., T, S)`, and row i keeps the columns j <= i + S - T: the last row keeps all, as in attention
+        x: `(..., S)`, float32, float16 or bfloat16. Any strides; copied only if the leading dimensions cannot be viewed
+            as one, or if the last stride is not 1.
+        scale: x is multiplied by it in float32. Its magnitude is below 2^127, and counts as 0 below 8.15e-39. Each
+            value is compiled into its own kernels.
+        causal: x is `(..., T, S)`, and row i keeps the columns j <= i + S - T. The last row keeps all, as in attention
             over keys that began before the queries.
         mask: bool, of a shape that broadcasts to x's; True keeps an element, as in
-            `torch.nn.functional.scaled_dot_product_attention`. Read by its strides, 0 where it is broadcast; copied, at
-            x's whole shape, only where its leading dimensions can't be taken as three. With `causal`, both must keep.
+            `torch.nn.functional.scaled_dot_product_attention`. It is read in place, and expanded to x's shape only if
+            its leading dimensions cannot be viewed as three. With `causal`, an element is kept if both keep it.
 
     Returns:
         y with the shape and dtype of x, contiguous. Autocast does not change the dtype.
 
-        A row that keeps nothing, or nothing but -inf, is 0, and so is its gradient. NaN or +inf among what a row keeps
-        (of `scale * x`) makes that row NaN, and no other; what is not kept may hold anything.
+        A row that keeps nothing, or nothing but -inf, is 0, and so is its gradient. A kept NaN or +inf (of `scale * x`)
+        makes its row NaN, and no other row. Elements that are not kept may hold anything.
 
-        Differences in a row are taken before they are scaled, so they must be finite in float32: with 3e38 and -3e38 in
-        a row, the lesser becomes 0 whatever the scale, even one of 1e-38.
+        Differences within a row are taken before they are scaled, so they must be finite in float32: with 3e38 and
+        -3e38 in a row, the lesser becomes 0 whatever the scale, even 1e-38.
 
     Raises:
         ValueError: x has no dimension, or with `causal` fewer than two; the mask's shape does not broadcast to x's;

@@ -1,12 +1,11 @@
 """Softmax backward, `dx = scale * y * (dy - sum(dy * y))`: three kernels, by the length of a row.
 
 - tile: a program holds whole rows of dy and y in registers;
-- loop: a program reads its row twice, the second time out of the L2; of long rows it holds the first blocks in
-  registers;
-- split: a row is held by several programs, which exchange their sums: the longest rows, and long ones that are fewer
-  than the multiprocessors.
+- loop: a program reads its row twice, the second time from the L2; the first blocks of long rows stay in registers;
+- split: several programs share a row and exchange their sums. It serves the longest rows, and long rows that are fewer
+  than the SMs.
 
-What was dropped has y = 0 and so dx = 0, whatever the mask was. What a causal row drops is not read.
+A dropped element has y = 0 and so dx = 0, whatever the mask was. The columns that a causal row drops are not read.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.softmax.common import (
-    Config,
+from rooftile.ops.softmax.forward import (
+    SoftmaxConfig,
     as_float32,
     check,
     inside,
@@ -70,7 +69,7 @@ def _tile_kernel(
 
 @triton.jit
 def _read(dy_ptr, y_ptr, cols, stop, n_cols, CAUSAL: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """dy and y at these columns; at those before `stop` alone, where the row is causal."""
+    """dy and y at these columns. A causal row is read before `stop` only."""
     mask = inside(cols, n_cols, EVEN)
     if CAUSAL:
         mask &= cols < stop
@@ -103,7 +102,7 @@ def _loop_kernel(
     stop = n_cols
     if CAUSAL:
         stop = read_columns(kept_columns(narrowed(row, n_rows), seq_len, n_cols))
-    elif CHUNKS > 0:  # a short loop is unrolled: all that it loads is on its way at once
+    elif CHUNKS > 0:  # a short loop is unrolled, so that all its loads are in flight at once
         stop = CHUNKS * BLOCK_N
     block = tl.arange(0, BLOCK_N)
 
@@ -163,7 +162,7 @@ def _split_kernel(
     splits = tl.arange(0, BLOCK_S)
     mask = inside(cols, n_cols, EVEN)
 
-    # A row is finished two steps after it was read, so that the others' sums have come by then.
+    # A row is finished two steps after it was read: by then the other programs have published their sums.
     dy1 = tl.zeros((BLOCK_N,), DTYPE)
     dy2 = tl.zeros((BLOCK_N,), DTYPE)
     y1 = tl.zeros((BLOCK_N,), DTYPE)
@@ -187,7 +186,7 @@ def _split_kernel(
             dx = SCALE * y2.to(tl.float32) * (dy2.to(tl.float32) - total)
             tl.store(dx_ptr + done * n_cols + cols, dx.to(DTYPE), mask=mask)
 
-        # Adding zero: Triton does not pipeline a loop that hands a value on over two iterations as it is.
+        # Adding zero: Triton does not pipeline a loop that carries a value unchanged over two iterations.
         dy2 = dy1 + 0
         dy1 = dy
         y2 = y1 + 0
@@ -195,17 +194,17 @@ def _split_kernel(
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> Config:
-    """Chosen on an H200 (bf16) from some ten configurations at each length. `few`: fewer rows than multiprocessors.
+def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> SoftmaxConfig:
+    """Chosen on an H200 (bf16) from some ten configurations at each length. `few`: fewer rows than SMs.
 
-    Parts of a copy's speed: 1.01 to 1.04 from 1024 to 16384 columns, 0.96 at 65536, 0.92 at 131072.
+    Fractions of a copy's speed: 1.01 to 1.04 from 1024 to 16384 columns, 0.96 at 65536, 0.92 at 131072.
     """
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return Config("tile", block_n, num_warps=4, rows=16)
+        return SoftmaxConfig("tile", block_n, num_warps=4, rows=16)
     per_warp = target.warp_size // 32
     if block_n <= 512:
-        return Config("tile", block_n, num_warps=4, rows=2048 // block_n)
+        return SoftmaxConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
     if n_cols * itemsize > (32768 if few else 131072):
         c = split_config(n_cols, itemsize, target)
         if c is not None:
@@ -213,14 +212,14 @@ def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> Con
     if n_cols * itemsize <= 65536:
         longest = {1536: (512, 4), 2048: (2048, 8), 4095: (1024, 8), 4096: (2048, 8), 8192: (4096, 16)}
         block, warps = next((longest[n] for n in longest if n_cols <= n), (8192, 32))
-        return Config("loop", block, num_warps=warps // per_warp)
-    # A thousand threads: a multiprocessor runs one program at a time.
-    return Config("loop", 16384 // itemsize, num_warps=32 // per_warp, held=2)
+        return SoftmaxConfig("loop", block, num_warps=warps // per_warp)
+    # 1024 threads, so an SM runs one program at a time.
+    return SoftmaxConfig("loop", 16384 // itemsize, num_warps=32 // per_warp, held=2)
 
 
 @functools.cache
 def _plan(
-    dtype: torch.dtype, scale: float, causal: bool, even: bool, c: Config, chunks: int = 0, splits: int = 1
+    dtype: torch.dtype, scale: float, causal: bool, even: bool, c: SoftmaxConfig, chunks: int = 0, splits: int = 1
 ) -> launching.KernelLauncher:
     flags = {"SCALE": as_float32(scale)[0], "CAUSAL": causal, "EVEN": even}
     if c.kernel == "tile":
@@ -245,7 +244,7 @@ def launch(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     dy, y = library.as_rows(dy), library.as_rows(y)
     n_rows = y.shape[0]
     target = runtime.target(y.device)
-    few = bool(n_rows < target.multiprocessors)  # a symbol while a graph is traced, which no cache may keep
+    few = bool(n_rows < target.multiprocessors)  # symbolic in a traced graph; no cache may keep a symbol
     c = config(n_cols, y.element_size(), few, target)
     strides = (dy.stride(0), y.stride(0), n_cols)
     numbers = (n_rows, seq_len)
@@ -258,7 +257,7 @@ def launch(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
         plan = _plan(*mode, even, c, unrolled(n_cols, c, causal))
         launching.launch(plan, n_rows, (dy, y, dx), strides, numbers)
     else:
-        most = target.multiprocessors * c.per_multiprocessor
+        most = target.multiprocessors * c.per_sm
         splits, lanes = split("softmax_backward", n_rows, n_cols, c.block_n, most)
         words = torch.zeros(n_rows * splits, dtype=torch.int32, device=y.device)
         plan = _plan(*mode, even, c, splits=splits)

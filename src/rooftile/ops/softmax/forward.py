@@ -1,46 +1,185 @@
 """Softmax forward: three kernels, by the length of a row.
 
-- tile: a program holds whole rows in registers, and takes one exponential of each element: short rows;
-- loop: a program reads its row twice, the second time out of the L2, which holds the rows in flight. The first time it
-  keeps a maximum and a sum for each few elements, mended where the maximum grows (Milakov and Gimelshein 2018,
-  https://arxiv.org/abs/1805.02867). Of the longest rows it holds the first blocks in registers;
-- split: a row is held by several programs, which exchange their maxima and sums: long rows, fewer than the GPU has
-  multiprocessors, such as the logits of a vocabulary.
+- tile: a program holds whole short rows in registers and computes one exponential for each element;
+- loop: a program reads its row twice, the second time from the L2, which holds the rows in flight. The first pass keeps
+  a maximum and a sum for each few elements and rescales the sum when the maximum grows (Milakov and Gimelshein 2018,
+  https://arxiv.org/abs/1805.02867). The first blocks of the longest rows stay in registers;
+- split: several programs share a row and exchange their maxima and sums. It serves long rows that are fewer than the
+  SMs, such as the logits of a vocabulary.
 
-Exponentials are powers of two of `(z - max z) * |scale| * log2(e)`, where z is x with the scale's sign: the
-difference comes first, so that the greatest element is exactly 1 however large it is. A maximum starts from the lowest
-finite number instead of -inf, so that a row of nothing but -inf has zeros and no -inf less -inf; inf less inf is NaN
-in the sum, and so in the row.
+Exponentials are powers of two of `(z - max z) * |scale| * log2(e)`, where z is x with the sign of the scale. The
+difference is taken first, so the greatest element is exactly 1 however large it is. A maximum starts from the lowest
+finite float32 instead of -inf: a row of nothing but -inf then becomes zeros, with no `-inf - -inf`. `inf - inf` is NaN
+in the sum, and so in the whole row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.softmax.common import (
-    Config,
-    as_float32,
-    check,
-    inside,
-    kept_columns,
-    mask_layout,
-    mask_row,
-    narrowed,
-    read_columns,
-    row_length,
-    split_config,
-    unrolled,
-)
 from rooftile.primitives.cta_exchange import gather, publish_pair, resident, softmax_pairs, split
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+# What forward and backward share
+
+
+@triton.jit
+def inside(cols, n_cols, EVEN: tl.constexpr):
+    """Which columns belong to the row. EVEN: the blocks fill the row, so all of them do."""
+    if EVEN:
+        mask = tl.full(cols.shape, True, tl.int1)
+    else:
+        mask = cols < n_cols
+    return mask
+
+
+@triton.jit
+def kept_columns(row, seq_len, n_cols):
+    """How many leading columns a causal row keeps. The last row of a sequence keeps all."""
+    return tl.maximum(row % seq_len + (n_cols - seq_len + 1), 0)
+
+
+@triton.jit
+def read_columns(kept):
+    """The columns to read: rounded up to whole vectors, since a load that ends within one is not vectorized."""
+    return tl.cdiv(kept, 16) * 16
+
+
+@triton.jit
+def narrowed(row, n_rows):
+    """`row` in the width that `n_rows` needs: a 64-bit remainder takes several times as long as a 32-bit one.
+
+    In a launch that a compiler traces, `n_rows` is a plain number, which has no dtype of its own.
+    """
+    return row.to((tl.zeros((), tl.int32) + n_rows).dtype)
+
+
+@triton.jit
+def mask_row(row, n_b, n_c, stride_ma, stride_mb, stride_mc):
+    """The offset of a row's mask. Rows are indexed as (A, B, C), see `mask_layout`."""
+    a = (row // n_c // n_b).to(tl.int64)
+    b = (row // n_c % n_b).to(tl.int64)
+    c = (row % n_c).to(tl.int64)
+    return a * stride_ma + b * stride_mb + c * stride_mc
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
+class SoftmaxConfig:
+    """A launch, forward or backward.
+
+    Attributes:
+        kernel: "tile", "loop" or "split".
+        block_n: columns of a block.
+        num_warps: warps of a program.
+        rows: rows of a tile.
+        per_sm: of the split kernel: resident programs on each SM.
+        max_registers: of the split kernel: registers of a thread at most, so that those programs fit.
+        stages: of the split kernel: pipeline stages of the loop over rows.
+        held: of the loop kernel: blocks of its row that a program holds in registers.
+    """
+
+    kernel: str
+    block_n: int
+    num_warps: int
+    rows: int = 1
+    per_sm: int = 0
+    max_registers: int | None = None
+    stages: int = 1
+    held: int = 0
+
+
+def split_config(n_cols: int, itemsize: int, target: runtime.Target) -> SoftmaxConfig | None:
+    """Programs that share a row and are resident all at once; None if the row is too long for that."""
+    registers = target.warp_size == 32  # AMD's compiler has no such limit
+    if n_cols * itemsize <= 131072:
+        c = SoftmaxConfig("split", 4096 // itemsize, 4, 1, 8, 64 if registers else None, stages=2)
+    else:
+        c = SoftmaxConfig("split", 8192 // itemsize, 4, 1, 4, 128 if registers else None, stages=2)
+    return c if n_cols <= c.block_n * target.multiprocessors * c.per_sm else None
+
+
+def row_length(x: Tensor) -> int:
+    """The length of a row, which decides its kernel.
+
+    If it is symbolic, the op stays whole in the graph and chooses on each call: a traced launch would serve one length.
+    """
+    n_cols = x.shape[-1]
+    if isinstance(n_cols, torch.SymInt):
+        raise launching.Untraceable("rows of a symbolic length")
+    return n_cols
+
+
+def as_float32(scale: float) -> tuple[float, float]:
+    """The scale and its magnitude times log2(e); 0 and 0 if the latter is subnormal in float32.
+
+    The device would flush it to 0, and 0 times the -inf of an element that is not kept is NaN.
+    """
+    factor = abs(scale) * math.log2(math.e)
+    return (scale, factor) if factor >= 2.0**-126 else (0.0, 0.0)
+
+
+def unrolled(n_cols: int, c: SoftmaxConfig, causal: bool) -> int:
+    """How many blocks the loop kernel unrolls: 0 (a loop) if there are many, or if their number differs by row."""
+    chunks = library.cdiv(n_cols, c.block_n)
+    return chunks if chunks <= 8 and not causal and not c.held else 0
+
+
+def mask_layout(mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, int], tuple[int, int, int, int]]:
+    """The mask of an x of that shape, viewed as (A, B, C, N): the mask, the sizes B and C, and the four strides.
+
+    Broadcast dimensions have a stride of 0. It is copied only if its leading dimensions cannot be viewed as three.
+    """
+    strides = [0] * (len(shape) - mask.dim())
+    strides += [0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True)]
+    dims: list[tuple[int, int]] = []
+    for n, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if n == 1:
+            continue
+        if dims and dims[-1][1] == n * stride:
+            dims[-1] = (dims[-1][0] * n, stride)
+        else:
+            dims.append((n, stride))
+    if len(dims) > 3:
+        return mask_layout(mask.expand(shape).contiguous(), shape)
+    (_, a), (n_b, b), (n_c, c) = [(1, 0)] * (3 - len(dims)) + dims
+    return mask, (n_b, n_c), (a, b, c, strides[-1])
+
+
+def check(op: str, name: str, x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
+    """Raise unless the arguments of an op are valid; `name` is the name of its argument x."""
+    library.check_floating(op, **{name: x})
+    if not isinstance(scale, (float, int)):
+        raise TypeError(f"{op}: scale is a {type(scale).__name__}, expected a number")
+    if not abs(scale) < 2.0**127:
+        raise ValueError(f"{op}: scale is {scale}, expected a finite number below 2^127")
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal is a {type(causal).__name__}, expected a bool")
+    if x.dim() < 1 + causal:
+        expected = "at least two dimensions (..., T, S), as causal is set" if causal else "at least one dimension"
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {expected}")
+    if mask is None:
+        return
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"{op}: mask has dtype {mask.dtype}, expected torch.bool (True keeps)")
+    trailing = x.shape[x.dim() - min(mask.dim(), x.dim()) :]
+    if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape, trailing, strict=True)):
+        raise ValueError(
+            f"{op}: mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}, x's shape"
+        )
+
+
+# The forward
 
 
 @triton.jit
@@ -56,7 +195,7 @@ def _scores(
     HAS_MASK: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """z at the columns inside `mask` that are kept, -inf at the others. A causal row keeps the first `kept` columns."""
+    """z at the kept columns within `mask`, -inf elsewhere. A causal row keeps the first `kept` columns."""
     if CAUSAL:
         keep = mask & (cols < kept)
         mask &= cols < read_columns(kept)
@@ -74,7 +213,7 @@ def _scores(
 
 @triton.jit
 def _extend(tops, sums, z, FACTOR: tl.constexpr):
-    """The maxima and sums with one more block in them."""
+    """The running maxima and sums, updated with one more block."""
     new = tl.maximum(tops, tl.max(z, axis=1, keep_dims=True))
     sums = sums * tl.exp2((tops - new) * FACTOR) + tl.sum(tl.exp2((z - new) * FACTOR), axis=1, keep_dims=True)
     return new, sums
@@ -82,7 +221,7 @@ def _extend(tops, sums, z, FACTOR: tl.constexpr):
 
 @triton.jit
 def _inverse(total):
-    """1 / total; 0 for the sum of a row that keeps nothing."""
+    """1 / total; 0 for a row that keeps nothing."""
     return tl.where(total == 0.0, 0.0, 1.0 / total)
 
 
@@ -167,7 +306,7 @@ def _loop_kernel(
     if CAUSAL:
         kept = kept_columns(index, seq_len, n_cols)
         stop = kept
-    elif CHUNKS > 0:  # a short loop is unrolled: all that it loads is on its way at once
+    elif CHUNKS > 0:  # a short loop is unrolled, so that all its loads are in flight at once
         stop = CHUNKS * BLOCK_N
     # The PACK elements that a thread loads at once share a maximum and a sum.
     block = tl.arange(0, LANES)[:, None] * PACK + tl.arange(0, PACK)[None, :]
@@ -177,7 +316,7 @@ def _loop_kernel(
         cols = i * BLOCK_N + block
         mask = inside(cols, n_cols, EVEN)
         z = _scores(x_ptr, mask_ptr, cols, mask, kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
-        # Exact: they are x's own numbers, or their negatives, or -inf.
+        # Exact: they are x's own elements, or their negatives, or -inf.
         held += (z.to(DTYPE),)  # type: ignore[assignment]
     tops = tl.full((LANES, 1), LOWEST, tl.float32)
     sums = tl.zeros((LANES, 1), tl.float32)
@@ -243,7 +382,7 @@ def _split_kernel(
     splits = tl.arange(0, BLOCK_S)
     mask = inside(cols, n_cols, EVEN)
 
-    # A row is finished three steps after it was read, so that the others' maxima and sums have come by then.
+    # A row is finished three steps after it was read: by then the other programs have published their part.
     z1 = tl.zeros((BLOCK_N,), DTYPE)
     z2 = tl.zeros((BLOCK_N,), DTYPE)
     z3 = tl.zeros((BLOCK_N,), DTYPE)
@@ -273,38 +412,38 @@ def _split_kernel(
             y = tl.exp2((z3.to(tl.float32) - top) * FACTOR) * _inverse(total)
             tl.store(y_ptr + done * n_cols + cols, y.to(DTYPE), mask=mask)
 
-        # Adding zero: Triton does not pipeline a loop that hands a value on over two iterations as it is.
+        # Adding zero: Triton does not pipeline a loop that carries a value unchanged over two iterations.
         z3 = z2 + 0
         z2 = z1 + 0
         z1 = z.to(DTYPE)
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> Config:
-    """Chosen on an H200 (bf16) from some ten configurations at each length. `few`: fewer rows than multiprocessors.
+def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> SoftmaxConfig:
+    """Chosen on an H200 (bf16) from some ten configurations at each length. `few`: fewer rows than SMs.
 
-    Parts of a copy's speed: 0.97 at 1024 and 3584 columns, 1.00 at 4096 and 8192, 0.98 at 16384, 0.93 at 65536, 0.83 at
-    131072, where the rows in flight no longer fit the L2.
+    Fractions of a copy's speed: 0.97 at 1024 and 3584 columns, 1.00 at 4096 and 8192, 0.98 at 16384, 0.93 at 65536,
+    0.83 at 131072, where the rows in flight no longer fit the L2.
     """
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return Config("tile", block_n, num_warps=4, rows=16)
+        return SoftmaxConfig("tile", block_n, num_warps=4, rows=16)
     per_warp = target.warp_size // 32
     if block_n <= 512:
-        return Config("tile", block_n, num_warps=4, rows=2048 // block_n)
+        return SoftmaxConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
     if block_n <= 2048:
-        return Config("tile", block_n, num_warps=block_n // 512)
+        return SoftmaxConfig("tile", block_n, num_warps=block_n // 512)
     if few and n_cols * itemsize > 32768:
         c = split_config(n_cols, itemsize, target)
         if c is not None:
             return c
     if n_cols <= 4096:
-        return Config("loop", 1024 if n_cols < 4096 else 2048, num_warps=4 if n_cols < 4096 else 8)
+        return SoftmaxConfig("loop", 1024 if n_cols < 4096 else 2048, num_warps=4 if n_cols < 4096 else 8)
     if n_cols * itemsize <= 65536:
-        return Config("loop", 4096 if n_cols <= 8192 else 8192, num_warps=16 // per_warp)
-    # A thousand threads: a multiprocessor runs one program at a time.
+        return SoftmaxConfig("loop", 4096 if n_cols <= 8192 else 8192, num_warps=16 // per_warp)
+    # 1024 threads, so an SM runs one program at a time.
     held = 0 if n_cols * itemsize <= 131072 else 2 if itemsize == 2 else 3
-    return Config("loop", 32768 // itemsize, num_warps=32 // per_warp, held=held)
+    return SoftmaxConfig("loop", 32768 // itemsize, num_warps=32 // per_warp, held=held)
 
 
 @functools.cache
@@ -314,7 +453,7 @@ def _plan(
     causal: bool,
     has_mask: bool,
     even: bool,
-    c: Config,
+    c: SoftmaxConfig,
     pack: int = 1,
     chunks: int = 0,
     splits: int = 1,
@@ -352,7 +491,7 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     x = library.as_rows(x)
     n_rows = x.shape[0]
     target = runtime.target(x.device)
-    few = bool(n_rows < target.multiprocessors)  # a symbol while a graph is traced, which no cache may keep
+    few = bool(n_rows < target.multiprocessors)  # symbolic in a traced graph; no cache may keep a symbol
     c = config(n_cols, x.element_size(), few, target)
     strides = (x.stride(0), *mask_strides, n_cols)
     numbers = (n_rows, seq_len, *sizes)
@@ -362,13 +501,13 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
         plan, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
         launching.launch(plan, programs, (x, mask, y), strides, numbers)
     elif c.kernel == "loop":
-        # Rows that are not aligned to 16 bytes are loaded one element at a time.
+        # Rows that are not aligned to 16 bytes are loaded element by element.
         pack = 16 // x.element_size() if n_cols % 16 == 0 and x.stride(0) % 16 == 0 else 1
         chunks = unrolled(n_cols, c, causal)
         plan = _plan(*mode, even, c, pack, chunks)
         launching.launch(plan, n_rows, (x, mask, y), strides, numbers)
     else:
-        splits, lanes = split("softmax", n_rows, n_cols, c.block_n, target.multiprocessors * c.per_multiprocessor)
+        splits, lanes = split("softmax", n_rows, n_cols, c.block_n, target.multiprocessors * c.per_sm)
         words = torch.zeros(n_rows * splits, dtype=torch.int64, device=x.device)
         plan = _plan(*mode, even, c, splits=splits)
         launching.launch(plan, splits * lanes, (x, mask, y, words), strides, numbers)
