@@ -21,12 +21,13 @@ from rooftile.bench.e2e import layer as e2e_layer
 from rooftile.bench.e2e import model as e2e_model
 from rooftile.bench.e2e import paths as e2e_paths
 from rooftile.bench.e2e import report as e2e_report
+from rooftile.bench.e2e.implementations import build
 from rooftile.bench.e2e.paths import CUDA_EAGER, HF, HF_EAGER, OURS_EAGER, OURS_UNTUNED
 from rooftile.bench.roof import Roofs
 from rooftile.bench.rows import OURS, read_json
 from rooftile.bench.timer import clock
 from rooftile.bench.workloads import MODELS, read
-from rooftile.engine import products
+from rooftile.engine import projections
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.weights import Weights
 
@@ -76,7 +77,7 @@ def test_rivals_compute_the_model_with_the_engines_own_tensors(name: str, tmp_pa
     ids = prompts(model, 3, 9)
     source = e2e_hf.Models(model)
     for impl in (CUDA_EAGER, HF_EAGER):
-        path = e2e_paths.build(impl, model, ids, 6, clock(DEVICE), source)
+        path = build(impl, model, ids, 6, clock(DEVICE), source)
         error, message = e2e_check.verdict(model, path, ids, 6, own=False)
         assert not message, (impl, message)
         assert error < 1e-5
@@ -90,14 +91,14 @@ def test_fp8_is_held_to_what_the_engine_rounds(batch: int, tmp_path: Path) -> No
     """Of one sequence the prompt alone. A number may go to the other neighbour by the last bit of float32."""
     model = tiny(tmp_path, quantize="fp8", model_type="llama")
     ids = prompts(model, batch, 9)
-    path = e2e_paths.build(OURS_EAGER, model, ids, 6, clock(DEVICE), None)
+    path = build(OURS_EAGER, model, ids, 6, clock(DEVICE), None)
     error, message = e2e_check.verdict(model, path, ids, 6, own=True)
     assert error < 5e-3, message
 
 
 def roll_scales(weights: Weights) -> None:
-    for product in (p for layer in weights.layers for p in layer.products):
-        assert isinstance(product, products.Fp8)
+    for product in (p for layer in weights.layers for p in layer.projections):
+        assert isinstance(product, projections.Fp8)
         product.scale.copy_(product.scale.roll(1, 0))
 
 
@@ -110,12 +111,12 @@ def test_in_fp8_scales_in_another_order_fail(wrong: str, tmp_path: Path, monkeyp
     if wrong == "all scales":
         roll_scales(run.own)
     elif wrong == "scales of one row of x":  # which the prompt's token has not seen
-        right = products.fp8_weight_linear
+        right = projections.fp8_weight_linear
         monkeypatch.setattr(
-            products, "fp8_weight_linear", lambda x, w, scale, *a, **b: right(x, w, scale.roll(1, 0), *a, **b)
+            projections, "fp8_weight_linear", lambda x, w, scale, *a, **b: right(x, w, scale.roll(1, 0), *a, **b)
         )
     ids = prompts(model, 1, 9)
-    path = e2e_paths.build(OURS_EAGER, run, ids, 6, clock(DEVICE), None)
+    path = build(OURS_EAGER, run, ids, 6, clock(DEVICE), None)
     error, message = e2e_check.verdict(model, path, ids, 6, own=True)
     assert ("differ by" in message) == (wrong != "nothing"), (error, message)
     if wrong == "scales of one row of x":
@@ -127,7 +128,7 @@ def test_a_static_cache_has_room_for_what_warms_it(tmp_path: Path, monkeypatch: 
     """On a GPU a write past its end would end the process."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     model = tiny(tmp_path, model_type="llama", num_hidden_layers=1)
-    e2e_paths.build(HF, model, prompts(model, 1, 4), 2, clock(DEVICE), e2e_hf.Models(model)).prepare()
+    build(HF, model, prompts(model, 1, 4), 2, clock(DEVICE), e2e_hf.Models(model)).prepare()
 
 
 def test_ways_to_attend_agree() -> None:
@@ -271,7 +272,7 @@ def test_the_engine_is_held_to_its_own_weights(tmp_path: Path) -> None:
     other = e2e_model.load(str(tmp_path), dtype=torch.bfloat16, device=DEVICE, seed=1)
     ids = prompts(model, 2, 4)
     both = dataclasses.replace(model, own=other.own)
-    path = e2e_paths.build(OURS_EAGER, both, ids, 3, clock(DEVICE), None)
+    path = build(OURS_EAGER, both, ids, 3, clock(DEVICE), None)
     assert not e2e_check.verdict(both, path, ids, 2, own=True)[1]
     assert "differ by" in e2e_check.verdict(model, path, ids, 2, own=True)[1]
 

@@ -10,7 +10,7 @@ from test_bench_e2e import DEVICE, INTERPRETED, prompts, tiny
 from rooftile.bench.e2e import check as e2e_check
 from rooftile.bench.e2e import cuda as e2e_cuda
 from rooftile.bench.e2e import model as e2e_model
-from rooftile.bench.e2e import paths as e2e_paths
+from rooftile.bench.e2e.implementations import build
 from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER
 from rooftile.bench.rows import OURS
 from rooftile.bench.timer import clock
@@ -38,7 +38,7 @@ def test_a_layer_of_the_rival_is_compiled_once_for_all(tmp_path: Path, fields: d
     torch._dynamo.utils.counters.clear()
     model = tiny(tmp_path, **fields)
     ids = prompts(model, 2, 7)
-    path = e2e_paths.build(CUDA, model, ids, 4, clock(DEVICE), None)
+    path = build(CUDA, model, ids, 4, clock(DEVICE), None)
     path.prepare()  # compiled with fullgraph=True, which raises where a graph breaks
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert not e2e_check.verdict(model, path, ids, 4, own=False)[1]
@@ -83,7 +83,7 @@ def test_prompts_are_recorded_as_the_engines_are(
     monkeypatch.setattr(Graph, "replays", 0)
     model = tiny(tmp_path, model_type="llama", num_hidden_layers=1)
     ids = prompts(model, 64, tokens)
-    path = e2e_paths.build(impl, model, ids, 3, clock(DEVICE), None)
+    path = build(impl, model, ids, 3, clock(DEVICE), None)
     path._measures = True
     path.prepare()
     assert not e2e_check.verdict(model, path, ids, 2, own=False)[1]
@@ -101,7 +101,7 @@ def test_the_recorded_rival_and_the_engine_agree_on_a_gpu(tmp_path: Path, tokens
     )
     model = e2e_model.load(str(tmp_path), dtype=torch.bfloat16, device=DEVICE)
     ids = prompts(model, 1, tokens)
-    made = {name: e2e_paths.build(name, model, ids, 8, clock(DEVICE), None) for name in (OURS, CUDA)}
+    made = {name: build(name, model, ids, 8, clock(DEVICE), None) for name in (OURS, CUDA)}
     for name, path in made.items():
         path.prepare()
         for _ in range(2):  # a replay leaves nothing behind that the next would see

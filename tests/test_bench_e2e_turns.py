@@ -14,7 +14,7 @@ from rooftile.bench.e2e import batch as e2e_batch
 from rooftile.bench.e2e import check as e2e_check
 from rooftile.bench.e2e.paths import CUDA, CUDA_EAGER, HF
 from rooftile.bench.e2e.results import NOT_REACHED
-from rooftile.bench.e2e.turns import Plan, Samples, plan
+from rooftile.bench.e2e.turns import Samples, TurnPlan, plan_turns
 from rooftile.bench.rows import OURS, read_json, write_json
 from rooftile.bench.timer import HostClock, clock
 
@@ -175,14 +175,14 @@ def test_what_is_not_reached_says_so(start) -> None:
 @pytest.mark.parametrize(
     ("step", "prompt", "expected"),
     [
-        (0.004, 0.011, Plan(3, 255, 6)),  # three whole generations in 4 s, with 21 prompts
-        (0.0001, 0.001, Plan(5, 255, 3)),
-        (0.025, 0.030, Plan(1, 160, 19)),  # cut
-        (1.0, 1.0, Plan(1, 16, 2)),  # no less
+        (0.004, 0.011, TurnPlan(3, 255, 6)),  # three whole generations in 4 s, with 21 prompts
+        (0.0001, 0.001, TurnPlan(5, 255, 3)),
+        (0.025, 0.030, TurnPlan(1, 160, 19)),  # cut
+        (1.0, 1.0, TurnPlan(1, 16, 2)),  # no less
     ],
 )
-def test_a_plan_is_what_fits_into_the_seconds(step: float, prompt: float, expected: Plan) -> None:
-    assert plan(Samples([step], [prompt], [0.0]), 255, 4.0) == expected
+def test_a_plan_is_what_fits_into_the_seconds(step: float, prompt: float, expected: TurnPlan) -> None:
+    assert plan_turns(Samples([step], [prompt], [0.0]), 255, 4.0) == expected
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from rooftile.engine import rotary
 from rooftile.engine.config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
@@ -232,7 +231,7 @@ class TestRotary:
         described = _TINY | settings
         module = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(dict(described)))
         cos, sin = module(torch.zeros(1), torch.arange(600)[None])
-        ours = rotary.tables(ModelConfig.from_hf(described), 600)
+        ours = ModelConfig.from_hf(described).rotary.tables(600)
         assert ours[0].shape == (600, described.get("head_dim", 32))
         assert all(t.dtype == torch.float32 for t in ours)
         # One rounding of cos and sin, which PyTorch computes otherwise where a row is not a multiple of a vector.
@@ -252,8 +251,8 @@ class TestRotary:
     def test_dynamic_frequencies_are_fixed_up_to_the_models_length(self):
         described = {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
         config = ModelConfig.from_hf(_TINY | described)
-        assert torch.equal(rotary.tables(config, 600)[0], rotary.tables(ModelConfig.from_hf(_TINY), 600)[0])
+        assert torch.equal(config.rotary.tables(600)[0], ModelConfig.from_hf(_TINY).rotary.tables(600)[0])
         with pytest.raises(
             ValueError, match=r"'dynamic', whose frequencies are fixed for the first 600 .* expected at most 600"
         ):
-            rotary.tables(config, 601)
+            config.rotary.tables(601)

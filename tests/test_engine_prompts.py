@@ -6,8 +6,9 @@ import torch
 import rooftile
 from rooftile import launching, runtime
 from rooftile.engine import prompts as laid_out
-from rooftile.engine.prompts import GRAPH_TOKENS, PromptBatch, PromptGraphs, padded_length
-from rooftile.engine.runner import Sampling
+from rooftile.engine import runner as runners
+from rooftile.engine.prompts import GRAPH_TOKENS, PromptBatch, padded_length
+from rooftile.engine.runner import PromptGraphs, Sampling
 
 pytest.importorskip("transformers")
 
@@ -200,7 +201,7 @@ def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on(device, m
 
 
 def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatch):
-    monkeypatch.setattr(laid_out, "KEPT", 2)
+    monkeypatch.setattr(runners, "KEPT", 2)
     engine = graphed(made(device=device, max_seq_len=48, cuda_graphs=False, config={"num_hidden_layers": 1}))
     kept = engine.runner._of_prompts._graphs
     for lengths in [(3,)] * 2, [(44, 44)] * 2, [(3,)], [(44, 44, 44)] * 2, [(44, 44)]:

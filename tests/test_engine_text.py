@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rooftile.engine.text import Text
+from rooftile.engine.generation import Text
 
 
 def byte_tokenizer():

@@ -6,13 +6,13 @@ import shutil
 import pytest
 import torch
 from test_engine_config import GRANITE_3_1_8B, LLAMA_3_8B, MISTRAL_7B, QWEN2_5_7B, QWEN3_8B
-from test_engine_products import dense_of
+from test_engine_projections import dense_of
 
-from rooftile.engine import products
+from rooftile.engine import projections
 from rooftile.engine import weights as weights_
 from rooftile.engine.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.products import KINDS, Fp8, Int8
+from rooftile.engine.projections import KINDS, Fp8, Int8
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_every_family(family, tmp_path, device):
 @pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
 def test_quantised_as_it_is_read(quantize, tmp_path, device, monkeypatch):
     monkeypatch.setattr(weights_, "_AT_A_TIME", 1000)  # several parts of a tensor
-    monkeypatch.setattr(products, "_AT_A_TIME", 500)
+    monkeypatch.setattr(projections, "_AT_A_TIME", 500)
     model = model_of("llama code")
     model.save_pretrained(tmp_path)
     weights = load(tmp_path, device, quantize=quantize)
@@ -351,7 +351,7 @@ class TestRandom:
         weights = weights_.random(config, quantize=quantize, device=device)
         left = torch.cuda.memory_allocated(device) - before
         # Some float32 tensors of the elements that are quantised at a time; the model in 16 bits has 1.3 GB.
-        assert torch.cuda.max_memory_allocated(device) - before < left + 6 * 4 * products._AT_A_TIME
+        assert torch.cuda.max_memory_allocated(device) - before < left + 6 * 4 * projections._AT_A_TIME
         assert weights.nbytes + weights.embedding.nbytes == pytest.approx(left, rel=0.01)
 
     def test_from_the_seed(self, device):

@@ -20,7 +20,7 @@ from rooftile.bench.workloads import step_bytes
 from rooftile.demo import engine as demo
 from rooftile.demo import library_text
 from rooftile.engine import Engine
-from rooftile.engine.generation import Piece
+from rooftile.engine.generation import StreamChunk
 
 DEVICE = runtime.default_device()
 REAL = runtime.MODE is runtime.Mode.GPU
@@ -165,7 +165,7 @@ def test_texts_of_several_prompts_stand_one_behind_the_other(stream):
     seen = []
     for index, text, end in ((0, "x", None), (1, "u", None), (2, "k", "stop"), (1, "v", None), (0, "y", "length"),
                              (1, "w", "stop")):  # fmt: skip
-        printer.add(Piece(index, 0, text, None, end))
+        printer.add(StreamChunk(index, 0, text, None, end))
         seen.append(out.getvalue())
     assert out.getvalue() == "<a>xy\n\n<b>uvw\n\n<c>k\n"
     assert seen[0] == ("<a>x" if stream else "<a>")

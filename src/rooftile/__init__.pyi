@@ -6,7 +6,7 @@ from rooftile.engine import Engine as Engine
 from rooftile.engine import KVCache as KVCache
 from rooftile.engine import PagedKVCache as PagedKVCache
 from rooftile.engine import PagedSequence as PagedSequence
-from rooftile.engine import Piece as Piece
+from rooftile.engine import StreamChunk as StreamChunk
 from rooftile.huggingface import PatchHandle as PatchHandle
 from rooftile.huggingface import patch as patch
 from rooftile.huggingface import register_attention as register_attention

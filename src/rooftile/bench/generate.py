@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from rooftile.engine.engine import Engine, Quantization
-    from rooftile.engine.generation import Piece
+    from rooftile.engine.generation import StreamChunk
 
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DEMO = "demo"  # in the place of a path: the byte model that comes with Rooftile
@@ -103,7 +103,7 @@ class Printer:
     def __init__(self, prompts: Sequence[str], stream: bool, console: Console) -> None:
         self.prompts, self.stream, self.console = prompts, stream, console
         self.waiting = [""] * len(prompts)
-        self.pieces: list[list[Piece]] = [[] for _ in prompts]
+        self.chunks: list[list[StreamChunk]] = [[] for _ in prompts]
         self.ended = [False] * len(prompts)
         self.at = 0
 
@@ -118,11 +118,11 @@ class Printer:
         self.console.file.flush()
         self.waiting[self.at] = ""
 
-    def add(self, piece: Piece) -> None:
-        self.pieces[piece.index].append(piece)
-        self.waiting[piece.index] += piece.text or ""
-        self.ended[piece.index] = piece.finish_reason is not None
-        if self.stream and piece.index == self.at:
+    def add(self, chunk: StreamChunk) -> None:
+        self.chunks[chunk.index].append(chunk)
+        self.waiting[chunk.index] += chunk.text or ""
+        self.ended[chunk.index] = chunk.finish_reason is not None
+        if self.stream and chunk.index == self.at:
             self._write()
         while self.at < len(self.prompts) and self.ended[self.at]:
             self._write()
@@ -162,11 +162,11 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     return [*lines, share]
 
 
-def logprobs(tokenizer: Tokenizer, pieces: Sequence[Sequence[Piece]]) -> list[str]:
+def logprobs(tokenizer: Tokenizer, chunks: Sequence[Sequence[StreamChunk]]) -> list[str]:
     """Each token of each prompt: its log-probability, its id, its own text."""
     lines = []
-    for i, of_one in enumerate(pieces):
-        lines.append(f"log-probabilities after prompt {i + 1} of {len(pieces)}")
+    for i, of_one in enumerate(chunks):
+        lines.append(f"log-probabilities after prompt {i + 1} of {len(chunks)}")
         lines += [f"{p.logprob:10.4f} {p.token:7d} {tokenizer.decode([p.token])!r}" for p in of_one]
     return lines
 
@@ -174,13 +174,13 @@ def logprobs(tokenizer: Tokenizer, pieces: Sequence[Sequence[Piece]]) -> list[st
 def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
     """Generate, and print meanwhile."""
     timing = Timing()
-    pieces: Iterable[Piece] = engine.generate(
+    chunks: Iterable[StreamChunk] = engine.generate(
         list(settings.prompts), settings.max_new_tokens, stop=list(settings.stop), stream=True, **settings.sampling
     )
     printer.begin()  # nothing is wrong with the options, or it had been raised
-    for piece in pieces:
-        timing.add(piece.index)
-        printer.add(piece)
+    for chunk in chunks:
+        timing.add(chunk.index)
+        printer.add(chunk)
     return timing
 
 
@@ -223,7 +223,7 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
     notices.print()
     lines = figures(engine, timing, prompt_tokens, read_gbs)
     if settings.sampling.get("logprobs"):
-        lines = [*logprobs(engine.tokenizer, printer.pieces), *lines]
+        lines = [*logprobs(engine.tokenizer, printer.chunks), *lines]
     for line in lines:
         notices.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -3,6 +3,6 @@
 from rooftile.engine.cache import KVCache, PagedKVCache, PagedSequence
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.engine import Engine
-from rooftile.engine.generation import Completion, Piece
+from rooftile.engine.generation import Completion, StreamChunk
 
-__all__ = ["Completion", "Engine", "KVCache", "ModelConfig", "PagedKVCache", "PagedSequence", "Piece"]
+__all__ = ["Completion", "Engine", "KVCache", "ModelConfig", "PagedKVCache", "PagedSequence", "StreamChunk"]

@@ -1,20 +1,340 @@
-"""Caches of keys and values, in memory that is taken once: one stretch for each sequence, or pages that they share."""
+"""What both caches of keys and values have: memory, the steps by which sequences grow, and how layers use it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile.engine.paged import PagedKVCache, PagedSequence
-from rooftile.engine.steps import Steps, check_positive, new_tokens
-from rooftile.ops.kv_cache import Layout
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.engine.modes import on, plain_mode
+from rooftile.library import check_layout
+from rooftile.ops.decode_attention.common import LONGEST_HEAD
+from rooftile.ops.kv_cache import Layout, append_kv, rope_and_cache
+from rooftile.ops.kv_cache.checks import QUANTIZED
+from rooftile.ops.rope import Style
+from rooftile.primitives import pdl
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 
-__all__ = ["KVCache", "PagedKVCache", "PagedSequence"]
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
 
 
-class KVCache(Steps):
+_PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+@triton.jit(do_not_specialize=["n", "capacity"])
+def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """start = length, length += count, and never past the capacity."""
+    if EARLY:
+        pdl_launch_dependents()
+        pdl_wait()
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths_ptr + rows, mask=rows < n, other=0)
+    count = tl.load(counts_ptr + rows, mask=rows < n, other=0)
+    tl.store(starts_ptr + rows, length, mask=rows < n)
+    tl.store(lengths_ptr + rows, tl.minimum(length + count, capacity), mask=rows < n)
+
+
+@functools.cache
+def _advance_plan(early: bool) -> launching.KernelLauncher:
+    constants = {"BLOCK": 1024, "EARLY": early}
+    return launching.KernelLauncher(_advance_kernel, constants, num_warps=4, **pdl.options(early))
+
+
+def check_positive(name: str, **sizes: int) -> None:
+    for what, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}: {what} is {size!r}, expected a positive integer")
+
+
+def new_tokens(op: str, sequence: object, n: object) -> int:
+    """How many new tokens a sequence is to get."""
+    try:
+        new = operator.index(n)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{op}: {n!r} new tokens for {sequence}, expected an integer") from None
+    if new < 0:
+        raise ValueError(f"{op}: {new} new tokens for {sequence}, expected 0 or more")
+    return new
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """What both caches are told of keys and values. See `KVCache`."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None
+    layers: int
+    dtype: torch.dtype
+    device: torch.device | str | None
+    layout: Layout
+    scales: str | tuple[Tensor, Tensor] | None
+
+    def check(self, name: str) -> None:
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        check_positive(name, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=value_dim, layers=self.layers)
+        if max(self.head_dim, value_dim) > LONGEST_HEAD:
+            raise ValueError(
+                f"{name}: head_dim and value_dim are {self.head_dim} and {value_dim}, expected at most {LONGEST_HEAD}"
+            )
+        check_layout(name, self.layout)
+        if self.dtype not in (*library.FLOATS, *QUANTIZED):
+            raise TypeError(
+                f"{name}: dtype is {self.dtype}, expected float32, float16, bfloat16, float8_e4m3fn or int8"
+            )
+
+
+class CacheBase:
+    """Memory for keys and values of `slots` sequences, and the step that they are in. See its two subclasses.
+
+    A step gives sequences new tokens. `reserve` says how many, on the host, where it can fail and costs no
+    synchronisation; `advance` moves the lengths on the device by as many; `extend` is both. Each layer then appends its
+    keys and values, once. In a CUDA graph stands `advance` with what the layers do, and before each replay `reserve`.
+
+    Attributes:
+        k, v: `(layers, B, max_seq_len, H, D)` or `(layers, pages, page_size, H, D)`; in layout `"bhtd"` the heads come
+            before the tokens.
+        lengths: `(slots,)` int32, on the device: the tokens of each sequence, those of the step among them.
+        starts: `(slots,)` int32, on the device: where the tokens of the step begin.
+        counts: `(slots,)` int32, on the device: how many each sequence has in the step.
+        page_table: `(slots, max_pages)` int32, on the device, or None.
+
+    All of them stay at their addresses.
+    """
+
+    page_table: Tensor | None = None
+
+    def __init__(self, kv: KVLayout, *, blocks: int, rows: int, slots: int, capacity: int) -> None:
+        kv.check(type(self).__name__)
+        device = runtime.default_device() if kv.device is None else torch.device(kv.device)
+        if device.type == "cpu" and runtime.MODE is runtime.Mode.GPU:
+            raise ValueError(
+                f"{type(self).__name__}: device is {device}, expected a GPU (or TRITON_INTERPRET=1, to run on the CPU)"
+            )
+        middle = (rows, kv.kv_heads) if kv.layout == "bthd" else (kv.kv_heads, rows)
+        value_dim = kv.head_dim if kv.value_dim is None else kv.value_dim
+        self.layers, self.kv_heads, self.layout, self.capacity = kv.layers, kv.kv_heads, kv.layout, capacity
+        by_token = (kv.layers, blocks, *middle)
+        with plain_mode(device):
+            self.k = torch.zeros((*by_token, kv.head_dim), dtype=kv.dtype, device=device)
+            self.v = torch.zeros((*by_token, value_dim), dtype=kv.dtype, device=device)
+            self._scales = self._make_scales(kv.scales, by_token)
+            self.lengths, self.starts, self.counts = (
+                torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(3)
+            )
+        self._counts = [0] * slots  # what `counts` holds
+        self._new = 0  # the most tokens that a sequence has in the step
+        self._advanced = True
+        self._captured = False  # a graph advances, and the host is not told when
+        self._appended = set(range(kv.layers))  # the layers that have the tokens of the step
+        self._later: list[Callable[[], object]] | None = None  # what the device is told at the end of `deferred`
+
+    def _make_scales(
+        self, scales: str | tuple[Tensor, Tensor] | None, by_token: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor] | None:
+        name, dtype, device = type(self).__name__, self.k.dtype, self.k.device
+        if dtype not in QUANTIZED:
+            if scales is not None:
+                raise ValueError(f"{name}: scales are given for {dtype}, expected float8_e4m3fn or int8, or no scales")
+            return None
+        if scales is None or isinstance(scales, str):
+            if scales not in (None, "token"):
+                raise ValueError(f'{name}: scales is {scales!r}, expected "token" or two tensors')
+            k, v = (torch.zeros(by_token, dtype=torch.float32, device=device) for _ in range(2))
+            return k, v
+        accepted = ((), (self.kv_heads,), (self.layers, self.kv_heads))
+        for which, scale in zip("kv", scales, strict=True):
+            if scale.dtype != torch.float32 or tuple(scale.shape) not in accepted:
+                raise ValueError(
+                    f"{name}: the scale of {which} is {scale.dtype} of shape {tuple(scale.shape)}, expected float32 of "
+                    f"{', '.join(map(str, accepted[:2]))} or {accepted[2]}"
+                )
+        return scales[0].to(device), scales[1].to(device)
+
+    # Steps.
+
+    def _check_advanced(self) -> None:
+        if not self._advanced and not self._captured and any(self._counts):
+            raise RuntimeError(
+                f"{type(self).__name__}.reserve: the lengths were not advanced for the tokens reserved before; call "
+                f"advance first"
+            )
+
+    def _begin(self, counts: list[int]) -> None:
+        """The step that was reserved: from here on nothing fails."""
+        if counts != self._counts:
+            self._send(self.counts, counts)
+        self._counts, self._new = counts, max(counts, default=0)
+        self._advanced, self._appended = False, set()
+
+    def _drop(self, rows: slice) -> None:
+        """Those sequences take no part any more in the step that was begun."""
+        if any(self._counts[rows]):
+            self._counts = [0 if i in range(rows.start, rows.stop) else n for i, n in enumerate(self._counts)]
+            self._send(self.counts, self._counts)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """What the device is told of lengths, pages and counts meanwhile, it is told at the end, in the same order.
+
+        For work that needs none of it and that should not wait for the host to tell it. What the host knows of
+        sequences is as ever.
+        """
+        if self._later is not None:
+            raise RuntimeError(f"{type(self).__name__}.deferred: is under way already")
+        self._later = []
+        try:
+            yield
+        finally:
+            later, self._later = self._later, None
+            for tell in later:
+                tell()
+
+    def _tell(self, tell: Callable[[], object]) -> None:
+        """Do that on the device, now or at the end of what is deferred."""
+        if self._later is None:
+            tell()
+        else:
+            self._later.append(tell)
+
+    def _send(self, tensor: Tensor, values: Sequence[Any]) -> None:
+        sent = torch.tensor(values, dtype=tensor.dtype, device="cpu")  # as they are now
+        self._tell(lambda: tensor.copy_(sent, non_blocking=True))
+
+    def advance(self) -> None:
+        """Move the lengths on the device by what was reserved. One launch, which a CUDA graph can hold.
+
+        Raises:
+            RuntimeError: nothing was reserved since the last call.
+        """
+        if self._advanced:
+            raise RuntimeError(f"{type(self).__name__}.advance: no new tokens were reserved; call reserve first")
+        self._tell(self._advance)
+        self._advanced = True
+        self._captured |= self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _advance(self) -> None:
+        n = self.lengths.shape[0]
+        tensors = (self.lengths, self.starts, self.counts)
+        with on(self.lengths.device):
+            plan = _advance_plan(pdl.early(self.lengths))
+            launching.launch(plan, library.cdiv(n, 1024), tensors, (), (n, self.capacity))
+
+    # Layers.
+
+    def _layer(self, op: str, layer: int) -> int:
+        if not isinstance(layer, int) or not 0 <= layer < self.layers:
+            raise IndexError(f"{type(self).__name__}.{op}: layer is {layer!r}, expected 0 to {self.layers - 1}")
+        return layer
+
+    def inputs(self, layer: int) -> dict[str, Any]:
+        """What `rooftile.decode_attention` takes beside q: views of this layer, and the lengths."""
+        layer = self._layer("inputs", layer)
+        scales = [None if s is None else s[layer] if s.dim() in (2, 4) else s for s in self._scales or (None, None)]
+        return {
+            "k_cache": self.k[layer],
+            "v_cache": self.v[layer],
+            "lengths": self.lengths,
+            "page_table": self.page_table,
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+            "layout": self.layout,
+        }
+
+    def _step(self, op: str, layer: int, what: str, new: Tensor, axes: str) -> dict[str, Any]:
+        """Where the new tokens of a layer go, when nothing speaks against it. `new` holds them, under the name that
+        errors have, and `axes` names its dimensions."""
+        name = f"{type(self).__name__}.{op}"
+        given = self.inputs(self._layer(op, layer)) | {"lengths": self.starts, "counts": self.counts}
+        if not self._advanced:
+            raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
+        if layer in self._appended:
+            raise RuntimeError(f"{name}: layer {layer} has the tokens of this step; call extend or reserve for others")
+        if isinstance(new, Tensor) and new.dim() == len(axes):  # if not, the op says so
+            tokens = new.shape[axes.index("t")]
+            if new.shape[0] != len(self._counts):
+                raise ValueError(f"{name}: {what} has {new.shape[0]} sequences, expected {len(self._counts)}")
+            if tokens != self._new:
+                raise ValueError(f"{name}: {what} has {tokens} new tokens, expected the {self._new} that were reserved")
+        return given
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write a layer's keys and values of this step: `(slots, T, H, D)` or, in layout `"bhtd"`, `(slots, H, T, D)`.
+
+        Sequences with fewer new tokens than T have them first; what stands behind them is not written.
+
+        Raises:
+            RuntimeError: there is no step, or the layer has its tokens.
+            IndexError: there is no such layer.
+            ValueError, TypeError: as `rooftile.append_kv`. Nothing was written then.
+        """
+        append_kv(k, v, **self._step("append", layer, "k", k, self.layout))
+        self._appended.add(layer)
+
+    def rope_and_append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, style: Style = "half"
+    ) -> Tensor:
+        """`append` of k turned by its positions, and q turned: see `rooftile.rope_and_cache`. cos and sin are tables by
+        position, `(positions, R)`, or given for each token."""
+        given = self._step("rope_and_append", layer, "k", k, self.layout)
+        turned = rope_and_cache(q, k, v, cos, sin, **given, style=style)
+        self._appended.add(layer)
+        return turned
+
+    def norm_qkv_rope_and_append(
+        self, layer: int, x: Tensor, norm_weight: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **options: Any
+    ) -> Tensor:
+        """`rope_and_append` of the q, k and v of hidden states x, `(slots, T, K)`: see
+        `rooftile.rms_norm_qkv_rope_cache`, whose bias, weight_scale, eps, offset and style `options` are.
+
+        Raises:
+            RuntimeError, IndexError: as `append`.
+            ValueError, TypeError: as `rooftile.rms_norm_qkv_rope_cache`. Nothing was written then.
+        """
+        from rooftile.ops.gemm.qkv_rope_cache import rms_norm_qkv_rope_cache
+
+        given = self._step("norm_qkv_rope_and_append", layer, "x", x, "btk")
+        q = rms_norm_qkv_rope_cache(x, norm_weight, weight, cos, sin, **given, **options)
+        self._appended.add(layer)
+        return q
+
+    def attend(self, layer: int, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """`rooftile.decode_attention` of q, `(slots, T, Hq, D)`, against this layer: of the last T tokens of the step,
+        1 to 16, in every sequence that takes part. The rows of those that take none mean nothing. `options` are that
+        function's.
+
+        Raises:
+            RuntimeError: the layer has not the tokens of the step, as far as the host knows: what a CUDA graph that
+                advances does, it is not told.
+            IndexError: there is no such layer.
+            ValueError, TypeError: a sequence has fewer than T tokens in the step; or as `rooftile.decode_attention`.
+        """
+        from rooftile.ops.decode_attention import decode_attention
+
+        given = self.inputs(self._layer("attend", layer))
+        if layer not in self._appended and any(self._counts) and not self._captured:
+            missing = "append" if self._advanced else "advance, then append"
+            raise RuntimeError(
+                f"{type(self).__name__}.attend: layer {layer} has not the keys and values of this step; "
+                f"call {missing} first"
+            )
+        if isinstance(q, Tensor) and q.dim() == 4 and (fewer := [n for n in self._counts if 0 < n < q.shape[1]]):
+            raise ValueError(
+                f"{type(self).__name__}.attend: q has {q.shape[1]} tokens of each sequence, expected at most "
+                f"{min(fewer)}: a sequence has no more in this step"
+            )
+        return decode_attention(q, **given, **options)
+
+
+class KVCache(CacheBase):
     """Keys and values of a batch of sequences, each with room for `max_seq_len` tokens.
 
         cache = rooftile.KVCache(batch, max_seq_len, kv_heads, head_dim, layers=layers)
@@ -53,9 +373,8 @@ class KVCache(Steps):
         scales: str | tuple[Tensor, Tensor] | None = None,
     ) -> None:
         check_positive("KVCache", batch=batch, max_seq_len=max_seq_len)
-        super().__init__(
-            batch, max_seq_len, batch, max_seq_len, kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales
-        )
+        kv = KVLayout(kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales)
+        super().__init__(kv, blocks=batch, rows=max_seq_len, slots=batch, capacity=max_seq_len)
         self._tokens = [0] * batch
 
     @property
@@ -107,3 +426,260 @@ class KVCache(Steps):
         self._tokens[rows] = [0] * len(self._tokens[rows])
         self._send(self.lengths[rows], self._tokens[rows])
         self._drop(rows)
+
+
+@triton.jit(do_not_specialize=["layers"])
+def _copy_kernel(x_ptr, pairs_ptr, stride_l, layers, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """In every layer the page pairs[i, 0] onto pairs[i, 1], as words."""
+    CHUNKS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    words = (tl.program_id(0) % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+    rest = tl.program_id(0) // CHUNKS
+    x_ptr += (rest % layers).to(tl.int64) * stride_l
+    old = tl.load(pairs_ptr + 2 * (rest // layers)).to(tl.int64)
+    new = tl.load(pairs_ptr + 2 * (rest // layers) + 1).to(tl.int64)
+    x = tl.load(x_ptr + old * WORDS + words, mask=words < WORDS)
+    tl.store(x_ptr + new * WORDS + words, x, mask=words < WORDS)
+
+
+@functools.cache
+def _copy_plan(words: int) -> launching.KernelLauncher:
+    return launching.KernelLauncher(
+        _copy_kernel, {"WORDS": words, "BLOCK": min(1024, library.power_of_two(words))}, num_warps=4
+    )
+
+
+class PagedSequence:
+    """A sequence of a `PagedKVCache`, until it is freed.
+
+    Attributes:
+        slot: its row of the batch, of `page_table` and of `lengths`; -1 after it was freed.
+        length: its tokens, as the host knows it: those reserved among them.
+        pages: the pages that hold them, in order.
+    """
+
+    __slots__ = ("length", "pages", "slot")
+
+    def __init__(self, slot: int, length: int, pages: list[int]) -> None:
+        self.slot, self.length, self.pages = slot, length, pages
+
+    def __repr__(self) -> str:
+        state = f"slot {self.slot}, {self.length} tokens" if self.slot >= 0 else "freed"
+        return f"<PagedSequence: {state}>"
+
+
+class PagedKVCache(CacheBase):
+    """Keys and values in pages of a common pool.
+
+        cache = rooftile.PagedKVCache(pages, page_size, kv_heads, head_dim, max_sequences=64, layers=layers)
+        a = cache.allocate()
+        cache.extend({a: n})                                     # pages for n tokens of a
+        for layer in range(layers):
+            q = cache.rope_and_append(layer, q, k, v, cos, sin)  # or cache.append(layer, k, v)
+            y = cache.attend(layer, q)                           # rooftile.decode_attention(q, **cache.inputs(layer))
+        b = cache.fork(a)                                        # the same tokens, in the same pages
+        cache.free(a)
+
+    The batch of q, k and v is always `max_sequences`: a sequence is the row `sequence.slot` of it, and rows that take
+    no part in a step are not written to the cache. So page table and lengths keep their addresses, and one CUDA graph
+    serves any sequences. Pages are counted: a fork shares those of its source, and a shared page that is not full is
+    copied before one of its sequences writes into it.
+
+    Args:
+        pages: how many there are.
+        page_size: tokens of one: 16, 32, 64, 128 or 256.
+        kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales: as in `KVCache`.
+        max_sequences: the most that there are at a time.
+        max_seq_len: the most tokens of one; by default as many as all pages hold.
+    """
+
+    page_table: Tensor
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        max_sequences: int,
+        max_seq_len: int | None = None,
+        value_dim: int | None = None,
+        layers: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        layout: Layout = "bthd",
+        scales: str | tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        check_positive("PagedKVCache", pages=pages, max_sequences=max_sequences)
+        if page_size not in _PAGE_SIZES:
+            raise ValueError(
+                f"PagedKVCache: page_size is {page_size!r}, expected one of {', '.join(str(n) for n in _PAGE_SIZES)}"
+            )
+        if max_seq_len is None:
+            max_seq_len = pages * page_size
+        check_positive("PagedKVCache", max_seq_len=max_seq_len)
+        kv = KVLayout(kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales)
+        super().__init__(kv, blocks=pages, rows=page_size, slots=max_sequences, capacity=max_seq_len)
+        self.page_size = page_size
+        shape = (max_sequences, library.cdiv(max_seq_len, page_size))
+        with plain_mode(self.k.device):
+            self.page_table = torch.full(shape, -1, dtype=torch.int32, device=self.k.device)
+        self._slots: list[PagedSequence | None] = [None] * max_sequences
+        self._free = list(range(pages))[::-1]
+        self._users = [0] * pages
+
+    @property
+    def sequences(self) -> list[PagedSequence]:
+        """Those that there are, by slot."""
+        return [s for s in self._slots if s is not None]
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def _known(self, op: str, sequence: PagedSequence) -> PagedSequence:
+        if not isinstance(sequence, PagedSequence):
+            raise TypeError(
+                f"PagedKVCache.{op}: a sequence is a {type(sequence).__name__}, expected what allocate or fork returned"
+            )
+        if sequence.slot < 0:
+            raise ValueError(f"PagedKVCache.{op}: the sequence was freed")
+        if self._slots[sequence.slot : sequence.slot + 1] != [sequence]:
+            raise ValueError(f"PagedKVCache.{op}: the sequence is another cache's")
+        return sequence
+
+    def _empty_slot(self, op: str) -> int:
+        for slot, sequence in enumerate(self._slots):
+            if sequence is None:
+                return slot
+        raise ValueError(f"PagedKVCache.{op}: the cache is full: it has its {len(self._slots)} sequences already")
+
+    def _place(self, sequence: PagedSequence) -> PagedSequence:
+        self._slots[sequence.slot] = sequence
+        self._show(sequence.slot, sequence)
+        self._send(self.lengths[sequence.slot : sequence.slot + 1], [sequence.length])
+        return sequence
+
+    def _show(self, slot: int, sequence: PagedSequence | None) -> None:
+        """The sequence's row of the page table."""
+        pages = [] if sequence is None else sequence.pages
+        self._send(self.page_table[slot], pages + [-1] * (self.page_table.shape[1] - len(pages)))
+
+    def allocate(self) -> PagedSequence:
+        """A new sequence, without tokens.
+
+        Raises:
+            ValueError: there are `max_sequences` already.
+        """
+        return self._place(PagedSequence(self._empty_slot("allocate"), 0, []))
+
+    def fork(self, sequence: PagedSequence) -> PagedSequence:
+        """A new sequence with the tokens of another, in the same pages. No page is taken, nothing is copied.
+
+        In the middle of a step it has the step's tokens, too, as the layers of the other are given them.
+
+        Raises:
+            ValueError: there are `max_sequences` already, or the sequence was freed.
+        """
+        self._known("fork", sequence)
+        new = PagedSequence(self._empty_slot("fork"), sequence.length, list(sequence.pages))
+        for page in new.pages:
+            self._users[page] += 1
+        return self._place(new)
+
+    def free(self, sequence: PagedSequence) -> None:
+        """Give the sequence's slot back, and those of its pages that no other sequence shares.
+
+        Raises:
+            ValueError: it was freed already, or is another cache's.
+        """
+        slot = self._known("free", sequence).slot
+        for page in reversed(sequence.pages):
+            self._release(page)
+        sequence.slot, sequence.pages, self._slots[slot] = -1, [], None
+        self._show(slot, None)
+        self._send(self.lengths[slot : slot + 1], [0])
+        self._drop(slice(slot, slot + 1))
+
+    def _release(self, page: int) -> None:
+        self._users[page] -= 1
+        if self._users[page] == 0:
+            self._free.append(page)
+
+    def reserve(self, new: int | Mapping[PagedSequence, int]) -> None:
+        """Begin a step of so many new tokens for every sequence, or for those named: take the pages that they need.
+
+        On the device the page table and `counts` are written where they change, and shared pages are copied that are
+        about to be written.
+
+        Raises:
+            TypeError: a number is no integer, or what should get tokens is no `PagedSequence`.
+            ValueError: a number is negative, a sequence was freed or would be longer than `max_seq_len`, or there are
+                not enough free pages.
+            RuntimeError: `advance` was not called for the tokens reserved before.
+
+        Nothing is changed then.
+        """
+        self._check_advanced()
+        by_sequence = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
+        steps = {self._known("reserve", s): new_tokens("PagedKVCache.reserve", s, n) for s, n in by_sequence.items()}
+        users: dict[int, int] = {}  # of last pages, as they become
+        needed = 0
+        shared: list[PagedSequence] = []  # whose last page is to be copied
+        for sequence, n in steps.items():
+            if sequence.length + n > self.capacity:
+                raise ValueError(
+                    f"PagedKVCache.reserve: {sequence} has no room for {n} tokens more, expected at most "
+                    f"{self.capacity} in all"
+                )
+            needed += library.cdiv(sequence.length + n, self.page_size) - len(sequence.pages)
+            if n and sequence.length % self.page_size:
+                last = sequence.pages[-1]
+                if users.setdefault(last, self._users[last]) > 1:
+                    users[last] -= 1  # the last of those that share it keeps it
+                    shared.append(sequence)
+        if needed + len(shared) > len(self._free):
+            raise ValueError(
+                f"PagedKVCache.reserve: the cache is full: the new tokens need {needed + len(shared)} pages, and "
+                f"{len(self._free)} are free"
+            )
+
+        pairs = []
+        for sequence in shared:
+            pairs.append((sequence.pages[-1], self._take()))
+            self._release(sequence.pages[-1])
+            sequence.pages[-1] = pairs[-1][1]
+        counts = [0] * len(self._slots)
+        for sequence, n in steps.items():
+            counts[sequence.slot] = n
+            sequence.length += n
+            missing = library.cdiv(sequence.length, self.page_size) - len(sequence.pages)
+            sequence.pages += [self._take() for _ in range(missing)]
+            if missing or sequence in shared:
+                self._show(sequence.slot, sequence)
+        if pairs:
+            self._tell(functools.partial(self._copy, pairs))
+        self._begin(counts)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        by_page = [self.k, self.v]
+        if self._scales is not None and self._scales[0].dim() == 4:
+            by_page += self._scales
+        on_device = torch.empty((len(pairs), 2), dtype=torch.int32, device=self.k.device)
+        self._send(on_device, pairs)
+        for x in by_page:
+            words = x.view(self.layers, x.shape[1], -1).view(torch.int32)
+            plan = _copy_plan(words.shape[2])
+            programs = len(pairs) * self.layers * library.cdiv(words.shape[2], plan.constants["BLOCK"])
+            with on(x.device):
+                launching.launch(plan, programs, (words, on_device), (words.stride(0),), (self.layers,))
+
+    def extend(self, new: int | Mapping[PagedSequence, int]) -> None:
+        """`reserve` and `advance`."""
+        self.reserve(new)
+        self.advance()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rooftile import runtime
 from rooftile.engine import weights as weights_
+from rooftile.engine.cache import check_positive
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.generation import Completion, Piece, Readback, Watch, encoded, integer, stops_of
+from rooftile.engine.generation import Completion, Readback, StreamChunk, Watch, encoded, integer, stops_of
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
-from rooftile.engine.steps import check_positive
 from rooftile.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Engine:
         self, prompts: Prompts, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
         top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., stop: Stop = ...,
         seed: int | Sequence[int] = ..., logprobs: bool = ..., stream: Literal[True], ignore_eos: bool = ...,
-    ) -> Iterator[Piece]: ...  # fmt: skip
+    ) -> Iterator[StreamChunk]: ...  # fmt: skip
 
     def generate(
         self,
@@ -164,7 +164,7 @@ class Engine:
         logprobs: bool = False,
         stream: bool = False,
         ignore_eos: bool = False,
-    ) -> list[Completion] | Iterator[Piece]:
+    ) -> list[Completion] | Iterator[StreamChunk]:
         """Continue prompts.
 
         As many as `max_batch` run at a time; when one ends the next takes its place, while the others go on.
@@ -180,7 +180,7 @@ class Engine:
                 prompts with one seed continue alike, as far as logits do, which kernels for other numbers of sequences
                 round otherwise.
             logprobs: also the logarithm of the probability of each token, before temperature and penalty.
-            stream: return an iterator of `Piece`, one for each token as it comes, in place of a list.
+            stream: return an iterator of `StreamChunk`, one for each token as it comes, in place of a list.
             ignore_eos: go on after the model's end of sequence.
 
         Returns:
@@ -237,13 +237,13 @@ class Engine:
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
         scheduler.waiting.extend(requests)
-        pieces = self._pieces(scheduler, watches, logprobs)
+        chunks = self._chunks(scheduler, watches, logprobs)
         if stream:
-            return pieces
-        deque(pieces, maxlen=0)
+            return chunks
+        deque(chunks, maxlen=0)
         return [watch.completion() for watch in watches]
 
-    def _pieces(self, scheduler: Scheduler, watches: list[Watch], logprobs: bool) -> Iterator[Piece]:
+    def _chunks(self, scheduler: Scheduler, watches: list[Watch], logprobs: bool) -> Iterator[StreamChunk]:
         """Launch a step, then look at the tokens of the one before it, as long as there are any."""
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")

@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rooftile.engine import rotary
+from rooftile.engine.cache import PagedKVCache
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.paged import PagedKVCache
 from rooftile.engine.prompts import Inputs, PromptBatch
 from rooftile.engine.weights import Weights
 from rooftile.ops.attention import attention, attention_varlen
@@ -38,7 +37,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, cache: PagedKVCache) -> None:
         self.config, self.weights, self.cache = config, weights, cache
-        self.cos, self.sin = rotary.tables(config, cache.capacity, cache.k.device)
+        self.cos, self.sin = config.rotary.tables(cache.capacity, cache.k.device)
 
     def decode(self, ids: Tensor) -> Tensor:
         """Logits `(b, V)` of the token that follows `ids`, `(b,)`: one of each of the first b slots.

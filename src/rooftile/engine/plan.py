@@ -17,7 +17,7 @@ import torch
 from rooftile import library, runtime
 from rooftile.engine import weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.products import Dense, Int4, Product, is_one_kernel
+from rooftile.engine.projections import Dense, Int4, Projection, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.gemm.dequantize_weight import rows_at_a_time
@@ -26,7 +26,7 @@ from rooftile.ops.gemm.weight_only_choose import takes_dense
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class OpCall:
     """A call of an op.
 
     Attributes:
@@ -50,10 +50,10 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The steps in their order, those of a layer once."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[OpCall, ...]
 
     def _sum(self, name: str) -> int:
         return sum(getattr(s, name) * s.times for s in self.steps)
@@ -113,25 +113,25 @@ class _Builder:
         """Bytes of activations with a row for each sequence."""
         return self.batch * sum(columns) * self.size
 
-    def _norm(self, name: str, columns: int, quantised: bool, times: int) -> Step:
+    def _norm(self, name: str, columns: int, quantised: bool, times: int) -> OpCall:
         """A norm of its own."""
         op = "rms_norm_quantized" if quantised else "rms_norm"
         out = self.batch * (columns + 4) if quantised else self._rows(columns)
         read = self._rows(columns) + columns * self.size
-        return Step(name, op, f"{self.batch} x {columns}", read, out, times=times)
+        return OpCall(name, op, f"{self.batch} x {columns}", read, out, times=times)
 
     def _product(
         self,
         name: str,
         op: str,
-        p: Product,
+        p: Projection,
         x_bytes: int,
         out: int,
         *,
         more: int = 0,
         launches: int = 1,
         times: int = 1,
-    ) -> Step:
+    ) -> OpCall:
         """A product of x with the weight of p, and `more` bytes that it reads."""
         flops = 2 * self.batch * p.n * p.k
         written = self._rows(out)
@@ -140,10 +140,10 @@ class _Builder:
             launches += 2 * library.cdiv(p.n, rows_at_a_time(p.n, p.k, self.size)) - 1
             more, written = more + dequantized, written + dequantized
         shape = f"{self.batch} x {p.k} -> {p.n}" if out == p.n else f"{self.batch} x {p.k} -> {p.n // out} x {out}"
-        return Step(name, op, shape, p.nbytes + x_bytes + more, written, flops, launches, times)
+        return OpCall(name, op, shape, p.nbytes + x_bytes + more, written, flops, launches, times)
 
-    def _normed(self, name: str, p: Product, times: int, *, gated: bool = False) -> Iterator[Step]:
-        """`Product.normed`, or `gated`."""
+    def _normed(self, name: str, p: Projection, times: int, *, gated: bool = False) -> Iterator[OpCall]:
+        """`Projection.normed`, or `gated`."""
         n = p.n // (1 + gated)
         if isinstance(p, Dense) or self._alone(p):
             op = "rms_norm_gated_linear" if gated else "rms_norm_linear"
@@ -163,13 +163,13 @@ class _Builder:
         if gated:
             out = self.batch * (n + 4) if fp8 else self._rows(n)
             op = "silu_mul_quantized" if fp8 else "silu_mul_packed"
-            yield Step("activation", op, f"{self.batch} x {n}", self._rows(p.n), out, times=times)
+            yield OpCall("activation", op, f"{self.batch} x {n}", self._rows(p.n), out, times=times)
 
-    def _alone(self, p: Product) -> bool:
+    def _alone(self, p: Projection) -> bool:
         """Whether a weight in fewer bits has one row to multiply, which is not quantised."""
         return self.batch == 1 and not isinstance(p, Dense)
 
-    def _added(self, name: str, p: Product, times: int) -> Step:
+    def _added(self, name: str, p: Projection, times: int) -> OpCall:
         """A product with what it is added to."""
         op, residual = "linear" if isinstance(p, Dense) else f"{p.kind}_linear", self._rows(p.n)
         fp8 = p.kind == "fp8"
@@ -181,7 +181,7 @@ class _Builder:
         launches = 2 if fp8 and not quantised else 1
         return self._product(name, op, p, x, p.n, more=residual, launches=launches, times=times)
 
-    def _into_cache(self, p: Product, times: int) -> Iterator[Step]:
+    def _into_cache(self, p: Projection, times: int) -> Iterator[OpCall]:
         """From hidden states to q turned, and keys and values in the cache."""
         c, b = self.c, self.batch
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -198,13 +198,13 @@ class _Builder:
         yield from self._normed("qkv", p, times)
         if c.qk_norm:
             read = self._rows(q, kv) + tables + 2 * c.head_dim * self.size + b * _LENGTH
-            yield Step("norms of q and k, RoPE", "qk_norm_rope", shape, read, self._rows(q, kv), times=times)
-            yield Step("cache write", "append_kv", shape, self._rows(kv, kv) + places, cached, times=times)
+            yield OpCall("norms of q and k, RoPE", "qk_norm_rope", shape, read, self._rows(q, kv), times=times)
+            yield OpCall("cache write", "append_kv", shape, self._rows(kv, kv) + places, cached, times=times)
             return
         read = self._rows(q, kv, kv) + tables + places
-        yield Step("RoPE and cache write", "rope_and_cache", shape, read, self._rows(q) + cached, times=times)
+        yield OpCall("RoPE and cache write", "rope_and_cache", shape, read, self._rows(q) + cached, times=times)
 
-    def _attention(self, window: int | None, times: int) -> Step:
+    def _attention(self, window: int | None, times: int) -> OpCall:
         c, b = self.c, self.batch
         seen = min(self.context, window or self.context)
         scales = 4 if self.kv_dtype.itemsize == 1 else 0
@@ -212,7 +212,7 @@ class _Builder:
         pages = b * (library.cdiv(seen, self.page_size) + 1) * _LENGTH
         q = self._rows(c.heads * c.head_dim)
         cut = f", the last {seen}" if seen < self.context else ""
-        return Step(
+        return OpCall(
             "attention",
             "decode_attention",
             f"{b} x {c.heads}/{c.kv_heads} heads of {c.head_dim}, {self.context} tokens{cut}",
@@ -236,12 +236,12 @@ class _Builder:
         programs = min(self.target.multiprocessors * chosen.programs, blocks // chosen.least)
         return 2 if programs > 1 and chosen.combine == "kernel" else 1
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[OpCall]:
         c, b, w = self.c, self.batch, self.weights
         n, layer = c.layers, w.layers[0]
         numbers = 3 * b * _LENGTH
-        yield Step("lengths", "", f"{b}", numbers, numbers)
-        yield Step(
+        yield OpCall("lengths", "", f"{b}", numbers, numbers)
+        yield OpCall(
             "embedding",
             "embedding",
             f"{b} of {c.vocab} x {c.hidden}",
@@ -257,10 +257,10 @@ class _Builder:
         yield from self._normed("lm_head", w.lm_head, 1)
         yield self._sampling()
 
-    def _sampling(self) -> Step:
+    def _sampling(self) -> OpCall:
         """The likeliest token of each row."""
         logits = self._rows(self.c.vocab)
-        return Step("the likeliest token", "sample_", f"{self.batch} x {self.c.vocab}", logits, self.batch * 8)
+        return OpCall("the likeliest token", "sample_", f"{self.batch} x {self.c.vocab}", logits, self.batch * 8)
 
 
 def plan(
@@ -274,7 +274,7 @@ def plan(
     page_size: int = 64,
     capacity: int | None = None,
     target: runtime.Target | None = None,
-) -> Plan:
+) -> StepPlan:
     """What a greedy decoding step of `rooftile.Engine` launches.
 
     Args:
@@ -296,4 +296,4 @@ def plan(
         config, batch, context, dtype, quantize, kv_dtype or dtype, page_size, capacity or context,
         target or runtime.TARGETS["sm_90"],
     )  # fmt: skip
-    return Plan(tuple(builder.steps()))
+    return StepPlan(tuple(builder.steps()))

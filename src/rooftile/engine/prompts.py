@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from rooftile.engine.model import Decoder
-    from rooftile.graphs import SerialGraphs
-
 # Tokens of a forward pass that a graph is kept for. In a lab on an H200 with Llama-3-8B the host took 25 to 31 ms to
 # launch one kernel by kernel, and the device 11 for 512 tokens: it is what takes longer from some 1500 on.
 GRAPH_TOKENS = 2048
-KEPT = 64  # graphs, each of some hundred launches and with logits of its own; one prompt alone has 24 lengths
 _SHARE = 8  # at most one token of so many is padding, where there are several prompts: a guess
 
 
@@ -149,51 +144,6 @@ class PromptBatch:
         return Inputs(
             torch.cat(ids), rows, positions % page_size, torch.cat(of_tokens)[:, None], None, positions, ends
         )  # fmt: skip
-
-
-Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, what it reads of the prompts, and its logits
-
-
-class PromptGraphs:
-    """A decoder's forward passes of prompts, a CUDA graph for each shape that is small and comes again.
-
-    A shape's first prompts run as they are, which compiles its kernels; the second time it is recorded, and replayed
-    from then on. One that was forgotten begins anew. Where the memory does not suffice for a graph there is none.
-    """
-
-    def __init__(self, decoder: Decoder, turns: SerialGraphs) -> None:
-        self._decoder, self._turns = decoder, turns
-        self._seen: set[tuple[int, int]] = set()
-        self._graphs: dict[tuple[int, int], Recorded | None] = {}
-
-    def __call__(self, prompts: PromptBatch) -> Tensor:
-        """What the decoder returns; good until a graph of those turns is replayed."""
-        device, shape = self._decoder.cache.k.device, prompts.shape
-        if shape is None or shape not in self._seen:
-            if shape is not None:
-                self._seen.add(shape)
-            return self._decoder.prefill(prompts, prompts.on(device))
-        if shape not in self._graphs:
-            self._graphs[shape] = self._recorded(prompts, device)
-        found = self._graphs[shape] = self._graphs.pop(shape)  # behind those that were used before
-        if len(self._graphs) > KEPT:
-            oldest = next(iter(self._graphs))
-            del self._graphs[oldest]
-            self._seen.discard(oldest)
-        if found is None:
-            return self._decoder.prefill(prompts, prompts.on(device))
-        graph, numbers, logits = found
-        numbers.copy_(prompts.numbers, non_blocking=True)
-        graph.replay()
-        return logits
-
-    def _recorded(self, prompts: PromptBatch, device: torch.device) -> Recorded | None:
-        try:
-            numbers = prompts.numbers.to(device, non_blocking=True)
-            graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
-        except torch.OutOfMemoryError:  # which a capture can't mend by giving cached memory back
-            return None
-        return graph, numbers, logits
 
 
 def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

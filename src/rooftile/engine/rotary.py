@@ -10,13 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from rooftile.engine.config import ModelConfig
 
 # Those whose frequencies are the same at every length; and "dynamic", whose are until max_position_embeddings.
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
@@ -31,12 +28,33 @@ class Rotary:
         inv_freq: radians a token of each pair, as float32 has them.
         attention_factor: cos and sin are multiplied by it.
         limit: positions from there on have other frequencies, which depend on the length; None where none has.
+        source: the configuration that it was read from, for errors.
     """
 
     kind: str
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
     limit: int | None = None
+    source: str = dataclasses.field(default="config", compare=False)
+
+    def tables(self, positions: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin of the first positions, `(positions, head_dim)` in float32, as `rooftile.rope` takes them.
+
+        Raises:
+            ValueError: there are more positions than have fixed frequencies ("dynamic" alone).
+        """
+        if self.limit is not None and positions > self.limit:
+            raise ValueError(
+                f"{self.source}: rope_type is {self.kind!r}, whose frequencies are fixed for the first {self.limit} "
+                f"positions (max_position_embeddings), and {positions} are asked for; expected at most {self.limit}"
+            )
+        # On the CPU, whatever the device, so that they are the same everywhere.
+        angles = torch.outer(
+            torch.arange(positions, dtype=torch.float32, device="cpu"),
+            torch.tensor(self.inv_freq, dtype=torch.float32, device="cpu"),
+        )
+        angles = torch.cat((angles, angles), dim=1)
+        return (angles.cos() * self.attention_factor).to(device), (angles.sin() * self.attention_factor).to(device)
 
 
 def of(config: Any, head_dim: int, source: str) -> Rotary:
@@ -75,25 +93,4 @@ def of(config: Any, head_dim: int, source: str) -> Rotary:
     if not bool(torch.isfinite(inv_freq).all()) or not math.isfinite(factor):
         raise ValueError(f"{source}: rope_parameters is {settings}, whose frequencies are not finite")
     limit = config.max_position_embeddings if kind == "dynamic" else None
-    return Rotary(kind, tuple(inv_freq.float().tolist()), float(factor), limit)
-
-
-def tables(config: ModelConfig, positions: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin of the first positions, `(positions, head_dim)` in float32, as `rooftile.rope` takes them.
-
-    Raises:
-        ValueError: there are more positions than have fixed frequencies ("dynamic" alone).
-    """
-    r = config.rotary
-    if r.limit is not None and positions > r.limit:
-        raise ValueError(
-            f"{config.source}: rope_type is {r.kind!r}, whose frequencies are fixed for the first {r.limit} positions "
-            f"(max_position_embeddings), and {positions} are asked for; expected at most {r.limit}"
-        )
-    # On the CPU, whatever the device, so that they are the same everywhere.
-    angles = torch.outer(
-        torch.arange(positions, dtype=torch.float32, device="cpu"),
-        torch.tensor(r.inv_freq, dtype=torch.float32, device="cpu"),
-    )
-    angles = torch.cat((angles, angles), dim=1)
-    return (angles.cos() * r.attention_factor).to(device), (angles.sin() * r.attention_factor).to(device)
+    return Rotary(kind, tuple(inv_freq.float().tolist()), float(factor), limit, source)

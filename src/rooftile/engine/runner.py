@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.engine.cache import PagedKVCache, PagedSequence
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
-from rooftile.engine.paged import PagedKVCache, PagedSequence
-from rooftile.engine.prompts import PromptBatch, PromptGraphs
-from rooftile.engine.steps import on, plain_mode
+from rooftile.engine.modes import on, plain_mode
+from rooftile.engine.prompts import PromptBatch
 from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import mark_seen_, sample_
@@ -35,6 +35,9 @@ _ACCEPTED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "repetition_penalty": (_NUMBER, lambda x: 0 < x < math.inf, "a positive number"),
     "seed": (int, lambda x: -(2**63) <= x < 2**63, "an integer of 64 bits"),
 }
+
+
+KEPT = 64  # graphs of prompts, each of some hundred launches and with logits of its own; one prompt has 24 lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,51 @@ def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, i
         if i == len(slots) or slots[i] != slots[i - 1] + 1 or greedy[i] != greedy[first]:
             yield first, i
             first = i
+
+
+Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, what it reads of the prompts, and its logits
+
+
+class PromptGraphs:
+    """A decoder's forward passes of prompts, a CUDA graph for each shape that is small and comes again.
+
+    A shape's first prompts run as they are, which compiles its kernels; the second time it is recorded, and replayed
+    from then on. One that was forgotten begins anew. Where the memory does not suffice for a graph there is none.
+    """
+
+    def __init__(self, decoder: Decoder, turns: SerialGraphs) -> None:
+        self._decoder, self._turns = decoder, turns
+        self._seen: set[tuple[int, int]] = set()
+        self._graphs: dict[tuple[int, int], Recorded | None] = {}
+
+    def __call__(self, prompts: PromptBatch) -> Tensor:
+        """What the decoder returns; good until a graph of those turns is replayed."""
+        device, shape = self._decoder.cache.k.device, prompts.shape
+        if shape is None or shape not in self._seen:
+            if shape is not None:
+                self._seen.add(shape)
+            return self._decoder.prefill(prompts, prompts.on(device))
+        if shape not in self._graphs:
+            self._graphs[shape] = self._recorded(prompts, device)
+        found = self._graphs[shape] = self._graphs.pop(shape)  # behind those that were used before
+        if len(self._graphs) > KEPT:
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest]
+            self._seen.discard(oldest)
+        if found is None:
+            return self._decoder.prefill(prompts, prompts.on(device))
+        graph, numbers, logits = found
+        numbers.copy_(prompts.numbers, non_blocking=True)
+        graph.replay()
+        return logits
+
+    def _recorded(self, prompts: PromptBatch, device: torch.device) -> Recorded | None:
+        try:
+            numbers = prompts.numbers.to(device, non_blocking=True)
+            graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
+        except torch.OutOfMemoryError:  # which a capture can't mend by giving cached memory back
+            return None
+        return graph, numbers, logits
 
 
 class StreamOrder:

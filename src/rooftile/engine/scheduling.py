@@ -10,7 +10,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
-from rooftile.engine.paged import PagedSequence
+from rooftile.engine.cache import PagedSequence
 from rooftile.engine.runner import Sampling
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from rooftile import library, runtime
 from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.products import Dense, Product, kind_of
-from rooftile.engine.steps import plain_mode
+from rooftile.engine.modes import plain_mode
+from rooftile.engine.projections import Dense, Projection, kind_of
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AT_A_TIME = 1 << 24  # elements of a tensor that go to the device at a time
@@ -33,16 +33,16 @@ class Layer:
     """A layer's weights: the rows of qkv are those of q, then k, then v; of gate_up gate's, then up's."""
 
     input_norm: Tensor
-    qkv: Product
+    qkv: Projection
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Product
+    o: Projection
     post_norm: Tensor
-    gate_up: Product
-    down: Product
+    gate_up: Projection
+    down: Projection
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def projections(self) -> tuple[Projection, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
     @property
@@ -57,14 +57,14 @@ class Weights:
     embedding: Tensor
     layers: list[Layer]
     norm: Tensor
-    lm_head: Product
+    lm_head: Projection
 
     @property
     def nbytes(self) -> int:
         """What a step of decoding reads: all of them once, but of the embedding, if it is not lm_head, a few rows."""
-        products = [p for layer in self.layers for p in layer.products]
+        projections = [p for layer in self.layers for p in layer.projections]
         norms = [n for layer in self.layers for n in layer.norms]
-        return sum(p.nbytes for p in (*products, self.lm_head)) + sum(
+        return sum(p.nbytes for p in (*projections, self.lm_head)) + sum(
             n.numel() * n.element_size() for n in (*norms, self.norm)
         )
 
@@ -85,7 +85,7 @@ def _set(tensor: Tensor, first: int, rows: Tensor) -> None:
     tensor[first : first + rows.shape[0]].copy_(rows)
 
 
-def _parts(prefix: str, product: Product, parts: dict[str, int]) -> Iterator[tuple[str, _Place]]:
+def _parts(prefix: str, product: Projection, parts: dict[str, int]) -> Iterator[tuple[str, _Place]]:
     """The tensors that make a product: their names and how many of its rows each has."""
     at = 0
     for name, n in parts.items():
@@ -129,7 +129,7 @@ def _empty(
         places[f"{name}.weight"] = _into(tensor)
         return tensor
 
-    def product(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Product:
+    def product(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Projection:
         made = kind(sum(parts.values()), k, bias=bias, dtype=dtype, device=device)
         places.update(_parts(prefix, made, parts))
         return made

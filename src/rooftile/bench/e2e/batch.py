@@ -16,11 +16,12 @@ import torch
 
 from rooftile.bench.e2e.check import STEPS, Expected, lost_in_eager, verdict
 from rooftile.bench.e2e.hf import Models
+from rooftile.bench.e2e.implementations import build
 from rooftile.bench.e2e.model import Model
-from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path, build
+from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path
 from rooftile.bench.e2e.report import E2ERow, label
 from rooftile.bench.e2e.results import NOT_REACHED, SO_FAR, added, earlier, over
-from rooftile.bench.e2e.turns import LEAST_STEPS, Plan, Samples, Stopwatch, plan
+from rooftile.bench.e2e.turns import LEAST_STEPS, Samples, Stopwatch, TurnPlan, plan_turns
 from rooftile.bench.rows import gpu_slug, percentile, spread, write_json
 from rooftile.bench.run import brief
 from rooftile.bench.workloads import step_bytes
@@ -138,11 +139,11 @@ class Batch:
             self.fill(name, self.looks[name], steps, f"a first look, {steps} steps")
             self.show(name)
 
-    def plan(self, name: str) -> Plan:
+    def plan(self, name: str) -> TurnPlan:
         whole = self.run.new - 1
         if name not in self.looks:
-            return Plan(1, whole, 0)
-        return plan(self.looks[name], whole, self.run.settings.seconds)
+            return TurnPlan(1, whole, 0)
+        return plan_turns(self.looks[name], whole, self.run.settings.seconds)
 
     def take_turns(self) -> None:
         """Generations and prompts in rounds, in an order drawn anew for each; who raises is out."""

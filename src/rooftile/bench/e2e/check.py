@@ -23,8 +23,7 @@ from rooftile.bench.e2e.model import LayerTensors, Model
 from rooftile.bench.e2e.paths import Path
 from rooftile.bench.timer import Clock
 from rooftile.cases.check import relative_error
-from rooftile.engine import rotary
-from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product
+from rooftile.engine.projections import Dense, Fp8, Int4, Int8, Projection
 from rooftile.engine.weights import Layer
 from rooftile.ops.gemm.weight_only import unpack_int4
 
@@ -97,7 +96,7 @@ def decode(path: Path, ids: Tensor, steps: int) -> Decoded:
     return Decoded(torch.cat(tokens, dim=1), torch.stack(logits, dim=1), message)
 
 
-def _weight(product: Product) -> Tensor:
+def _weight(product: Projection) -> Tensor:
     """What a product multiplies by, in float32."""
     if isinstance(product, Int4):
         scale = product.scale.float().repeat_interleave(product.group, dim=1)
@@ -111,7 +110,7 @@ def _weight(product: Product) -> Tensor:
 
 
 def _float32(w: Layer) -> LayerTensors:
-    def of(product: Product) -> tuple[Tensor, Tensor | None]:
+    def of(product: Projection) -> tuple[Tensor, Tensor | None]:
         return _weight(product), None if product.bias is None else product.bias.float()
 
     q_norm, k_norm = (None if norm is None else norm.float() for norm in (w.q_norm, w.k_norm))
@@ -138,7 +137,7 @@ def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tens
         product, last_product = (
             functools.partial(_fp8_linear, alone=n if tokens.shape[0] == 1 else 0) for n in (new - 1, new)
         )
-    cos, sin = rotary.tables(c, tokens.shape[1] - 1, tokens.device)
+    cos, sin = c.rotary.tables(tokens.shape[1] - 1, tokens.device)
     x = embedding(tokens[:, :-1], weights.embedding).float() * c.embedding_scale
     y = torch.zeros_like(x)
     for w, window in zip(weights.layers, c.windows, strict=True):

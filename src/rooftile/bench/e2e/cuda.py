@@ -30,7 +30,6 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention,
 
 from rooftile.bench.e2e.model import LayerTensors, Model
 from rooftile.bench.timer import Clock
-from rooftile.engine import rotary
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.prompts import GRAPH_TOKENS
 from rooftile.graphs import record
@@ -191,7 +190,7 @@ class CudaPath:
         size = prompt + new
         self.layers = model.layers()
         self.embedding, self.norm, self.lm_head = model.dense.embedding, model.dense.norm, model.lm_head
-        self.cos, self.sin = rotary.tables(c, size, ids.device)
+        self.cos, self.sin = c.rotary.tables(size, ids.device)
         shape = (batch, c.kv_heads, size, c.head_dim)
         self.k, self.v = ([torch.zeros(shape, dtype=model.dtype, device=ids.device) for _ in self.layers] for _ in "kv")
         self.places = torch.arange(size, device=ids.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftile.bench.workloads import MODELS, read
 from rooftile.engine import weights as engine_weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.products import Dense, Product
+from rooftile.engine.projections import Dense, Projection
 from rooftile.engine.weights import Layer, Weights
 
 RANDOM = "random"
@@ -34,7 +34,7 @@ class LayerTensors(NamedTuple):
     down_bias: Tensor | None
 
 
-def _dense(product: Product) -> tuple[Tensor, Tensor | None]:
+def _dense(product: Projection) -> tuple[Tensor, Tensor | None]:
     if not isinstance(product, Dense):
         raise TypeError(f"a product is a {type(product).__name__}, expected Dense: PyTorch multiplies by no other")
     return product.weight, product.bias

@@ -34,7 +34,7 @@ class Samples:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TurnPlan:
     """So many rounds, in each a generation of so many steps, and behind it so many prompts alone."""
 
     rounds: int
@@ -42,13 +42,13 @@ class Plan:
     prompts: int
 
 
-def plan(look: Samples, whole: int, seconds: float) -> Plan:
+def plan_turns(look: Samples, whole: int, seconds: float) -> TurnPlan:
     """What fits into the seconds, after a first look: at best whole generations, of `whole` steps."""
     step, prompt = spread(look.steps)[0], spread(look.prompts)[0]
     steps = max(min(LEAST_STEPS, whole), min(whole, int(seconds / step)))
     rounds = max(1, min(ROUNDS, int(seconds / step / steps)))
     prompts = max(LEAST_PROMPTS, min(MOST_PROMPTS, int(PROMPTS_SHARE * seconds / prompt)))
-    return Plan(rounds, steps, max(0, math.ceil(prompts / rounds) - 1))
+    return TurnPlan(rounds, steps, max(0, math.ceil(prompts / rounds) - 1))
 
 
 class Stopwatch:

@@ -55,7 +55,7 @@ class Source:
 
     @property
     def family(self) -> str:
-        """The op that it belongs to: `ops/gemm/gemv.py` is of `gemm`, `engine/steps.py` of `engine`."""
+        """The op that it belongs to: `ops/gemm/gemv.py` is of `gemm`, `engine/cache.py` of `engine`."""
         first, *rest = self.file.removesuffix(".py").split("/")
         return rest[0] if first == "ops" and rest else first
 

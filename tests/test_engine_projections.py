@@ -7,8 +7,8 @@ import torch
 from helpers import BF16, assert_same
 
 from rooftile import launching, runtime
-from rooftile.engine import products
-from rooftile.engine.products import Dense, Fp8, Int4, Int8, Product, kind_of
+from rooftile.engine import projections
+from rooftile.engine.projections import Dense, Fp8, Int4, Int8, Projection, kind_of
 from rooftile.ops.gemm.qkv_rope_cache import choose
 from rooftile.ops.gemm.weight_only import unpack_int4
 from rooftile.ops.kv_cache.launch import Cache
@@ -74,7 +74,7 @@ class TestProducts:
         for at_once in (True, False):
             launched.clear()
             if not at_once:
-                monkeypatch.setattr(products, "is_one_kernel", lambda *_: False)
+                monkeypatch.setattr(projections, "is_one_kernel", lambda *_: False)
             cache = {n: torch.zeros(rows, 8, 1, 16, device=device) for n in ("k_cache", "v_cache")}
             cache["lengths"] = torch.tensor([5, 2][:rows], dtype=torch.int32, device=device)
             q = product.into_cache(x, weight, 1e-2, cos, sin, **cache)
@@ -113,7 +113,7 @@ def test_what_is_said_to_be_one_kernel_is_what_the_op_chooses(kind, target, monk
             continue
         product = kind(n, k, bias=False, dtype=dtype, device=torch.device("meta"))
         for rows, cache in itertools.product((1, 2), (c or dtype for c in caches)):
-            said = products.is_one_kernel(product, rows, cache)
+            said = projections.is_one_kernel(product, rows, cache)
             x, cos = torch.empty(rows, 1, k, dtype=dtype, device="meta"), torch.empty(64, head_dim, device="meta")
             cells = torch.empty(rows, 64, 1, head_dim, dtype=cache, device="meta")
             lengths = torch.empty(rows, dtype=torch.int32, device="meta")
@@ -130,4 +130,4 @@ def test_int4_takes_the_largest_group_and_keeps_lm_head_in_8_bits():
         Int4.of(torch.zeros(4, 80))
     assert kind_of("int4", lm_head=True) is Int8
     assert kind_of("fp8", lm_head=True) is Fp8
-    assert issubclass(kind_of(None), Product)
+    assert issubclass(kind_of(None), Projection)

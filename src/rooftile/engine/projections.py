@@ -43,7 +43,7 @@ _BY_ROW = Quantize()  # float8_e4m3fn
 Activations = Tensor | tuple[Tensor, Tensor]
 
 
-class Product:
+class Projection:
     """`x @ weight^T + bias`, with a weight of `(n, k)`, kept in one way or another. See the subclasses.
 
     It begins with memory alone; `fill` brings the weight, and `fill_bias` the bias. Results have the dtype of the
@@ -64,7 +64,7 @@ class Product:
         self._tensors = self._empty(device)
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Projection:
         """That weight and bias: kept as they are by `Dense`, else quantised."""
         product = cls(*weight.shape, bias=bias is not None, dtype=weight.dtype, device=weight.device)
         product.fill(0, weight)
@@ -152,13 +152,13 @@ class Product:
         return rms_norm(x, weight, eps=eps, rounding="none")
 
 
-class Dense(Product):
+class Dense(Projection):
     """In the stream's dtype."""
 
     kind = "dense"
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Projection:
         product = cls(0, weight.shape[1], bias=False, dtype=weight.dtype, device=weight.device)
         product.n, product.bias, product._tensors = weight.shape[0], bias, (weight,)
         return product
@@ -180,7 +180,7 @@ class Dense(Product):
         return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
 
-class Quantized(Product):
+class Quantized(Projection):
     """In fewer bits, with scales. With one row of x norm, product and gate are one kernel."""
 
     @property
@@ -202,7 +202,7 @@ def is_one_row(x: Tensor) -> bool:
     return x.shape[:-1].numel() == 1
 
 
-def is_one_kernel(p: Product, rows: int, cache: torch.dtype) -> bool:
+def is_one_kernel(p: Projection, rows: int, cache: torch.dtype) -> bool:
     """Whether `into_cache` is, for so many rows of x and a cache of that dtype."""
     return rows == 1 and cache == p.dtype
 
@@ -292,10 +292,10 @@ class Int4(Quantized):
         return int4_linear(x, self.weight, self.scale, self.bias, residual=residual)
 
 
-KINDS: dict[str | None, type[Product]] = {None: Dense, "fp8": Fp8, "int8": Int8, "int4": Int4}
+KINDS: dict[str | None, type[Projection]] = {None: Dense, "fp8": Fp8, "int8": Int8, "int4": Int4}
 
 
-def kind_of(quantize: str | None, *, lm_head: bool = False) -> type[Product]:
+def kind_of(quantize: str | None, *, lm_head: bool = False) -> type[Projection]:
     """How weights are kept; lm_head has 8 bits where the others have 4: its errors go straight into the logits."""
     if quantize not in KINDS:
         raise ValueError(f"quantize is {quantize!r}, expected None, {', '.join(repr(k) for k in KINDS if k)}")
