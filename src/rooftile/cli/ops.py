@@ -122,6 +122,28 @@ def bench(
     raise typer.Exit(code)
 
 
+@app.command("bench schedules")
+def bench_schedules(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="linear, gemv, int8_linear, int4_linear. Default: all.", show_default=False),
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/schedules/<name>.json.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
+) -> None:
+    """Measure the schedules and kernels that can run one GEMM beside each other, each checked before it is timed."""
+    choose_mode()
+    from rooftile.bench.schedules import run
+
+    try:
+        code = run(names or (), console, results, jobs=jobs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
 @app.command()
 def info(
     roofs: Annotated[bool, typer.Option(help="Measure the GPU's roofs, which takes a few seconds.")] = True,
