@@ -190,6 +190,21 @@ def test_quantised_weights(quantize, llama, tmp_path, device):
     assert (relative(torch.cat(steps), expected) < most) == (quantize != "fp8")
 
 
+@pytest.mark.gpu
+def test_int8_logits_of_a_vocabulary_that_is_no_multiple_of_16_bytes(tmp_path, device):
+    """Granite 3's: rows of the logits begin at multiples of 2 bytes, and many rows are dequantized in parts."""
+    model = built("Granite code", vocab_size=49155, hidden_size=2048)
+    engine = rooftile.Engine.from_pretrained(
+        saved(model, tmp_path), dtype=BF16, quantize="int8", max_batch=1, max_seq_len=256, page_size=16, device=device,
+        cuda_graphs=False, progress=False,
+    )  # fmt: skip
+    prompt = [(7 * i) % 131 for i in range(128)] + [49154] * 32
+    model = rounded(model, "int8").to(device)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt], device=device)).logits[0].cpu()
+    assert relative(engine.logits(prompt)[0], expected) < 0.05
+
+
 def model_logits(model, prompt):
     with torch.no_grad():
         return model(torch.tensor([prompt])).logits[0]

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from rooftile import runtime
 from rooftile.cases.check import relative_error
+from rooftile.ops.gemm import adapters, weight_only
+from rooftile.ops.gemm import choose as product_choice
 from rooftile.ops.gemm import dequantize_weight as dense
-from rooftile.ops.gemm import weight_only
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.ops.gemm.dequantize_weight import dequantized
 from rooftile.ops.gemm.weight_only import (
     WeightOnlyConfig,
@@ -224,6 +226,37 @@ def test_parts_of_a_weight_are_whole_tiles_and_no_more_than_they_may_be():
         assert step == expected
         assert step == n or (step % 256 == 0 and step * k * 2 <= dense.AT_A_TIME)
     assert dense.rows_at_a_time(1000, 1 << 30, 2) == 256  # a tile, whatever it takes
+
+
+def test_no_tma_store_into_columns_whose_row_stride_it_can_not_have(monkeypatch):
+    """The weight is dequantized in parts, and each part's GEMM writes columns of the result."""
+    launched = []
+    monkeypatch.setattr(runtime, "target", lambda device: runtime.TARGETS["sm_90"])
+    monkeypatch.setattr(dense, "dequantized", lambda w, *args: torch.empty(w.shape, dtype=BF16, device="meta"))
+    monkeypatch.setattr(adapters, "start", lambda launch, o, c: launched.append((o, c)))
+    for n, kernel in ((49155, "tiled"), (49152, "hopper")):  # Granite 3's vocabulary, and Granite code's
+        x, weight = torch.empty(256, 4096, dtype=BF16, device="meta"), torch.empty(n, 4096, device="meta")
+        scale, out = torch.empty(n, device="meta"), torch.empty(256, n, dtype=BF16, device="meta")
+        dense.launch(Operands(x, weight, out, weight_scale=scale), DENSE[0])
+        assert sum(o.out.shape[1] for o, _ in launched) == n
+        assert {c.kernel for o, c in launched if o.out.shape[1] % 8 == 0} == {kernel}
+        assert all(o.out.stride(0) % 8 == 0 for o, c in launched if c.kernel == "hopper")
+        launched.clear()
+    p = Problem(256, 16384, 4096, BF16, out_aligned=False)
+    refused = product_choice.can_implement(
+        p, MatmulConfig("hopper", 128, 256, 64, 8, 1, 8, 4), runtime.TARGETS["sm_90"]
+    )
+    assert refused == "kernel 'hopper' takes operands and an output whose rows begin at multiples of 16 bytes"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [49155, 49152])
+def test_a_vocabulary_that_is_no_multiple_of_16_bytes(n, device):
+    x = torch.randn(256, 4096, device=device).to(BF16)
+    weight = torch.randint(-127, 128, (n, 4096), dtype=torch.int8, device=device)
+    scale = torch.rand(n, device=device) / 4096
+    expected = x.float() @ (weight.float() * scale[:, None]).T
+    assert relative_error(int8_linear(x, weight, scale), expected) < 4e-3
 
 
 def test_float16_keeps_numbers_whose_scale_it_has_not(device):

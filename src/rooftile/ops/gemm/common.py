@@ -143,19 +143,9 @@ def product(
     target = runtime.target(x.device)
     used: Precision = "tf32" if precision == "tf32" and x.dtype == torch.float32 else "ieee"
     p = Problem(
-        m,
-        n,
-        k,
-        x.dtype,
-        batch,
-        gated,
-        activation,
-        used,
-        _layout(x, "m"),
-        _layout(w, "n"),
-        _aligned(x),
-        _aligned(w),
-    )
+        m, n, k, x.dtype, batch, gated, activation, used, _layout(x, "m"), _layout(w, "n"),
+        _aligned(x), _aligned(w), _aligned(out),
+    )  # fmt: skip
     asked = decode(config)
     if asked is not None and k:
         launch, c = _asked(op, p, asked, target)

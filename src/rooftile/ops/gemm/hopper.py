@@ -52,7 +52,7 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
         return f"kernel 'hopper' takes one product at a time, not a batch of {p.batch}"
     if p.x_layout not in ("k", "m") or p.w_layout not in ("k", "n"):
         return "kernel 'hopper' takes operands that are contiguous along one dimension"
-    if not p.x_aligned or not p.w_aligned or p.n * p.dtype.itemsize % 16:
+    if not (p.x_aligned and p.w_aligned and p.out_aligned) or p.n * p.dtype.itemsize % 16:
         return "kernel 'hopper' takes operands and an output whose rows begin at multiples of 16 bytes"
     if not 0 < min(p.m, p.n, p.k) <= max(p.m, p.n, p.k) < 2**31:
         return f"kernel 'hopper' takes sizes from 1 to 2^31 - 1, not {p.m}, {p.n}, {p.k}"
