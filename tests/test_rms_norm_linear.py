@@ -1,5 +1,7 @@
 """What is special to the norm before a product, plain or gated: one kernel or two, every split, numbers far from 1."""
 
+import functools
+
 import pytest
 import torch
 from helpers import BF16, assert_same
@@ -12,7 +14,7 @@ from rooftile.cases.rms_norm_linear import traffic
 from rooftile.ops.gemm import gemv_persistent as held
 from rooftile.ops.gemm import norm_gemv as row
 from rooftile.ops.gemm import norm_gemv_persistent as fused_held
-from rooftile.ops.gemm import norm_skinny as skinny
+from rooftile.ops.gemm import skinny
 from rooftile.ops.gemm.config import MatmulConfig, Problem
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.gemm.norm_choose import choose, fused_rows, module
@@ -127,9 +129,8 @@ def test_the_switch_is_where_it_is_said_to_be(gated, device, monkeypatch):
     launched = []
     for file in (row, fused_held, skinny):
         kept = file.launch
-        monkeypatch.setattr(
-            file, "launch", lambda *args, name=file.__name__, kept=kept: launched.append(name) or kept(*args)
-        )
+        noted = functools.wraps(kept)(lambda *args, name=file.__name__, kept=kept: launched.append(name) or kept(*args))
+        monkeypatch.setattr(file, "launch", noted)
     function, expect, draw = (rms_norm_linear, truth, inputs)
     if gated:
         function, expect, draw = (rms_norm_gated_linear, gated_truth, gated_inputs)

@@ -8,7 +8,7 @@ from test_rms_norm_linear import inputs
 
 from rooftile import launching, runtime
 from rooftile.ops.gemm import gemv_persistent as held
-from rooftile.ops.gemm import norm_skinny as skinny
+from rooftile.ops.gemm import skinny
 from rooftile.ops.gemm.config import MatmulConfig, Problem
 from rooftile.ops.gemm.norm_choose import choose
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
@@ -79,6 +79,8 @@ def test_more_rows_than_32_bits_count_are_not_held():
 
 def test_what_the_compiler_fails_at_is_refused():
     target, c = runtime.TARGETS["sm_100"], MatmulConfig("skinny", 16, 64, 128, num_stages=3)
-    assert "the compiler fails for sm_100" in skinny.can_implement(Problem(8, 512, 4096, BF16, gated=True), c, target)
-    assert skinny.can_implement(Problem(8, 512, 4096, BF16), c, target) is None
+    assert "the compiler fails for sm_100" in skinny.can_implement(
+        Problem(8, 512, 4096, BF16, gated=True, norm=True), c, target
+    )
+    assert skinny.can_implement(Problem(8, 512, 4096, BF16, norm=True), c, target) is None
     assert choose(8, 512, 4096, BF16, True, target, gated=True).block_n == 32

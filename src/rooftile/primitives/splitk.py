@@ -1,12 +1,15 @@
-"""Sums that several programs share: each writes a partial, and the one that comes last adds them in their order.
+"""Split-K: several CTAs share a sum. Each writes its part, and the last to finish adds the parts in their order.
 
-The order does not depend on who comes last, so the result is the same to the bit every time; nothing is added into the
+The order does not depend on which CTA is last, so the result is bit-identical every time. Nothing is added to the
 output by atomics, and the output needs no zeros.
 """
 
 from __future__ import annotations
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+import torch
+from torch import Tensor
+
+from rooftile import launching, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -14,12 +17,22 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def arrives_last(counter_ptr, count):
-    """Whether this is the last of `count` programs to come here; it leaves the counter as it was.
+    """Whether this CTA is the last of `count` to call this. The counter is zero again afterwards.
 
-    What a program stored before is then seen by the one that is last, if it reads past its own L1 (`.cg`).
+    The last CTA then sees what the others stored before, if it reads past its own L1 (`.cg`).
     """
-    tl.debug_barrier()  # all threads of the program have stored their part
+    tl.debug_barrier()  # all threads of the CTA have stored their part
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
     if last:
         tl.store(counter_ptr, 0)
     return last
+
+
+def workspace(tiles: int, elements: int, split: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for the parts of `tiles` tiles, of `elements` float32 each, and a counter a tile. None if split is 1."""
+    if split == 1:
+        return None, None
+    if isinstance(tiles, torch.SymInt):
+        raise launching.Untraceable("counters of a symbolic number")
+    partial = torch.empty(tiles * split * elements, dtype=torch.float32, device=device)
+    return partial, launching.counters(tiles, device)

@@ -35,10 +35,8 @@ def plan_key(o: Operands) -> Key:
 
 def scale_strides(o: Operands) -> tuple[int, int, int, int]:
     """Of x's scales along its rows and the sum, and of the weight's along its rows and the sum."""
-    assert o.x_scale is not None
-    assert o.weight_scale is not None
-    x = (0, 0) if o.x_kind == "tensor" else o.x_scale.stride()
-    w = (0, 0) if o.w_kind == "tensor" else o.weight_scale.stride()
+    x = (0, 0) if o.x_scale is None or o.x_kind == "tensor" else o.x_scale.stride()
+    w = (0, 0) if o.weight_scale is None or o.w_kind == "tensor" else o.weight_scale.stride()
     return (*x, *w)  # type: ignore[return-value]
 
 

@@ -14,7 +14,7 @@ from rooftile.ops.gemm import choose as product_choice
 from rooftile.ops.gemm import gemv_persistent as product_held
 from rooftile.ops.gemm import norm_gemv as row
 from rooftile.ops.gemm import norm_gemv_persistent as held
-from rooftile.ops.gemm import norm_skinny as skinny
+from rooftile.ops.gemm import skinny
 from rooftile.ops.gemm.common import _aligned as is_aligned
 from rooftile.ops.gemm.common import _layout as layout
 from rooftile.ops.gemm.config import Kernel, MatmulConfig, Problem, decode
@@ -64,7 +64,7 @@ def choose(
     # IEEE float32 is multiplied by the ordinary units: of several rows the tiled product makes better use of them.
     if dtype == torch.float32 and m > 1:
         return None
-    p = Problem(m, n, k, dtype, gated=gated)
+    p = Problem(m, n, k, dtype, gated=gated, norm=True)
     candidates = _rows(p, target) if m == 1 and (along_k or dtype == torch.float32) else _skinny(p, along_k, target)
     for c in candidates:
         found = module(c)
@@ -180,7 +180,7 @@ def _refuses(x: Tensor, weight: Tensor, activation: str, c: MatmulConfig, target
     m, n, k = x.numel() // x.shape[-1], weight.shape[0] // (1 + gated), x.shape[-1]
     found = module(c)
     if found is not None:
-        p = Problem(m, n, k, x.dtype, gated=gated)
+        p = Problem(m, n, k, x.dtype, gated=gated, norm=True)
         return product_choice.shared_reason(p, c, target) or found.can_implement(p, c, target)
     # The normalised x is laid out anew.
     aligned = k * x.element_size() % 16 == 0

@@ -1,48 +1,68 @@
-"""Few rows of x, up to 64: the weights get the matrix unit's side of 64, so that little of it is idle.
+"""The few-row mainloop: up to 64 rows of x.
 
-A tile is `block_n` rows of the weight and all rows of x (`block_m`, padded), and is computed transposed,
-`w[n, k] x[m, k]`: the weights stream through shared memory once, x comes out of the L2. Where tiles are fewer than the
-GPU holds, `split_k` programs share the sum of one; the last to come adds their parts in order.
+A tile is `block_n` rows of the weight and all rows of x (`block_m`, padded). It is computed transposed,
+`w[n, k] x[m, k]`: the weight gets the tensor core's side of 64, so that little of it is idle. The weight streams
+through shared memory once; x comes out of the L2. A gated tile has `block_n` rows of the gate and as many of up, which
+are multiplied by the same tile of x. Where there are fewer tiles than the GPU runs CTAs, `split_k` CTAs share the sum
+of one tile; the last to finish adds the parts in order. GPUs with TMA load through it.
 
-On GPUs that have it the tensor memory accelerator does the loads. Equal shares of all tiles' sums, whatever part of a
-tile that is (stream-K), were slower on an H200 by 2 to 8 % than the best split: what the last wave leaves idle is less
-than what the partial sums cost.
+Stream-K, equal shares of all tiles' sums, was 2 to 8 % slower on an H200 than the best split: the partial sums cost
+more than the idle SMs of the last wave.
+
+RMSNorm (`norm_weight`): each step multiplies its part of x by the norm's weight in float32 and rounds it for the tensor
+core. The sum of squares is accumulated beside that, and rstd scales the sum at the end. With split-K each CTA writes
+its squares after its partial sums. float16 would overflow where x times the norm's weight passes 65504, which x
+normalised may be far from: a row's part is first brought near 1 by a power of two, and its products are scaled back.
+
+fp8 (`x_scale`, `weight_scale`): scales of 128 elements of the sum are applied to each step, the others at the end.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import MatmulConfig, Problem
-from rooftile.primitives import pdl
-from rooftile.primitives.activations import activate
+from rooftile.ops.gemm import fp8_common
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.parts import (
+    UNDO,
+    finish,
+    multiply_add,
+    near_one,
+    norm_weights,
+    scale_tile,
+    sum_parts,
+    w_step_scale,
+    x_step_scale,
+)
+from rooftile.primitives import pdl, quantize
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
-from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.splitk import arrives_last, workspace
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
-# Blocks of its weights that a program brings into the L2 before the kernel ahead has ended: as in row.py.
+# Blocks of the weight that a CTA brings into the L2 before the previous kernel has ended.
 PREFETCH = 1
 
 
 @triton.jit
-def _weights(
-    w, row, k, n_end, n_inner, stride_wn, TMA: tl.constexpr, EVEN_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):
-    """The tile of the weight from that row and k on."""
+def _load_w(
+    w, row, k, n_end, n_inner, stride_wn, stride_wk, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The tile of the weight from that row and k on, (BLOCK_N, BLOCK_K)."""
     if TMA:
         tile = w.load([row, k])
     else:
-        # Rows past the last are those of the last again, in bounds, so that loads need no mask; they are not stored.
-        rows = tl.minimum(row + tl.arange(0, N), n_end - 1).to(tl.int64)
-        ks = k + tl.arange(0, K)
-        pointers = w + rows[:, None] * stride_wn + ks[None, :]
+        # Rows past the last one are clamped to it, so that loads need no mask; they are not stored.
+        rows = tl.minimum(row + tl.arange(0, BLOCK_N), n_end - 1).to(tl.int64)
+        ks = k + tl.arange(0, BLOCK_K)
+        pointers = w + rows[:, None] * stride_wn + ks.to(tl.int64)[None, :] * stride_wk
         if EVEN_K:
             tile = tl.load(pointers, eviction_policy="evict_first")
         else:
@@ -51,53 +71,67 @@ def _weights(
 
 
 @triton.jit
-def _rows_of_x(
-    x, k, n_rows, n_inner, stride_xm, TMA: tl.constexpr, EVEN_K: tl.constexpr, M: tl.constexpr, K: tl.constexpr
-):
-    """x from k on, transposed."""
+def _load_x(
+    x, k, n_rows, n_inner, stride_xm, stride_xk, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x from k on, (BLOCK_M, BLOCK_K). Rows past the last one are zeros: loading them would cost L2 bandwidth."""
     if TMA:
-        tile = x.load([0, k]).T
+        tile = x.load([0, k])
     else:
-        rows = tl.minimum(tl.arange(0, M), n_rows - 1).to(tl.int64)
-        ks = k + tl.arange(0, K)
-        pointers = x + rows[None, :] * stride_xm + ks[:, None]
-        if EVEN_K:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=(ks < n_inner)[:, None], other=0.0)
+        rows = tl.arange(0, BLOCK_M)
+        ks = k + tl.arange(0, BLOCK_K)
+        inside = (rows < n_rows)[:, None]
+        if not EVEN_K:
+            inside &= (ks < n_inner)[None, :]
+        pointers = x + rows.to(tl.int64)[:, None] * stride_xm + ks.to(tl.int64)[None, :] * stride_xk
+        tile = tl.load(pointers, mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
-def _prefetch_weights(w_ptr, row, k, n_cols, n_inner, stride_wn, N: tl.constexpr, K: tl.constexpr):
-    """Bring one block of the weight into the L2."""
+def _prefetch_w(w_ptr, row, k, n_cols, n_inner, stride_wn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Bring one block of the weight, contiguous along k, into the L2."""
     LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    rows = tl.minimum(row + tl.arange(0, N), n_cols - 1).to(tl.int64)
-    ks = tl.minimum(k + tl.arange(0, (K + LINE - 1) // LINE) * LINE, n_inner - 1)
+    rows = tl.minimum(row + tl.arange(0, BLOCK_N), n_cols - 1).to(tl.int64)
+    ks = tl.minimum(k + tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE, n_inner - 1)
     prefetch(w_ptr + rows[:, None] * stride_wn + ks[None, :])
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _skinny_kernel(
-    x,
+    x,  # a descriptor with TMA, else a pointer
     w,
     w_ptr,
-    out_ptr,
+    norm_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
     bias_ptr,
     residual_ptr,
+    out_ptr,
     partial_ptr,
     counters_ptr,
     stride_xm,
+    stride_xk,
     stride_wn,
-    stride_om,
+    stride_wk,
+    stride_sxm,
+    stride_sxk,
+    stride_swn,
+    stride_swk,
     stride_rm,
+    stride_om,
     n_inner,
     n_rows,
     n_cols,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    FAST: tl.constexpr,
+    APART: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -108,6 +142,8 @@ def _skinny_kernel(
     STAGES: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = w_ptr.dtype.element_ty
+    NORM: tl.constexpr = norm_ptr is not None
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     row = tile * BLOCK_N
@@ -116,74 +152,106 @@ def _skinny_kernel(
     if PREFETCHED >= 0:
         pdl_launch_dependents()
         for b in tl.static_range(PREFETCHED):
-            _prefetch_weights(w_ptr, row, start + b * BLOCK_K, n_cols, n_inner, stride_wn, BLOCK_N, BLOCK_K)
+            _prefetch_w(w_ptr, row, start + b * BLOCK_K, n_cols, n_inner, stride_wn, BLOCK_N, BLOCK_K)
         pdl_wait()
 
+    rows = tl.arange(0, BLOCK_M)
     cols = row + tl.arange(0, BLOCK_N)
-    # Asked for now: at the end a program would wait for it with nothing else under way.
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)
+    inner_rows = tl.minimum(rows, n_rows - 1)
+    inner_cols = tl.minimum(cols, n_cols - 1)
+    # The bias is loaded now: at the end a CTA would wait for it with no other load in flight.
+    bias = None
+    up_bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)[:, None]
         if GATED:
-            up_bias = tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols).to(tl.float32)
+            up_bias = tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols).to(tl.float32)[:, None]
 
     z = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     z_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if NORM:
+        # Squares are added up in groups as long as what a thread loads at once, so that no thread waits for another.
+        VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+        squares = tl.zeros((BLOCK_M, BLOCK_K // VECTOR), tl.float32)
+        next_norm = norm_weights(norm_ptr, start, n_inner, OFFSET, EVEN_K, BLOCK_K)
     for k in tl.range(start, tl.minimum(start + length, n_inner), BLOCK_K, num_stages=STAGES):
-        w_tile = _weights(w, row, k, n_cols, n_inner, stride_wn, TMA, EVEN_K, BLOCK_N, BLOCK_K)
-        x_tile = _rows_of_x(x, k, n_rows, n_inner, stride_xm, TMA, EVEN_K, BLOCK_M, BLOCK_K)
-        z = tl.dot(w_tile, x_tile, z, input_precision=PRECISION)
+        w_tile = _load_w(w, row, k, n_cols, n_inner, stride_wn, stride_wk, TMA, EVEN_K, BLOCK_N, BLOCK_K)
+        x_tile = _load_x(x, k, n_rows, n_inner, stride_xm, stride_xk, TMA, EVEN_K, BLOCK_M, BLOCK_K)
+        x_scale = None
+        w_scale = None
+        if NORM:
+            wide = x_tile.to(tl.float32)
+            norm = next_norm  # loaded a step early, as Triton does not pipeline loads of so few bytes
+            next_norm = norm_weights(norm_ptr, k + BLOCK_K, n_inner, OFFSET, EVEN_K, BLOCK_K)
+            squares += tl.sum((wide * wide).reshape(BLOCK_M, BLOCK_K // VECTOR, VECTOR), axis=2)
+            wide *= norm[None, :]
+            if DTYPE is tl.float16:
+                wide, back = near_one(wide)
+                x_scale = back[None, :]
+            x_tile = wide.to(DTYPE)
+        x_tile = x_tile.T
+        if X_SCALE == "group":
+            x_scale = x_step_scale(x_scale_ptr, inner_rows, k, stride_sxm, stride_sxk)[None, :]
+        if W_SCALE == "block":
+            w_scale = w_step_scale(w_scale_ptr, inner_cols, row, k, stride_swn, stride_swk, BLOCK_N)
+            if BLOCK_N > 128:
+                w_scale = w_scale[:, None]
+        z = multiply_add(w_tile, x_tile, z, w_scale, x_scale, PRECISION, FAST, APART, BLOCK_K)
         if GATED:
-            w_tile = _weights(w, n_cols + row, k, 2 * n_cols, n_inner, stride_wn, TMA, EVEN_K, BLOCK_N, BLOCK_K)
-            z_up = tl.dot(w_tile, x_tile, z_up, input_precision=PRECISION)
+            up = _load_w(w, n_cols + row, k, 2 * n_cols, n_inner, stride_wn, stride_wk, TMA, EVEN_K, BLOCK_N, BLOCK_K)
+            z_up = multiply_add(up, x_tile, z_up, w_scale, x_scale, PRECISION, FAST, APART, BLOCK_K)
+    if NORM:
+        total = tl.sum(squares, axis=1)
 
     if SPLIT > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        at = partial_ptr + tile.to(tl.int64) * (SPLIT * (1 + GATED) * SIZE)
-        at += tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
+        SUMS: tl.constexpr = SPLIT * (1 + GATED) * SIZE  # the squares follow
+        first = partial_ptr + tile.to(tl.int64) * (SUMS + SPLIT * BLOCK_M if NORM else SUMS)
+        at = first + (tl.arange(0, BLOCK_N)[:, None] + rows[None, :] * BLOCK_N)
         tl.store(at + part * SIZE, z)
         if GATED:
             tl.store(at + (SPLIT + part) * SIZE, z_up)
+        if NORM:
+            tl.store(first + SUMS + part * BLOCK_M + rows, total)
         if not arrives_last(counters_ptr + tile, SPLIT):
             return
-        z = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for s in tl.static_range(SPLIT):
-            z += tl.load(at + s * SIZE, cache_modifier=".cg")
+        z = sum_parts(at, SIZE, SPLIT)
         if GATED:
-            z_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for s in tl.static_range(SPLIT):
-                z_up += tl.load(at + (SPLIT + s) * SIZE, cache_modifier=".cg")
+            z_up = sum_parts(at + SPLIT * SIZE, SIZE, SPLIT)
+        if NORM:
+            total = sum_parts(first + SUMS + rows, BLOCK_M, SPLIT)
 
-    rows = tl.arange(0, BLOCK_M)[None, :].to(tl.int64)
-    mask = (rows < n_rows) & (cols < n_cols)[:, None]
-    if HAS_BIAS:
-        z += bias[:, None]
+    if NORM:
+        rstd = tl.rsqrt(total / n_inner + EPS)[None, :]
+        z *= rstd
         if GATED:
-            z_up += up_bias[:, None]
-    if ACTIVATION != "":
-        z = activate(z, ACTIVATION)
-    if GATED:
-        z *= z_up
-    if HAS_RESIDUAL:
-        z += tl.load(residual_ptr + rows * stride_rm + cols[:, None], mask=mask).to(tl.float32)
-    tl.store(out_ptr + rows * stride_om + cols[:, None], z.to(out_ptr.dtype.element_ty), mask=mask)
+            z_up *= rstd
+    z = scale_tile(
+        z, x_scale_ptr, w_scale_ptr, inner_rows[None, :], inner_cols[:, None], stride_sxm, stride_swn, X_SCALE, W_SCALE
+    )
+    if DTYPE is tl.uint8:
+        z *= UNDO
+    rows = rows[None, :].to(tl.int64)
+    cols = cols[:, None]
+    mask = (rows < n_rows) & (cols < n_cols)
+    finish(
+        z, z_up, bias, up_bias, residual_ptr, out_ptr, rows, cols, stride_rm, stride_om, mask, ACTIVATION, GATED
+    )  # fmt: skip
 
 
-@functools.cache
-def _plan(
-    dtypes: tuple[torch.dtype | None, ...],
-    activation: str,
-    gated: bool,
-    precision: str,
-    tma: bool,
-    even_k: bool,
-    prefetched: int,
-    c: MatmulConfig,
-) -> launching.KernelLauncher:
-    constants = {
+@functools.lru_cache(4096)
+def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConfig) -> launching.KernelLauncher:
+    """`dtypes` says which operands are there; Triton compiles for them."""
+    eps, offset, x_kind, w_kind, fast, activation, gated, precision, tma, even_k, prefetched = constants
+    values = {
+        "EPS": eps,
+        "OFFSET": offset,
+        "X_SCALE": x_kind,
+        "W_SCALE": w_kind,
+        "FAST": fast,
+        "APART": c.block_k <= 128 and c.block_m * c.block_n <= 2048 * c.num_warps,  # 64 registers of a thread
         "ACTIVATION": activation,
         "GATED": gated,
-        "HAS_BIAS": dtypes[2] is not None,
-        "HAS_RESIDUAL": dtypes[3] is not None,
         "PRECISION": precision,
         "TMA": tma,
         "EVEN_K": even_k,
@@ -194,68 +262,74 @@ def _plan(
         "STAGES": c.num_stages,
         "PREFETCHED": prefetched,
     }
-    options = {"launch_pdl": True} if prefetched >= 0 else {}
-    return launching.KernelLauncher(_skinny_kernel, constants, num_warps=c.num_warps, **options)
+    return launching.KernelLauncher(_skinny_kernel, values, num_warps=c.num_warps, **pdl.options(prefetched >= 0))
 
 
 def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
-    """Why this kernel can't run that problem so; None where it can."""
+    """Why this kernel can't compute p as c says; None where it can."""
     if c.pingpong or c.stream_k:
         return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
-    if p.m > c.block_m or p.batch != 1:
-        return f"block_m is {c.block_m}: kernel 'skinny' takes all rows of x at once, not {p.batch} x {p.m}"
-    if p.x_layout != "k" or p.w_layout != "k":
+    if p.m > c.block_m:
+        return f"block_m is {c.block_m}, expected at least x's {p.m} rows for kernel 'skinny'"
+    if p.batch != 1:
+        return f"kernel 'skinny' takes one GEMM at a time, not a batch of {p.batch}"
+    fp8 = p.dtype.itemsize == 1  # its operands may have any strides, and so may the weight after a norm
+    if not fp8 and (p.x_layout != "k" or (p.w_layout != "k" and not p.norm)):
         return "kernel 'skinny' takes operands that are contiguous along k"
     if c.block_m < 16 or c.block_n < 16 or c.block_k < 16:
-        return f"the matrix unit takes no tile of {c.block_m} x {c.block_n} x {c.block_k}"
-    shared = c.num_stages * (c.block_n * (1 + p.gated) + c.block_m) * c.block_k * p.dtype.itemsize
+        return f"the tensor core takes no tile of {c.block_m} x {c.block_n} x {c.block_k}"
+    reason = fp8_common.can_implement(p, c) if fp8 else None
+    if reason is not None:
+        return reason
+    # With a norm, the tile of x that is multiplied lies beside those that are loaded.
+    tiles = c.num_stages * (c.block_n * (1 + p.gated) + c.block_m) + p.norm * c.block_m
+    shared = tiles * c.block_k * p.dtype.itemsize
     if shared > target.shared_memory:
         return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"
-    if c.block_n * c.block_m * (1 + p.gated) // (c.num_warps * target.warp_size) > 128:
+    threads = c.num_warps * target.warp_size
+    if c.block_n * c.block_m * (1 + p.gated) // threads > 128:
         return f"the tile has more than 128 sums for each thread of {c.num_warps} warps"
+    if p.norm and c.block_m * c.block_k // threads > 128:
+        return f"block_m x block_k is {c.block_m * c.block_k} elements for {c.num_warps} warps, more than 128 a thread"
+    if p.norm and p.gated and target.arch == "sm_100" and c.block_n >= 64 and c.num_stages > 1:
+        # Triton 3.6 fails an assertion of its pipeliner, in bfloat16; 32 rows go to another instruction.
+        return (
+            f"block_n is {c.block_n} with num_stages={c.num_stages}: the compiler fails for sm_100, expected 32, or 1"
+        )
     return None
 
 
-def launch(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    gated: bool,
-    precision: str,
-    c: MatmulConfig,
-) -> None:
-    """Launch it: x (M, K), w (N, K) or (2N, K), out (M, N)."""
-    (n_rows, n_inner), n_cols = x.shape, out.shape[-1]
+def launch(o: Operands, c: MatmulConfig) -> None:
+    """Launch it: x (M, K), w (N, K), or (2N, K) gated, out (M, N)."""
+    x, w, device = o.x, o.w, o.x.device
+    (n_rows, n_inner), n_cols = x.shape, o.out.shape[-1]
     tiles = library.cdiv(n_cols, c.block_n)
-    partial = counters = None
-    if c.split_k > 1:
-        if isinstance(tiles, torch.SymInt):
-            raise launching.Untraceable("counters of a symbolic number")
-        size = c.split_k * (1 + gated) * c.block_n * c.block_m
-        partial = torch.empty(tiles * size, dtype=torch.float32, device=x.device)
-        counters = launching.counters(tiles, x.device)
-    target = runtime.target(x.device)
-    early = pdl.supported(target)
-    operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = x, w
-    tma = False
-    if early and x.element_size() == 2:
+    norm = o.norm_weight is not None
+    partial, counters = workspace(tiles, (c.block_n * (1 + o.gated) + norm) * c.block_m, c.split_k, device)
+    has_tma = pdl.supported(runtime.target(device))
+    x_desc: Tensor | TensorDescriptor = x
+    w_desc: Tensor | TensorDescriptor = w
+    tma, early = False, has_tma
+    if o.x_kind:  # fp8; a GPU that has none reads bytes
+        x_desc, w_desc = x, w = quantize.writable(x), quantize.writable(w)
+        early = False
+    elif has_tma and x.element_size() == 2:
         described = (
             launching.matrix_descriptor(x, c.block_m, c.block_k),
             launching.matrix_descriptor(w, c.block_n, c.block_k),
         )
         if described[0] is not None and described[1] is not None:
-            operands, tma = (described[0], described[1]), True
-    dtypes = (
-        x.dtype,
-        out.dtype,
-        bias.dtype if bias is not None else None,
-        residual.dtype if residual is not None else None,
-    )
-    even_k = n_inner % c.block_k == 0
-    plan = _plan(dtypes, activation, gated, precision, tma, even_k, PREFETCH if early else -1, c)
-    tensors = (*operands, w, out, bias, residual, partial, counters)
-    strides = (x.stride(0), w.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0, n_inner)
-    launching.launch(plan, tiles * c.split_k, tensors, strides, (n_rows, n_cols))
+            x_desc, w_desc, tma = described[0], described[1], True
+    if norm and w.stride(1) != 1 and n_inner != 1:
+        early = False  # a prefetch is of lines along k
+    tensors = (
+        x_desc, w_desc, w, o.norm_weight, o.x_scale, o.weight_scale, o.bias, o.residual, o.out, partial, counters
+    )  # fmt: skip
+    dtypes = tuple(None if t is None else t.dtype for t in (x, o.norm_weight, o.bias, o.residual, o.out))
+    constants = (
+        o.eps, o.offset, o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, tma,
+        n_inner % c.block_k == 0, PREFETCH if early else -1,
+    )  # fmt: skip
+    residual_stride = 0 if o.residual is None else o.residual.stride(0)
+    strides = (*x.stride(), *w.stride(), *fp8_common.scale_strides(o), residual_stride, o.out.stride(0), n_inner)
+    launching.launch(_launcher(dtypes, constants, c), tiles * c.split_k, tensors, strides, (n_rows, n_cols))
