@@ -105,10 +105,10 @@ def test_graphs_that_are_replayed_in_turns_share_memory_and_counters(made_up, mo
     monkeypatch.setattr(launching, "allocate_counters", lambda device: counters)
     turns, others = graphs.SerialGraphs("device"), graphs.SerialGraphs("other device")
     for _ in range(2):
-        turns.record(lambda: seen.append(launching._TURNS[0, 7]))
+        turns.record(lambda: seen.append(launching._CAPTURES[0, 7]))
     others.record(lambda: None)
     assert [x is counters for x in seen] == [True, True]
     assert made_up.log.count("graph in pool") == 3
-    assert not launching._TURNS
+    assert not launching._CAPTURES
     assert made_up.streams[0] is made_up.streams[1], "one stream for all graphs of a pool"
     assert made_up.streams[2] is not made_up.streams[0]

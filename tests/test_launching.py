@@ -1,5 +1,6 @@
 """How a kernel is launched: which launches go through Triton, and which through the kernel that it compiled before."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from helpers import BF16
 
 import rooftile
-from rooftile import launching, reference, runtime
+from rooftile import launching, native, reference, runtime
 
 import triton  # isort: skip
 
@@ -20,7 +21,7 @@ class Compiled:
     def __init__(self, calls):
         self.calls = calls
 
-    function, packed_metadata = object(), object()
+    function, packed_metadata, metadata = object(), object(), object()
 
     def __getitem__(self, grid):
         return lambda *args: self.calls.append(("hooked", grid, args))
@@ -71,6 +72,9 @@ class Elsewhere:
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
     monkeypatch.setattr(launching, "_stream", lambda device: "stream")
+    monkeypatch.setattr(launching, "_current_device", lambda: 0)
+    monkeypatch.setattr(launching, "_on_device", contextlib.nullcontext)
+    monkeypatch.setattr(native, "module", lambda: None)
 
 
 @pytest.fixture
@@ -87,7 +91,18 @@ def plan(kernel):
 def buffer():
     x = torch.zeros(64)
     assert x.data_ptr() % 16 == 0
-    return x
+    return OnAGPU(x)
+
+
+class OnAGPU(torch.Tensor):
+    """A tensor that says it is on GPU 0."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return x.as_subclass(cls)
+
+    def get_device(self):
+        return 0
 
 
 def start(plan, x, strides=(8, 8), rows=4, programs=2):
@@ -147,12 +162,10 @@ class TestRemembering:
         if known:
             start(plan, buffer)
             kernel.went()
-        remembered = dict(plan.compiled)
         for tensors in ((buffer[1:], None, buffer), (buffer, None, buffer[1:]), (buffer, buffer[1:], buffer)):
             for _ in range(2):
                 launching.launch(plan, 2, tensors, (8, 8), (4,))
         assert kernel.went() == ["kernel"] * 6
-        assert plan.compiled == remembered
         start(plan, buffer)
         assert kernel.went() == ["compiled" if known else "kernel"]
 
@@ -161,11 +174,9 @@ class TestRemembering:
         if known:
             start(plan, buffer, rows=HUGE - 1)
             kernel.went()
-        remembered = dict(plan.compiled)
         for rows in (HUGE, HUGE, HUGE + 1):
             start(plan, buffer, rows=rows)
         assert kernel.went() == ["kernel"] * 3
-        assert plan.compiled == remembered
         start(plan, buffer, rows=HUGE - 1)
         assert kernel.went() == ["compiled" if known else "kernel"]
 
@@ -175,7 +186,7 @@ class TestRemembering:
         start(plan, buffer, (0, 0))
         assert kernel.went() == ["kernel"] * launching._MANY + ["compiled"]
         start(plan, buffer, (launching._MANY, 0))
-        assert len(plan.compiled) == 1
+        assert len(plan.launches) == 1
         start(plan, buffer, (launching._MANY, 0))
         start(plan, buffer, (0, 0))
         assert kernel.went() == ["kernel", "compiled", "kernel"]
@@ -196,7 +207,7 @@ def test_nothing_is_remembered_where_there_is_no_gpu(kernel, plan, buffer, mode,
     start(plan, buffer)
     start(plan, buffer)
     assert kernel.went() == ["kernel", "kernel"]
-    assert not plan.compiled
+    assert not plan.launches
 
 
 @pytest.mark.parametrize("constants", [{"BLOCK": 16, "N": 8}, {"N": 8}, {"n_rows": 4, "N": 8}])
@@ -279,21 +290,3 @@ class TestRightResultsWhatever:
     def test_eps_and_offset(self, device):
         for eps, offset in ((1e-6, 0.0), (0.5, 0.0), (0.5, 1.0), (1e-6, 1.0), (1e-6, 0.0)):
             _check_all(torch.float32, device, eps=eps, offset=offset)
-
-
-def test_launches_that_are_captured_in_turns_share_their_counters(monkeypatch):
-    monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(launching, "_ARENAS", {0: (torch.zeros(16, dtype=torch.int32), 0)})
-    monkeypatch.setattr(launching, "_ARENA", 16)
-    monkeypatch.setattr(launching, "_stream", lambda device: stream)
-    device, shared, stream = torch.device("cpu"), torch.zeros(8, dtype=torch.int32), 5
-    with launching.captures_share(shared, 5):
-        first, second, large = (launching.counters(n, device) for n in (8, 3, 9))
-        stream = 6  # somebody else's
-        alone = [launching.counters(3, device)]
-    stream = 5
-    alone.append(launching.counters(3, device))
-    assert [x.numel() for x in (first, second, large)] == [8, 3, 9]
-    assert {x.data_ptr() for x in (first, second)} == {shared.data_ptr()}
-    assert len({x.data_ptr() for x in (shared, large, *alone)}) == 4

@@ -116,7 +116,7 @@ def test_many_configurations_go_through_all_rounds():
 def test_after_a_failure_the_counters_are_new(monkeypatch):
     dropped = []
     doubler = Doubler("raises", "right")
-    monkeypatch.setattr(launching, "discard_counters", lambda: dropped.append(doubler.ran[-1]))
+    monkeypatch.setattr(launching, "clear_counters", lambda: dropped.append(doubler.ran[-1]))
     searched(doubler)
     assert dropped == ["raises"]
 

@@ -5,13 +5,38 @@
 7 to 13, and torch.compile keeps one graph through it. Three traps that `torch.library.opcheck` does not see are closed
 here: an op that mutates bumps the version counters of what it writes, and refuses a leaf that requires grad; the
 derivative of a backward raises, where PyTorch would return a silent zero.
+
+An op is given either as `launch(*args)`, which does everything at every call, or as `prepare(*args)`, which does once
+what a kind of call needs and returns `run(*args)`, which does the rest:
+
+    def _prepare(x, weight, eps):
+        check(x, weight, eps)                                  # shapes and dtypes: raises for wrong ones
+        shape, strides, dtype, device = x.shape, library.contiguous_strides(x.shape), x.dtype, x.device
+        copies = {}
+        rows = library.rows_of(x, copies, 0)
+        launcher = _launcher(...)                              # the chosen configuration
+        start = launching.bind(launcher, rows.shape[0], strides=(rows.stride(0),), numbers=(rows.shape[0],))
+        start = library.copying(start, copies)                 # itself, unless x has to be copied
+
+        def run(x, weight, eps):
+            y = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # half the time of torch.empty
+            start(x, weight, y)
+            return y
+
+        return run
+
+`run` is remembered by one key: of each tensor the dtype, shape, strides, device and the last four bits of its address,
+and of every other argument its value. It is called with other tensors of the same key, and must keep none of those that
+`prepare` was given. `prepare` may read nothing else that changes: a tuning table is fine, because `launching.forget`
+forgets prepared calls too. Only a call that succeeded is remembered. An argument that takes a new value at every call
+does not belong into such an op.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +44,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
-from rooftile import launching, runtime
+from rooftile import launching, native, runtime
 
 _LIBRARY = torch.library.Library("rooftile", "FRAGMENT")
 
@@ -65,9 +90,9 @@ def _guarded(overload: Any, tensors: tuple[int, ...], launch: Callable[..., Any]
                 "(set TRITON_INTERPRET=1 before the first Rooftile op to run on the CPU, slowly)"
             )
         # A guard costs 2 us, so it is taken only where the current device is another.
-        if device.index == torch.accelerator.current_device_index():
+        if device.index == launching._current_device():
             return launch(*args)
-        with torch.get_device_module(device.type).device(device):
+        with launching._on_device(device.index):
             return launch(*args)
 
     return kernel
@@ -117,13 +142,18 @@ def _node(
     return Node
 
 
-def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...], required: tuple[int, ...]) -> bool:
-    """Whether a call may go past the dispatcher: plain tensors, and nothing that wants to see ops."""
-    if (
+def _somebody_listens() -> bool:
+    """Whether a mode, a transform or a profiler wants to see ops."""
+    return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd._profiler_enabled()
-    ):
+    )
+
+
+def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...], required: tuple[int, ...]) -> bool:
+    """Whether a call may go past the dispatcher: plain tensors, and nothing that wants to see ops."""
+    if _somebody_listens():
         return False
     for i in tensors:  # a generator would cost a call 1 us
         tensor = args[i]
@@ -146,6 +176,85 @@ def _has_tangent(tensor: Tensor | None) -> bool:
     return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
+_MANY = 1024  # prepared calls that an op remembers
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+class _Unkeyable(Exception):
+    """Arguments that a prepared call can't be remembered by."""
+
+
+class _Calls:
+    """The prepared calls of an op, by their arguments: what `Calls` of native.c is, in Python."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def _part(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN_TYPES:
+            device, address = value.get_device(), value.data_ptr()
+            if device < 0 or value.is_neg():
+                raise _Unkeyable
+            return value.dtype, device, address & 15, not address, value.shape, value.stride()
+        if kind in (list, tuple):
+            return tuple(map(self._part, value))
+        if value is None or kind in (bool, int, float, str, torch.dtype):
+            return kind, value
+        raise _Unkeyable
+
+    def _key(self, args: tuple[Any, ...]) -> Any:
+        try:
+            return tuple(map(self._part, args))
+        except (_Unkeyable, RuntimeError, NotImplementedError):  # a tensor without strides or memory
+            return None
+
+    def get(self, *args: Any) -> Any:
+        """What was stored for such arguments; None where there is nothing, or the device is not the current one."""
+        key = self._key(args)
+        found = None if key is None else self._known.get(key)
+        if found is None:
+            return None
+        device = next(arg for arg in args if type(arg) in _PLAIN_TYPES).get_device()
+        return found if device == launching._current_device() else None
+
+    def find(self, *args: Any) -> Any:
+        """As `get`; True where a gradient is wanted, and None where somebody wants to see ops."""
+        if _somebody_listens() or forward_ad._current_level >= 0:
+            return None
+        found = self.get(*args)
+        if found is not None and torch.is_grad_enabled():
+            for arg in args:
+                if type(arg) in _PLAIN_TYPES and arg.requires_grad:
+                    return True
+        return found
+
+    def store(self, run: Callable[..., Any], *args: Any) -> bool:
+        """Whether these arguments have a key; `find` gives `run` for such arguments from now on."""
+        key = self._key(args)
+        if key is not None:
+            self._known[key] = run
+        return key is not None
+
+
+def _calls() -> Any:
+    """An empty memory of prepared calls, which `launching.forget` empties."""
+    module = native.module()
+    calls = _Calls() if module is None else module.Calls()
+    launching.when_forgotten(calls.clear)
+    return calls
+
+
+def _find_nothing(*args: Any) -> None:
+    return None
+
+
 def _inline(launch: Callable[..., Any]) -> Callable[..., Any]:
     """What torch.compile puts into its graph for an op: the launches themselves, where they can be traced, else the op.
 
@@ -162,13 +271,19 @@ def _inline(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def define(
-    schema: str, *, launch: Callable[..., Any], fake: Callable[..., Any], autograd: Autograd | None = None
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    launch: Callable[..., Any] | None = None,
+    prepare: Callable[..., Callable[..., Any]] | None = None,
+    autograd: Autograd | None = None,
 ) -> Callable[..., Any]:
     """Register `rooftile::<schema>` and return the callable op.
 
     Args:
         schema: name, arguments and results as PyTorch writes them; what is written in place is marked `(a!)`.
         launch: allocates outputs and launches kernels; called below autograd, on the device of its tensors.
+        prepare: in the place of `launch`: returns what does so for such arguments, and is remembered.
         fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
         autograd: the derivative. Without one a gradient through the op raises instead of vanishing.
     """
@@ -180,7 +295,34 @@ def define(
     )
     tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
     required = tuple(i for i in tensors if str(overload._schema.arguments[i].type) == "Tensor")
-    kernel = _guarded(overload, tensors, launch)
+    calls: Any = None
+    find: Callable[..., Any] = _find_nothing
+    if prepare is not None:
+
+        def launch(*args: Any) -> Any:
+            return prepare(*args)(*args)
+
+    assert launch is not None, "an op has a launch or a prepare"
+
+    def prepared(*args: Any) -> Any:
+        """`launch`, of which the first part is done once for all calls of a kind."""
+        nonlocal calls, find
+        assert prepare is not None
+        if calls is None:  # not before the first call: native.c is compiled then
+            calls = _calls()
+            find = calls.find
+        run = calls.get(*args)
+        if run is not None:
+            return run(*args)
+        run = prepare(*args)
+        result = run(*args)
+        if len(calls) >= _MANY:
+            calls.clear()
+        calls.store(run, *args)
+        return result
+
+    remembers = prepare is not None and runtime.MODE is runtime.Mode.GPU
+    kernel = _guarded(overload, tensors, prepared if remembers else launch)
 
     def below(keyset: Any, *args: Any) -> Any:
         """The op below autograd."""
@@ -228,6 +370,13 @@ def define(
         # The dispatcher is for those who listen: compilers, modes, subclasses. Where nobody does, it is left out: 6 us.
         if torch.compiler.is_compiling():
             return overload(*args)
+        run = find(*args)
+        if run is not None:
+            if run is True:
+                return with_gradients(None, args)
+            for i in mutated:
+                torch.autograd.graph.increment_version(args[i])
+            return run(*args)
         if not _nobody_listens(args, tensors, required):
             _check_arguments(overload, tensors, required, args)
             return overload(*args)
@@ -313,3 +462,45 @@ def as_rows(x: Tensor) -> Tensor:
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+Copies = dict[int, Callable[[Tensor], Tensor]]  # how tensors are copied, by their places in a launch
+
+
+def rows_of(x: Tensor, copies: Copies, place: int) -> Tensor:
+    """`as_rows(x)`, which goes into `copies` unless a kernel can be given x itself, with these rows' stride."""
+    rows = as_rows(x)
+    if type(x) not in _PLAIN_TYPES or rows.data_ptr() != x.data_ptr():
+        copies[place] = as_rows
+    return rows
+
+
+def contiguous_of(x: Tensor | None, copies: Copies, place: int) -> None:
+    """Have x copied at each launch where it is not contiguous."""
+    if x is not None and not x.is_contiguous():
+        copies[place] = Tensor.contiguous
+
+
+def copying(start: Callable[..., None], copies: Copies) -> Callable[..., None]:
+    """`start`, with copies of the tensors in those places; `start` itself where there are none."""
+    if not copies:
+        return start
+
+    def with_copies(*tensors: Tensor | None) -> None:
+        start(*(t if t is None or i not in copies else copies[i](t) for i, t in enumerate(tensors)))
+
+    return with_copies
+
+
+def start_nothing(*tensors: Tensor | None) -> None:
+    """The launch over an empty tensor."""
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that shape."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))

@@ -8,6 +8,7 @@ Two tensors are read and two written, where the unfused pair reads three and wri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -19,12 +20,19 @@ from rooftile.ops.rms_norm.common import Rounding, check
 from rooftile.quantize import Quantize, check_quantize
 
 
-def _launch(
+def _prepare(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
-) -> tuple[Tensor, Tensor]:
-    y, u = forward.launch("add_rms_norm", x, residual, weight, eps, offset, rounding)
-    assert u is not None, "there is a residual"
-    return y, u
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    start = forward.prepare("add_rms_norm", x, residual, weight, eps, offset, rounding)
+    shape, strides, dtype, device = x.shape, library.contiguous_strides(x.shape), x.dtype, x.device
+
+    def run(x: Tensor, residual: Tensor, weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        u = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(x, residual, weight, y, u)
+        return y, u
+
+    return run
 
 
 def _fake(
@@ -56,7 +64,7 @@ def _backward(ctx, dy: Tensor | None, du: Tensor | None) -> tuple[Tensor | None,
 _op = library.define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str rounding) "
     "-> (Tensor, Tensor)",
-    launch=_launch,
+    prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
 )

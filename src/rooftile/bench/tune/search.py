@@ -152,7 +152,7 @@ class Search:
         self.failed[name] = brief(error)
         try:
             self.clock.synchronize()
-            launching.discard_counters()  # which the next kernel expects to be zero; no graph with them runs again
+            launching.clear_counters()  # which the next kernel expects to be zero; no graph with them runs again
         except Exception:
             raise Dead(self.failed[name]) from None
 

@@ -62,7 +62,8 @@ def told() -> Iterator[list[Any]]:
     JITFunction.run, launching._start = run, start
     kernels: list[Any] = []
     try:
-        yield kernels
+        with launching.observed():
+            yield kernels
     finally:
         JITFunction.run, launching._start = stock_run, stock_start
         kernels += found.values()

@@ -17,6 +17,7 @@ is the same on every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -30,8 +31,16 @@ from rooftile.quantize import Quantize, check_quantize
 __all__ = ["ROUNDINGS", "Rounding", "rms_norm"]
 
 
-def _launch(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensor:
-    return forward.launch("rms_norm", x, None, weight, eps, offset, rounding)[0]
+def _prepare(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Callable[..., Tensor]:
+    start = forward.prepare("rms_norm", x, None, weight, eps, offset, rounding)
+    shape, strides, dtype, device = x.shape, library.contiguous_strides(x.shape), x.dtype, x.device
+
+    def run(x: Tensor, weight: Tensor | None, *_: object) -> Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(x, None, weight, y, None)
+        return y
+
+    return run
 
 
 def _fake(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensor:
@@ -55,7 +64,7 @@ def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _op = library.define(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str rounding) -> Tensor",
-    launch=_launch,
+    prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
 )

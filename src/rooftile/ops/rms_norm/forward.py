@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -188,7 +189,7 @@ def config(n_cols: int, itemsize: int, residual: bool, target: runtime.Target) -
 
 
 @functools.cache
-def _plan(
+def _launcher(
     n_cols: int,
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
@@ -215,25 +216,32 @@ def _plan(
     )
 
 
+def prepare(
+    op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounding: str
+) -> Callable[..., None]:
+    """What writes y, and u where there is a residual: called with x, residual, weight, y, u."""
+    check(op, x, residual, weight, eps, offset, rounding)
+    if x.numel() == 0:
+        return library.start_nothing
+    copies: library.Copies = {}
+    rows = library.rows_of(x, copies, 0)
+    stride_r = 0 if residual is None else library.rows_of(residual, copies, 1).stride(0)
+    library.contiguous_of(weight, copies, 2)
+    n_rows, n_cols = rows.shape[0], int(rows.shape[1])
+    c = config(n_cols, x.element_size(), residual is not None, runtime.target(x.device))
+    weight_dtype = None if weight is None else weight.dtype
+    launcher = _launcher(n_cols, x.dtype, weight_dtype, residual is not None, eps, offset, rounding == "llama", c)
+    programs = library.cdiv(n_rows, c.rows)
+    start = launching.bind(launcher, programs, strides=(rows.stride(0), stride_r), numbers=(n_rows,))
+    return library.copying(start, copies)
+
+
 def launch(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor | None]:
     """y, and u where there is a residual."""
-    check(op, x, residual, weight, eps, offset, rounding)
+    start = prepare(op, x, residual, weight, eps, offset, rounding)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    u = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else None
-    if x.numel() == 0:
-        return y, u
-    has_residual = residual is not None
-    x = library.as_rows(x)
-    residual = library.as_rows(residual) if residual is not None else None
-    weight_dtype = None
-    if weight is not None:
-        weight, weight_dtype = weight.contiguous(), weight.dtype
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
-    c = config(n_cols, x.element_size(), has_residual, runtime.target(x.device))
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    plan = _plan(n_cols, x.dtype, weight_dtype, has_residual, eps, offset, rounding == "llama", c)
-    programs = library.cdiv(n_rows, c.rows)
-    launching.launch(plan, programs, (x, residual, weight, y, u), strides, (n_rows,))
+    u = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    start(x, residual, weight, y, u)
     return y, u
