@@ -19,7 +19,7 @@ from tiny_models import BY_TITLE, DEVICE, TOLERANCE, assert_same_gradients, buil
 
 import rooftile
 from rooftile.demo.models import inputs
-from rooftile.huggingface import families, patching, rewrite, rules
+from rooftile.huggingface import families, patching, rewrite
 
 # By kind, in two layers.
 COUNTS = {
@@ -277,11 +277,11 @@ def test_changed_model_code_is_left_alone() -> None:
             return residual
 
     with pytest.raises(rewrite.NotRewritable, match="no line like"):
-        rewrite.rebuild(Changed.forward, rules.ADD_NORM, {"add_norm": None})
+        rewrite.rebuild(Changed.forward, families.ADD_NORM, {"add_norm": None})
     with pytest.raises(rewrite.NotRewritable, match="source can't be read"):
-        rewrite.rebuild(eval("lambda self, x: x"), rules.ADD_NORM, {})
+        rewrite.rebuild(eval("lambda self, x: x"), families.ADD_NORM, {})
     with pytest.raises(rewrite.NotRewritable, match="decorator or has closure"):
-        rewrite.rebuild(torch.no_grad()(Changed.forward), rules.ADD_NORM, {})
+        rewrite.rebuild(torch.no_grad()(Changed.forward), families.ADD_NORM, {})
 
 
 def test_rule_needs_the_same_expression_at_each_place() -> None:
@@ -292,7 +292,7 @@ def test_rule_needs_the_same_expression_at_each_place() -> None:
         return h, r
 
     with pytest.raises(rewrite.NotRewritable):
-        rewrite.rebuild(method, rules.ADD_NORM, {"add_norm": None})
+        rewrite.rebuild(method, families.ADD_NORM, {"add_norm": None})
 
 
 def test_statements_that_stay_may_not_touch_what_moves_past_them() -> None:
@@ -334,16 +334,16 @@ def test_what_a_replacement_no_longer_assigns_may_not_be_used_again() -> None:
         return x, gate
 
     with pytest.raises(rewrite.NotRewritable, match="its code uses gate behind the lines"):
-        rewrite.rebuild(method, rules.gated("act"), {"act_mul": None, "act_mul_packed": None})
+        rewrite.rebuild(method, families.gated("act"), {"act_mul": None, "act_mul_packed": None})
 
 
 def test_attention_whose_code_has_changed_keeps_its_norms_and_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Qwen3")
     changed = tuple(
         dataclasses.replace(rule, before=rule.before.replace("k_norm", "norm_of_k"))
-        for rule in rules.qk_norm_rope("apply_rotary_pos_emb")
+        for rule in families.qk_norm_rope("apply_rotary_pos_emb")
     )
-    monkeypatch.setattr(rules, "qk_norm_rope", lambda function: changed)
+    monkeypatch.setattr(families, "qk_norm_rope", lambda function: changed)
     handle = rooftile.patch(model)
     assert (handle.replaced["RMSNorm"], handle.replaced["QK-norm + RoPE"], handle.replaced["RoPE"]) == (9, 0, 2)
     assert any(left.kind == "QK-norm + RoPE" and "no line like" in left.reason for left in handle.left)

@@ -15,8 +15,8 @@ from tiny_models import DEVICE, TOLERANCE, assert_same_gradients, build, error, 
 
 import rooftile
 from rooftile.demo.models import inputs
-from rooftile.huggingface import linear_memory, rewrite
-from rooftile.huggingface.linear_planning import GATE_UP, LINEAR, QKV
+from rooftile.huggingface import memory, rewrite
+from rooftile.huggingface.planning import GATE_UP, LINEAR, QKV
 
 FP32 = torch.float32
 # In one layer (of T5: one of each half): linear layers, products of q, k and v, products of gate and up.
@@ -85,7 +85,7 @@ def test_patched_model_computes_and_trains_the_same_and_undo_gives_it_back(title
 
     handle.undo()
     assert not any("forward" in module.__dict__ for module in model.modules())
-    assert linear_memory.joined([layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)][:2]) is None
+    assert memory.joined([layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)][:2]) is None
     assert all(model.get_parameter(name) is p for name, p in parameters.items())
     assert torch.equal(run(model, ids)[0], logits)
 
@@ -198,7 +198,7 @@ def test_an_optimizer_made_before_trains_what_the_product_reads() -> None:
             run(model, ids)
             optimizer.step()
         weights = [layer.weight for layer in qkv_of(model)]
-        assert (linear_memory.joined(weights) is not None) == patched
+        assert (memory.joined(weights) is not None) == patched
         logits.append(model(ids).logits)
     assert error(*logits) < 1e-4
 

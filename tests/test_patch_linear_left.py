@@ -16,9 +16,9 @@ from test_patch_linear import FP32, qkv_of, reasons, small
 from tiny_models import DEVICE, TOLERANCE, build, error, tokens
 
 import rooftile
-from rooftile.huggingface import linear_memory
-from rooftile.huggingface.linear import products
-from rooftile.huggingface.linear_planning import LINEAR, QKV
+from rooftile.huggingface import memory as memories
+from rooftile.huggingface.planning import LINEAR, QKV
+from rooftile.huggingface.replacing import joint_linear
 
 
 def test_saved_and_loaded(tmp_path) -> None:
@@ -73,11 +73,11 @@ def test_memory_is_that_of_the_weights_and_goes_with_them() -> None:
     rooftile.patch(model, linear=True)
     weights = [layer.weight for layer in qkv_of(model)]
     assert all(w.untyped_storage().nbytes() == w.nbytes for w in weights)
-    together = linear_memory.joined(weights)
+    together = memories.joined(weights)
     assert together is not None
     assert torch.equal(together, torch.cat(weights))
     key = (DEVICE if together.device.index is None else together.device, together.data_ptr())
-    memory = linear_memory._TOGETHER[key]
+    memory = memories._TOGETHER[key]
     del together, weights
     model.double()
     gc.collect()
@@ -211,7 +211,7 @@ def test_failure_while_memory_is_moved_changes_nothing(monkeypatch: pytest.Monke
     model = small("Llama")
     before = {name: p.data_ptr() for name, p in model.named_parameters() if not name.endswith("proj.weight")}
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    join, calls = linear_memory.Memory._join, []
+    join, calls = memories.Memory._join, []
 
     def fails(self, group):
         calls.append(group)
@@ -219,11 +219,11 @@ def test_failure_while_memory_is_moved_changes_nothing(monkeypatch: pytest.Monke
             raise torch.OutOfMemoryError
         join(self, group)
 
-    monkeypatch.setattr(linear_memory.Memory, "_join", fails)
+    monkeypatch.setattr(memories.Memory, "_join", fails)
     with pytest.raises(torch.OutOfMemoryError):
         rooftile.patch(model, linear=True)
     assert not any("forward" in module.__dict__ for module in model.modules())
-    assert linear_memory.joined([layer.weight for layer in qkv_of(model)]) is None
+    assert memories.joined([layer.weight for layer in qkv_of(model)]) is None
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(model.get_parameter(name).data_ptr() == address for name, address in before.items())
 
@@ -235,8 +235,8 @@ def test_op_of_compiled_graphs(apart: bool, biased: bool) -> None:
     x = torch.randn(3, 32, device=DEVICE, requires_grad=True)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if biased]
     if not apart:
-        linear_memory.Memory([weights, biases] if biased else [weights])
-    assert (linear_memory.joined(weights) is None) == apart
+        memories.Memory([weights, biases] if biased else [weights])
+    assert (memories.joined(weights) is None) == apart
     torch.library.opcheck(torch.ops.rooftile_models.linear.default, (x, weights, biases, ""))
     y = torch.ops.rooftile_models.linear(x, weights, biases, "")
     asked = [x, *weights, *biases]
@@ -254,7 +254,7 @@ def test_op_of_compiled_graphs(apart: bool, biased: bool) -> None:
 
 def test_layers_that_were_not_patched_are_called() -> None:
     layers = tuple(nn.Linear(16, 8) for _ in range(2))
-    linear_memory.Memory([[layer.weight for layer in layers]])
+    memories.Memory([[layer.weight for layer in layers]])
     x = torch.randn(2, 16)
-    for y, layer in zip(products(layers, x), layers, strict=True):
+    for y, layer in zip(joint_linear(layers, x), layers, strict=True):
         assert torch.equal(y, layer(x))

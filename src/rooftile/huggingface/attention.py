@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import rooftile
 from rooftile.library import FLOATS
 
 NAME = "rooftile"
@@ -110,7 +111,29 @@ def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
     return None if bool(mask.all()) else mask  # waits for the device, once a forward, as transformers' own masks do
 
 
-@dataclasses.dataclass(frozen=True)
+_LENGTHS: dict[torch.device, Tensor] = {}  # 0, 1, 2, ...: a view of one element is a sequence's length
+
+
+def _lengths(n: int, batch: int, device: torch.device) -> Tensor:
+    """The lengths of `batch` sequences of n tokens. For one sequence, the usual case, no kernel is launched."""
+    if batch == 1 and not torch.compiler.is_compiling():
+        known = _LENGTHS.get(device)
+        if known is not None and n < known.shape[0]:
+            return known[n : n + 1]
+        if type(torch.empty(0, device=device)) is Tensor and not _is_capturing(device):
+            known = torch.arange(1 << max(12, n.bit_length()), dtype=torch.int32, device=device)
+            if device.type == "cuda":  # whichever stream asks next
+                torch.cuda.current_stream(device).synchronize()
+            _LENGTHS[device] = known
+            return known[n : n + 1]
+    return torch.full((batch,), n, dtype=torch.int32, device=device)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@dataclasses.dataclass
 class _Call:
     """One attention, as a model asks for it: q `(B, Hq, Tq, D)`, k and v `(B, Hkv, Tk, D)`."""
 
@@ -180,6 +203,22 @@ def attention_forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a module. Called by transformers, with arguments of its; the result is `(B, Tq, Hq, Dv)`."""
+    if (
+        query.shape[2] == 1  # a decoded token: the host's time counts
+        and attention_mask is None
+        and position_bias is None
+        and dropout == 0
+        and not torch.is_grad_enabled()
+        and query.dtype in FLOATS
+        and query.shape[3] <= _LONGEST_HEAD
+        and value.shape[3] <= _LONGEST_HEAD
+        and "cu_seq_lens_q" not in options
+    ):
+        out = rooftile.decode_attention(
+            query.transpose(1, 2), key, value, _lengths(key.shape[2], query.shape[0], query.device), scale=scaling,
+            window=sliding_window or None, softcap=softcap or None, sinks=s_aux, layout="bhtd",
+        )  # fmt: skip
+        return out, None  # type: ignore[return-value]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     call = _Call(
         module, query, key, value, attention_mask, bool(causal), sliding_window or None, scaling, softcap or None,
@@ -197,9 +236,6 @@ def attention_forward(
 
 
 def _attention(call: _Call) -> Tensor:
-    from rooftile.ops.attention import attention
-    from rooftile.ops.decode_attention import decode_attention
-
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     n_q, n_k = call.q.shape[2], call.k.shape[2]
     common: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
@@ -214,9 +250,9 @@ def _attention(call: _Call) -> Tensor:
         causal = True
     whole = mask is not None and mask.dim() == 4
     if causal and not whole and n_q <= _DECODED and call.bias is None and not call.asks_for_gradients:
-        lengths = torch.full((q.shape[0],), n_k, dtype=torch.int32, device=q.device)
+        lengths = _lengths(n_k, q.shape[0], q.device)
         mask = None if mask is None else mask.bool().expand(q.shape[0], -1)
-        return decode_attention(q, call.k, call.v, lengths, window=window, mask=mask, layout="bhtd", **common)  # type: ignore[return-value]
+        return rooftile.decode_attention(q, call.k, call.v, lengths, window=window, mask=mask, layout="bhtd", **common)  # type: ignore[return-value]
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :].bool()
     if call.bias is not None:
@@ -225,16 +261,14 @@ def _attention(call: _Call) -> Tensor:
             mask = bias
         else:
             mask = bias.where(mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-    out = attention(q, k, v, causal=causal, window=window, mask=mask, layout="bthd", **common)
+    out = rooftile.attention(q, k, v, causal=causal, window=window, mask=mask, layout="bthd", **common)
     return out  # type: ignore[return-value]
 
 
 def _packed(call: _Call, starts: tuple[Tensor, Tensor], options: dict[str, Any]) -> Tensor:
     """Sequences one behind the other in a batch of one, as transformers' collators for FlashAttention give them."""
-    from rooftile.ops.attention import attention_varlen
-
     q, k, v = (x[0].transpose(0, 1) for x in (call.q, call.k, call.v))
-    out = attention_varlen(
+    out = rooftile.attention_varlen(
         q,
         k,
         v,

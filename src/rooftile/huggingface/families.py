@@ -1,8 +1,10 @@
-"""The model families that `rooftile.patch` knows: one table, read by one procedure.
+"""The model families that `rooftile.patch` knows, and how their modeling files are written.
 
-A row names the classes of a family's modeling file and says what their mathematics is. A class that a version of
-transformers does not have is simply never met; one whose code has changed is left alone, with the reason
-(see `rewrite.py`).
+A row of the table names the classes of a family's modeling file and says what they compute. A class that a version of
+transformers does not have never occurs; one whose code has changed is left alone, and the handle gives the reason.
+
+Behind the table stand the rules: the lines that are replaced, as the modeling files have them, and what takes their
+place. `rewrite.py` describes the notation and applies them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
+
+from rooftile.huggingface.rewrite import Rule, Together
 
 if TYPE_CHECKING:
     from rooftile.ops.rms_norm import Rounding
@@ -211,3 +215,128 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Part | None]]:
         known[name] = file in FILES if file else known.get(name.rpartition(".")[0], False)
         part = part_of(module)
         yield name, module, None if isinstance(part, LayerNorm) and not known[name] else part
+
+
+# The rules.
+
+ADD_NORM = (
+    Rule(
+        """
+H = R + X
+R = H
+H = NORM(H)
+""",
+        "H, R = add_norm(NORM, X, R)",
+    ),
+)
+
+
+def gated(activation: str) -> tuple[Rule, ...]:
+    act = f"self.{activation}"
+    return (
+        Rule(
+            f"""
+GATE, UP = X.chunk(2, dim=-1)
+Y = UP * {act}(GATE)
+""",
+            f"Y = act_mul_packed({act}, X)",
+        ),
+        Rule(
+            f"""
+GATE, UP = X.chunk(2, dim=-1)
+return {act}(GATE) * UP
+""",
+            f"return act_mul_packed({act}, X)",
+        ),
+        Rule(
+            f"""
+A = {act}(GATE)
+B = UP
+Y = A * B
+""",
+            f"Y = act_mul({act}, GATE, UP)",
+        ),
+        Rule(f"{act}(GATE) * UP", f"act_mul({act}, GATE, UP)"),
+    )
+
+
+def activated(activation: str) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            f"""
+H = LINEAR(X)
+H = self.{activation}(H)
+""",
+            f"H = linear_act(LINEAR, X, self.{activation})",
+        ),
+    )
+
+
+def rope(function: str) -> tuple[Rule, ...]:
+    return (Rule(f"{function}(Q, K, COS, SIN)", f"rope_of_{function}(Q, K, COS, SIN)"),)
+
+
+def qk_norm_rope(function: str) -> tuple[Rule, ...]:
+    """The norms move to where the rotation is: Qwen3 transposes behind them, Gemma 3 before."""
+    return (
+        Rule(
+            f"""
+Q = self.q_norm(X).transpose(1, 2)
+K = self.k_norm(Y).transpose(1, 2)
+...
+Q, K = {function}(Q, K, COS, SIN)
+""",
+            f"""
+Q = X
+K = Y
+...
+Q, K = transposed_norm_rope_of_{function}(self.q_norm, self.k_norm, Q, K, COS, SIN)
+""",
+        ),
+        Rule(
+            f"""
+Q = self.q_norm(X)
+K = self.k_norm(Y)
+...
+Q, K = {function}(Q, K, COS, SIN)
+""",
+            f"""
+Q = X
+K = Y
+...
+Q, K = norm_rope_of_{function}(self.q_norm, self.k_norm, Q, K, COS, SIN)
+""",
+        ),
+    )
+
+
+def joint_linears(layers: tuple[str, ...]) -> tuple[Together, ...]:
+    return (Together(layers, "joint_linear"),)
+
+
+def gated_gemms(activation: str, layers: tuple[str, ...]) -> tuple[Rule, ...]:
+    """Of two layers, gate and up, or of one that is both (Phi-3)."""
+    act = f"self.{activation}"
+    if len(layers) == 1:
+        return (
+            Rule(
+                f"""
+H = self.{layers[0]}(X)
+GATE, UP = H.chunk(2, dim=-1)
+Y = UP * {act}(GATE)
+""",
+                f"Y = gated_gemm_packed({act}, self.{layers[0]}, X)",
+            ),
+        )
+    gate, up = (f"self.{layer}" for layer in layers)
+    return (
+        Rule(
+            f"""
+A = {act}({gate}(X))
+B = {up}(X)
+Y = A * B
+""",
+            f"Y = gated_gemm({act}, {gate}, {up}, X)",
+        ),
+        Rule(f"{act}({gate}(X)) * {up}(X)", f"gated_gemm({act}, {gate}, {up}, X)"),
+    )

@@ -2,9 +2,9 @@
 
 A module is changed by putting a `forward` of its own on the instance, in front of its class's; nothing process-wide is
 touched. The norms have a forward of their own; those of MLPs, attentions and layers are the model's own code with the
-lines in question replaced (`rules.py`), compiled once per class. `planning.py` decides what is changed, `families.py`
-says what is known, and `replacing.py` holds what runs in the place of the model's lines. Linear layers have rooms of
-their own: `linear_planning.py`, `linear_memory.py` and `linear.py`.
+lines in question replaced (`rewrite.py`), compiled once per class. `families.py` says which classes and lines are known,
+`planning.py` decides what is changed, `replacing.py` holds what runs in place of the model's lines, and `memory.py`
+makes weights adjacent that are to be one GEMM.
 
 Submodules are still called as modules, but for plain ones that were fused: adapters (PEFT), hooks, FSDP and gradient
 checkpointing work as before. Where a tensor's dtype is not what the kernels would return the same dtype for (float32
@@ -23,8 +23,7 @@ from torch import nn
 
 from rooftile.huggingface import families
 from rooftile.huggingface.attention import Switch
-from rooftile.huggingface.linear_memory import Memory
-from rooftile.huggingface.linear_planning import Layers
+from rooftile.huggingface.memory import Memory
 from rooftile.huggingface.planning import (
     ADD_RMS_NORM,
     ATTENTION,
@@ -38,7 +37,8 @@ from rooftile.huggingface.planning import (
     RMS_NORM,
     ROPE,
     SWIGLU,
-    Plan,
+    Layers,
+    PatchPlan,
     Replacement,
 )
 from rooftile.huggingface.replacing import is_ours
@@ -91,8 +91,8 @@ class PatchHandle:
             plain one that has one), and two that are fused with RMSNorms, which are among those under `"RMSNorm"`, too
             (unless `rms_norm=False`): `"residual add + RMSNorm"` for adds with a norm behind them, and
             `"QK-norm + RoPE"` for rotations of normed q and k (which are not among those under `"RoPE"`). `"attention"`
-            counts modules whose attention is Rooftile's, `"linear"` all linear layers, and `"q, k, v in one product"`
-            and `"gate, up in one product"` the modules that make one product of several of those.
+            counts modules whose attention is Rooftile's, `"linear"` all linear layers, and `"q, k, v in one GEMM"`
+            and `"gate, up in one GEMM"` the modules that make one GEMM of several of those.
         modules: by kind, the names of the modules in which it was replaced.
         left: what was not replaced, with the reason.
         active: False once it was undone.
@@ -255,7 +255,7 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
     wanted = {RMS_NORM: rms_norm, ADD_RMS_NORM: add_rms_norm, LAYER_NORM: layer_norm}
-    plan = Plan(
+    plan = PatchPlan(
         wanted
         | dict.fromkeys((SWIGLU, GEGLU, GATED, BIAS_ACTIVATION), mlp)
         | dict.fromkeys((ROPE, QK_NORM_ROPE), rope),

@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from rooftile.huggingface import replacing, rules
-from rooftile.huggingface.activations import KNOWN, Activation, ops_of
+from rooftile.huggingface import families, replacing
 from rooftile.huggingface.families import Activated, Attention, Gated, Layer, LayerNorm, Norm, Part, part_of
-from rooftile.huggingface.linear import linear_act, linear_forward
-from rooftile.huggingface.linear_planning import GATE_UP, LINEAR, QKV, Joint, Layers, joint, notice_other
+from rooftile.huggingface.memory import ALIGNMENT, joined
+from rooftile.huggingface.replacing import KNOWN, Activation, ops_of
 from rooftile.huggingface.rewrite import NotRewritable, Rebuilt, Rule, Together, rebuild
+from rooftile.library import FLOATS
 
+LINEAR, QKV, GATE_UP = "linear", "q, k, v in one GEMM", "gate, up in one GEMM"
 RMS_NORM, ADD_RMS_NORM, LAYER_NORM = "RMSNorm", "residual add + RMSNorm", "LayerNorm"
 SWIGLU, GEGLU, BIAS_ACTIVATION = "SwiGLU", "GeGLU", "bias + activation"
 ROPE, QK_NORM_ROPE, ATTENTION = "RoPE", "QK-norm + RoPE", "attention"
@@ -30,6 +32,134 @@ KINDS = (
 GATED = "gated activation"  # one that is neither SwiGLU nor GeGLU
 CLOSING_ADD = "the add that closes a layer makes the layer's output; the norm behind it belongs to the next layer"
 HOOKED = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """How the code of a class calls several layers as one: the rules, one set or else the next, and their names."""
+
+    kind: str
+    rules: tuple[tuple[Rule | Together, ...], ...]
+    names: Mapping[str, Callable[..., Any]]
+
+
+def joint(part: Gated | Attention, activation: tuple[type[nn.Module], Activation] | None) -> Joint | None:
+    """`activation`: the class and the ops of one that is computed with the product of gate and up."""
+    together = families.joint_linears(part.layers) if len(part.layers) > 1 else ()
+    names: dict[str, Callable[..., Any]] = {"joint_linear": replacing.joint_linear}
+    if isinstance(part, Attention):
+        return Joint(QKV, (together,), names) if together else None
+    sets: list[tuple[Rule | Together, ...]] = [together] if together else []
+    if activation is not None and part.layers:
+        sets.insert(0, families.gated_gemms(part.activation, part.layers))
+        names |= replacing.joint_gated(*activation)
+    return Joint(GATE_UP, tuple(sets), names) if sets else None
+
+
+class Layers:
+    """The linear layers of a model: what can be replaced, and what may be moved in memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.groups: list[tuple[nn.Parameter, ...]] = []
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self._in_memory = Counter(_storage(t) for t in tensors.values() if _storage(t))
+        self._uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+
+    def check(self, layer: nn.Module) -> None:
+        """
+        Raises:
+            NotRewritable: the layer is not to be replaced, and why.
+        """
+        if parametrize.is_parametrized(layer):
+            raise NotRewritable("its weight is parametrized")
+        if type(layer) is not nn.Linear:
+            raise NotRewritable("its class derives from torch.nn.Linear, and may compute something else")
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if weight is None:
+            raise NotRewritable("its weight is no parameter of its own")
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            if parameter is None:
+                continue
+            if type(parameter) is not nn.Parameter:
+                raise NotRewritable(f"its {name} is a {type(parameter).__name__}, not a plain parameter")
+            if parameter.dtype not in FLOATS:
+                raise NotRewritable(f"its {name} has dtype {parameter.dtype}, expected float32, float16 or bfloat16")
+            if parameter.dtype != weight.dtype:
+                raise NotRewritable(f"its bias has dtype {parameter.dtype} beside a weight of {weight.dtype}")
+        if weight.shape != (layer.out_features, layer.in_features):
+            raise NotRewritable(
+                f"its weight has shape {tuple(weight.shape)}, expected ({layer.out_features}, {layer.in_features}): "
+                "it is sharded"
+            )
+
+    def parameters(self, module: nn.Module, part: Gated | Attention) -> tuple[list[Any], list[Any]]:
+        """The weights of the layers that are to become one, and their biases.
+
+        Raises:
+            NotRewritable: they can't be one product, and why.
+        """
+        layers: list[Any] = []
+        for name in part.layers:
+            layer = getattr(module, name, None)
+            if not isinstance(layer, nn.Linear):
+                cls = type(layer)
+                raise NotRewritable(f"its {name} is a {cls.__module__}.{cls.__name__}, expected a torch.nn.Linear")
+            try:
+                self.check(layer)
+            except NotRewritable as reason:
+                raise NotRewritable(f"its {name}: {reason}") from None
+            if replacing.is_hooked(layer):
+                raise NotRewritable(f"its {name} has hooks")
+            if not replacing.is_plain(layer, nn.Linear):
+                raise NotRewritable(f"its {name}: its forward is overridden on the instance already")
+            layers.append(layer)
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if len(layers) > 1:
+            self._check_together(layers, weights, biases)
+        return weights, biases
+
+    def _check_together(self, layers: Sequence[Any], weights: list[Any], biases: list[Any]) -> None:
+        if len(biases) not in (0, len(layers)):
+            raise NotRewritable("of its layers some have a bias and some have none")
+        for what, values in (
+            ("dtypes", {w.dtype for w in weights}),
+            ("devices", {p.device for p in (*weights, *biases)}),
+            ("input sizes", {w.shape[1] for w in weights}),
+        ):
+            if len(values) > 1:
+                raise NotRewritable(f"its layers have several {what}: {', '.join(sorted(map(str, values)))}")
+        if weights[0].is_meta:
+            raise NotRewritable("its weights are on the meta device: patch when they are there")
+        for parameter in (p for group in (weights, biases) if group and joined(group) is None for p in group):
+            if parameter.nbytes % ALIGNMENT:
+                raise NotRewritable(f"its layers have parameters of no multiple of {ALIGNMENT} bytes")
+            if self._uses[id(parameter)] > 1 or self._in_memory[_storage(parameter)] > 1:
+                raise NotRewritable("its weights are tied to others, or lie in one memory with others")
+            if parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous():
+                raise NotRewritable("its weights are parts of a larger memory, which may be somebody's")
+            if not parameter.is_cuda and parameter.is_shared():
+                raise NotRewritable("its weights are shared between processes")
+
+    def join(self, weights: list[Any], biases: list[Any]) -> None:
+        """Note what is to lie together in memory, and does not yet."""
+        self.groups += [tuple(group) for group in (weights, biases) if len(group) > 1 and joined(group) is None]
+
+
+def _storage(t: Tensor) -> int:
+    """Where the memory of a plain tensor begins; 0 for any other, and for one without memory."""
+    return t.untyped_storage().data_ptr() if type(t) in (Tensor, nn.Parameter) else 0
+
+
+def notice_other(module: nn.Module) -> str | None:
+    """Why a module that holds matrices, but is no `torch.nn.Linear`, stays; None where there is nothing to say."""
+    if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd | parametrize.ParametrizationList):
+        return None
+    if any(p is not None and p.dim() > 1 for p in module._parameters.values()):
+        return "its products are code of its own, not a torch.nn.Linear's"
+    if "Linear" in type(module).__name__ and not any(isinstance(child, nn.Linear) for child in module.modules()):
+        return "its class is no torch.nn.Linear"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +175,7 @@ class Replacement:
     also: str = ""
 
 
-class Plan:
+class PatchPlan:
     """Goes from module to module. `left` counts what stays, by kind, class and reason."""
 
     def __init__(self, wanted: dict[str, bool], layers: Layers | None = None) -> None:
@@ -83,7 +213,7 @@ class Plan:
         except NotRewritable as reason:
             self.left[LINEAR, type(module).__name__, str(reason)] += 1
             return
-        function = self._once((type(module), LINEAR), lambda: linear_forward(current))
+        function = self._once((type(module), LINEAR), lambda: replacing.linear_forward(current))
         self.replacements.append(Replacement(module, name, method, function, LINEAR, 1))
 
     def _replacement(self, name: str, module: nn.Module, part: Part, joint: _Joined | None) -> Replacement | None:
@@ -150,7 +280,7 @@ class Plan:
             if isinstance(part, Gated):
                 make = functools.partial(_gated, part.activation, current, cls, ops, joint)
             else:
-                act = replacing.linear_act if self.layers is None else linear_act
+                act = replacing.linear_act if self.layers is None else replacing.gemm_act
                 make = functools.partial(_activated, part.activation, current, act(cls, ops))
         elif isinstance(part, Attention):
             if kind == ROPE:
@@ -247,18 +377,18 @@ def _one_norm(modules: Sequence[object], what: str) -> tuple[type[nn.Module], No
 
 def _norm_names(current: Callable[..., Any]) -> list[str]:
     """The attributes of the layer that hold the norms behind its residual adds."""
-    expressions = [place["NORM"] for place in rebuild(current, rules.ADD_NORM, {"add_norm": None}).places]
+    expressions = [place["NORM"] for place in rebuild(current, families.ADD_NORM, {"add_norm": None}).places]
     return [e.attr if isinstance(e, ast.Attribute) else ast.unparse(e) for e in expressions]
 
 
 def _add_norm(current: Callable[..., Any], cls: type[nn.Module], norm: Norm) -> Rebuilt:
-    return rebuild(current, rules.ADD_NORM, {"add_norm": replacing.add_norm(cls, norm)})
+    return rebuild(current, families.ADD_NORM, {"add_norm": replacing.add_norm(cls, norm)})
 
 
 def _rebuilt(
     current: Callable[..., Any], some: Sequence[Rule], names: Mapping[str, Any], joint: _Joined | None
 ) -> Rebuilt:
-    """With the products made one first, which are no places of the rules."""
+    """With the products made one first, which are no places of the families."""
     if joint is None:
         return rebuild(current, some, names)
     places = len(rebuild(current, some, names).places)
@@ -269,17 +399,17 @@ def _rebuilt(
 def _gated(
     activation: str, current: Callable[..., Any], cls: type[nn.Module], ops: Activation, joint: _Joined | None
 ) -> Rebuilt:
-    return _rebuilt(current, rules.gated(activation), replacing.gated(cls, ops), joint)
+    return _rebuilt(current, families.gated(activation), replacing.gated(cls, ops), joint)
 
 
 def _activated(activation: str, current: Callable[..., Any], linear_act: Callable[..., Any]) -> Rebuilt:
-    return rebuild(current, rules.activated(activation), {"linear_act": linear_act})
+    return rebuild(current, families.activated(activation), {"linear_act": linear_act})
 
 
 def _rope(part: Attention, current: Callable[..., Any], joint: _Joined | None) -> Callable[..., Any]:
     scope = getattr(current, "__globals__", {})
     names = {f"rope_of_{name}": replacing.rotation(style, scope.get(name)) for name, style in part.rope.items()}
-    return _rebuilt(current, [rule for name in part.rope for rule in rules.rope(name)], names, joint).function
+    return _rebuilt(current, [rule for name in part.rope for rule in families.rope(name)], names, joint).function
 
 
 def _qk_norm_rope(
@@ -293,7 +423,9 @@ def _qk_norm_rope(
         for name, style in part.rope.items()
         for prefix in ("", "transposed_")
     }
-    return _rebuilt(current, [rule for name in part.rope for rule in rules.qk_norm_rope(name)], names, joint).function
+    return _rebuilt(
+        current, [rule for name in part.rope for rule in families.qk_norm_rope(name)], names, joint
+    ).function
 
 
 def _finished(new: Callable[..., Any] | Rebuilt, compiled: Callable[..., Any] | None) -> tuple[Callable[..., Any], int]:

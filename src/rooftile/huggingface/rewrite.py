@@ -56,9 +56,9 @@ class Rule:
 class Together:
     """Calls of modules with one argument, made by one call in front of the first of them:
 
-        Together(("k_proj", "v_proj"), "products")
+        Together(("k_proj", "v_proj"), "joint_linear")
 
-        k = self.k_proj(x).view(s)      ours_k_proj, ours_v_proj = products((self.k_proj, self.v_proj), x)
+        k = self.k_proj(x).view(s)      ours_k_proj, ours_v_proj = joint_linear((self.k_proj, self.v_proj), x)
         v = self.v_proj(x)              k = ours_k_proj.view(s)
                                         v = ours_v_proj
 

@@ -22,27 +22,27 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
     """The parts as the one tensor that they are in memory, along the first dimension; None if they are not."""
     first = parts[0]
     end = base = first.data_ptr()
-    rows = 0
+    rows, columns, dtype, device = 0, first.shape[1:], first.dtype, first.device
     for part in parts:
         if (
             part.data_ptr() != end
-            or part.shape[1:] != first.shape[1:]
-            or part.dtype != first.dtype
-            or part.device != first.device
+            or part.shape[1:] != columns
+            or part.dtype != dtype
+            or part.device != device
             or not part.is_contiguous()
         ):
             return None
         end += part.nbytes
         rows += part.shape[0]
     # A storage that spans these addresses, and is alive, is what the parts lie in.
-    memory = _TOGETHER.get((first.device, base))
+    memory = _TOGETHER.get((device, base))
     storage = None if memory is None else torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
     if storage is None:
         storage = first.untyped_storage()
-    if base == 0 or not storage.data_ptr() <= base <= end <= storage.data_ptr() + storage.nbytes():
+    begin = storage.data_ptr()
+    if base == 0 or not begin <= base <= end <= begin + storage.nbytes():
         return None
-    offset = (base - storage.data_ptr()) // first.element_size()
-    return first.new_empty(0).set_(storage, offset, (rows, *first.shape[1:]), (*first.shape[1:], 1))
+    return first.new_empty(0).set_(storage, (base - begin) // dtype.itemsize, (rows, *columns), (*columns, 1))
 
 
 class Memory:

@@ -1,0 +1,78 @@
+"""What the host does for a token that a patched model decodes: in eager mode it bounds the step."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tiny_models import DEVICE, build, tokens
+from transformers import DynamicCache
+
+import rooftile
+from rooftile import huggingface
+
+FOLDER = str(Path(huggingface.__file__).parent)
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A step of one token of a patched model, which was run before."""
+    model = build("Llama", torch.bfloat16, num_hidden_layers=LAYERS)
+    rooftile.patch(model, linear=True, attention=True)
+    cache, ids = DynamicCache(config=model.config), tokens(5)
+
+    def once(ids=ids[:, :1]):
+        with torch.no_grad():
+            return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+    once(ids)
+    once()
+    return once
+
+
+def test_the_patch_makes_few_python_calls_a_layer(step):
+    """58 a layer when each weight was asked by calls of its own, and attention's arguments were a frozen dataclass."""
+    calls = Counter()
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(FOLDER):
+            calls[Path(code.co_filename).name] += 1
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    outside = 2  # the last norm and lm_head, some calls each
+    assert calls.total() <= 36 * LAYERS + 8 * outside, calls
+
+
+def test_a_decoded_token_fills_no_memory(step):
+    """The length of a single sequence is a view: to fill a tensor is a kernel for each layer."""
+
+    class Filled(TorchDispatchMode):
+        names = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names[func._schema.name] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Filled() as seen:
+        step()
+    assert not {"aten::full", "aten::fill_", "aten::zeros", "aten::ones"} & {*seen.names}, seen.names
+
+
+def test_lengths_of_one_sequence_are_those_asked_for():
+    from rooftile.huggingface.attention import _lengths
+
+    for n in (1, 7, 4095, 4096, 9000):
+        assert _lengths(n, 1, DEVICE).tolist() == [n]
+    assert _lengths(5, 3, DEVICE).tolist() == [5, 5, 5]
