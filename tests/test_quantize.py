@@ -15,7 +15,7 @@ import rooftile
 from rooftile import runtime
 from rooftile.cases.check import relative_error
 from rooftile.ops.gated import quantized as gated
-from rooftile.ops.rms_norm import quantized as norm
+from rooftile.ops.rms_norm import forward as norm
 from rooftile.primitives import quantize
 from rooftile.primitives.quantize import rounded
 from rooftile.quantize import DTYPES, Quantize
@@ -258,16 +258,17 @@ def results(x, residual, weight, q):
     )
 
 
+@pytest.mark.parametrize("held", [0, 1])
 @every_per
 @every_format
-def test_every_kernel_gives_the_same(dtype, per, device, monkeypatch):
+def test_every_kernel_gives_the_same(dtype, per, held, device, monkeypatch):
     """The lengths that the loops are for cost the interpreter too much: they are given short rows here."""
     q = option(dtype, per, device)
     for columns in (64, 100, 257):
         x, residual, weight = (torch.randn(n, columns, device=device).to(BF16) for n in (5, 5, 1))
         expected = results(x, residual, weight[0], q)
         with monkeypatch.context() as patch:
-            patch.setattr(norm, "config", lambda *_: norm.Config("loop", 32, num_warps=4))
+            patch.setattr(norm, "quantized_config", lambda *_: norm.RmsNormConfig("loop", 32, num_warps=4, held=held))
             if per == "row":
                 patch.setattr(gated, "config", lambda *_: gated.Config("loop", 32, num_warps=4))
             else:  # parts of rows

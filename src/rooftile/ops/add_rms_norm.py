@@ -1,7 +1,7 @@
-"""The residual add and the RMSNorm that follows it, in one pass: `u = x + residual`, `y = rms_norm(u)`.
+"""A residual add and the RMSNorm after it, in one pass: `u = x + residual`, `y = rms_norm(u)`.
 
-Two tensors are read and two written, where the unfused pair reads three and writes two. The kernels are those of
-`ops/rms_norm/`, with the residual switched on. Both outputs carry gradients, and x and residual receive the same one:
+It reads two tensors and writes two; the unfused pair reads three and writes two. The kernels are those of
+`ops/rms_norm/`, with the residual enabled. Both outputs carry gradients, and x and residual receive the same one:
 
     dx = dresidual = du + (the derivative of rms_norm at u, applied to dy)
 """
@@ -9,14 +9,15 @@ Two tensors are read and two written, where the unfused pair reads three and wri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.ops.rms_norm import backward, forward, quantized
-from rooftile.ops.rms_norm.common import Rounding, check
+from rooftile.ops.rms_norm import backward, forward
+from rooftile.ops.rms_norm.forward import Rounding, check
+from rooftile.primitives import quantize as results
 from rooftile.quantize import Quantize, check_quantize
 
 
@@ -29,7 +30,7 @@ def _prepare(
     def run(x: Tensor, residual: Tensor, weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         u = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        start(x, residual, weight, y, u)
+        start(x, residual, weight, y, u, None)
         return y, u
 
     return run
@@ -67,6 +68,44 @@ _op = library.define(
     prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
+)
+
+
+def _prepare_quantized(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    offset: float,
+    rounding: str,
+    *quantized: Any,
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
+    run = forward.prepare_quantized("add_rms_norm_quantized", x, residual, weight, eps, offset, rounding, quantized)
+    return lambda x, residual, weight, scale, *_: run(x, residual, weight, scale)
+
+
+def _fake_quantized(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    offset: float,
+    rounding: str,
+    *quantized: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check("add_rms_norm_quantized", x, residual, weight, eps, offset, rounding)
+    y, scales = results.empty(x, *quantized)
+    return y, torch.empty(x.shape, dtype=x.dtype, device=x.device), scales
+
+
+_QUANTIZED = (
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, Tensor? scale, float eps, float offset, "
+    "str rounding, str dtype, str per, int group_size) -> (Tensor, Tensor, Tensor)"
+)
+_quantized_op = library.define(
+    _QUANTIZED, prepare=_prepare_quantized, fake=_fake_quantized, autograd=results.refuse_gradients(_QUANTIZED)
 )
 
 
@@ -115,12 +154,15 @@ def add_rms_norm(
 
     Returns:
         `(y, u)`, both with the shape and dtype of x, contiguous; gradients flow through both. With `quantize`
-        `(y, u, scale)`: y in the quantised dtype, u as without, the scales in float32, and no gradients.
+        `(y, u, scale)`: y in the quantized dtype, the same u, the scales in float32; no gradients.
 
     Raises:
-        ValueError, TypeError: as `rooftile.rms_norm`, and where residual does not match x.
+        ValueError, TypeError: as `rooftile.rms_norm`, or if residual does not match x.
     """
     if quantize is not None:
         check_quantize("add_rms_norm", quantize)
-        return quantized.add_rms_norm(x, residual, weight, eps, offset, rounding, quantize)
+        q = quantize
+        mode = (eps, offset, rounding, q.dtype_name, q.per, q.group_size)
+        y, u, scale = _quantized_op(x, residual, weight, q.scale, *mode)
+        return y, u, scale if q.scale is None else q.scale
     return _op(x, residual, weight, eps, offset, rounding)

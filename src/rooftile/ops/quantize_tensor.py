@@ -79,7 +79,7 @@ def _tile_kernel(
             tl.store(scale_ptr, scale)
         y = x * (1.0 / scale)
     else:
-        y = divide(x, scale_ptr, rows, rows < n_rows, first, N, SPAN, FORMAT)
+        y = divide(x, scale_ptr, rows, rows < n_rows, first, None, N, SPAN, FORMAT)
 
     tl.store(y_ptr + rows * N + cols, rounded(y, FORMAT, SPAN > 0 or MOST > 0, y_ptr.dtype.element_ty), mask=mask)
 

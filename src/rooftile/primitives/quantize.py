@@ -10,6 +10,7 @@ fifteen instructions a number.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -48,12 +49,18 @@ def given(scale_ptr):
 
 
 @triton.jit
-def divide(y, scale_ptr, rows, row_mask, first, N: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr):
-    """y over its scale: one for each SPAN columns, written to scale_ptr; or for SPAN 0 the one that is there.
+def divide(y, scale_ptr, rows, row_mask, first, inverse, N: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr):
+    """y divided by its scale; y itself if it is not quantized (FORMAT is None).
 
-    y is a tile of the result: `rows`, those in `row_mask`, and the columns from `first` on. What lies outside is zero.
+    Each SPAN columns have a scale, which is stored at scale_ptr. With SPAN = 0 the one scale there is read. With
+    `inverse`, the reciprocal of a known scale, y is multiplied by it. y is a tile of the result: `rows`, of which those
+    in `row_mask` exist, and the columns from `first` on. Elements outside the result are zero.
     """
-    if SPAN == 0:
+    if FORMAT is None:
+        return y
+    elif inverse is not None:
+        return y * inverse
+    elif SPAN == 0:
         return y * given(scale_ptr)
     else:
         ROWS: tl.constexpr = y.shape[0]
@@ -69,11 +76,14 @@ def divide(y, scale_ptr, rows, row_mask, first, N: tl.constexpr, SPAN: tl.conste
 
 @triton.jit
 def rounded(v, FORMAT: tl.constexpr, IN_RANGE: tl.constexpr, DTYPE: tl.constexpr):
-    """v in the format, as DTYPE holds it: to nearest, ties to even; past the largest number that one; NaN in int8: 0.
+    """v rounded to the format and held as DTYPE: to nearest, ties to even, saturating. NaN becomes 0 in int8.
 
-    IN_RANGE: v was divided by a scale of its own. DTYPE is the format itself, or uint8, for the bits of an fp8 number.
+    IN_RANGE: v was divided by a scale of its own. DTYPE is the format, or uint8 for the bits of an fp8 format; if
+    FORMAT is None, it is the dtype of the result.
     """
-    if FORMAT == "int8":
+    if FORMAT is None:
+        return v.to(DTYPE)
+    elif FORMAT == "int8":
         v = tl.where(v == v, v, 0.0)
         if not IN_RANGE:
             v = tl.minimum(tl.maximum(v, -127.0), 127.0)
@@ -129,6 +139,22 @@ def empty(x: Tensor, dtype: str, per: str, group_size: int) -> tuple[Tensor, Ten
         shape = (*x.shape[:-1], library.cdiv(x.shape[-1], group_size) if per == "group" else 1)
     y = torch.empty(x.shape, dtype=getattr(torch, dtype), device=x.device)
     return y, torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def allocator(x: Tensor, dtype: str, per: str, group_size: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """What allocates y, y as a kernel writes it, and the scales: `empty` and `writable`, prepared once."""
+    y, scales = empty(x, dtype, per, group_size)
+    as_bytes = writable(y) is not y
+    of_y = y.shape, library.contiguous_strides(y.shape)
+    of_scales = scales.shape, library.contiguous_strides(scales.shape)
+    y_dtype, device = y.dtype, x.device
+
+    def allocate() -> tuple[Tensor, Tensor, Tensor]:
+        y = torch.empty_strided(*of_y, dtype=y_dtype, device=device)
+        scales = torch.empty_strided(*of_scales, dtype=torch.float32, device=device)
+        return y, y.view(torch.uint8) if as_bytes else y, scales
+
+    return allocate
 
 
 def span(n_cols: int, per: str, group_size: int) -> int:

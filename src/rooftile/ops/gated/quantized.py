@@ -46,7 +46,7 @@ def _tile_kernel(
     gate = tl.load(gate_ptr + rows * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + rows * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
 
-    y = divide(silu(gate) * up, scale_ptr, rows, rows < n_rows, first, N, SPAN, FORMAT)
+    y = divide(silu(gate) * up, scale_ptr, rows, rows < n_rows, first, None, N, SPAN, FORMAT)
 
     tl.store(y_ptr + rows * N + cols, rounded(y, FORMAT, SPAN > 0, y_ptr.dtype.element_ty), mask=mask)
 

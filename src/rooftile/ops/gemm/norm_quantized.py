@@ -33,7 +33,6 @@ from rooftile.ops.gemm.weight_only import _aligned as is_aligned
 from rooftile.ops.gemm.weight_only import _launch as weight_only_product
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.ops.rms_norm import forward as norm
-from rooftile.ops.rms_norm import quantized as quantized_norm
 from rooftile.primitives.quantize import refuse_gradients
 
 _PRODUCTS = {torch.int8: "int8_linear", torch.uint8: "int4_linear"}
@@ -96,8 +95,9 @@ def _several(
     if weight.dtype in _PRODUCTS:
         normed, _ = norm.launch("rms_norm", x, None, norm_weight, eps, offset, "none")
         return weight_only_product(_PRODUCTS[weight.dtype], normed, weight, scale, bias, None, "")
-    mode = (eps, offset, "none", "float8_e4m3fn", "row", 128)
-    y, _, x_scale = quantized_norm.launch("rms_norm_quantized", x, None, norm_weight, None, *mode)
+    mode = (eps, offset, "none", ("float8_e4m3fn", "row", 128))
+    quantized = norm.prepare_quantized("rms_norm_quantized", x, None, norm_weight, *mode)
+    y, _, x_scale = quantized(x, None, norm_weight, None)
     dtype = str(x.dtype).removeprefix("torch.")
     return fp8_product(y, weight, scale.reshape(-1, 1), x_scale, bias, None, dtype, False, "")
 

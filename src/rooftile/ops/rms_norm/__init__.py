@@ -1,31 +1,32 @@
-"""RMSNorm, alone and with the residual add in front of it.
+"""RMSNorm, alone and with a residual add before it.
 
     u = x + residual                                  (add_rms_norm only)
     y = u * rstd * (weight + offset),   rstd = 1 / sqrt(mean(u^2) + eps)
 
 over the last dimension (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4).
 
-Bytes: forward reads x and writes y; with the residual it reads two tensors and writes two. The backward reads dy and x,
-recomputes rstd from the row that it holds anyway (so nothing is saved beside the input) and writes dx:
+Bytes: the forward reads x and writes y; with the residual it reads two tensors and writes two. The backward reads dy
+and x and writes dx. It recomputes rstd from the row that it holds, so nothing but the input is saved:
 
     dx = rstd * (g - xhat * mean(g * xhat)),  g = dy * (weight + offset),  xhat = u * rstd
     dweight = sum over rows of dy * xhat
 
-dweight is accumulated in float32 registers by a grid that stays on the chip, and reduced in a fixed order: the result
-is the same on every run.
+Each program of a persistent grid accumulates dweight in float32 registers. The partial sums are added in a fixed
+order, so the result is the same on every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.ops.rms_norm import backward, forward, quantized
-from rooftile.ops.rms_norm.common import ROUNDINGS, Rounding, check
+from rooftile.ops.rms_norm import backward, forward
+from rooftile.ops.rms_norm.forward import ROUNDINGS, Rounding, check
+from rooftile.primitives import quantize as results
 from rooftile.quantize import Quantize, check_quantize
 
 __all__ = ["ROUNDINGS", "Rounding", "rms_norm"]
@@ -37,7 +38,7 @@ def _prepare(x: Tensor, weight: Tensor | None, eps: float, offset: float, roundi
 
     def run(x: Tensor, weight: Tensor | None, *_: object) -> Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        start(x, None, weight, y, None)
+        start(x, None, weight, y, None, None)
         return y
 
     return run
@@ -67,6 +68,30 @@ _op = library.define(
     prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
+)
+
+
+def _prepare_quantized(
+    x: Tensor, weight: Tensor | None, scale: Tensor | None, eps: float, offset: float, rounding: str, *quantized: Any
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    run = forward.prepare_quantized("rms_norm_quantized", x, None, weight, eps, offset, rounding, quantized)
+    return lambda x, weight, scale, *_: run(x, None, weight, scale)[::2]
+
+
+def _fake_quantized(
+    x: Tensor, weight: Tensor | None, scale: Tensor | None, eps: float, offset: float, rounding: str, *quantized: Any
+) -> tuple[Tensor, Tensor]:
+    check("rms_norm_quantized", x, None, weight, eps, offset, rounding)
+    return results.empty(x, *quantized)
+
+
+# A given scale is not among the results: an op may not return one of its arguments.
+_QUANTIZED = (
+    "rms_norm_quantized(Tensor x, Tensor? weight, Tensor? scale, float eps, float offset, str rounding, str dtype, "
+    "str per, int group_size) -> (Tensor, Tensor)"
+)
+_quantized_op = library.define(
+    _QUANTIZED, prepare=_prepare_quantized, fake=_fake_quantized, autograd=results.refuse_gradients(_QUANTIZED)
 )
 
 
@@ -106,27 +131,29 @@ def rms_norm(
     """RMSNorm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * (weight + offset)`.
 
     Args:
-        x: `(..., N)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
-            taken as one, or the last stride is not 1.
-        weight: `(N,)`, or None for no weight (and then no offset).
+        x: `(..., N)`, float32, float16 or bfloat16. Any strides; copied only if the leading dimensions cannot be viewed
+            as one, or if the last stride is not 1.
+        weight: `(N,)`, or None for no weight; then `offset` must be 0.
         eps: added to the mean of squares.
         offset: added to the weight in float32; 1.0 for Gemma.
-        rounding: where x's dtype is rounded to. `"llama"`: after the normalisation, and again after the weight
-            (Llama, Qwen, Mistral, T5). `"gemma"`: once, at the end, as Gemma writes it; `"none"`: the same single cast,
-            as `torch.nn.functional.rms_norm` does.
-        quantize: ask for y in 8 bits with its scales, as `rooftile.Quantize` says, and no gradients. What is quantised
-            is the float32 result: of the roundings above, Llama's before the weight alone is kept.
+        rounding: where values are rounded to x's dtype. `"llama"`: after the normalization, and again after the weight
+            (Llama, Qwen, Mistral, T5). `"gemma"`: once, at the end, as Gemma does; `"none"`: the same single rounding,
+            as in `torch.nn.functional.rms_norm`.
+        quantize: return y in 8 bits with its scales, see `rooftile.Quantize`; it has no gradients. The float32 result
+            is quantized. Of the roundings above only Llama's first one, before the weight, applies.
 
     Returns:
         y with the shape and dtype of x, contiguous. Statistics are float32. Autocast does not change the dtype. With
-        `quantize` `(y, scale)`, both contiguous: y in the quantised dtype, and the scales in float32.
+        `quantize` `(y, scale)`, both contiguous: y in the quantized dtype, the scales in float32.
 
     Raises:
-        ValueError: the weight's shape is not x's last dimension, a device is the CPU without the interpreter,
-            devices differ, or a quantised result is asked for of an input that requires grad, in grad mode.
+        ValueError: the shape of weight is not `(N,)`, there is an offset without a weight, devices differ, a device is
+            the CPU without the interpreter, or an input of a quantized result needs a gradient.
         TypeError: a dtype is not one of the three.
     """
     if quantize is not None:
         check_quantize("rms_norm", quantize)
-        return quantized.rms_norm(x, weight, eps, offset, rounding, quantize)
+        q = quantize
+        y, scale = _quantized_op(x, weight, q.scale, eps, offset, rounding, q.dtype_name, q.per, q.group_size)
+        return y, scale if q.scale is None else q.scale
     return _op(x, weight, eps, offset, rounding)

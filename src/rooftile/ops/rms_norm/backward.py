@@ -1,9 +1,9 @@
 """RMSNorm backward: two kernels, by the length of a row, and the sum of their partial weight gradients.
 
-- tile: a grid that stays on the chip; a program holds whole rows, the next ones on their way into shared memory, and
-  its part of dweight in registers (1024 to 8192 columns: 0.92 to 0.96 of a copy's speed in bf16 on an H200);
-- split: a row is held by several programs, each with its columns' part of dweight in registers, which exchange the two
-  sums of a row (16384 to 131072 columns: 0.79 to 0.80 of a copy's speed; a step waits for the slowest program).
+- tile: a persistent grid. A program holds whole rows, prefetches the next ones into shared memory, and keeps its part
+  of dweight in registers (1024 to 8192 columns: 0.92 to 0.96 of a copy's speed in bf16 on an H200);
+- split: several programs share a row and exchange its two sums. Each keeps its columns' part of dweight in registers
+  (16384 to 131072 columns: 0.79 to 0.80 of a copy's speed; a step waits for the slowest program).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.rms_norm.common import check
+from rooftile.ops.rms_norm.forward import check
 from rooftile.primitives.cta_exchange import gather, publish_pair, resident, split, sum_pairs
 from rooftile.primitives.partials import accumulate, sum_partials
 
@@ -67,12 +67,14 @@ def _tile_kernel(
         if HAS_WEIGHT:
             g = dy * weight
 
-        # Both sums before either is used: one wait for the other warps instead of two.
+        # Both sums before either is used, so that the warps synchronize once instead of twice.
         squares = tl.sum(u * u, axis=1, keep_dims=True)
         along = tl.sum(g * u, axis=1, keep_dims=True)
         rstd = tl.rsqrt(squares / N + EPS)
         if ROWS > 1:
-            rstd = tl.where(rows < n_rows, rstd, 0.0)  # with eps = 0 it is infinite past the last row, and dw NaN
+            rstd = tl.where(
+                rows < n_rows, rstd, 0.0
+            )  # with eps = 0 it is infinite past the last row, which makes dw NaN
         xhat = u * rstd
         if NEEDS_DX:
             dx = rstd * (g - xhat * (along * rstd / N))
@@ -138,7 +140,7 @@ def _split_kernel(
         dw = tl.zeros((BLOCK_N,), tl.float32)
         lost = tl.zeros((BLOCK_N,), tl.float32)
 
-    # One row is finished while the next has been published and the one after it is on its way.
+    # Software pipeline: one row is finished, the next is published, and the one after it is being loaded.
     mask = col_mask & (first < n_rows)
     u = tl.load(u_ptr + first * stride_um + cols, mask=mask, other=0.0, eviction_policy="evict_first")
     dy = tl.load(dy_ptr + first * stride_dym + cols, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -184,44 +186,44 @@ def _split_kernel(
         tl.store(partial_ptr + first * N + cols, dw, mask=col_mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
-class Config:
-    """Which kernel, the rows and columns of its tile, warps, programs a multiprocessor, and pipeline stages (tile).
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
+class RmsNormBackwardConfig:
+    """A launch: `per_sm` programs are resident on each SM. `rows` and `stages` are of the tile kernel.
 
-    `max_registers` is what a thread of the split kernel may have for that many programs to fit.
+    `max_registers` limits the registers of a thread of the split kernel, so that those programs fit.
     """
 
     kernel: str
     block_n: int
     num_warps: int
-    per_multiprocessor: int
+    per_sm: int
     rows: int = 1
     stages: int = 1
     max_registers: int | None = None
 
 
-def _stages(tile_bytes: int, per_multiprocessor: int, target: runtime.Target) -> int:
-    """Three stages keep two tiles of dy, u and du in shared memory; fewer where the chip has no room for them."""
-    room = target.shared_memory // per_multiprocessor - 2048
+def _stages(tile_bytes: int, per_sm: int, target: runtime.Target) -> int:
+    """Three stages keep two tiles of dy, u and du in shared memory; fewer where they do not fit."""
+    room = target.shared_memory // per_sm - 2048
     return 1 + min(2, room // (3 * tile_bytes))
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
-    """Chosen on an H200 (bf16) from some hundred configurations at each length; three stages always won."""
+def config(n_cols: int, itemsize: int, target: runtime.Target) -> RmsNormBackwardConfig:
+    """Chosen on an H200 (bf16) from some hundred configurations at each length; three stages were always fastest."""
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return Config("tile", block_n, num_warps=4, per_multiprocessor=1, rows=16)
+        return RmsNormBackwardConfig("tile", block_n, num_warps=4, per_sm=1, rows=16)
     if block_n <= 2048:
         rows = max(1, min(16, 8192 // itemsize // block_n))
-        return Config("tile", block_n, 4, 2, rows, _stages(rows * block_n * itemsize, 2, target))
+        return RmsNormBackwardConfig("tile", block_n, 4, 2, rows, _stages(rows * block_n * itemsize, 2, target))
     if block_n <= 8192:
         rows = max(1, 16384 // itemsize // block_n)
-        return Config("tile", block_n, 8, 1, rows, _stages(rows * block_n * itemsize, 1, target))
-    registers = 128 if target.warp_size == 32 else None  # AMD's compiler takes no such limit
+        return RmsNormBackwardConfig("tile", block_n, 8, 1, rows, _stages(rows * block_n * itemsize, 1, target))
+    registers = 128 if target.warp_size == 32 else None  # AMD's compiler has no such limit
     if n_cols * itemsize <= 32768:
-        return Config("split", 16384 // itemsize, 16, 1, max_registers=registers)
-    return Config("split", 8192 // itemsize, 8, 2, max_registers=registers)
+        return RmsNormBackwardConfig("split", 16384 // itemsize, 16, 1, max_registers=registers)
+    return RmsNormBackwardConfig("split", 8192 // itemsize, 8, 2, max_registers=registers)
 
 
 @functools.cache
@@ -233,7 +235,7 @@ def _plan(
     offset: float,
     cast_first: bool,
     needs: tuple[bool, bool],
-    c: Config,
+    c: RmsNormBackwardConfig,
     splits: int,
 ) -> launching.KernelLauncher:
     flags = {
@@ -271,7 +273,7 @@ def launch(
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dx and dweight; one that is not needed comes back empty."""
+    """dx and dweight; a gradient that is not needed is empty."""
     dx, dw = fake(dy, du, u, weight, eps, offset, rounding, needs_dx, needs_dw)
     if u.numel() == 0:
         return dx, dw.zero_()
@@ -285,7 +287,7 @@ def launch(
     target = runtime.target(u.device)
     c = config(n_cols, u.element_size(), target)
     strides = (dy.stride(0), 0 if du is None else du.stride(0), u.stride(0))
-    programs = target.multiprocessors * c.per_multiprocessor
+    programs = target.multiprocessors * c.per_sm
     if c.kernel == "tile":
         splits, lanes = 1, min(library.cdiv(n_rows, c.rows), programs)
     else:
@@ -322,7 +324,7 @@ def fake(
     return dx, torch.empty(u.shape[-1] if needs_dw else 0, dtype=dtype, device=u.device)
 
 
-# add_rms_norm shares it: du is the gradient that reaches u from elsewhere.
+# add_rms_norm shares it: du is the gradient that reaches u from its other uses.
 op = library.define(
     "rms_norm_backward(Tensor dy, Tensor? du, Tensor u, Tensor? weight, float eps, float offset, str rounding, "
     "bool needs_dx, bool needs_dw) -> (Tensor, Tensor)",
