@@ -172,6 +172,7 @@ def test_arguments_that_do_not_fit_are_refused_when_a_module_is_made() -> None:
     for make, error, message in (
         (lambda: nn.RMSNorm((4, 8)), ValueError, "RMSNorm: hidden_size is"),
         (lambda: nn.RMSNorm(8, eps=None), TypeError, "RMSNorm: eps is a NoneType"),
+        (lambda: nn.RMSNorm(8, 1e-6, False, offset=1.0), ValueError, "RMSNorm: offset is 1.0, expected 0 without a"),
         (lambda: nn.GeluMul("fast"), ValueError, "GeluMul: approximate is 'fast'"),
         (lambda: nn.BiasGELU(8, "fast"), ValueError, "BiasGELU: approximate is 'fast'"),
     ):

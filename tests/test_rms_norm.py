@@ -118,6 +118,13 @@ def test_other_wrong_arguments(device):
             rooftile.rms_norm(torch.empty(shape, device=device))
     with pytest.raises(ValueError, match="rms_norm: rounding is 'lama', expected one of llama, gemma, none"):
         rooftile.rms_norm(x, rounding="lama")
+    for call in (
+        lambda: rooftile.rms_norm(x, offset=1.0),
+        lambda: rooftile.add_rms_norm(x, x, offset=1.0),
+        lambda: rooftile.rms_norm(x, offset=1.0, quantize=rooftile.Quantize()),
+    ):
+        with pytest.raises(ValueError, match=r"rms_norm\w*: offset is 1.0, expected 0 without a weight"):
+            call()
     with pytest.raises(TypeError, match="positional"):
         rooftile.rms_norm(x, None, 1e-6)
 

@@ -43,6 +43,8 @@ class RMSNorm(nn.Module):
             raise ValueError(f"RMSNorm: hidden_size is {hidden_size!r}, expected a positive integer: one dimension")
         if not isinstance(eps, (float, int)):
             raise TypeError(f"RMSNorm: eps is a {type(eps).__name__}, expected a number")
+        if not elementwise_affine and offset != 0.0:
+            raise ValueError(f"RMSNorm: offset is {offset}, expected 0 without a weight to add it to")
         self.hidden_size = hidden_size
         self.eps = eps
         self.offset = offset

@@ -304,6 +304,8 @@ def check(
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},) to match x's last dimension"
         )
+    if weight is None and offset != 0.0:
+        raise ValueError(f"{op}: offset is {offset}, expected 0 without a weight to add it to")
     if rounding not in ROUNDINGS:
         raise ValueError(f"{op}: rounding is {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
 
