@@ -504,3 +504,14 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
+
+
+def unit_last(x: Tensor) -> Tensor:
+    """x with a last stride of 1: x itself where it has one, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def axis_strides(x: Tensor, layout: str) -> tuple[int, int, int]:
+    """The strides of a tensor in one of `LAYOUTS`: batch (or page), head, token."""
+    strides = x.stride()
+    return strides[0], strides[layout.index("h")], strides[layout.index("t")]

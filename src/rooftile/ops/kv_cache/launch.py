@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime
+from rooftile.library import axis_strides, unit_last
 from rooftile.ops.kv_cache.kernel import append_kernel, rope_kernel
 from rooftile.primitives import pdl, quantize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
-class Config:
+class CacheWriteConfig:
     """Tokens that a program writes all heads of, and its warps."""
 
     tokens: int
@@ -23,13 +24,13 @@ class Config:
 
 
 @functools.cache
-def config(elements: int, target: runtime.Target) -> Config:
+def config(elements: int, target: runtime.Target) -> CacheWriteConfig:
     """For the elements of a token, padded, of whatever is the most of q, k and v: 4096 of them a program where a token
     has fewer, 16 a thread."""
     if target is runtime.INTERPRETER:
-        return Config(tokens=16, num_warps=4)
+        return CacheWriteConfig(tokens=16, num_warps=4)
     tokens = max(1, 4096 // elements)
-    return Config(tokens, min(1024 // target.warp_size, max(1, tokens * elements // (16 * target.warp_size))))
+    return CacheWriteConfig(tokens, min(1024 // target.warp_size, max(1, tokens * elements // (16 * target.warp_size))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +80,6 @@ class Cache:
         page = 0 if self.page_table is None else int(self.k.shape[self.layout.index("t")])
         dtypes = tuple(None if t is None else t.dtype for t in (self.lengths, self.page_table, self.counts))
         return heads, head_dim, value_dim, page, self.counts is not None, self.scales, self.k.dtype, dtypes
-
-
-def axis_strides(x: Tensor, layout: str) -> tuple[int, int, int]:
-    """Batch (or page), head and token strides."""
-    strides = x.stride()
-    return strides[0], strides[layout.index("h")], strides[layout.index("t")]
-
-
-def unit_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def append(k: Tensor, v: Tensor, cache: Cache) -> None:
@@ -155,7 +146,7 @@ def _block(n: int) -> int:
 
 
 @functools.cache
-def _append_plan(dtype: torch.dtype, c: Config, early: bool, *of_cache: Any) -> launching.KernelLauncher:
+def _append_plan(dtype: torch.dtype, c: CacheWriteConfig, early: bool, *of_cache: Any) -> launching.KernelLauncher:
     heads, head_dim, value_dim = (_block(n) for n in of_cache[:3])
     blocks = {"BLOCK_T": c.tokens, "BLOCK_H": heads, "BLOCK_D": head_dim, "BLOCK_DV": value_dim}
     constants = _shared(dtype, *of_cache) | blocks | {"EARLY": early}
@@ -165,7 +156,7 @@ def _append_plan(dtype: torch.dtype, c: Config, early: bool, *of_cache: Any) -> 
 @functools.cache
 def _rope_plan(
     dtypes: tuple[torch.dtype, torch.dtype],
-    c: Config,
+    c: CacheWriteConfig,
     early: bool,
     q_heads: int,
     rotary: int,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime
+from rooftile.library import axis_strides, unit_last
 from rooftile.ops.qk_norm_rope import backward_kernel as kernel
 from rooftile.ops.qk_norm_rope.common import check
-from rooftile.ops.rope import dense
-from rooftile.ops.rope.kernel import axis_strides, table_strides, unit_last
+from rooftile.ops.rope import dense, table_strides
 from rooftile.primitives.partials import sum_partials
 
 

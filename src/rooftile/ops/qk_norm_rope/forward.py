@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.library import axis_strides, unit_last
 from rooftile.ops.qk_norm_rope.common import load_weight, pairing, sizes
-from rooftile.ops.rope.kernel import axis_strides, table_strides, unit_last
+from rooftile.ops.rope import table_strides
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
 
 import triton  # isort: skip
