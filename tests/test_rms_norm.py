@@ -30,6 +30,7 @@ def test_any_leading_shape(leading, cols, dtype, rounding, offset, with_weight):
     device = rooftile_device()
     x = torch.randn(*leading, cols, device=device).to(dtype)
     weight = torch.randn(cols, device=device).to(dtype) if with_weight else None
+    offset = offset if with_weight else 0.0
     y = rooftile.rms_norm(x, weight, offset=offset, rounding=rounding)
     assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, dtype, True)
     expected = reference.rms_norm(x.double(), None if weight is None else weight.double(), offset=offset)
@@ -43,7 +44,7 @@ def rooftile_device():
 
 
 def test_rounding_modes_differ_where_the_models_do(device):
-    """In bfloat16, to the bit: Llama rounds the row before the weight, Gemma and PyTorch only at the end."""
+    """In bfloat16, bit-identical: Llama rounds the row before the weight, Gemma and PyTorch only at the end."""
     x, weight = torch.randn(64, 128, device=device).to(BF16), torch.randn(128, device=device).to(BF16)
     llama, gemma, none = (rooftile.rms_norm(x, weight, rounding=r) for r in ("llama", "gemma", "none"))
     assert torch.equal(gemma, none)
