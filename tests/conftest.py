@@ -59,3 +59,16 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_prepared():
+    """On a GPU ops remember how they ran. A test that replaces a choice is not to find, or leave, another's."""
+    if HAS_TRITON and runtime.MODE is runtime.Mode.GPU:
+        from rooftile import launching
+
+        launching.forget()
+        yield
+        launching.forget()
+    else:
+        yield

@@ -339,7 +339,7 @@ def test_rows_of_a_symbolic_length_leave_the_op_whole(device):
     x = shapes.from_tensor(torch.randn(4, 64, device=device), symbolic_context=sizes)
     assert isinstance(x.shape[1], torch.SymInt)
     with shapes:
-        for launch in (lambda: forward.launch(x, None, 1.0, True), lambda: backward.launch(x, x, 1.0, True)):
+        for launch in (lambda: forward.prepare(x, None, 1.0, True), lambda: backward.prepare(x, x, 1.0, True)):
             with pytest.raises(launching.Untraceable, match="symbolic length"):
                 launch()
     assert forward.row_length(x.T) == 4

@@ -35,13 +35,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives.cta_exchange import gather, publish_pair, resident, split, sum_pairs
-from rooftile.primitives.partials import accumulate, sum_partials
+from rooftile.primitives.partials import accumulate, prepare_sum
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -286,25 +288,37 @@ def _plan(
     )
 
 
-def launch(
+def prepare(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, keeps_stats: bool
-) -> tuple[Tensor, Tensor]:
-    """y and the statistics of the rows; the latter are empty unless they are kept."""
-    y, stats = fake(x, weight, bias, eps, keeps_stats)
-    if x.numel() == 0:
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What gives y and the statistics of the rows; the latter are empty unless they are kept."""
+    check("layer_norm", x, weight, bias, eps)
+    shape, strides, dtype, device = x.shape, library.contiguous_strides(x.shape), x.dtype, x.device
+    stats_shape = (x.numel() // x.shape[-1] if keeps_stats else 0, STATS)
+    start = _start_forward(x, weight, bias, eps, keeps_stats) if x.numel() else library.start_nothing
+
+    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        stats = torch.empty_strided(stats_shape, (STATS, 1), dtype=torch.float32, device=device)
+        start(x, weight, bias, y, stats if keeps_stats else None)
         return y, stats
-    x = library.as_rows(x)
-    weight_dtype = bias_dtype = None
-    if weight is not None:
-        weight, weight_dtype = weight.contiguous(), weight.dtype
-    if bias is not None:
-        bias, bias_dtype = bias.contiguous(), bias.dtype
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
+
+    return run
+
+
+def _start_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, keeps_stats: bool
+) -> Callable[..., None]:
+    copies: library.Copies = {}
+    rows = library.rows_of(x, copies, 0)
+    library.contiguous_of(weight, copies, 1)
+    library.contiguous_of(bias, copies, 2)
+    n_rows, n_cols = rows.shape[0], int(rows.shape[1])
     c = config(n_cols, x.element_size(), runtime.target(x.device))
-    plan = _plan(n_cols, x.dtype, weight_dtype, bias_dtype, eps, keeps_stats, c)
-    tensors = (x, weight, bias, y, stats if keeps_stats else None)
-    launching.launch(plan, library.cdiv(n_rows, c.rows), tensors, (x.stride(0),), (n_rows,))
-    return y, stats
+    dtypes = (None if vector is None else vector.dtype for vector in (weight, bias))
+    launcher = _plan(n_cols, x.dtype, *dtypes, eps, keeps_stats, c)
+    programs = library.cdiv(n_rows, c.rows)
+    return library.copying(launching.bind(launcher, programs, strides=(rows.stride(0),), numbers=(n_rows,)), copies)
 
 
 def fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, keeps_stats: bool) -> tuple[Tensor, Tensor]:
@@ -562,7 +576,7 @@ def _backward_plan(
     )
 
 
-def launch_backward(
+def prepare_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -571,16 +585,15 @@ def launch_backward(
     needs_dx: bool,
     needs_dw: bool,
     needs_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias; a gradient that is not needed is empty."""
-    dx, dw, db = fake_backward(dy, x, weight, bias, stats, needs_dx, needs_dw, needs_db)
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """What gives dx, dweight and dbias; a gradient that is not needed is empty."""
+    fake_backward(dy, x, weight, bias, stats, needs_dx, needs_dw, needs_db)
     if x.numel() == 0:
-        return dx, dw.zero_(), db.zero_()
-    dy, x = library.as_rows(dy), library.as_rows(x)
-    weight_dtype = None
-    if weight is not None:
-        weight, weight_dtype = weight.contiguous(), weight.dtype
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
+        return _empty_gradients
+    copies: library.Copies = {}
+    dy_rows, rows = library.rows_of(dy, copies, 0), library.rows_of(x, copies, 1)
+    library.contiguous_of(weight, copies, 2)
+    n_rows, n_cols = rows.shape[0], int(rows.shape[1])
     target = runtime.target(x.device)
     c = backward_config(n_cols, x.element_size(), target)
     programs = target.multiprocessors * c.per_sm
@@ -588,16 +601,44 @@ def launch_backward(
         splits, lanes = 1, min(library.cdiv(n_rows, c.rows), programs)
     else:
         splits, lanes = split("layer_norm_backward", n_rows, n_cols, c.block_n, programs)
-    vectors = int(needs_dw) + int(needs_db)  # a program's partial sums are adjacent, dweight first
-    partial = torch.empty((lanes if vectors else 0, vectors * n_cols), dtype=torch.float32, device=x.device)
-    plan = _backward_plan(n_cols, (x.dtype, weight_dtype), (needs_dx, needs_dw, needs_db), c, splits)
-    tensors: tuple[Tensor | None, ...] = (dy, x, weight, stats, dx, partial)
-    if c.kernel == "split":
-        tensors += (torch.zeros(n_rows * splits, dtype=torch.int64, device=x.device),)
-    launching.launch(plan, splits * lanes, tensors, (dy.stride(0), x.stride(0)), (n_rows,))
-    if vectors:
-        sum_partials(partial, *(d for d, needed in ((dw, needs_dw), (db, needs_db)) if needed))
-    return dx, dw, db
+    weight_dtype = None if weight is None else weight.dtype
+    launcher = _backward_plan(n_cols, (x.dtype, weight_dtype), (needs_dx, needs_dw, needs_db), c, splits)
+    strides = (dy_rows.stride(0), rows.stride(0))
+    start = library.copying(launching.bind(launcher, splits * lanes, strides=strides, numbers=(n_rows,)), copies)
+    needed = [
+        x.dtype if vector is None else vector.dtype for vector, needs in ((weight, needs_dw), (bias, needs_db)) if needs
+    ]
+    # A program's partial sums are adjacent, dweight first.
+    partial_shape = (lanes if needed else 0, len(needed) * n_cols)
+    add_up = prepare_sum(lanes, n_cols, *needed) if needed else library.start_nothing
+    n_words = n_rows * splits if c.kernel == "split" else 0
+    dx_shape = x.shape if needs_dx else (0,)
+    dx_strides, dtype, device = library.contiguous_strides(dx_shape), x.dtype, x.device
+
+    def run(
+        dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dx = torch.empty_strided(dx_shape, dx_strides, dtype=dtype, device=device)
+        dw = torch.empty(n_cols if needs_dw else 0, dtype=(x if weight is None else weight).dtype, device=device)
+        db = torch.empty(n_cols if needs_db else 0, dtype=(x if bias is None else bias).dtype, device=device)
+        partial = torch.empty(partial_shape, dtype=torch.float32, device=device)
+        if n_words:
+            start(dy, x, weight, stats, dx, partial, torch.zeros(n_words, dtype=torch.int64, device=device))
+        else:
+            start(dy, x, weight, stats, dx, partial)
+        if needs_dw:
+            add_up(partial, dw, db if needs_db else None)
+        elif needs_db:
+            add_up(partial, db, None)
+        return dx, dw, db
+
+    return run
+
+
+def _empty_gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of no rows: those of weight and bias are zero."""
+    dx, dw, db = fake_backward(*args)
+    return dx, dw.zero_(), db.zero_()
 
 
 def fake_backward(
@@ -629,7 +670,7 @@ def fake_backward(
 _backward_op = library.define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, "
     "bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
-    launch=launch_backward,
+    prepare=prepare_backward,
     fake=fake_backward,
 )
 
@@ -656,7 +697,7 @@ def _backward(ctx, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, 
 
 _op = library.define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool keeps_stats) -> (Tensor, Tensor)",
-    launch=launch,
+    prepare=prepare,
     fake=fake,
     autograd=library.Autograd(_save, _backward),
 )

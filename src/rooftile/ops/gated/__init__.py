@@ -13,6 +13,7 @@ writes two:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -43,9 +44,21 @@ def _output(op: str, gate: Tensor, up: Tensor) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-def _apply(op: str, activation: str, gate: Tensor, up: Tensor) -> Tensor:
-    y = _output(op, gate, up)
-    return forward(activation, library.as_rows(gate), library.as_rows(up), y) if y.numel() else y
+def _prepare(op: str, activation: str, gate: Tensor, up: Tensor) -> Callable[..., Tensor]:
+    _check(op, gate, up)
+    shape, strides, dtype, device = gate.shape, library.contiguous_strides(gate.shape), gate.dtype, gate.device
+    start = library.start_nothing
+    if gate.numel():
+        copies: library.Copies = {}
+        rows = library.rows_of(gate, copies, 0), library.rows_of(up, copies, 1)
+        start = library.copying(forward(activation, *rows), copies)
+
+    def run(gate: Tensor, up: Tensor, *_: object) -> Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(gate, up, y)
+        return y
+
+    return run
 
 
 def _gradients(
@@ -60,26 +73,32 @@ def _gradients(
     )
 
 
-def _differentiate(
+def _prepare_backward(
     op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_dgate: bool, needs_dup: bool
-) -> tuple[Tensor, Tensor]:
-    dgate, dup = _gradients(op, dy, gate, up, needs_dgate, needs_dup)
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    _gradients(op, dy, gate, up, needs_dgate, needs_dup)
+    shapes = tuple(gate.shape if needed else (0,) for needed in (needs_dgate, needs_dup))
+    strides = tuple(map(library.contiguous_strides, shapes))
+    dtype, device = gate.dtype, gate.device
+    start = library.start_nothing
     if gate.numel():
-        n = gate.shape[-1]
-        backward(
-            activation,
-            library.as_rows(dy),
-            library.as_rows(gate),
-            library.as_rows(up),
-            dgate.view(-1, n) if needs_dgate else None,
-            dup.view(-1, n) if needs_dup else None,
-        )
-    return dgate, dup
+        copies: library.Copies = {}
+        rows = (library.rows_of(dy, copies, 0), library.rows_of(gate, copies, 1), library.rows_of(up, copies, 2))
+        start = backward(activation, *rows, gate.shape[-1], needs_dgate, needs_dup)
+        start = library.copying(start, copies)
+
+    def run(dy: Tensor, gate: Tensor, up: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        dgate = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device=device)
+        dup = torch.empty_strided(shapes[1], strides[1], dtype=dtype, device=device)
+        start(dy, gate, up, dgate if needs_dgate else None, dup if needs_dup else None)
+        return dgate, dup
+
+    return run
 
 
 _silu_backward_op = library.define(
     "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, bool needs_dgate, bool needs_dup) -> (Tensor, Tensor)",
-    launch=lambda *args: _differentiate("silu_mul_backward", "silu", *args),
+    prepare=lambda *args: _prepare_backward("silu_mul_backward", "silu", *args),
     fake=lambda *args: _gradients("silu_mul_backward", *args),
 )
 
@@ -94,7 +113,7 @@ def _silu_gradients(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _silu_op = library.define(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
-    launch=lambda gate, up: _apply("silu_mul", "silu", gate, up),
+    prepare=lambda gate, up: _prepare("silu_mul", "silu", gate, up),
     fake=lambda gate, up: _output("silu_mul", gate, up),
     autograd=library.Autograd(lambda ctx, inputs, output: ctx.save_for_backward(*inputs), _silu_gradients),
 )
@@ -148,7 +167,7 @@ def _fake_gelu_backward(
 _gelu_backward_op = library.define(
     "gelu_mul_backward(Tensor dy, Tensor gate, Tensor up, str approximate, bool needs_dgate, bool needs_dup) "
     "-> (Tensor, Tensor)",
-    launch=lambda dy, gate, up, approximate, *needs: _differentiate(
+    prepare=lambda dy, gate, up, approximate, *needs: _prepare_backward(
         "gelu_mul_backward", gelu_name("gelu_mul_backward", approximate), dy, gate, up, *needs
     ),
     fake=_fake_gelu_backward,
@@ -170,7 +189,7 @@ def _gelu_gradients(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _gelu_op = library.define(
     "gelu_mul(Tensor gate, Tensor up, str approximate) -> Tensor",
-    launch=lambda gate, up, approximate: _apply("gelu_mul", gelu_name("gelu_mul", approximate), gate, up),
+    prepare=lambda gate, up, approximate: _prepare("gelu_mul", gelu_name("gelu_mul", approximate), gate, up),
     fake=_fake_gelu,
     autograd=library.Autograd(_save_gelu, _gelu_gradients),
 )
@@ -212,12 +231,24 @@ def _packed_output(op: str, gate_up: Tensor) -> Tensor:
     return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
-def _apply_packed(op: str, activation: str, gate_up: Tensor) -> Tensor:
-    y = _packed_output(op, gate_up)
-    if y.numel() == 0:
+def _prepare_packed(op: str, activation: str, gate_up: Tensor) -> Callable[..., Tensor]:
+    _check_packed(op, gate_up)
+    half = gate_up.shape[-1] // 2
+    shape = (*gate_up.shape[:-1], half)
+    strides, dtype, device = library.contiguous_strides(shape), gate_up.dtype, gate_up.device
+    copies: library.Copies = {}
+    start = library.start_nothing
+    if gate_up.numel():
+        start = forward(activation, *library.rows_of(gate_up, copies, 0).chunk(2, dim=1))
+
+    def run(gate_up: Tensor, *_: object) -> Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        if copies:
+            gate_up = library.as_rows(gate_up)
+        start(gate_up, gate_up.narrow(-1, half, half), y)
         return y
-    gate, up = library.as_rows(gate_up).chunk(2, dim=1)
-    return forward(activation, gate, up, y)
+
+    return run
 
 
 def _packed_gradient(op: str, dy: Tensor, gate_up: Tensor) -> Tensor:
@@ -226,24 +257,35 @@ def _packed_gradient(op: str, dy: Tensor, gate_up: Tensor) -> Tensor:
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
-def _differentiate_packed(op: str, activation: str, dy: Tensor, gate_up: Tensor) -> Tensor:
-    grad = _packed_gradient(op, dy, gate_up)
-    if grad.numel():
-        gate, up = library.as_rows(gate_up).chunk(2, dim=1)
-        dgate, dup = grad.view(-1, grad.shape[-1]).chunk(2, dim=1)
-        backward(activation, library.as_rows(dy), gate, up, dgate, dup)
-    return grad
+def _prepare_packed_backward(op: str, activation: str, dy: Tensor, gate_up: Tensor) -> Callable[..., Tensor]:
+    _packed_gradient(op, dy, gate_up)
+    shape, strides = gate_up.shape, library.contiguous_strides(gate_up.shape)
+    dtype, device, half = gate_up.dtype, gate_up.device, gate_up.shape[-1] // 2
+    copies: library.Copies = {}
+    start = library.start_nothing
+    if gate_up.numel():
+        gate, up = library.rows_of(gate_up, copies, 1).chunk(2, dim=1)
+        start = backward(activation, library.rows_of(dy, copies, 0), gate, up, 2 * half, True, True)
+
+    def run(dy: Tensor, gate_up: Tensor, *_: object) -> Tensor:
+        grad = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        if copies:
+            dy, gate_up = library.as_rows(dy), library.as_rows(gate_up)
+        start(dy, gate_up, gate_up.narrow(-1, half, half), grad, grad.narrow(-1, half, half))
+        return grad
+
+    return run
 
 
 _packed_silu_backward_op = library.define(
     "silu_mul_packed_backward(Tensor dy, Tensor gate_up) -> Tensor",
-    launch=lambda dy, gate_up: _differentiate_packed("silu_mul_packed_backward", "silu", dy, gate_up),
+    prepare=lambda dy, gate_up: _prepare_packed_backward("silu_mul_packed_backward", "silu", dy, gate_up),
     fake=lambda dy, gate_up: _packed_gradient("silu_mul_packed_backward", dy, gate_up),
 )
 
 _packed_silu_op = library.define(
     "silu_mul_packed(Tensor gate_up) -> Tensor",
-    launch=lambda gate_up: _apply_packed("silu_mul_packed", "silu", gate_up),
+    prepare=lambda gate_up: _prepare_packed("silu_mul_packed", "silu", gate_up),
     fake=lambda gate_up: _packed_output("silu_mul_packed", gate_up),
     autograd=library.Autograd(
         lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -298,7 +340,7 @@ def _fake_packed_gelu_backward(dy: Tensor, gate_up: Tensor, approximate: str) ->
 
 _packed_gelu_backward_op = library.define(
     "gelu_mul_packed_backward(Tensor dy, Tensor gate_up, str approximate) -> Tensor",
-    launch=lambda dy, gate_up, approximate: _differentiate_packed(
+    prepare=lambda dy, gate_up, approximate: _prepare_packed_backward(
         "gelu_mul_packed_backward", gelu_name("gelu_mul_packed_backward", approximate), dy, gate_up
     ),
     fake=_fake_packed_gelu_backward,
@@ -311,7 +353,7 @@ def _packed_gelu_gradient(ctx, dy: Tensor | None) -> tuple[Tensor | None, None]:
 
 _packed_gelu_op = library.define(
     "gelu_mul_packed(Tensor gate_up, str approximate) -> Tensor",
-    launch=lambda gate_up, approximate: _apply_packed(
+    prepare=lambda gate_up, approximate: _prepare_packed(
         "gelu_mul_packed", gelu_name("gelu_mul_packed", approximate), gate_up
     ),
     fake=_fake_packed_gelu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -103,13 +104,13 @@ def config(n_cols: int, target: runtime.Target) -> Config:
 
 
 @functools.cache
-def _plan(activation: str, n_cols: int, dtype: torch.dtype, c: Config) -> launching.KernelLauncher:
+def _launcher(activation: str, n_cols: int, dtype: torch.dtype, c: Config) -> launching.KernelLauncher:
     constants = {"ACTIVATION": activation, "N": n_cols, "ROWS": c.rows, "BLOCK_N": c.block_n}
     return launching.KernelLauncher(_forward_kernel, constants, num_warps=c.num_warps)
 
 
 @functools.cache
-def _backward_plan(
+def _backward_launcher(
     activation: str, n_cols: int, dtype: torch.dtype, needs: tuple[bool, bool], c: Config
 ) -> launching.KernelLauncher:
     constants = {
@@ -127,23 +128,23 @@ def _programs(n_rows: int, n_cols: int, c: Config) -> int:
     return library.cdiv(n_rows, c.rows) * library.cdiv(n_cols, c.block_n)
 
 
-def forward(activation: str, gate: Tensor, up: Tensor, y: Tensor) -> Tensor:
-    """y, contiguous, is written and returned."""
+def forward(activation: str, gate: Tensor, up: Tensor) -> Callable[..., None]:
+    """The launch over gate and up, which are (rows, N), and y, which is contiguous."""
     n_rows, n_cols = gate.shape[0], int(gate.shape[1])
     c = config(n_cols, runtime.target(gate.device))
-    plan = _plan(activation, n_cols, gate.dtype, c)
+    launcher = _launcher(activation, n_cols, gate.dtype, c)
     strides = (gate.stride(0), up.stride(0))
-    launching.launch(plan, _programs(n_rows, n_cols, c), (gate, up, y), strides, (n_rows,))
-    return y
+    return launching.bind(launcher, _programs(n_rows, n_cols, c), strides=strides, numbers=(n_rows,))
 
 
-def backward(activation: str, dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor | None, dup: Tensor | None) -> None:
-    """dgate and dup are (rows, N) with one row stride; one that is None is not computed."""
-    some = dup if dgate is None else dgate
-    if some is None:
-        return
+def backward(
+    activation: str, dy: Tensor, gate: Tensor, up: Tensor, stride_d: int, needs_dgate: bool, needs_dup: bool
+) -> Callable[..., None]:
+    """The launch over dy, gate, up, dgate and dup, of which the last two have rows `stride_d` apart, or are None."""
+    if not (needs_dgate or needs_dup):
+        return library.start_nothing
     n_rows, n_cols = gate.shape[0], int(gate.shape[1])
     c = config(n_cols, runtime.target(gate.device))
-    plan = _backward_plan(activation, n_cols, gate.dtype, (dgate is not None, dup is not None), c)
-    strides = (dy.stride(0), gate.stride(0), up.stride(0), some.stride(0))
-    launching.launch(plan, _programs(n_rows, n_cols, c), (dy, gate, up, dgate, dup), strides, (n_rows,))
+    launcher = _backward_launcher(activation, n_cols, gate.dtype, (needs_dgate, needs_dup), c)
+    strides = (dy.stride(0), gate.stride(0), up.stride(0), stride_d)
+    return launching.bind(launcher, _programs(n_rows, n_cols, c), strides=strides, numbers=(n_rows,))

@@ -34,7 +34,7 @@ def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _op = library.define(
     "softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
-    launch=forward.launch,
+    prepare=forward.prepare,
     fake=forward.fake,
     autograd=library.Autograd(_save, _backward),
 )

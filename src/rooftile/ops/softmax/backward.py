@@ -11,6 +11,7 @@ A dropped element has y = 0 and so dx = 0, whatever the mask was. The columns th
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -235,34 +236,47 @@ def _plan(
     )
 
 
-def launch(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    dx = fake(dy, y, scale, causal)
+def prepare(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Callable[..., Tensor]:
+    """What gives dx of such dy and y."""
+    fake(dy, y, scale, causal)
     n_cols = row_length(y)
-    if y.numel() == 0:
+    shape, strides, dtype, device = y.shape, library.contiguous_strides(y.shape), y.dtype, y.device
+    start, n_words = library.start_nothing, 0
+    if y.numel():
+        start, n_words = _prepare_start(dy, y, n_cols, scale, causal)
+
+    def run(dy: Tensor, y: Tensor, *_: object) -> Tensor:
+        dx = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        if n_words:
+            start(dy, y, dx, torch.zeros(n_words, dtype=torch.int32, device=device))
+        else:
+            start(dy, y, dx)
         return dx
-    seq_len = y.shape[-2] if causal else 1
-    dy, y = library.as_rows(dy), library.as_rows(y)
-    n_rows = y.shape[0]
+
+    return run
+
+
+def _prepare_start(dy: Tensor, y: Tensor, n_cols: int, scale: float, causal: bool) -> tuple[Callable[..., None], int]:
+    """The launch over dy, y and dx, and how many words it takes through which programs share rows."""
+    copies: library.Copies = {}
+    dy_rows, rows = library.rows_of(dy, copies, 0), library.rows_of(y, copies, 1)
+    n_rows = rows.shape[0]
     target = runtime.target(y.device)
     few = bool(n_rows < target.multiprocessors)  # symbolic in a traced graph; no cache may keep a symbol
     c = config(n_cols, y.element_size(), few, target)
-    strides = (dy.stride(0), y.stride(0), n_cols)
-    numbers = (n_rows, seq_len)
     even = n_cols % c.block_n == 0
     mode = (y.dtype, float(scale), causal)
+    n_words = 0
     if c.kernel == "tile":
-        plan, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
-        launching.launch(plan, programs, (dy, y, dx), strides, numbers)
+        launcher, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
     elif c.kernel == "loop":
-        plan = _plan(*mode, even, c, unrolled(n_cols, c, causal))
-        launching.launch(plan, n_rows, (dy, y, dx), strides, numbers)
+        launcher, programs = _plan(*mode, even, c, unrolled(n_cols, c, causal)), n_rows
     else:
         most = target.multiprocessors * c.per_sm
         splits, lanes = split("softmax_backward", n_rows, n_cols, c.block_n, most)
-        words = torch.zeros(n_rows * splits, dtype=torch.int32, device=y.device)
-        plan = _plan(*mode, even, c, splits=splits)
-        launching.launch(plan, splits * lanes, (dy, y, dx, words), strides, numbers)
-    return dx
+        launcher, programs, n_words = _plan(*mode, even, c, splits=splits), splits * lanes, n_rows * splits
+    strides, numbers = (dy_rows.stride(0), rows.stride(0), n_cols), (n_rows, y.shape[-2] if causal else 1)
+    return library.copying(launching.bind(launcher, programs, strides=strides, numbers=numbers), copies), n_words
 
 
 def fake(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
@@ -272,5 +286,5 @@ def fake(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
 
 
 op = library.define(
-    "softmax_backward(Tensor dy, Tensor y, float scale, bool causal) -> Tensor", launch=launch, fake=fake
+    "softmax_backward(Tensor dy, Tensor y, float scale, bool causal) -> Tensor", prepare=prepare, fake=fake
 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -479,39 +480,57 @@ def _plan(
     )
 
 
-def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    y = fake(x, mask, scale, causal)
+def prepare(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Callable[..., Tensor]:
+    """What gives the softmax of such an x."""
+    check("softmax", "x", x, mask, scale, causal)
     n_cols = row_length(x)
-    if x.numel() == 0:
+    shape, strides, dtype, device = x.shape, library.contiguous_strides(x.shape), x.dtype, x.device
+    start, n_words = library.start_nothing, 0
+    if x.numel():
+        start, n_words = _prepare_start(x, mask, n_cols, scale, causal)
+
+    def run(x: Tensor, mask: Tensor | None, *_: object) -> Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        if n_words:
+            start(x, mask, y, torch.zeros(n_words, dtype=torch.int64, device=device))
+        else:
+            start(x, mask, y)
         return y
-    seq_len = x.shape[-2] if causal else 1
+
+    return run
+
+
+def _prepare_start(
+    x: Tensor, mask: Tensor | None, n_cols: int, scale: float, causal: bool
+) -> tuple[Callable[..., None], int]:
+    """The launch over x, mask and y, and how many words it takes through which programs share rows."""
+    copies: library.Copies = {}
+    shape = x.shape
     sizes, mask_strides = (1, 1), (0, 0, 0, 0)
     if mask is not None:
-        mask, sizes, mask_strides = mask_layout(mask, tuple(x.shape))
-    x = library.as_rows(x)
-    n_rows = x.shape[0]
+        read, sizes, mask_strides = mask_layout(mask, tuple(shape))
+        if read is not mask:
+            copies[1] = lambda mask: mask_layout(mask, tuple(shape))[0]
+    rows = library.rows_of(x, copies, 0)
+    n_rows = rows.shape[0]
     target = runtime.target(x.device)
     few = bool(n_rows < target.multiprocessors)  # symbolic in a traced graph; no cache may keep a symbol
     c = config(n_cols, x.element_size(), few, target)
-    strides = (x.stride(0), *mask_strides, n_cols)
-    numbers = (n_rows, seq_len, *sizes)
     even = n_cols % c.block_n == 0
     mode = (x.dtype, float(scale), causal, mask is not None)
+    n_words = 0
     if c.kernel == "tile":
-        plan, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
-        launching.launch(plan, programs, (x, mask, y), strides, numbers)
+        launcher, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
     elif c.kernel == "loop":
         # Rows that are not aligned to 16 bytes are loaded element by element.
-        pack = 16 // x.element_size() if n_cols % 16 == 0 and x.stride(0) % 16 == 0 else 1
-        chunks = unrolled(n_cols, c, causal)
-        plan = _plan(*mode, even, c, pack, chunks)
-        launching.launch(plan, n_rows, (x, mask, y), strides, numbers)
+        pack = 16 // x.element_size() if n_cols % 16 == 0 and rows.stride(0) % 16 == 0 else 1
+        launcher, programs = _plan(*mode, even, c, pack, unrolled(n_cols, c, causal)), n_rows
     else:
         splits, lanes = split("softmax", n_rows, n_cols, c.block_n, target.multiprocessors * c.per_sm)
-        words = torch.zeros(n_rows * splits, dtype=torch.int64, device=x.device)
-        plan = _plan(*mode, even, c, splits=splits)
-        launching.launch(plan, splits * lanes, (x, mask, y, words), strides, numbers)
-    return y
+        launcher, programs, n_words = _plan(*mode, even, c, splits=splits), splits * lanes, n_rows * splits
+    strides = (rows.stride(0), *mask_strides, n_cols)
+    numbers = (n_rows, shape[-2] if causal else 1, *sizes)
+    return library.copying(launching.bind(launcher, programs, strides=strides, numbers=numbers), copies), n_words
 
 
 def fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
