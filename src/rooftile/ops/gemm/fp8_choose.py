@@ -7,13 +7,11 @@ import importlib
 from types import ModuleType
 
 from rooftile import library, runtime, tuning
-from rooftile.ops.gemm import fp8_hopper as hopper
-from rooftile.ops.gemm import fp8_tiled as tiled
-from rooftile.ops.gemm import skinny
+from rooftile.ops.gemm import skinny, tiled
 from rooftile.ops.gemm.choose import common_reason
 from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 
-_KERNELS: dict[str, ModuleType] = {"skinny": skinny, "tiled": tiled, "hopper": hopper}
+_KERNELS: dict[str, ModuleType] = {"skinny": skinny, "tiled": tiled, "hopper": tiled}
 
 
 @functools.cache

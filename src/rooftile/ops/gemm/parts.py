@@ -112,11 +112,19 @@ def w_step_scale(scale_ptr, cols, first, k, stride_sn, stride_sk, BLOCK_N: tl.co
 
 
 @triton.jit
-def sum_parts(part_ptrs, SIZE: tl.constexpr, SPLIT: tl.constexpr):
-    """The sum of a tile's SPLIT parts, `SIZE` elements apart, in their order: whichever program adds them."""
-    acc = tl.zeros(part_ptrs.shape, tl.float32)
-    for part in tl.static_range(SPLIT):
-        acc += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
+def sum_parts(part_ptrs, SIZE: tl.constexpr, SPLIT: tl.constexpr, UNROLL: tl.constexpr):
+    """The sum of a tile's SPLIT parts, `SIZE` elements apart, in their order: whichever CTA adds them.
+
+    UNROLL: all parts are loaded before the first is waited for, which takes the registers of as many tiles.
+    """
+    if UNROLL:
+        acc = tl.zeros(part_ptrs.shape, tl.float32)
+        for part in tl.static_range(SPLIT):
+            acc += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
+    else:
+        acc = tl.load(part_ptrs, cache_modifier=".cg")
+        for part in tl.range(1, SPLIT, num_stages=1):
+            acc += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
     return acc
 
 

@@ -215,11 +215,11 @@ def _skinny_kernel(
             tl.store(first + SUMS + part * BLOCK_M + rows, total)
         if not arrives_last(counters_ptr + tile, SPLIT):
             return
-        z = sum_parts(at, SIZE, SPLIT)
+        z = sum_parts(at, SIZE, SPLIT, True)
         if GATED:
-            z_up = sum_parts(at + SPLIT * SIZE, SIZE, SPLIT)
+            z_up = sum_parts(at + SPLIT * SIZE, SIZE, SPLIT, True)
         if NORM:
-            total = sum_parts(first + SUMS + rows, BLOCK_M, SPLIT)
+            total = sum_parts(first + SUMS + rows, BLOCK_M, SPLIT, True)
 
     if NORM:
         rstd = tl.rsqrt(total / n_inner + EPS)[None, :]
@@ -249,7 +249,7 @@ def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConf
         "X_SCALE": x_kind,
         "W_SCALE": w_kind,
         "FAST": fast,
-        "APART": c.block_k <= 128 and c.block_m * c.block_n <= 2048 * c.num_warps,  # 64 registers of a thread
+        "APART": fp8_common.adds_apart(c),
         "ACTIVATION": activation,
         "GATED": gated,
         "PRECISION": precision,

@@ -1,128 +1,213 @@
-"""Any product: any sizes, any strides of x and of the weight, batches, on any GPU.
+"""The many-row mainloop in Triton: any sizes, any strides of x and of the weight, batches, on any GPU.
 
-A program has one tile of the output, and a part of its sum. Rows past the last are those of the last again, so that
-loads need no mask; an operand that is contiguous along its rows is masked instead, where its last tile is not full, as
-repeated rows would not be loaded as vectors.
+A CTA computes a tile of the output, or a part of its sum. Rows past the last one are clamped to it, so that loads need
+no mask. An operand that is contiguous along its rows is masked instead, where its last tile is not full: repeated rows
+would not be loaded as vectors.
+
+Kernel "hopper" of fp8_linear without pingpong is this mainloop too: with TMA loads, and with as many CTAs as the GPU
+holds. They walk the tiles, so that a tile's first loads are in flight while the previous one is stored.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import MatmulConfig, Problem
-from rooftile.primitives.activations import activate
-from rooftile.primitives.splitk import arrives_last
+from rooftile.ops.gemm import fp8_common
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.parts import (
+    UNDO,
+    finish,
+    grouped_tile,
+    multiply_add,
+    scale_tile,
+    sum_parts,
+    w_step_scale,
+    x_step_scale,
+)
+from rooftile.primitives import quantize
+from rooftile.primitives.splitk import arrives_last, workspace
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 
 @triton.jit
-def _known(n, DIVISIBLE: tl.constexpr):
-    """n, of which the compiler then knows whether 16 divides it: masks up to n are those of whole vectors."""
-    return n // 16 * 16 if DIVISIBLE else n
+def _divisible(n, BY_16: tl.constexpr):
+    """n. With BY_16 the compiler knows that 16 divides it, so that masks up to n are masks of whole vectors."""
+    return n // 16 * 16 if BY_16 else n
 
 
 @triton.jit
-def _grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """The tile's row and column: GROUP_M tiles of rows are walked before the next column, so both stay in the L2."""
-    width = GROUP_M * tiles_n
-    first = tile // width * GROUP_M
-    size = tl.minimum(tiles_m - first, GROUP_M)
-    return first + tile % width % size, tile % width // size
-
-
-@triton.jit
-def _edge(index, n, EDGE: tl.constexpr):
+def _clamp(index, n, EDGE: tl.constexpr):
     """The rows of an operand that a tile loads."""
     return tl.minimum(index, n - 1) if EDGE == "clamp" else index
 
 
 @triton.jit
-def _load(ptr, inside, in_sum, MASK: tl.constexpr, EVEN_K: tl.constexpr):
-    """A tile of an operand, zero where its rows (`inside`) or the sum (`in_sum`) end, where that is asked."""
+def _load(pointers, inside, in_sum, MASK: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile of an operand, zero past its last row (`inside`) with MASK, and past the end of the sum (`in_sum`)."""
     if MASK and not EVEN_K:
-        tile = tl.load(ptr, mask=inside & in_sum, other=0.0)
+        tile = tl.load(pointers, mask=inside & in_sum, other=0.0)
     elif MASK:
-        tile = tl.load(ptr, mask=inside, other=0.0)
+        tile = tl.load(pointers, mask=inside, other=0.0)
     elif not EVEN_K:
-        tile = tl.load(ptr, mask=in_sum, other=0.0)
+        tile = tl.load(pointers, mask=in_sum, other=0.0)
     else:
-        tile = tl.load(ptr)
+        tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
-def _finish(
-    acc,
-    up,
-    rows,
-    cols,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    stride_rm,
-    stride_om,
-    n_rows,
-    n_cols,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
-    """Bias, activation, gate and residual of the sums of a tile, in float32, and the store."""
-    rows, cols = rows.to(tl.int64)[:, None], cols[None, :]
-    mask = (rows < n_rows) & (cols < n_cols)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+def _tile(
+    index, x, w, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk, stride_sxm, stride_sxk, stride_swn, stride_swk,
+    stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
+    X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, FAST: tl.constexpr, APART: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    X_EDGE: tl.constexpr, W_EDGE: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute tile `index // SPLIT`, part `index % SPLIT` of its sum."""
+    tile = index // SPLIT
+    part = index % SPLIT
+    tiles_m, tiles_n = tl.cdiv(n_rows, BLOCK_M), tl.cdiv(n_cols, BLOCK_N)
+    batch = (tile // (tiles_m * tiles_n)).to(tl.int64)
+    tile_m, tile_n = grouped_tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner_rows = tl.minimum(rows, n_rows - 1)
+    inner_cols = tl.minimum(cols, n_cols - 1)
+    length = tl.cdiv(tl.cdiv(n_inner, BLOCK_K), SPLIT) * BLOCK_K
+    start = part * length
+    stop = tl.minimum(start + length, n_inner)
+
+    if not TMA:
+        ks = tl.arange(0, BLOCK_K)
+        inner = (start + ks).to(tl.int64)
+        step = tl.full((), BLOCK_K, tl.int64)
+        x_rows = _clamp(rows, n_rows, X_EDGE).to(tl.int64)
+        w_rows = _clamp(cols, n_cols, W_EDGE).to(tl.int64)
+        x_inside, w_inside = (rows < n_rows)[:, None], (cols < n_cols)[None, :]
+        x_ptrs = x + batch * stride_xb + x_rows[:, None] * stride_xm + inner[None, :] * stride_xk
+        w_ptrs = w + batch * stride_wb + w_rows[None, :] * stride_wn + inner[:, None] * stride_wk
         if GATED:
-            up += tl.load(bias_ptr + n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    if ACTIVATION != "":
-        acc = activate(acc, ACTIVATION)
+            up_ptrs = w_ptrs + n_cols.to(tl.int64) * stride_wn
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if GATED:
-        acc *= up
-    if HAS_RESIDUAL:
-        acc += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + rows * stride_om + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
+        if TMA:
+            x_tile = x.load([tile_m * BLOCK_M, k])
+            w_tile = w.load([tile_n * BLOCK_N, k]).T
+        else:
+            in_sum = ks < n_inner - k
+            x_tile = _load(x_ptrs, x_inside, in_sum[None, :], X_EDGE == "mask", EVEN_K)
+            w_tile = _load(w_ptrs, w_inside, in_sum[:, None], W_EDGE == "mask", EVEN_K)
+        x_scale = None
+        w_scale = None
+        if X_SCALE == "group":
+            x_scale = x_step_scale(x_scale_ptr, inner_rows, k, stride_sxm, stride_sxk)[:, None]
+        if W_SCALE == "block":
+            w_scale = w_step_scale(w_scale_ptr, inner_cols, tile_n * BLOCK_N, k, stride_swn, stride_swk, BLOCK_N)
+            if BLOCK_N > 128:
+                w_scale = w_scale[None, :]
+        acc = multiply_add(x_tile, w_tile, acc, x_scale, w_scale, PRECISION, FAST, APART, BLOCK_K)
+        if GATED:
+            w_tile = _load(up_ptrs, w_inside, in_sum[:, None], W_EDGE == "mask", EVEN_K)
+            up = multiply_add(x_tile, w_tile, up, x_scale, w_scale, PRECISION, FAST, APART, BLOCK_K)
+            up_ptrs += step * stride_wk
+        if not TMA:
+            x_ptrs += step * stride_xk
+            w_ptrs += step * stride_wk
+
+    if not GATED:
+        up = acc
+    last = True
+    if SPLIT > 1:
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        part_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT * (1 + GATED) * SIZE) + at
+        tl.store(part_ptrs + part * SIZE, acc)
+        if GATED:
+            tl.store(part_ptrs + (SPLIT + part) * SIZE, up)
+        last = arrives_last(counters_ptr + tile, SPLIT)
+        if last:
+            acc = sum_parts(part_ptrs, SIZE, SPLIT, False)
+            up = acc
+            if GATED:
+                up = sum_parts(part_ptrs + SPLIT * SIZE, SIZE, SPLIT, False)
+    if last:
+        acc = scale_tile(
+            acc, x_scale_ptr, w_scale_ptr, inner_rows[:, None], inner_cols[None, :],
+            stride_sxm, stride_swn, X_SCALE, W_SCALE,
+        )  # fmt: skip
+        if not TMA and x.dtype.element_ty == tl.uint8:
+            acc *= UNDO
+        at_rows = rows.to(tl.int64)[:, None]
+        at_cols = cols[None, :]
+        bias = None
+        up_bias = None
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + at_cols, mask=at_cols < n_cols, other=0.0).to(tl.float32)
+            if GATED:
+                up_bias = tl.load(bias_ptr + n_cols + at_cols, mask=at_cols < n_cols, other=0.0).to(tl.float32)
+        finish(
+            acc, up, bias, up_bias, residual_ptr + batch * stride_rb if residual_ptr is not None else None,
+            out_ptr + batch * stride_ob, at_rows, at_cols, stride_rm, stride_om,
+            (at_rows < n_rows) & (at_cols < n_cols), ACTIVATION, GATED,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_sum"])
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_inner"])
 def _tiled_kernel(
-    x_ptr,
-    w_ptr,
-    out_ptr,
+    x,  # a descriptor with TMA, else a pointer
+    w,
+    x_scale_ptr,
+    w_scale_ptr,
     bias_ptr,
     residual_ptr,
+    out_ptr,
     partial_ptr,
-    counter_ptr,
+    counters_ptr,
     stride_xb,
     stride_xm,
     stride_xk,
     stride_wb,
     stride_wn,
     stride_wk,
+    stride_sxm,
+    stride_sxk,
+    stride_swn,
+    stride_swk,
     stride_rb,
     stride_rm,
     stride_ob,
     stride_om,
     n_rows,
     n_cols,
-    n_sum,
+    n_inner,
+    X_SCALE: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    FAST: tl.constexpr,
+    APART: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     X_EDGE: tl.constexpr,
     W_EDGE: tl.constexpr,
     M16: tl.constexpr,
     N16: tl.constexpr,
     K16: tl.constexpr,
     EVEN_K: tl.constexpr,
+    K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -130,127 +215,87 @@ def _tiled_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    tile = tl.program_id(0) // SPLIT
-    part = tl.program_id(0) % SPLIT
-    n_rows, n_cols, n_sum = _known(n_rows, M16), _known(n_cols, N16), _known(n_sum, K16)
-    tiles_m, tiles_n = tl.cdiv(n_rows, BLOCK_M), tl.cdiv(n_cols, BLOCK_N)
-    batch = (tile // (tiles_m * tiles_n)).to(tl.int64)
-    tile_m, tile_n = _grouped(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    length = tl.cdiv(tl.cdiv(n_sum, BLOCK_K), SPLIT) * BLOCK_K
-    start = part * length
-    stop = tl.minimum(start + length, n_sum)
-
-    ks = tl.arange(0, BLOCK_K)
-    sum_index = (start + ks).to(tl.int64)
-    step = tl.full((), BLOCK_K, tl.int64)
-    x_rows = _edge(rows, n_rows, X_EDGE).to(tl.int64)
-    w_rows = _edge(cols, n_cols, W_EDGE).to(tl.int64)
-    x_inside, w_inside = (rows < n_rows)[:, None], (cols < n_cols)[None, :]
-    x_ptrs = x_ptr + batch * stride_xb + x_rows[:, None] * stride_xm + sum_index[None, :] * stride_xk
-    w_ptrs = w_ptr + batch * stride_wb + w_rows[None, :] * stride_wn + sum_index[:, None] * stride_wk
-    if GATED:
-        up_ptrs = w_ptrs + n_cols.to(tl.int64) * stride_wn
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if GATED:
-        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
-        in_sum = ks < n_sum - k
-        x = _load(x_ptrs, x_inside, in_sum[None, :], X_EDGE == "mask", EVEN_K)
-        w = _load(w_ptrs, w_inside, in_sum[:, None], W_EDGE == "mask", EVEN_K)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        if GATED:
-            w = _load(up_ptrs, w_inside, in_sum[:, None], W_EDGE == "mask", EVEN_K)
-            up = tl.dot(x, w, up, input_precision=PRECISION)
-            up_ptrs += step * stride_wk
-        x_ptrs += step * stride_xk
-        w_ptrs += step * stride_wk
-
-    if not GATED:
-        up = acc
-    if SPLIT > 1:
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT * (1 + GATED) * SIZE) + inner
-        tl.store(partial_ptrs + part * SIZE, acc)
-        if GATED:
-            tl.store(partial_ptrs + (SPLIT + part) * SIZE, up)
-        if not arrives_last(counter_ptr + tile, SPLIT):
-            return
-        acc = tl.load(partial_ptrs, cache_modifier=".cg")
-        for s in tl.range(1, SPLIT, num_stages=1):
-            acc += tl.load(partial_ptrs + s * SIZE, cache_modifier=".cg")
-        up = acc
-        if GATED:
-            up = tl.load(partial_ptrs + SPLIT * SIZE, cache_modifier=".cg")
-            for s in tl.range(1, SPLIT, num_stages=1):
-                up += tl.load(partial_ptrs + (SPLIT + s) * SIZE, cache_modifier=".cg")
-
-    _finish(
-        acc,
-        up,
-        rows,
-        cols,
-        bias_ptr,
-        residual_ptr + batch * stride_rb if HAS_RESIDUAL else residual_ptr,
-        out_ptr + batch * stride_ob,
-        stride_rm,
-        stride_om,
-        n_rows,
-        n_cols,
-        ACTIVATION,
-        GATED,
-        HAS_BIAS,
-        HAS_RESIDUAL,
-    )
+    n_rows, n_cols, n_inner = _divisible(n_rows, M16), _divisible(n_cols, N16), _divisible(n_inner, K16)
+    if TMA:
+        n_inner = K  # constant: with a runtime trip count the flattened loops have half as many instructions again
+        units = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N) * SPLIT
+        for index in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=SPLIT == 1):
+            _tile(
+                index,
+                x, w, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+                stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk,
+                stride_sxm, stride_sxk, stride_swn, stride_swk,
+                stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
+                X_SCALE, W_SCALE, FAST, APART, ACTIVATION, GATED, PRECISION, TMA, X_EDGE, W_EDGE, EVEN_K,
+                GROUP_M, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+    else:
+        _tile(
+            tl.program_id(0),
+            x, w, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+            stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk,
+            stride_sxm, stride_sxk, stride_swn, stride_swk,
+            stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
+            X_SCALE, W_SCALE, FAST, APART, ACTIVATION, GATED, PRECISION, TMA, X_EDGE, W_EDGE, EVEN_K,
+            GROUP_M, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
 
 
-@functools.cache
-def _plan(
-    dtypes: tuple[torch.dtype | None, ...],
-    activation: str,
-    gated: bool,
-    precision: str,
-    edges: tuple[str, str],
-    divisible: tuple[bool, bool, bool],
-    even_k: bool,
-    c: MatmulConfig,
-) -> launching.KernelLauncher:
-    constants = {
+@functools.lru_cache(4096)
+def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConfig) -> launching.KernelLauncher:
+    """`dtypes` says which operands are there; Triton compiles for them."""
+    x_kind, w_kind, fast, activation, gated, precision, tma, edges, divisible, even_k, known_k = constants
+    values = {
+        "X_SCALE": x_kind,
+        "W_SCALE": w_kind,
+        "FAST": fast,
+        "APART": fp8_common.adds_apart(c),
         "ACTIVATION": activation,
         "GATED": gated,
-        "HAS_BIAS": dtypes[2] is not None,
-        "HAS_RESIDUAL": dtypes[3] is not None,
         "PRECISION": precision,
+        "TMA": tma,
         "X_EDGE": edges[0],
         "W_EDGE": edges[1],
         "M16": divisible[0],
         "N16": divisible[1],
         "K16": divisible[2],
         "EVEN_K": even_k,
+        "K": known_k,
         "GROUP_M": c.group_m,
         "SPLIT": c.split_k,
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,
         "BLOCK_K": c.block_k,
-        "STAGES": c.num_stages,
+        "STAGES": None if tma else c.num_stages,  # of flattened loops, the kernel's option decides
     }
-    return launching.KernelLauncher(_tiled_kernel, constants, num_warps=c.num_warps)
+    options: dict[str, Any] = {"num_stages": c.num_stages} if tma else {}
+    return launching.KernelLauncher(_tiled_kernel, values, num_warps=c.num_warps, **options)
 
 
 def shared_memory(p: Problem, c: MatmulConfig) -> int:
-    """Bytes of shared memory of a program: the tiles on their way, and a few for what says that they have come."""
+    """Bytes of shared memory of a CTA: the tiles being loaded, and a few for barriers."""
     tiles = (c.block_m + c.block_n * (1 + p.gated)) * c.block_k * p.dtype.itemsize
     return c.num_stages * tiles + 64
 
 
+def _tma_reason(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+    """Why kernel "hopper" of fp8_linear can't compute p."""
+    if target is not runtime.INTERPRETER and target.arch != "sm_90":
+        return f"the kernel is for sm_90, and the device is {target.arch}"
+    if not p.aligned or p.k % 16:
+        return "x's and the weight's rows are not contiguous and at multiples of 16 bytes"
+    if max(c.block_m, c.block_n) > 256 or c.block_m < 64:
+        return f"block_m is {c.block_m} and block_n {c.block_n}, expected 64 to 256 and at most 256"
+    if c.block_n & (c.block_n - 1):
+        return f"block_n is {c.block_n}, expected a power of two"
+    return None
+
+
 def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
-    """Why this kernel can't run that problem so; None where it can."""
+    """Why this kernel can't compute p as c says; None where it can."""
     for name in ("block_m", "block_n", "block_k"):
         if getattr(c, name) < 16:
-            return f"{name} is {getattr(c, name)}, expected at least 16: the matrix unit takes no smaller tile"
+            return f"{name} is {getattr(c, name)}, expected at least 16: the tensor core takes no smaller tile"
     if c.pingpong or c.stream_k:
         return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
     if c.num_warps * target.warp_size > target.max_threads:
@@ -259,6 +304,8 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     sums = c.block_m * c.block_n * (1 + p.gated) // (c.num_warps * target.warp_size)
     if sums > 256:
         return f"block_m x block_n has {sums} sums for each thread of {c.num_warps} warps, expected at most 256"
+    if p.dtype.itemsize == 1:
+        return (_tma_reason(p, c, target) if c.kernel == "hopper" else None) or fp8_common.can_implement(p, c)
     needed = shared_memory(p, c)
     if needed > target.shared_memory:
         return (
@@ -270,50 +317,57 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     return None
 
 
-def _edges(stride: int, other: int, n: int, block: int) -> str:
+def _edge(t: Tensor, n: int, block: int) -> str:
     """How an operand's last rows are kept in bounds: rows are contiguous where their stride is 1 and k's is not."""
-    if stride != 1 or other == 1:
+    if t.stride(-2) != 1 or t.stride(-1) == 1:
         return "clamp"
     return "none" if n % block == 0 else "mask"
 
 
-def launch(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    gated: bool,
-    precision: str,
-    c: MatmulConfig,
-) -> None:
-    """Launch it: x (B, M, K), w (B, N, K) or (B, 2N, K); out and residual (B, M, N), last stride 1; or no B."""
-    (m, n), k = out.shape[-2:], x.shape[-1]
-    batch = out.shape[0] if out.dim() == 3 else 1
-    tiles = batch * library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n)
-    partial = counter = None
-    if c.split_k > 1:
-        shape = (tiles, 1 + gated, c.split_k, c.block_m, c.block_n)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-        counter = launching.counters(tiles, x.device)
-    x_edge = _edges(x.stride(-2), x.stride(-1), m, c.block_m)
-    # With a gate the rows of the second half begin at n: nothing of it is read by vectors that a mask would cut.
-    w_edge = _edges(w.stride(-2), w.stride(-1), n, c.block_n)
-    even_k = bool(k % c.block_k == 0)
-    divisible = (x_edge == "mask" and m % 16 == 0, n % 16 == 0, not even_k and k % 16 == 0)
-    dtypes = (
-        x.dtype,
-        out.dtype,
-        None if bias is None else bias.dtype,
-        None if residual is None else residual.dtype,
-    )
-    plan = _plan(dtypes, activation, gated, precision, (x_edge, w_edge), divisible, even_k, c)
-    strides = (*_strides(x), *_strides(w), *(_strides(residual)[:2] if residual is not None else (0, 0)))
-    tensors = (x, w, out, bias, residual, partial, counter)
-    launching.launch(plan, tiles * c.split_k, tensors, (*strides, *_strides(out)[:2]), (m, n, k))
-
-
-def _strides(t: Tensor) -> tuple[int, int, int]:
+def _strides(t: Tensor | None) -> tuple[int, int, int]:
     """Of batch, row and column; 0 for a batch that is not there."""
+    if t is None:
+        return 0, 0, 0
     return (t.stride(0) if t.dim() == 3 else 0, t.stride(-2), t.stride(-1))
+
+
+@functools.lru_cache(1024)
+def _resident(c: MatmulConfig, target: runtime.Target) -> int:
+    """How many CTAs with TMA loads the GPU holds: two an SM, if they are of four warps and their stages fit."""
+    stages = c.num_stages * c.block_k * (c.block_m + c.block_n)
+    two = c.num_warps <= 4 and 2 * (stages + 12_288) <= target.shared_memory
+    return (2 if two else 1) * target.multiprocessors
+
+
+def launch(o: Operands, c: MatmulConfig) -> None:
+    """Launch it: x (B, M, K), w (B, N, K) or (B, 2N, K); out and residual (B, M, N), last stride 1; or no B."""
+    x, w = o.x, o.w
+    (m, n), k = o.out.shape[-2:], x.shape[-1]
+    batch = o.out.shape[0] if o.out.dim() == 3 else 1
+    tiles = batch * library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n)
+    partial, counters = workspace(tiles, (1 + o.gated) * c.block_m * c.block_n, c.split_k, x.device)
+    programs = tiles * c.split_k
+    tma = c.kernel == "hopper"
+    if o.x_kind and not tma:  # a GPU without fp8 reads bytes
+        x, w = quantize.writable(x), quantize.writable(w)
+    operands: tuple[Tensor | TensorDescriptor, ...] = x, w
+    edges = _edge(x, m, c.block_m), _edge(w, n, c.block_n)
+    # With a gate the second half of the weight's rows begins at n, which vectors of a masked load may not straddle.
+    even_k = bool(k % c.block_k == 0)
+    divisible = (edges[0] == "mask" and m % 16 == 0, n % 16 == 0, not even_k and k % 16 == 0)
+    if tma:
+        programs = min(programs, _resident(c, runtime.target(x.device)))
+        operands = (
+            TensorDescriptor(x, [m, k], [x.stride(0), 1], [c.block_m, c.block_k]),
+            TensorDescriptor(w, [n, k], [w.stride(0), 1], [c.block_n, c.block_k]),
+        )
+    dtypes = tuple(None if t is None else t.dtype for t in (x, o.bias, o.residual, o.out))
+    constants = (
+        o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, tma, edges, divisible, even_k,
+        int(k) if tma else 0,
+    )  # fmt: skip
+    tensors = (*operands, o.x_scale, o.weight_scale, o.bias, o.residual, o.out, partial, counters)
+    strides = (
+        *_strides(x), *_strides(w), *fp8_common.scale_strides(o), *_strides(o.residual)[:2], *_strides(o.out)[:2]
+    )  # fmt: skip
+    launching.launch(_launcher(dtypes, constants, c), programs, tensors, strides, (m, n, k))
