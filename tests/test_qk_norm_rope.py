@@ -48,7 +48,8 @@ def test_any_shape(batch, tokens, q_heads, k_heads, head_dim, rotary, style, off
     sizes = {"head_dim": max(head_dim, 2 * rotary), "rotary": 2 * rotary, "q_heads": q_heads, "k_heads": k_heads}
     inputs = make(runtime.default_device(), batch=batch, tokens=tokens, style=style, dtype=dtype, **sizes)
     expected = reference.qk_norm_rope(*(t.double() for t in inputs), offset=offset, style=style)
-    for y, x, ref in zip(qk_norm_rope(*inputs, offset=offset, style=style), inputs, expected, strict=False):
+    found = qk_norm_rope(*inputs, offset=offset, rotary_dim=2 * rotary, style=style)
+    for y, x, ref in zip(found, inputs, expected, strict=False):
         assert (y.shape, y.dtype) == (x.shape, dtype)
         assert relative_error(y, ref) < torch.finfo(dtype).eps * (1 if dtype == BF16 else 4)
 
@@ -61,12 +62,12 @@ def test_it_is_our_norm_and_our_rope(style, device):
 
     def composed(q, k, q_weight, k_weight, cos, sin):
         q, k = rooftile.rms_norm(q, q_weight, **options), rooftile.rms_norm(k, k_weight, **options)
-        return rooftile.rope(q, k, cos, sin, style=style)
+        return rooftile.rope(q, k, cos, sin, rotary_dim=cos.shape[-1], style=style)
 
-    found, expected = qk_norm_rope(*inputs, style=style, **options), composed(*inputs)
+    found, expected = qk_norm_rope(*inputs, rotary_dim=inputs[-1].shape[-1], style=style, **options), composed(*inputs)
     torch.testing.assert_close(found, expected)
     output_grads = [torch.randn_like(y) for y in expected]
-    grads = gradients(inputs, output_grads, style=style, **options)
+    grads = gradients(inputs, output_grads, rotary_dim=12, style=style, **options)
     torch.testing.assert_close(grads, gradients(inputs, output_grads, function=composed))
 
 
@@ -89,8 +90,8 @@ def test_offset_is_added_in_float32(device):
     """1 + 2^-10 is 1 in bfloat16: added there, the weight would be lost."""
     q, k, *_, cos, sin = make(device, head_dim=64, rotary=16, dtype=BF16)
     weight = torch.full((64,), 2.0**-10, device=device, dtype=BF16)
-    expected = qk_norm_rope(q, k, weight.float() + 1, weight.float() + 1, cos, sin)
-    assert_same(qk_norm_rope(q, k, weight, weight, cos, sin, offset=1.0), expected)
+    expected = qk_norm_rope(q, k, weight.float() + 1, weight.float() + 1, cos, sin, rotary_dim=16)
+    assert_same(qk_norm_rope(q, k, weight, weight, cos, sin, offset=1.0, rotary_dim=16), expected)
 
 
 def test_each_weight_is_its_own(device):
@@ -154,7 +155,7 @@ def test_position_ids_with_strides(dtype, device):
 
 def test_a_position_outside_the_table_is_nan_and_reads_nothing(device):
     inputs = make(device, batch=1, head_dim=20)
-    options = {"position_ids": torch.tensor([0, -1, 5, 4, 1 << 40], device=device)}
+    options = {"position_ids": torch.tensor([0, -1, 5, 4, 1 << 40], device=device), "rotary_dim": 16}
     outputs = qk_norm_rope(*inputs, **options)
     for y in outputs:
         assert torch.isfinite(y[:, :, [0, 3]]).all()
@@ -183,7 +184,7 @@ def test_large_and_small_heads_in_half_precision(device):
     for scale in (1e4, 1e-4):
         inputs = [t.half() for t in (q * scale, k * scale, *others)]
         expected = reference.qk_norm_rope(*(t.double() for t in inputs), eps=1e-12)
-        for y, ref in zip(qk_norm_rope(*inputs, eps=1e-12), expected, strict=True):
+        for y, ref in zip(qk_norm_rope(*inputs, eps=1e-12, rotary_dim=32), expected, strict=True):
             assert relative_error(y, ref) < 1e-3
 
 
@@ -212,11 +213,11 @@ def test_heads_in_blocks_of_any_size_give_the_same(heads, device, monkeypatch):
     """More heads than a program holds at once, and tiles of fewer tokens or of more."""
     inputs = make(device, tokens=3, q_heads=7, k_heads=2, head_dim=24)
     output_grads = [torch.randn_like(y) for y in inputs[:2]]
-    expected = *qk_norm_rope(*inputs), *gradients(inputs, output_grads)
+    expected = *qk_norm_rope(*inputs, rotary_dim=16), *gradients(inputs, output_grads, rotary_dim=16)
     monkeypatch.setattr(forward, "config", lambda *_: forward.Config(tokens=2, heads=heads, num_warps=4))
     forced = backward_kernel.Config(rows=heads, num_warps=4, per_multiprocessor=1, stages=2)
     monkeypatch.setattr(backward_kernel, "config", lambda *_: forced)
-    found = *qk_norm_rope(*inputs), *gradients(inputs, output_grads)
+    found = *qk_norm_rope(*inputs, rotary_dim=16), *gradients(inputs, output_grads, rotary_dim=16)
     torch.testing.assert_close(found, expected)
 
 
@@ -273,7 +274,7 @@ def test_wrong_shapes(device):
     long = torch.empty(1, 1, 5, 520, device=device)
     wrong = [
         ({"q": q[0]}, r"q has shape \(4, 5, 16\), expected 4 dimensions bhtd"),
-        ({"q": long, "k": long}, "q has a head_dim of 520, expected at most 512"),
+        ({"q": long, "k": long, "rotary_dim": 16}, "q has a head_dim of 520, expected at most 512"),
         ({"k": k[:1]}, r"k has shape \(1, 2, 5, 16\), expected \(2, 'k_heads', 5, 16\) to match q in bhtd"),
         ({"k": k[..., :8]}, r"k has shape \(2, 2, 5, 8\), expected"),
         ({"q_weight": weight[:8]}, r"q_weight has shape \(8,\), expected \(16,\) to match the head_dim"),

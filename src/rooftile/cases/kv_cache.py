@@ -70,7 +70,9 @@ def _point(
     }
     if q_heads:
         rotary = head_dim if rotary is None else rotary
-        label += f" R{rotary}" if rotary != head_dim else ""
+        if rotary != head_dim:
+            label += f" R{rotary}"
+            options["rotary_dim"] = rotary
         label += "" if table else " angles by token"
         dims |= {"q_heads": q_heads, "rotary": rotary, "table": int(table)}
     return Point(label, dims, options)

@@ -56,6 +56,8 @@ def _point(
         "positions": positions,
         "position_batch": position_batch,
     }
+    if rotary != head_dim:
+        options["rotary_dim"] = rotary
     return Point(label, dims, options)
 
 

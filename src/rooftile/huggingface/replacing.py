@@ -229,7 +229,7 @@ def rotation(style: Style, original: Rotation | None) -> Rotation:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if original is not None and (q.dtype not in FLOATS or q.dtype != cos.dtype):
             return original(q, k, cos, sin)
-        return rope(q, k, cos, sin, style=style)
+        return rope(q, k, cos, sin, rotary_dim=cos.shape[-1], style=style)
 
     return rotate
 
@@ -248,7 +248,10 @@ def norm_rotation(
             if q.shape[-1] <= LONGEST and dtype in FLOATS and all(t.dtype == dtype for t in (k, *weights, cos, sin)):
                 if transposed:
                     q, k = q.transpose(1, 2), k.transpose(1, 2)
-                return qk_norm_rope(q, k, *weights, cos, sin, eps=getattr(q_norm, eps), offset=offset, style=style)
+                return qk_norm_rope(
+                    q, k, *weights, cos, sin,
+                    eps=getattr(q_norm, eps), offset=offset, rotary_dim=cos.shape[-1], style=style,
+                )  # fmt: skip
         q, k = q_norm(q), k_norm(k)
         return rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin) if transposed else rotate(q, k, cos, sin)
 

@@ -156,7 +156,10 @@ class RoPE(nn.Module):
             if seq_len > self.max_positions:
                 raise ValueError(f"RoPE: q has {seq_len} tokens, expected at most max_positions = {self.max_positions}")
             cos, sin = cos[:seq_len], sin[:seq_len]
-        return rope(q, k, cos, sin, position_ids=position_ids, style=self.style, layout=self.layout)
+        return rope(
+            q, k, cos, sin,
+            position_ids=position_ids, rotary_dim=self.rotary_dim, style=self.style, layout=self.layout,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return (
@@ -173,7 +176,7 @@ class QKNormRoPE(nn.Module):
         eps: added to the mean of squares.
         elementwise_affine: whether there are weights.
         offset: added to the weights; 1.0 for Gemma 3, whose weights start at 0.
-        style, layout: see `rooftile.qk_norm_rope`.
+        rotary_dim, style, layout: see `rooftile.qk_norm_rope`.
     """
 
     def __init__(
@@ -183,6 +186,7 @@ class QKNormRoPE(nn.Module):
         elementwise_affine: bool = True,
         *,
         offset: float = 0.0,
+        rotary_dim: int | None = None,
         style: Style = "half",
         layout: Layout = "bhtd",
         device: torch.device | str | None = None,
@@ -191,6 +195,7 @@ class QKNormRoPE(nn.Module):
         super().__init__()
         self.q_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
         self.k_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
+        self.rotary_dim = rotary_dim
         self.style: Style = style
         self.layout: Layout = layout
 
@@ -208,6 +213,7 @@ class QKNormRoPE(nn.Module):
             eps=self.q_norm.eps,
             offset=self.q_norm.offset,
             position_ids=position_ids,
+            rotary_dim=self.rotary_dim,
             style=self.style,
             layout=self.layout,
         )

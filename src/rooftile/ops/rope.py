@@ -172,6 +172,25 @@ def config(heads: int, rotary: int, target: runtime.Target) -> RopeConfig:
     return RopeConfig(tokens, num_warps=min(1024 // target.warp_size, max(1, tokens * pairs // (8 * target.warp_size))))
 
 
+def check_rotary_dim(op: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> None:
+    """Raise unless cos has as many columns as elements of a head are turned: `rotary_dim`, or all of them.
+
+    Tables of half a head's width are common elsewhere (one column for each pair); taken for a partial rotary embedding
+    they would turn half of the head and say nothing.
+    """
+    if not (isinstance(q, Tensor) and isinstance(cos, Tensor) and q.dim() and cos.dim()):
+        return  # the op says what is wrong
+    width, head_dim = cos.shape[-1], q.shape[-1]
+    if rotary_dim is not None:
+        if width != rotary_dim:
+            raise ValueError(f"{op}: cos has a last dimension of {width}, expected rotary_dim={rotary_dim}")
+    elif 0 < width < head_dim and width % 2 == 0:  # of any other width the op says that it can't be one
+        raise ValueError(
+            f"{op}: cos has a last dimension of {width}, expected head_dim={head_dim}; rotary_dim={width} turns a part "
+            "of each head"
+        )
+
+
 def table_strides(x: Tensor, rows: int) -> tuple[int, int]:
     """Batch and row strides of a (T, ...), (1, T, ...) or (B, T, ...) tensor; T is dimension `rows`."""
     strides = x.stride()
@@ -421,6 +440,7 @@ def rope(
     sin: Tensor,
     *,
     position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: Style = "half",
     layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
@@ -429,8 +449,9 @@ def rope(
     Args:
         q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="bthd"`), float32, float16 or bfloat16, of any strides.
         k: the same but for the number of heads.
-        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, for an even rotary dimension R of at most D; elements past R are
-            passed through. Each angle stands twice, as models build the tables; one of the two is read.
+        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, where R is `rotary_dim`. Each angle stands twice, as models
+            build the tables; one of the two is read.
+        rotary_dim: R, how many elements of a head are turned: even, D by default. Elements past it pass through.
         position_ids: `(T,)`, `(1, T)` or `(B, T)`, int32 or int64: rows of cos and sin, then `(positions, R)`.
             A position outside the table gives NaN.
         style: which elements make a pair (see the top of this file): `"half"`, `"interleaved"` or `"deepseek"`.
@@ -444,6 +465,7 @@ def rope(
             without the interpreter.
         TypeError: a dtype is not one of those named.
     """
+    check_rotary_dim("rope", q, cos, rotary_dim)
     return _op(q, k, cos, sin, position_ids, style, layout, False)
 
 
@@ -454,6 +476,7 @@ def rope_(
     sin: Tensor,
     *,
     position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: Style = "half",
     layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
@@ -462,5 +485,6 @@ def rope_(
     Takes what `rope` takes, but for the style `"deepseek"`. q and k need a last stride of 1 and an address for each
     element. Gradients flow through, unless q or k is a leaf that requires grad, or a view: then it raises ValueError.
     """
+    check_rotary_dim("rope_", q, cos, rotary_dim)
     _op_in_place(q, k, cos, sin, position_ids, style, layout)
     return q, k

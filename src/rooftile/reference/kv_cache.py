@@ -54,6 +54,7 @@ def rope_and_cache(
     lengths: Tensor,
     *,
     counts: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: str = "half",
     layout: str = "bthd",
     turn: Callable[..., tuple[Tensor, Tensor]] = rope.rope,

@@ -19,6 +19,7 @@ def qk_norm_rope(
     eps: float = 1e-6,
     offset: float = 0.0,
     position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: str = "half",
     layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,7 @@ def eager(
     eps: float = 1e-6,
     offset: float = 0.0,
     position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: str = "half",
     layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ def rope(
     sin: Tensor,
     *,
     position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: str = "half",
     layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:
@@ -28,6 +29,7 @@ def eager(
     sin: Tensor,
     *,
     position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: str = "half",
     layout: str = "bhtd",
 ) -> tuple[Tensor, Tensor]:

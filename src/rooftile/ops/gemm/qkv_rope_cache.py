@@ -33,7 +33,7 @@ from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.ops.kv_cache import Layout
 from rooftile.ops.kv_cache.checks import QUANTIZED, check_rope
 from rooftile.ops.kv_cache.launch import Cache, rotate_and_append
-from rooftile.ops.rope import Style
+from rooftile.ops.rope import Style, check_rotary_dim
 
 __all__ = ["rms_norm_qkv_rope_cache"]
 
@@ -178,6 +178,7 @@ def rms_norm_qkv_rope_cache(
     v_scale: Tensor | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
+    rotary_dim: int | None = None,
     style: Style = "half",
     layout: Layout = "bthd",
 ) -> Tensor:
@@ -192,7 +193,7 @@ def rms_norm_qkv_rope_cache(
         norm_weight: `(K,)`, of any of these dtypes.
         weight: `((Hq + 2H) * D, K)` of x's dtype: the rows of q, k and v, head by head, of H heads of k as the caches
             have.
-        cos, sin, page_table, counts, k_scale, v_scale, style, layout: as `rope_and_cache` takes them.
+        cos, sin, page_table, counts, k_scale, v_scale, rotary_dim, style, layout: as `rope_and_cache` takes them.
         lengths: `(B,)`, int32 or int64: the tokens that each sequence has already, the new ones not among them, which
             `decode_attention` counts. Of a `KVCache` or a `PagedKVCache` that is `starts`, and its method
             `norm_qkv_rope_and_append` passes it.
@@ -214,6 +215,7 @@ def rms_norm_qkv_rope_cache(
     )  # fmt: skip
     if x.dim() != 3:
         raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, K)")
+    check_rotary_dim(_OP, k_cache, cos, rotary_dim)
     new = x.unsqueeze(1 if layout == "bhtd" else 2)  # of its batch and tokens
     rest = kv_cache._rest(_OP, new, k_cache, lengths, page_table, counts, k_scale, v_scale, layout)
     return _op(x, norm_weight, weight, weight_scale, bias, cos, sin, k_cache, v_cache, *rest, style, eps, offset)

@@ -25,7 +25,7 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.kv_cache import launch
 from rooftile.ops.kv_cache.checks import check, check_indices, check_rope, check_values
-from rooftile.ops.rope import Style, dense
+from rooftile.ops.rope import Style, check_rotary_dim, dense
 
 Layout = Literal["bthd", "bhtd"]
 
@@ -224,6 +224,7 @@ def rope_and_cache(
     counts: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: Style = "half",
     layout: Layout = "bthd",
 ) -> Tensor:
@@ -234,12 +235,14 @@ def rope_and_cache(
     Args:
         q: `(B, T, Hq, D)` (or `(B, Hq, T, D)`), of k's dtype.
         cos, sin: `(positions, R)`, of which the row at each token's position is taken; or, for each token, `(1, T, R)`
-            or `(B, T, R)`. R is the rotary dimension, even and at most D; elements past it are not turned. Each angle
-            stands twice, as models build the tables. A position outside of the table gives NaN.
+            or `(B, T, R)`, where R is `rotary_dim`. Each angle stands twice, as models build the tables. A position
+            outside of the table gives NaN.
+        rotary_dim: R, how many elements of a head are turned: even, D by default. Elements past it are not turned.
         style: which elements make a pair, as `rooftile.rope` has it: `"half"`, `"interleaved"` or `"deepseek"`.
 
     Returns:
         q turned, in new memory of the same order; zeros where `counts` or a negative length say that there is no token.
     """
+    check_rotary_dim("rope_and_cache", q, cos, rotary_dim)
     rest = _rest("rope_and_cache", k, k_cache, lengths, page_table, counts, k_scale, v_scale, layout)
     return _rope(q, k, v, cos, sin, k_cache, v_cache, *rest, style)

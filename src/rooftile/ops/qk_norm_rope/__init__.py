@@ -25,7 +25,7 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.qk_norm_rope import backward, forward
 from rooftile.ops.qk_norm_rope.common import check
-from rooftile.ops.rope import Layout, Style, check_tables, dense
+from rooftile.ops.rope import Layout, Style, check_rotary_dim, check_tables, dense
 
 __all__ = ["qk_norm_rope"]
 
@@ -105,6 +105,7 @@ def qk_norm_rope(
     eps: float = 1e-6,
     offset: float = 0.0,
     position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
     style: Style = "half",
     layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
@@ -119,8 +120,9 @@ def qk_norm_rope(
             at most 512.
         k: the same but for the number of heads.
         q_weight, k_weight: `(D,)`, of any of the three dtypes, or None for no weight (and then no offset).
-        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, for an even rotary dimension R of at most D; elements past R are
-            normed, and not turned. Each angle stands twice, as models build the tables; one of the two is read.
+        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, where R is `rotary_dim`. Each angle stands twice, as models
+            build the tables; one of the two is read.
+        rotary_dim: R, how many elements of a head are turned: even, D by default. Elements past it are normed only.
         eps: added to the mean of squares.
         offset: added to the weights in float32; 1.0 for Gemma and Qwen3-Next.
         position_ids: `(T,)`, `(1, T)` or `(B, T)`, int32 or int64: rows of cos and sin, then `(positions, R)`.
@@ -136,4 +138,5 @@ def qk_norm_rope(
             without the interpreter.
         TypeError: a dtype is not one of those named; eps or offset is not a number.
     """
+    check_rotary_dim("qk_norm_rope", q, cos, rotary_dim)
     return _op(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, style, layout)
