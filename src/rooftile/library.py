@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,14 +117,14 @@ def _is_plain(keyset: Any) -> bool:
     return plain
 
 
-def _node(
-    name: str, below: Callable[..., Any], autograd: Autograd | None, mutated: tuple[int, ...]
-) -> type[torch.autograd.Function]:
+def _node(name: str, autograd: Autograd | None, mutated: tuple[int, ...]) -> type[torch.autograd.Function]:
+    """The op as autograd records it: applied to what runs it, and to its arguments."""
+
     class Node(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
             ctx.set_materialize_grads(False)
-            outputs = below(keyset, *args)
+            outputs = run(*args)
             if mutated:
                 outputs = tuple(args[i] for i in mutated)
                 ctx.mark_dirty(*outputs)
@@ -225,14 +226,14 @@ class _Calls:
         return found if device == launching._current_device() else None
 
     def find(self, *args: Any) -> Any:
-        """As `get`; True where a gradient is wanted, and None where somebody wants to see ops."""
+        """As `get`; in a tuple where a gradient is wanted, and None where somebody wants to see ops."""
         if _somebody_listens() or forward_ad._current_level >= 0:
             return None
         found = self.get(*args)
         if found is not None and torch.is_grad_enabled():
             for arg in args:
                 if type(arg) in _PLAIN_TYPES and arg.requires_grad:
-                    return True
+                    return (found,)
         return found
 
     def store(self, run: Callable[..., Any], *args: Any) -> bool:
@@ -333,7 +334,10 @@ def define(
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
-    node = _node(name, below, autograd, mutated)
+    node = _node(name, autograd, mutated)
+    # `Function.apply` itself looks for functorch's wrappers, which plain tensors are not: 3 us.
+    apply_to_plain = super(torch.autograd.Function, node).apply
+    has_checks = bool(mutated) or (autograd is not None and autograd.check is not None)
 
     def asks_for_gradients(args: tuple[Any, ...]) -> bool:
         if forward_ad._current_level >= 0 and any(_has_tangent(args[i]) for i in tensors):
@@ -344,11 +348,7 @@ def define(
                     return True
         return False
 
-    def with_gradients(keyset: Any, args: tuple[Any, ...]) -> Any:
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise RuntimeError(
-                f"rooftile::{name} can't be differentiated by torch.func; use torch.autograd.grad or .backward()"
-            )
+    def check_gradients(args: tuple[Any, ...]) -> None:
         if autograd is not None and autograd.check is not None:
             autograd.check(args)
         for i in mutated:
@@ -360,7 +360,14 @@ def define(
                     f"{name}: {argument} is a view, which autograd can't follow through an op that writes "
                     f"{len(mutated)} tensors; pass {argument}.clone(), or call it under torch.no_grad()"
                 )
-        outputs = node.apply(keyset, *args)
+
+    def with_gradients(keyset: Any, args: tuple[Any, ...]) -> Any:
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(
+                f"rooftile::{name} can't be differentiated by torch.func; use torch.autograd.grad or .backward()"
+            )
+        check_gradients(args)
+        outputs = node.apply(functools.partial(below, keyset), *args)
         return None if mutated else outputs
 
     def differentiate(keyset: Any, *args: Any) -> Any:
@@ -372,8 +379,10 @@ def define(
             return overload(*args)
         run = find(*args)
         if run is not None:
-            if run is True:
-                return with_gradients(None, args)
+            if type(run) is tuple:
+                if has_checks:
+                    return with_gradients(None, args)
+                return apply_to_plain(run[0], *args)
             for i in mutated:
                 torch.autograd.graph.increment_version(args[i])
             return run(*args)

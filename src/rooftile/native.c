@@ -472,7 +472,7 @@ static PyObject *name_level;
 
 typedef struct {
   PyObject_HEAD
-  PyObject *known; // {key: what was stored}
+  PyObject *known; // {key: (what was stored,)}
 } Calls;
 
 typedef struct {
@@ -614,24 +614,24 @@ static PyObject *look_up(Calls *self, PyObject *const *args, Py_ssize_t n, bool 
       return NULL;
     Py_RETURN_NONE;
   }
-  Py_INCREF(found);
   CUdevice current;
-  bool other = driver.device(&current) != CUDA_SUCCESS || current != key.device;
-  if (!other && without_gradients && key.requires_grad) {
-    PyObject *enabled = PyObject_CallNoArgs(grad_enabled);
-    if (!enabled) {
-      Py_DECREF(found);
-      return NULL;
-    }
-    if (is_true_and_release(enabled)) {
-      Py_DECREF(found);
-      Py_RETURN_TRUE;
-    }
-  }
-  if (other) {
-    Py_DECREF(found);
+  if (driver.device(&current) != CUDA_SUCCESS || current != key.device)
     Py_RETURN_NONE;
+  if (!without_gradients || !key.requires_grad) {
+    found = PyTuple_GET_ITEM(found, 0);
+    Py_INCREF(found);
+    return found;
   }
+  Py_INCREF(found);
+  PyObject *enabled = PyObject_CallNoArgs(grad_enabled);
+  if (enabled && !is_true_and_release(enabled)) {
+    PyObject *run = PyTuple_GET_ITEM(found, 0);
+    Py_INCREF(run);
+    Py_DECREF(found);
+    return run;
+  }
+  if (!enabled)
+    Py_CLEAR(found);
   return found;
 }
 
@@ -640,8 +640,8 @@ static PyObject *calls_get(PyObject *object, PyObject *const *args, Py_ssize_t n
   return look_up((Calls *)object, args, n, false);
 }
 
-// find(*args): what was stored for such arguments; True where that is there and a gradient is wanted; None where there
-// is nothing, somebody wants to see ops, or the device is not the current one.
+// find(*args): what was stored for such arguments, in a tuple where a gradient is wanted; None where there is nothing,
+// somebody wants to see ops, or the device is not the current one.
 static PyObject *calls_find(PyObject *object, PyObject *const *args, Py_ssize_t n) {
   int alone = is_quiet();
   if (alone < 0)
@@ -660,7 +660,9 @@ static PyObject *calls_store(PyObject *object, PyObject *const *args, Py_ssize_t
       return NULL;
     Py_RETURN_FALSE;
   }
-  int failed = PyDict_SetItem(((Calls *)object)->known, bytes, args[0]);
+  PyObject *kept = PyTuple_Pack(1, args[0]);
+  int failed = kept ? PyDict_SetItem(((Calls *)object)->known, bytes, kept) : -1;
+  Py_XDECREF(kept);
   Py_DECREF(bytes);
   if (failed)
     return NULL;
