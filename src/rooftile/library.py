@@ -336,7 +336,7 @@ def define(
 
     node = _node(name, autograd, mutated)
     # `Function.apply` itself looks for functorch's wrappers, which plain tensors are not: 3 us.
-    apply_to_plain = super(torch.autograd.Function, node).apply
+    apply_to_plain: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
     has_checks = bool(mutated) or (autograd is not None and autograd.check is not None)
 
     def asks_for_gradients(args: tuple[Any, ...]) -> bool:

@@ -1,9 +1,13 @@
-"""Rows too long for one program: several hold a row together, and exchange their partial results through memory.
+"""Rows too long for one program: several programs share a row and exchange their partial results through memory.
 
-The memory has been zeroed by the host: each program publishes the complement of its result's bits (a sum may well be
-zero, but its complement is zero only for one NaN, which is never published) and waits until all of its row's words are
-there. The value is its own flag, so no fence is needed. Everybody waits for everybody, so the grid must be resident
-at once: it is launched as a cooperative grid, which the driver refuses rather than let it hang.
+The host has zeroed the memory. Each program publishes the complement of its result's bits and waits until all words of
+its row are there. A result may be zero, but its complement is zero for one NaN alone, which is never published.
+
+A word is its own flag: nothing else is read once it is there. So relaxed atomics at GPU scope are enough on both sides,
+a relaxed exchange to publish and a volatile load (which PTX defines as a relaxed one) to poll, without a fence.
+
+Every program waits for others, so the whole grid has to be resident: it is launched as a cooperative grid, which the
+driver refuses if it does not fit.
 """
 
 from __future__ import annotations
@@ -18,27 +22,30 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def _canonical(value):
-    """One NaN for all: an input's own may have just the bits whose complement is zero."""
+    """One NaN for all: an input's NaN may have the bits whose complement is zero."""
     return tl.where(value == value, value, float("nan"))
 
 
 @triton.jit
 def publish(word_ptr, value, mask):
+    """One float32 in a 32-bit word."""
     value = _canonical(value)
-    tl.store(word_ptr, ~value.to(tl.int32, bitcast=True), mask=mask)
+    tl.atomic_xchg(
+        word_ptr, ~value.to(tl.int32, bitcast=True), mask=tl.full((), mask, tl.int1), sem="relaxed", scope="gpu"
+    )
 
 
 @triton.jit
 def publish_pair(word_ptr, a, b, mask):
-    """Two float32 in one 64-bit word: both are there, or neither."""
+    """Two float32 in a 64-bit word: both are there, or neither."""
     a = _canonical(a).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     b = _canonical(b).to(tl.int32, bitcast=True).to(tl.int64)
-    tl.store(word_ptr, ~((b << 32) | a), mask=mask)
+    tl.atomic_xchg(word_ptr, ~((b << 32) | a), mask=tl.full((), mask, tl.int1), sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def gather(words, words_ptr, mask):
-    """The words at words_ptr, first read as `words`, read again until all but the masked ones are there."""
+    """The words at words_ptr, which were read once as `words`: polled until all of them are there, but the masked."""
     while tl.min((words != 0).to(tl.int32), axis=0) == 0:
         words = tl.load(words_ptr, mask=mask, other=-1, volatile=True)
     return ~words

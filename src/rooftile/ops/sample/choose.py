@@ -46,7 +46,7 @@ class Search:
         return splits, min(n_rows, most // splits)
 
 
-FEW = 16  # rows below which a pass is a meeting more than work
+FEW = 16  # rows below which a pass takes longer in its barrier than in its work
 
 
 @functools.cache

@@ -9,7 +9,7 @@ softmax (Gumbel 1954; Maddison et al. 2014, https://arxiv.org/abs/1411.0030).
 Probabilities are relative to the largest, in units of 2^-40: sums of integers are the same in any order, so a row's
 threshold depends neither on how many programs share it nor on what stands beside it.
 
-Several programs share a row where there are few rows. After each pass they meet: each leaves its sums in memory and
+Several programs share a row where there are few rows. After each pass is a barrier: each stores its sums in memory and
 waits until all have come, then each adds up the sums of all and goes on by itself. All programs must run at once, so
 the grid is launched as a cooperative one.
 """
@@ -29,7 +29,7 @@ from rooftile.ops.sample.common import (
     value_of,
     with_index,
 )
-from rooftile.ops.sample.meeting import WORDS, gather, largest, meet, words_of
+from rooftile.ops.sample.row_barrier import WORDS, gather, largest, row_barrier, words_of
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -123,7 +123,7 @@ def _target(top_p, mass):
 
 @triton.jit
 def _threshold(
-    x_ptr, seen_ptr, words_ptr, counter_ptr, split, splits, meetings, begin, end, n_cols,
+    x_ptr, seen_ptr, words_ptr, counter_ptr, split, splits, n_barriers, begin, end, n_cols,
     penalty, top, rate, temperature, top_k, top_p, shift, low, ceiling, low_mass,
     PIVOTS: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -155,10 +155,10 @@ def _threshold(
                 x_ptr, seen_ptr, begin, end, n_cols, penalty, top, rate,
                 first, low, high, step, shift, temperature, PIVOTS, LANES, PACK,
             )  # fmt: skip
-            at = words_of(words_ptr, meetings, splits)
+            at = words_of(words_ptr, n_barriers, splits)
             tl.store(at + split * WORDS + slots, count)
             tl.store(at + split * WORDS + 8 + slots, mass)
-            meetings = meet(counter_ptr, meetings, splits)
+            n_barriers = row_barrier(counter_ptr, n_barriers, splits)
             count = tl.sum(gather(at, 0, splits, SPLITS), axis=0)
             mass = tl.sum(gather(at, 8, splits, SPLITS), axis=0)
 
@@ -194,7 +194,7 @@ def _threshold(
                 high_count = zero
                 high_mass = zero
                 first = searching
-    return meetings, low, high, kept, cut
+    return n_barriers, low, high, kept, cut
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def _row(
     begin = split * share
     end = tl.minimum(begin + share, n_cols)
     block = tl.arange(0, LANES)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-    meetings = split * 0
+    n_barriers = split * 0
 
     # The largest logit, raw and penalised.
     best = tl.full((LANES,), -(2**63), tl.int64)
@@ -267,10 +267,10 @@ def _row(
         x, z = load_logits(x_ptr, seen_ptr, cols, mask, penalty)
         best = tl.maximum(best, tl.max(tl.where(mask, with_index(key_of(z), cols), -(2**63)), axis=1))
         raw = tl.maximum(raw, tl.max(tl.where(mask, key_of(x), -LARGEST - 1), axis=1))
-    at = words_of(words_ptr, meetings, splits)
+    at = words_of(words_ptr, n_barriers, splits)
     tl.store(at + split * WORDS, tl.max(best, axis=0))
     tl.store(at + split * WORDS + 1, tl.max(raw, axis=0).to(tl.int64))
-    meetings = meet(counters_ptr, meetings, splits)
+    n_barriers = row_barrier(counters_ptr, n_barriers, splits)
     best = largest(at, 0, splits, SPLITS)
     raw_top = value_of(largest(at, 1, splits, SPLITS).to(tl.int32))
     top = value_of(key_in(best))
@@ -285,10 +285,10 @@ def _row(
         x, z = load_logits(x_ptr, seen_ptr, cols, cols < n_cols, penalty)
         raw_mass += tl.sum(_mass(_below(x, raw_top, LOG2E)), axis=1)
         mass += tl.sum(_mass(_below(z, top, rate)), axis=1)
-    at = words_of(words_ptr, meetings, splits)
+    at = words_of(words_ptr, n_barriers, splits)
     tl.store(at + split * WORDS, tl.sum(raw_mass, axis=0))
     tl.store(at + split * WORDS + 1, tl.sum(mass, axis=0))
-    meetings = meet(counters_ptr, meetings, splits)
+    n_barriers = row_barrier(counters_ptr, n_barriers, splits)
     sums = tl.sum(gather(at, 0, splits, SPLITS), axis=0)
     total = _at(sums, 0).to(tl.float32) / ONE
 
@@ -298,8 +298,8 @@ def _row(
         shift = tl.where(penalty == 1.0, shift, 0)
     low = tl.full((), -(2**31), tl.int64)
     ceiling = ((key_in(best).to(tl.int64) >> shift) + 1) << shift
-    meetings, low, high, kept, cut = _threshold(
-        x_ptr, seen_ptr, words_ptr, counters_ptr, split, splits, meetings, begin, end, n_cols,
+    n_barriers, low, high, kept, cut = _threshold(
+        x_ptr, seen_ptr, words_ptr, counters_ptr, split, splits, n_barriers, begin, end, n_cols,
         penalty, top, rate, temperature, tl.where(draws, top_k, 0), tl.where(draws, top_p, 1.0), shift, low, ceiling,
         _at(sums, 1), PIVOTS, LANES, PACK, SPLITS,
     )  # fmt: skip
@@ -308,10 +308,10 @@ def _row(
     high = high.to(tl.int32)
     before = tl.zeros((), tl.int32)
     if cut:
-        at = words_of(words_ptr, meetings, splits)
+        at = words_of(words_ptr, n_barriers, splits)
         ties_here = _ties(x_ptr, seen_ptr, begin, end, n_cols, penalty, low, high, LANES, PACK)
         tl.store(at + split * WORDS, ties_here.to(tl.int64))
-        meetings = meet(counters_ptr, meetings, splits)
+        n_barriers = row_barrier(counters_ptr, n_barriers, splits)
         rows = tl.arange(0, SPLITS)
         of_rows = tl.load(at + rows * WORDS, mask=rows < split, other=0, cache_modifier=".cg")
         before += tl.sum(of_rows, axis=0).to(tl.int32)
@@ -320,13 +320,13 @@ def _row(
             x_ptr, seen_ptr, begin, end, n_cols, penalty, top, rate, seed, position, min_p, low, high, cut, kept,
             before, LANES,
         )  # fmt: skip
-        at = words_of(words_ptr, meetings, splits)
+        at = words_of(words_ptr, n_barriers, splits)
         tl.store(at + split * WORDS, drawn)
         best = drawn
     if arrives_last(counters_ptr + 1, splits):
-        tl.store(counters_ptr, 0)  # all have left the last meeting
+        tl.store(counters_ptr, 0)  # all programs have passed the last barrier
         if draws:
-            best = largest(words_of(words_ptr, meetings, splits), 0, splits, SPLITS)
+            best = largest(words_of(words_ptr, n_barriers, splits), 0, splits, SPLITS)
         finish(row, best, x_ptr, seen_ptr, tokens_ptr, logprobs_ptr, raw_top, total, WRITES_SEEN)
 
 
