@@ -131,7 +131,7 @@ def test_a_quantized_layer_is_saved_and_loaded(kind):
     x = torch.randn(3, 64, device=DEVICE)
     assert torch.equal(fresh(x), layer(x))
     assert set(layer.state_dict()) == {"weight", "weight_scale", "bias"}
-    with pytest.raises(RuntimeError, match="weight_scale"):  # a layer's that is not quantised
+    with pytest.raises(RuntimeError, match="weight_scale"):  # a layer's that is not quantized
         fresh.load_state_dict(source().state_dict())
 
 
@@ -205,11 +205,11 @@ def test_errors_name_what_is_wrong():
             quantized(kind, source())(torch.randn(3, 64, device=DEVICE, requires_grad=True))
 
 
-@pytest.mark.parametrize("quantised", [nn.FP8Linear, nn.Int8Linear, nn.Int4Linear])
-def test_what_a_quantised_layer_has_not_is_refused(quantised):
+@pytest.mark.parametrize("quantized", [nn.FP8Linear, nn.Int8Linear, nn.Int4Linear])
+def test_what_a_quantized_layer_has_not_is_refused(quantized):
     for layer in (nn.Linear(128, 48, device=DEVICE, activation="gelu"), nn.GatedLinear(128, 24, device=DEVICE)):
         with pytest.raises(ValueError, match=f"linear is a {type(layer).__name__} with activation="):
-            quantised(layer)
+            quantized(layer)
 
 
 def test_gated_linear_says_what_comes_out():
@@ -217,3 +217,19 @@ def test_gated_linear_says_what_comes_out():
     assert layer.out_features == layer(torch.randn(2, 128, device=DEVICE)).shape[-1] == 24
     assert "out_features=24" in repr(layer)
     assert "activation='gelu'" in repr(layer)
+
+
+@every_quantized
+def test_quantized_layers_add_a_residual_last(kind):
+    layer = quantized(kind, source())
+    x, residual = torch.randn(3, 64, device=DEVICE), torch.randn(3, 48, device=DEVICE)
+    torch.testing.assert_close(layer(x, residual), layer(x) + residual, rtol=1e-6, atol=1e-6)
+
+
+def test_linear_takes_a_precision():
+    layer = nn.Linear(64, 48, device=DEVICE, precision="tf32")
+    x = torch.randn(3, 64, device=DEVICE)
+    assert torch.equal(layer(x), linear(x, layer.weight, layer.bias, precision="tf32"))
+    assert "precision='tf32'" in repr(layer)
+    with pytest.raises(ValueError, match="precision is 'bf16', expected one of ieee, tf32"):
+        nn.Linear(64, 48, precision="bf16")

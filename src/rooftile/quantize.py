@@ -1,4 +1,4 @@
-"""What a quantised result is to be: the option `quantize` of the ops that end where a matrix product begins."""
+"""What a quantized result is to be: the option `quantize` of the ops that end where a matrix product begins."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Quantize:
 def check_quantize(op: str, quantize: object, *, fused: bool = True) -> None:
     """Raise TypeError for what is no `Quantize`, ValueError for what an op can't do.
 
-    `fused`: the op quantises its own result, so that no program has seen more of it than its rows.
+    `fused`: the op quantizes its own result, so that no program has seen more of it than its rows.
     """
     if not isinstance(quantize, Quantize):
         raise TypeError(

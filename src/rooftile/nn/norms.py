@@ -202,7 +202,7 @@ class QKNormRoPE(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """q and k, each head normalised and then rotated by its token's angles."""
+        """q and k, each head normalized and then rotated by its token's angles."""
         return qk_norm_rope(
             q,
             k,
