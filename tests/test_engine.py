@@ -166,7 +166,7 @@ def by_row_in_fp8(x, tokens=None):
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
-def test_quantised_weights(quantize, llama, tmp_path, device):
+def test_quantized_weights(quantize, llama, tmp_path, device):
     """Against Hugging Face's model with the same roundings, in prompts and in single tokens. In fp8 a number between
     two of the format may go the other way by the last bit of float32."""
     engine = rooftile.Engine.from_pretrained(

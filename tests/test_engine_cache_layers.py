@@ -24,7 +24,7 @@ def test_a_forgotten_append(cache, device):
     cache.append(0, x, x)
     torch.testing.assert_close(cache.attend(0, x), x)  # of one key
     with pytest.raises(
-        RuntimeError, match=r"KVCache.attend: layer 1 has not the keys and values of this step; call append first"
+        RuntimeError, match=r"KVCache.attend: layer 1 lacks the keys and values of this step; call append first"
     ):
         cache.attend(1, x)
     cache.append(1, 2 * x, 2 * x)

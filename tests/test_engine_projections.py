@@ -1,4 +1,4 @@
-"""The products of the engine's layers, dense and quantised."""
+"""The products of the engine's layers, dense and quantized."""
 
 import itertools
 

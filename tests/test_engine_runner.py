@@ -177,7 +177,7 @@ def test_what_is_deferred_is_told_in_its_order_also_where_something_fails(device
         with cache.deferred():
             pass
 
-    with pytest.raises(RuntimeError, match=r"PagedKVCache.deferred: is under way already"):
+    with pytest.raises(RuntimeError, match=r"PagedKVCache.deferred: is active already"):
         steps()
     assert cache.lengths.tolist() == [3, 23, 0]
     assert cache.starts.tolist() == [0, 21, 0]

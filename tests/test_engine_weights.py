@@ -104,7 +104,7 @@ def test_a_checkpoint_of_every_family(family, tmp_path, device):
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
-def test_quantised_as_it_is_read(quantize, tmp_path, device, monkeypatch):
+def test_quantized_as_it_is_read(quantize, tmp_path, device, monkeypatch):
     monkeypatch.setattr(weights_, "_AT_A_TIME", 1000)  # several parts of a tensor
     monkeypatch.setattr(projections, "_AT_A_TIME", 500)
     model = model_of("llama code")
@@ -343,14 +343,14 @@ def test_numbers_that_float16_does_not_have(tmp_path, device):
 class TestRandom:
     @pytest.mark.gpu
     @pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
-    def test_a_quantised_model_is_never_there_in_16_bits(self, quantize, device):
+    def test_a_quantized_model_is_never_there_in_16_bits(self, quantize, device):
         more = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 64000}
         config = ModelConfig.from_hf(model_of("llama").config.to_dict() | more | {"head_dim": 512})
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         weights = weights_.random(config, quantize=quantize, device=device)
         left = torch.cuda.memory_allocated(device) - before
-        # Some float32 tensors of the elements that are quantised at a time; the model in 16 bits has 1.3 GB.
+        # Some float32 tensors of the elements that are quantized at a time; the model in 16 bits has 1.3 GB.
         assert torch.cuda.max_memory_allocated(device) - before < left + 6 * 4 * projections._AT_A_TIME
         assert weights.nbytes + weights.embedding.nbytes == pytest.approx(left, rel=0.01)
 
@@ -368,15 +368,15 @@ class TestRandom:
         assert not torch.equal(one.embedding, one.lm_head.weight)
 
     @pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
-    def test_quantised_ones_are_the_same(self, quantize, device):
+    def test_quantized_ones_are_the_same(self, quantize, device):
         config = ModelConfig.from_hf(model_of("llama code").config)
         plain = weights_.random(config, dtype=torch.float32, device=device)
-        quantised = weights_.random(config, dtype=torch.float32, quantize=quantize, device=device)
+        quantized = weights_.random(config, dtype=torch.float32, quantize=quantize, device=device)
         for name in ("qkv", "down"):
             again = KINDS[quantize].of(getattr(plain.layers[1], name).weight)
-            assert torch.equal(dense_of(getattr(quantised.layers[1], name)), dense_of(again))
-        assert torch.equal(quantised.embedding, plain.embedding)
-        assert close(dense_of(quantised.lm_head), plain.embedding)
+            assert torch.equal(dense_of(getattr(quantized.layers[1], name)), dense_of(again))
+        assert torch.equal(quantized.embedding, plain.embedding)
+        assert close(dense_of(quantized.lm_head), plain.embedding)
 
     @pytest.mark.parametrize(
         ("config", "parameters"),

@@ -59,7 +59,9 @@ def test_a_decoded_token_fills_no_memory(step):
     """The length of a single sequence is a view: to fill a tensor is a kernel for each layer."""
 
     class Filled(TorchDispatchMode):
-        names = Counter()
+        def __init__(self):
+            super().__init__()
+            self.names = Counter()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.names[func._schema.name] += 1

@@ -1,4 +1,4 @@
-"""Inference: models that generate text, and the caches of keys and values."""
+"""Inference: models that generate text, and the KV caches."""
 
 from rooftile.engine.cache import KVCache, PagedKVCache, PagedSequence
 from rooftile.engine.config import ModelConfig

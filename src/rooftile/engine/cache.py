@@ -1,4 +1,7 @@
-"""What both caches of keys and values have: memory, the steps by which sequences grow, and how layers use it."""
+"""KV caches: contiguous memory for each sequence, or pages that sequences share.
+
+`CacheBase` is what both have: the memory, the steps by which sequences grow, and what a layer calls in a step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _PAGE_SIZES = (16, 32, 64, 128, 256)
 
 @triton.jit(do_not_specialize=["n", "capacity"])
 def _advance_kernel(lengths_ptr, starts_ptr, counts_ptr, n, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """start = length, length += count, and never past the capacity."""
+    """start = length; length += count, at most the capacity."""
     if EARLY:
         pdl_launch_dependents()
         pdl_wait()
@@ -55,7 +58,7 @@ def check_positive(name: str, **sizes: int) -> None:
 
 
 def new_tokens(op: str, sequence: object, n: object) -> int:
-    """How many new tokens a sequence is to get."""
+    """The number of new tokens of a sequence, checked."""
     try:
         new = operator.index(n)  # type: ignore[arg-type]
     except TypeError:
@@ -67,7 +70,7 @@ def new_tokens(op: str, sequence: object, n: object) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """What both caches are told of keys and values. See `KVCache`."""
+    """The arguments that both caches share. See `KVCache`."""
 
     kv_heads: int
     head_dim: int
@@ -95,19 +98,19 @@ class KVLayout:
 class CacheBase:
     """Memory for keys and values of `slots` sequences, and the step that they are in. See its two subclasses.
 
-    A step gives sequences new tokens. `reserve` says how many, on the host, where it can fail and costs no
-    synchronisation; `advance` moves the lengths on the device by as many; `extend` is both. Each layer then appends its
-    keys and values, once. In a CUDA graph stands `advance` with what the layers do, and before each replay `reserve`.
+    A step gives sequences new tokens. `reserve` sets how many, on the host, where it can fail without synchronizing;
+    `advance` adds them to the lengths on the device; `extend` does both. Each layer then appends its keys and values,
+    once. A CUDA graph captures `advance` and the layers' work; the host calls `reserve` before each replay.
 
     Attributes:
         k, v: `(layers, B, max_seq_len, H, D)` or `(layers, pages, page_size, H, D)`; in layout `"bhtd"` the heads come
             before the tokens.
-        lengths: `(slots,)` int32, on the device: the tokens of each sequence, those of the step among them.
-        starts: `(slots,)` int32, on the device: where the tokens of the step begin.
-        counts: `(slots,)` int32, on the device: how many each sequence has in the step.
+        lengths: `(slots,)` int32, on the device: the tokens of each sequence, including those of the step.
+        starts: `(slots,)` int32, on the device: the position of the first token of the step.
+        counts: `(slots,)` int32, on the device: the tokens of each sequence in the step.
         page_table: `(slots, max_pages)` int32, on the device, or None.
 
-    All of them stay at their addresses.
+    None of them is ever reallocated.
     """
 
     page_table: Tensor | None = None
@@ -131,11 +134,11 @@ class CacheBase:
                 torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(3)
             )
         self._counts = [0] * slots  # what `counts` holds
-        self._new = 0  # the most tokens that a sequence has in the step
+        self._new = 0  # the largest of them
         self._advanced = True
-        self._captured = False  # a graph advances, and the host is not told when
-        self._appended = set(range(kv.layers))  # the layers that have the tokens of the step
-        self._later: list[Callable[[], object]] | None = None  # what the device is told at the end of `deferred`
+        self._captured = False  # a graph advances, and the host does not see when
+        self._appended = set(range(kv.layers))  # the layers that have appended in this step
+        self._later: list[Callable[[], object]] | None = None  # device updates that wait for the end of `deferred`
 
     def _make_scales(
         self, scales: str | tuple[Tensor, Tensor] | None, by_token: tuple[int, ...]
@@ -169,27 +172,26 @@ class CacheBase:
             )
 
     def _begin(self, counts: list[int]) -> None:
-        """The step that was reserved: from here on nothing fails."""
+        """Begin the reserved step. Nothing fails from here on."""
         if counts != self._counts:
             self._send(self.counts, counts)
         self._counts, self._new = counts, max(counts, default=0)
         self._advanced, self._appended = False, set()
 
     def _drop(self, rows: slice) -> None:
-        """Those sequences take no part any more in the step that was begun."""
+        """Take those sequences out of the current step."""
         if any(self._counts[rows]):
             self._counts = [0 if i in range(rows.start, rows.stop) else n for i, n in enumerate(self._counts)]
             self._send(self.counts, self._counts)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """What the device is told of lengths, pages and counts meanwhile, it is told at the end, in the same order.
+        """Delay device updates of lengths, pages and counts until the block ends; their order stays.
 
-        For work that needs none of it and that should not wait for the host to tell it. What the host knows of
-        sequences is as ever.
+        Use it around work that does not read them and should start first. The host's own state changes at once.
         """
         if self._later is not None:
-            raise RuntimeError(f"{type(self).__name__}.deferred: is under way already")
+            raise RuntimeError(f"{type(self).__name__}.deferred: is active already")
         self._later = []
         try:
             yield
@@ -199,18 +201,18 @@ class CacheBase:
                 tell()
 
     def _tell(self, tell: Callable[[], object]) -> None:
-        """Do that on the device, now or at the end of what is deferred."""
+        """Run a device update now, or at the end of `deferred`."""
         if self._later is None:
             tell()
         else:
             self._later.append(tell)
 
     def _send(self, tensor: Tensor, values: Sequence[Any]) -> None:
-        sent = torch.tensor(values, dtype=tensor.dtype, device="cpu")  # as they are now
+        sent = torch.tensor(values, dtype=tensor.dtype, device="cpu")  # a copy: the list may change
         self._tell(lambda: tensor.copy_(sent, non_blocking=True))
 
     def advance(self) -> None:
-        """Move the lengths on the device by what was reserved. One launch, which a CUDA graph can hold.
+        """Add the reserved tokens to the lengths on the device, by one launch, which a CUDA graph can capture.
 
         Raises:
             RuntimeError: nothing was reserved since the last call.
@@ -236,7 +238,7 @@ class CacheBase:
         return layer
 
     def inputs(self, layer: int) -> dict[str, Any]:
-        """What `rooftile.decode_attention` takes beside q: views of this layer, and the lengths."""
+        """The arguments of `rooftile.decode_attention` other than q: views of this layer, and the lengths."""
         layer = self._layer("inputs", layer)
         scales = [None if s is None else s[layer] if s.dim() in (2, 4) else s for s in self._scales or (None, None)]
         return {
@@ -250,15 +252,17 @@ class CacheBase:
         }
 
     def _step(self, op: str, layer: int, what: str, new: Tensor, axes: str) -> dict[str, Any]:
-        """Where the new tokens of a layer go, when nothing speaks against it. `new` holds them, under the name that
-        errors have, and `axes` names its dimensions."""
+        """The arguments that say where a layer's new tokens go, after checks of the step.
+
+        `new` holds the tokens; errors call it `what`, and `axes` names its dimensions.
+        """
         name = f"{type(self).__name__}.{op}"
         given = self.inputs(self._layer(op, layer)) | {"lengths": self.starts, "counts": self.counts}
         if not self._advanced:
             raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
         if layer in self._appended:
             raise RuntimeError(f"{name}: layer {layer} has the tokens of this step; call extend or reserve for others")
-        if isinstance(new, Tensor) and new.dim() == len(axes):  # if not, the op says so
+        if isinstance(new, Tensor) and new.dim() == len(axes):  # else the op reports it
             tokens = new.shape[axes.index("t")]
             if new.shape[0] != len(self._counts):
                 raise ValueError(f"{name}: {what} has {new.shape[0]} sequences, expected {len(self._counts)}")
@@ -269,10 +273,10 @@ class CacheBase:
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write a layer's keys and values of this step: `(slots, T, H, D)` or, in layout `"bhtd"`, `(slots, H, T, D)`.
 
-        Sequences with fewer new tokens than T have them first; what stands behind them is not written.
+        A sequence with fewer than T new tokens has them first; the rest of its row is not written.
 
         Raises:
-            RuntimeError: there is no step, or the layer has its tokens.
+            RuntimeError: there is no step, or the layer has appended in it.
             IndexError: there is no such layer.
             ValueError, TypeError: as `rooftile.append_kv`. Nothing was written then.
         """
@@ -282,18 +286,20 @@ class CacheBase:
     def rope_and_append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, style: Style = "half"
     ) -> Tensor:
-        """`append` of k turned by its positions, and q turned: see `rooftile.rope_and_cache`. cos and sin are tables by
-        position, `(positions, R)`, or given for each token."""
+        """Rotate q and k by their positions, append k and v, and return the rotated q: see `rooftile.rope_and_cache`.
+
+        cos and sin are tables by position, `(positions, R)`, or have a row for each token.
+        """
         given = self._step("rope_and_append", layer, "k", k, self.layout)
-        turned = rope_and_cache(q, k, v, cos, sin, **given, style=style)
+        rotated = rope_and_cache(q, k, v, cos, sin, **given, style=style)
         self._appended.add(layer)
-        return turned
+        return rotated
 
     def norm_qkv_rope_and_append(
         self, layer: int, x: Tensor, norm_weight: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **options: Any
     ) -> Tensor:
         """`rope_and_append` of the q, k and v of hidden states x, `(slots, T, K)`: see
-        `rooftile.rms_norm_qkv_rope_cache`, whose bias, weight_scale, eps, offset and style `options` are.
+        `rooftile.rms_norm_qkv_rope_cache`. `options` are its bias, weight_scale, eps, offset and style.
 
         Raises:
             RuntimeError, IndexError: as `append`.
@@ -307,13 +313,14 @@ class CacheBase:
         return q
 
     def attend(self, layer: int, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`rooftile.decode_attention` of q, `(slots, T, Hq, D)`, against this layer: of the last T tokens of the step,
-        1 to 16, in every sequence that takes part. The rows of those that take none mean nothing. `options` are that
-        function's.
+        """`rooftile.decode_attention` of q, `(slots, T, Hq, D)`, against this layer.
+
+        q belongs to the last T tokens of the step, 1 to 16, in every sequence that takes part. Rows of other sequences
+        have no meaning. `options` are passed on.
 
         Raises:
-            RuntimeError: the layer has not the tokens of the step, as far as the host knows: what a CUDA graph that
-                advances does, it is not told.
+            RuntimeError: the layer has not appended in this step. It is not raised after a CUDA graph has captured
+                `advance`: the host does not see what a replay does.
             IndexError: there is no such layer.
             ValueError, TypeError: a sequence has fewer than T tokens in the step; or as `rooftile.decode_attention`.
         """
@@ -323,7 +330,7 @@ class CacheBase:
         if layer not in self._appended and any(self._counts) and not self._captured:
             missing = "append" if self._advanced else "advance, then append"
             raise RuntimeError(
-                f"{type(self).__name__}.attend: layer {layer} has not the keys and values of this step; "
+                f"{type(self).__name__}.attend: layer {layer} lacks the keys and values of this step; "
                 f"call {missing} first"
             )
         if isinstance(q, Tensor) and q.dim() == 4 and (fewer := [n for n in self._counts if 0 < n < q.shape[1]]):
@@ -350,12 +357,12 @@ class KVCache(CacheBase):
         value_dim: the head dimension of the values, where it is another.
         layers: how many the model has.
         dtype: the model's, or float8_e4m3fn or int8.
-        device: by default that of kernels.
+        device: by default the GPU.
         layout: the order of tokens and heads in memory.
-        scales: for the 8-bit dtypes: `"token"` (the default), one for each token and head, written with it; or two
+        scales: for the 8-bit dtypes. `"token"` (the default): one per token and head, written with the token. Or two
             tensors, of k and of v, float32, `()`, `(kv_heads,)` or `(layers, kv_heads)`.
 
-    Bytes: `2 * layers * batch * max_seq_len * kv_heads * head_dim * itemsize`, all of it taken at once.
+    Bytes: `2 * layers * batch * max_seq_len * kv_heads * head_dim * itemsize`, allocated at once.
     """
 
     def __init__(
@@ -383,15 +390,16 @@ class KVCache(CacheBase):
         return list(self._tokens)
 
     def reserve(self, new: int | Sequence[int]) -> None:
-        """Begin a step of so many new tokens for every sequence, or for each. Nothing happens on the device but that
-        `counts` is written where it changes.
+        """Begin a step: new tokens for every sequence (an integer), or for each (a list).
+
+        The device only gets new `counts`, where they change.
 
         Raises:
-            TypeError: a number is no integer.
-            ValueError: a number is negative, there are not as many as sequences, or a sequence has no room for them.
+            TypeError: a number is not an integer.
+            ValueError: a number is negative, the list has another length than the batch, or a sequence has no room.
             RuntimeError: `advance` was not called for the tokens reserved before.
 
-        Nothing is changed then.
+        Nothing has changed then.
         """
         self._check_advanced()
         batch = len(self._tokens)
@@ -414,7 +422,7 @@ class KVCache(CacheBase):
         self.advance()
 
     def reset(self, sequence: int | None = None) -> None:
-        """Forget the tokens of a sequence, or of all, and what they were to get in this step.
+        """Forget the tokens of a sequence, or of all, including those reserved for this step.
 
         Raises:
             IndexError: there is no such sequence.
@@ -430,7 +438,7 @@ class KVCache(CacheBase):
 
 @triton.jit(do_not_specialize=["layers"])
 def _copy_kernel(x_ptr, pairs_ptr, stride_l, layers, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """In every layer the page pairs[i, 0] onto pairs[i, 1], as words."""
+    """Copy page pairs[i, 0] to page pairs[i, 1] in every layer, as 32-bit words."""
     CHUNKS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     words = (tl.program_id(0) % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
     rest = tl.program_id(0) // CHUNKS
@@ -452,8 +460,8 @@ class PagedSequence:
     """A sequence of a `PagedKVCache`, until it is freed.
 
     Attributes:
-        slot: its row of the batch, of `page_table` and of `lengths`; -1 after it was freed.
-        length: its tokens, as the host knows it: those reserved among them.
+        slot: its row in the batch, in `page_table` and in `lengths`; -1 after it was freed.
+        length: its tokens, including those reserved.
         pages: the pages that hold them, in order.
     """
 
@@ -468,7 +476,7 @@ class PagedSequence:
 
 
 class PagedKVCache(CacheBase):
-    """Keys and values in pages of a common pool.
+    """Keys and values in pages of one pool.
 
         cache = rooftile.PagedKVCache(pages, page_size, kv_heads, head_dim, max_sequences=64, layers=layers)
         a = cache.allocate()
@@ -479,17 +487,17 @@ class PagedKVCache(CacheBase):
         b = cache.fork(a)                                        # the same tokens, in the same pages
         cache.free(a)
 
-    The batch of q, k and v is always `max_sequences`: a sequence is the row `sequence.slot` of it, and rows that take
-    no part in a step are not written to the cache. So page table and lengths keep their addresses, and one CUDA graph
-    serves any sequences. Pages are counted: a fork shares those of its source, and a shared page that is not full is
-    copied before one of its sequences writes into it.
+    The batch of q, k and v always has `max_sequences` rows. A sequence is row `sequence.slot`; rows that take no part
+    in a step are not written to the cache. So the page table and the lengths keep their addresses, and one CUDA graph
+    serves any set of sequences. Pages have reference counts: a fork shares the pages of its source, and a shared page
+    that is not full is copied before a sequence writes into it.
 
     Args:
-        pages: how many there are.
-        page_size: tokens of one: 16, 32, 64, 128 or 256.
+        pages: the size of the pool.
+        page_size: tokens of a page: 16, 32, 64, 128 or 256.
         kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales: as in `KVCache`.
-        max_sequences: the most that there are at a time.
-        max_seq_len: the most tokens of one; by default as many as all pages hold.
+        max_sequences: the most sequences at a time.
+        max_seq_len: the most tokens of a sequence; by default what all pages hold.
     """
 
     page_table: Tensor
@@ -530,7 +538,7 @@ class PagedKVCache(CacheBase):
 
     @property
     def sequences(self) -> list[PagedSequence]:
-        """Those that there are, by slot."""
+        """The live sequences, by slot."""
         return [s for s in self._slots if s is not None]
 
     @property
@@ -561,12 +569,12 @@ class PagedKVCache(CacheBase):
         return sequence
 
     def _show(self, slot: int, sequence: PagedSequence | None) -> None:
-        """The sequence's row of the page table."""
+        """Write the slot's row of the page table."""
         pages = [] if sequence is None else sequence.pages
         self._send(self.page_table[slot], pages + [-1] * (self.page_table.shape[1] - len(pages)))
 
     def allocate(self) -> PagedSequence:
-        """A new sequence, without tokens.
+        """A new sequence without tokens.
 
         Raises:
             ValueError: there are `max_sequences` already.
@@ -574,9 +582,9 @@ class PagedKVCache(CacheBase):
         return self._place(PagedSequence(self._empty_slot("allocate"), 0, []))
 
     def fork(self, sequence: PagedSequence) -> PagedSequence:
-        """A new sequence with the tokens of another, in the same pages. No page is taken, nothing is copied.
+        """A new sequence with the tokens of another, in the same pages. No page is taken and nothing is copied.
 
-        In the middle of a step it has the step's tokens, too, as the layers of the other are given them.
+        In the middle of a step the fork shares the step's tokens too, as the layers append them to its source.
 
         Raises:
             ValueError: there are `max_sequences` already, or the sequence was freed.
@@ -588,7 +596,7 @@ class PagedKVCache(CacheBase):
         return self._place(new)
 
     def free(self, sequence: PagedSequence) -> None:
-        """Give the sequence's slot back, and those of its pages that no other sequence shares.
+        """Release the sequence's slot, and those of its pages that no other sequence shares.
 
         Raises:
             ValueError: it was freed already, or is another cache's.
@@ -607,25 +615,24 @@ class PagedKVCache(CacheBase):
             self._free.append(page)
 
     def reserve(self, new: int | Mapping[PagedSequence, int]) -> None:
-        """Begin a step of so many new tokens for every sequence, or for those named: take the pages that they need.
+        """Begin a step: new tokens for every sequence (an integer), or for some (a mapping). Takes the pages they need.
 
-        On the device the page table and `counts` are written where they change, and shared pages are copied that are
-        about to be written.
+        The device gets the page table and `counts` where they change, and copies shared pages that will be written.
 
         Raises:
-            TypeError: a number is no integer, or what should get tokens is no `PagedSequence`.
+            TypeError: a number is not an integer, or a key is not a `PagedSequence`.
             ValueError: a number is negative, a sequence was freed or would be longer than `max_seq_len`, or there are
                 not enough free pages.
             RuntimeError: `advance` was not called for the tokens reserved before.
 
-        Nothing is changed then.
+        Nothing has changed then.
         """
         self._check_advanced()
         by_sequence = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
         steps = {self._known("reserve", s): new_tokens("PagedKVCache.reserve", s, n) for s, n in by_sequence.items()}
-        users: dict[int, int] = {}  # of last pages, as they become
+        users: dict[int, int] = {}  # reference counts of last pages, after this step
         needed = 0
-        shared: list[PagedSequence] = []  # whose last page is to be copied
+        shared: list[PagedSequence] = []  # sequences whose last page is copied
         for sequence, n in steps.items():
             if sequence.length + n > self.capacity:
                 raise ValueError(
@@ -636,7 +643,7 @@ class PagedKVCache(CacheBase):
             if n and sequence.length % self.page_size:
                 last = sequence.pages[-1]
                 if users.setdefault(last, self._users[last]) > 1:
-                    users[last] -= 1  # the last of those that share it keeps it
+                    users[last] -= 1  # the last of its sequences keeps the page
                     shared.append(sequence)
         if needed + len(shared) > len(self._free):
             raise ValueError(

@@ -1,7 +1,6 @@
-"""A checkpoint folder: which tensors it has, where they lie, and their bytes.
+"""A checkpoint folder: its tensors, their places in the files, and their bytes.
 
-All headers are read and checked first: names, shapes, dtypes, and that a file is as long as its header says. What is
-found wrong there is found before a byte of a weight is read.
+All headers are read first. Names, shapes, dtypes and file lengths are checked before a byte of a weight is read.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# safetensors' names of the dtypes that weights are taken in, and the bytes of all that there are.
+# safetensors' names of the dtypes accepted for weights, and the bits of every dtype.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8,
     "F8_E4M3FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-_LONGEST_HEADER = 100_000_000  # as safetensors itself has it
+_LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that can't be loaded: the message names the file, the tensor, what came and what is expected."""
+    """A checkpoint that can't be loaded. The message names file and tensor, what was found and what is expected."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint: its name, its file, safetensors' name of its dtype, its shape, and where it begins."""
+    """A tensor of a checkpoint: its name, file, dtype (safetensors' name), shape, and first byte in the file's data."""
 
     name: str
     file: Path
@@ -52,7 +51,7 @@ class Entry:
 
 
 def _entry(file: Path, name: str, given: Any, room: int) -> Entry:
-    """One tensor of a header; `room` is how many bytes the file has behind it."""
+    """One tensor of a header. `room` is the size of the file's data in bytes."""
     match given:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]} if all(
             isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, start, end)
@@ -75,10 +74,10 @@ def _entry(file: Path, name: str, given: Any, room: int) -> Entry:
 
 
 def entries(file: Path) -> list[Entry]:
-    """The tensors of a safetensors file, in its order.
+    """The tensors of a safetensors file, in file order.
 
     Raises:
-        CheckpointError: it is no such file, or not all of one.
+        CheckpointError: it is not a safetensors file, or is truncated.
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
@@ -108,13 +107,13 @@ def entries(file: Path) -> list[Entry]:
         at += entry.nbytes
     if at != room:
         raise CheckpointError(f"{file}: the data has {room} bytes, expected {at}: the file is corrupt")
-    with opened(file):  # what else it may find
+    with opened(file):  # safetensors' own checks
         return found
 
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """The file, by safetensors' own reader, on the CPU."""
+    """The file, opened by safetensors on the CPU."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as e:
@@ -129,7 +128,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def _shards(folder: Path) -> dict[str, str]:
-    """The index: of each tensor, its file."""
+    """The index: the file of each tensor."""
     index = folder / INDEX
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -146,14 +145,14 @@ def _shards(folder: Path) -> dict[str, str]:
 
 
 class Checkpoint:
-    """The tensors of a folder: `entries`, by name. `path` is the file that lists them.
+    """The tensors of a folder: `entries` by name. `path` is the file that lists them.
 
     Args:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and the shards that it names.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        CheckpointError: it has no weights that can be loaded, or a file is truncated or corrupt.
+        CheckpointError: it has no loadable weights, or a file is truncated or corrupt.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -192,9 +191,9 @@ class Checkpoint:
         return f"{self.folder}: {instead}, expected {SINGLE}, or {INDEX} and the files that it names"
 
     def read(self, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, Tensor]]:
-        """Those tensors on the CPU, file by file, in the order in which they lie there: a page is read once.
+        """Those tensors on the CPU, in file order, so that each part of a file is read once.
 
-        A tensor is a view of the file and lives no longer than the step of the iteration that gives it.
+        A tensor is a view of the file and is valid only until the next iteration.
         """
         files: dict[Path, list[Entry]] = {}
         for entry in wanted:
@@ -202,6 +201,6 @@ class Checkpoint:
         for file, inside in files.items():
             with opened(file) as f:
                 for entry in sorted(inside, key=lambda e: e.start):
-                    with torch.device("cpu"):  # the caller may have another default, which safetensors follows
+                    with torch.device("cpu"):  # safetensors follows the caller's default device
                         tensor = f.get_tensor(entry.name)
                     yield entry, tensor

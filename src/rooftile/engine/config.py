@@ -1,16 +1,16 @@
-"""What the engine needs to know of a model, read from its Hugging Face configuration.
+"""A model's sizes and options, read from its Hugging Face configuration.
 
-Five families are one decoder with options:
+Five families are one decoder with options. q and k are normalized per head where qk_norm is set:
 
     s = embedding(ids) * embedding_scale
     for each layer:
-        s = s + o(attention(rope(qkv(norm(s)))))        q and k normalised by head where qk_norm
+        s = s + o(attention(rope(qkv(norm(s)))))
         s = s + down(silu(gate(norm(s))) * up(norm(s)))
     logits = lm_head(norm(s)) * logits_scale
 
-Granite multiplies what a layer adds by m (residual_multiplier): r' = r + m f(norm(r)). Its stream is kept divided by m,
-s = r / m, which makes that s' = s + f(norm(s)), with nothing to multiply: rms_norm does not see the scale of its input
-but for eps, which becomes eps / m^2, and the embedding is scaled by embedding_multiplier / m.
+Granite multiplies what a layer adds by m (residual_multiplier): r' = r + m f(norm(r)). The engine keeps s = r / m
+instead, so that s' = s + f(norm(s)) has nothing to multiply. rms_norm does not depend on the scale of its input except
+for eps, which becomes eps / m^2; the embedding is scaled by embedding_multiplier / m.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-# A configuration without them would be filled up with those of some model.
+# transformers would replace a missing one by the default of some model.
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -46,20 +46,20 @@ class ModelConfig:
     Attributes:
         family: "llama", "granite", "qwen2", "qwen3" or "mistral".
         hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes.
-        max_positions: the context that it was made for.
-        norm_eps: of the norms of the stream, as the kernels take it: see above.
+        max_positions: the context length of the model.
+        norm_eps: of the norms of hidden states, as the kernels take it: see above.
         head_norm_eps: of the norms of q and k.
-        qkv_bias, o_bias, mlp_bias: which products have biases.
-        qk_norm: whether each head of q and k is normalised.
-        windows: for each layer the tokens that a token sees, itself among them, or None for all.
+        qkv_bias, o_bias, mlp_bias: which projections have biases.
+        qk_norm: whether each head of q and k is normalized.
+        windows: for each layer the number of tokens that a token sees, including itself, or None for all.
         tied: whether lm_head is the embedding.
-        attention_scale: of the scores.
-        embedding_scale, logits_scale: see above; the latter is folded into the last norm's weight.
-        eos, bos: tokens that end, and the one that begins.
+        attention_scale: multiplies the scores.
+        embedding_scale, logits_scale: see above; logits_scale is folded into the last norm's weight.
+        eos, bos: end tokens, and the first token.
         rotary: frequencies of the rotary embedding.
-        torch_dtype: of the checkpoint, where it says.
+        torch_dtype: of the checkpoint, if it states one.
         initializer_range: the standard deviation of random weights.
-        source: where it came from, for errors.
+        source: the file or object it was read from, for errors.
     """
 
     family: str
@@ -93,12 +93,12 @@ class ModelConfig:
     def from_hf(cls, config: str | os.PathLike[str] | Mapping[str, Any] | Any) -> ModelConfig:
         """Read a checkpoint folder, a config.json, its contents as a dict, or a transformers configuration.
 
-        Of a folder generation_config.json is read too: its end tokens count beside the configuration's.
+        In a folder, the end tokens of generation_config.json are added to those of config.json.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is no JSON, a size is absent or impossible, or the model computes something that the
-                engine does not: the field, what came and what is accepted are named.
+            ValueError: the file is not JSON, a size is missing or impossible, or the model needs something that the
+                engine does not compute. The message names the field, its value and what is accepted.
             ImportError: transformers is not installed.
         """
         fields, source = _fields(config)
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _fields(config: Any) -> tuple[dict[str, Any], str]:
-    """The configuration as config.json has it, and where it came from."""
+    """The fields of config.json, and their source."""
     if isinstance(config, (str, os.PathLike)):
         path = Path(config).expanduser()
         folder = path.is_dir()
@@ -146,19 +146,19 @@ def _fields(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def _from_transformers(fields: dict[str, Any], source: str) -> Any:
-    """transformers' configuration of those fields: it knows their older names, and the defaults of a family."""
+    """transformers' configuration of those fields, which knows older names and the defaults of a family."""
     family = fields.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{source}: model_type is {family!r}, expected one of {', '.join(FAMILIES)}")
     architectures = fields.get("architectures")
     if architectures and FAMILIES[family].lower() not in (
         str(a).lower() for a in architectures
-    ):  # once LLaMAForCausalLM
+    ):  # old checkpoints say LLaMAForCausalLM
         raise ValueError(f"{source}: architectures is {architectures}, expected {FAMILIES[family]}")
     if fields.get("quantization_config"):
         method = dict(fields["quantization_config"]).get("quant_method")
         raise ValueError(
-            f"{source}: quantization_config has quant_method {method!r}, expected none: the engine quantises weights "
+            f"{source}: quantization_config has quant_method {method!r}, expected none: the engine quantizes weights "
             'of 16 or 32 bits itself (quantize="fp8", "int8" or "int4")'
         )
     for name in _NEEDED:
@@ -175,12 +175,12 @@ def _from_transformers(fields: dict[str, Any], source: str) -> Any:
         ) from e
     try:
         return known.from_dict(fields)
-    except Exception as e:  # its own checks raise errors of many kinds
+    except Exception as e:  # its checks raise errors of many classes
         raise ValueError(f"{source}: transformers does not take it: {e}") from e
 
 
 def _tokens(value: Any, source: str) -> tuple[int, ...]:
-    """End tokens: None, one or a list."""
+    """End tokens from None, one token or a list."""
     tokens = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not all(isinstance(t, int) and not isinstance(t, bool) for t in tokens):
         raise ValueError(f"{source}: eos_token_id is {value!r}, expected a token's number, or a list of them")
@@ -188,7 +188,7 @@ def _tokens(value: Any, source: str) -> tuple[int, ...]:
 
 
 def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None, ...]:
-    """Llama and Granite have none; Mistral one for all layers; Qwen names the layers."""
+    """Llama and Granite have no window, Mistral one for all layers; Qwen lists the layers that have one."""
     kinds: list[Any] = getattr(hf, "layer_types", None) or []
     window = getattr(hf, "sliding_window", None) if family in ("qwen2", "qwen3", "mistral") else None
     if window is not None and (not isinstance(window, int) or window < 1):
@@ -233,7 +233,7 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
     eps = _number(hf, "rms_norm_eps", source)
     granite = family == "granite"
     m = _number(hf, "residual_multiplier", source) if granite else 1.0
-    # Qwen2 has biases of q, k and v without a field that says so.
+    # Qwen2 has biases of q, k and v without a field for them.
     attention_bias = family in ("llama", "granite", "qwen3") and bool(hf.attention_bias)
     dtype = hf.dtype if isinstance(hf.dtype, torch.dtype) else getattr(torch, str(hf.dtype), None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None

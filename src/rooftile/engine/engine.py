@@ -1,4 +1,4 @@
-"""The engine: a model that generates text, every computation of it on the GPU a Triton kernel of Rooftile."""
+"""The engine: a model that generates text. Every computation on the GPU is one of Rooftile's Triton kernels."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Stop = str | int | Sequence[str | int]
 Quantization = Literal["fp8", "int8", "int4"]
 
-# Prompt tokens of one forward pass: from some thousands on the products are as fast as they get, and what lies between
-# two of them grows.
+# Prompt tokens of one forward pass. GEMMs of some thousand rows run at full speed; more rows only take more memory.
 PROMPT_TOKENS = 8192
 _DEFAULT_LENGTH = 4096
 
 
 class Engine:
-    """A model, its cache, and what generates with them.
+    """A model with its cache, which generates text.
 
         engine = rooftile.Engine.from_pretrained("path/to/a/checkpoint")
         print(engine.generate("Once upon a time", max_new_tokens=100)[0].text)
 
     Attributes:
-        config: what of the model's configuration is computed.
+        config: the part of the model's configuration that the engine computes.
         weights: on the device.
         tokenizer: of the checkpoint, or None.
         runner: the steps on the device.
-        max_batch: sequences that are generated at a time; others wait until one has ended.
-        max_seq_len: the most tokens of one, prompt and new.
+        max_batch: sequences at a time; others wait until one has ended.
+        max_seq_len: the most tokens of a sequence, prompt and new.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, runner: Runner) -> None:
@@ -68,26 +67,25 @@ class Engine:
         cuda_graphs: bool = True,
         progress: bool = True,
     ) -> Engine:
-        """Of a folder as `save_pretrained` writes it: config.json, safetensors, and, for prompts that are text,
-        tokenizer.json.
+        """Load a folder that `save_pretrained` wrote: config.json, safetensors and, for text prompts, tokenizer.json.
 
         Args:
             path: the folder.
-            dtype: of weights that are not quantised, and of all between: bfloat16, float16 or float32.
-            quantize: the weights of products in 8 or 4 bits.
-            max_batch, max_seq_len: how many sequences at a time, and the most tokens of each, prompt and new: what
-                the cache is made for. By default at most 4096 tokens.
-            page_size, pages: of the cache; fewer pages than `max_batch` sequences at their longest need let sequences
-                wait for each other.
-            kv_dtype: of the cache: dtype by default, float8_e4m3fn or int8.
-            device: by default that of kernels.
-            cuda_graphs: replay a CUDA graph for each step of decoding, and for prompts of a shape that comes again.
-            progress: show how much is loaded.
+            dtype: of unquantized weights and of activations: bfloat16, float16 or float32.
+            quantize: store the weights of projections in 8 or 4 bits.
+            max_batch, max_seq_len: sequences at a time, and the most tokens of each, prompt and new. The cache is
+                allocated for them. By default at most 4096 tokens.
+            page_size, pages: of the cache. With fewer pages than `max_batch` sequences of `max_seq_len` tokens need,
+                sequences may have to wait.
+            kv_dtype: of the cache: dtype (the default), float8_e4m3fn or int8.
+            device: by default the GPU.
+            cuda_graphs: replay a CUDA graph for each decoding step, and for prompts of shapes that recur.
+            progress: show a progress bar.
 
         Raises:
-            FileNotFoundError: no folder, or a file is missing.
-            ValueError: the model is none that is computed, or a tensor or file is not as it must be; the message names
-                it. Nothing is loaded then.
+            FileNotFoundError: the folder or a file is missing.
+            ValueError: the engine does not compute this model, or a tensor or file is not valid; the message names it.
+                Nothing has been loaded then.
             TypeError: a dtype is not one of those.
         """
         folder = Path(path).expanduser()
@@ -118,14 +116,14 @@ class Engine:
         cuda_graphs: bool = True,
         seed: int = 0,
     ) -> Engine:
-        """With random weights, drawn from the seed, for benchmarks and tests.
+        """A model with random weights, drawn from the seed, for benchmarks and tests.
 
         Args:
-            config: a `ModelConfig`, or what `ModelConfig.from_hf` takes: a Hugging Face configuration, a dict of what
-                config.json says, the file, or a folder that has it.
+            config: a `ModelConfig`, or what `ModelConfig.from_hf` takes: a Hugging Face configuration, the contents of
+                a config.json as a dict, the file, or its folder.
             seed: of the weights.
 
-        The others are `from_pretrained`'s, but that there is no `progress`, and so is what is raised.
+        The other arguments, and what is raised, are as in `from_pretrained`.
         """
         config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
         options = _options(
@@ -167,33 +165,32 @@ class Engine:
     ) -> list[Completion] | Iterator[StreamChunk]:
         """Continue prompts.
 
-        As many as `max_batch` run at a time; when one ends the next takes its place, while the others go on.
+        Up to `max_batch` run at a time. When one ends, the next takes its place while the others go on.
 
         Args:
-            prompts: a text or several, or token ids: of one prompt, or of several.
-            max_new_tokens: the most for each.
-            temperature: 0 takes the likeliest token.
+            prompts: one text or several, or the token ids of one prompt or of several.
+            max_new_tokens: the most for each prompt.
+            temperature: 0 takes the most likely token.
             top_k, top_p, min_p, repetition_penalty: as in `rooftile.sample`.
-            stop: strings and token ids. The text ends before the string or token; the tokens with the one that brought
-                it.
-            seed: of all prompts, or one each. A token depends on its logits, on the seed and on its position: two equal
-                prompts with one seed continue alike, as far as logits do, which kernels for other numbers of sequences
-                round otherwise.
-            logprobs: also the logarithm of the probability of each token, before temperature and penalty.
-            stream: return an iterator of `StreamChunk`, one for each token as it comes, in place of a list.
-            ignore_eos: go on after the model's end of sequence.
+            stop: strings and token ids. The text ends before the stop; the tokens include the one that completed it.
+            seed: one for all prompts, or one each. A token depends on its logits, the seed and its position alone, so
+                equal prompts with one seed get equal tokens as long as their logits are equal. Batches of another size
+                use other kernels, which round logits differently.
+            logprobs: also return the log-probability of each token, before temperature and penalty.
+            stream: return an iterator of `StreamChunk`, one for each token, instead of a list.
+            ignore_eos: continue after the model's end tokens.
 
         Returns:
             a `Completion` for each prompt, in their order.
 
         Raises:
-            ValueError: a prompt is empty, has a token that the model does not know, or is, with the new ones, longer
-                than `max_seq_len` or all pages; an option is out of range; prompts or stops are text, and there is no
+            ValueError: a prompt is empty, has a token outside of the vocabulary, or with its new tokens exceeds
+                `max_seq_len` or the cache; an option is out of range; prompts or stops are text and there is no
                 tokenizer.
-            TypeError: an option is of another type.
-            RuntimeError: another call generates: its iterator was neither exhausted nor closed.
+            TypeError: an argument has another type.
+            RuntimeError: another call is generating: its iterator was neither exhausted nor closed.
 
-        All of it before anything runs.
+        All checks come before anything runs.
         """
         limit = integer(max_new_tokens)
         if limit is None:
@@ -244,7 +241,7 @@ class Engine:
         return [watch.completion() for watch in watches]
 
     def _chunks(self, scheduler: Scheduler, watches: list[Watch], logprobs: bool) -> Iterator[StreamChunk]:
-        """Launch a step, then look at the tokens of the one before it, as long as there are any."""
+        """Launch a step, then read the tokens of the previous one, until all requests have ended."""
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
         self._generating = True
@@ -264,7 +261,7 @@ class Engine:
                 while len(launched) > bool(requests):
                     for request, token, logprob in launched.popleft().tokens():
                         if request.finish_reason is not None:
-                            continue  # of a step that was launched before its end was known
+                            continue  # its end was not known when the step was launched
                         yield watches[request.index].add(token, logprob)
                         if request.finish_reason is not None and request.sequence is not None:
                             runner.free(request.sequence)
@@ -277,7 +274,7 @@ class Engine:
             self._generating = False
 
     def logits(self, prompts: Prompts) -> list[Tensor]:
-        """Logits of each token of prompts, `(T, V)` float32: for checks. They need slots and pages for all at a time.
+        """Logits of each token of prompts, `(T, V)` float32, for checks. All prompts take slots and pages at once.
 
         Raises:
             ValueError: as `generate`.
@@ -309,7 +306,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _options(
     config: ModelConfig, dtype: torch.dtype, quantize: str | None, max_seq_len: int | None, **given: Any
 ) -> dict[str, Any]:
-    """The runner's, where nothing speaks against them."""
+    """The runner's options, checked."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"Engine: dtype is {dtype!r}, expected torch.float32, torch.float16 or torch.bfloat16")
     kv_dtype = given["kv_dtype"]
@@ -320,7 +317,7 @@ def _options(
     if length > config.max_positions:
         raise ValueError(f"Engine: max_seq_len is {length}, expected at most the model's {config.max_positions}")
     options = {**given, "max_seq_len": length}
-    # Without memory: what a cache can't be is found before weights are loaded.
+    # On the meta device: an impossible cache is reported before weights are loaded.
     Runner(config, weights_.random(config, dtype=dtype, quantize=quantize, device="meta"), **options)
     return options
 
@@ -333,5 +330,5 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no class of its own
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{file}: no tokenizer can be read from it: {error}") from error

@@ -1,4 +1,7 @@
-"""What goes into generation and what comes out: prompts as tokens, tokens as text, ends."""
+"""What goes into generation and what comes out: prompts as tokens, tokens as text, and where a text ends.
+
+Text is released in whole characters, and never beyond what may be the beginning of a stop string.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What was generated of one prompt.
+    """What was generated for one prompt.
 
     Attributes:
         prompt: its tokens.
-        tokens: the new ones, with that at which it stopped.
-        text: of the new ones, without that; None where the engine has no tokenizer.
-        finish_reason: "stop" (the end of the sequence, or a stop that was asked for) or "length".
-        logprobs: of each new token, where they were asked for.
+        tokens: the new ones, including the one that stopped it.
+        text: of the new tokens, without that one; None if the engine has no tokenizer.
+        finish_reason: "stop" (an end token, or one of the caller's stops) or "length".
+        logprobs: of each new token, if they were asked for.
     """
 
     prompt: list[int]
@@ -37,14 +40,15 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class StreamChunk:
-    """One new token, as it comes.
+    """One new token of a stream.
 
     Attributes:
-        index: the prompt's.
+        index: of the prompt.
         token: its id.
-        text: what is certain to follow the text before; it may be empty, and of the last token more than its own.
-        logprob: where it was asked for.
-        finish_reason: with the last token of a prompt, as in `Completion`.
+        text: what this token adds to the prompt's text. It may be empty; with the last token it includes what was held
+            back.
+        logprob: if it was asked for.
+        finish_reason: with the last token of a prompt, as in `Completion`; else None.
     """
 
     index: int
@@ -55,12 +59,12 @@ class StreamChunk:
 
 
 def _as_lists(x: Any) -> Any:
-    """Tensors and arrays, as tokenizers give them, as lists."""
+    """Lists of the tensors and arrays that tokenizers return."""
     return x.tolist() if hasattr(x, "tolist") else x
 
 
 def integer(x: object) -> int | None:
-    """That integer, of Python's or of NumPy's type; None for all else, booleans among it."""
+    """x as an int, if it is an integer of Python, NumPy or PyTorch; None for anything else, including booleans."""
     if isinstance(x, bool):
         return None
     try:
@@ -134,20 +138,20 @@ class Text:
 
     Args:
         tokenizer: of the model.
-        stops: strings, none of them empty, at the first of which the text ends.
+        stops: non-empty strings; the text ends before the first one.
 
     Attributes:
-        text: what is certain to belong to it.
-        stopped: whether a stop string was met. `text` ends before it then.
+        text: what certainly belongs to it.
+        stopped: whether a stop string was found; `text` ends before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
-        # The tokens from those on that gave the newest characters, how many those are, and what they read: a token may
-        # read otherwise at the beginning of a text.
+        # The tokens of the newest characters and all after them; the number of the former, and their text: a token may
+        # decode differently at the beginning of a text.
         self._recent: list[int] = []
         self._known, self._read = 0, ""
-        self._seen = ""  # all of it, with what is held back
+        self._seen = ""  # with what is held back
         self.text = ""
         self.stopped = False
 
@@ -155,8 +159,8 @@ class Text:
         """What the token adds to `text`."""
         self._recent.append(token)
         now = self._decode(self._recent)
-        # Bytes that are no character yet read as U+FFFD. Of those that never become one, which tokenizers with tokens
-        # for bytes read otherwise as they come, what was shown stays.
+        # Bytes of an incomplete character decode as U+FFFD. Byte-level tokenizers may later decode such bytes
+        # differently; text that was released stays.
         if len(now) > len(self._read) and not now.endswith("\ufffd"):
             self._seen += now[len(self._read) :]
             del self._recent[: self._known]
@@ -164,7 +168,7 @@ class Text:
         return self._release(self._certain())
 
     def end(self) -> str:
-        """What was held back, when no token follows: the beginning of a stop string, or of a character."""
+        """Release what was held back: the beginning of a stop string, or of a character."""
         if self.stopped:
             return ""
         self._seen += self._decode(self._recent)[len(self._read) :]
@@ -174,7 +178,7 @@ class Text:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _certain(self) -> int:
-        """Characters before a stop string, or before what may be the beginning of one."""
+        """The number of characters before a stop string, or before the possible beginning of one."""
         met = [at for stop in self._stops if (at := self._seen.find(stop, max(0, len(self.text) - len(stop)))) >= 0]
         if met:
             self.stopped = True
@@ -192,7 +196,7 @@ class Text:
 
 
 class Watch:
-    """Looks at the tokens of one request as they come: text, and whether it has ended."""
+    """Follows one request: adds its tokens, releases its text, and sees where it ends."""
 
     def __init__(
         self,
@@ -234,7 +238,7 @@ class Watch:
 
 
 class Readback:
-    """The tokens of a step on their way to the host. The copy is put behind the step; only `tokens` waits for it."""
+    """The copy of a step's tokens to the host. It is queued after the step; only `tokens` waits for it."""
 
     def __init__(self, runner: Runner, requests: Sequence[Request], logprobs: bool) -> None:
         self._slots = [(r, r.sequence.slot) for r in requests if r.sequence is not None]

@@ -1,9 +1,8 @@
-"""The forward pass of a decoder: of whole prompts, and of one token of each sequence.
+"""The forward pass of a decoder: whole prompts, and one token of each sequence.
 
-Of a layer's kernels in decoding one sequence there are five: the norm with the product of q, k and v, RoPE and the
-writes into the cache; attention; the product that follows it, with the residual; the norm with the gated pair of
-products; and the last product, with the residual. Of several sequences RoPE and the writes into the cache are a sixth.
-`rooftile.engine.plan` counts their bytes.
+Decoding one sequence takes five kernels a layer: norm, qkv GEMV, RoPE and cache write; attention; the output projection
+with the residual; norm and gated GEMV; the down projection with the residual. With several sequences RoPE and the cache
+write are a sixth. `rooftile.engine.plan` counts the bytes of each.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from rooftile.ops.kv_cache import append_kv
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rope import rope_
 
-# Of a layer and the hidden states before it: what its heads give, (tokens, heads, head_dim).
+# (layer, hidden states) -> the output of the layer's heads, (tokens, heads, head_dim).
 Attend = Callable[[int, Tensor], Tensor]
 
 
 class Decoder:
-    """A model over a paged cache. Nothing in it waits for the device, and every computation is an op of Rooftile.
+    """A model over a paged cache. It never waits for the device, and every computation is one of Rooftile's ops.
 
     Args:
         config, weights: the model.
-        cache: of its layers, heads and dtype; its steps are the caller's.
+        cache: for its layers and heads; the caller reserves its steps.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, cache: PagedKVCache) -> None:
@@ -40,9 +39,9 @@ class Decoder:
         self.cos, self.sin = config.rotary.tables(cache.capacity, cache.k.device)
 
     def decode(self, ids: Tensor) -> Tensor:
-        """Logits `(b, V)` of the token that follows `ids`, `(b,)`: one of each of the first b slots.
+        """Logits `(b, V)` of the token that follows `ids`, `(b,)`, one for each of the first b slots.
 
-        The cache is in a step of one token for each sequence that takes part; other slots get rows that mean nothing.
+        The cache is in a step of one token for each sequence that takes part. Rows of other slots have no meaning.
         """
         b, c, cache = ids.shape[0], self.config, self.cache
         starts, lengths, pages = cache.starts[:b], cache.lengths[:b], cache.page_table[:b]
@@ -51,7 +50,7 @@ class Decoder:
             given = cache.inputs(layer) | {"lengths": starts, "page_table": pages, "counts": cache.counts[:b]}
             if c.qk_norm:
                 q, k, v = (t[:, None] for t in self._qkv(layer, x))  # (b, 1, H, D)
-                q, k = self._normed_and_turned(layer, q, k, self.cos, self.sin, starts[:, None])
+                q, k = self._normalized_and_rotated(layer, q, k, self.cos, self.sin, starts[:, None])
                 append_kv(k, v, **given)
             else:
                 w = self.weights.layers[layer]
@@ -63,9 +62,9 @@ class Decoder:
         return self._logits(self._layers(self._embed(ids), attend))
 
     def prefill(self, prompts: PromptBatch, inputs: Inputs) -> Tensor:
-        """Logits of the token that follows each prompt, `(n, V)`, or of each token, where the prompts ask for them.
+        """Logits of the token that follows each prompt, `(n, V)`, or of every token, where the batch asks for them.
 
-        The cache has pages for the prompts, and nothing of them yet.
+        The cache has pages for the prompts; nothing has been written into them.
         """
         c, cache = self.config, self.cache
         cos, sin, positions = self.cos, self.sin, inputs.positions
@@ -77,7 +76,7 @@ class Decoder:
             qkv = self._qkv(layer, x)
             q, k, v = (t.unflatten(0, (prompts.n, -1)) if positions is None else t[None] for t in qkv)
             if c.qk_norm:
-                q, k = self._normed_and_turned(layer, q, k, cos, sin, positions)
+                q, k = self._normalized_and_rotated(layer, q, k, cos, sin, positions)
             else:
                 rope_(q, k, cos, sin, position_ids=positions, layout="bthd")
             options = {"causal": True, "scale": c.attention_scale, "window": c.windows[layer]}
@@ -98,14 +97,14 @@ class Decoder:
         return embedding(ids, self.weights.embedding, scale=self.config.embedding_scale)
 
     def _layers(self, x: Tensor, attend: Attend) -> Tensor:
-        """Hidden states `(tokens, hidden)` through all layers."""
+        """All layers, over hidden states `(tokens, hidden)`."""
         for index, layer in enumerate(self.weights.layers):
             x = layer.o(attend(index, x).flatten(-2), residual=x)
             x = layer.down(layer.gate_up.gated(x, layer.post_norm, self.config.norm_eps), residual=x)
         return x
 
     def _qkv(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v, `(tokens, heads, head_dim)`, of hidden states."""
+        """q, k and v of hidden states, `(tokens, heads, head_dim)` each."""
         c, w = self.config, self.weights.layers[layer]
         heads = (c.heads, c.kv_heads, c.kv_heads)
         qkv = w.qkv.normed(x, w.input_norm, c.norm_eps)
@@ -114,7 +113,7 @@ class Decoder:
     def _logits(self, x: Tensor) -> Tensor:
         return self.weights.lm_head.normed(x, self.weights.norm, self.config.norm_eps)
 
-    def _normed_and_turned(
+    def _normalized_and_rotated(
         self, layer: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         w = self.weights.layers[layer]

@@ -1,8 +1,8 @@
-"""The kernels of one step of decoding: what each reads, writes and computes, and by how many launches.
+"""The kernels of a decoding step: the bytes that each reads and writes, its FLOPs, and its launches.
 
-What is counted is what must move, as for every op: a weight once, activations in and out once, keys and values as far
-as they are seen. What stays in the L2 from one kernel to the next is counted all the same; beside the weights it is
-little. Operations are those of products and attention.
+Counted are the bytes that must move, as for every op: each weight once, activations in and out once, and the visible
+keys and values. Activations that stay in the L2 between kernels are counted too; they are small beside the weights.
+FLOPs are those of GEMMs and attention.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class OpCall:
     """A call of an op.
 
     Attributes:
-        name: what of the model it is.
-        op: of Rooftile; "" for a kernel that belongs to none.
-        shape: of what it works on.
+        name: the part of the model.
+        op: Rooftile's op; "" for the cache's own kernel.
+        shape: of its operands, as text.
         read, written: bytes.
-        flops: two for a multiplication with its addition.
-        launches: kernels.
-        times: how often a decoding step has it: once for each layer, or once.
+        flops: two per multiply-add.
+        launches: kernels per call.
+        times: calls in a decoding step.
     """
 
     name: str
@@ -51,7 +51,7 @@ class OpCall:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """The steps in their order, those of a layer once."""
+    """The calls of a decoding step in their order; a layer's calls appear once."""
 
     steps: tuple[OpCall, ...]
 
@@ -89,7 +89,7 @@ _LENGTH = 4  # bytes of a length, a count or a page
 
 
 class _Builder:
-    """The steps of one configuration, batch and context."""
+    """The calls for one configuration, batch and context."""
 
     def __init__(
         self,
@@ -105,18 +105,18 @@ class _Builder:
     ) -> None:
         self.c, self.batch, self.context, self.dtype, self.target = config, batch, context, dtype, target
         self.kv_dtype, self.page_size, self.capacity = kv_dtype, page_size, capacity
-        # Of sizes alone: nothing is allocated.
+        # On the meta device: nothing is allocated.
         self.weights = weights.random(config, dtype=dtype, quantize=quantize, device="meta")
         self.size = dtype.itemsize
 
     def _rows(self, *columns: int) -> int:
-        """Bytes of activations with a row for each sequence."""
+        """Bytes of activations with those columns, a row for each sequence."""
         return self.batch * sum(columns) * self.size
 
-    def _norm(self, name: str, columns: int, quantised: bool, times: int) -> OpCall:
-        """A norm of its own."""
-        op = "rms_norm_quantized" if quantised else "rms_norm"
-        out = self.batch * (columns + 4) if quantised else self._rows(columns)
+    def _norm(self, name: str, columns: int, quantized: bool, times: int) -> OpCall:
+        """A norm as a kernel of its own."""
+        op = "rms_norm_quantized" if quantized else "rms_norm"
+        out = self.batch * (columns + 4) if quantized else self._rows(columns)
         read = self._rows(columns) + columns * self.size
         return OpCall(name, op, f"{self.batch} x {columns}", read, out, times=times)
 
@@ -132,7 +132,7 @@ class _Builder:
         launches: int = 1,
         times: int = 1,
     ) -> OpCall:
-        """A product of x with the weight of p, and `more` bytes that it reads."""
+        """The GEMM of x with the weight of p, which reads `more` bytes beside them."""
         flops = 2 * self.batch * p.n * p.k
         written = self._rows(out)
         if op in ("int8_linear", "int4_linear") and takes_dense(self.batch, self.dtype):
@@ -166,29 +166,29 @@ class _Builder:
             yield OpCall("activation", op, f"{self.batch} x {n}", self._rows(p.n), out, times=times)
 
     def _alone(self, p: Projection) -> bool:
-        """Whether a weight in fewer bits has one row to multiply, which is not quantised."""
+        """Whether p is quantized and x has one row, which is not quantized."""
         return self.batch == 1 and not isinstance(p, Dense)
 
     def _added(self, name: str, p: Projection, times: int) -> OpCall:
-        """A product with what it is added to."""
+        """A GEMM with a residual."""
         op, residual = "linear" if isinstance(p, Dense) else f"{p.kind}_linear", self._rows(p.n)
         fp8 = p.kind == "fp8"
         if fp8 and self._alone(p):
             op, fp8 = "fp8_weight_linear", False
-        quantised = fp8 and name == "down"
-        x = self.batch * (p.k + 4) if quantised else self._rows(p.k)
-        # What attention gives is not quantised yet: fp8_linear does that by a launch of its own.
-        launches = 2 if fp8 and not quantised else 1
+        quantized = fp8 and name == "down"
+        x = self.batch * (p.k + 4) if quantized else self._rows(p.k)
+        # Attention's output is not quantized: fp8_linear does that by a launch of its own.
+        launches = 2 if fp8 and not quantized else 1
         return self._product(name, op, p, x, p.n, more=residual, launches=launches, times=times)
 
     def _into_cache(self, p: Projection, times: int) -> Iterator[OpCall]:
-        """From hidden states to q turned, and keys and values in the cache."""
+        """From hidden states to the rotated q, and to keys and values in the cache."""
         c, b = self.c, self.batch
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        scales = 4 * c.kv_heads if self.kv_dtype.itemsize == 1 else 0  # one for each token and head
+        scales = 4 * c.kv_heads if self.kv_dtype.itemsize == 1 else 0  # one per token and head
         cached = b * 2 * (kv * self.kv_dtype.itemsize + scales)
         tables = b * 2 * len(c.rotary.inv_freq) * 4  # cos and sin of each pair
-        places = b * 3 * _LENGTH  # where the token goes: a length, a count, a page
+        places = b * 3 * _LENGTH  # the token's place: a length, a count, a page
         shape = f"{b} x {c.heads}/{c.kv_heads} heads of {c.head_dim}"
         if not c.qk_norm and is_one_kernel(p, b, self.kv_dtype):
             more = p.k * self.size + tables + places
@@ -224,7 +224,7 @@ class _Builder:
         )
 
     def _attention_launches(self) -> int:
-        """Two where another kernel brings parts together."""
+        """Two where a second kernel combines the parts of a sequence."""
         c = self.c
         group = c.heads // c.kv_heads
         items = self.batch * c.kv_heads * row_tile(group)[1]
@@ -258,7 +258,7 @@ class _Builder:
         yield self._sampling()
 
     def _sampling(self) -> OpCall:
-        """The likeliest token of each row."""
+        """The most likely token of each row."""
         logits = self._rows(self.c.vocab)
         return OpCall("the likeliest token", "sample_", f"{self.batch} x {self.c.vocab}", logits, self.batch * 8)
 
@@ -280,13 +280,13 @@ def plan(
     Args:
         config: a `ModelConfig`, such as an engine's, or what `ModelConfig.from_hf` takes.
         batch: sequences.
-        context: tokens that each has in the cache, the new one among them.
+        context: tokens of each in the cache, including the new one.
         dtype, quantize, kv_dtype, page_size: as `Engine.from_pretrained` takes them.
         capacity: the engine's max_seq_len; `context` by default.
-        target: the GPU, on which launches depend; an H100 by default.
+        target: the GPU, which launches depend on; an H100 by default.
 
     Raises:
-        ValueError, TypeError: a size is not positive, or dtype or quantize is none that the engine takes.
+        ValueError, TypeError: a size is not positive, or the engine does not accept dtype or quantize.
     """
     for name, size in (("batch", batch), ("context", context)):
         if size < 1:

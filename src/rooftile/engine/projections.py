@@ -1,17 +1,17 @@
-"""The matrix products of a decoder, with what stands around them, for each way that weights are kept.
+"""The projections of a decoder (its GEMMs), with what is fused around them, for each format of the weights.
 
-                dense; of one row of x    fp8                                                int8, int4
-                all kinds
-    product     one kernel, with the residual in it
-    normed      one kernel                norm and quantise, product                         norm, product
-    gated       one kernel                norm and quantise, product, silu_mul and quantise  norm, product, silu_mul
-    into_cache  as normed, then RoPE with the writes into the cache; one kernel in all of one row of x
+                dense, and every          fp8, several rows                               int8 and int4, several rows
+                format with one row
+    call        one kernel, with the residual, in every format
+    normed      one kernel                norm + quantize, GEMM                           norm, GEMM
+    gated       one kernel                norm + quantize, GEMM, silu_mul + quantize      norm, GEMM, silu_mul
+    into_cache  `normed`, then RoPE and the cache write in one kernel; with one row, one kernel in all
 
-A dense product behind a norm may be two kernels, where x has many rows. In fp8 several rows of x are quantised, for the
-matrix unit multiplies fp8 by fp8; one row is multiplied as it is.
+`normed` and `gated` of dense weights may be two kernels where x has many rows. In fp8, several rows of x are quantized,
+because the tensor cores multiply fp8 by fp8; a single row is multiplied as it is.
 
-A weight is quantised as it is filled in, some rows at a time: beside the quantised model there is never more than those
-few rows in more bits. Later there is what products of many rows dequantise at a time (`weight_only/dense.py`).
+A weight is quantized while it is loaded, some rows at a time, so the unquantized weights never exist as a whole. In a
+prompt of many rows, int8 and int4 weights are dequantized a part at a time (`ops/gemm`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.quantize import Quantize
 
-# Elements of a weight that are quantised at a time: 64 MiB for each of the float32 tensors that come up on the way.
+# Elements of a weight that are quantized at a time: each float32 temporary takes 64 MiB.
 _AT_A_TIME = 1 << 24
 _BY_ROW = Quantize()  # float8_e4m3fn
 
 
-# What is multiplied; what `gated` gives: in fp8 several rows are quantised, with their scales.
+# What a projection multiplies, and what `gated` returns: in fp8, several rows are quantized and come with their scales.
 Activations = Tensor | tuple[Tensor, Tensor]
 
 
 class Projection:
-    """`x @ weight^T + bias`, with a weight of `(n, k)`, kept in one way or another. See the subclasses.
+    """`x @ weight^T + bias` with a weight of `(n, k)`; each subclass is a format of the weight.
 
-    It begins with memory alone; `fill` brings the weight, and `fill_bias` the bias. Results have the dtype of the
-    stream (of `x`, where it is called alone).
+    The constructor allocates memory; `fill` writes the weight into it and `fill_bias` the bias. Results have the dtype
+    of the hidden states.
 
     Args:
         n, k: rows and columns of the weight.
         bias: whether there is one.
-        dtype: of the stream, and of a dense weight.
-        device: where the weight lies.
+        dtype: of the hidden states, and of a dense weight.
+        device: of the weight.
     """
 
     kind: str
@@ -65,16 +65,16 @@ class Projection:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Projection:
-        """That weight and bias: kept as they are by `Dense`, else quantised."""
-        product = cls(*weight.shape, bias=bias is not None, dtype=weight.dtype, device=weight.device)
-        product.fill(0, weight)
+        """A projection with that weight and bias: `Dense` keeps them as they are, the others quantize the weight."""
+        made = cls(*weight.shape, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+        made.fill(0, weight)
         if bias is not None:
-            product.fill_bias(0, bias)
-        return product
+            made.fill_bias(0, bias)
+        return made
 
     @property
     def nbytes(self) -> int:
-        """What one step of decoding reads of it."""
+        """Bytes that a decoding step reads of it."""
         tensors = (*self._tensors, self.bias)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
@@ -87,11 +87,11 @@ class Projection:
 
     @property
     def weight(self) -> Tensor:
-        """As it is kept."""
+        """In its own format."""
         return self._tensors[0]
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """Set the rows of the weight from `first` on; they may be of any float dtype, on any device."""
+        """Write rows of the weight, starting at row `first`. They may have any float dtype, on any device."""
         if rows.dim() != 2 or rows.shape[1] != self.k or not 0 <= first <= self.n - rows.shape[0]:
             raise ValueError(f"fill: rows {tuple(rows.shape)} from {first} on, expected to fit ({self.n}, {self.k})")
         for part in rows.split(max(1, _AT_A_TIME // max(1, self.k))):
@@ -101,35 +101,38 @@ class Projection:
             first = last
 
     def fill_bias(self, first: int, values: Tensor) -> None:
-        """Set the bias from `first` on."""
-        assert self.bias is not None, "the product has a bias"
+        """Write a part of the bias, starting at element `first`."""
+        assert self.bias is not None, "the projection has a bias"
         self.bias[first : first + values.shape[0]].copy_(values)
 
-    # What a way to keep weights says of itself.
+    # What each format defines.
 
     def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Memory for the weight: tensors of n rows."""
+        """Uninitialized tensors of n rows for the weight."""
         raise NotImplementedError
 
     def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Rows of the weight, as those tensors have them."""
+        """Rows of the weight in the format of those tensors."""
         raise NotImplementedError
 
-    # What a decoder does with it.
+    # What a decoder calls.
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         """`x @ weight^T + bias + residual`, `(..., n)` of `(..., k)`."""
         raise NotImplementedError
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-        """The product of `rms_norm(x)`."""
+        """The projection of `rms_norm(x)`."""
         return self(self._norm(x, norm_weight, eps))
 
     def into_cache(
         self, x: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, **cache: Any
     ) -> Tensor:  # fmt: skip
-        """`normed` of x `(b, k)` as q, k and v of a token of each of b sequences: k turned and v are written into the
-        cache, and q turned is returned, `(b, 1, q_heads, head_dim)`. `cache` is what `rope_and_cache` takes of one."""
+        """`normed` of x `(b, k)`, one token of each of b sequences, as their q, k and v.
+
+        Writes the rotated k and v into the cache and returns the rotated q, `(b, 1, q_heads, head_dim)`. `cache` holds
+        `rope_and_cache`'s arguments that describe a cache.
+        """
         if is_one_kernel(self, x.shape[0], cache["k_cache"].dtype):
             scale = self.scale if isinstance(self, Quantized) else None
             return rms_norm_qkv_rope_cache(
@@ -141,27 +144,27 @@ class Projection:
         return rope_and_cache(q, k, v, cos, sin, **cache)
 
     def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
-        """`silu(g) * u` of the product `[g | u]` of `rms_norm(x)`, as another product of the same kind takes it."""
+        """`silu(g) * u` of the projection `[g | u]` of `rms_norm(x)`, as a projection of the same format takes it."""
         return self._gate(self.normed(x, norm_weight, eps))
 
     def _gate(self, gate_up: Tensor) -> Activations:
         return silu_mul_packed(gate_up)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
-        """Rounded once, as the dense products' own norm is."""
+        """Rounded once, as the norm inside the dense kernels is."""
         return rms_norm(x, weight, eps=eps, rounding="none")
 
 
 class Dense(Projection):
-    """In the stream's dtype."""
+    """In the dtype of the hidden states."""
 
     kind = "dense"
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Projection:
-        product = cls(0, weight.shape[1], bias=False, dtype=weight.dtype, device=weight.device)
-        product.n, product.bias, product._tensors = weight.shape[0], bias, (weight,)
-        return product
+        made = cls(0, weight.shape[1], bias=False, dtype=weight.dtype, device=weight.device)
+        made.n, made.bias, made._tensors = weight.shape[0], bias, (weight,)
+        return made
 
     def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.empty((self.n, self.k), dtype=self.dtype, device=device),)
@@ -170,7 +173,7 @@ class Dense(Projection):
         return (rows,)
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor), "nothing dense is quantised"
+        assert isinstance(x, Tensor), "a dense projection takes unquantized activations"
         return linear(x, self.weight, self.bias, residual=residual)
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
@@ -181,7 +184,7 @@ class Dense(Projection):
 
 
 class Quantized(Projection):
-    """In fewer bits, with scales. With one row of x norm, product and gate are one kernel."""
+    """Quantized, with scales. For one row of x the norm, the GEMM and the gate are one kernel."""
 
     @property
     def scale(self) -> Tensor:
@@ -203,12 +206,12 @@ def is_one_row(x: Tensor) -> bool:
 
 
 def is_one_kernel(p: Projection, rows: int, cache: torch.dtype) -> bool:
-    """Whether `into_cache` is, for so many rows of x and a cache of that dtype."""
+    """Whether `into_cache` is one kernel for that number of rows and a cache of that dtype."""
     return rows == 1 and cache == p.dtype
 
 
 class Fp8(Quantized):
-    """In float8_e4m3fn with a scale for each row; x in it too, by row, where it has several rows."""
+    """In float8_e4m3fn with a scale per row. Several rows of x are quantized likewise."""
 
     kind = "fp8"
 
@@ -239,7 +242,7 @@ class Fp8(Quantized):
 
 
 class Int8(Quantized):
-    """In int8 with a scale for each row; x is not quantised."""
+    """In int8 with a scale per row; x is not quantized."""
 
     kind = "int8"
 
@@ -253,21 +256,22 @@ class Int8(Quantized):
         return quantize_int8(rows)
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor), "x is not quantised"
+        assert isinstance(x, Tensor), "x is not quantized"
         return int8_linear(x, self.weight, self.scale, self.bias, residual=residual)
 
 
 class Int4(Quantized):
-    """In int4 with a scale for each group of a row: of 128 columns, or where they don't divide it of 64 or 32.
+    """In int4 with a scale per group of a row: 128 columns, or 64 or 32 where 128 does not divide the row.
 
-    Scales have the stream's dtype, if that is bfloat16, which is half the bytes; float16 would lose the small ones.
+    Scales are bfloat16 where the hidden states are, which halves their bytes; else float32, because float16 would
+    flush small scales to zero.
     """
 
     kind = "int4"
 
     @staticmethod
     def group_of(k: int) -> int | None:
-        """The group for that many columns; None where there is none."""
+        """The largest group that divides k; None where none does."""
         return next((g for g in reversed(GROUPS) if k % g == 0), None)
 
     @property
@@ -288,7 +292,7 @@ class Int4(Quantized):
         return quantize_int4(rows, self.group)
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor), "x is not quantised"
+        assert isinstance(x, Tensor), "x is not quantized"
         return int4_linear(x, self.weight, self.scale, self.bias, residual=residual)
 
 
@@ -296,7 +300,7 @@ KINDS: dict[str | None, type[Projection]] = {None: Dense, "fp8": Fp8, "int8": In
 
 
 def kind_of(quantize: str | None, *, lm_head: bool = False) -> type[Projection]:
-    """How weights are kept; lm_head has 8 bits where the others have 4: its errors go straight into the logits."""
+    """The format of the weights. With int4, lm_head is int8: its errors go straight into the logits."""
     if quantize not in KINDS:
         raise ValueError(f"quantize is {quantize!r}, expected None, {', '.join(repr(k) for k in KINDS if k)}")
     return Int8 if lm_head and quantize == "int4" else KINDS[quantize]

@@ -1,8 +1,8 @@
-"""Prompts as one forward pass takes them: a batch of one length, or packed one behind the other; sent in one copy.
+"""Prompts as a forward pass takes them: a batch of one length, or packed; sent to the device in one copy.
 
-Prompts of about one length are padded to one of few lengths, so that a CUDA graph can be kept for each. What is padded
-stands behind a prompt's tokens, where causal attention does not see it, and is never written into the cache. Prompts of
-unequal lengths are packed, each token with a place in the cache of its own.
+Prompts of similar length are padded to one of few lengths, so that each can have a CUDA graph. Padding follows a
+prompt's tokens: causal attention does not see it, and it is never written into the cache. Prompts of unequal lengths
+are packed into one sequence, and each token carries its place in the cache.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Tokens of a forward pass that a graph is kept for. In a lab on an H200 with Llama-3-8B the host took 25 to 31 ms to
-# launch one kernel by kernel, and the device 11 for 512 tokens: it is what takes longer from some 1500 on.
+# The most tokens of a forward pass that gets a graph. With Llama-3-8B on an H200, launching a pass kernel by kernel
+# took the host 25 to 31 ms; the device took 11 ms for 512 tokens and needs longer than the host from about 1500 on.
 GRAPH_TOKENS = 2048
-_SHARE = 8  # at most one token of so many is padding, where there are several prompts: a guess
+_SHARE = 8  # at most 1/8 of the tokens of several prompts may be padding: not measured
 
 
 def padded_length(lengths: Sequence[int], capacity: int) -> int | None:
-    """The length on the grid that prompts of those lengths are padded to, as a batch for which a graph is kept; None
-    where there is none. Never beyond the capacity, behind which there are no angles.
+    """The length that prompts of those lengths are padded to, as a batch that gets a graph; None where there is none.
 
-    One token stays one: weights in fewer bits are multiplied by a single row as it is, in fp8 too.
+    It is never beyond the capacity, where the RoPE tables end. A single token is not padded: quantized weights have
+    kernels for one row, which in fp8 do not round it.
     """
     n, longest = len(lengths), max(lengths)
     step = 1 if longest == 1 else 64 if longest < 1024 else 128
@@ -34,14 +34,14 @@ def padded_length(lengths: Sequence[int], capacity: int) -> int | None:
 
 
 class Inputs(NamedTuple):
-    """What the device knows of prompts: int32, in one piece of memory.
+    """The prompts on the device: int32 views of one allocation.
 
     Attributes:
-        ids: of all tokens, a prompt's last again where they are padding.
-        rows: the tokens of which logits are wanted; None for all that there are.
-        starts, pages, counts: where keys and values go, as `append_kv` takes it. A packed token is a sequence of its
+        ids: of all tokens; padding repeats a prompt's last token.
+        rows: the tokens whose logits are wanted; None for all.
+        starts, pages, counts: where keys and values go, as `append_kv` takes it. Each packed token is a sequence of its
             own, in a cache of one page.
-        positions, ends: of packed tokens: the place of each in its prompt, and where prompts begin and the last ends.
+        positions, ends: for packed tokens: each token's position in its prompt, and the prompts' boundaries.
     """
 
     ids: Tensor
@@ -57,19 +57,19 @@ class PromptBatch:
     """Prompts, laid out on the host.
 
     Args:
-        prompts: tokens of each, one or more.
-        pages: of each, in the cache, which has room for all tokens and nothing of them yet.
+        prompts: the tokens of each, one or more.
+        pages: the pages of each, with room for all tokens; nothing has been written into them.
         page_size, capacity: of the cache.
-        every: logits are wanted of every token, not of each prompt's last alone.
-        pad: whether they may be padded. Not where an activation of the padding may overflow, as in float16: attention
-            multiplies the values behind a token by 0, and infinity times 0 is no number.
+        every: whether logits of every token are wanted, not only of each prompt's last.
+        pad: whether padding is allowed. In float16 it is not: an activation of the padding may overflow, attention
+            multiplies it by 0, and infinity times 0 is NaN.
 
     Attributes:
-        n: prompts.
-        length: of each, with the padding; None where they are packed.
-        shape: (n, length), on which all launches depend, where a graph is kept for that length; else None.
+        n: the number of prompts.
+        length: of each, with padding; None where they are packed.
+        shape: (n, length), which determines all launches, if that length gets a graph; else None.
         longest: tokens of the longest prompt.
-        numbers: all of `Inputs`, int32, in memory that the device can copy while the host goes on.
+        numbers: all of `Inputs`, int32, in (pinned) host memory.
     """
 
     def __init__(
@@ -95,23 +95,23 @@ class PromptBatch:
         layout = self._packed if self.length is None else self._batch
         fields = layout(prompts, pages, page_size, every)
         self._shapes = [None if x is None else x.shape for x in fields]
-        # 16 bytes apart: kernels are compiled anew for another alignment.
+        # 16 bytes apart: Triton compiles another kernel for another alignment.
         self._at = list(
             itertools.accumulate((0 if x is None else x.numel() + -x.numel() % 4 for x in fields), initial=0)
         )
-        # New memory each time: the copy of the step before may be under way. PyTorch gives memory out again when what
-        # the stream was to copy of it is done.
+        # New memory each time: the previous step's copy may still run. PyTorch reuses pinned memory only after the
+        # copies from it have ended.
         self.numbers = torch.zeros(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
         for to, x in zip(self._views(self.numbers), fields, strict=True):
             if to is not None and x is not None:
                 to.copy_(x)
 
     def on(self, device: torch.device) -> Inputs:
-        """All that the device has to know, in one copy that nobody waits for."""
+        """Send everything in one asynchronous copy."""
         return self.of(self.numbers.to(device, non_blocking=True))
 
     def of(self, numbers: Tensor) -> Inputs:
-        """The parts of memory that holds what `numbers` holds."""
+        """The fields as views of a copy of `numbers`."""
         return Inputs(*self._views(numbers))  # type: ignore[arg-type]
 
     def _views(self, numbers: Tensor) -> list[Tensor | None]:
@@ -123,7 +123,7 @@ class PromptBatch:
     def _batch(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page_size: int, every: bool
     ) -> Inputs:
-        """By lists, each of which becomes a tensor at once: the device waits for it."""
+        """Built as lists, each of which becomes a tensor at once: the device waits for this."""
         assert self.length is not None
         length, counts, blocks = self.length, [len(p) for p in prompts], -(-self.length // page_size)
         ids = [token for p in prompts for token in (*p, *itertools.repeat(p[-1], length - len(p)))]

@@ -1,8 +1,8 @@
-"""Rotary position embedding as a model's configuration describes it, with the scaling that lets it see further.
+"""Rotary position embedding as a model's configuration describes it, with its context scaling.
 
     angle[p, i] = p * inv_freq[i],   cos = attention_factor * cos(angle),   sin = attention_factor * sin(angle)
 
-The frequencies of scaled types come from transformers' own functions, so that they are its numbers to the last bit.
+The frequencies of scaled types come from transformers' own functions, so they are bit-identical to its own.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Those whose frequencies are the same at every length; and "dynamic", whose are until max_position_embeddings.
+# Types with fixed frequencies; those of "dynamic" are fixed up to max_position_embeddings.
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Frequencies of the pairs of a head.
+    """Frequencies of the pairs of elements of a head.
 
     Attributes:
         kind: the rope type.
-        inv_freq: radians a token of each pair, as float32 has them.
-        attention_factor: cos and sin are multiplied by it.
-        limit: positions from there on have other frequencies, which depend on the length; None where none has.
+        inv_freq: radians per token of each pair, rounded to float32.
+        attention_factor: multiplies cos and sin.
+        limit: from this position on, frequencies depend on the length; None if they never do.
         source: the configuration that it was read from, for errors.
     """
 
@@ -41,14 +41,14 @@ class Rotary:
         """cos and sin of the first positions, `(positions, head_dim)` in float32, as `rooftile.rope` takes them.
 
         Raises:
-            ValueError: there are more positions than have fixed frequencies ("dynamic" alone).
+            ValueError: positions go beyond `limit`.
         """
         if self.limit is not None and positions > self.limit:
             raise ValueError(
                 f"{self.source}: rope_type is {self.kind!r}, whose frequencies are fixed for the first {self.limit} "
                 f"positions (max_position_embeddings), and {positions} are asked for; expected at most {self.limit}"
             )
-        # On the CPU, whatever the device, so that they are the same everywhere.
+        # On the CPU, so that the tables are the same on every device.
         angles = torch.outer(
             torch.arange(positions, dtype=torch.float32, device="cpu"),
             torch.tensor(self.inv_freq, dtype=torch.float32, device="cpu"),
@@ -61,7 +61,7 @@ def of(config: Any, head_dim: int, source: str) -> Rotary:
     """The rotary embedding of a transformers configuration.
 
     Raises:
-        ValueError: the rope type is not one of KINDS, or its settings are none.
+        ValueError: the rope type is not one of KINDS, or its settings are not valid.
     """
     settings = config.rope_parameters or {}
     if any(isinstance(value, Mapping) for value in settings.values()):
@@ -85,11 +85,11 @@ def of(config: Any, head_dim: int, source: str) -> Rotary:
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        config.head_dim = head_dim  # not every configuration has it, and one may have None
+        config.head_dim = head_dim  # absent or None in some configurations
         try:
             inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         except (ArithmeticError, KeyError, TypeError, ValueError) as e:
-            raise ValueError(f"{source}: rope_parameters is {settings}, which is no {kind!r}: {e!r}") from e
+            raise ValueError(f"{source}: rope_parameters is {settings}, not valid for {kind!r}: {e!r}") from e
     if not bool(torch.isfinite(inv_freq).all()) or not math.isfinite(factor):
         raise ValueError(f"{source}: rope_parameters is {settings}, whose frequencies are not finite")
     limit = config.max_position_embeddings if kind == "dynamic" else None

@@ -1,8 +1,8 @@
-"""Steps of many sequences on the device: prompts, then a token of each at a time, a CUDA graph for each size.
+"""Steps of many sequences on the device: prompts, then one token of each at a time, by CUDA graphs.
 
-Nothing here waits for the device, but while a graph is recorded. What a step reads (lengths, pages, the tokens before,
-how each is sampled) lies at fixed addresses and is written in the order of the stream, so that a step can be launched
-while the host still looks at the tokens of the one before.
+Only the capture of a graph waits for the device. What a step reads (lengths, pages, previous tokens, sampling options)
+has fixed addresses and is written in stream order, so a step can be launched while the host still reads the tokens of
+the previous step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import mark_seen_, sample_
 
-# For each option its type, which values it may have, and how that is said.
+# Each option's type, the check of its values, and the words for them.
 _NUMBER = (int, float)
 _ACCEPTED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "0 (the likeliest token) or more"),
@@ -42,7 +42,7 @@ KEPT = 64  # graphs of prompts, each of some hundred launches and with logits of
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a sequence are chosen: see `rooftile.sample`."""
+    """The sampling options of a sequence: see `rooftile.sample`."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -76,7 +76,7 @@ _DTYPES = {
 
 
 def _given(memory: Tensor, slots: int) -> dict[str, Tensor]:
-    """Of each parameter a number for each slot, in rows of bytes."""
+    """Views of rows of bytes: for each option, a value for each slot."""
     return {
         name: row[: slots * dtype.itemsize].view(dtype)
         for row, (name, dtype) in zip(memory, _DTYPES.items(), strict=True)
@@ -84,7 +84,7 @@ def _given(memory: Tensor, slots: int) -> dict[str, Tensor]:
 
 
 def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where sequences begin and end that have slots side by side, and are sampled by one kernel."""
+    """Ranges of sequences in adjacent slots that one kernel samples."""
     first = 0
     for i in range(1, len(slots) + 1):
         if i == len(slots) or slots[i] != slots[i - 1] + 1 or greedy[i] != greedy[first]:
@@ -92,14 +92,14 @@ def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, i
             first = i
 
 
-Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, what it reads of the prompts, and its logits
+Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, its input and its logits
 
 
 class PromptGraphs:
-    """A decoder's forward passes of prompts, a CUDA graph for each shape that is small and comes again.
+    """A decoder's prefill, by a CUDA graph for each small shape that recurs.
 
-    A shape's first prompts run as they are, which compiles its kernels; the second time it is recorded, and replayed
-    from then on. One that was forgotten begins anew. Where the memory does not suffice for a graph there is none.
+    The first prompts of a shape run eagerly, which compiles its kernels. The second time the shape is captured, and
+    replayed from then on. A shape whose graph was dropped starts over. Without memory for a graph, prompts run eagerly.
     """
 
     def __init__(self, decoder: Decoder, turns: SerialGraphs) -> None:
@@ -108,7 +108,7 @@ class PromptGraphs:
         self._graphs: dict[tuple[int, int], Recorded | None] = {}
 
     def __call__(self, prompts: PromptBatch) -> Tensor:
-        """What the decoder returns; good until a graph of those turns is replayed."""
+        """The decoder's logits, valid until the next replay of one of these graphs."""
         device, shape = self._decoder.cache.k.device, prompts.shape
         if shape is None or shape not in self._seen:
             if shape is not None:
@@ -116,7 +116,7 @@ class PromptGraphs:
             return self._decoder.prefill(prompts, prompts.on(device))
         if shape not in self._graphs:
             self._graphs[shape] = self._recorded(prompts, device)
-        found = self._graphs[shape] = self._graphs.pop(shape)  # behind those that were used before
+        found = self._graphs[shape] = self._graphs.pop(shape)  # now the one used last
         if len(self._graphs) > KEPT:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest]
@@ -132,23 +132,23 @@ class PromptGraphs:
         try:
             numbers = prompts.numbers.to(device, non_blocking=True)
             graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
-        except torch.OutOfMemoryError:  # which a capture can't mend by giving cached memory back
+        except torch.OutOfMemoryError:  # a capture can't release cached memory to get more
             return None
         return graph, numbers, logits
 
 
 class StreamOrder:
-    """Calls that come on several streams, in the order in which they come.
+    """Orders calls that come on several streams.
 
     Args:
-        current: gives the current stream.
+        current: returns the current stream.
     """
 
     def __init__(self, current: Callable[[], Any]) -> None:
         self._current, self._last = current, current()
 
     def enter(self) -> None:
-        """Let the current stream wait for the stream of the call before, where that was another."""
+        """Make the current stream wait for the stream of the previous call, if that was another."""
         stream = self._current()
         if stream != self._last:
             stream.wait_stream(self._last)
@@ -156,22 +156,21 @@ class StreamOrder:
 
 
 class Runner:
-    """The device's side of generation.
+    """The device side of generation.
 
-    Calls may come on several streams: each waits for the one before. What the caller has switched on (gradients,
-    autocast, inference mode) has no effect inside.
+    Calls may come on several streams: each waits for the previous one. The caller's modes (gradients, autocast,
+    inference mode) have no effect inside.
 
     Args:
         config, weights: the model.
-        max_batch: sequences that live at a time, each in a slot.
-        max_seq_len: tokens of each, prompt and new ones.
-        page_size, pages: of the cache; by default as many pages as all sequences at their longest need.
+        max_batch: sequences at a time, each in a slot.
+        max_seq_len: tokens of each, prompt and new.
+        page_size, pages: of the cache; by default enough pages for `max_batch` sequences of `max_seq_len` tokens.
         kv_dtype: of the cache, float8_e4m3fn or int8 too; the model's by default.
-        cuda_graphs: replay a graph for each step of decoding, and for prompts of shapes that come again, where there is
-            a GPU.
+        cuda_graphs: on a GPU, replay a graph for each decoding step, and for prompts of shapes that recur.
 
     Attributes:
-        tokens, logprobs: `(max_batch,)`, int32 and float32, on the device: the newest of each slot.
+        tokens, logprobs: `(max_batch,)`, int32 and float32, on the device: the newest token of each slot.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Runner:
         self.tokens = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self._seen = torch.zeros((max_batch, -(-config.vocab // 32)), dtype=torch.int32, device=device)
-        self._none_seen = torch.zeros_like(self._seen[0])  # a copy is no kernel, and to fill memory is one
+        self._none_seen = torch.zeros_like(self._seen[0])  # copied to clear a row: a fill is a kernel
         self._given_bytes = torch.zeros(
             (len(_DTYPES), 8 * (max_batch + max_batch % 2)), dtype=torch.uint8, device=device
         )
@@ -216,29 +215,29 @@ class Runner:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] | None = None
         self._of_prompts: PromptGraphs | None = None
         if cuda_graphs and device.type == "cuda":
-            # One after another on one stream: of a step's logits tokens are sampled before the next is replayed.
+            # One after another on one stream: a step's logits are sampled before the next replay.
             self._graphs, self._turns = {}, SerialGraphs(device)
             self._of_prompts = PromptGraphs(self.decoder, self._turns)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        """On the device, behind what was launched before, and in no mode of the caller's."""
+        """On the device, after previous calls, and outside of the caller's modes."""
         with on(self._device), plain_mode(self._device):
             if self._order is not None:
                 self._order.enter()
             yield
 
     def prefill(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[PagedSequence]:
-        """New sequences of those prompts, each with its first new token.
+        """New sequences for those prompts, each with its first new token.
 
         Raises:
-            ValueError: a prompt is empty, slots or pages do not suffice, or a prompt is longer than `max_seq_len`.
+            ValueError: a prompt is empty, there are too few slots or pages, or a prompt is longer than `max_seq_len`.
 
-        Nothing is changed then, and no slot or page is taken, whatever else is raised.
+        Nothing has changed then. Whatever is raised, no slot or page stays taken.
         """
         if len(sampling) != len(prompts):
             raise ValueError(f"sampling is given for {len(sampling)} prompts, expected one for each of {len(prompts)}")
-        # The device begins with the prompts, of whose places it is told with them, before it is told of the new state.
+        # The device starts with the prompts, which carry their places in the cache; the new state follows.
         sequences: list[PagedSequence] = []
         try:
             with self._entered():
@@ -256,10 +255,10 @@ class Runner:
         return sequences
 
     def decode(self, sequences: Sequence[PagedSequence] | None = None) -> None:
-        """The next token of those sequences, or of all that live. The newest tokens of other slots are lost.
+        """The next token of those sequences, or of all. The newest tokens of other slots are lost.
 
         Raises:
-            ValueError: a sequence is at `max_seq_len`, or there are no pages left. Nothing is changed then.
+            ValueError: a sequence is at `max_seq_len`, or there are no pages left. Nothing has changed then.
         """
         live = self.cache.sequences if sequences is None else sequences
         if not live:
@@ -275,12 +274,12 @@ class Runner:
                 graph.replay()
 
     def free(self, sequence: PagedSequence) -> None:
-        """Give a sequence's slot and pages back."""
+        """Release a sequence's slot and pages."""
         with self._entered():
             self.cache.free(sequence)
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Of whole prompts, `(T, V)` each, in the model's dtype. They take slots and pages meanwhile."""
+        """Logits of every token, `(T, V)` a prompt, in the model's dtype. Takes slots and pages while it runs."""
         with self._entered():
             sequences = self._begin(prompts)
             try:
@@ -321,7 +320,7 @@ class Runner:
             self.free(sequence)
 
     def _bucket(self, n: int) -> int:
-        """Rows of the step that serves n slots: few sizes, so that there are few graphs."""
+        """Rows of the step for n slots: few sizes, so few graphs."""
         return min(self.max_batch, 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16)
 
     def _step(self, b: int, greedy: bool) -> None:
@@ -336,12 +335,12 @@ class Runner:
                 self._step(b, greedy)
 
             def warm() -> None:
-                """A step with no sequence in it, and room for another, which is recorded."""
+                """A step without sequences, and a reserved one for the capture."""
                 self.cache.reserve({})
                 step()
                 self.cache.reserve({})
 
-            # The tokens of the sequences that live are overwritten on the way.
+            # The warm-up overwrites the tokens of live sequences.
             kept = [(x, x.clone()) for x in (self.tokens, self.logprobs, self._seen)]
             try:
                 self._graphs[b, greedy], _ = self._turns.record(step, warm)
@@ -351,7 +350,7 @@ class Runner:
         return self._graphs[b, greedy]
 
     def _set(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
-        """Remember how slots are sampled."""
+        """Set the sampling options of slots."""
         found = list(self._sampling)
         pairs: list[tuple[int, int]] = []
         for slot, prompt, how in zip(slots, prompts, sampling, strict=True):
@@ -368,7 +367,7 @@ class Runner:
             mark_seen_(self._seen, *ids.to(self.tokens.device, non_blocking=True))
 
     def _send_sampling(self, sampling: list[Sampling]) -> None:
-        """How all slots are sampled, in one copy, of memory that is not used again before that is done."""
+        """Send the options of all slots in one copy, from memory that is not reused before the copy has ended."""
         memory = torch.zeros(
             self._given_bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._given_bytes.is_cuda
         )
@@ -383,6 +382,6 @@ class Runner:
             sample_(self.tokens[rows], self.logprobs[rows], logits)
             return
         given = {name: tensor[rows] for name, tensor in self._given.items()}
-        # The token that is sampled stands behind those of the cache.
+        # The position of the sampled token is the number of tokens in the cache.
         positions = self.cache.lengths[rows]
         sample_(self.tokens[rows], self.logprobs[rows], logits, seen=self._seen[rows], positions=positions, **given)

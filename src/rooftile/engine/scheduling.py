@@ -1,7 +1,7 @@
-"""Which sequences run: first come, first served, when there is a slot, and pages for all that they can get.
+"""Which sequences run: first come, first served, as soon as there are a slot and enough pages.
 
-A sequence that was let in never has to wait or to be thrown out: its pages are counted when it comes, though it takes
-them as it grows.
+A sequence is admitted only if the cache has pages for its prompt and all of its new tokens, so it never has to wait or
+to be evicted later. It takes the pages as it grows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rooftile.engine.runner import Sampling
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt, what was asked of it, and what has come of it.
+    """A prompt, its options, and its tokens so far.
 
     Attributes:
-        index: its place among the prompts.
+        index: of the prompt.
         limit: the most new tokens.
-        launched: new tokens that steps were launched for; the host has seen `len(tokens)` of them.
-        finish_reason: "stop" or "length", when it has ended.
+        launched: new tokens whose steps were launched; the host has seen `len(tokens)` of them.
+        finish_reason: "stop" or "length", once it has ended.
     """
 
     index: int
@@ -37,16 +37,16 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Tokens that the cache may come to hold: the last new one is never put into it."""
+        """The most tokens that the cache will hold: the last new token is never written."""
         return len(self.prompt) + self.limit - 1
 
 
 class Scheduler:
-    """The requests that wait, and those that run.
+    """The waiting and the running requests.
 
     Args:
         slots, pages, page_size: of the cache.
-        prompt_tokens: the most in one forward pass, unless a single prompt has more.
+        prompt_tokens: the most in one forward pass; a single prompt may have more.
     """
 
     def __init__(self, slots: int, pages: int, page_size: int, prompt_tokens: int) -> None:
@@ -59,7 +59,7 @@ class Scheduler:
         return -(-request.longest // self._page_size)
 
     def admit(self) -> list[Request]:
-        """Those at the head of the queue that can run beside those that do; they run from now on."""
+        """Move requests from the head of the queue to the running ones, as long as they fit, and return them."""
         admitted: list[Request] = []
         tokens = 0
         free = self._pages - sum(self.pages_of(r) for r in self.running)
@@ -74,7 +74,7 @@ class Scheduler:
         return admitted
 
     def unfinished(self) -> list[Request]:
-        """Those that run, and are to get another token."""
+        """Running requests that get another token."""
         return [r for r in self.running if r.launched < r.limit]
 
     def remove(self, request: Request) -> None:

@@ -1,7 +1,7 @@
-"""A model's weights on the device, as its kernels take them: q, k and v are one product, and so are gate and up.
+"""A model's weights on the device, as its kernels take them: q, k and v are one projection, and so are gate and up.
 
-A checkpoint is read straight into them: memory for the whole model is taken first, and each tensor then goes to its
-rows of it, some megabytes at a time, quantised on the way where that is asked for.
+Memory for the whole model is allocated first. Each tensor of a checkpoint is then read straight into its rows, some
+megabytes at a time, and quantized on the way if the caller asks for that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rooftile.engine.modes import plain_mode
 from rooftile.engine.projections import Dense, Projection, kind_of
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_AT_A_TIME = 1 << 24  # elements of a tensor that go to the device at a time
+_AT_A_TIME = 1 << 24  # elements of a tensor that are sent to the device at a time
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer's weights: the rows of qkv are those of q, then k, then v; of gate_up gate's, then up's."""
+    """A layer's weights. qkv has the rows of q, then k, then v; gate_up those of gate, then up."""
 
     input_norm: Tensor
     qkv: Projection
@@ -52,7 +52,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """A model's weights: `embedding` is `(vocab, hidden)`, and `norm` the last one, with the logits' scale in it."""
+    """A model's weights. `embedding` is `(vocab, hidden)`; `norm` is the last norm's, times the logits' scale."""
 
     embedding: Tensor
     layers: list[Layer]
@@ -61,7 +61,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """What a step of decoding reads: all of them once, but of the embedding, if it is not lm_head, a few rows."""
+        """Bytes that a decoding step reads: each weight once, without the embedding, of which it reads a few rows."""
         projections = [p for layer in self.layers for p in layer.projections]
         norms = [n for layer in self.layers for n in layer.norms]
         return sum(p.nbytes for p in (*projections, self.lm_head)) + sum(
@@ -71,7 +71,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a tensor of the checkpoint goes: `fill(first, rows)` sets its rows from `first` on."""
+    """The destination of a checkpoint's tensor: `fill(first, rows)` writes its rows, starting at row `first`."""
 
     shape: tuple[int, ...]
     fill: Callable[[int, Tensor], None]
@@ -86,7 +86,7 @@ def _set(tensor: Tensor, first: int, rows: Tensor) -> None:
 
 
 def _parts(prefix: str, product: Projection, parts: dict[str, int]) -> Iterator[tuple[str, _Place]]:
-    """The tensors that make a product: their names and how many of its rows each has."""
+    """The checkpoint's tensors that a projection is made of. `parts` has their names and numbers of rows."""
     at = 0
     for name, n in parts.items():
 
@@ -119,7 +119,7 @@ def _check(config: ModelConfig, dtype: torch.dtype, quantize: str | None) -> Non
 def _empty(
     config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device, tied: bool
 ) -> tuple[Weights, dict[str, _Place]]:
-    """Memory for a model, and for each tensor of a checkpoint its place there. Norms are ones, biases zeros."""
+    """Memory for a model, and the place in it of each tensor of a checkpoint. Norms are ones, biases zeros."""
     _check(config, dtype, quantize)
     c, kind = config, kind_of(quantize)
     places: dict[str, _Place] = {}
@@ -159,7 +159,7 @@ def _empty(
     if tied and lm_kind is Dense:
         return Weights(embedding, layers, last, Dense.of(embedding)), places
     lm_head = lm_kind(c.vocab, c.hidden, bias=False, dtype=dtype, device=device)
-    if tied:  # in fewer bits it is a tensor of its own all the same
+    if tied:  # a quantized lm_head is a tensor of its own
 
         def both(first: int, rows: Tensor) -> None:
             _set(embedding, first, rows)
@@ -172,8 +172,11 @@ def _empty(
 
 
 def _with_logits_scale(weights: Weights, scale: float) -> Weights:
-    """The scale goes into the last norm's weight: a power of two changes no bit of the logits; with any other the
-    weight is kept in float32, as rounding it once more would."""
+    """The weights with the logits' scale folded into the last norm's weight.
+
+    A power of two leaves the logits bit-identical. For any other scale the weight becomes float32, so that it is not
+    rounded a second time.
+    """
     wide = weights.norm.float() * scale
     exact = wide.to(weights.norm.dtype)
     keep = weights.norm.device.type == "meta" or torch.equal(exact.float(), wide)
@@ -181,8 +184,7 @@ def _with_logits_scale(weights: Weights, scale: float) -> Weights:
 
 
 def _harmless(name: str, tied: bool) -> bool:
-    """Whether nothing is lost where a tensor has no place: tables of frequencies, which old checkpoints have, and
-    lm_head where it is the embedding."""
+    """Whether a tensor without a place may be dropped: RoPE frequencies of old checkpoints, and a tied lm_head."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _LM_HEAD)
 
 
@@ -192,7 +194,7 @@ def _some(names: list[str]) -> str:
 
 
 def _matched(config: ModelConfig, checkpoint: Checkpoint, places: dict[str, _Place], tied: bool) -> dict[Entry, _Place]:
-    """The tensors to read, when each place has one that fits it, and nothing is left over."""
+    """The tensors to read, each with its place. Raises where a place has no tensor that fits, or a tensor no place."""
     found, path = checkpoint.entries, checkpoint.path
     missing = [name for name in places if name not in found]
     unexpected = [name for name in found if name not in places and not _harmless(name, tied)]
@@ -217,8 +219,8 @@ def _matched(config: ModelConfig, checkpoint: Checkpoint, places: dict[str, _Pla
 
 
 def _is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
-    """Whether lm_head is the embedding: as the configuration says, but that of two different tensors none is dropped,
-    as transformers has it."""
+    """Whether lm_head is the embedding, as the configuration says; but two different tensors are both used, as in
+    transformers."""
     found = checkpoint.entries
     if config.tied and _LM_HEAD in found and _EMBEDDING not in found:  # a tied tensor goes by either name
         found[_EMBEDDING] = found.pop(_LM_HEAD)
@@ -226,7 +228,7 @@ def _is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
         return config.tied
     pair = [found[_EMBEDDING], found[_LM_HEAD]]
     if any(e.dtype not in DTYPES for e in pair) or pair[0].shape != pair[1].shape:
-        return False  # what is wrong with one is found with the others
+        return False  # `_matched` reports what is wrong
     (_, a), (_, b) = (next(checkpoint.read([e])) for e in pair)
     if torch.equal(a, b):
         return True
@@ -239,7 +241,7 @@ def _is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _narrowed(entry: Entry, rows: Tensor, dtype: torch.dtype) -> None:
-    """Raise where float16 has no such numbers: infinities would come of them without a word."""
+    """Raise where a value overflows float16, which would silently become infinity."""
     if dtype != torch.float16 or entry.dtype == "F16":
         return
     largest = float(rows.abs().amax()) if rows.numel() else 0.0
@@ -262,26 +264,26 @@ def load(
     """Read a checkpoint.
 
     Args:
-        config: of the model that it is of.
+        config: of its model.
         folder: with `model.safetensors`, or an index and its shards.
-        dtype: float32, float16 or bfloat16: of embedding, norms and biases, and of weights that are not quantised.
+        dtype: of embedding, norms, biases and unquantized weights: float32, float16 or bfloat16.
         quantize: None, "fp8", "int8" or "int4" (lm_head is then int8).
-        device: by default that of kernels.
+        device: by default the GPU.
         progress: show a bar, if standard error is a terminal.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        CheckpointError (a ValueError): a file is absent, truncated or corrupt, or a tensor is absent, misshapen, of a
-            dtype that is no weight's, or has no place in the model.
+        CheckpointError (a ValueError): a file is missing, truncated or corrupt; or a tensor is missing, has the wrong
+            shape or a dtype that weights can't have, or has no place in the model.
         TypeError, ValueError: dtype or quantize is not one of those.
 
-    All of that is found before a byte goes to the device, but for numbers that float16 does not have.
+    All of that is found before a byte goes to the device, except for values that overflow float16.
     """
     device = runtime.default_device() if device is None else torch.device(device)
     _check(config, dtype, quantize)
     checkpoint = Checkpoint(folder)
     tied = _is_tied(config, checkpoint)
-    # On the meta device places have their shapes, and no memory.
+    # Checked on the meta device first, which takes no memory.
     _matched(config, checkpoint, _empty(config, dtype, quantize, torch.device("meta"), tied)[1], tied)
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_mode(device))
@@ -301,7 +303,7 @@ def load(
 
 @contextlib.contextmanager
 def _bar(shown: bool, total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, if that is a terminal; gives the function that moves it on by some bytes."""
+    """A progress bar on standard error, if that is a terminal. Yields the function that adds bytes to it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
@@ -317,13 +319,13 @@ def random(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Weights:
-    """Weights drawn on the device from the seed: normal, of the configuration's initializer_range; norms are ones and
-    biases zeros, as transformers begins. Quantised ones are those that are drawn without, quantised.
+    """Random weights, drawn on the device from the seed: normal with the configuration's initializer_range; norms are
+    ones and biases zeros, as in transformers. Quantized weights are the same draws, quantized.
 
-    On the meta device nothing is drawn: for who asks for sizes alone.
+    On the meta device nothing is drawn: it serves to compute sizes.
 
     Raises:
-        TypeError, ValueError: dtype or quantize is not one of `load`'s.
+        TypeError, ValueError: as `load`, for dtype and quantize.
     """
     device = runtime.default_device() if device is None else torch.device(device)
     with plain_mode(device):

@@ -2,7 +2,7 @@
 
 A module is changed by putting a `forward` of its own on the instance, in front of its class's; nothing process-wide is
 touched. The norms have a forward of their own; those of MLPs, attentions and layers are the model's own code with the
-lines in question replaced (`rewrite.py`), compiled once per class. `families.py` says which classes and lines are known,
+lines in question replaced (`rewrite.py`), compiled once per class. `families.py` says which classes and lines it knows,
 `planning.py` decides what is changed, `replacing.py` holds what runs in place of the model's lines, and `memory.py`
 makes weights adjacent that are to be one GEMM.
 

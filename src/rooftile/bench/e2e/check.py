@@ -3,8 +3,8 @@
 Each implementation decodes greedily on its own, for a random model's likeliest tokens lie so close together that
 roundings change them. What it then chose is given to a forward of the whole sequence in float32, whose weights are
 brought to float32 a layer at a time, and its logits are held to those of that forward. A token must be the one with the
-highest of the implementation's own logits. With weights that are not quantised, logits are also held to what eager
-PyTorch loses in that dtype, for the bound of so many roundings is wide. A quantised engine is held to its quantised
+highest of the implementation's own logits. With weights that are not quantized, logits are also held to what eager
+PyTorch loses in that dtype, for the bound of so many roundings is wide. A quantized engine is held to its quantized
 weights: a random model of 32 layers in int4 is as good as another model.
 """
 
@@ -31,7 +31,7 @@ STEPS = 8  # tokens that are checked: the prompt's, and those of seven steps
 SEQUENCES = 2  # of the batch, the first and the last: the float32 forward takes its time
 # A chain of float32 sums loses 5e-6 (the ceiling of rooftile.linear), which is more than a rounding.
 FLOOR = 5e-6
-# Where several rows of x are quantised to fp8, what differs by a rounding to bfloat16 may become another number of 8
+# Where several rows of x are quantized to fp8, what differs by a rounding to bfloat16 may become another number of 8
 # bits, a step of 6 to 12 %. How much of that reaches the logits depends on how strong the products are, on std *
 # sqrt(width): 1.28 in Llama-3-8B with random weights, of which an H200 lost 0.40 of the prompt's token. Random models
 # of 32 layers and widths 64 to 4096, emulated on the CPU, lost of that token, and of the worst of seven decoded alone,
@@ -39,7 +39,7 @@ FLOOR = 5e-6
 #
 #                                        prompt's token   decoded alone
 #     1.28, right                        0.20 to 0.53     0.14 to 0.33
-#     1.28, x not quantised              0.04 to 0.09     0.06 to 0.14
+#     1.28, x not quantized              0.04 to 0.09     0.06 to 0.14
 #     1.28, scales in another order      1.06 and more    1.18 and more
 #     1.28, the same while decoding      as right         0.83 and more
 #     1.28, no RoPE                      1.28 and more    1.38 and more
@@ -58,7 +58,7 @@ OVER_EAGER = 3.0
 
 def bound(model: Model, own: bool, lost: float | None = None, alone: bool = False) -> float:
     """Of the relative error of logits: some six roundings a layer, each off by one unit. `own`: of the engine, whose
-    weights may be quantised. `lost`: what eager PyTorch loses, if known. `alone`: of a token that was decoded alone."""
+    weights may be quantized. `lost`: what eager PyTorch loses, if known. `alone`: of a token that was decoded alone."""
     layers = math.sqrt(6 * max(1, model.config.layers))
     roundings = max(torch.finfo(model.dtype).eps, FLOOR) * layers
     if own and model.quantize is not None:

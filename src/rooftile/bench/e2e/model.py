@@ -54,8 +54,8 @@ class Model:
         title: its short name.
         hf: its configuration as `config.json` has it.
         config: the same for the engine.
-        dense: its weights in `dtype`, which all implementations but a quantised engine share.
-        own: the engine's weights: `dense`, or the same quantised.
+        dense: its weights in `dtype`, which all implementations but a quantized engine share.
+        own: the engine's weights: `dense`, or the same quantized.
         quantize: "fp8", "int8", "int4" or None.
     """
 

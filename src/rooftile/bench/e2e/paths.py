@@ -13,7 +13,7 @@ OURS_EAGER, OURS_UNTUNED = "rooftile_eager", "rooftile_untuned"
 CUDA, CUDA_EAGER = "cuda_kernels", "cuda_kernels_eager"
 HF, HF_EAGER, PATCHED, PATCHED_EAGER = "hf_static_compile", "hf_eager", "hf_patched", "hf_patched_eager"
 IMPLS = (OURS, CUDA, HF, PATCHED, OURS_EAGER, CUDA_EAGER, HF_EAGER, PATCHED_EAGER, OURS_UNTUNED)
-OWN = (OURS, OURS_EAGER, OURS_UNTUNED)  # run the engine's weights, which may be quantised
+OWN = (OURS, OURS_EAGER, OURS_UNTUNED)  # run the engine's weights, which may be quantized
 # How each is run; shown under the table and written into the results.
 NOTES = {
     OURS: f"the engine: one CUDA graph a step, and for prompts of up to {GRAPH_TOKENS} tokens",

@@ -139,16 +139,16 @@ def plot(folder: Path, rows: Sequence[E2ERow], machine: str, measured: bool) -> 
             places = [i for i, b in enumerate(batches) if b in by_batch]
             values = [(by_batch[batches[i]].us or 0.0) / 1e3 for i in places]
             axes.plot(places, values, label=name, **_style(name))
-        for quantised in (False, True):
+        for quantized in (False, True):
             floors = {
                 r.dims["batch"]: r.nbytes / r.roof_gbs / 1e6
                 for r in found
-                if r.roof_gbs and quantised == ("quantize" in r.options)
+                if r.roof_gbs and quantized == ("quantize" in r.options)
             }
             if floors:
                 places = [i for i, b in enumerate(batches) if b in floors]
-                text = "roof: the bytes at a streaming read" + (", quantised" if quantised else "")
-                axes.plot(places, [floors[batches[i]] for i in places], "k-" if quantised else "k--", lw=1, label=text)
+                text = "roof: the bytes at a streaming read" + (", quantized" if quantized else "")
+                axes.plot(places, [floors[batches[i]] for i in places], "k-" if quantized else "k--", lw=1, label=text)
         axes.set_xticks(range(len(batches)), [str(b) for b in batches])
         axes.set_xlabel("batch")
         axes.set_ylabel("milliseconds a step")
