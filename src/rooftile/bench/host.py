@@ -101,6 +101,15 @@ def _in_turn(calls: Sequence[Call]) -> Call:
     return run
 
 
+def launcher_call(call: Call, what: str) -> Call:
+    """Triton's launcher for each kernel that a call launches, with nothing around it.
+
+    Raises:
+        RuntimeError: it launched nothing through Triton's launcher.
+    """
+    return _in_turn([launch.again for launch in _launches(call, what)])
+
+
 def measure_host(case: OpCase, point: Point, dtype: torch.dtype, clock: Clock, device: torch.device) -> HostTime:
     """The host's times of a case's op at one point: medians over bursts, taken in turns, as a host's clock drifts too.
 
@@ -113,8 +122,7 @@ def measure_host(case: OpCase, point: Point, dtype: torch.dtype, clock: Clock, d
         leaves = {n: t.detach().requires_grad_(n in case.grads) for n, t in inputs.items()}
         op = functools.partial(case.function, **inputs, **point.options)
         with torch.no_grad():
-            launches = _launches(op, f"{case.name} at {point}")
-        launcher = _in_turn([launch.again for launch in launches])
+            launcher = launcher_call(op, f"{case.name} at {point}")
         for _ in range(BURSTS):
             with torch.no_grad():
                 bursts["launcher"].append(burst_seconds(launcher, clock, BURST))

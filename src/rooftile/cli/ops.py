@@ -89,6 +89,10 @@ def bench(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="A line for each point, and where the time went.")
     ] = False,
+    host: Annotated[
+        bool,
+        typer.Option("--host", help="Measure the host's time for a call instead, beside the PyTorch op it replaces."),
+    ] = False,
 ) -> None:
     """Measure ops against their peers and the GPU's roofs. Each row is checked first; exit code 1 if ours fails."""
     choose_mode()
@@ -97,6 +101,14 @@ def bench(
     from rooftile.cases import Direction
     from rooftile.cases.check import DTYPES
 
+    if host:
+        from rooftile.bench import host_ops
+
+        try:
+            code = host_ops.run(ops or (), console, results, json_file)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        raise typer.Exit(code)
     directions: tuple[Direction, ...] = ("forward", "backward")
     if direction is not DirectionName.both:
         directions = ("forward",) if direction is DirectionName.forward else ("backward",)
