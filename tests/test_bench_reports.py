@@ -53,6 +53,14 @@ def test_the_json_holds_every_key_and_no_nan(tmp_path):
         rows.read_json(path)
 
 
+def test_options_are_read_by_their_present_names(tmp_path):
+    rows.write_json(
+        tmp_path / "old.json", dict.fromkeys(rows.META, ""), [measured(OURS, 1.0, options={"approximate": "tanh"})]
+    )
+    _, (row,) = rows.read_json(tmp_path / "old.json")
+    assert row.options == {"activation": "gelu_tanh"}
+
+
 def test_results_are_not_taken_from_the_interpreter(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="--results is for measurements"):
         bench(monkeypatch, toy(), HostClock(), results=tmp_path)

@@ -15,7 +15,7 @@ from rooftile.ops import bias_activation
 from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.reference import bias_activation as reference
 
-TANH = {"approximate": "tanh"}
+TANH = {"activation": "gelu_tanh"}
 FUNCTIONS = {
     "silu": (bias_silu, reference.bias_silu),
     "gelu": (bias_gelu, reference.bias_gelu),
@@ -219,11 +219,11 @@ def test_wrong_arguments(op, function, device_type, device):
 
 
 @pytest.mark.parametrize("device_type", ["here", "meta"])
-def test_an_approximation_of_another_name(device_type, device):
+def test_an_activation_of_another_name(device_type, device):
     x = torch.randn(4, 8, device=device if device_type == "here" else "meta")
-    for approximate in ("fast", "", None):
-        with pytest.raises((ValueError, RuntimeError, TypeError), match="approximate"):
-            bias_gelu(x, approximate=approximate)
+    for activation in ("fast", "silu", "", None):
+        with pytest.raises((ValueError, RuntimeError, TypeError), match="activation"):
+            bias_gelu(x, activation=activation)
 
 
 def test_the_backward_op_refuses_what_does_not_match(device):

@@ -8,12 +8,12 @@ from helpers import BF16, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftile import runtime
+from rooftile import Quantize, runtime
 from rooftile.cases.check import relative_error
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
 from rooftile.reference import gated as reference
 
-TANH = {"approximate": "tanh"}
+TANH = {"activation": "gelu_tanh"}
 # The op of two tensors, the packed one, and the reference.
 ACTIVATIONS = {
     "silu": (silu_mul, silu_mul_packed, reference.silu_mul),
@@ -75,10 +75,10 @@ def test_halves_of_one_tensor_are_taken_as_they_are(activation, device):
 def test_exact_and_approximate_differ_as_they_do_in_pytorch(device):
     gate = torch.linspace(-4, 4, 64, device=device)[None]
     ones = torch.ones_like(gate)
-    for approximate in ("none", "tanh"):
+    for activation, approximate in reference.APPROXIMATE.items():
         expected = torch.nn.functional.gelu(gate, approximate=approximate)
-        torch.testing.assert_close(gelu_mul(gate, ones, approximate=approximate), expected, rtol=1e-5, atol=1e-6)
-    assert (gelu_mul(gate, ones) - gelu_mul(gate, ones, approximate="tanh")).abs().max() > 1e-4
+        torch.testing.assert_close(gelu_mul(gate, ones, activation=activation), expected, rtol=1e-5, atol=1e-6)
+    assert (gelu_mul(gate, ones) - gelu_mul(gate, ones, activation="gelu_tanh")).abs().max() > 1e-4
 
 
 def test_wrong_arguments(device):
@@ -102,18 +102,20 @@ def test_wrong_arguments(device):
 
 
 @pytest.mark.parametrize("device_type", ["here", "meta"])
-def test_an_approximation_of_another_name(device_type, device):
+def test_an_activation_of_another_name(device_type, device):
     x = torch.randn(4, 8, device=device if device_type == "here" else "meta")
-    with pytest.raises(ValueError, match="gelu_mul: approximate is 'sigmoid', expected one of none, tanh"):
-        gelu_mul(x, x, approximate="sigmoid")
-    with pytest.raises(ValueError, match="gelu_mul_packed: approximate is '', expected one of none, tanh"):
-        gelu_mul_packed(x, approximate="")
+    with pytest.raises(ValueError, match="gelu_mul: activation is 'silu', expected one of gelu, gelu_tanh"):
+        gelu_mul(x, x, activation="silu")
+    with pytest.raises(ValueError, match="gelu_mul_packed: activation is '', expected one of gelu, gelu_tanh"):
+        gelu_mul_packed(x, activation="")
+    with pytest.raises(ValueError, match="gelu_mul_packed: activation is 'tanh', expected one of gelu, gelu_tanh"):
+        gelu_mul_packed(x, activation="tanh", quantize=Quantize())
 
 
 def test_the_backward_ops_refuse_gradients_that_do_not_match(device):
     x = torch.randn(4, 8, device=device)
     for dy, error in ((x[:3], ValueError), (x.to(BF16), TypeError)):
         with pytest.raises(error, match="gelu_mul_backward: dy has"):
-            torch.ops.rooftile.gelu_mul_backward(dy, x, x, "none", True, True)
+            torch.ops.rooftile.gelu_mul_backward(dy, x, x, "gelu", True, True)
         with pytest.raises(error, match="gelu_mul_packed_backward: dy has"):
-            torch.ops.rooftile.gelu_mul_packed_backward(dy, torch.cat((x, x), dim=-1), "tanh")
+            torch.ops.rooftile.gelu_mul_packed_backward(dy, torch.cat((x, x), dim=-1), "gelu_tanh")

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from rooftile import nn, runtime
 from rooftile.reference import rms_norm as norm_reference
 from rooftile.reference import rope as rope_reference
+from rooftile.reference.gated import APPROXIMATE
 
 DEVICE = runtime.default_device()
 
@@ -111,11 +112,11 @@ def test_softmax_takes_any_dimension() -> None:
         nn.Softmax(0, causal=True)
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_mul_takes_two_tensors_or_one(approximate) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gelu_mul_takes_two_tensors_or_one(activation) -> None:
     gate, up = torch.randn(2, 5, 32, device=DEVICE)
-    module = nn.GeluMul(approximate)
-    expected = torch.nn.functional.gelu(gate, approximate=approximate) * up
+    module = nn.GeluMul(activation)
+    expected = torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation]) * up
     torch.testing.assert_close(module(gate, up), expected)
     torch.testing.assert_close(module(torch.cat((gate, up), dim=-1)), expected)
 
@@ -126,7 +127,7 @@ def test_bias_activations_take_the_bias_of_a_linear() -> None:
     product = x @ linear.weight.T
     pairs = (
         (nn.BiasGELU(24, device=DEVICE), torch.nn.GELU()),
-        (nn.BiasGELU(24, "tanh", device=DEVICE), torch.nn.GELU("tanh")),
+        (nn.BiasGELU(24, "gelu_tanh", device=DEVICE), torch.nn.GELU("tanh")),
         (nn.BiasSiLU(24, device=DEVICE), torch.nn.SiLU()),
     )
     for ours, activation in pairs:
@@ -173,8 +174,8 @@ def test_arguments_that_do_not_fit_are_refused_when_a_module_is_made() -> None:
         (lambda: nn.RMSNorm((4, 8)), ValueError, "RMSNorm: hidden_size is"),
         (lambda: nn.RMSNorm(8, eps=None), TypeError, "RMSNorm: eps is a NoneType"),
         (lambda: nn.RMSNorm(8, 1e-6, False, offset=1.0), ValueError, "RMSNorm: offset is 1.0, expected 0 without a"),
-        (lambda: nn.GeluMul("fast"), ValueError, "GeluMul: approximate is 'fast'"),
-        (lambda: nn.BiasGELU(8, "fast"), ValueError, "BiasGELU: approximate is 'fast'"),
+        (lambda: nn.GeluMul("fast"), ValueError, "GeluMul: activation is 'fast'"),
+        (lambda: nn.BiasGELU(8, "fast"), ValueError, "BiasGELU: activation is 'fast'"),
     ):
         with pytest.raises(error, match=message):
             make()

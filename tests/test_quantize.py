@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import rooftile
 from rooftile import runtime
 from rooftile.cases.check import relative_error
-from rooftile.ops.gated import quantized as gated
+from rooftile.ops import gated
 from rooftile.ops.rms_norm import forward as norm
 from rooftile.primitives import quantize
 from rooftile.primitives.quantize import rounded
@@ -152,8 +152,9 @@ def test_every_element_is_within_half_a_step(leading, cols, dtype, to, per, size
     assert_same((u,), (x + residual,))
     expected = rooftile.rms_norm(u.float(), weight.float(), rounding="gemma", offset=1.0)
     assert_within_half_a_step(y_q, scale, expected, q)
-    y_q, scale = rooftile.silu_mul(x, residual, quantize=q)
-    assert_within_half_a_step(y_q, scale, rooftile.silu_mul(x.float(), residual.float()), q)
+    for mul in (rooftile.silu_mul, rooftile.gelu_mul):
+        y_q, scale = mul(x, residual, quantize=q)
+        assert_within_half_a_step(y_q, scale, mul(x.float(), residual.float()), q)
 
 
 @every_format
@@ -255,6 +256,7 @@ def results(x, residual, weight, q):
         *rooftile.rms_norm(x, weight, quantize=q),
         *rooftile.add_rms_norm(x, residual, weight, offset=1.0, rounding="gemma", quantize=q),
         *rooftile.silu_mul(x, residual, quantize=q),
+        *rooftile.gelu_mul(x, residual, activation="gelu_tanh", quantize=q),
     )
 
 
@@ -270,9 +272,9 @@ def test_every_kernel_gives_the_same(dtype, per, held, device, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(norm, "quantized_config", lambda *_: norm.RmsNormConfig("loop", 32, num_warps=4, held=held))
             if per == "row":
-                patch.setattr(gated, "config", lambda *_: gated.Config("loop", 32, num_warps=4))
+                patch.setattr(gated, "quantized_config", lambda *_: gated.GatedConfig("loop", 32, num_warps=4))
             else:  # parts of rows
-                patch.setattr(gated, "config", lambda *_: gated.Config("tile", 32, num_warps=4, rows=2))
+                patch.setattr(gated, "quantized_config", lambda *_: gated.GatedConfig("tile", 32, num_warps=4, rows=2))
             found = results(x, residual, weight[0], q)
         for a, e in zip(found, expected, strict=True):
             # Another order of summation: the last digit of a row's statistics, and then a step of some elements.
@@ -301,6 +303,8 @@ def test_packed_is_the_two_halves(device):
         ((op, given, _),) = record.calls
         assert op._schema.name == "rooftile::silu_mul_quantized"
         assert given[0].shape == (2, 3, 40)
+        expected = rooftile.gelu_mul(*gate_up.chunk(2, dim=-1), activation="gelu_tanh", quantize=q)
+        assert_same(rooftile.gelu_mul_packed(gate_up, activation="gelu_tanh", quantize=q), expected)
     with pytest.raises(ValueError, match=r"silu_mul_packed: gate_up has shape \(2, 81\), expected an even last"):
         rooftile.silu_mul_packed(torch.empty(2, 81, device=device), quantize=Quantize())
 

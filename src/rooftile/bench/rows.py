@@ -190,4 +190,16 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
     missing += sorted({k for r in data["rows"] for k in REQUIRED if k not in r})
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}, expected what `rooftile bench --json` writes")
-    return data["meta"], [Row(**{k: v for k, v in r.items() if k in names}) for r in data["rows"]]
+    rows = [Row(**{k: v for k, v in r.items() if k in names}) for r in data["rows"]]
+    return data["meta"], [dataclasses.replace(row, options=_renamed(row.options)) for row in rows]
+
+
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their present names. Before 1.0 gelu had `approximate` for `activation`."""
+    return {
+        **{k: v for k, v in options.items() if k != "approximate"},
+        **({"activation": _GELUS[options["approximate"]]} if "approximate" in options else {}),
+    }

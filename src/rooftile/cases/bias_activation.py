@@ -27,7 +27,7 @@ TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
 
 
 def _point(rows: int, cols: int, options: Mapping[str, str], *, bias: str = "own", batch: int = 0) -> Point:
-    """`bias`: "own" (of x's dtype), "fp32" or "none". x is (batch, rows, cols) where there is a batch."""
+    """`bias`: "own" (of x's dtype), "fp32" or "none". x is (batch, rows, cols) if there is a batch."""
     dims = {
         "rows": rows,
         "cols": cols,
@@ -64,8 +64,8 @@ def _silu_flops(point: Point, direction: Direction) -> int:
 
 
 def _gelu_flops(point: Point, direction: Direction) -> int:
-    """As for `silu_mul` and `gelu_mul`: the polynomial's eight steps, an exponential, the rest."""
-    forward, more = (9, 10) if point.options["approximate"] == "tanh" else (22, 9)
+    """As for `gelu_mul`: a polynomial of degree eight, an exponential and the rest."""
+    forward, more = (9, 10) if point.options["activation"] == "gelu_tanh" else (22, 9)
     return (forward if direction == "forward" else forward + more) * _elements(point)
 
 
@@ -89,8 +89,8 @@ def _sets(options: Mapping[str, str]) -> dict[str, tuple[Point, ...]]:
 
 
 _SILU_SETS = _sets({})
-_EXACT = _sets({"approximate": "none"})
-_TANH = {"approximate": "tanh"}
+_EXACT = _sets({"activation": "gelu"})
+_TANH = {"activation": "gelu_tanh"}
 _GELU_SETS = {
     **_EXACT,
     "tiny": (*_EXACT["tiny"], _point(5, 64, _TANH)),

@@ -53,8 +53,8 @@ def _flops(point: Point, direction: Direction) -> int:
 
 
 def _gelu_flops(point: Point, direction: Direction) -> int:
-    """Exact: a polynomial of eight steps, an exponential and the rest; the derivative takes the density beside them."""
-    forward, more = (9, 10) if point.options["approximate"] == "tanh" else (22, 9)
+    """Exact: a polynomial of degree eight, an exponential and the rest; the derivative adds the density."""
+    forward, more = (9, 10) if point.options["activation"] == "gelu_tanh" else (22, 9)
     return (forward if direction == "forward" else forward + more) * point["rows"] * point["cols"]
 
 
@@ -73,13 +73,13 @@ def _liger_packed(point: Point) -> Callable[..., Any]:
 def _liger_gelu(point: Point) -> Callable[..., Any]:
     from liger_kernel.ops.geglu import LigerGELUMulFunction
 
-    if point.options["approximate"] != "tanh":
-        raise Unsupported("Liger's GeGLU has the tanh form alone")
+    if point.options["activation"] != "gelu_tanh":
+        raise Unsupported("Liger's GeGLU has only the tanh form")
     return lambda gate, up, **_: LigerGELUMulFunction.apply(gate, up)
 
 
 def _liger_gelu_packed(point: Point) -> Callable[..., Any]:
-    apart = _liger_gelu(point)  # Liger's takes rows of one length: halves are copied
+    apart = _liger_gelu(point)  # Liger's op takes contiguous rows: halves are copied
     return lambda gate_up, **_: apart(*gate_up.chunk(2, dim=-1))
 
 
@@ -99,8 +99,8 @@ def _sets(**options: object) -> dict[str, tuple[Point, ...]]:
 
 
 _SETS = _sets()
-_EXACT, _TANH = _sets(approximate="none"), _sets(approximate="tanh")
-# Models have the tanh form for the most part; the exact one at one real size, and where sizes are awkward.
+_EXACT, _TANH = _sets(activation="gelu"), _sets(activation="gelu_tanh")
+# Most models use the tanh form. The exact one is measured at one real size, and tested at awkward sizes.
 _GELU_SETS = {
     **_TANH,
     "tiny": (_EXACT["tiny"][0], *_TANH["tiny"]),

@@ -130,11 +130,11 @@ _GATED_SETS = {
 def _apart(point: Point) -> Callable[..., Any]:
     """PyTorch's product, and Rooftile's kernel for the gate behind it."""
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Any = "silu") -> Tensor:
         gate_up = torch.nn.functional.linear(x, weight, bias)
         if activation == "silu":
             return silu_mul_packed(gate_up)
-        return gelu_mul_packed(gate_up, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return gelu_mul_packed(gate_up, activation=activation)
 
     return run
 

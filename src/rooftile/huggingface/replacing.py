@@ -154,7 +154,9 @@ class Activation:
 SILU = Activation("silu", "SwiGLU", silu_mul, silu_mul_packed, bias_silu)
 GELU = Activation("gelu", "GeGLU", gelu_mul, gelu_mul_packed, bias_gelu)
 GELU_TANH = Activation(
-    "gelu_tanh", "GeGLU", *(functools.partial(op, approximate="tanh") for op in (gelu_mul, gelu_mul_packed, bias_gelu))
+    "gelu_tanh",
+    "GeGLU",
+    *(functools.partial(op, activation="gelu_tanh") for op in (gelu_mul, gelu_mul_packed, bias_gelu)),
 )
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {act.name: act.mul_packed for act in (SILU, GELU, GELU_TANH)}
 

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
-from rooftile.primitives.activations import Approximate, gelu_name
+from rooftile.primitives.activations import GELUS, Gelu, check_activation
 
 
 class SiluMul(nn.Module):
     """SwiGLU's activation, `silu(gate) * up`, of two tensors or of one that holds `[gate | up]`."""
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """`rooftile.silu_mul(gate, up)`, or `rooftile.silu_mul_packed(gate)` where up is not given."""
+        """`rooftile.silu_mul(gate, up)`, or `rooftile.silu_mul_packed(gate)` without up."""
         return silu_mul_packed(gate) if up is None else silu_mul(gate, up)
 
 
@@ -22,26 +22,26 @@ class GeluMul(nn.Module):
     """GeGLU's activation, `gelu(gate) * up`, of two tensors or of one that holds `[gate | up]`.
 
     Args:
-        approximate: `"none"` (exact) or `"tanh"`, as in `torch.nn.GELU`.
+        activation: `"gelu"` (exact) or `"gelu_tanh"`.
     """
 
-    def __init__(self, approximate: Approximate = "none") -> None:
+    def __init__(self, activation: Gelu = "gelu") -> None:
         super().__init__()
-        gelu_name("GeluMul", approximate)
-        self.approximate: Approximate = approximate
+        check_activation("GeluMul", activation, GELUS)
+        self.activation: Gelu = activation
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """`rooftile.gelu_mul(gate, up)`, or `rooftile.gelu_mul_packed(gate)` where up is not given."""
+        """`rooftile.gelu_mul(gate, up)`, or `rooftile.gelu_mul_packed(gate)` without up."""
         if up is None:
-            return gelu_mul_packed(gate, approximate=self.approximate)
-        return gelu_mul(gate, up, approximate=self.approximate)
+            return gelu_mul_packed(gate, activation=self.activation)
+        return gelu_mul(gate, up, activation=self.activation)
 
     def extra_repr(self) -> str:
-        return f"approximate={self.approximate!r}"
+        return f"activation={self.activation!r}"
 
 
 class _Bias(nn.Module):
-    """A bias that is added to what a product without one gives; named as `torch.nn.Linear` names its own."""
+    """The bias of a linear layer that has none, under the name that `torch.nn.Linear` gives it."""
 
     def __init__(
         self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -62,31 +62,31 @@ class _Bias(nn.Module):
 class BiasGELU(_Bias):
     """`rooftile.bias_gelu` with its bias, of shape `(features,)`: `gelu(x + bias)`.
 
-    Its state is the `bias` of the `torch.nn.Linear` in front of it, whose product then goes without one.
+    Its state is the `bias` of the `torch.nn.Linear` before it, which then has none.
 
     Args:
         features: the last dimension of the input.
-        approximate: `"none"` (exact) or `"tanh"`, as in `torch.nn.GELU`.
+        activation: `"gelu"` (exact) or `"gelu_tanh"`.
     """
 
     def __init__(
         self,
         features: int,
-        approximate: Approximate = "none",
+        activation: Gelu = "gelu",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(features, device=device, dtype=dtype)
-        gelu_name("BiasGELU", approximate)
-        self.approximate: Approximate = approximate
+        check_activation("BiasGELU", activation, GELUS)
+        self.activation: Gelu = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., features)` to the same shape."""
-        return bias_gelu(x, self.bias, approximate=self.approximate)
+        return bias_gelu(x, self.bias, activation=self.activation)
 
     def extra_repr(self) -> str:
-        return f"{self.features}, approximate={self.approximate!r}"
+        return f"{self.features}, activation={self.activation!r}"
 
 
 class BiasSiLU(_Bias):

@@ -1,41 +1,35 @@
-"""The activation of an MLP behind the bias of its first projection: `y = act(x + bias)`.
+"""The activation of an MLP after the bias of its first projection: `y = act(x + bias)`.
 
     bias_gelu    act(z) = z * Phi(z), or its tanh form      GPT-2 (tanh), BERT, ViT, Whisper, Falcon
     bias_silu    act(z) = z * sigmoid(z)
 
-The sum is float32: where PyTorch's own pair of kernels rounds x + bias to x's dtype, writes it and reads it again, here
-it stays in a register. Bytes: x read, y written, the bias once; the backward reads dy and x and writes dx:
+The sum stays in a float32 register; PyTorch's pair of kernels rounds x + bias to x's dtype, writes it and reads it
+again. Bytes: the forward reads x and the bias and writes y; the backward reads dy and x and writes dx:
 
     dx = dy * act'(x + bias)
     dbias = sum over rows of dx
 
-dbias is summed in float32 by a grid that stays on the chip, and reduced in a fixed order: the result is the same on
-every run. Where nobody asks for it, the backward is elementwise as the forward is.
+Each program of a persistent grid sums dbias in float32. The partial sums are added in a fixed order, so the result is
+the same on every run. If dbias is not needed, the backward is elementwise like the forward.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.primitives.activations import ACTIVATIONS, Approximate, activate, activate_with_slope, gelu_name
+from rooftile.primitives.activations import GELUS, Gelu, activate, activate_with_slope, check_activation
 from rooftile.primitives.partials import accumulate, sum_partials
+from rooftile.primitives.tiles import tile_of, tiles
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-
-@triton.jit
-def _tile(N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's rows and columns; neighbours take neighbouring columns."""
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = (tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return rows[:, None], cols[None, :]
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -51,7 +45,7 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    rows, cols = _tile(N, ROWS, BLOCK_N)
+    rows, _, cols = tile_of(tl.program_id(0), N, ROWS, BLOCK_N)
     mask = (rows < n_rows) & (cols < N)
 
     z = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
@@ -78,7 +72,7 @@ def _dx_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    rows, cols = _tile(N, ROWS, BLOCK_N)
+    rows, _, cols = tile_of(tl.program_id(0), N, ROWS, BLOCK_N)
     mask = (rows < n_rows) & (cols < N)
 
     dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
@@ -110,14 +104,14 @@ def _dbias_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program has its columns, and every so many-th tile of rows; neighbours have neighbouring columns."""
+    """A program takes a block of columns and strides over tiles of rows; adjacent programs take adjacent columns."""
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     lane = tl.program_id(0) // BLOCKS
     step = tl.num_programs(0) // BLOCKS * ROWS
     cols = ((tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     col_mask = cols < N
     bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
-    # A sum for every row of the tile: they are added up when all rows are through.
+    # One sum for each row of the tile; they are added after the last tile.
     dbias = tl.zeros((ROWS, BLOCK_N), tl.float32)
     lost = tl.zeros((ROWS, BLOCK_N), tl.float32)
 
@@ -138,9 +132,9 @@ def _dbias_kernel(
     tl.store(partial_ptr + lane.to(tl.int64) * N + cols, partial, mask=col_mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
-class Config:
-    """The tile of a program of an elementwise kernel, and its warps. Its rows share the bias's columns."""
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
+class BiasActivationConfig:
+    """The tile of a program of an elementwise kernel, and its warps."""
 
     rows: int
     block_n: int
@@ -149,52 +143,52 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DbiasConfig:
-    """The tile of a step of a program, its warps, stages and programs a multiprocessor.
+    """The tile of a step of a program, its warps and its pipeline stages.
 
-    A multiprocessor has more than one only where each has that many `steps`: their partial sums are to be read again.
+    An SM has at most `per_sm` programs, and more than one only if each has `steps` tiles: their partial sums are read
+    again.
     """
 
     rows: int
     block_n: int
     num_warps: int
     stages: int
-    per_multiprocessor: int
+    per_sm: int
     steps: int
 
 
 @functools.cache
-def config(n_cols: int, target: runtime.Target) -> Config:
+def config(n_cols: int, target: runtime.Target) -> BiasActivationConfig:
     """On an H200 (bf16) 0.98 of a copy's speed at 8192 x 14336, and within 1 % of the best of eighteen elsewhere."""
     if target is runtime.INTERPRETER:
-        return Config(rows=16, block_n=min(4096, library.power_of_two(n_cols)), num_warps=4)
+        return BiasActivationConfig(rows=16, block_n=min(4096, library.power_of_two(n_cols)), num_warps=4)
     block_n = min(256, library.power_of_two(n_cols))
-    return Config(rows=2048 // block_n, block_n=block_n, num_warps=4)
+    return BiasActivationConfig(rows=2048 // block_n, block_n=block_n, num_warps=4)
 
 
 @functools.cache
 def dbias_config(activation: str, n_cols: int, itemsize: int, target: runtime.Target) -> DbiasConfig:
-    """Two stages keep a tile of dy and x in shared memory; three, or one, took 2 to 6 % longer on an H200 (bf16).
+    """Two stages keep a tile of dy and x in shared memory; three or one took 2 to 6 % longer on an H200 (bf16).
 
-    At 8192 x 14336, in parts of a copy's speed: gelu and silu 0.94; gelu's tanh form 0.94 in larger tiles and fewer
-    programs, and 0.74 in those of the others.
+    Fractions of a copy's speed at 8192 x 14336: gelu and silu 0.94; gelu_tanh 0.94 with larger tiles and fewer
+    programs, and 0.74 with the tiles of the others.
     """
     if target is runtime.INTERPRETER:
         block_n = min(4096, library.power_of_two(n_cols))
-        return DbiasConfig(rows=16, block_n=block_n, num_warps=4, stages=1, per_multiprocessor=1, steps=1)
+        return DbiasConfig(rows=16, block_n=block_n, num_warps=4, stages=1, per_sm=1, steps=1)
     block_n = min(2048 // itemsize, library.power_of_two(n_cols))
     tile, programs = (8192, 4) if activation == "gelu_tanh" else (4096, 8)
     return DbiasConfig(
-        rows=tile // itemsize // block_n, block_n=block_n, num_warps=4, stages=2, per_multiprocessor=programs, steps=4
+        rows=tile // itemsize // block_n, block_n=block_n, num_warps=4, stages=2, per_sm=programs, steps=4
     )
 
 
-def _dtypes(x: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype | None]:
-    return x.dtype, None if bias is None else bias.dtype
+Dtypes = tuple[torch.dtype, torch.dtype | None]  # of x and bias
 
 
 @functools.cache
-def _plan(
-    activation: str, n_cols: int, dtypes: tuple[torch.dtype, torch.dtype | None], dx: bool, c: Config
+def _launcher(
+    activation: str, n_cols: int, dtypes: Dtypes, dx: bool, c: BiasActivationConfig
 ) -> launching.KernelLauncher:
     constants = {
         "ACTIVATION": activation,
@@ -207,8 +201,8 @@ def _plan(
 
 
 @functools.cache
-def _dbias_plan(
-    activation: str, n_cols: int, dtypes: tuple[torch.dtype, torch.dtype | None], needs_dx: bool, c: DbiasConfig
+def _dbias_launcher(
+    activation: str, n_cols: int, dtypes: Dtypes, needs_dx: bool, c: DbiasConfig
 ) -> launching.KernelLauncher:
     constants = {
         "ACTIVATION": activation,
@@ -222,15 +216,11 @@ def _dbias_plan(
     return launching.KernelLauncher(_dbias_kernel, constants, num_warps=c.num_warps)
 
 
-def _programs(n_rows: int, n_cols: int, c: Config) -> int:
-    return library.cdiv(n_rows, c.rows) * library.cdiv(n_cols, c.block_n)
-
-
 def _dbias_programs(n_rows: int, n_cols: int, d: DbiasConfig, target: runtime.Target) -> tuple[int, int]:
-    """Blocks of columns, and programs that share the rows of each."""
+    """Blocks of columns, and programs that share the rows of each block."""
     blocks = library.cdiv(n_cols, d.block_n)
     one_each = max(1, target.multiprocessors // blocks)
-    all_resident = max(1, target.multiprocessors * d.per_multiprocessor // blocks)
+    all_resident = max(1, target.multiprocessors * d.per_sm // blocks)
     lanes = min(all_resident, max(one_each, library.cdiv(n_rows, d.rows * d.steps)))
     return blocks, min(lanes, library.cdiv(n_rows, d.rows))
 
@@ -249,58 +239,47 @@ def _check(op: str, x: Tensor, bias: Tensor | None) -> None:
         raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {x.dtype} to match x, or torch.float32")
 
 
-def _output(op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+def _start(activation: str, x: Tensor, bias: Tensor | None, dy: Tensor | None = None) -> Callable[..., None]:
+    """The launch over (x, bias, y), or with dy over (dy, x, bias, dx)."""
+    if x.numel() == 0:
+        return library.start_nothing
+    copies: library.Copies = {}
+    inputs = [t for t in (dy, x) if t is not None]
+    rows = [library.rows_of(t, copies, i) for i, t in enumerate(inputs)]
+    library.contiguous_of(bias, copies, len(rows))
+    n_rows, n_cols = rows[0].shape[0], int(rows[0].shape[1])
+    c = config(n_cols, runtime.target(x.device))
+    launcher = _launcher(activation, n_cols, (x.dtype, None if bias is None else bias.dtype), dy is not None, c)
+    strides = tuple(t.stride(0) for t in rows)
+    start = launching.bind(launcher, tiles(n_rows, n_cols, c.rows, c.block_n), strides=strides, numbers=(n_rows,))
+    return library.copying(start, copies)
+
+
+def _fake(op: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    check_activation(op, activation, ("silu",) if op.startswith("bias_silu") else GELUS)
     _check(op, x, bias)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _apply(op: str, activation: str, x: Tensor, bias: Tensor | None) -> Tensor:
-    y = _output(op, x, bias)
-    if y.numel() == 0:
+def _prepare(op: str, x: Tensor, bias: Tensor | None, activation: str) -> Callable[..., Tensor]:
+    _fake(op, x, bias, activation)
+    start = _start(activation, x, bias)
+    shape, strides, dtype, device = x.shape, library.contiguous_strides(x.shape), x.dtype, x.device
+
+    def run(x: Tensor, bias: Tensor | None, _: str) -> Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(x, bias, y)
         return y
-    x = library.as_rows(x)
-    bias = None if bias is None else bias.contiguous()
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
-    c = config(n_cols, runtime.target(x.device))
-    plan = _plan(activation, n_cols, _dtypes(x, bias), False, c)
-    launching.launch(plan, _programs(n_rows, n_cols, c), (x, bias, y), (x.stride(0),), (n_rows,))
-    return y
+
+    return run
 
 
-def _differentiate(
+def _fake_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, needs_dx: bool, needs_dbias: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx and dbias; one that is not needed comes back empty."""
-    dx, dbias = _gradients(dy, x, bias, activation, needs_dx, needs_dbias)
-    if x.numel() == 0:
-        return dx, dbias.zero_()
-    dy, x = library.as_rows(dy), library.as_rows(x)
-    bias = None if bias is None else bias.contiguous()
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
-    target = runtime.target(x.device)
-    strides = (dy.stride(0), x.stride(0))
-    if not needs_dbias:
-        if needs_dx:
-            c = config(n_cols, target)
-            plan = _plan(activation, n_cols, _dtypes(x, bias), True, c)
-            launching.launch(plan, _programs(n_rows, n_cols, c), (dy, x, bias, dx), strides, (n_rows,))
-        return dx, dbias
-    d = dbias_config(activation, n_cols, x.element_size(), target)
-    blocks, lanes = _dbias_programs(n_rows, n_cols, d, target)
-    partial = torch.empty((lanes, n_cols), dtype=torch.float32, device=x.device)
-    plan = _dbias_plan(activation, n_cols, _dtypes(x, bias), needs_dx, d)
-    launching.launch(plan, blocks * lanes, (dy, x, bias, dx, partial), strides, (n_rows,))
-    sum_partials(partial, dbias)
-    return dx, dbias
-
-
-def _gradients(
-    dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, needs_dx: bool, needs_dbias: bool
-) -> tuple[Tensor, Tensor]:
-    """Memory for them."""
+    """Memory for dx and dbias; a gradient that is not needed is empty."""
     op = "bias_activation_backward"
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+    check_activation(op, activation)
     if needs_dbias and bias is None:
         raise ValueError(f"{op}: needs_dbias is True, expected False where bias is None")
     _check(op, x, bias)
@@ -310,74 +289,101 @@ def _gradients(
     return dx, torch.empty((x.shape[-1] if needs_dbias else 0,), dtype=dtype, device=x.device)
 
 
+def _prepare_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, needs_dx: bool, needs_dbias: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    _fake_backward(dy, x, bias, activation, needs_dx, needs_dbias)
+    if needs_dbias and x.numel():
+        return functools.partial(_differentiate, target=runtime.target(x.device))
+    start = _start(activation, x, bias, dy) if needs_dx else library.start_nothing
+
+    def run(dy: Tensor, x: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+        dx = torch.empty(x.shape if needs_dx else (0,), dtype=x.dtype, device=x.device)
+        start(dy, x, bias, dx)
+        return dx, torch.zeros(
+            x.shape[-1] if needs_dbias else 0, dtype=(x if bias is None else bias).dtype, device=x.device
+        )
+
+    return run
+
+
+def _differentiate(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    activation: str,
+    needs_dx: bool,
+    needs_dbias: bool,
+    *,
+    target: runtime.Target,
+) -> tuple[Tensor, Tensor]:
+    """dx and dbias, by the kernel that sums over rows."""
+    dx = torch.empty(x.shape if needs_dx else (0,), dtype=x.dtype, device=x.device)
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=x.device)
+    dy, x, bias = library.as_rows(dy), library.as_rows(x), bias.contiguous()
+    n_rows, n_cols = x.shape[0], int(x.shape[1])
+    d = dbias_config(activation, n_cols, x.element_size(), target)
+    blocks, lanes = _dbias_programs(n_rows, n_cols, d, target)
+    partial = torch.empty((lanes, n_cols), dtype=torch.float32, device=x.device)
+    launcher = _dbias_launcher(activation, n_cols, (x.dtype, bias.dtype), needs_dx, d)
+    tensors = (dy, x, bias, dx, partial)
+    launching.launch(launcher, blocks * lanes, tensors, (dy.stride(0), x.stride(0)), (n_rows,))
+    sum_partials(partial, dbias)
+    return dx, dbias
+
+
 _backward_op = library.define(
     "bias_activation_backward(Tensor dy, Tensor x, Tensor? bias, str activation, bool needs_dx, bool needs_dbias) "
     "-> (Tensor, Tensor)",
-    launch=_differentiate,
-    fake=_gradients,
+    prepare=_prepare_backward,
+    fake=_fake_backward,
 )
+
+
+def _save(ctx, inputs, output) -> None:
+    x, bias, ctx.activation = inputs
+    ctx.save_for_backward(x, bias)
 
 
 def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    rest = (None,) * (len(ctx.needs_input_grad) - 3)  # the key set, x and bias come first
     if dy is None:
-        return None, None, *rest
+        return None, None, None
     needs_dx, needs_dbias = ctx.needs_input_grad[1:3]
     dx, dbias = _backward_op(dy, *ctx.saved_tensors, ctx.activation, needs_dx, needs_dbias)
-    return dx if needs_dx else None, dbias if needs_dbias else None, *rest
+    return dx if needs_dx else None, dbias if needs_dbias else None, None
 
 
-def _save_silu(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.activation = "silu"
+def _define(op: str) -> Callable[..., Tensor]:
+    return library.define(
+        f"{op}(Tensor x, Tensor? bias, str activation) -> Tensor",
+        prepare=functools.partial(_prepare, op),
+        fake=functools.partial(_fake, op),
+        autograd=library.Autograd(_save, _backward),
+    )
 
 
-_silu_op = library.define(
-    "bias_silu(Tensor x, Tensor? bias) -> Tensor",
-    launch=lambda x, bias: _apply("bias_silu", "silu", x, bias),
-    fake=lambda x, bias: _output("bias_silu", x, bias),
-    autograd=library.Autograd(_save_silu, _backward),
-)
+_silu, _gelu = _define("bias_silu"), _define("bias_gelu")
 
 
-def _fake_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    gelu_name("bias_gelu", approximate)
-    return _output("bias_gelu", x, bias)
-
-
-def _save_gelu(ctx, inputs, output) -> None:
-    x, bias, approximate = inputs
-    ctx.save_for_backward(x, bias)
-    ctx.activation = gelu_name("bias_gelu", approximate)
-
-
-_gelu_op = library.define(
-    "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
-    launch=lambda x, bias, approximate: _apply("bias_gelu", gelu_name("bias_gelu", approximate), x, bias),
-    fake=_fake_gelu,
-    autograd=library.Autograd(_save_gelu, _backward),
-)
-
-
-def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Approximate = "none") -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: Gelu = "gelu") -> Tensor:
     """`y = gelu(x + bias)`, computed in float32 and rounded once (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
     Args:
-        x: `(..., N)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
-            taken as one, or the last stride is not 1.
+        x: `(..., N)`, float32, float16 or bfloat16. Any strides; copied only if the leading dimensions cannot be viewed
+            as one, or if the last stride is not 1.
         bias: `(N,)`, of x's dtype or float32; None for gelu alone.
-        approximate: as in `torch.nn.functional.gelu`. `"none"`: `gelu(z) = z * Phi(z)`, with Phi the distribution of a
-            standard normal number. `"tanh"`: `z / 2 * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 * z^3)))`.
+        activation: `"gelu"`: `gelu(z) = z * Phi(z)`, with Phi the standard normal distribution. `"gelu_tanh"`:
+            `z / 2 * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 * z^3)))`.
 
     Returns:
         y with the shape and dtype of x, contiguous.
 
     Raises:
-        ValueError: the bias's shape is not x's last dimension, approximate is another word, a device is the CPU without
-            the interpreter, or devices differ.
+        ValueError: the bias's shape is not `(N,)`, the activation is another word, devices differ, or a device is the
+            CPU without the interpreter.
         TypeError: a dtype is not one of those.
     """
-    return _gelu_op(x, bias, approximate)
+    return _gelu(x, bias, activation)
 
 
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -385,4 +391,4 @@ def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Arguments, result and errors are those of `bias_gelu`.
     """
-    return _silu_op(x, bias)
+    return _silu(x, bias, "silu")

@@ -1,35 +1,33 @@
-"""Activations and their derivatives, float32 in and out: one place for every kernel that applies one.
+"""Activations and their derivatives in float32, shared by all kernels.
 
-A kernel that reads and writes two bytes an element has room for some 25 instructions an element on an H200, where its
-memory sets the speed, loads, stores and conversions included. On sm_90 silu takes 9, gelu_tanh 10 and gelu 12, where
-libdevice's tanh would make 29 of it and its erf 32. Any finite x gives a finite result, and a NaN stays one.
+A kernel that reads and writes two bytes an element is bound by memory on an H200 up to some 25 instructions an element,
+loads, stores and conversions included. On sm_90 silu takes 9, gelu_tanh 10 and gelu 12; with libdevice's tanh and erf
+they would take 29 and 32. A finite x gives a finite result, and a NaN stays NaN.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-Approximate = Literal["none", "tanh"]
-_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
-# What a kernel's constant ACTIVATION may be.
-ACTIVATIONS = ("silu", *_GELUS.values())
+Gelu = Literal["gelu", "gelu_tanh"]  # torch.nn.functional.gelu's approximate="none" and approximate="tanh"
+GELUS: tuple[str, ...] = get_args(Gelu)
+ACTIVATIONS = ("silu", *GELUS)  # values of a kernel's constant ACTIVATION
 
 
-def gelu_name(op: str, approximate: str) -> str:
-    """The ACTIVATION of gelu, which PyTorch tells apart by `approximate`."""
-    if approximate not in _GELUS:
-        raise ValueError(f"{op}: approximate is {approximate!r}, expected one of {', '.join(_GELUS)}")
-    return _GELUS[approximate]
+def check_activation(op: str, activation: str, accepted: tuple[str, ...] = ACTIVATIONS) -> None:
+    """Raise ValueError unless the activation is one of those."""
+    if activation not in accepted:
+        raise ValueError(f"{op}: activation is {activation!r}, expected one of {', '.join(accepted)}")
 
 
 @triton.jit
 def _exp(x):
-    """Two instructions: what would be subnormal is zero, for which tl.exp takes two more."""
+    """Two instructions. Subnormal results become zero; tl.exp takes two more instructions to keep them."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -49,13 +47,12 @@ def silu_with_slope(x):
 
 @triton.jit
 def _upper_tail(a):
-    """The standard normal's probability of more than a, for 0 <= a <= 15; 0 from 12 on.
+    """The probability that a standard normal variable exceeds a, for 0 <= a <= 15; 0 from 12 on.
 
-    2^p(a): the logarithm of the tail is nearly a parabola, so one polynomial of degree 8 serves, where erf takes two
-    and a choice between them. Minimax over [0, 6] (Remez' exchange), p(0) = -1, for the error in units of 1e-8, or of
-    3e-5 of the tail where that is less. Computed in float32 it is at most 1.2e-7, and relative to the tail at most 4e-4
-    up to 5.5 and 2e-3 up to 6, where 1 + erf would have lost every digit; beyond, the tail falls too fast, by less
-    than 1e-11.
+    2^p(a): the logarithm of the tail is nearly a parabola, so one polynomial of degree 8 suffices; erf takes two and a
+    choice between them. p is minimax over [0, 6] (Remez exchange) with p(0) = -1, for the error in units of 1e-8, or of
+    3e-5 of the tail where that is less. Computed in float32 the error is at most 1.2e-7. Relative to the tail it is at
+    most 4e-4 up to 5.5 and 2e-3 up to 6, where 1 + erf would have no correct digit; beyond 6 it is below 1e-11.
     """
     p = a * -8.99902716e-07 + 1.55380094e-05
     p = p * a - 7.1416187e-05
@@ -69,20 +66,20 @@ def _upper_tail(a):
 
 @triton.jit
 def _clamped_abs(x):
-    """|x| up to 15, where both tail and density are zero in float32, so that what they multiply is finite."""
+    """min(|x|, 15). At 15 tail and density are zero in float32, and their products with it stay finite."""
     return tl.minimum(tl.abs(x), 15.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def gelu(x):
-    """x * Phi(x), as max(x, 0) - |x| * (1 - Phi(|x|)): nothing is lost to 1 + erf(x) where x is far below zero."""
+    """x * Phi(x), as max(x, 0) - |x| * (1 - Phi(|x|)): 1 + erf(x) would cancel where x is far below zero."""
     a = _clamped_abs(x)
     return tl.maximum(x, 0.0) - a * _upper_tail(a)
 
 
 @triton.jit
 def gelu_with_slope(x):
-    """gelu(x) and its derivative, Phi(x) + x * phi(x), which is 1 less that of -x."""
+    """gelu(x) and its derivative, Phi(x) + x * phi(x), which is 1 minus that of -x."""
     a = _clamped_abs(x)
     tail = _upper_tail(a)
     below = tail - a * 0.3989422804014327 * tl.exp2(a * a * -0.7213475204444817)
@@ -91,7 +88,7 @@ def gelu_with_slope(x):
 
 @triton.jit
 def _exp_minus_2u(x, square):
-    """exp(-2u) with u = sqrt(2 / pi) * (x + 0.044715 * x^3) and square = x^2; 2 * log2(e) is in both factors."""
+    """exp(-2u) with u = sqrt(2 / pi) * (x + 0.044715 * x^3) and square = x^2. Both factors include 2 * log2(e)."""
     return tl.exp2(x * (-2.302208198144325 - 0.1029432395800235 * square))
 
 
@@ -103,9 +100,9 @@ def gelu_tanh(x):
 
 @triton.jit
 def gelu_tanh_with_slope(x):
-    """gelu_tanh(x) and its derivative, s + x * s * (1 - s) * 2u' with s = sigmoid(2u), which is 1 less that of -x.
+    """gelu_tanh(x) and its derivative, s + x * s * (1 - s) * 2u' with s = sigmoid(2u), which is 1 minus that of -x.
 
-    Taken at -|x|, so that 1 - s is never the small one: times 2u' its rounding would be the largest error there is.
+    It is computed at -|x|, where 1 - s is not small: times 2u' the rounding of a small one would be the largest error.
     """
     a = _clamped_abs(x)
     square = a * a
@@ -118,7 +115,7 @@ def gelu_tanh_with_slope(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of that name, of x."""
+    """The activation of x."""
     if ACTIVATION == "silu":
         y = silu(x)
     elif ACTIVATION == "gelu":
@@ -131,7 +128,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_with_slope(x, ACTIVATION: tl.constexpr):
-    """That activation, and its derivative."""
+    """The activation of x and its derivative."""
     if ACTIVATION == "silu":
         y, slope = silu_with_slope(x)
     elif ACTIVATION == "gelu":

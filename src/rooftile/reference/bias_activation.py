@@ -1,4 +1,4 @@
-"""The activation behind a projection's bias, `y = act(x + bias)`."""
+"""The activation after a projection's bias, `y = act(x + bias)`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import math
 import torch
 from torch import Tensor
 
+from rooftile.reference.gated import APPROXIMATE
 
-def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") -> Tensor:
-    """The formula in x's dtype: give it float64 for the truth."""
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu") -> Tensor:
+    """The formula in x's dtype: pass float64 for the exact result."""
     z = x if bias is None else x + bias
-    if approximate == "tanh":
+    if activation == "gelu_tanh":
         return z / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
     return z / 2 * torch.erfc(-z / math.sqrt(2))
 
 
-def bias_gelu_eager(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") -> Tensor:
-    """As a model without the fusion runs it: the sum is rounded to x's dtype, and goes to memory and back."""
-    return torch.nn.functional.gelu(_sum(x, bias), approximate=approximate)
+def bias_gelu_eager(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu") -> Tensor:
+    """As a model without the fusion runs it: the sum is rounded to x's dtype, written and read again."""
+    return torch.nn.functional.gelu(_sum(x, bias), approximate=APPROXIMATE[activation])
 
 
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:

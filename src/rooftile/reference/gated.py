@@ -7,9 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}  # what torch.nn.functional.gelu calls them
+
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """The formula in gate's dtype: give it float64 for the truth."""
+    """The formula in gate's dtype: pass float64 for the exact result."""
     return gate * torch.sigmoid(gate) * up
 
 
@@ -29,24 +31,24 @@ def silu_mul_packed_eager(gate_up: Tensor) -> Tensor:
     return up * torch.nn.functional.silu(gate)
 
 
-def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
-    """The formula in gate's dtype: give it float64 for the truth."""
-    if approximate == "tanh":
+def gelu_mul(gate: Tensor, up: Tensor, *, activation: str = "gelu") -> Tensor:
+    """The formula in gate's dtype: pass float64 for the exact result."""
+    if activation == "gelu_tanh":
         return gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
     return gate / 2 * torch.erfc(-gate / math.sqrt(2)) * up
 
 
-def gelu_mul_eager(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+def gelu_mul_eager(gate: Tensor, up: Tensor, *, activation: str = "gelu") -> Tensor:
     """As Gemma's MLP and ModernBERT's write it: `act_fn(gate_proj(x)) * up_proj(x)`."""
-    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+    return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation]) * up
 
 
-def gelu_mul_packed(gate_up: Tensor, *, approximate: str = "none") -> Tensor:
+def gelu_mul_packed(gate_up: Tensor, *, activation: str = "gelu") -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return gelu_mul(gate, up, approximate=approximate)
+    return gelu_mul(gate, up, activation=activation)
 
 
-def gelu_mul_packed_eager(gate_up: Tensor, *, approximate: str = "none") -> Tensor:
+def gelu_mul_packed_eager(gate_up: Tensor, *, activation: str = "gelu") -> Tensor:
     """As ModernBERT writes it, gate first (which it calls input)."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+    return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation]) * up

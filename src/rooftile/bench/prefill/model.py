@@ -93,7 +93,7 @@ def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call,
         add("qk_norm_rope", 1, q, k, q_norm.weight, k_norm.weight, *tables, **options)
     gate, up = (draw(batch, tokens, config.intermediate_size) for _ in range(2))
     add("silu_mul", handle.replaced["SwiGLU"], gate, up)
-    add("gelu_mul", handle.replaced["GeGLU"], gate, up, approximate="tanh")
+    add("gelu_mul", handle.replaced["GeGLU"], gate, up, activation="gelu_tanh")
 
     def run(calls: list[Call]) -> None:
         for call in calls:

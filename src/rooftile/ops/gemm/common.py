@@ -14,17 +14,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftile import launching, library, runtime
 from rooftile.ops.gemm import adapters, choose
 from rooftile.ops.gemm.config import PRECISIONS, MatmulConfig, Operands, Precision, Problem, decode, encode
-from rooftile.primitives.activations import ACTIVATIONS, Approximate
 
 
 def check_precision(op: str, precision: str) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"{op}: precision is {precision!r}, expected one of {', '.join(PRECISIONS)}")
-
-
-def check_activation(op: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
 
 
 def check_dtype(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -157,11 +151,6 @@ def product(
         raise launching.Untraceable("counters, or descriptors of tensors")
     o = Operands(x, w, out, bias, residual, activation=activation, gated=gated, precision=used)
     adapters.start(launch, o, c)
-
-
-def gelu_approximation(activation: str) -> Approximate:
-    """How PyTorch calls that form of gelu."""
-    return "tanh" if activation == "gelu_tanh" else "none"
 
 
 def mergeable(t: Tensor) -> bool:

@@ -22,15 +22,14 @@ from rooftile.ops.gemm.column_sum import activate_add, column_sum
 from rooftile.ops.gemm.common import (
     as_rows,
     autocast,
-    check_activation,
     check_dtype,
     check_precision,
     encoded,
-    gelu_approximation,
     product,
     refuse_symbols,
 )
 from rooftile.ops.gemm.config import Activation, MatmulConfig, Precision
+from rooftile.primitives.activations import check_activation
 
 
 def _check(
@@ -74,11 +73,10 @@ def _allocate(x: Tensor, weight: Tensor, shape: tuple[int, ...], keep: bool) -> 
     return tuple(torch.empty(s, dtype=x.dtype, device=x.device) for s in (shape, z_shape))  # type: ignore[return-value]
 
 
-def _activated(z: Tensor, activation: str, gated: bool) -> Tensor:
+def _activated(z: Tensor, activation: Any, gated: bool) -> Tensor:
     if activation == "silu":
         return silu_mul_packed(z) if gated else bias_silu(z)
-    approximate = gelu_approximation(activation)
-    return gelu_mul_packed(z, approximate=approximate) if gated else bias_gelu(z, approximate=approximate)
+    return gelu_mul_packed(z, activation=activation) if gated else bias_gelu(z, activation=activation)
 
 
 def _apply(
@@ -125,8 +123,8 @@ def _slopes(dy: Tensor, z: Tensor, activation: str, gated: bool) -> Tensor:
     if not gated:
         return ops.bias_activation_backward(dy, z, None, activation, True, False)[0]
     if activation == "silu":
-        return ops.silu_mul_packed_backward(dy, z)
-    return ops.gelu_mul_packed_backward(dy, z, gelu_approximation(activation))
+        return ops.silu_mul_packed_backward(dy, z, activation)
+    return ops.gelu_mul_packed_backward(dy, z, activation)
 
 
 def _check_backward(

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.ops.gemm.common import check_activation
 from rooftile.ops.gemm.linear import _activated as activated
 from rooftile.ops.gemm.linear import _slopes as slopes
 from rooftile.ops.gemm.norm_layers import backward_op, check, differentiate, gradients, launch
+from rooftile.primitives.activations import check_activation
 
 _OP = "rms_norm_gated_linear"
 

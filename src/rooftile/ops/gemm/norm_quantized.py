@@ -23,7 +23,7 @@ from rooftile.ops.gemm import adapters
 from rooftile.ops.gemm import norm_gemv as row
 from rooftile.ops.gemm import weight_only_choose as choose
 from rooftile.ops.gemm import weight_only_config as configs
-from rooftile.ops.gemm.common import check_activation, refuse_symbols
+from rooftile.ops.gemm.common import refuse_symbols
 from rooftile.ops.gemm.config import Operands
 from rooftile.ops.gemm.fp8_linear import _launch as fp8_product
 from rooftile.ops.gemm.linear import _activated as activated
@@ -33,6 +33,7 @@ from rooftile.ops.gemm.weight_only import _aligned as is_aligned
 from rooftile.ops.gemm.weight_only import _launch as weight_only_product
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.ops.rms_norm import forward as norm
+from rooftile.primitives.activations import check_activation
 from rooftile.primitives.quantize import refuse_gradients
 
 _PRODUCTS = {torch.int8: "int8_linear", torch.uint8: "int4_linear"}
