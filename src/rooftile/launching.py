@@ -533,12 +533,15 @@ def clear_counters() -> None:
             torch.accelerator.synchronize(device)
 
 
-def matrix_descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """The TMA descriptor of a matrix that is loaded in tiles of (rows, cols); None where it can't have one."""
+def describe(t: Tensor, block: tuple[int, ...], layout: Any = None) -> Descriptor | None:
+    """What TMA is told of t and the tiles that are loaded of it; None where it can't: the last stride has to be 1, base
+    and other strides multiples of 16 bytes, and the tile at most 256 elements long."""
     if isinstance(t, FunctionalTensor):
         raise Untraceable("TMA descriptors")
-    n_rows, n_cols = t.shape
-    stride = t.stride(0) if n_rows > 1 else n_cols + -n_cols % 16  # of a single row it may be anything
-    if t.stride(1) != 1 or (t.data_ptr() | stride * t.element_size()) & 15 or stride < n_cols or max(rows, cols) > 256:
+    size, any_stride = t.element_size(), t.shape[-1] + -t.shape[-1] % 16
+    strides = tuple(d if n > 1 else any_stride for n, d in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+    if (t.stride(-1) != 1 and t.shape[-1] > 1) or t.data_ptr() % 16 or max(block) > 256:
         return None
-    return TensorDescriptor(t, [n_rows, n_cols], [stride, 1], [rows, cols])
+    if any(d < t.shape[-1] or d * size % 16 for d in strides):
+        return None
+    return Descriptor(tuple(t.shape), (*strides, 1), block, layout)

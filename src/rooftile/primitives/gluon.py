@@ -57,6 +57,17 @@ def next_slot(slot, parity, STAGES: gl.constexpr):
     return gl.where(wraps, 0, slot), gl.where(wraps, parity ^ 1, parity)
 
 
+@gluon.jit
+def split_columns(acc, PARTS: gl.constexpr):
+    """The columns of acc in PARTS equal parts. They are registers of their own: nothing moves."""
+    if PARTS == 1:
+        return (acc,)
+    else:
+        halves = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute(0, 2, 1)
+        low, high = halves.split()
+        return split_columns(low, PARTS // 2) + split_columns(high, PARTS // 2)
+
+
 def is_describable(t: Tensor) -> bool:
     """Whether a TMA descriptor can describe t: a last stride of 1, base and other strides multiples of 16 bytes."""
     strides, size = t.stride(), t.element_size()

@@ -88,7 +88,7 @@ def _hopper_grid() -> list[MatmulConfig]:
         block_n=[32, 64, 96, 128, 160, 192, 224, 256],
         block_k=[32, 64, 128],
         group_m=[4, 8, 16],
-        split_k=[1, 2, 3, 4, 6, 8],
+        split_k=[1],
         num_stages=[2, 3, 4, 5, 6, 7, 8],
     )
     return [
@@ -110,7 +110,7 @@ def _grids(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
 
 def _useless(p: Problem, c: MatmulConfig, target: Target) -> bool:
     """Whether it can't be better than another one of the space: a split where tiles keep all multiprocessors busy."""
-    return c.kernel in ("tiled", "hopper") and c.split_k > 1 and _tiles(p, c) >= 2 * target.multiprocessors
+    return c.kernel == "tiled" and c.split_k > 1 and _tiles(p, c) >= 2 * target.multiprocessors
 
 
 # What is tried unless all is asked for: what was within some 5 % of the best of a few hundred configurations of its
@@ -126,7 +126,7 @@ _SKINNY = (
 )
 _HOPPER = (
     *((128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (256, 128, 64, 8, 4), (128, 128, 64, 8, 4), (128, 64, 64, 8, 6)),
-    *((64, 64, 128, 4, 6), (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (64, 256, 64, 4, 4)),
+    *((64, 32, 128, 4, 8), (64, 64, 128, 4, 6), (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (64, 256, 64, 4, 4)),
 )
 # Between powers of two, where they may come closer to a tile for each multiprocessor.
 _BETWEEN = (
@@ -152,7 +152,7 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
         n = n // (1 + p.gated) if kernel in ("hopper", "tiled") else n
         warps = max(1, warps * 32 // target.warp_size)
         tiles = p.batch * math.ceil(p.m / m) * math.ceil(p.n / n)
-        for split in {"gemv": (1,), "skinny": (1, 2, 4)}.get(kernel, (1, 2, 3, 4)):
+        for split in {"gemv": (1,), "skinny": (1, 2, 4), "hopper": (1,)}.get(kernel, (1, 2, 3, 4)):
             if split == 1 or (tiles < 2 * units and tiles * split <= 4 * units and p.k >= 4 * k * split):
                 deep = kernel == "hopper" and p.m > 8 * m and m * n >= 128 * 128
                 for group in (8, 4, 16) if deep and split == 1 else (1 if kernel in ("gemv", "skinny") else 8,):
@@ -167,7 +167,7 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
     if p.m <= 64:
         yield every("skinny", _SKINNY, max(16, 1 << (p.m - 1).bit_length()))
     if target.arch == "sm_90" and (p.m > 16 or (p.x_layout, p.w_layout) != ("k", "k")):
-        turns = [c for row in _PINGPONG for c in some("hopper", *row, pingpong=True) if p.m > 64 and c.split_k == 1]
+        turns = [c for row in _PINGPONG for c in some("hopper", *row, pingpong=True) if p.m > 64]
         yield [*every("hopper", [h for h in (*_HOPPER, *_BETWEEN) if h[0] < 2 * max(p.m, 64)]), *turns]
     yield every("tiled", [t for t in _TILED if t[0] < 2 * max(p.m, 16)])
 

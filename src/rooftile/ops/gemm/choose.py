@@ -240,10 +240,11 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
     """Tiles of 128 x 256 where there are enough to go round, as cuBLAS has them; smaller ones where there are not.
 
     From an H200, of some 20 configurations a shape (speed over that of cuBLAS): up to 64 rows 0.96 to 1.06; 128 and
-    256 rows by 4096 columns 0.86 and 0.97 in tiles of 64 x 128, ping-pong, where tiles of 128 x 128 with their sums
-    shared by two had 0.81 and 0.88; by 6144 columns 0.90 and 0.91; thousands of rows 1.00 to 1.05. A gate is hidden
-    behind the other tile's product: 1.00 and 1.06 for 1024 and 4096 rows, without ping-pong 0.98 and 0.97. Equal shares
-    of all sums (stream_k) were slower everywhere.
+    256 rows by 4096 columns 0.86 and 0.97 in tiles of 64 x 128, ping-pong; by 6144 columns 0.90 and 0.91; thousands of
+    rows 1.00 to 1.05. A gate is hidden behind the other tile's GEMM: 1.00 and 1.06 for 1024 and 4096 rows, without
+    ping-pong 0.98 and 0.97. Where few tiles have long sums, on an H100, small tiles were ahead of split-K and of
+    stream-K: 64 rows of 14336 -> 4096 took 44.4 us in tiles of 64 x 32, and 46.3 split in two; 128 rows 46.2 in tiles
+    of 64 x 64, and 52.4 split (results/h100/schedules).
     """
     units, halved = target.multiprocessors, 1 + p.gated
 
@@ -251,9 +252,10 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
         return library.cdiv(p.m, block_m) * library.cdiv(p.n, block_n // halved)
 
     if p.m <= 64:
-        block_n, block_k, stages = (128, 128, 4) if tiles(64, 128) >= units else (64, 128, 6)
-        split = _shared(tiles(64, block_n), library.cdiv(p.k, block_k), target) if p.k >= 8192 else 1
-        yield MatmulConfig("hopper", 64, block_n // halved, block_k, 8, split, 4, stages)
+        block_n, stages = (128, 4) if tiles(64, 128) >= units else (64, 6)
+        if not p.gated and p.k >= 8192 and 4 * tiles(64, 64) <= 3 * units:
+            block_n, stages = 32, 8
+        yield MatmulConfig("hopper", 64, block_n // halved, 128, 8, 1, 4, stages)
     elif p.gated:
         yield MatmulConfig("hopper", 128, 64, 64, 4 if p.m > 1024 else 8, 1, 8, 6, pingpong=True)
 
@@ -265,9 +267,6 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[MatmulConfig]:
 
     known = (tile for tile in _HOPPER_TILES if not p.gated or tile[2] % 64 == 0)  # 48 is no width
     found = sorted(known, key=lambda tile: worth(*tile[:3]), reverse=True)
-    if tiles(128, 128) < units and p.k >= 8192:
-        split = _shared(tiles(128, 128), library.cdiv(p.k, 64), target)
-        yield MatmulConfig("hopper", 128, 128 // halved, 64, 8, split, 8, 6)
     for _, block_m, block_n, block_k, warps, stages, turns in found:
         yield MatmulConfig("hopper", block_m, block_n // halved, block_k, 8, 1, warps, stages, pingpong=turns)
 

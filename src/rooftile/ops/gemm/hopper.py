@@ -1,61 +1,783 @@
-"""The product for sm_90: copies by the tensor memory accelerator, warpgroup instructions, persistent programs.
+"""The many-row mainloop for sm_90, in Gluon: TMA loads, wgmma, persistent CTAs.
 
-The kernel is in `hopper_kernel.py`; here is what it is compiled for, what it takes, and how it is launched. block_n
-counts columns of the output: a gated product has as many gate rows and as many up rows of w in a tile. num_warps are
-the warps that multiply, 4, 8 or 12; one more copies. With pingpong a tile belongs to 4 of 8.
+One CTA stays on each SM and walks over its tiles. Its producer, a single warp, has TMA fill a ring of `stages` slots,
+each with `block_k` elements of the tile's rows of x and of w. Its consumers are warpgroups with `rows` rows of the tile
+each. They feed the slots to the tensor cores, and free a slot once it has been read. The producer runs on into the
+next tile while the consumers write out the last one.
+
+    ready[slot]  completed by the bytes that land; the consumers wait for it
+    free[slot]   completed by one arrival of each consumer; the producer waits for it
+
+Slots and parities: see primitives/gluon.py. The kernel's one constant, T, is a `HopperTiling`. Its fields are Python
+numbers, no constants of Triton's: where one is needed, `gl.constexpr` makes it one.
+
+Where a tile's columns are no power of two, and for some gated GEMMs, w has several rings and a consumer several sums,
+which are multiplied one after another (`HopperTiling`).
+
+The residual comes through the same ring: after a tile's last step the producer loads it into slots of its own, `chunk`
+columns a slot, in the place of x. So it has landed when the sum is complete.
+
+The consumers share each tile, or (pingpong) two of them take the CTA's tiles in turn, and one writes out its tile while
+the other multiplies. Then each skips the slots of the other's tiles, and
+
+    order[i]     completed by one arrival of the other consumer; consumer i waits for it before a tile's first step
+
+keeps them from multiplying at the same time. This is needed for more than speed: a parity tells a turn of the ring from
+the previous one, not from the one before that, so no slot may be waited for before its last turn's bytes have landed.
+The consumer that arrives has seen all slots of its tile land, those of the residual too.
+
+fp8 (`fp8_linear` with pingpong): the tensor cores sum fp8 products with some 14 bits, so every 128 elements a consumer
+adds what they have to float32 registers, times the scales of those elements. Adding takes a quarter of the time that
+multiplying does. The consumers share each tile without an order: while one adds, the tensor cores have what another has
+started. A consumer's registers hold its sums and 128 columns at most of a partial one, so a tile of 256 columns has two
+sums. Each begins at a block of the weight that shares a scale.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library, runtime
-from rooftile.ops.gemm.config import MatmulConfig, Problem
-from rooftile.ops.gemm.hopper_kernel import product
-from rooftile.ops.gemm.hopper_tiling import Tiling
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.launching import Descriptor
+from rooftile.ops.gemm import prepared
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.fp8_common import scale_strides
+from rooftile.primitives.activations import activate
+from rooftile.primitives.gluon import async_load, async_store, next_slot, split_columns, view_as
+from rooftile.quantize import BLOCK
 
 import triton.experimental.gluon.language as gl  # isort: skip
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # isort: skip
+from triton.experimental import gluon  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-# What a kernel of 8, 12 or 16 warps is compiled for; the warps that multiply then take what the one that copies leaves.
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+# What a kernel of 8, 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
 _REGISTERS = {1: 168, 2: 168, 3: 128}
+_BARRIERS = 512  # bytes of shared memory, at most, for barriers, what warps exchange, and alignment
+
+
+def _powers(cols: int) -> tuple[int, ...]:
+    """The powers of two whose sum that is, the largest first."""
+    return tuple(1 << i for i in reversed(range(cols.bit_length())) if cols >> i & 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperTiling:
+    """All that the kernel is compiled for but the dtypes: one constant of it.
+
+    Triton's tensors are powers of two, and a tile's columns need not be: 192 of them are loaded as three pieces of 64,
+    and a consumer has two sums, of 128 and of 64 columns.
+
+    Args:
+        rows: rows of x that one consumer multiplies, 64 or 128.
+        cols: columns of the output in a tile; a gated GEMM has as many gate rows and as many up rows of w in it.
+        chunk: columns of the output that are written at a time.
+        out_buffers: chunks of one consumer that are being written at the same time.
+        x_k, w_k: whether k is the contiguous dimension of x and of w. Where not, the tensor cores transpose the tile.
+        pingpong: every consumer has tiles of its own; otherwise all consumers share one, each `rows` rows of it.
+        x_scale, w_scale: what shares a scale of fp8 operands; "" for 16-bit ones.
+    """
+
+    rows: int
+    cols: int
+    block_k: int
+    chunk: int
+    consumers: int
+    stages: int
+    out_buffers: int
+    group_m: int
+    x_k: bool
+    w_k: bool
+    gated: bool
+    activation: str
+    pingpong: bool = False
+    x_scale: str = ""
+    w_scale: str = ""
+
+    @property
+    def sharing(self) -> int:
+        """Consumers that share a tile."""
+        return 1 if self.pingpong else self.consumers
+
+    @property
+    def tile_rows(self) -> int:
+        return self.rows * self.sharing
+
+    @property
+    def halves(self) -> int:
+        """Rows of w for each column of the output."""
+        return 2 if self.gated else 1
+
+    @property
+    def piece(self) -> int:
+        """Columns of the tile in one load of w: the largest power of two of which they are a multiple."""
+        largest = self.cols & -self.cols
+        return min(largest, BLOCK) if self.x_scale else largest
+
+    @property
+    def w_loads(self) -> int:
+        return self.halves * self.cols // self.piece
+
+    @property
+    def joined(self) -> bool:
+        """Whether pieces of w, a gated GEMM's two halves too, are multiplied as one tile.
+
+        One after the other they lie as the tensor cores read a tile if its rows are no wider than its swizzle, 128
+        bytes. Where w is contiguous along n, pieces of one half do in any case.
+        """
+        return self.w_k and self.block_k <= 64
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each of a consumer's sums: of a gated GEMM those of the gate first."""
+        if self.x_scale:
+            return (self.piece,) * self.w_loads
+        if self.joined:
+            return _powers(self.halves * self.cols)
+        return _powers(self.cols) * self.halves
+
+    @property
+    def n_sums(self) -> int:
+        return len(self.widths)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Loads of w in a slot for each sum,"""
+        return tuple(n // self.piece for n in self.widths)
+
+    @property
+    def begins(self) -> tuple[tuple[int, ...], ...]:
+        """and the columns of the slot at which they begin."""
+        ends = itertools.accumulate(self.widths)
+        return tuple(tuple(range(end - n, end, self.piece)) for end, n in zip(ends, self.widths, strict=True))
+
+    @property
+    def chunks(self) -> int:
+        return self.cols // self.chunk
+
+    @property
+    def x_block(self) -> list[int]:
+        return [self.rows, self.block_k] if self.x_k else [self.block_k, self.rows]
+
+    @property
+    def w_block(self) -> list[int]:
+        return [self.piece, self.block_k] if self.w_k else [self.block_k, self.piece]
+
+    @property
+    def out_block(self) -> list[int]:
+        return [self.rows, self.chunk]
+
+    @property
+    def x_ring(self) -> list[int]:
+        return [self.stages * self.sharing, *self.x_block]
+
+    @property
+    def w_rings(self) -> tuple[list[int], ...]:
+        """Each sum's part of w has a ring of its own: of pieces, as they are loaded,"""
+        return tuple([self.stages * n, *self.w_block] for n in self.pieces)
+
+    @property
+    def w_tiles(self) -> tuple[list[int], ...]:
+        """and the same memory as it is multiplied."""
+        return tuple([self.stages, *((n, self.block_k) if self.w_k else (self.block_k, n))] for n in self.widths)
+
+    @property
+    def out_ring(self) -> list[int]:
+        return [self.consumers * self.out_buffers, *self.out_block]
+
+    @property
+    def mma_k(self) -> int:
+        """Elements of the sum that one instruction takes: 32 bytes."""
+        return 32 if self.x_scale else 16
+
+    @property
+    def layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
+        """The sums in registers. Of three consumers, none has enough of them for instructions of 256 columns."""
+        widest = 128 if self.consumers == 3 else 256
+        return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(n, widest), self.mma_k]) for n in self.widths)
+
+    @property
+    def part(self) -> gl.NVMMADistributedLayout:
+        """A chunk of that sum."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.chunk, self.mma_k])
+
+    @property
+    def thread_sums(self) -> int:
+        """Registers of a thread that sums take."""
+        return self.rows * self.halves * self.cols // 128
+
+    def shared_memory(self, out_size: int) -> int:
+        """Bytes, or a few more."""
+        step = (self.tile_rows + self.halves * self.cols) * self.block_k * (32 // self.mma_k)
+        return self.stages * step + self.consumers * self.out_buffers * self.rows * self.chunk * out_size + _BARRIERS
+
+
+@gluon.jit
+def _count_tiles(size, T: gl.constexpr):
+    """How many tiles this CTA has."""
+    tiles = gl.cdiv(size[0], gl.constexpr(T.tile_rows)) * gl.cdiv(size[1], gl.constexpr(T.cols))
+    return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _corner(i, size, T: gl.constexpr):
+    """The first row and column in the output of this CTA's tile i.
+
+    group_m rows of tiles are walked column by column, so that what CTAs read at the same time stays in the L2.
+    """
+    tile = gl.program_id(0) + i * gl.num_programs(0)
+    tiles_m = gl.cdiv(size[0], gl.constexpr(T.tile_rows))
+    in_group = gl.cdiv(size[1], gl.constexpr(T.cols)) * T.group_m
+    first = tile // in_group * T.group_m
+    group = gl.minimum(tiles_m - first, T.group_m)
+    local = tile % in_group
+    return (first + local % group) * T.tile_rows, local // group * T.cols
+
+
+@gluon.jit
+def _next(slot, parity, T: gl.constexpr):
+    return next_slot(slot, parity, gl.constexpr(T.stages))
+
+
+@gluon.jit
+def _skip(slot, parity, count, T: gl.constexpr):
+    """The slot `count` slots on, and the parity there."""
+    slot += count
+    turns = slot // T.stages
+    return slot - turns * T.stages, parity ^ (turns & 1)
+
+
+@gluon.jit
+def _load_w(w_desc, w_rings, slot, col, n, at, bar, T: gl.constexpr):
+    """Start the loads of w for a slot: the rows of w from col on, and for a gated GEMM those n rows on too."""
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        for j in gl.static_range(gl.constexpr(T.pieces[i])):
+            to = w_rings[i].index(slot * T.pieces[i] + j)
+            row = col + T.begins[i][j] // T.cols * n + T.begins[i][j] % T.cols
+            if T.w_k:
+                async_load(w_desc, [row, at], bar, to)
+            else:
+                async_load(w_desc, [at, row], bar, to)
+
+
+@gluon.jit
+def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
+    """Keep the ring full."""
+    STEP_BYTES: gl.constexpr = T.sharing * x_desc.block_type.nbytes + T.w_loads * w_desc.block_type.nbytes
+    x_ring, w_rings, ready, free, _ = ring
+    n = size[1]
+    slot = 0
+    parity = 0
+    for i in range(_count_tiles(size, T)):
+        row, col = _corner(i, size, T)
+        for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
+            at = step * T.block_k
+            bar = ready.index(slot)
+            mbarrier.wait(free.index(slot), parity ^ 1)
+            mbarrier.expect(bar, STEP_BYTES)
+            for j in gl.static_range(gl.constexpr(T.sharing)):
+                to = x_ring.index(slot * T.sharing + j)
+                if T.x_k:
+                    async_load(x_desc, [row + j * T.rows, at], bar, to)
+                else:
+                    async_load(x_desc, [at, row + j * T.rows], bar, to)
+            _load_w(w_desc, w_rings, slot, col, n, at, bar, T)
+            slot, parity = _next(slot, parity, T)
+        if residual_desc is not None:
+            for chunk in range(T.chunks):
+                bar = ready.index(slot)
+                mbarrier.wait(free.index(slot), parity ^ 1)
+                mbarrier.expect(bar, T.sharing * residual_desc.block_type.nbytes)
+                for j in gl.static_range(gl.constexpr(T.sharing)):
+                    to = x_ring.index(slot * T.sharing + j)
+                    to = view_as(to, gl.constexpr(T.out_block), residual_desc)
+                    async_load(residual_desc, [row + j * T.rows, col + chunk * T.chunk], bar, to)
+                slot, parity = _next(slot, parity, T)
+
+
+@gluon.jit
+def _multiply(sums, x_ring, w_rings, slot, use_acc, lane, T: gl.constexpr):
+    """Start sum += x @ w.T for every sum, on what is in the slot."""
+    x = x_ring.index(slot * T.sharing + lane)
+    if not T.x_k:
+        x = x.permute((1, 0))
+    after = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        w = view_as(w_rings[i], gl.constexpr(T.w_tiles[i]), w_rings[i]).index(slot)
+        if T.w_k:
+            w = w.permute((1, 0))
+        after += (warpgroup_mma(x, w, sums[i], use_acc=use_acc, is_async=True),)  # type: ignore[assignment]
+    return after
+
+
+@gluon.jit
+def _wait(sums, STEPS: gl.constexpr, T: gl.constexpr):
+    """Wait until at most STEPS steps are in flight."""
+    if T.n_sums == 1:
+        return (warpgroup_mma_wait(STEPS, sums),)
+    else:
+        return warpgroup_mma_wait(gl.constexpr(STEPS * T.n_sums), sums)
+
+
+@gluon.jit
+def _chunks(sums, T: gl.constexpr):
+    """All sums, `chunk` columns each: of a gated GEMM first those of the gate."""
+    chunks = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        chunks += split_columns(sums[i], gl.constexpr(T.widths[i] // T.chunk))
+    return chunks
+
+
+@gluon.jit
+def _add_bias(z, bias_ptr, col, n, T: gl.constexpr):
+    cols = col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part))
+    bias = gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32)
+    return z + bias[None, :]
+
+
+@gluon.jit
+def _write(z, out, out_desc, row, col, T: gl.constexpr):
+    """Write a chunk of the output from the buffer `out`."""
+    tma.store_wait(T.out_buffers - 1)
+    out.store(z.to(out_desc.dtype))
+    fence_async_shared()
+    async_store(out_desc, [row, col], out)
+
+
+@gluon.jit
+def _finish(z, z_gate, residual, out, out_desc, bias_ptr, row, col, n, T: gl.constexpr):
+    """The epilogue of a chunk: z, and z_gate for a gated GEMM."""
+    if bias_ptr is not None:
+        z = _add_bias(z, bias_ptr + n if T.gated else bias_ptr, col, n, T)
+    if T.gated:
+        if bias_ptr is not None:
+            z_gate = _add_bias(z_gate, bias_ptr, col, n, T)
+        z = activate(z_gate, gl.constexpr(T.activation)) * z
+    elif T.activation != "":
+        z = activate(z, gl.constexpr(T.activation))
+    if residual is not None:
+        z += residual.load(T.part).to(gl.float32)
+    _write(z, out, out_desc, row, col, T)
+
+
+@gluon.jit
+def _consume(out_desc, bias_ptr, out_ring, ring, size, mine: gl.constexpr, HAS_RESIDUAL: gl.constexpr, T: gl.constexpr):
+    """Multiply and write out the rows of every tile from mine * rows on; of two that take turns, every other tile."""
+    x_ring, w_rings, ready, free, order = ring
+    n = size[1]
+    steps = gl.cdiv(size[2], gl.constexpr(T.block_k))
+    LANE: gl.constexpr = 0 if T.pingpong else mine
+    SLOTS: gl.constexpr = T.chunks if HAS_RESIDUAL else 0
+    UP: gl.constexpr = T.chunks if T.gated else 0  # where the columns of up begin, in chunks
+    sums = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        sums += (gl.full([T.rows, T.widths[i]], 0, gl.float32, T.layouts[i]),)  # type: ignore[assignment]
+    slot = 0
+    parity = 0
+    turn = 1 - mine  # the first of two finds the door open
+    if T.pingpong and mine > 0:
+        slot, parity = _skip(slot, parity, steps + SLOTS, T)
+    for i in range(mine - LANE, _count_tiles(size, T), 2 if T.pingpong else 1):
+        row, col = _corner(i, size, T)
+        if T.pingpong:
+            mbarrier.wait(order.index(mine), turn)
+            turn ^= 1
+        mbarrier.wait(ready.index(slot), parity)
+        sums = _multiply(sums, x_ring, w_rings, slot, False, LANE, T)
+        sums = _wait(sums, 1, T)  # for nothing yet
+        for _ in range(1, steps):
+            before = slot
+            slot, parity = _next(slot, parity, T)
+            mbarrier.wait(ready.index(slot), parity)
+            sums = _multiply(sums, x_ring, w_rings, slot, True, LANE, T)
+            sums = _wait(sums, 1, T)
+            mbarrier.arrive(free.index(before), count=1)
+        if T.pingpong:
+            later, later_parity = slot, parity
+            for _ in gl.static_range(SLOTS):
+                later, later_parity = _next(later, later_parity, T)
+                mbarrier.wait(ready.index(later), later_parity)
+            mbarrier.arrive(order.index(1 - mine), count=1)
+        sums = _wait(sums, 0, T)
+        mbarrier.arrive(free.index(slot), count=1)
+        slot, parity = _next(slot, parity, T)
+
+        chunks = _chunks(sums, T)
+        for j in gl.static_range(gl.constexpr(T.chunks)):
+            residual = None
+            if HAS_RESIDUAL:
+                mbarrier.wait(ready.index(slot), parity)
+                residual = x_ring.index(slot * T.sharing + LANE)
+                residual = view_as(residual, gl.constexpr(T.out_block), out_desc)
+            z = gl.convert_layout(chunks[UP + j], T.part)
+            z_gate = gl.convert_layout(chunks[j], T.part)
+            out = out_ring.index(mine * T.out_buffers + j % T.out_buffers)
+            _finish(z, z_gate, residual, out, out_desc, bias_ptr, row + LANE * T.rows, col + j * T.chunk, n, T)
+            if HAS_RESIDUAL:
+                fence_async_shared()
+                mbarrier.arrive(free.index(slot), count=1)
+                slot, parity = _next(slot, parity, T)
+        if T.pingpong:
+            slot, parity = _skip(slot, parity, steps + SLOTS, T)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _step_scales(scales, row, col, step, size, T: gl.constexpr):
+    """The scales of 128 elements of the sum: of a consumer's rows of x, and of each sum's rows of the weight.
+
+    1.0 where they do not belong to 128 elements. Rows out of bounds have the scales of the last one.
+    """
+    sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk = scales
+    step = gl.minimum(step, gl.cdiv(size[2], gl.constexpr(T.block_k)) - 1)
+    x = 1.0
+    low = 1.0
+    high = 1.0
+    if T.x_scale == "group":
+        rows = row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.layouts[0]))
+        rows = gl.minimum(rows, size[0] - 1).to(gl.int64)
+        x = gl.load(sx_ptr + rows * stride_sxm + step.to(gl.int64) * stride_sxk)
+    if T.w_scale == "block":
+        at = sw_ptr + step.to(gl.int64) * stride_swk
+        block = col // 128
+        low = gl.load(at + block.to(gl.int64) * stride_swn)
+        if T.n_sums == 2:
+            high = gl.load(at + gl.minimum(block + 1, (size[1] - 1) // 128).to(gl.int64) * stride_swn)
+    return x, low, high
+
+
+@gluon.jit
+def _factors(x, low, high, T: gl.constexpr):
+    """What each sum of a step is multiplied by.
+
+    They are computed before the next step's scales are loaded, and the compiler may not move them past the wait. So the
+    next scales are loaded into the registers of these; copied from others, they would be waited for at once.
+    """
+    if T.x_scale == "group":
+        if T.w_scale == "block":
+            low = x * low
+            high = x * high
+        else:
+            low = x
+            high = x
+        if T.n_sums == 2:
+            low, high = warpgroup_mma_wait(0, (low, high))
+        else:
+            low = warpgroup_mma_wait(0, (low,))
+    return low, high
+
+
+@gluon.jit
+def _multiply_step(part, x, w):
+    """part = x @ w.T, once the tensor cores have done it."""
+    part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, (part,))
+
+
+@gluon.jit
+def _add_step(acc, part, factor, T: gl.constexpr):
+    """acc + part * its factor."""
+    if T.x_scale == "group":
+        acc += part * factor[:, None]
+    elif T.w_scale == "block":
+        acc += part * factor
+    else:
+        acc += part
+    # Nothing is in flight; but the compiler may not move the sum past the wait, which would take the registers of two.
+    return warpgroup_mma_wait(0, (acc,))
+
+
+@gluon.jit
+def _load_columns(ptr, col, size, T: gl.constexpr):
+    """One element for each column of a sum."""
+    cols = col + gl.arange(0, T.piece, layout=gl.SliceLayout(0, T.layouts[0]))
+    even = size[1] // 2 * 2  # n is even; known to be, elements are loaded two at a time
+    return gl.load(ptr + cols, mask=cols < even, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _scale_sums(low, high, scales, bias_ptr, row, col, size, T: gl.constexpr):
+    """The scales that belong to the whole sum, and the bias. Both sums' are loaded before either is waited for."""
+    sx_ptr, sw_ptr, stride_sxm, _stride_sxk, _stride_swn, _stride_swk = scales
+    if T.x_scale == "row":
+        rows = gl.minimum(row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.layouts[0])), size[0] - 1)
+        x_scale = gl.load(sx_ptr + rows.to(gl.int64) * stride_sxm)[:, None]
+    elif T.x_scale == "tensor":
+        x_scale = gl.load(sx_ptr)
+    if T.w_scale == "row":
+        low_scale = _load_columns(sw_ptr, col, size, T)
+        high_scale = low_scale
+        if T.n_sums == 2:
+            high_scale = _load_columns(sw_ptr, col + T.piece, size, T)
+    elif T.w_scale == "tensor":
+        low_scale = gl.load(sw_ptr)
+        high_scale = low_scale
+    if T.x_scale != "group":
+        low *= x_scale
+        high *= x_scale
+    if T.w_scale != "block":
+        low *= low_scale
+        high *= high_scale
+    if bias_ptr is not None:
+        if T.w_scale == "row":  # else the compiler would have the bias in registers beside the scales
+            low, high = warpgroup_mma_wait(0, (low, high))
+        low_bias = _load_columns(bias_ptr, col, size, T)
+        high_bias = low_bias
+        if T.n_sums == 2:
+            high_bias = _load_columns(bias_ptr, col + T.piece, size, T)
+        low += low_bias
+        high += high_bias
+    return low, high
+
+
+@gluon.jit
+def _add_residual(z, residual_ptr, row, col, size, T: gl.constexpr):
+    rows = row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.part))[:, None]
+    cols = col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part))[None, :]
+    n = size[1] // 2 * 2  # as above
+    mask = (rows < size[0]) & (cols < n)
+    return z + gl.load(residual_ptr + rows.to(gl.int64) * n + cols, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _consume_fp8(out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, mine: gl.constexpr, T: gl.constexpr):
+    """Multiply and write out the rows of every tile from mine * rows on, with float32 sums of the steps."""
+    x_ring, w_rings, ready, free, _ = ring
+    CHUNKS: gl.constexpr = T.piece // T.chunk
+    part = gl.full([T.rows, T.piece], 0, gl.float32, T.layouts[0])
+    slot = 0
+    parity = 0
+    for i in range(_count_tiles(size, T)):
+        row, col = _corner(i, size, T)
+        row += mine * T.rows
+        low = gl.full([T.rows, T.piece], 0, gl.float32, T.layouts[0])
+        high = low
+        x_scale, low_scale, high_scale = _step_scales(scales, row, col, gl.to_tensor(0), size, T)
+        for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
+            low_factor, high_factor = _factors(x_scale, low_scale, high_scale, T)
+            if T.x_scale == "group" or T.w_scale == "block":  # a step early: they come from the L2, or farther
+                x_scale, low_scale, high_scale = _step_scales(scales, row, col, step + 1, size, T)
+            mbarrier.wait(ready.index(slot), parity)
+            x = x_ring.index(slot * T.consumers + mine)
+            part = _multiply_step(part, x, w_rings[0].index(slot))
+            if T.n_sums == 2:
+                low = _add_step(low, part, low_factor, T)
+                part = _multiply_step(part, x, w_rings[1].index(slot))
+                mbarrier.arrive(free.index(slot), count=1)
+                high = _add_step(high, part, high_factor, T)
+            else:
+                mbarrier.arrive(free.index(slot), count=1)
+                low = _add_step(low, part, low_factor, T)
+            slot, parity = _next(slot, parity, T)
+
+        low, high = _scale_sums(low, high, scales, bias_ptr, row, col, size, T)
+        for h in gl.static_range(gl.constexpr(T.n_sums)):
+            parts = split_columns(low if h == 0 else high, CHUNKS)
+            for j in gl.static_range(CHUNKS):
+                out = out_ring.index(mine * T.out_buffers + (h * CHUNKS + j) % T.out_buffers)
+                at = col + h * T.piece + j * T.chunk
+                z = gl.convert_layout(parts[j], T.part)
+                if residual_ptr is not None:
+                    z = _add_residual(z, residual_ptr, row, at, size, T)
+                _write(z, out, out_desc, row, at, T)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _allocate(x_desc, w_desc, out_desc, T: gl.constexpr):
+    """Shared memory for the ring, its barriers and the output, and the sizes m, n, k."""
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, T.x_ring, x_desc.layout)
+    w_rings = ()
+    for i in gl.static_range(gl.constexpr(T.n_sums)):
+        w_rings += (gl.allocate_shared_memory(w_desc.dtype, T.w_rings[i], w_desc.layout),)  # type: ignore[assignment]
+    out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(gl.constexpr(T.stages)):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=T.sharing)
+    order = free
+    if T.pingpong:
+        order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(order.index(i), count=1)
+    fence_async_shared()  # the loads see them initialised too
+    k = x_desc.shape[1] if T.x_k else x_desc.shape[0]
+    return (x_ring, w_rings, ready, free, order), out_ring, (out_desc.shape[0], out_desc.shape[1], k)
+
+
+@gluon.jit(do_not_specialize_on_alignment=["bias_ptr"])
+def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], and the epilogue."""
+    ring, out_ring, size = _allocate(x_desc, w_desc, out_desc, T)
+    HAS_RESIDUAL: gl.constexpr = residual_desc is not None
+    if T.consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
+                (_produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+            ],
+            [1],
+            [24],
+        )
+    elif T.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
+                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
+                (_produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.static_assert(T.consumers == 3)
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
+                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
+                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 2, HAS_RESIDUAL, T)),
+                (_produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+
+
+_STRIDES = ["stride_sxm", "stride_sxk", "stride_swn", "stride_swk"]
+
+
+@gluon.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=["sx_ptr"])
+def hopper_gemm_fp8(
+    x_desc,
+    w_desc,
+    out_desc,
+    sx_ptr,
+    sw_ptr,
+    bias_ptr,
+    residual_ptr,
+    stride_sxm,
+    stride_sxk,
+    stride_swn,
+    stride_swk,
+    T: gl.constexpr,
+):
+    """out[m, n] = sum over k of x[m, k] * x_scale * w[n, k] * w_scale, + bias[n] + residual[m, n]."""
+    ring, out_ring, size = _allocate(x_desc, w_desc, out_desc, T)
+    scales = (sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk)
+    if T.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
+                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
+                (_produce, (x_desc, w_desc, None, ring, size, T)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.static_assert(T.consumers == 3)
+        gl.warp_specialize(
+            [
+                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
+                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
+                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 2, T)),
+                (_produce, (x_desc, w_desc, None, ring, size, T)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
 
 
 @functools.cache
-def _tiling(c: MatmulConfig, x_k: bool, w_k: bool, gated: bool, activation: str, limit: int) -> Tiling:
-    """What the kernel is compiled for. The output is written by 64 columns at a time, of two at once if both fit."""
-    consumers = max(1, c.num_warps // 4)
-    rows = c.block_m // (1 if c.pingpong else consumers)
-    chunk = min(64, c.block_n & -c.block_n, c.block_k)  # a part of every sum
+def _tiling(
+    c: MatmulConfig, x_k: bool, w_k: bool, gated: bool, activation: str, x_kind: str, w_kind: str, out_size: int,
+    limit: int,
+) -> HopperTiling:  # fmt: skip
+    """What the kernel is compiled for. The output is written by 128 bytes a row at a time, of two at once if both fit.
 
-    def tiling(out_buffers: int) -> Tiling:
-        return Tiling(
-            rows, c.block_n, c.block_k, chunk, consumers, c.num_stages, out_buffers, c.group_m, c.split_k,
-            x_k, w_k, gated, activation, c.pingpong, c.stream_k,
+    block_n counts columns of the output: a gated GEMM has as many gate rows and as many up rows of w in a tile.
+    num_warps are the warps that multiply, 4, 8 or 12; one more loads. With pingpong a tile of 16-bit elements belongs
+    to 4 of 8; one of fp8 is shared by all.
+    """
+    consumers = max(1, c.num_warps // 4)
+    pingpong = c.pingpong and not x_kind
+    rows = c.block_m // (1 if pingpong else consumers)
+    chunk = min(128 // out_size, c.block_n & -c.block_n, BLOCK if x_kind else c.block_k)  # a part of every sum
+
+    def tiling(out_buffers: int) -> HopperTiling:
+        return HopperTiling(
+            rows, c.block_n, c.block_k, chunk, consumers, c.num_stages, out_buffers, c.group_m,
+            x_k, w_k, gated, activation, pingpong, x_kind, w_kind,
         )  # fmt: skip
 
-    return tiling(2) if tiling(2).shared_memory <= limit else tiling(1)
+    return tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
+
+
+def _fp8_reason(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+    """Why `hopper_gemm_fp8` can't compute p as c says."""
+    if target.arch != "sm_90":
+        return f"kernel 'hopper' with pingpong is for sm_90, and the device is {target.arch}"
+    if not p.aligned or p.k % 16 or p.n * p.out_size % 16:
+        return "rows of x, of the weight or of the result are not contiguous and at multiples of 16 bytes"
+    if max(p.m, p.n, p.k) >= 2**31:
+        return f"kernel 'hopper' takes sizes below 2^31, not {p.m}, {p.n}, {p.k}"
+    if c.num_warps not in (8, 12) or c.block_m != 16 * c.num_warps:
+        return f"block_m is {c.block_m} and num_warps {c.num_warps}, expected 8 and 64 rows for each 4 of them"
+    if c.block_k != BLOCK or c.split_k != 1:
+        return f"block_k is {c.block_k} and split_k {c.split_k}, expected {BLOCK} and 1 with pingpong"
+    # 64 columns gave wrong sums on an H200, and others on a second run.
+    if c.block_n not in (128, 256) or c.block_n * (c.num_warps // 4) > 512:
+        return f"block_n is {c.block_n}, expected 128 or 256, and with 12 warps 128"
+    t = _tiling(c, True, True, False, "", "row", "row", p.out_size, target.shared_memory)
+    return _memory_reason(t, p, c, target)
+
+
+def _memory_reason(t: HopperTiling, p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+    shared = t.shared_memory(p.out_size)
+    if shared > target.shared_memory:
+        return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"
+    return None
 
 
 def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
-    """Why this kernel can't run that problem so; None where it can."""
+    """Why this kernel can't compute p as c says; None where it can."""
+    if p.dtype == torch.float8_e4m3fn:
+        return _fp8_reason(p, c, target)
     if target.arch != "sm_90":
         return f"kernel 'hopper' is for sm_90, not {target.arch}"
-    if p.dtype not in _DTYPES:
+    if p.dtype not in (torch.bfloat16, torch.float16):
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
     if p.batch != 1:
-        return f"kernel 'hopper' takes one product at a time, not a batch of {p.batch}"
+        return f"kernel 'hopper' takes one GEMM at a time, not a batch of {p.batch}"
     if p.x_layout not in ("k", "m") or p.w_layout not in ("k", "n"):
         return "kernel 'hopper' takes operands that are contiguous along one dimension"
     if not (p.x_aligned and p.w_aligned and p.out_aligned) or p.n * p.dtype.itemsize % 16:
         return "kernel 'hopper' takes operands and an output whose rows begin at multiples of 16 bytes"
     if not 0 < min(p.m, p.n, p.k) <= max(p.m, p.n, p.k) < 2**31:
         return f"kernel 'hopper' takes sizes from 1 to 2^31 - 1, not {p.m}, {p.n}, {p.k}"
+    if c.stream_k:
+        return "stream_k is True: no kernel has it"
+    if c.split_k != 1:
+        return f"split_k is {c.split_k}, expected 1 for kernel 'hopper'"
     if c.pingpong and c.num_warps != 8:
         return f"num_warps is {c.num_warps}: kernel 'hopper' takes 8 with pingpong"
     warps = 4 if c.pingpong else c.num_warps  # of a tile
@@ -66,43 +788,22 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     between = c.block_n & (c.block_n - 1) != 0  # powers of two: pieces of w, and several sums
     if between and c.block_k == 128 and p.w_layout == "k":
         return f"block_k is 128, expected 32 or 64 with {c.block_n} columns and a weight that is contiguous along k"
-    if between and c.stream_k:  # this, and what follows, spilled registers when it was compiled
-        return f"stream_k is True, expected False with {c.block_n} columns"
-    if between and c.num_warps == 12 and (p.gated or c.split_k > 1):
-        return f"num_warps is 12, expected 4 or 8 with {c.block_n} columns and a gate or split_k"
-    steps = library.cdiv(p.k, c.block_k)
-    if c.split_k > steps:
-        return f"split_k is {c.split_k}: there are {steps} steps of {c.block_k}"
-    if c.stream_k and c.split_k > 1:
-        return f"split_k is {c.split_k}, expected 1 with stream_k"
-    if c.stream_k and steps * 2 * target.multiprocessors >= 2**31:
-        return f"stream_k is True: the sum has {steps} steps of {c.block_k}, too many to count"
-    t = _tiling(c, True, True, p.gated, "", target.shared_memory)
-    most = 160 if c.num_warps < 12 and not p.gated and c.split_k == 1 else 128
+    if between and c.num_warps == 12 and p.gated:  # the compiler spilled registers
+        return f"num_warps is 12, expected 4 or 8 with {c.block_n} columns and a gate"
+    t = _tiling(c, True, True, p.gated, "", "", "", 2, target.shared_memory)
+    most = 160 if c.num_warps < 12 and not p.gated else 128
     if t.thread_sums > most:
         return f"the tile has {t.thread_sums} sums for each thread of {warps} warps, expected at most {most}"
     if c.pingpong and c.num_stages <= t.chunks:  # one consumer holds the slots of its residual while the other runs
         return f"num_stages is {c.num_stages}: expected more than {t.chunks} with pingpong"
-    shared = t.shared_memory
-    if shared > target.shared_memory:
-        return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"
-    return None
+    return _memory_reason(t, p, c, target)
 
 
-@functools.cache
-def _layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, cols], _DTYPES[dtype])
-
-
-def _described(t: Tensor, block: list[int]) -> TensorDescriptor:
-    """t, whose last dimension is contiguous, as the accelerator has to know it. Outside of it, it reads zeros."""
-    n_rows, n_cols = t.shape
-    stride = t.stride(0) if n_rows > 1 else library.cdiv(n_cols, 8) * 8  # of a single row it may be anything
-    return TensorDescriptor(t, [n_rows, n_cols], [stride, 1], block, _layout(block[0], block[1], t.dtype))
-
-
-def _is_describable(t: Tensor) -> bool:
-    return t.stride(1) == 1 and t.stride(0) > 0 and (t.data_ptr() | t.stride(0) * t.element_size()) % 16 == 0
+def _described(t: Tensor, block: list[int]) -> Descriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[t.dtype])
+    found = launching.describe(t, tuple(block), layout)
+    assert found is not None, "can_implement takes only what TMA does"
+    return found
 
 
 def _along_k(t: Tensor) -> bool:
@@ -110,56 +811,66 @@ def _along_k(t: Tensor) -> bool:
 
 
 @functools.cache
-def _plan(
-    t: Tiling, dtype: torch.dtype, bias_dtype: torch.dtype | None, has_residual: bool
-) -> launching.KernelLauncher:
-    return launching.KernelLauncher(product, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
+def _launcher(kernel: Any, t: HopperTiling, dtypes: tuple[torch.dtype | None, ...]) -> launching.KernelLauncher:
+    return launching.KernelLauncher(kernel, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
-def launch(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    gated: bool,
-    precision: str,
-    c: MatmulConfig,
-) -> None:
-    """Launch it: x (M, K), w (N, K) or (2N, K), out (M, N). A residual whose rows are not aligned is copied."""
+def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+    """x (M, K), w (N, K) or (2N, K), out (M, N). A residual that TMA can't load is copied."""
+    x, w = o.x, o.w
     if isinstance(x, FunctionalTensor):
-        raise launching.Untraceable("descriptors of tensors")
+        raise launching.Untraceable("TMA descriptors")
     target = runtime.target(x.device)
     x_k, w_k = _along_k(x), _along_k(w)
-    t = _tiling(c, x_k, w_k, gated, activation, target.shared_memory)
-    tiles = library.cdiv(out.shape[0], t.tile_rows) * library.cdiv(out.shape[1], t.cols)
-    if residual is not None and not _is_describable(residual):
-        residual = residual.clone(memory_format=torch.contiguous_format)
-    units = tiles * c.split_k * (library.cdiv(x.shape[1], t.block_k) if t.stream else 1)
-    programs = min(target.multiprocessors, units)
-    partial = counters = None
-    if t.partial:
-        kept = 2 * programs if t.stream else units
-        size = kept * t.tile_rows * t.cols * t.halves
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = launching.counters(tiles * t.sharing, x.device)
-    args = (
-        _described(x if x_k else x.T, t.x_block),
-        _described(w if w_k else w.T, t.w_block),
-        _described(out, t.out_block),
-        None if residual is None else _described(residual, t.out_block),
-        bias,
-        partial,
-        counters,
-        t,
-    )
-    plan = _plan(t, x.dtype, None if bias is None else bias.dtype, residual is not None)
-    device = x.get_device()
-    compiled = plan.compiled.get(device)
-    if compiled is not None:
-        launching._start(compiled, programs, device, args)
-        return
-    compiled = product[(programs,)](*args, **plan.options)
-    if runtime.MODE is runtime.Mode.GPU:
-        plan.compiled[device] = compiled
+    t = _tiling(
+        c, x_k, w_k, o.gated, o.activation, o.x_kind, o.w_kind, o.out.element_size(), target.shared_memory
+    )  # fmt: skip
+    tiles = library.cdiv(o.out.shape[0], t.tile_rows) * library.cdiv(o.out.shape[1], t.cols)
+    programs = min(target.multiprocessors, tiles)
+    descriptors = {
+        0: _described(x if x_k else x.T, t.x_block),
+        1: _described(w if w_k else w.T, t.w_block),
+        2: _described(o.out, t.out_block),
+    }
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, o.out, o.bias, o.residual))
+    if o.x_kind:
+        return _prepare_fp8(o, _launcher(hopper_gemm_fp8, t, dtypes), programs, descriptors)
+    copies = o.residual is not None and launching.describe(o.residual, tuple(t.out_block)) is None
+    if o.residual is not None:
+        like = o.residual.clone(memory_format=torch.contiguous_format) if copies else o.residual
+        descriptors[3] = _described(like, t.out_block)
+    start = launching.bind(_launcher(hopper_gemm, t, dtypes), programs, descriptors=descriptors)
+
+    def run(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> None:
+        if copies:
+            assert residual is not None
+            residual = residual.clone(memory_format=torch.contiguous_format)
+        start(x, w, out, residual, bias)
+
+    return run
+
+
+def _prepare_fp8(
+    o: Operands, launcher: launching.KernelLauncher, programs: int, descriptors: dict[int, Descriptor]
+) -> prepared.Run:
+    assert o.x_scale is not None
+    assert o.weight_scale is not None
+    # Strides past 2^31 are of a view into something huge.
+    huge = max(scale_strides(o)) >= 2**31
+    copies = huge or (o.w_kind == "row" and o.weight_scale.stride(0) != 1)
+    if copies:
+        o = dataclasses.replace(o, x_scale=o.x_scale.contiguous(), weight_scale=o.weight_scale.contiguous())
+    start = launching.bind(launcher, programs, numbers=scale_strides(o), descriptors=descriptors)
+
+    def run(
+        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, _: None, x_scale: Tensor,
+        weight_scale: Tensor,
+    ) -> None:  # fmt: skip
+        if copies:
+            x_scale, weight_scale = x_scale.contiguous(), weight_scale.contiguous()
+        start(x, w, out, x_scale, weight_scale, bias, residual)
+
+    return run
+
+
+launch = prepared.launcher(_prepare)

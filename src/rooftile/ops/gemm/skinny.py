@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm import fp8_common
+from rooftile.ops.gemm import fp8_common, prepared
 from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.ops.gemm.parts import (
     UNDO,
@@ -44,7 +44,6 @@ from rooftile.primitives.splitk import arrives_last, workspace
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 # Blocks of the weight that a CTA brings into the L2 before the previous kernel has ended.
 PREFETCH = 1
@@ -299,37 +298,43 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     return None
 
 
-def launch(o: Operands, c: MatmulConfig) -> None:
-    """Launch it: x (M, K), w (N, K), or (2N, K) gated, out (M, N)."""
-    x, w, device = o.x, o.w, o.x.device
+def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+    """x (M, K), w (N, K), or (2N, K) gated, out (M, N)."""
+    x, w, device, residual = o.x, o.w, o.x.device, o.residual
     (n_rows, n_inner), n_cols = x.shape, o.out.shape[-1]
-    tiles = library.cdiv(n_cols, c.block_n)
-    norm = o.norm_weight is not None
-    partial, counters = workspace(tiles, (c.block_n * (1 + o.gated) + norm) * c.block_m, c.split_k, device)
+    tiles, split = library.cdiv(n_cols, c.block_n), c.split_k
+    norm, fp8 = o.norm_weight is not None, o.x_kind != ""
+    elements = (c.block_n * (1 + o.gated) + norm) * c.block_m
     has_tma = pdl.supported(runtime.target(device))
-    x_desc: Tensor | TensorDescriptor = x
-    w_desc: Tensor | TensorDescriptor = w
-    tma, early = False, has_tma
-    if o.x_kind:  # fp8; a GPU that has none reads bytes
-        x_desc, w_desc = x, w = quantize.writable(x), quantize.writable(w)
-        early = False
-    elif has_tma and x.element_size() == 2:
-        described = (
-            launching.matrix_descriptor(x, c.block_m, c.block_k),
-            launching.matrix_descriptor(w, c.block_n, c.block_k),
-        )
-        if described[0] is not None and described[1] is not None:
-            x_desc, w_desc, tma = described[0], described[1], True
-    if norm and w.stride(1) != 1 and n_inner != 1:
-        early = False  # a prefetch is of lines along k
-    tensors = (
-        x_desc, w_desc, w, o.norm_weight, o.x_scale, o.weight_scale, o.bias, o.residual, o.out, partial, counters
-    )  # fmt: skip
-    dtypes = tuple(None if t is None else t.dtype for t in (x, o.norm_weight, o.bias, o.residual, o.out))
+    early = has_tma and not fp8 and (not norm or w.stride(1) == 1 or n_inner == 1)  # a prefetch is of lines along k
+    descriptors = {}
+    if has_tma and x.element_size() == 2:
+        of_x = launching.describe(x, (c.block_m, c.block_k))
+        of_w = launching.describe(w, (c.block_n, c.block_k))
+        if of_x is not None and of_w is not None:
+            descriptors = {0: of_x, 1: of_w}
+    dtypes = tuple(None if t is None else t.dtype for t in (x, o.norm_weight, o.bias, residual, o.out))
     constants = (
-        o.eps, o.offset, o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, tma,
+        o.eps, o.offset, o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, bool(descriptors),
         n_inner % c.block_k == 0, PREFETCH if early else -1,
     )  # fmt: skip
-    residual_stride = 0 if o.residual is None else o.residual.stride(0)
+    residual_stride = 0 if residual is None else residual.stride(0)
     strides = (*x.stride(), *w.stride(), *fp8_common.scale_strides(o), residual_stride, o.out.stride(0), n_inner)
-    launching.launch(_launcher(dtypes, constants, c), tiles * c.split_k, tensors, strides, (n_rows, n_cols))
+    start = launching.bind(
+        _launcher(dtypes, constants, c), tiles * split, strides=strides, numbers=(n_rows, n_cols),
+        descriptors=descriptors,
+    )  # fmt: skip
+
+    def run(
+        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+        x_scale: Tensor | None, weight_scale: Tensor | None,
+    ) -> None:  # fmt: skip
+        partial, counters = workspace(tiles, elements, split, device)
+        if fp8:  # a GPU that has none reads bytes
+            x, w = quantize.writable(x), quantize.writable(w)
+        start(x, w, w, norm_weight, x_scale, weight_scale, bias, residual, out, partial, counters)
+
+    return run
+
+
+launch = prepared.launcher(_prepare)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm import fp8_common
+from rooftile.ops.gemm import fp8_common, prepared
 from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.ops.gemm.parts import (
     UNDO,
@@ -34,7 +34,6 @@ from rooftile.primitives.splitk import arrives_last, workspace
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 
 @triton.jit
@@ -339,35 +338,48 @@ def _resident(c: MatmulConfig, target: runtime.Target) -> int:
     return (2 if two else 1) * target.multiprocessors
 
 
-def launch(o: Operands, c: MatmulConfig) -> None:
-    """Launch it: x (B, M, K), w (B, N, K) or (B, 2N, K); out and residual (B, M, N), last stride 1; or no B."""
-    x, w = o.x, o.w
+def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+    """x (B, M, K), w (B, N, K) or (B, 2N, K); out and residual (B, M, N), last stride 1; or no B."""
+    x, w, device = o.x, o.w, o.x.device
     (m, n), k = o.out.shape[-2:], x.shape[-1]
     batch = o.out.shape[0] if o.out.dim() == 3 else 1
-    tiles = batch * library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n)
-    partial, counters = workspace(tiles, (1 + o.gated) * c.block_m * c.block_n, c.split_k, x.device)
-    programs = tiles * c.split_k
+    tiles, split = batch * library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n), c.split_k
+    elements, programs = (1 + o.gated) * c.block_m * c.block_n, tiles * split
     tma = c.kernel == "hopper"
-    if o.x_kind and not tma:  # a GPU without fp8 reads bytes
-        x, w = quantize.writable(x), quantize.writable(w)
-    operands: tuple[Tensor | TensorDescriptor, ...] = x, w
+    reads_bytes = o.x_kind != "" and not tma  # on a GPU without fp8
     edges = _edge(x, m, c.block_m), _edge(w, n, c.block_n)
     # With a gate the second half of the weight's rows begins at n, which vectors of a masked load may not straddle.
     even_k = bool(k % c.block_k == 0)
     divisible = (edges[0] == "mask" and m % 16 == 0, n % 16 == 0, not even_k and k % 16 == 0)
+    descriptors = {}
     if tma:
-        programs = min(programs, _resident(c, runtime.target(x.device)))
-        operands = (
-            TensorDescriptor(x, [m, k], [x.stride(0), 1], [c.block_m, c.block_k]),
-            TensorDescriptor(w, [n, k], [w.stride(0), 1], [c.block_n, c.block_k]),
-        )
+        programs = min(programs, _resident(c, runtime.target(device)))
+        of_x, of_w = launching.describe(x, (c.block_m, c.block_k)), launching.describe(w, (c.block_n, c.block_k))
+        assert of_x is not None, "can_implement takes only what TMA does"
+        assert of_w is not None, "can_implement takes only what TMA does"
+        descriptors = {0: of_x, 1: of_w}
     dtypes = tuple(None if t is None else t.dtype for t in (x, o.bias, o.residual, o.out))
     constants = (
         o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, tma, edges, divisible, even_k,
         int(k) if tma else 0,
     )  # fmt: skip
-    tensors = (*operands, o.x_scale, o.weight_scale, o.bias, o.residual, o.out, partial, counters)
     strides = (
         *_strides(x), *_strides(w), *fp8_common.scale_strides(o), *_strides(o.residual)[:2], *_strides(o.out)[:2]
     )  # fmt: skip
-    launching.launch(_launcher(dtypes, constants, c), programs, tensors, strides, (m, n, k))
+    start = launching.bind(
+        _launcher(dtypes, constants, c), programs, strides=strides, numbers=(m, n, k), descriptors=descriptors
+    )
+
+    def run(
+        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, _: None,
+        x_scale: Tensor | None, weight_scale: Tensor | None,
+    ) -> None:  # fmt: skip
+        partial, counters = workspace(tiles, elements, split, device)
+        if reads_bytes:
+            x, w = quantize.writable(x), quantize.writable(w)
+        start(x, w, x_scale, weight_scale, bias, residual, out, partial, counters)
+
+    return run
+
+
+launch = prepared.launcher(_prepare)
