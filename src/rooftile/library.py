@@ -29,7 +29,8 @@ what a kind of call needs and returns `run(*args)`, which does the rest:
 and of every other argument its value. It is called with other tensors of the same key, and must keep none of those that
 `prepare` was given. `prepare` may read nothing else that changes: a tuning table is fine, because `launching.forget`
 forgets prepared calls too. Only a call that succeeded is remembered. An argument that takes a new value at every call
-does not belong into such an op.
+does not belong into such an op. `Prepared(prepare)` remembers in the same way what is no op by itself, such as the norm
+that another op launches before its GEMM.
 """
 
 from __future__ import annotations
@@ -244,12 +245,35 @@ class _Calls:
         return key is not None
 
 
-def _calls() -> Any:
-    """An empty memory of prepared calls, which `launching.forget` empties."""
-    module = native.module()
-    calls = _Calls() if module is None else module.Calls()
-    launching.when_forgotten(calls.clear)
-    return calls
+class Prepared:
+    """`prepare(*args)(*args)`, of which the first part is done once for all calls of a kind.
+
+    On a GPU what `prepare` returned is remembered by the arguments, until `launching.forget`. `find` gives it for a
+    call to which nobody else listens, as `Calls` of native.c says; nothing before the first call.
+    """
+
+    def __init__(self, prepare: Callable[..., Callable[..., Any]]) -> None:
+        self._prepare = prepare
+        self._calls: Any = None
+        self.find: Callable[..., Any] = _find_nothing
+
+    def __call__(self, *args: Any) -> Any:
+        if runtime.MODE is not runtime.Mode.GPU:
+            return self._prepare(*args)(*args)
+        if self._calls is None:  # not before the first call: native.c is compiled then
+            module = native.module()
+            self._calls = _Calls() if module is None else module.Calls()
+            self.find = self._calls.find
+            launching.when_forgotten(self._calls.clear)
+        run = self._calls.get(*args)
+        if run is not None:
+            return run(*args)
+        run = self._prepare(*args)
+        result = run(*args)
+        if len(self._calls) >= _MANY:
+            self._calls.clear()
+        self._calls.store(run, *args)
+        return result
 
 
 def _find_nothing(*args: Any) -> None:
@@ -296,34 +320,14 @@ def define(
     )
     tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
     required = tuple(i for i in tensors if str(overload._schema.arguments[i].type) == "Tensor")
-    calls: Any = None
-    find: Callable[..., Any] = _find_nothing
+    prepared = None if prepare is None else Prepared(prepare)
     if prepare is not None:
 
         def launch(*args: Any) -> Any:
             return prepare(*args)(*args)
 
     assert launch is not None, "an op has a launch or a prepare"
-
-    def prepared(*args: Any) -> Any:
-        """`launch`, of which the first part is done once for all calls of a kind."""
-        nonlocal calls, find
-        assert prepare is not None
-        if calls is None:  # not before the first call: native.c is compiled then
-            calls = _calls()
-            find = calls.find
-        run = calls.get(*args)
-        if run is not None:
-            return run(*args)
-        run = prepare(*args)
-        result = run(*args)
-        if len(calls) >= _MANY:
-            calls.clear()
-        calls.store(run, *args)
-        return result
-
-    remembers = prepare is not None and runtime.MODE is runtime.Mode.GPU
-    kernel = _guarded(overload, tensors, prepared if remembers else launch)
+    kernel = _guarded(overload, tensors, prepared or launch)
 
     def below(keyset: Any, *args: Any) -> Any:
         """The op below autograd."""
@@ -377,7 +381,7 @@ def define(
         # The dispatcher is for those who listen: compilers, modes, subclasses. Where nobody does, it is left out: 6 us.
         if torch.compiler.is_compiling():
             return overload(*args)
-        run = find(*args)
+        run = None if prepared is None else prepared.find(*args)
         if run is not None:
             if type(run) is tuple:
                 if has_checks:

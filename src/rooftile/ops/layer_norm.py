@@ -605,9 +605,9 @@ def prepare_backward(
     launcher = _backward_plan(n_cols, (x.dtype, weight_dtype), (needs_dx, needs_dw, needs_db), c, splits)
     strides = (dy_rows.stride(0), rows.stride(0))
     start = library.copying(launching.bind(launcher, splits * lanes, strides=strides, numbers=(n_rows,)), copies)
-    needed = [
-        x.dtype if vector is None else vector.dtype for vector, needs in ((weight, needs_dw), (bias, needs_db)) if needs
-    ]
+    dw_dtype, db_dtype = (x.dtype if vector is None else vector.dtype for vector in (weight, bias))
+    dw_shape, db_shape = (n_cols if needs_dw else 0,), (n_cols if needs_db else 0,)
+    needed = [kind for kind, needs in ((dw_dtype, needs_dw), (db_dtype, needs_db)) if needs]
     # A program's partial sums are adjacent, dweight first.
     partial_shape = (lanes if needed else 0, len(needed) * n_cols)
     add_up = prepare_sum(lanes, n_cols, *needed) if needed else library.start_nothing
@@ -619,9 +619,9 @@ def prepare_backward(
         dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         dx = torch.empty_strided(dx_shape, dx_strides, dtype=dtype, device=device)
-        dw = torch.empty(n_cols if needs_dw else 0, dtype=(x if weight is None else weight).dtype, device=device)
-        db = torch.empty(n_cols if needs_db else 0, dtype=(x if bias is None else bias).dtype, device=device)
-        partial = torch.empty(partial_shape, dtype=torch.float32, device=device)
+        dw = torch.empty_strided(dw_shape, (1,), dtype=dw_dtype, device=device)
+        db = torch.empty_strided(db_shape, (1,), dtype=db_dtype, device=device)
+        partial = torch.empty_strided(partial_shape, (partial_shape[1], 1), dtype=torch.float32, device=device)
         if n_words:
             start(dy, x, weight, stats, dx, partial, torch.zeros(n_words, dtype=torch.int64, device=device))
         else:

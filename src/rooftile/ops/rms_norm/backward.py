@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.rms_norm.forward import check
 from rooftile.primitives.cta_exchange import gather, publish_pair, resident, split, sum_pairs
-from rooftile.primitives.partials import accumulate, sum_partials
+from rooftile.primitives.partials import accumulate, prepare_sum
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -262,7 +264,7 @@ def _plan(
     )
 
 
-def launch(
+def _prepare(
     dy: Tensor,
     du: Tensor | None,
     u: Tensor,
@@ -272,36 +274,56 @@ def launch(
     rounding: str,
     needs_dx: bool,
     needs_dw: bool,
-) -> tuple[Tensor, Tensor]:
-    """dx and dweight; a gradient that is not needed is empty."""
-    dx, dw = fake(dy, du, u, weight, eps, offset, rounding, needs_dx, needs_dw)
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What gives dx and dweight; a gradient that is not needed is empty."""
+    fake(dy, du, u, weight, eps, offset, rounding, needs_dx, needs_dw)
     if u.numel() == 0:
-        return dx, dw.zero_()
-    has_du = du is not None
-    dy, u = library.as_rows(dy), library.as_rows(u)
-    du = library.as_rows(du) if du is not None else None
-    weight_dtype = None
-    if weight is not None:
-        weight, weight_dtype = weight.contiguous(), weight.dtype
-    n_rows, n_cols = u.shape[0], int(u.shape[1])
+        return _empty_gradients
+    copies: library.Copies = {}
+    dy_rows, rows = library.rows_of(dy, copies, 0), library.rows_of(u, copies, 2)
+    stride_du = 0 if du is None else library.rows_of(du, copies, 1).stride(0)
+    library.contiguous_of(weight, copies, 3)
+    n_rows, n_cols = rows.shape[0], int(rows.shape[1])
     target = runtime.target(u.device)
     c = config(n_cols, u.element_size(), target)
-    strides = (dy.stride(0), 0 if du is None else du.stride(0), u.stride(0))
     programs = target.multiprocessors * c.per_sm
     if c.kernel == "tile":
         splits, lanes = 1, min(library.cdiv(n_rows, c.rows), programs)
     else:
         splits, lanes = split("rms_norm_backward", n_rows, n_cols, c.block_n, programs)
-    partial = torch.empty((lanes if needs_dw else 0, n_cols), dtype=torch.float32, device=u.device)
-    dtypes = (u.dtype, weight_dtype)
-    plan = _plan(n_cols, dtypes, has_du, eps, offset, rounding == "llama", (needs_dx, needs_dw), c, splits)
-    tensors: tuple[Tensor | None, ...] = (dy, du, u, weight, dx, partial)
-    if c.kernel == "split":
-        tensors += (torch.zeros(n_rows * splits, dtype=torch.int64, device=u.device),)
-    launching.launch(plan, splits * lanes, tensors, strides, (n_rows,))
-    if needs_dw:
-        sum_partials(partial, dw)
-    return dx, dw
+    weight_dtype = None if weight is None else weight.dtype
+    mode = (eps, offset, rounding == "llama", (needs_dx, needs_dw))
+    launcher = _plan(n_cols, (u.dtype, weight_dtype), du is not None, *mode, c, splits)
+    strides = (dy_rows.stride(0), stride_du, rows.stride(0))
+    start = library.copying(launching.bind(launcher, splits * lanes, strides=strides, numbers=(n_rows,)), copies)
+    dx_shape = u.shape if needs_dx else (0,)
+    dx_strides, dtype, device = library.contiguous_strides(dx_shape), u.dtype, u.device
+    dw_dtype, dw_size = weight_dtype or dtype, n_cols if needs_dw else 0
+    partial_shape = (lanes if needs_dw else 0, n_cols)
+    add_up = prepare_sum(lanes, n_cols, dw_dtype) if needs_dw else library.start_nothing
+    n_words = n_rows * splits if c.kernel == "split" else 0
+
+    def run(dy: Tensor, du: Tensor | None, u: Tensor, weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+        dx = torch.empty_strided(dx_shape, dx_strides, dtype=dtype, device=device)
+        dw = torch.empty_strided((dw_size,), (1,), dtype=dw_dtype, device=device)
+        partial = torch.empty_strided(partial_shape, (n_cols, 1), dtype=torch.float32, device=device)
+        if n_words:
+            start(dy, du, u, weight, dx, partial, torch.zeros(n_words, dtype=torch.int64, device=device))
+        else:
+            start(dy, du, u, weight, dx, partial)
+        add_up(partial, dw, None)
+        return dx, dw
+
+    return run
+
+
+def _empty_gradients(*args: Any) -> tuple[Tensor, Tensor]:
+    """Of no rows: the weight's is zero."""
+    dx, dw = fake(*args)
+    return dx, dw.zero_()
+
+
+launch = library.Prepared(_prepare)
 
 
 def fake(
@@ -328,6 +350,6 @@ def fake(
 op = library.define(
     "rms_norm_backward(Tensor dy, Tensor? du, Tensor u, Tensor? weight, float eps, float offset, str rounding, "
     "bool needs_dx, bool needs_dw) -> (Tensor, Tensor)",
-    launch=launch,
+    prepare=_prepare,
     fake=fake,
 )

@@ -347,15 +347,25 @@ def prepare(
     return library.copying(start, copies)
 
 
-def launch(
+def _prepare_launch(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, rounding: str
-) -> tuple[Tensor, Tensor | None]:
-    """y and u; u is None without a residual."""
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     start = prepare(op, x, residual, weight, eps, offset, rounding)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    u = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    start(x, residual, weight, y, u, None)
-    return y, u
+    shape, strides, dtype, device = x.shape, library.contiguous_strides(x.shape), x.dtype, x.device
+
+    def run(
+        op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, *_: object
+    ) -> tuple[Tensor, Tensor | None]:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        u = None if residual is None else torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(x, residual, weight, y, u, None)
+        return y, u
+
+    return run
+
+
+# y and u, for other ops that norm; u is None without a residual.
+launch = library.Prepared(_prepare_launch)
 
 
 def prepare_quantized(
