@@ -173,7 +173,7 @@ def test_namesakes_are_told_apart_by_what_they_take_of_the_chip():
         ("triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_0", "Inductor", "norms"),
         ("triton_poi_fused_mul_silu_8", "Inductor", "activation"),
         ("triton_poi_fused_add_cat_index_put_mul_neg_2", "Inductor", "RoPE + cache write"),
-        ("_qkv_gemv_persistent_kernel", "Rooftile", "products"),
+        ("gemv_persistent_kernel", "Rooftile", "products"),
         ("triton_tem_fused_mm_3", "Inductor", "products"),
         ("triton_red_fused_argmax_4", "Inductor", "sampling"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "foreign", "attention"),

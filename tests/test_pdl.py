@@ -1,4 +1,9 @@
-"""Kernels that start while the one before them still ends: which launches ask for it."""
+"""Kernels launched while the previous one still ends: which ask for it, and what they read before they wait."""
+
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,3 +77,67 @@ def test_a_compiler_is_given_launches_that_it_can_trace(step, launched):
     (plan,) = launched
     assert not is_early(plan)
     assert set(plan.options) == {"num_warps"}
+
+
+# Compiles one-row GEMMs for sm_90, with weights that may have been written by the previous kernel and with constant
+# ones. Prints for each the instructions on global memory before `griddepcontrol.wait`.
+COMPILED = """
+import contextlib, json, re
+import torch
+import rooftile
+from rooftile import runtime
+from rooftile.inspect import driver
+from rooftile.primitives.pdl import constant_weights
+
+kernels = []
+driver.install(runtime.target(torch.device("meta")), lambda kernel, seconds: kernels.append(kernel))
+
+def t(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+x, norm, residual = t(1, 1024), t(1024), t(1, 512)
+int8, scale = t(512, 1024, dtype=torch.int8), t(512, dtype=torch.float32)
+int4, scales = t(512, 512, dtype=torch.uint8), t(512, 8)
+fp8 = t(512, 1024, dtype=torch.float8_e4m3fn)
+angles, lengths = t(64, 64), t(1, dtype=torch.int32)
+caches = {name: t(1, 64, 2, 64) for name in ("k_cache", "v_cache")}
+calls = {
+    "dense": lambda: rooftile.linear(x, t(512, 1024), residual=residual),
+    "dense norm": lambda: rooftile.rms_norm_linear(x, norm, t(512, 1024)),
+    "fp8": lambda: rooftile.fp8_weight_linear(x, fp8, scale, residual=residual),
+    "int8": lambda: rooftile.int8_linear(x, int8, scale, residual=residual),
+    "int4": lambda: rooftile.int4_linear(x, int4, scales, residual=residual),
+    "int8 norm gated": lambda: rooftile.rms_norm_gated_linear(x, norm, int8, weight_scale=scale),
+    "int8 qkv": lambda: rooftile.rms_norm_qkv_rope_cache(
+        x[None], norm, int8, angles, angles, **caches, lengths=lengths, weight_scale=scale
+    ),
+}
+found = {}
+for constant in (False, True):
+    for name, call in calls.items():
+        with constant_weights() if constant else contextlib.nullcontext():
+            call()
+        (kernel,), kernels[:] = list(kernels), []
+        before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
+        seen = re.findall(r"ld\\.global|st\\.global|atom|prefetch\\.global", before)
+        found[f"{name}{' constant' * constant}"] = kernel.src.fn.__name__, sorted(set(seen))
+print(json.dumps(found))
+"""
+
+
+def test_nothing_is_loaded_before_the_wait_but_constant_weights():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"ROOFTILE_COMPILE_TARGET": "sm_90", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = (sys.executable, "-c", COMPILED)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 14
+    for call, (kernel, before) in found.items():
+        is_constant = call.endswith("constant")
+        assert kernel == ("gemv_imma_kernel" if "int" in call else kernel), call
+        if kernel == "gemv_imma_kernel" and is_constant:
+            assert before == ["ld.global"], call
+        else:
+            assert before == ["prefetch.global"], call
+    assert {kernel for kernel, _ in found.values()} == {"gemv_kernel", "gemv_persistent_kernel", "gemv_imma_kernel"}

@@ -11,10 +11,8 @@ from rooftile import launching, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.cases.rms_norm_linear import traffic
+from rooftile.ops.gemm import gemv, skinny
 from rooftile.ops.gemm import gemv_persistent as held
-from rooftile.ops.gemm import norm_gemv as row
-from rooftile.ops.gemm import norm_gemv_persistent as fused_held
-from rooftile.ops.gemm import skinny
 from rooftile.ops.gemm.config import MatmulConfig, Problem
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.gemm.norm_choose import choose, fused_rows, module
@@ -26,7 +24,7 @@ __all__ = ["far_rows", "no_plans_kept"]  # fixtures
 
 TOLERANCES = find_cases(["rms_norm_linear"])[0].tolerances
 DTYPES = [torch.float32, torch.float16, BF16]
-ROW = (MatmulConfig("gemv", 1, 8, 32, split_k=3), MatmulConfig("gemv", 1, 16, 64))
+ROW = (MatmulConfig("gemv", 1, 8, 32), MatmulConfig("gemv", 1, 16, 64))
 HELD = (MatmulConfig("gemv_persistent", 1, 4, 256, 1, 1, 4, 2), MatmulConfig("gemv_persistent", 2, 2, 256, 1, 1, 4, 1))
 SKINNY = (
     MatmulConfig("skinny", 16, 16, 32, split_k=2),
@@ -127,7 +125,7 @@ def test_the_tiled_configuration_is_the_norm_and_then_the_product(device):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_the_switch_is_where_it_is_said_to_be(gated, device, monkeypatch):
     launched = []
-    for file in (row, fused_held, skinny):
+    for file in (gemv, held, skinny):
         kept = file.launch
         noted = functools.wraps(kept)(lambda *args, name=file.__name__, kept=kept: launched.append(name) or kept(*args))
         monkeypatch.setattr(file, "launch", noted)
@@ -204,7 +202,7 @@ def test_a_number_that_stands_out_leaves_the_others_their_digits(dtype, device):
         assert_close(out[1], ref[1])
 
 
-@pytest.mark.parametrize("config", [ROW[0], *SKINNY[:2]], ids=named)
+@pytest.mark.parametrize("config", SKINNY[:2], ids=named)
 def test_split_sums_are_equal_to_the_bit_and_leave_the_counters_zero(config, device, monkeypatch):
     made = []
     stock = launching.counters
@@ -335,7 +333,7 @@ def test_rows_far_apart(far_rows, device):
     assert_same(far, near)
 
 
-@pytest.mark.parametrize("file", [row, skinny, held], ids=["gemv", "skinny", "gemv_persistent"])
+@pytest.mark.parametrize("file", [gemv, skinny, held], ids=["gemv", "skinny", "gemv_persistent"])
 def test_a_kernel_with_offsets_of_32_bits_is_caught(file, far_rows, device, monkeypatch, tmp_path, no_plans_kept):
     if runtime.MODE is not runtime.Mode.INTERPRETER:
         pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")

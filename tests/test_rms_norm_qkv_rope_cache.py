@@ -6,8 +6,7 @@ import torch
 from helpers import BF16, assert_same
 
 from rooftile import MatmulConfig, launching, library, runtime
-from rooftile.ops.gemm import qkv_gemv as row
-from rooftile.ops.gemm import qkv_gemv_persistent as held
+from rooftile.ops.gemm import gemv, gemv_persistent
 from rooftile.ops.gemm.norm_linear import rms_norm_linear
 from rooftile.ops.gemm.qkv_rope_cache import choose, rms_norm_qkv_rope_cache
 from rooftile.ops.gemm.weight_only import quantize_int4, quantize_int8
@@ -84,14 +83,14 @@ def launched(monkeypatch):
     real = launching.launch
 
     def launch(plan, *args):
-        names.append(plan.kernel.__name__)
+        names.append(plan.kernel.__name__ + " qkv" * (plan.constants.get("EPILOGUE") == "qkv"))
         real(plan, *args)
 
     monkeypatch.setattr(launching, "launch", launch)
     return names
 
 
-ONE = ("_qkv_gemv_kernel", "_qkv_gemv_persistent_kernel")  # the interpreter takes the first for all dtypes
+ONE = ("gemv_kernel qkv", "gemv_persistent_kernel qkv")  # the interpreter takes the first for all dtypes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
@@ -174,7 +173,7 @@ def test_weights_of_any_layout_and_views_of_a_larger_cache(launched, device):
     memory = [torch.full((2, 1, CAPACITY, 4, D + 3), torch.nan, device=device) for _ in range(2)]
     written = [m[1, :, :, 1:3, 2 : 2 + D] for m in memory]
     assert_the_same(given, angles, written, ints([5], device), heads=(6, 2))
-    assert launched[0] == "_qkv_gemv_kernel"
+    assert launched[0] == "gemv_kernel qkv"
     assert all(m.isfinite().sum() == 2 * D for m in memory)
 
 
@@ -192,7 +191,7 @@ def kept(monkeypatch):
 
 
 @pytest.mark.parametrize(("paged", "layout"), [(False, "bthd"), (True, "bthd"), (True, "bhtd")])
-@pytest.mark.parametrize("style", held.STYLES)
+@pytest.mark.parametrize("style", gemv_persistent.STYLES)
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_dim", "k", "bias", "rows", "stages"),
     [
@@ -211,7 +210,7 @@ def test_x_that_is_held(paged, layout, style, dtype, heads, head_dim, k, bias, r
     written = caches(device, dtype, heads[1], head_dim, paged=paged, layout=layout)
     options = {"heads": heads, "eps": 0.1, "offset": 1.0, "layout": layout, "style": style, "config": config, **table}
     q, _ = assert_the_same(given, angles, written, ints([17], device), **options)
-    assert launched[0] == "_qkv_gemv_persistent_kernel"
+    assert launched[0] == "gemv_persistent_kernel qkv"
     assert torch.isfinite(q).all()
     for cache in written:
         by_token = cache.transpose(1, 2) if layout == "bhtd" else cache
@@ -230,16 +229,16 @@ def test_x_that_is_held_of_a_token_that_has_no_place(lengths, more, kept, launch
     if lengths[0] < 0:
         given["x"][..., 3] = torch.inf
     q, _ = assert_the_same(given, angles, written, ints(lengths, device), **options)
-    assert launched[0] == "_qkv_gemv_persistent_kernel"
+    assert launched[0] == "gemv_persistent_kernel qkv"
     if lengths[0] < 0 or more.get("counts") == [0]:
         assert not q.any()
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("style", held.STYLES)
+@pytest.mark.parametrize("style", gemv_persistent.STYLES)
 def test_x_that_is_held_for_several_tiles(style, stages, kept, device, monkeypatch):
     """In the interpreter a program has one otherwise."""
-    monkeypatch.setattr(held, "programs_for", lambda *_: 3)
+    monkeypatch.setattr(gemv_persistent, "programs_for", lambda *_: 3)
     given, angles = drawn(device, BF16, bias=True)
     options = {"heads": (6, 2), "style": style, "config": kept(4, stages)}
     q, _ = assert_the_same(given, angles, caches(device, BF16, 2), ints([17], device), **options)
@@ -253,7 +252,7 @@ def test_x_that_is_held_with_angles_by_token_and_views_of_a_larger_cache(kept, l
     written = [m[1, :, :, 1:3, 2 : 2 + D] for m in memory]
     angles = cos[None, 7:8], sin[None, 7:8]
     assert_the_same(given, angles, written, ints([11], device).long(), heads=(6, 2), config=config)
-    assert launched[0] == "_qkv_gemv_persistent_kernel"
+    assert launched[0] == "gemv_persistent_kernel qkv"
     assert all(m.isfinite().sum() == 2 * D for m in memory)
 
 
@@ -296,8 +295,8 @@ def test_weights_of_fewer_bits(format, launched, device):
         written = caches(device, BF16, 2, batch=rows[0])
         lengths = ints([7, 2][: rows[0]], device)
         assert_the_same(given, angles, written, lengths, heads=(6, 2), weight_scale=scale)
-    assert launched[0] == "_qkv_gemv_kernel"
-    assert launched.count("_qkv_gemv_kernel") == 1
+    assert launched[0] == "gemv_kernel qkv"
+    assert launched.count("gemv_kernel qkv") == 1
 
 
 def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, device):
@@ -394,7 +393,7 @@ def test_it_is_launched_early_where_that_can_be(monkeypatch, device):
         for arch in ("sm_90", "sm_89"):
             monkeypatch.setattr(runtime, "target", lambda device, arch=arch: runtime.TARGETS[arch])
             together(given, angles, caches(device, dtype, 2), ints([3], device))
-    assert [plan.constants["PREFETCH"] for plan in plans[:2]] == [row.PREFETCH, -1]
+    assert [plan.constants["PREFETCH"] for plan in plans[:2]] == [gemv.PREFETCH, -1]
     assert [plan.constants["EARLY"] for plan in plans[2:]] == [True, False]
-    assert [plan.constants["LETS_START"] for plan in plans[2:]] == [True, False]
+    assert [plan.constants["LAUNCH_DEPENDENTS"] for plan in plans[2:]] == [True, False]
     assert [plan.options.get("launch_pdl", False) for plan in plans] == [True, False] * 2

@@ -7,11 +7,8 @@ from test_offsets import STRIDE, far_rows, kernels, no_plans_kept, use_kernels_w
 from test_rms_norm_qkv_rope_cache import drawn, ints, launched, together
 
 from rooftile import MatmulConfig, library, runtime
-from rooftile.ops.gemm import gemv_persistent as product
-from rooftile.ops.gemm import qkv_common as common
-from rooftile.ops.gemm import qkv_gemv as row
-from rooftile.ops.gemm import qkv_gemv_persistent as held
-from rooftile.ops.kv_cache import kernel as places
+from rooftile.ops.gemm import gemv, gemv_epilogue, gemv_persistent
+from rooftile.primitives import paging
 
 __all__ = ["far_rows", "launched", "no_plans_kept"]  # fixtures
 
@@ -81,14 +78,14 @@ def test_rows_far_apart(case, kernel, far_rows, take, launched, device):
     near, far = run_far(case, kernel, far_rows, take, device)
     assert all(torch.isfinite(t).all() for t in near)
     assert_same(far, near)
-    assert [n for n in launched if n.startswith("_qkv")] == [f"_qkv_{kernel}_kernel"] * 2
+    assert [n for n in launched if n.startswith("gemv")] == [f"{kernel}_kernel qkv"] * 2
 
 
 def narrow(file, monkeypatch, tmp_path):
     """`use_kernels_without_int64`, and where the two kernels import from that file, too."""
     sound = kernels(file)
     use_kernels_without_int64(file, monkeypatch, tmp_path)
-    for user in (held, row):
+    for user in (gemv_persistent, gemv):
         for name, value in list(vars(user).items()):
             for of_file, kernel in sound.items():
                 if value is kernel:
@@ -96,11 +93,10 @@ def narrow(file, monkeypatch, tmp_path):
 
 
 NARROW = [
-    (held, "gemv_persistent", "weight rows"),
-    (product, "gemv_persistent", "weight k"),
-    *((row, "gemv", f"weight {axis}") for axis in ("rows", "k", "long k")),
-    *((common, kernel, f"{n} heads{p}") for kernel in KERNELS for n in "kv" for p in ("", " paged")),
-    *((places, kernel, f"{n} pages paged") for kernel in KERNELS for n in "kv"),
+    *((gemv_persistent, "gemv_persistent", f"weight {axis}") for axis in ("rows", "k")),
+    *((gemv, "gemv", f"weight {axis}") for axis in ("rows", "k", "long k")),
+    *((gemv_epilogue, kernel, f"{n} heads{p}") for kernel in KERNELS for n in "kv" for p in ("", " paged")),
+    *((paging, kernel, f"{n} pages paged") for kernel in KERNELS for n in "kv"),
 ]
 
 

@@ -100,11 +100,11 @@ def digits(block_n, slices, split_k=1, warps=8, stages=2, prefetch=-1, block_k=2
 DIGITS = [
     digits(16, 8),
     digits(32, 8, prefetch=0),
-    digits(128, 1, stages=3, prefetch=2),
+    digits(128, 1, stages=3, prefetch=0),
     digits(64, 2, split_k=3),
     digits(128, 1, split_k=4, stages=3, prefetch=0),
     digits(32, 2, warps=2, stages=1),
-    digits(64, 4, warps=16, split_k=2, prefetch=1),
+    digits(64, 4, warps=16, split_k=2, prefetch=0),
 ]
 
 
@@ -116,6 +116,7 @@ def test_the_digits_kernel_refuses_what_it_can_not_do():
 
     assert all(why(config) is None for config in DIGITS)
     assert why(m=2) == "kernel 'gemv_imma' takes one row of x, not 2"
+    assert why(digits(16, 8, prefetch=1)) == "prefetch is 1, expected -1 or 0 for kernel 'gemv_imma'"
     assert why(group=64) == "kernel 'gemv_imma' takes groups of 128, not of 64"
     assert why(group=0) == "block_k is 256, expected 128 for kernel 'gemv_imma'"
     assert why(dtype=torch.float32) == "kernel 'gemv_imma' takes float16 and bfloat16, not torch.float32"

@@ -105,7 +105,7 @@ def bind(
     launcher: KernelLauncher,
     programs: int | None,
     *,
-    strides: tuple[int, ...] = (),
+    strides: tuple[int | None, ...] = (),
     numbers: tuple[int | None, ...] = (),
     descriptors: Mapping[int, Descriptor] | None = None,
 ) -> Callable[..., None]:
@@ -114,7 +114,7 @@ def bind(
     Args:
         launcher: the kernel. Its first pointer is never None.
         programs: of the grid; None where each call says how many, as its last argument.
-        strides: the integers that Triton specializes on.
+        strides: the integers that Triton specializes on; None for those that the kernel's constants leave unused.
         numbers: those that it does not. For each that is None a call gives an int behind the tensors.
         descriptors: which pointers are TMA descriptors, by their place among the pointers. Calls give tensors.
     """
@@ -130,7 +130,7 @@ class Launch:
         self,
         launcher: KernelLauncher,
         programs: int | None,
-        strides: tuple[int, ...],
+        strides: tuple[int | None, ...],
         numbers: tuple[int | None, ...],
         descriptors: Mapping[int, Descriptor],
     ) -> None:
@@ -244,7 +244,7 @@ def launch(
     launcher: KernelLauncher,
     programs: int,
     tensors: tuple[Tensor | TensorDescriptor | None, ...],
-    strides: tuple[int, ...],
+    strides: tuple[int | None, ...],
     numbers: tuple[int, ...] = (),
 ) -> None:
     """Run `programs` programs of the launcher's kernel over those arguments, which `bind` takes apart."""

@@ -24,6 +24,7 @@ from rooftile.engine.prompts import PromptBatch
 from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import mark_seen_, sample_
+from rooftile.primitives.pdl import constant_weights
 
 # Each option's type, the check of its values, and the words for them.
 _NUMBER = (int, float)
@@ -221,8 +222,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        """On the device, after previous calls, and outside of the caller's modes."""
-        with on(self._device), plain_mode(self._device):
+        """On the device, after previous calls, and outside of the caller's modes. The weights are loaded by then."""
+        with on(self._device), plain_mode(self._device), constant_weights():
             if self._order is not None:
                 self._order.enter()
             yield

@@ -36,6 +36,14 @@ def view_as(memory, shape: gl.constexpr, like):
 
 
 @gluon.jit
+def keep_loads_before(number):
+    """The number; the assembler moves no load across this. It would delay the loads of later steps until their use."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1; bar.warp.sync 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def load_tile(desc, at, bar, memory):
     """Start the TMA copy of the tile at `at` into shared memory; `bar` counts its bytes."""
     SHAPE: gl.constexpr = desc.block_type.shape

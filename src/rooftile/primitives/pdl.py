@@ -3,13 +3,17 @@
 Between two kernels the memory is idle for a microsecond or two, a tenth of what a small GEMV takes. A kernel that is
 launched with `launch_pdl=True` starts as soon as every CTA of the previous kernel has called `pdl_launch_dependents`.
 It may then prefetch memory into the L2, and must call `pdl_wait` before it reads or writes memory. A prefetch reads
-nothing itself: what the previous kernel still writes is written into the same L2.
+nothing itself: what the previous kernel still writes is written into the same L2. Only within `constant_weights` may a
+kernel load its weight before `pdl_wait`.
 
 For sm_90 and later; the constant that switches it on is never set elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +42,27 @@ def early(x: Tensor) -> bool:
 def options(early: bool) -> dict[str, Any]:
     """The options of a plan, for an early launch or none."""
     return {"launch_pdl": True} if early else {}
+
+
+_constant_weights = contextvars.ContextVar("constant_weights", default=False)
+
+
+@contextlib.contextmanager
+def constant_weights() -> Iterator[None]:
+    """Meanwhile no kernel on this thread's streams writes a weight: kernels may load theirs before `pdl_wait`.
+
+    For the engine alone, whose weights don't change once they are loaded.
+    """
+    token = _constant_weights.set(True)
+    try:
+        yield
+    finally:
+        _constant_weights.reset(token)
+
+
+def weights_are_constant() -> bool:
+    """Whether the caller is within `constant_weights`."""
+    return _constant_weights.get()
 
 
 @triton.jit

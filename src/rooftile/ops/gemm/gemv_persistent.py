@@ -1,12 +1,17 @@
-"""One row of x, or two, held in registers while rows of the weight pass: multiply and sum, perhaps behind a norm.
+"""GEMV of one row of x, or two, that stay in registers while rows of the weight pass.
 
-As many programs as run at once share out the tiles of the weight, each of whole rows, 1024 threads a multiprocessor.
-A thread has its elements of x, scaled by the norm's weight, for as long as its program runs, so that nothing but the
-weight is loaded for a tile, and the next tile is asked for while this one's sums meet. In kernel "gemv" every program
-has to bring x to its threads anew, past barriers, and waits with empty hands when it begins and when it ends. What that
-is worth stands at `configs`.
+    z = x @ weight^T, or rms_norm(x) @ weight^T;   then an epilogue:
+    "linear"    out = act(z + bias) + residual
+    "gated"     out = act(g) * u + residual,   [g | u] = z + bias
+    "qkv"       q, k, v = z + bias;            q and k are rotated, k and v written into the cache; one row of x
 
-Of a gated product a tile has a row of the gate and its row of up in turns: their sums lie side by side.
+As many CTAs as run at once, 1024 threads an SM, share out the tiles of the weight, each of whole rows. A thread keeps
+its elements of x, times the norm's weight, for as long as its CTA runs. So a tile loads nothing but the weight, and the
+next tile's loads are in flight while this one's sums are added up. Every CTA of kernel "gemv" brings x to its threads
+anew, past barriers, and has no load in flight when it begins and when it ends. What that is worth stands at `configs`.
+
+A gated tile has rows of the gate and of up in turns, a qkv tile the two rows of each pair that RoPE rotates together:
+the sums that belong together lie side by side.
 """
 
 from __future__ import annotations
@@ -19,16 +24,26 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.gemv_epilogue import (
+    CONSTANTS,
+    NO_QKV,
+    QkvOutput,
+    load_angles_of,
+    rotate_and_store,
+    scale_and_shift,
+)
 from rooftile.primitives import pdl
 from rooftile.primitives.activations import activate
+from rooftile.primitives.paging import locate_tokens
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 ROWS = 2  # of x, at most: each takes as many registers as the other
-THREADS, REGISTERS = 1024, 64  # of a multiprocessor, and of each: all that it has
+THREADS, REGISTERS = 1024, 64  # of an SM, and of each: all that it has
+STYLES = ("half", "interleaved")  # of RoPE
 
 
 @triton.jit
@@ -37,14 +52,23 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def _rows_of(tile, n_cols, BLOCK_N: tl.constexpr, SETS: tl.constexpr):
-    """The tile's rows of the weight, of SETS sets of n_cols in turns; in bounds, so that their loads need no mask."""
+def _rows_of(tile, n_cols, EPILOGUE: tl.constexpr, HEAD_DIM: tl.constexpr, APART: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows of the weight of a tile of BLOCK_N columns of the result (qkv: pairs), in bounds: loads need no mask."""
+    SETS: tl.constexpr = 1 if EPILOGUE == "linear" else 2
     r = tl.arange(0, BLOCK_N * SETS)
-    return (tl.minimum(tile * BLOCK_N + r // SETS, n_cols - 1) + r % SETS * n_cols).to(tl.int64)
+    col = tl.minimum(tile * BLOCK_N + r // SETS, n_cols - 1)
+    if EPILOGUE == "qkv":
+        if APART == 1:
+            first = col * 2
+        else:
+            first = col + col // (HEAD_DIM // 2) * (HEAD_DIM // 2)
+        return (first + r % 2 * APART).to(tl.int64)
+    else:
+        return (col + r % SETS * n_cols).to(tl.int64)
 
 
 @triton.jit
-def prefetch_rows(w_ptr, rows, stride_wn, n_inner, BLOCK_K: tl.constexpr):
+def _prefetch_rows(w_ptr, rows, stride_wn, n_inner, BLOCK_K: tl.constexpr):
     """Bring those rows, contiguous along k, into the L2."""
     LINE: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
     lines = tl.minimum(tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE, n_inner - 1)
@@ -52,7 +76,7 @@ def prefetch_rows(w_ptr, rows, stride_wn, n_inner, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
+def _load_rows(
     w_ptr, rows, stride_wn, stride_wk, n_inner, wanted, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Those rows, whole, where they are `wanted`."""
@@ -65,9 +89,9 @@ def load_rows(
 
 
 @triton.jit
-def hold(x_ptr, norm_ptr, n_inner, EPS: tl.constexpr, OFFSET: tl.constexpr, HAS_NORM: tl.constexpr,
-         EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """A row of x, float32 (1, K), times the norm's weight where there is one; and the norm's factor."""
+def _load_x(x_ptr, norm_ptr, n_inner, EPS: tl.constexpr, OFFSET: tl.constexpr, HAS_NORM: tl.constexpr,
+            EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """A row of x, float32 (1, K), times the norm's weight where there is one; and rstd."""
     ks = tl.arange(0, BLOCK_K)
     if EVEN_K:
         x = tl.load(x_ptr + ks, eviction_policy="evict_last").to(tl.float32)
@@ -86,7 +110,7 @@ def hold(x_ptr, norm_ptr, n_inner, EPS: tl.constexpr, OFFSET: tl.constexpr, HAS_
 
 @triton.jit
 def _finish(z, bias, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What the sums of a tile become, float32 (BLOCK_N,)."""
+    """The columns of the result from the sums of a tile, float32 (BLOCK_N,)."""
     if HAS_BIAS:
         z += bias
     if GATED:
@@ -97,116 +121,144 @@ def _finish(z, bias, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl
     return z
 
 
-@triton.jit(do_not_specialize=["n_cols"])
-def _gemv_persistent_kernel(
+@triton.jit(do_not_specialize=["n_cols", "capacity", "n_pages", "n_angles"])
+def gemv_persistent_kernel(
     x_ptr,
     norm_ptr,
     w_ptr,
-    out_ptr,
     bias_ptr,
     residual_ptr,
+    out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    cos_ptr,
+    sin_ptr,
+    lengths_ptr,
+    counts_ptr,
+    table_ptr,
     stride_xm,
     stride_wn,
     stride_wk,
-    stride_om,
     stride_rm,
+    stride_om,
+    stride_kcb,
+    stride_kch,
+    stride_kct,
+    stride_vcb,
+    stride_vch,
+    stride_vct,
+    stride_ct,
+    stride_st,
     n_inner,
     n_cols,
+    capacity,
+    n_pages,
+    n_angles,
+    EPILOGUE: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    APART: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    BY_POSITION: tl.constexpr,
     EVEN_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
-    LETS_START: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    SETS: tl.constexpr = 2 if GATED else 1
+    IS_QKV: tl.constexpr = EPILOGUE == "qkv"
+    GATED: tl.constexpr = EPILOGUE == "gated"
+    SETS: tl.constexpr = 1 if EPILOGUE == "linear" else 2
+    if IS_QKV:
+        N: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * (HEAD_DIM // 2)
+    else:
+        N = n_cols
     tile = tl.program_id(0)
     programs = tl.num_programs(0)
-    tiles = tl.cdiv(n_cols, BLOCK_N)
-    rows = _rows_of(tile, n_cols, BLOCK_N, SETS)
+    tiles = tl.cdiv(N, BLOCK_N)
+    rows = _rows_of(tile, N, EPILOGUE, HEAD_DIM, APART, BLOCK_N)
     if EARLY:
-        prefetch_rows(w_ptr, rows, stride_wn, n_inner, BLOCK_K)
+        _prefetch_rows(w_ptr, rows, stride_wn, n_inner, BLOCK_K)
         pdl_wait()
-    if AHEAD:  # before x, for which a program would wait with nothing else under way
-        coming = load_rows(w_ptr, rows, stride_wn, stride_wk, n_inner, True, EVEN_K, BLOCK_K)
-    x, rstd = hold(x_ptr, norm_ptr, n_inner, EPS, OFFSET, HAS_NORM, EVEN_K, BLOCK_K)
+    if AHEAD:  # before x, for which a CTA would wait with no other load in flight
+        next_w = _load_rows(w_ptr, rows, stride_wn, stride_wk, n_inner, True, EVEN_K, BLOCK_K)
+    if IS_QKV:
+        exists, position, page, line, written = locate_tokens(
+            lengths_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
+        )
+    x, rstd = _load_x(x_ptr, norm_ptr, n_inner, EPS, OFFSET, HAS_NORM, EVEN_K, BLOCK_K)
     if ROWS == 2:
-        second, second_rstd = hold(x_ptr + stride_xm, norm_ptr, n_inner, EPS, OFFSET, HAS_NORM, EVEN_K, BLOCK_K)
+        x2, rstd2 = _load_x(x_ptr + stride_xm, norm_ptr, n_inner, EPS, OFFSET, HAS_NORM, EVEN_K, BLOCK_K)
 
     for t in tl.range(tile, tiles, programs, num_stages=1):
-        # With its last tile: what starts before that is only in the way.
-        if LETS_START:  # noqa: SIM102  # a constant, which decides before there is a program
+        # With its last tile: a dependent that starts before that is only in the way.
+        if LAUNCH_DEPENDENTS:  # noqa: SIM102  # a constant, which decides before there is a program
             if t + programs >= tiles:
                 pdl_launch_dependents()
         cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = cols < n_cols
-        rows = _rows_of(t, n_cols, BLOCK_N, SETS)
+        rows = _rows_of(t, N, EPILOGUE, HEAD_DIM, APART, BLOCK_N)
+        if IS_QKV:
+            pair = tl.minimum(cols, N - 1)
+            head, i = pair // (HEAD_DIM // 2), pair % (HEAD_DIM // 2)
+            first = i * 2 if APART == 1 else i  # of the pair's two elements of its head
         bias = tl.zeros((BLOCK_N * SETS,), tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + rows).to(tl.float32)
+        if IS_QKV:
+            cos, sin = load_angles_of(
+                cos_ptr, sin_ptr, exists, position, first, stride_ct, stride_st, n_angles, BY_POSITION
+            )  # fmt: skip
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+            residual = tl.load(residual_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
             if ROWS == 2:
-                second_residual = tl.load(residual_ptr + stride_rm + cols, mask=inside, other=0.0).to(tl.float32)
+                residual2 = tl.load(residual_ptr + stride_rm + cols, mask=cols < N, other=0.0).to(tl.float32)
         if AHEAD:
-            w = coming
-            following = _rows_of(t + programs, n_cols, BLOCK_N, SETS)
-            coming = load_rows(
-                w_ptr, following, stride_wn, stride_wk, n_inner, t + programs < tiles, EVEN_K, BLOCK_K
+            w = next_w
+            next_rows = _rows_of(t + programs, N, EPILOGUE, HEAD_DIM, APART, BLOCK_N)
+            next_w = _load_rows(
+                w_ptr, next_rows, stride_wn, stride_wk, n_inner, t + programs < tiles, EVEN_K, BLOCK_K
             )  # fmt: skip
         else:
-            w = load_rows(w_ptr, rows, stride_wn, stride_wk, n_inner, True, EVEN_K, BLOCK_K)
+            w = _load_rows(w_ptr, rows, stride_wn, stride_wk, n_inner, True, EVEN_K, BLOCK_K)
         w = w.to(tl.float32)
-        if ROWS == 2:
-            z, y = tl.reduce((w * x, w * second), 1, _add_pairs)
-            y = _finish(y * second_rstd, bias, HAS_BIAS, ACTIVATION, GATED, BLOCK_N)
-            if HAS_RESIDUAL:
-                y += second_residual
-            tl.store(out_ptr + stride_om + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
-        else:
+
+        if IS_QKV:
+            # q, k and v are rounded before they are rotated, too.
             z = tl.sum(w * x, axis=1)
-        z = _finish(z * rstd, bias, HAS_BIAS, ACTIVATION, GATED, BLOCK_N)
-        if HAS_RESIDUAL:
-            z += residual
-        tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@functools.cache
-def _plan(
-    dtypes: tuple[torch.dtype | None, ...], rows: int, eps: float, offset: float, activation: str, gated: bool,
-    even_k: bool, lets_start: bool, early: bool, limited: bool, c: MatmulConfig,
-) -> launching.KernelLauncher:  # fmt: skip
-    constants = {
-        "EPS": eps,
-        "OFFSET": offset,
-        "ACTIVATION": activation,
-        "GATED": gated,
-        "HAS_NORM": dtypes[1] is not None,
-        "HAS_BIAS": dtypes[4] is not None,
-        "HAS_RESIDUAL": dtypes[5] is not None,
-        "EVEN_K": even_k,
-        "ROWS": rows,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "AHEAD": c.num_stages > 1,
-        "LETS_START": lets_start,
-        "EARLY": early,
-    }
-    return launching.KernelLauncher(
-        _gemv_persistent_kernel, constants, num_warps=c.num_warps, **limit(limited), **pdl.options(early)
-    )
+            z = scale_and_shift(z, rstd, 1.0, bias, HAS_NORM, False, HAS_BIAS, out_ptr.dtype.element_ty)
+            a, b = tl.split(z.reshape(BLOCK_N, 2))
+            rotate_and_store(
+                a, b, cos, sin, out_ptr, k_cache_ptr, v_cache_ptr, head, first, cols < N, exists, page, line, written,
+                stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, Q_HEADS, KV_HEADS, HEAD_DIM,
+                APART,
+            )  # fmt: skip
+        else:
+            if ROWS == 2:
+                z, z2 = tl.reduce((w * x, w * x2), 1, _add_pairs)
+                z2 = _finish(z2 * rstd2, bias, HAS_BIAS, ACTIVATION, GATED, BLOCK_N)
+                if HAS_RESIDUAL:
+                    z2 += residual2
+                tl.store(out_ptr + stride_om + cols, z2.to(out_ptr.dtype.element_ty), mask=cols < N)
+            else:
+                z = tl.sum(w * x, axis=1)
+            z = _finish(z * rstd, bias, HAS_BIAS, ACTIVATION, GATED, BLOCK_N)
+            if HAS_RESIDUAL:
+                z += residual
+            tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
 def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
-    """Why this kernel can't run that problem so; None where it can. Any layout of the weight is taken."""
+    """Why this kernel can't compute that problem so; None where it can. It takes any layout of the weight."""
     if c.pingpong or c.stream_k:
         return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
     if p.m > ROWS or p.batch != 1:
@@ -224,19 +276,19 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     if c.num_stages > 2:
         return f"num_stages is {c.num_stages}, expected 1, or 2 for the next tile's loads ahead of this one's sums"
     threads = c.num_warps * target.warp_size
-    numbers = (p.m + c.num_stages * c.block_n * (1 + p.gated)) * c.block_k // threads
-    if numbers > 128:
-        return f"x and num_stages tiles of the weight are {numbers} elements a thread, more than 128"
+    elements = (p.m + c.num_stages * c.block_n * (1 + p.gated)) * c.block_k // threads
+    if elements > 128:
+        return f"x and num_stages tiles of the weight are {elements} elements a thread, more than 128"
     return None
 
 
 def configs(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
     """16 elements of x a thread, and 32 of the weight: two rows of 4096 elements a tile. Empty where that is no good.
 
-    In decoding steps on an H200, against kernels "gemv" and "skinny": the gated product of one row took 116 us less of
-    Qwen2.5-7B's 3990, 142 of Llama-3-8B's 4090 and 197 of Granite-8B-code's 4450; q, k and v up to 115 less; o, which
-    has no norm, so that a tuned table decides, 15 to 29. Of two rows the gated product took 52 to 170 less; for the
-    second row's registers the next tile waits. Others of two rows took more.
+    In decoding steps on an H200, against kernels "gemv" and "skinny": the gated GEMV took 116 us less of Qwen2.5-7B's
+    3990, 142 of Llama-3-8B's 4090 and 197 of Granite-8B-code's 4450; q, k and v up to 115 less; o, which has no norm,
+    so that a tuned table decides, 15 to 29. With two rows of x the gated one took 52 to 170 less. It does not load the
+    next tile ahead, because the second row takes those registers. Others with two rows took more.
     """
     width = library.power_of_two(p.k)
     if p.dtype.itemsize != 2 or width > 8192 or p.m > (ROWS if p.gated else 1):
@@ -249,50 +301,74 @@ def configs(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
 
 
 def is_limited(w: Tensor, target: runtime.Target) -> bool:
-    """Whether threads are held to REGISTERS. Rows that are not aligned, or not contiguous, are loaded one number at a
-    time, each into a register: more than that."""
+    """Whether threads are held to REGISTERS. A weight whose rows are not aligned, or not contiguous, is loaded element
+    by element, each into a register: more than that."""
     aligned = w.stride(-1) == 1 and w.stride(-2) % 16 == 0 and w.data_ptr() % 16 == 0
     return target.arch.startswith("sm_") and aligned
 
 
-def limit(limited: bool) -> dict[str, Any]:
-    """That, as the options of a plan."""
-    return {"maxnreg": REGISTERS} if limited else {}
-
-
 def programs_for(tiles: int, c: MatmulConfig, target: runtime.Target) -> int:
-    """As many as run at once where threads are held to REGISTERS, or as there are tiles."""
+    """As many CTAs as run at once where threads are held to REGISTERS, or as there are tiles."""
     each = max(1, THREADS // (c.num_warps * target.warp_size))
     return min(tiles, each * target.multiprocessors)
 
 
-def launch_normed(
-    x: Tensor, norm_weight: Tensor | None, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None,
-    eps: float, offset: float, activation: str, gated: bool, c: MatmulConfig, early: bool,
-) -> None:  # fmt: skip
-    """Launch it: x (M, K) of one row or two with a last stride of 1, w (N, K) or (2N, K), out (M, N).
+@functools.cache
+def _launcher(
+    dtypes: tuple[torch.dtype | None, ...], epilogue: str, rows: int, eps: float, offset: float, activation: str,
+    of_qkv: tuple[int, ...], even_k: bool, block_n: int, block_k: int, warps: int, ahead: bool,
+    launch_dependents: bool, early: bool, limited: bool,
+) -> launching.KernelLauncher:  # fmt: skip
+    limit: dict[str, Any] = {"maxnreg": REGISTERS} if limited else {}
+    constants = {
+        "EPILOGUE": epilogue,
+        "EPS": eps,
+        "OFFSET": offset,
+        "ACTIVATION": activation,
+        "HAS_NORM": dtypes[1] is not None,
+        "HAS_BIAS": dtypes[3] is not None,
+        "HAS_RESIDUAL": dtypes[4] is not None,
+        **dict(zip(CONSTANTS, of_qkv, strict=True)),
+        "EVEN_K": even_k,
+        "ROWS": rows,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "AHEAD": ahead,
+        "LAUNCH_DEPENDENTS": launch_dependents,
+        "EARLY": early,
+    }
+    return launching.KernelLauncher(gemv_persistent_kernel, constants, num_warps=warps, **limit, **pdl.options(early))
 
-    early: whether it starts while the kernel ahead still ends.
+
+def launch(o: Operands, c: MatmulConfig, qkv: QkvOutput = NO_QKV) -> None:
+    """Compute `o.out` from one row of x or two. The sums are float32's own, whatever `o.precision` says.
+
+    With `qkv` out is q, `(1, 1, Hq, D)`, and `c` is that of the linear kernel: half of its rows make a tile's pairs.
+
+    Behind a norm it is launched while the previous kernel ends, which took 0.04 ms off Llama-3-8B's step of 4.1 ms on
+    an H200. The gated one is launched after that: while it waited, it took 0.1 ms more.
     """
-    if isinstance(x, FunctionalTensor):
+    x, w, out, residual = o.x, o.w, o.out, o.residual
+    is_qkv = qkv is not NO_QKV
+    if isinstance(x, FunctionalTensor) and not is_qkv:
         raise launching.Untraceable("a limit on registers, or an early launch")
-    n_cols, n_inner = out.shape[-1], x.shape[-1]
+    epilogue = "qkv" if is_qkv else "gated" if o.gated else "linear"
+    n_cols = w.shape[-2] // 2 if is_qkv else out.shape[-1]
+    block_n = c.block_n // 2 if is_qkv else c.block_n
+    n_inner = x.shape[-1]
     target = runtime.target(x.device)
-    lets_start = pdl.supported(target)
-    programs = programs_for(library.cdiv(n_cols, c.block_n), c, target)
-    dtypes = tuple(None if t is None else t.dtype for t in (x, norm_weight, w, out, bias, residual))
-    # A prefetch is of lines along k.
-    early = early and lets_start and (w.stride(-1) == 1 or n_inner == 1)
-    even = bool(n_inner == c.block_k)
-    how = even, lets_start, early, is_limited(w, target), c
-    plan = _plan(dtypes, x.shape[-2], eps, offset, activation, gated, *how)
-    strides = (x.stride(-2), w.stride(-2), w.stride(-1), out.stride(-2), 0 if residual is None else residual.stride(-2))
-    launching.launch(plan, programs, (x, norm_weight, w, out, bias, residual), (*strides, n_inner), (n_cols,))
-
-
-def launch(
-    x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, gated: bool,
-    precision: str, c: MatmulConfig,
-) -> None:  # fmt: skip
-    """The product without a norm. The multiply and the sum are float32's own, whatever `precision` was asked for."""
-    launch_normed(x, None, w, out, bias, residual, 0.0, 0.0, activation, gated, c, early=False)
+    launch_dependents = pdl.supported(target)
+    along_k = w.stride(-1) == 1 or n_inner == 1  # a line that is prefetched lies along k
+    early = pdl.early(x) and along_k and o.norm_weight is not None and not o.gated
+    tensors = (x, o.norm_weight, w, o.bias, residual, out, *qkv.tensors)
+    launcher = _launcher(
+        tuple(None if t is None else t.dtype for t in tensors), epilogue, x.shape[-2], o.eps, o.offset, o.activation,
+        qkv.constants, bool(n_inner == c.block_k), block_n, c.block_k, c.num_warps, c.num_stages > 1,
+        launch_dependents, early, is_limited(w, target),
+    )  # fmt: skip
+    stride_xm, stride_rm, stride_om = (
+        None if is_qkv else 0 if t is None else t.stride(-2) for t in (x, residual, out)
+    )  # fmt: skip
+    strides = (stride_xm, w.stride(-2), w.stride(-1), stride_rm, stride_om, *qkv.strides, n_inner)
+    programs = programs_for(library.cdiv(n_cols, block_n), c, target)
+    launching.launch(launcher, programs, tensors, strides, (n_cols, *qkv.sizes))

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from rooftile import library, runtime
 from rooftile.ops.gemm import choose as product_choice
-from rooftile.ops.gemm import gemv_persistent as product_held
-from rooftile.ops.gemm import norm_gemv as row
-from rooftile.ops.gemm import norm_gemv_persistent as held
+from rooftile.ops.gemm import gemv as row
+from rooftile.ops.gemm import gemv_persistent as held
 from rooftile.ops.gemm import skinny
 from rooftile.ops.gemm.common import _aligned as is_aligned
 from rooftile.ops.gemm.common import _layout as layout
@@ -49,9 +48,9 @@ def choose(
 
     `along_k`: whether the weight is contiguous along k.
     """
-    if target is not runtime.INTERPRETER and m <= product_held.ROWS and along_k:
+    if target is not runtime.INTERPRETER and m <= held.ROWS and along_k:
         p = Problem(m, n, k, dtype, gated=gated)
-        for c in product_held.configs(p, target):
+        for c in held.configs(p, target):
             if held.can_implement(p, c, target) is None:
                 return c
     if m > fused_rows(n, k, target, gated):

@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime
 from rooftile.ops.gemm import adapters
-from rooftile.ops.gemm import norm_gemv as row
+from rooftile.ops.gemm import gemv as row
 from rooftile.ops.gemm import weight_only_choose as choose
 from rooftile.ops.gemm import weight_only_config as configs
 from rooftile.ops.gemm.common import refuse_symbols

@@ -14,20 +14,21 @@ written once. Rounding is that of the two ops: q, k and v are rounded to x's dty
 
 from __future__ import annotations
 
+import dataclasses
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library
+from rooftile import library
 from rooftile.ops import kv_cache
+from rooftile.ops.gemm import gemv, gemv_persistent
 from rooftile.ops.gemm import norm_layers as layers
 from rooftile.ops.gemm import norm_quantized as quantized
-from rooftile.ops.gemm import qkv_gemv as row
-from rooftile.ops.gemm import qkv_gemv_persistent as held
 from rooftile.ops.gemm.common import refuse_symbols
-from rooftile.ops.gemm.config import MatmulConfig
+from rooftile.ops.gemm.config import MatmulConfig, Operands
+from rooftile.ops.gemm.gemv_epilogue import QkvOutput
 from rooftile.ops.gemm.norm_choose import chosen, chosen_quantized
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.ops.kv_cache import Layout
@@ -38,6 +39,14 @@ from rooftile.ops.rope import Style, check_rotary_dim
 __all__ = ["rms_norm_qkv_rope_cache"]
 
 _OP = "rms_norm_qkv_rope_cache"
+
+
+def _module(kernel: str) -> ModuleType:
+    if kernel == "gemv_imma":
+        from rooftile.ops.gemm import gemv_imma  # not every Triton has Gluon
+
+        return gemv_imma
+    return gemv_persistent if kernel == "gemv_persistent" else gemv
 
 
 def choose(
@@ -52,9 +61,9 @@ def choose(
     else:
         c = chosen_quantized(_OP, x, weight, False, "")
         by_digits = quantized.digits_config(x, weight, weight_scale)
-        if style in row.STYLES and by_digits is not None and by_digits.split_k == 1:
+        if style in gemv.STYLES and by_digits is not None and by_digits.split_k == 1:
             return by_digits
-    if c is None or style not in {"gemv": row.STYLES, "gemv_persistent": held.STYLES}.get(c.kernel, ()):
+    if c is None or style not in {"gemv": gemv.STYLES, "gemv_persistent": gemv_persistent.STYLES}.get(c.kernel, ()):
         return None
     return c if c.split_k == 1 and c.block_n > 1 else None
 
@@ -125,19 +134,15 @@ def _launch(
         return q_out
     c = choose(x, weight, weight_scale, cos, style, cache)
     if c is not None:
+        if weight.dtype == torch.uint8 and isinstance(c, MatmulConfig):
+            c = dataclasses.replace(c, block_k=2 * c.block_k)
         scale, bias = (None if t is None else t.contiguous() for t in (weight_scale, bias))
-        given = (library.as_rows(x), norm_weight.contiguous(), weight)
-        if isinstance(c, WeightOnlyConfig):
-            from rooftile.ops.gemm import qkv_gemv_imma as digits  # not every Triton has Gluon
-
-            if isinstance(x, FunctionalTensor):
-                raise launching.Untraceable("a kernel of Gluon")
-            assert scale is not None, "a dense weight has no such configuration"
-            digits.launch(*given, scale, bias, cos, sin, out, eps, offset, cache, c)
-        elif c.kernel == "gemv_persistent":
-            held.launch(*given, bias, cos, sin, out, eps, offset, style, cache, c)
-        else:
-            row.launch(*given, scale, bias, cos, sin, out, eps, offset, cache, c)
+        o = Operands(
+            library.as_rows(x), weight, out, bias, norm_weight=norm_weight.contiguous(), weight_scale=scale, eps=eps,
+            offset=offset,
+        )  # fmt: skip
+        target = QkvOutput.of(cos, sin, q_heads, out.shape[-1], style, cache)
+        _module(c.kernel).launch(o, c, target)
         return q_out
     if weight_scale is None:
         qkv = layers.launch(_OP, x, norm_weight, weight, bias, eps, offset, "")

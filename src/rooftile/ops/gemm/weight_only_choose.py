@@ -121,6 +121,8 @@ def _refuses_direct(c: WeightOnlyConfig, group: int) -> str | None:
 def _refuses_digits(c: WeightOnlyConfig, group: int, m: int, k: int, target: runtime.Target) -> str | None:
     if m != 1:
         return f"kernel 'gemv_imma' takes one row of x, not {m}"
+    if c.prefetch > 0:
+        return f"prefetch is {c.prefetch}, expected -1 or 0 for kernel 'gemv_imma'"
     # All steps are code of their own.
     steps = library.cdiv(k // c.block_k, c.slices * c.split_k)
     if steps > _LONGEST:

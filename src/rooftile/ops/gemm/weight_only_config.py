@@ -14,7 +14,7 @@ _MODULES = {
     "skinny": "weight_only_skinny",
     "direct": "weight_only_direct",
     "gemv_imma": "gemv_imma",
-    "gemv": "weight_only_gemv",
+    "gemv": "gemv",
     "dense": "dequantize_weight",
 }
 

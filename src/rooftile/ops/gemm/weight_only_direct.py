@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.primitives.dequantize import INT4_BF16_WORD, INT4_FP16_WORD, INT8_BF16_WORD, INT8_FP16_WORD
-from rooftile.primitives.digits import issued
+from rooftile.primitives.gluon import keep_loads_before
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.splitk import arrives_last
 from rooftile.primitives.weights import block_scales, in_pairs
@@ -179,7 +179,7 @@ def _direct_kernel(
             coming += _load(w_ptrs, next_step, BLOCKS - 1, w_block, SLICES, BYTES // 4, next_step < last_step)
             if GROUP > 0:
                 scales += _scales(scale_ptr, rows, next_step, last_step, BLOCKS - 1, block, SLICES, GROUPS, PAIRS)
-            step = issued(step)
+            step = keep_loads_before(step)
             w = coming[0]
             coming = coming[1:]
             x_at = x_ptrs + step * (SLICES * BLOCK_K)

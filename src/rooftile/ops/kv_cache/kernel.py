@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: it fixes the mode of the process
+from rooftile.primitives.paging import locate_tokens
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 from rooftile.primitives.quantize import magnitude, rounded, scale_of
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
@@ -18,36 +19,6 @@ def _begin(EARLY: tl.constexpr):
     if EARLY:
         pdl_wait()
         pdl_launch_dependents()
-
-
-@triton.jit
-def _places(
-    lengths_ptr,
-    counts_ptr,
-    table_ptr,
-    stride_tb,
-    batch,
-    tokens,
-    n_tokens,
-    capacity,
-    n_pages,
-    HAS_COUNTS: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """Of a sequence's new tokens: which there are, their positions, and where they go: a block of the cache (the batch
-    entry or the page), a row in it, and whether that is inside of the cache."""
-    length = tl.load(lengths_ptr + batch).to(tl.int64)
-    there = (tokens < n_tokens) & (length >= 0)
-    if HAS_COUNTS:
-        there &= tokens < tl.load(counts_ptr + batch)
-    position = length + tokens
-    written = there & (position < capacity)
-    if PAGE > 0:
-        page = tl.load(table_ptr + batch * stride_tb + position // PAGE, mask=written, other=-1).to(tl.int64)
-        written &= (page >= 0) & (page < n_pages)
-        return there, position, page, position % PAGE, written
-    else:
-        return there, position, batch + tokens * 0, position, written
 
 
 @triton.jit
@@ -183,7 +154,7 @@ def append_kernel(
     blocks = tl.cdiv(n_tokens, BLOCK_T)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    _, _, block, row, written = _places(
+    _, _, block, row, written = locate_tokens(
         lengths_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS, PAGE
     )
 
@@ -272,7 +243,7 @@ def rope_kernel(
     blocks = tl.cdiv(n_tokens, BLOCK_T)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    there, position, block, row, written = _places(
+    there, position, block, row, written = locate_tokens(
         lengths_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS, PAGE
     )
     if BY_POSITION:
