@@ -815,7 +815,7 @@ def _launcher(kernel: Any, t: HopperTiling, dtypes: tuple[torch.dtype | None, ..
     return launching.KernelLauncher(kernel, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
-def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     """x (M, K), w (N, K) or (2N, K), out (M, N). A residual that TMA can't load is copied."""
     x, w = o.x, o.w
     if isinstance(x, FunctionalTensor):
@@ -873,4 +873,4 @@ def _prepare_fp8(
     return run
 
 
-launch = prepared.launcher(_prepare)
+launch = prepared.launcher(prepare)

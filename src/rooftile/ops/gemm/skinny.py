@@ -298,7 +298,7 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     return None
 
 
-def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     """x (M, K), w (N, K), or (2N, K) gated, out (M, N)."""
     x, w, device, residual = o.x, o.w, o.x.device, o.residual
     (n_rows, n_inner), n_cols = x.shape, o.out.shape[-1]
@@ -337,4 +337,4 @@ def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     return run
 
 
-launch = prepared.launcher(_prepare)
+launch = prepared.launcher(prepare)

@@ -338,7 +338,7 @@ def _resident(c: MatmulConfig, target: runtime.Target) -> int:
     return (2 if two else 1) * target.multiprocessors
 
 
-def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     """x (B, M, K), w (B, N, K) or (B, 2N, K); out and residual (B, M, N), last stride 1; or no B."""
     x, w, device = o.x, o.w, o.x.device
     (m, n), k = o.out.shape[-2:], x.shape[-1]
@@ -382,4 +382,4 @@ def _prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     return run
 
 
-launch = prepared.launcher(_prepare)
+launch = prepared.launcher(prepare)

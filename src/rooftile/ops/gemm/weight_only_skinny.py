@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
+from rooftile.ops.gemm.parts import finish, sum_parts
 from rooftile.primitives.dequantize import eight_bits_as, has_tricks, int4_as
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.quantize import writable
@@ -76,8 +77,6 @@ def _weight_only_kernel(
     n_cols,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     TRICKS: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -162,20 +161,17 @@ def _weight_only_kernel(
         tl.store(part + split * SIZE, acc)
         if not arrives_last(counters_ptr + tile, SPLIT):
             return
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for s in tl.static_range(SPLIT):
-            acc += tl.load(part + s * SIZE, cache_modifier=".cg")
+        acc = sum_parts(part, SIZE, SPLIT, True)
 
+    rows = m.to(tl.int64)[None, :]
+    cols = n[:, None]
     if GROUP == 0:
-        acc *= tl.load(scale_ptr + n, mask=n < n_cols).to(tl.float32)[:, None]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < n_cols).to(tl.float32)[:, None]
-    mask = (m < n_rows)[None, :] & (n < n_cols)[:, None]
-    out = out_ptr + m.to(tl.int64)[None, :] * n_cols + n[:, None]
-    if HAS_RESIDUAL:
-        residual = residual_ptr + m.to(tl.int64)[None, :] * n_cols + n[:, None]
-        acc += tl.load(residual, mask=mask).to(tl.float32)
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        acc *= tl.load(scale_ptr + cols, mask=cols < n_cols).to(tl.float32)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)
+    mask = (rows < n_rows) & (cols < n_cols)
+    finish(acc, acc, bias, None, residual_ptr, out_ptr, rows, cols, n_cols, n_cols, mask, "", False)
 
 
 @functools.cache
@@ -185,8 +181,6 @@ def _plan(
     constants = {
         "K": k,
         "GROUP": group,
-        "HAS_BIAS": dtypes[3] is not None,
-        "HAS_RESIDUAL": dtypes[4] is not None,
         "TRICKS": tricks,
         "PAIRS": pairs,
         "BLOCK_M": c.block_m,
