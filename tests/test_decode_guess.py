@@ -14,7 +14,7 @@ from test_decode_attention import every_config, make, paged
 
 from rooftile import launching, runtime
 from rooftile.ops import decode_attention as op
-from rooftile.ops.decode_attention import combine, decode_attention, kernel, place
+from rooftile.ops.decode_attention import decode_attention, kernel, schedule
 from rooftile.ops.decode_attention.schedule import differ, part_at, plan_of
 
 CAPACITY = 150
@@ -76,10 +76,10 @@ def before(monkeypatch):
         launch(launching.KernelLauncher(plan.kernel, plan.constants), *args)
 
     monkeypatch.setattr(launching, "launch", without_options)
-    for module in (kernel, combine):
+    for module in (kernel, schedule):
         monkeypatch.setattr(module, "pdl_launch_dependents", lambda: None)
-    monkeypatch.setattr(combine, "pdl_wait", lambda: None)
-    monkeypatch.setattr(place, "prefetch", lambda pointers: None)
+    monkeypatch.setattr(schedule, "pdl_wait", lambda: None)
+    monkeypatch.setattr(kernel, "prefetch", lambda pointers: None)
     monkeypatch.setattr(kernel, "pdl_wait", played.wait)
     monkeypatch.setattr(kernel, "load_lengths", functools.partial(played.load_lengths, kernel.load_lengths))
     monkeypatch.setattr(kernel, "plan_of", functools.partial(played.plan_of, kernel.plan_of))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import rooftile
 from rooftile import runtime
 from rooftile.cases.check import relative_error
-from rooftile.ops.qk_norm_rope import backward_kernel, forward, qk_norm_rope
+from rooftile.ops.qk_norm_rope import backward, forward, qk_norm_rope
 from rooftile.reference import qk_norm_rope as reference
 
 far_rows, no_plans_kept = test_offsets.far_rows, test_offsets.no_plans_kept
@@ -214,9 +214,9 @@ def test_heads_in_blocks_of_any_size_give_the_same(heads, device, monkeypatch):
     inputs = make(device, tokens=3, q_heads=7, k_heads=2, head_dim=24)
     output_grads = [torch.randn_like(y) for y in inputs[:2]]
     expected = *qk_norm_rope(*inputs, rotary_dim=16), *gradients(inputs, output_grads, rotary_dim=16)
-    monkeypatch.setattr(forward, "config", lambda *_: forward.Config(tokens=2, heads=heads, num_warps=4))
-    forced = backward_kernel.Config(rows=heads, num_warps=4, per_multiprocessor=1, stages=2)
-    monkeypatch.setattr(backward_kernel, "config", lambda *_: forced)
+    monkeypatch.setattr(forward, "config", lambda *_: forward.QkNormRopeConfig(tokens=2, heads=heads, num_warps=4))
+    forced = backward.QkNormRopeBackwardConfig(rows=heads, num_warps=4, per_multiprocessor=1, stages=2)
+    monkeypatch.setattr(backward, "config", lambda *_: forced)
     found = *qk_norm_rope(*inputs, rotary_dim=16), *gradients(inputs, output_grads, rotary_dim=16)
     torch.testing.assert_close(found, expected)
 
@@ -242,7 +242,7 @@ def test_rows_past_two_to_the_31_are_right(far_rows, device):
 
 
 @pytest.mark.usefixtures("no_plans_kept")
-@pytest.mark.parametrize("file", [forward, backward_kernel], ids=["forward", "backward"])
+@pytest.mark.parametrize("file", [forward, backward], ids=["forward", "backward"])
 def test_a_kernel_with_offsets_of_32_bits_is_caught(file, far_rows, device, monkeypatch, tmp_path):
     if runtime.MODE is not runtime.Mode.INTERPRETER:
         pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")

@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.engine.modes import on, plain_mode
 from rooftile.library import check_layout
-from rooftile.ops.decode_attention.common import LONGEST_HEAD
+from rooftile.ops.decode_attention.choose import LONGEST_HEAD
 from rooftile.ops.kv_cache import Layout, append_kv, rope_and_cache
 from rooftile.ops.kv_cache.checks import QUANTIZED
 from rooftile.ops.rope import Style

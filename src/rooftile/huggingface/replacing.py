@@ -36,7 +36,7 @@ from rooftile.ops.gemm.linear import Activation as ActivationName
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
-from rooftile.ops.qk_norm_rope.common import LONGEST
+from rooftile.ops.qk_norm_rope.forward import LONGEST
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rope import Style, rope
 

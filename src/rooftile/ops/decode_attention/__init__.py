@@ -20,20 +20,22 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.attention.common import parts
-from rooftile.ops.decode_attention.choose import DecodeConfig, choose, decode, encode, row_tile
-from rooftile.ops.decode_attention.combine import combine_kernel
-from rooftile.ops.decode_attention.common import (
+from rooftile.ops.decode_attention.choose import (
+    DecodeConfig,
     check,
     check_arguments,
     check_values,
+    choose,
+    decode,
+    encode,
+    row_tile,
     scale_kind,
     scale_strides,
     shape_of,
     strides_of,
 )
-from rooftile.ops.decode_attention.kernel import decode_kernel
-from rooftile.ops.decode_attention.pairs import kind_of, words_of
-from rooftile.ops.decode_attention.schedule import WHOLE
+from rooftile.ops.decode_attention.kernel import decode_kernel, kind_of, words_of
+from rooftile.ops.decode_attention.schedule import WHOLE, combine_kernel
 from rooftile.primitives import pdl
 from rooftile.primitives.quantize import writable
 

@@ -7,15 +7,27 @@ its part, by the lengths as they are then, and has its first blocks brought into
 
 from __future__ import annotations
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+import torch
+from torch import Tensor
+
+from rooftile import runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.attention.common import parts
 from rooftile.ops.attention.scores import LOG2E, capped
-from rooftile.ops.decode_attention.combine import bring_together, finish, leave_part, rescaled
-from rooftile.ops.decode_attention.pairs import along_rows, halves, into_range
-from rooftile.ops.decode_attention.place import bring_ahead, home_of, place_in
-from rooftile.ops.decode_attention.queries import largest_of, queries_of, rows_of, scaled
-from rooftile.ops.decode_attention.schedule import WHOLE, differ, load_lengths, no_part, part_at, plan_of
+from rooftile.ops.decode_attention.schedule import (
+    WHOLE,
+    bring_together,
+    differ,
+    finish,
+    leave_part,
+    load_lengths,
+    no_part,
+    part_at,
+    plan_of,
+    rescaled,
+)
+from rooftile.primitives.assembly import assembly
 from rooftile.primitives.dequantize import e4m3_of_bits
-from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
+from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
@@ -367,3 +379,248 @@ def decode_kernel(
                         )  # fmt: skip
         # Of a loop that is seen to end here nothing is kept for another turn, in registers that the keys take.
         at = stop if ONCE else after
+
+
+@triton.jit
+def rows_of(within, n_new, rows, GROUP: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """An item's rows, and which of them there are; their tokens, and their heads."""
+    row = (within % TILES) * ROWS + rows
+    return row, (rows < ROWS) & (row < n_new * GROUP), row // GROUP, within // TILES * GROUP + row % GROUP
+
+
+@triton.jit
+def _columns(
+    q_ptr, rows_at, mask, first: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Columns of the query's rows, transposed; in `along_rows`'s order, of pairs."""
+    cols = tl.arange(0, D)
+    if PAIRS != "":
+        cols = cols % (D // 2) * 2 + cols // (D // 2)
+    cols += first
+    return tl.load(q_ptr + rows_at[None, :] + cols[:, None], mask=mask[None, :] & (cols < HEAD_DIM)[:, None], other=0.0)
+
+
+@triton.jit
+def queries_of(
+    q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    TILES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The query's rows of a part, in two parts of their columns; of a part of no blocks nothing is read."""
+    seq, within, _, _, low, high, _, _, _, _, _ = part
+    _, mask, token, head = rows_of(within, n_new, rows, GROUP, TILES, ROWS)
+    mask &= low < high
+    at = seq.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    q = _columns(q_ptr, at, mask, 0, D0, HEAD_DIM, PAIRS)
+    q_second = q
+    if D1 > 0:
+        q_second = _columns(q_ptr, at, mask, D0, D1, HEAD_DIM, PAIRS)
+    return q, q_second
+
+
+@triton.jit
+def largest_of(q):
+    return tl.max(tl.abs(q.to(tl.float32)), axis=0)
+
+
+@triton.jit
+def scaled(q, by):
+    return (q.to(tl.float32) * by[None, :]).to(tl.float16)
+
+
+# The low bytes of two words, then the high ones.
+_E4M3 = assembly("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+# The sign's bit is turned over, which adds 128.
+_INT8 = assembly("""{
+    .reg .b32 word, magic, less;
+    mov.b32 magic, 0x64646464;
+    mov.b32 less, 0xe480e480;
+    xor.b32 word, $2, 0x80808080;
+    prmt.b32 $0, word, magic, 0x4240;
+    prmt.b32 $1, word, magic, 0x4341;
+    add.rn.f16x2 $0, $0, less;
+    add.rn.f16x2 $1, $1, less;
+}""")
+
+
+def kind_of(q: Tensor, k: Tensor, v: Tensor, target: runtime.Target) -> str:
+    """How a cache is read in words: as "e4m3" or "int8"; "" where it is read number by number."""
+    e4m3 = k.dtype == torch.float8_e4m3fn
+    if k.element_size() > 1 or q.dtype == torch.float32:
+        return ""
+    if target is not runtime.INTERPRETER:
+        arch = target.arch
+        if not arch.startswith("sm_") or (e4m3 and int(arch[3:]) < 89):  # older chips don't convert e4m3
+            return ""
+    for t in (k, v):
+        # A second part of the columns, too, has words enough for the matrix unit.
+        if any(0 < part < 32 for part in parts(t.shape[3])) or t.shape[3] % 2:
+            return ""
+    return "e4m3" if e4m3 else "int8"
+
+
+def words_of(t: Tensor) -> Tensor:
+    """A cache as words; copied where its rows begin at odd bytes."""
+    if any(stride % 2 for stride in t.stride()[:3]) or t.storage_offset() % 2:
+        t = t.clone(memory_format=torch.contiguous_format)
+    return t.view(torch.int16)
+
+
+@triton.jit
+def _e4m3(byte):
+    """Bits of e4m3, as they are where float16 has them: 2^8 too small."""
+    bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
+    number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
+
+
+@triton.jit
+def halves(words, PAIRS: tl.constexpr, PTX: tl.constexpr):
+    """The low bytes and the high bytes of words, in float16."""
+    if PTX and PAIRS == "e4m3":
+        low, high = tl.inline_asm_elementwise(
+            _E4M3, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif PTX:
+        low, high = tl.inline_asm_elementwise(
+            _INT8, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif PAIRS == "e4m3":
+        low = _e4m3(words.to(tl.int32) & 0xFF)
+        high = _e4m3((words.to(tl.int32) >> 8) & 0xFF)
+    else:
+        low = ((words.to(tl.int32) << 24) >> 24).to(tl.float16)
+        high = (words.to(tl.int32) >> 8).to(tl.float16)
+    return low, high
+
+
+@triton.jit
+def along_rows(words, PAIRS: tl.constexpr, PTX: tl.constexpr):
+    """(rows, words) as (rows, numbers): a row's even places, then its odd ones. No number goes to another thread."""
+    low, high = halves(words, PAIRS, PTX)
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
+
+
+@triton.jit
+def into_range(top):
+    """Powers of two for rows whose largest number is `top`: what brings it to 2^14 and more, and its inverse."""
+    exponent = tl.minimum(tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 15), 254)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return up, down
+
+
+@triton.jit
+def _page(pointers, PTX: tl.constexpr):
+    """Numbers of pages. As a load of Triton's it would be pipelined as well, and keys and values half as deep.
+
+    What is read before the wait, which is by Triton's load on an NVIDIA GPU, goes past the L1: there it would be found
+    again after the wait, as it was before.
+    """
+    if PTX:
+        page = tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        page = tl.load(pointers, cache_modifier=".cg")
+    return page
+
+
+@triton.jit
+def home_of(
+    pages_ptr,
+    seq,
+    block,
+    key,
+    n_keys,
+    n_pages,
+    stride_pb,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """What holds a block's keys: the sequence, or the block's page, or the page of each key.
+
+    A page that there is, whatever the table says; the table is not read past the last key.
+    """
+    if PAGE == 0:
+        home = seq.to(tl.int64)
+    else:
+        token = block * BLOCK_N
+        if PAGE < BLOCK_N:
+            token += key
+        token = tl.maximum(tl.minimum(token, n_keys - 1), 0)
+        page = _page(pages_ptr + seq.to(tl.int64) * stride_pb + token // PAGE, PTX)
+        home = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
+    return home
+
+
+@triton.jit
+def place_in(block, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a block's first key is in its sequence or page; or where each is, of a block in several pages."""
+    token = block * BLOCK_N
+    if PAGE > 0 and PAGE < BLOCK_N:
+        token += key
+    if PAGE > 0:
+        token %= PAGE
+    return token.to(tl.int64)
+
+
+@triton.jit
+def _lines_of(c_ptr, offsets, D: tl.constexpr, LINES: tl.constexpr):
+    """Bring rows of D numbers into the L2, each LINES lines of 128 bytes."""
+    PER_LINE: tl.constexpr = 128 // (c_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    cols = tl.minimum(tl.arange(0, LINES) * PER_LINE, D - 1)
+    prefetch(c_ptr + (offsets[:, None] + cols[None, :]))
+
+
+@triton.jit
+def bring_ahead(
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    stride_pb,
+    part,
+    n_pages,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TILES: tl.constexpr,
+    PAGE: tl.constexpr,
+    STRIDE_KT: tl.constexpr,
+    STRIDE_VT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
+    K_LINES: tl.constexpr,
+    V_LINES: tl.constexpr,
+):
+    """Bring the first blocks of a part into the L2 while the kernel before still ends.
+
+    The part is a guess, by lengths that the kernel before may still write, as it may the page table, which is read
+    here. Wrong ones cost a prefetch: they are clamped as ever, and all is read again afterwards. What the kernel
+    before still writes into the cache it writes into the same L2.
+    """
+    seq, within, n_keys, first_block, low, high, _, _, _, _, _ = part
+    head = (within // TILES).to(tl.int64)
+    key = tl.arange(0, BLOCK_N)
+    for i in tl.static_range(AHEAD):
+        if low + i < high:
+            block = first_block + low + i
+            # Not by PTX: two pure instructions with one address might be taken for one, and that address is read again.
+            home = home_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, False)
+            token = tl.maximum(tl.minimum(block * BLOCK_N + key, n_keys - 1), 0)
+            if PAGE > 0:
+                token %= PAGE
+            token = token.to(tl.int64)
+            _lines_of(k_ptr, head * stride_kh + home * stride_kb + token * STRIDE_KT, HEAD_DIM, K_LINES)
+            _lines_of(v_ptr, head * stride_vh + home * stride_vb + token * STRIDE_VT, VALUE_DIM, V_LINES)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rooftile import library
 from rooftile.ops.qk_norm_rope import backward, forward
-from rooftile.ops.qk_norm_rope.common import check
+from rooftile.ops.qk_norm_rope.forward import check
 from rooftile.ops.rope import Layout, Style, check_rotary_dim, check_tables, dense
 
 __all__ = ["qk_norm_rope"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.library import axis_strides, unit_last
-from rooftile.ops.qk_norm_rope.common import load_weight, pairing, sizes
+from rooftile.ops import rope
 from rooftile.ops.rope import table_strides
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
 
@@ -150,7 +150,7 @@ def _forward_kernel(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
-class Config:
+class QkNormRopeConfig:
     """Tokens of a program, the most heads that it holds at once, and its warps."""
 
     tokens: int
@@ -159,7 +159,7 @@ class Config:
 
 
 @functools.cache
-def config(heads: int, head_dim: int, target: runtime.Target) -> Config:
+def config(heads: int, head_dim: int, target: runtime.Target) -> QkNormRopeConfig:
     """For the heads of q or k, whichever has more: tiles of 2048 pairs where a token has fewer, 16 pairs a thread.
 
     On an H200 (bf16, parts of a copy's speed): 32 and 8 heads of 128, 0.93 at 8192 tokens and 0.95 at 32768; 8 and 4 of
@@ -167,11 +167,11 @@ def config(heads: int, head_dim: int, target: runtime.Target) -> Config:
     """
     heads, pairs = library.power_of_two(max(1, heads)), library.power_of_two(head_dim) // 2
     if target is runtime.INTERPRETER:
-        return Config(tokens=16, heads=16, num_warps=4)
+        return QkNormRopeConfig(tokens=16, heads=16, num_warps=4)
     heads = min(heads, 2048 // pairs if pairs < 128 else max(1, 512 // pairs))
     tokens = max(1, 2048 // (heads * pairs))
     threads = tokens * heads * pairs // (16 if pairs < 128 else 32)
-    return Config(tokens, heads, num_warps=max(1, threads // target.warp_size))
+    return QkNormRopeConfig(tokens, heads, num_warps=max(1, threads // target.warp_size))
 
 
 def launch(
@@ -224,7 +224,7 @@ def _plan(
     style: str,
     eps: float,
     offset: float,
-    c: Config,
+    c: QkNormRopeConfig,
 ) -> launching.KernelLauncher:
     _, _, q_weight, k_weight, *_, position_ids = dtypes
     constants = {
@@ -244,3 +244,78 @@ def _plan(
         **sizes(rotary, head_dim),
     }
     return launching.KernelLauncher(_forward_kernel, constants, num_warps=c.num_warps)
+
+
+LONGEST = 512  # elements of a head, which a program holds whole
+
+
+@triton.jit
+def load_weight(
+    weight_ptr,
+    OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """weight + offset as the tiles that a head comes in: both of the pairs, and the rest. Without a weight, 1."""
+    a = tl.full((1, 1, 1), 1.0, tl.float32)
+    b = a
+    rest = a
+    if HAS_WEIGHT:
+        columns = pair_columns(tl.full((1, 1, 1), True, tl.int1), R, BLOCK_R)
+        a, b = load_pairs(weight_ptr, columns, R, NEIGHBOURS, 1, 1, BLOCK_R, ONCE=False)
+        a += OFFSET
+        b += OFFSET
+        if R < D:
+            cols = R + tl.arange(0, BLOCK_REST)[None, None, :]
+            rest = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32) + OFFSET
+    return a, b, rest
+
+
+def check(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    eps: float,
+    offset: float,
+    style: str,
+    layout: str,
+) -> None:
+    rope.check(op, q, k, cos, sin, position_ids, style, layout)
+    library.check_floating(op, q_weight=q_weight, k_weight=k_weight)
+    for name, number in (("eps", eps), ("offset", offset)):
+        if not isinstance(number, (float, int)):
+            raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number")
+    head_dim = q.shape[3]
+    if head_dim > LONGEST:
+        raise ValueError(f"{op}: q has a head_dim of {head_dim}, expected at most {LONGEST}")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and tuple(weight.shape) != (head_dim,):
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(weight.shape)}, expected ({head_dim},) to match the head_dim"
+            )
+
+
+def sizes(rotary: int, head_dim: int) -> dict[str, int]:
+    """The blocks that a head is held in."""
+    return {
+        "BLOCK_R": library.power_of_two(rotary),
+        "BLOCK_REST": library.power_of_two(max(1, head_dim - rotary)),
+    }
+
+
+def pairing(style: str) -> dict[str, int]:
+    """Where a style has the angles, and whether its pairs are neighbours in x and in y."""
+    return {
+        "ANGLE_STEP": 2 if style == "interleaved" else 1,
+        "PAIRS_X": style != "half",
+        "PAIRS_Y": style == "interleaved",
+    }
