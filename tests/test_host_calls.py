@@ -1,0 +1,28 @@
+"""How many Python functions a call goes through to the launch of its kernel: each costs the host 50 ns and more."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The op itself, library.define's call, two that ask whether torch.compile traces, and the op's run.
+MOST = dict.fromkeys(
+    ("rms_norm", "add_rms_norm", "layer_norm", "softmax", "silu_mul", "gelu_mul", "silu_mul_packed"), 5
+)
+
+
+@pytest.fixture(scope="module")
+def entered():
+    script = Path(__file__).with_name("host_calls.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    run = subprocess.run((sys.executable, str(script), *MOST), env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("op", MOST)
+def test_a_call_goes_through_few_functions(entered, op):
+    assert 0 < len(entered[op]) <= MOST[op], entered[op]
