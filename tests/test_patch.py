@@ -194,13 +194,13 @@ def test_what_is_left_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "FastGELUActivation" in left["GPT2MLP"]
     left = {item.what: item.reason for item in rooftile.patch(build("T5")).left}
     assert "ReLU" in left["T5DenseActDense"]
-    assert left["T5LayerFF"] == "its add comes last: the norm behind it belongs to the next layer"
+    assert left["T5LayerFF"] == "its add comes last: the norm after it belongs to the next layer"
     left = {item.what: item.reason for item in rooftile.patch(build("OLMo2")).left}
-    assert left["Olmo2DecoderLayer"] == "it adds after the norm: there is no norm behind the add"
+    assert left["Olmo2DecoderLayer"] == "it adds after the norm: no norm follows the add"
     key = next(key for key in families.PARTS if key[1] == "Olmo2DecoderLayer")
     monkeypatch.setitem(families.PARTS, key, families.Layer())
     left = {item.what: item.reason for item in rooftile.patch(build("OLMo2")).left}
-    assert "behind the add (mlp) is not an RMSNorm" in left["Olmo2DecoderLayer"]
+    assert "follows the add (mlp) is not an RMSNorm" in left["Olmo2DecoderLayer"]
 
 
 def test_layer_norm_is_replaced_inside_a_known_model_alone() -> None:
@@ -210,10 +210,10 @@ def test_layer_norm_is_replaced_inside_a_known_model_alone() -> None:
     assert handle.replaced["LayerNorm"] == 7
     assert "bert.bert.pooler.0" in handle.modules["LayerNorm"]
     assert {item.reason for item in handle.left if item.kind == "LayerNorm"} == {
-        "it stands in no model of Rooftile's table of families",
+        "no family of Rooftile's table contains it",
         "it is over the last 2 dimensions, not one",
     }
-    with pytest.raises(ValueError, match="Sequential is no model that Rooftile knows"):
+    with pytest.raises(ValueError, match="Sequential is not a model that Rooftile knows"):
         rooftile.patch(nn.Sequential(nn.LayerNorm(64)))
 
 
@@ -256,7 +256,7 @@ def test_second_patch_is_refused_and_changes_nothing() -> None:
 
 
 def test_unknown_model_is_refused_with_the_supported_ones() -> None:
-    with pytest.raises(ValueError, match=r"Sequential is no model that Rooftile knows.*DeepSeek-V3.*Llama.*T5"):
+    with pytest.raises(ValueError, match=r"Sequential is not a model that Rooftile knows.*DeepSeek-V3.*Llama.*T5"):
         rooftile.patch(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
         rooftile.patch("llama")  # type: ignore[arg-type]

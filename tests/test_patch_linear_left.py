@@ -137,8 +137,8 @@ def _flat(layer: nn.Linear) -> None:
         (_parametrize, "its weight is parametrized", 1),
         (_override, "its forward is overridden on the instance already", 1),
         (_hook, "has hooks", 0),
-        (_no_bias, "of its layers some have a bias and some have none", 0),
-        (_flat, "its weights are parts of a larger memory, which may be somebody's", 0),
+        (_no_bias, "some of its layers have a bias and some have none", 0),
+        (_flat, "its weights are views of a larger storage, which something else may use", 0),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -166,14 +166,14 @@ def test_layers_that_are_no_plain_products_are_left_with_a_reason() -> None:
     q, k, _ = qkv_of(model)
     k.weight = nn.Parameter(q.weight[:32].detach())
     with rooftile.patch(model, linear=True) as handle:
-        assert reasons(handle, QKV) == ["its weights are tied to others, or lie in one memory with others"]
+        assert reasons(handle, QKV) == ["its weights are tied to others, or share a storage with others"]
     model = small("Llama", num_key_value_heads=4)
     q, k, _ = qkv_of(model)
     k.weight = q.weight
     with rooftile.patch(model, linear=True) as handle:
-        assert reasons(handle, QKV) == ["its weights are tied to others, or lie in one memory with others"]
+        assert reasons(handle, QKV) == ["its weights are tied to others, or share a storage with others"]
     with rooftile.patch(small("Llama").to("meta"), linear=True) as handle:
-        assert reasons(handle, QKV) == ["its weights are on the meta device: patch when they are there"]
+        assert reasons(handle, QKV) == ["its weights are on the meta device: patch after loading them"]
         assert handle.replaced[LINEAR] == 8
     with rooftile.patch(build("GPT-2"), linear=True) as handle:
         assert [(left.what, left.count) for left in handle.left if left.kind == LINEAR] == [("Conv1D", 8)]

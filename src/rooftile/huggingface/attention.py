@@ -1,15 +1,15 @@
 """`attn_implementation="rooftile"`: Rooftile's attention in any model of transformers that asks for attention by name.
 
-Two functions are registered. `attention_mask` describes who sees whom: nothing, where the causal rule, the window or
-neither says it all and the last query stands at the last key; `(B, Tk)` where there is padding beside; and the whole
-`(B, 1, Tq, Tk)` for all else (packed sequences, static caches with a tail that is not filled, masks of a model's own).
-`attention_forward` computes: a step of few tokens by `rooftile.decode_attention`, but where several have a mask that
-says all; and all else by `rooftile.attention`. So a padded batch costs memory that grows with T, not with its square,
-and blocks outside of the window are not visited.
+Two functions are registered. `attention_mask` describes which keys a query sees. It returns None where the causal
+rule and the window say everything and the last query is aligned with the last key; `(B, Tk)` if there is padding too;
+and the full `(B, 1, Tq, Tk)` for everything else (packed sequences, static caches with an unfilled tail, a model's own
+masks). `attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for several tokens with
+a full mask, and everything else by `rooftile.attention`. So a padded batch needs memory linear in T, not quadratic, and
+blocks outside of the window are skipped.
 
-What the kernels don't have goes to another implementation: dropout, a bias by position that gets a gradient (T5 in
-training), heads over 256, float64. That is PyTorch's `scaled_dot_product_attention`, or for models with a soft cap or
-sinks their own eager code.
+What the kernels lack goes to another implementation: dropout, a position bias that needs a gradient (T5 in training),
+heads over 256, float64. That is PyTorch's `scaled_dot_product_attention`, or the model's own eager code if it has a
+soft cap or sinks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rooftile.library import FLOATS
 
 NAME = "rooftile"
 _LONGEST_HEAD = 256
-_DECODED = 16  # the most new tokens that decode_attention takes
-# Their attention is not told of the window: it stands in the mask alone.
+_DECODED = 16  # the most new tokens that decode_attention accepts
+# The window of these is only in the mask: their attention does not pass it on.
 _WINDOW_IN_MASK = ("qwen2_moe", "phimoe", "doge")
 
 
@@ -39,8 +39,8 @@ def register_attention() -> None:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="rooftile")
 
     Padded batches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), grouped heads, training, and generation with
-    dynamic and static caches are computed as the model's eager attention has them, but that a query whose every key is
-    masked (a padded one, say) gives zeros.
+    dynamic and static caches give the same results as the model's eager attention, except that a query whose keys are
+    all masked (a padded one, say) gives zeros.
 
     Raises:
         ImportError: transformers is not installed, or is older than 4.56, which has no such registry.
@@ -65,12 +65,12 @@ def attention_mask(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """Who sees whom, as `attention_forward` takes it. Called by transformers, with arguments of its."""
+    """The mask in the form that `attention_forward` takes. transformers calls it, with its own arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
-    # transformers allows the skip where nothing was added to the pattern. Where the queries end is not known on the
-    # host for a static cache, and the first of its keys need not be there yet for a window of fewer.
+    # transformers allows the skip if nothing was added to the pattern. With a static cache the host does not know the
+    # last query's position, and with a window the cache may not hold the first keys yet.
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if local_size is None:
         plain = mask_function is causal_mask_function
@@ -82,7 +82,7 @@ def attention_mask(
         return _padding(attention_mask, kv_length, kv_offset)
     if allow_is_bidirectional_skip and local_size is None and mask_function is bidirectional_mask_function:
         padding = _padding(attention_mask, kv_length, kv_offset)
-        # Whole: whether a module is causal is no part of a mask. The strides of what is repeated are 0.
+        # A full mask: a padding mask does not say that the module is not causal. It is expanded with strides of 0.
         return None if padding is None else padding[:, None, None, :].expand(-1, 1, q_length, -1)
     return sdpa_mask(
         batch_size=batch_size,
@@ -100,7 +100,7 @@ def attention_mask(
 
 
 def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    """The keys that are there, (B, Tk); None where all are, as far as that can be asked."""
+    """The valid keys, (B, Tk); None if all are known to be valid."""
     if mask is None:
         return None
     mask = mask[:, kv_offset : kv_offset + kv_length]
@@ -108,7 +108,7 @@ def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
         mask = nn.functional.pad(mask, (0, kv_length - mask.shape[1]))
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return mask
-    return None if bool(mask.all()) else mask  # waits for the device, once a forward, as transformers' own masks do
+    return None if bool(mask.all()) else mask  # synchronizes once a forward, as transformers' own masks do
 
 
 _LENGTHS: dict[torch.device, Tensor] = {}  # 0, 1, 2, ...: a view of one element is a sequence's length
@@ -141,7 +141,7 @@ class _Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None  # None, (B, Tk), or 4 dimensions: then it says all
+    mask: Tensor | None  # None, (B, Tk), or a full mask of 4 dimensions
     causal: bool
     window: int | None
     scale: float | None
@@ -156,7 +156,7 @@ class _Call:
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def unsupported(self) -> str:
-        """Why the kernels can't compute it, or nothing."""
+        """What the kernels lack for it, or an empty string."""
         if self.dropout > 0:
             return "dropout"
         if self.q.dtype not in FLOATS:
@@ -164,11 +164,11 @@ class _Call:
         if max(self.q.shape[3], self.v.shape[3]) > _LONGEST_HEAD:
             return f"heads over {_LONGEST_HEAD}"
         if self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled():
-            return "bias by position that gets a gradient"
+            return "position bias that needs a gradient"
         return ""
 
     def whole_mask(self, starts: tuple[Tensor, Tensor] | None) -> Tensor | None:
-        """bool or floating, `(B or 1, H or 1, Tq, Tk)`: padding, the causal rule, the window and packing in one."""
+        """One mask, `(B or 1, H or 1, Tq, Tk)`, of padding, causal rule, window and packing; bool or floating."""
         n_q, n_k = self.q.shape[2], self.k.shape[2]
         keys = torch.arange(n_k, device=self.q.device)
         places = torch.arange(n_k - n_q, n_k, device=self.q.device)[:, None]
@@ -202,7 +202,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of a module. Called by transformers, with arguments of its; the result is `(B, Tq, Hq, Dv)`."""
+    """The attention of a module, `(B, Tq, Hq, Dv)`. transformers calls it, with its own arguments."""
     if (
         query.shape[2] == 1  # a decoded token: the host's time counts
         and attention_mask is None
@@ -240,11 +240,11 @@ def _attention(call: _Call) -> Tensor:
     n_q, n_k = call.q.shape[2], call.k.shape[2]
     common: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
     mask, causal, window = call.mask, call.causal, call.window
-    if mask is not None and mask.dim() == 4:  # it says all
+    if mask is not None and mask.dim() == 4:  # a full mask
         causal, window = False, None
-        if mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, 1, n_k) and n_q == 1:  # as padding does, of one
+        if mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, 1, n_k) and n_q == 1:  # padding of one query
             mask, causal = mask[:, 0, 0], True
-    elif not causal and n_q > 1:  # an encoder's window reaches both ways, and is in the mask
+    elif not causal and n_q > 1:  # an encoder's window reaches both ways and is in the mask
         window = None
     else:
         causal = True
@@ -266,7 +266,7 @@ def _attention(call: _Call) -> Tensor:
 
 
 def _packed(call: _Call, starts: tuple[Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-    """Sequences one behind the other in a batch of one, as transformers' collators for FlashAttention give them."""
+    """Packed sequences in a batch of one, as transformers' collators for FlashAttention produce them."""
     q, k, v = (x[0].transpose(0, 1) for x in (call.q, call.k, call.v))
     out = rooftile.attention_varlen(
         q,
@@ -285,7 +285,7 @@ def _packed(call: _Call, starts: tuple[Tensor, Tensor], options: dict[str, Any])
 
 
 def _elsewhere(call: _Call, reason: str, starts: tuple[Tensor, Tensor] | None, options: dict[str, Any]) -> Tensor:
-    """By PyTorch's kernels or, where they lack what the model needs, by its own eager code."""
+    """By PyTorch's kernels or, if they lack what the model needs, by the model's eager code."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.utils import logging
 
@@ -307,13 +307,13 @@ def _elsewhere(call: _Call, reason: str, starts: tuple[Tensor, Tensor] | None, o
 
 
 def attends_by_name(module: nn.Module) -> bool:
-    """Whether the module asks transformers for its attention by the configuration's name for it."""
+    """Whether the module looks its attention up by the name in its configuration."""
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 class Switch:
-    """The attention of a model's configurations set to Rooftile's, and back."""
+    """Sets the attention of a model's configurations to Rooftile's, and back."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = tuple(name for name, module in model.named_modules() if attends_by_name(module))
@@ -328,7 +328,7 @@ class Switch:
                 config._attn_implementation_internal = NAME
 
     def undo(self) -> None:
-        """Each configuration as it was, but for those that were set to another implementation since."""
+        """Restore each configuration, except for those that were set to another implementation since."""
         for config, before in self._before:
             if config._attn_implementation_internal == NAME:
                 config._attn_implementation_internal = before

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """An RMSNorm class: the order of its roundings, what is added to its weight, and where it keeps epsilon."""
+    """An RMSNorm class: its order of rounding, the offset of its weight, and the attribute that holds epsilon."""
 
     rounding: Rounding = "llama"
     offset: float = 0.0
@@ -33,14 +33,14 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class LayerNorm:
-    """`torch.nn.LayerNorm`, which a model of any family may hold."""
+    """`torch.nn.LayerNorm`, which models of any family may contain."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """A class that computes `act(gate) * up`: the attribute that holds `act`, and the method that does it.
+    """A class that computes `act(gate) * up`: the attribute with `act`, and the method that computes it.
 
-    `layers` hold gate and up, or both in one; none where they are no layers of its own.
+    `layers` are those of gate and up, or one for both; empty where they are not its own layers.
     """
 
     activation: str = "act_fn"
@@ -50,17 +50,17 @@ class Gated:
 
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """A class that computes `act(linear(x))`: the attribute that holds `act`."""
+    """A class that computes `act(linear(x))`: the attribute with `act`."""
 
     activation: str = "act"
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """An attention class: the functions by which it rotates q and k, each with its style.
+    """An attention class: the functions that rotate q and k, each with its style.
 
-    `qk_norm` says that each head of q and of k goes through an RMSNorm first: `self.q_norm` and `self.k_norm`. `layers`
-    are those that project one input, where they are several.
+    `qk_norm`: each head of q and k is normalized first, by `self.q_norm` and `self.k_norm`. `layers` are those that
+    project the same input, if there are several.
     """
 
     rope: Mapping[str, Style] = dataclasses.field(default_factory=lambda: {"apply_rotary_pos_emb": "half"})
@@ -70,9 +70,9 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer class, whose forward is searched for a residual add with an RMSNorm behind it.
+    """A layer class, whose forward is searched for a residual add followed by an RMSNorm.
 
-    `without` says why there is none, where the family's layers are built so.
+    `without` is the reason where the family's layers have none.
     """
 
     without: str = ""
@@ -98,7 +98,7 @@ class Family:
 
 
 def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, **more: Part) -> Family:
-    """A family with the five classes of a Llama-like file, `more` of its own, or others in their place."""
+    """A family with the five classes of a Llama-like file; `more` adds classes or overrides some."""
     parts: dict[str, Part] = {
         f"{prefix}RMSNorm": norm or Norm(),
         f"{prefix}MLP": Gated(),
@@ -113,8 +113,8 @@ MODELS = "transformers.models."
 GEMMA_NORM = Norm(rounding="gemma", offset=1.0, eps="eps")
 QK_NORM = Attention(qk_norm=True)
 QUERY_KEY_VALUE = ("query", "key", "value")
-ADD_LAST = Layer("its add comes last: the norm behind it belongs to the next layer")
-NORM_FIRST = Layer("it adds after the norm: there is no norm behind the add")
+ADD_LAST = Layer("its add comes last: the norm after it belongs to the next layer")
+NORM_FIRST = Layer("it adds after the norm: no norm follows the add")
 
 FAMILIES = (
     _decoder("Llama", "llama", "Llama"),
@@ -189,10 +189,10 @@ FILES = frozenset(family.path for family in FAMILIES)
 
 
 def part_of(module: object) -> Part | None:
-    """What the table says of that module's class, or None.
+    """The table's entry for that module's class, or None.
 
-    Wrappers such as FSDP put a class of their own in front of the model's, hence the search through the bases; a
-    subclass that overrides `forward` is another class.
+    Wrappers such as FSDP derive a class from the model's, hence the search through the bases. A subclass that overrides
+    `forward` is another class.
     """
     for cls in type(module).__mro__:
         part = LayerNorm() if cls is nn.LayerNorm else PARTS.get((cls.__module__, cls.__name__))
@@ -202,16 +202,16 @@ def part_of(module: object) -> Part | None:
 
 
 def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Part | None]]:
-    """Every module of the model by name, with its part.
+    """Every module of the model with its name and its part.
 
-    LayerNorm is PyTorch's class: it is a part where the module of transformers that it stands in, however deep, is of
-    a known family's file.
+    LayerNorm is PyTorch's class: it counts as a part if the innermost transformers module around it is of a known
+    family.
     """
     known: dict[str, bool] = {}
     for name, module in model.named_modules():
         files = (cls.__module__ for cls in type(module).__mro__)
         file = next((file for file in files if file.startswith(MODELS)), None)
-        # What is no module of transformers (a list, an adapter's wrapper) is part of what it stands in.
+        # Other modules (a list, an adapter's wrapper) belong to the module around them.
         known[name] = file in FILES if file else known.get(name.rpartition(".")[0], False)
         part = part_of(module)
         yield name, module, None if isinstance(part, LayerNorm) and not known[name] else part
@@ -277,7 +277,7 @@ def rope(function: str) -> tuple[Rule, ...]:
 
 
 def qk_norm_rope(function: str) -> tuple[Rule, ...]:
-    """The norms move to where the rotation is: Qwen3 transposes behind them, Gemma 3 before."""
+    """The norms move to the rotation. Qwen3 transposes after the norms, Gemma 3 before."""
     return (
         Rule(
             f"""

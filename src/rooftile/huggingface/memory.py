@@ -1,8 +1,8 @@
-"""Parameters one behind the other in memory, so that several can be multiplied as one.
+"""Parameters that are adjacent in memory, so that several can be one operand of a GEMM.
 
-Each keeps a storage of its own, of its own size, over a part of the memory: what saves, copies or ties tensors by their
-storages finds nothing shared. The memory lives as long as one of them lies in it, and is known here by where it begins.
-Parts of one tensor that lie so already are taken as they are.
+Each parameter keeps a storage of its own size over its part of the memory: code that saves, copies or ties tensors by
+storage sees nothing shared. The memory lives as long as a parameter uses it; this module finds it by its address. Parts
+of one tensor that are adjacent already are used as they are.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# The memory by its device and the address of its first part; weakly, for it belongs to the parameters.
+# The memory by device and address of its first part; weak, because the parameters own it.
 _TOGETHER: dict[tuple[torch.device, int], StorageWeakRef] = {}
-ALIGNMENT = 16  # bytes: what kernels take for granted where a storage begins
+ALIGNMENT = 16  # bytes: what kernels assume of the start of a storage
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """The parts as the one tensor that they are in memory, along the first dimension; None if they are not."""
+    """The parts as one tensor, concatenated along the first dimension; None if they are not adjacent."""
     first = parts[0]
     end = base = first.data_ptr()
     rows, columns, dtype, device = 0, first.shape[1:], first.dtype, first.device
@@ -34,7 +34,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
             return None
         end += part.nbytes
         rows += part.shape[0]
-    # A storage that spans these addresses, and is alive, is what the parts lie in.
+    # The parts' memory is a live storage that spans these addresses.
     memory = _TOGETHER.get((device, base))
     storage = None if memory is None else torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
     if storage is None:
@@ -46,10 +46,10 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 class Memory:
-    """The memory of several groups of parameters.
+    """Moves groups of parameters to adjacent memory.
 
-    The parameters stay the objects that they are, with the values that they have: what changes is where those lie. The
-    old memory of a group is free before the next one is copied.
+    The parameters stay the same objects with the same values; only their addresses change. The old memory of a group is
+    free before the next group is copied.
     """
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -59,7 +59,7 @@ class Memory:
         try:
             for group in groups:
                 self._join(group)
-        except BaseException:  # out of memory, say: then nothing has changed
+        except BaseException:  # out of memory, say: restore what was moved
             self.undo()
             raise
         self._release()
@@ -78,7 +78,7 @@ class Memory:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Memory of its own for each parameter that still lies where it was moved to."""
+        """Give each parameter that is still where it was moved to memory of its own."""
         for parameter, address in self._moved:
             if parameter.data_ptr() == address:
                 parameter.data = parameter.detach().clone()
@@ -86,6 +86,6 @@ class Memory:
         self._moved = []
 
     def _release(self) -> None:
-        """PyTorch keeps freed blocks for requests of their size, and of these sizes there may be no more."""
+        """Return freed blocks: PyTorch keeps them for requests of their size, which may not come again."""
         if any(parameter.is_cuda for parameter, _ in self._moved):
             torch.cuda.empty_cache()

@@ -1,14 +1,14 @@
-"""`rooftile.patch`: one model instance gets Rooftile's kernels, and can be given back as it was.
+"""`rooftile.patch`: one model instance gets Rooftile's kernels, and `undo` restores it.
 
-A module is changed by putting a `forward` of its own on the instance, in front of its class's; nothing process-wide is
-touched. The norms have a forward of their own; those of MLPs, attentions and layers are the model's own code with the
+A module is changed by setting a `forward` on the instance, which hides its class's; nothing process-wide is touched.
+The norms get a new forward; those of MLPs, attentions and layers are the model's own code with the
 lines in question replaced (`rewrite.py`), compiled once per class. `families.py` says which classes and lines it knows,
 `planning.py` decides what is changed, `replacing.py` holds what runs in place of the model's lines, and `memory.py`
 makes weights adjacent that are to be one GEMM.
 
-Submodules are still called as modules, but for plain ones that were fused: adapters (PEFT), hooks, FSDP and gradient
-checkpointing work as before. Where a tensor's dtype is not what the kernels would return the same dtype for (float32
-norm weights over a bfloat16 stream, say), or one that they do not have (float64), the model's own code runs.
+Submodules are still called as modules, except for plain ones whose work is fused: adapters (PEFT), hooks, FSDP and
+gradient checkpointing work as before. The model's own code runs where dtypes differ such that it would return another
+dtype than the kernels (float32 norm weights with bfloat16 inputs, say), and for dtypes that the kernels lack (float64).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HANDLE = "_rooftile_patch"  # where a patched model keeps its handle
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """Something that the patch did not replace: how many of them, and why."""
+    """What the patch did not replace: a count and a reason."""
 
     kind: str
     what: str
@@ -60,13 +60,13 @@ class Left:
 
 
 def _apply(new: Replacement) -> None:
-    # accelerate's hooks stay in front: they call what stands under _old_forward.
+    # accelerate's hooks stay: they call what is stored as _old_forward.
     hooked = new.method == "forward" and HOOKED in new.module.__dict__
     setattr(new.module, HOOKED if hooked else new.method, types.MethodType(new.function, new.module))
 
 
 def _slot(new: Replacement) -> str:
-    """Where the method stands now: hooks may have come or gone since."""
+    """Where the method is now: hooks may have been added or removed since."""
     for slot in (new.method, HOOKED):
         if getattr(new.module.__dict__.get(slot), "__func__", None) is new.function:
             return slot
@@ -86,18 +86,18 @@ class PatchHandle:
     """What `rooftile.patch` did to a model.
 
     Attributes:
-        replaced: how many of each kind: `"RMSNorm"`, `"LayerNorm"`, `"SwiGLU"`, `"GeGLU"`, `"RoPE"`,
-            `"bias + activation"` for an activation behind a linear layer (the bias takes part where the layer is a
-            plain one that has one), and two that are fused with RMSNorms, which are among those under `"RMSNorm"`, too
-            (unless `rms_norm=False`): `"residual add + RMSNorm"` for adds with a norm behind them, and
-            `"QK-norm + RoPE"` for rotations of normed q and k (which are not among those under `"RoPE"`). `"attention"`
+        replaced: the count of each kind: `"RMSNorm"`, `"LayerNorm"`, `"SwiGLU"`, `"GeGLU"`, `"RoPE"`,
+            `"bias + activation"` for an activation after a linear layer (a plain layer's bias is fused too), and two
+            that are fused with RMSNorms, which `"RMSNorm"` counts too (unless `rms_norm=False`):
+            `"residual add + RMSNorm"` for adds followed by a norm, and `"QK-norm + RoPE"` for rotations of normalized q
+            and k (which `"RoPE"` does not count). `"attention"`
             counts modules whose attention is Rooftile's, `"linear"` all linear layers, and `"q, k, v in one GEMM"`
             and `"gate, up in one GEMM"` the modules that make one GEMM of several of those.
-        modules: by kind, the names of the modules in which it was replaced.
-        left: what was not replaced, with the reason.
-        active: False once it was undone.
+        modules: for each kind, the names of the modules where it was replaced.
+        left: what was not replaced, with the reasons.
+        active: False after `undo`.
 
-    As a context manager it undoes the patch when the block is left, also by an exception.
+    As a context manager it undoes the patch when the block ends, also by an exception.
     """
 
     def __init__(
@@ -124,28 +124,28 @@ class PatchHandle:
         self._replacements = replacements
         self._attention = attention
         self._memory = memory
-        # So that who has dropped the handle finds it. Not through Module.__setattr__: it is nothing of the model's.
+        # For `unpatch`. Not set by Module.__setattr__, because it is not a part of the model.
         model.__dict__[_HANDLE] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchHandle:
-        """A copied model carries the patch, and its handle is that of the copy."""
+        """A copied model carries the patch, with a handle of its own."""
         new = object.__new__(PatchHandle)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
     def __reduce__(self) -> Any:
-        """A pickled model carries no patch, so the place of the handle has None."""
+        """A pickled model carries no patch: its handle becomes None."""
         return type(None), ()
 
     def undo(self) -> None:
-        """Put the model back as it was: the same methods, so the same results to the bit. A second call does nothing.
+        """Restore the model's own methods; its results are bit-identical to those before. A second call does nothing.
 
-        Weights that were put together in memory get memory of their own again, a group at a time.
+        Weights that were moved next to each other get memory of their own again, a group at a time.
 
         Raises:
-            RuntimeError: a module's `forward` was overridden after the patch by something other than accelerate's
-                hooks; nothing is changed then.
+            RuntimeError: something other than accelerate's hooks has overridden a module's `forward` since the patch.
+                Nothing has changed then.
         """
         if not self.active:
             return
@@ -156,7 +156,7 @@ class PatchHandle:
             self._attention.undo()
         if self._memory is not None:
             self._memory.undo()
-        # Copies that a wrapper made since (PEFT's modules_to_save) carry the patch, and lose it, too.
+        # Copies that a wrapper made since (PEFT's modules_to_save) carry the patch too.
         ours: dict[object, Replacement] = {new.function: new for new in self._replacements}
         for module in self._model.modules():
             for slot, method in list(module.__dict__.items()):
@@ -189,14 +189,14 @@ def _handles(model: nn.Module) -> Iterator[PatchHandle]:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `rooftile.patch` of a model whose handle is not at hand: `handle.undo()` for each patch in it.
+    """Undo `rooftile.patch` without its handle: the same as `handle.undo()` for each patch in the model.
 
     Args:
-        model: what was patched, a copy of it, or anything that holds it.
+        model: a patched model, a copy of one, or a module that contains one.
 
     Raises:
         TypeError: `model` is not a `torch.nn.Module`.
-        ValueError: it is not patched, and nothing in it is.
+        ValueError: nothing in it is patched.
         RuntimeError: as `PatchHandle.undo`.
     """
     if not isinstance(model, nn.Module):
@@ -221,36 +221,37 @@ def patch(
     attention: bool = False,
     linear: bool = False,
 ) -> PatchHandle:
-    """Replace norms, MLP activations, RoPE, attention and products of *this* Hugging Face model by Rooftile's kernels.
+    """Replace norms, MLP activations, RoPE, attention and GEMMs of *this* Hugging Face model by Rooftile's kernels.
 
     Args:
-        model: a transformers model or anything that holds one (a PEFT model, say), of a family that Rooftile knows. Its
-            parameters, state_dict and class are unchanged, and but for `attention` its configuration; other instances
-            are not touched.
-            Patch before `torch.compile`, which for inference keeps the model's own code: Inductor fuses that better.
-            A deep copy carries the patch; what is pickled does not.
-        rms_norm: replace RMSNorm modules. Those fused with an add or a rotation are replaced without it, too.
-        add_rms_norm: fuse a residual add with the RMSNorm behind it, where both stand in one layer's code.
+        model: a transformers model or a module that contains one (a PEFT model, say), of a family that Rooftile knows.
+            Its parameters, state_dict and class do not change, nor does its configuration, except by `attention`. Other
+            instances are not touched.
+            Patch before `torch.compile`. In graphs compiled for inference the model's own code stays, because Inductor
+            fuses it better.
+            A deep copy carries the patch; a pickled model does not.
+        rms_norm: replace RMSNorm modules. Norms that are fused with an add or a rotation do not depend on this switch.
+        add_rms_norm: fuse a residual add with the RMSNorm that follows it in one layer's code.
         layer_norm: replace `torch.nn.LayerNorm` modules inside the model.
         mlp: replace `act(gate) * up`, and `act(linear(x))` in MLPs without a gate, where `act` is SiLU, GELU or GELU's
-            tanh form. In the latter the linear layer's bias is added beside the activation.
-        rope: replace the rotation of q and k, both in one launch, with the norms of q and k where each head has one.
+            tanh form. In the latter the linear layer's bias is added in the activation's kernel.
+        rope: replace the rotation of q and k by one launch, which includes per-head norms of q and k.
         attention: compute attention by `rooftile.attention` and `rooftile.decode_attention`, as
-            `attn_implementation="rooftile"` does (see `rooftile.register_attention`): the configuration of the model
-            names another implementation, so a model built over the very same configuration object changes with it.
-        linear: compute every `torch.nn.Linear` of the model by `rooftile.linear`: q, k and v projection as one product,
-            gate and up with their activation as one kernel. Their weights are put one behind the other in memory, group
-            by group: parameters stay the same objects with the same values, and memory grows by one group while it is
-            copied. Patch where the model is to stay: weights that are moved or converted later lie apart again, and are
-            multiplied one by one.
+            `attn_implementation="rooftile"` does (see `rooftile.register_attention`). This changes the model's
+            configuration, and so every model that shares the configuration object.
+        linear: compute every `torch.nn.Linear` of the model by `rooftile.linear`: the projections of q, k and v as one
+            GEMM, gate and up with their activation as one kernel. Their weights are moved next to each other in memory,
+            group by group: parameters stay the same objects with the same values, and memory grows by one group during
+            the copy. Patch the model on its final device: weights that are moved or converted later are no longer
+            adjacent, and are multiplied one by one.
 
     Returns:
-        A `PatchHandle`: counts what was replaced, says what was left and why, and reverts with `.undo()` or as a
+        A `PatchHandle`: it counts what was replaced, lists what was left and why, and reverts with `.undo()` or as a
         context manager.
 
     Raises:
         TypeError: `model` is not a `torch.nn.Module`.
-        ValueError: no module of it is of a known family, it is patched already, or it is compiled already.
+        ValueError: it has no module of a known family, or is patched or compiled already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -282,7 +283,7 @@ def patch(
         plan.add_linear(name, module)
     if not known:
         raise ValueError(
-            f"patch: {type(model).__name__} is no model that Rooftile knows; "
+            f"patch: {type(model).__name__} is not a model that Rooftile knows; "
             f"known are transformers' {', '.join(families.TITLES)}"
         )
     left = tuple(Left(kind, what, count, reason) for (kind, what, reason), count in plan.left.items())

@@ -1,4 +1,4 @@
-"""What `rooftile.patch` will change in a model, and what it leaves, decided before anything is changed."""
+"""Decides what `rooftile.patch` changes in a model and what it leaves, before anything is changed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ KINDS = (
     *(LINEAR, QKV, GATE_UP),
 )
 GATED = "gated activation"  # one that is neither SwiGLU nor GeGLU
-CLOSING_ADD = "the add that closes a layer makes the layer's output; the norm behind it belongs to the next layer"
+CLOSING_ADD = "the last add of a layer is the layer's output; the norm after it belongs to the next layer"
 HOOKED = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
 
 
 @dataclasses.dataclass(frozen=True)
 class Joint:
-    """How the code of a class calls several layers as one: the rules, one set or else the next, and their names."""
+    """How a class's code calls several layers as one.
+
+    `rules` are sets of rules, of which the first that matches is used; `names` are the functions they refer to.
+    """
 
     kind: str
     rules: tuple[tuple[Rule | Together, ...], ...]
@@ -44,7 +47,7 @@ class Joint:
 
 
 def joint(part: Gated | Attention, activation: tuple[type[nn.Module], Activation] | None) -> Joint | None:
-    """`activation`: the class and the ops of one that is computed with the product of gate and up."""
+    """`activation`: class and ops of the activation that is fused with the GEMM of gate and up, if one is."""
     together = families.joint_linears(part.layers) if len(part.layers) > 1 else ()
     names: dict[str, Callable[..., Any]] = {"joint_linear": replacing.joint_linear}
     if isinstance(part, Attention):
@@ -57,7 +60,7 @@ def joint(part: Gated | Attention, activation: tuple[type[nn.Module], Activation
 
 
 class Layers:
-    """The linear layers of a model: what can be replaced, and what may be moved in memory."""
+    """The linear layers of a model: which can be replaced, and which may be moved in memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self.groups: list[tuple[nn.Parameter, ...]] = []
@@ -68,7 +71,7 @@ class Layers:
     def check(self, layer: nn.Module) -> None:
         """
         Raises:
-            NotRewritable: the layer is not to be replaced, and why.
+            NotRewritable: why the layer can't be replaced.
         """
         if parametrize.is_parametrized(layer):
             raise NotRewritable("its weight is parametrized")
@@ -76,7 +79,7 @@ class Layers:
             raise NotRewritable("its class derives from torch.nn.Linear, and may compute something else")
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
         if weight is None:
-            raise NotRewritable("its weight is no parameter of its own")
+            raise NotRewritable("its weight is not a parameter of its own")
         for name, parameter in (("weight", weight), ("bias", bias)):
             if parameter is None:
                 continue
@@ -93,10 +96,10 @@ class Layers:
             )
 
     def parameters(self, module: nn.Module, part: Gated | Attention) -> tuple[list[Any], list[Any]]:
-        """The weights of the layers that are to become one, and their biases.
+        """The weights and the biases of the layers that become one GEMM.
 
         Raises:
-            NotRewritable: they can't be one product, and why.
+            NotRewritable: why they can't be one GEMM.
         """
         layers: list[Any] = []
         for name in part.layers:
@@ -121,7 +124,7 @@ class Layers:
 
     def _check_together(self, layers: Sequence[Any], weights: list[Any], biases: list[Any]) -> None:
         if len(biases) not in (0, len(layers)):
-            raise NotRewritable("of its layers some have a bias and some have none")
+            raise NotRewritable("some of its layers have a bias and some have none")
         for what, values in (
             ("dtypes", {w.dtype for w in weights}),
             ("devices", {p.device for p in (*weights, *biases)}),
@@ -130,41 +133,41 @@ class Layers:
             if len(values) > 1:
                 raise NotRewritable(f"its layers have several {what}: {', '.join(sorted(map(str, values)))}")
         if weights[0].is_meta:
-            raise NotRewritable("its weights are on the meta device: patch when they are there")
+            raise NotRewritable("its weights are on the meta device: patch after loading them")
         for parameter in (p for group in (weights, biases) if group and joined(group) is None for p in group):
             if parameter.nbytes % ALIGNMENT:
-                raise NotRewritable(f"its layers have parameters of no multiple of {ALIGNMENT} bytes")
+                raise NotRewritable(f"its layers have parameters whose sizes are not multiples of {ALIGNMENT} bytes")
             if self._uses[id(parameter)] > 1 or self._in_memory[_storage(parameter)] > 1:
-                raise NotRewritable("its weights are tied to others, or lie in one memory with others")
+                raise NotRewritable("its weights are tied to others, or share a storage with others")
             if parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous():
-                raise NotRewritable("its weights are parts of a larger memory, which may be somebody's")
+                raise NotRewritable("its weights are views of a larger storage, which something else may use")
             if not parameter.is_cuda and parameter.is_shared():
                 raise NotRewritable("its weights are shared between processes")
 
     def join(self, weights: list[Any], biases: list[Any]) -> None:
-        """Note what is to lie together in memory, and does not yet."""
+        """Note which parameters have to become adjacent in memory."""
         self.groups += [tuple(group) for group in (weights, biases) if len(group) > 1 and joined(group) is None]
 
 
 def _storage(t: Tensor) -> int:
-    """Where the memory of a plain tensor begins; 0 for any other, and for one without memory."""
+    """The address of a plain tensor's storage; 0 for any other tensor, and for one without memory."""
     return t.untyped_storage().data_ptr() if type(t) in (Tensor, nn.Parameter) else 0
 
 
 def notice_other(module: nn.Module) -> str | None:
-    """Why a module that holds matrices, but is no `torch.nn.Linear`, stays; None where there is nothing to say."""
+    """Why a module that has matrices but is not a `torch.nn.Linear` stays; None if that needs no mention."""
     if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd | parametrize.ParametrizationList):
         return None
     if any(p is not None and p.dim() > 1 for p in module._parameters.values()):
-        return "its products are code of its own, not a torch.nn.Linear's"
+        return "its GEMMs are its own code, not a torch.nn.Linear's"
     if "Linear" in type(module).__name__ and not any(isinstance(child, nn.Linear) for child in module.modules()):
-        return "its class is no torch.nn.Linear"
+        return "its class is not torch.nn.Linear"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """The method that takes another's place on a module, and how many of `kind` it replaces; one of `also`, too."""
+    """A method that replaces another on a module. It replaces `count` of `kind`, and one of `also`."""
 
     module: nn.Module
     name: str
@@ -176,16 +179,16 @@ class Replacement:
 
 
 class PatchPlan:
-    """Goes from module to module. `left` counts what stays, by kind, class and reason."""
+    """Collects replacements from module to module. `left` counts what stays, by kind, class and reason."""
 
     def __init__(self, wanted: dict[str, bool], layers: Layers | None = None) -> None:
         self.wanted = wanted
         self.layers = layers  # None: linear layers stay as they are
         self.replacements: list[Replacement] = []
         self.left: Counter[tuple[str, str, str]] = Counter()
-        # Norms that their layer or attention computes; it stands before them among a model's modules.
+        # Norms that their layer or attention computes; modules() yields it before them.
         self._fused: set[nn.Module] = set()
-        # A function per class, not per module: torch.compile traces one code object once.
+        # One function per class, not per module: torch.compile traces a code object once.
         self._functions: dict[object, Any] = {}
 
     def add(self, name: str, module: nn.Module, part: Part) -> None:
@@ -200,7 +203,7 @@ class PatchPlan:
             self.replacements.append(Replacement(module, name, "forward", function, joint.kind, 1))
 
     def add_linear(self, name: str, module: nn.Module) -> None:
-        """A linear layer's own forward, or why it stays."""
+        """Replace a linear layer's forward, or note why it stays."""
         if self.layers is None:
             return
         if not isinstance(module, nn.Linear):
@@ -233,7 +236,7 @@ class PatchPlan:
         return None
 
     def _joint(self, module: nn.Module, part: Part) -> _Joined | None:
-        """How that module's layers become one product, where they do."""
+        """How that module's layers become one GEMM, or None."""
         if self.layers is None or not isinstance(part, Gated | Attention):
             return None
         activation = None
@@ -255,10 +258,10 @@ class PatchPlan:
         return joined
 
     def notice_norm(self, module: nn.Module) -> None:
-        """One whose part is not known."""
+        """Note a norm that the table does not know."""
         name = type(module).__name__
         if isinstance(part_of(module), LayerNorm):
-            self.left[LAYER_NORM, name, "it stands in no model of Rooftile's table of families"] += 1
+            self.left[LAYER_NORM, name, "no family of Rooftile's table contains it"] += 1
         elif name.endswith("Norm"):
             self.left["norm", name, "its class is not in Rooftile's table of families"] += 1
 
@@ -295,7 +298,7 @@ class PatchPlan:
                 raise NotRewritable(part.without)
             names = self._once((type(module), "norms"), functools.partial(_norm_names, current))
             norms = [getattr(module, name, None) for name in names]
-            norm = _one_norm(norms, f"what stands behind the add ({', '.join(names)}) is")
+            norm = _one_norm(norms, f"what follows the add ({', '.join(names)}) is")
             key += norm
             make = functools.partial(_add_norm, current, *norm)
         made = self._once(key, lambda: _finished(make(), current if joint is None else joint.alone.function))
@@ -303,7 +306,7 @@ class PatchPlan:
         return made
 
     def _once(self, key: object, make: Callable[[], Any]) -> Any:
-        """The result of `make`, or the reason that it raised, remembered."""
+        """The cached result of `make`, or the reason that it raised."""
         if key not in self._functions:
             try:
                 self._functions[key] = make()
@@ -316,7 +319,7 @@ class PatchPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """The rules by which a method makes one product of several, and the method with nothing else replaced."""
+    """The rules by which a method calls one GEMM instead of several, and the method with nothing else replaced."""
 
     kind: str
     key: tuple[object, ...]
@@ -326,7 +329,7 @@ class _Joined:
 
 
 def _first(current: Callable[..., Any], found: Joint, key: tuple[object, ...]) -> _Joined:
-    """By the first set of rules that the method has a place for."""
+    """With the first set of rules that matches the method."""
     *others, last = found.rules
     for some in others:
         with contextlib.suppress(NotRewritable):
@@ -335,7 +338,7 @@ def _first(current: Callable[..., Any], found: Joint, key: tuple[object, ...]) -
 
 
 def _kinds(module: nn.Module, part: Part) -> tuple[str, ...]:
-    """What may be replaced in that module, the first that can be."""
+    """The kinds that may be replaced in that module; the first that can be is."""
     if isinstance(part, Gated):
         ops = ops_of(getattr(module, part.activation, None))
         return (ops.gated if ops else GATED,)
@@ -345,7 +348,7 @@ def _kinds(module: nn.Module, part: Part) -> tuple[str, ...]:
 
 
 def _method(module: nn.Module, part: Part | None) -> tuple[str, Callable[..., Any]]:
-    """Under which name the method is found, and the class's own function."""
+    """The method's name, and the class's function."""
     name = part.method if isinstance(part, Gated) else "forward"
     current = getattr(type(module), name, None)
     if current is None:
@@ -376,7 +379,7 @@ def _one_norm(modules: Sequence[object], what: str) -> tuple[type[nn.Module], No
 
 
 def _norm_names(current: Callable[..., Any]) -> list[str]:
-    """The attributes of the layer that hold the norms behind its residual adds."""
+    """The layer's attributes with the norms that follow its residual adds."""
     expressions = [place["NORM"] for place in rebuild(current, families.ADD_NORM, {"add_norm": None}).places]
     return [e.attr if isinstance(e, ast.Attribute) else ast.unparse(e) for e in expressions]
 
@@ -429,8 +432,8 @@ def _qk_norm_rope(
 
 
 def _finished(new: Callable[..., Any] | Rebuilt, compiled: Callable[..., Any] | None) -> tuple[Callable[..., Any], int]:
-    """The method as it goes onto a module, and how many places it replaces. `compiled` takes its place in a graph that
-    torch.compile makes for inference."""
+    """The method that is set on a module, and the number of places it replaces. In graphs that torch.compile makes for
+    inference `compiled` runs instead."""
     function, count = (new.function, len(new.places)) if isinstance(new, Rebuilt) else (new, 1)
     if compiled is not None:
         function = _unless_compiled_for_inference(function, compiled)
@@ -439,11 +442,11 @@ def _finished(new: Callable[..., Any] | Rebuilt, compiled: Callable[..., Any] | 
 
 
 def _unless_compiled_for_inference(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`, but the model's own code (its products aside) in a graph that torch.compile makes for inference.
+    """`ours`, but in graphs that torch.compile makes for inference the model's own code, except for its GEMMs.
 
-    There Inductor fuses these parts with what stands around them and starts the fewest kernels: with ours in their
-    place, Qwen2.5-7B's compiled prefill on an H200 took as long at 2048 tokens, 3 % longer at 512 and 19 % at 128. With
-    gradients it is ours that are ahead, by the backward of RMSNorm.
+    There Inductor fuses these parts with their surroundings into fewer kernels. With ours instead, Qwen2.5-7B's
+    compiled prefill on an H200 took the same time at 2048 tokens, 3 % more at 512 and 19 % more at 128. With gradients
+    ours are faster, thanks to RMSNorm's backward.
     """
 
     @functools.wraps(original)

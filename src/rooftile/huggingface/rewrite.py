@@ -1,20 +1,20 @@
-"""A method with some of its lines replaced: rebuilt from its source, without touching the class that it came from.
+"""Rebuilds a method from its source with some lines replaced. The method's class is not touched.
 
-A `Rule` is written in Python, with CAPITALS for what may be anything:
+A `Rule` is written in Python. CAPITALS match any expression:
 
     Rule("self.act_fn(GATE) * UP", "silu_mul(GATE, UP)")
 
-A line `...` among statements stands for any others between them, which stay where they are:
+A line `...` matches any statements, which stay where they are:
 
     Rule("Q = self.q_norm(X)\\n...\\nQ = turn(Q)", "Q = X\\n...\\nQ = norm_and_turn(self.q_norm, Q)")
 
-Calls that stand in several lines, and are one call in front of them, are a rule of another kind, `Together`.
+`Together` is another kind of rule: calls on several lines become one call before the first of them.
 
-`rebuild` parses the method, replaces each place that matches, and compiles it again over the *same, live* globals; the
-names that the rules brought in are closure variables. Nothing else changes: line numbers in tracebacks, defaults and
-whatever the method does between the lines are the model's own. A method that no rule matches, that uses elsewhere what
-a replacement no longer assigns, or whose source can't be had, is refused with the reason, so that another version of
-the model's code is left alone rather than changed wrongly.
+`rebuild` parses the method, replaces each match, and compiles the result with the *same, live* globals; names that the
+rules bring in are closure variables. Nothing else changes: line numbers in tracebacks, defaults and all other lines are
+the model's own. `rebuild` refuses, with the reason, a method that no rule matches, one that uses elsewhere what a
+replacement no longer assigns, and one without source. So another version of the model's code is left alone instead of
+being changed wrongly.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class NotRewritable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Statements, or one expression, and what replaces them.
+    """Statements, or one expression, and their replacement.
 
-    A name in capitals stands for any expression, the same one at each of its places. Statements that stay, under a
-    line `...`, may neither mention what the statements before them assign nor assign what those read.
+    A name in capitals matches any expression, and the same one wherever it occurs. Statements that match `...` may
+    neither mention what the statements before them assign nor assign what those read.
     """
 
     before: str
     after: str
 
     def pattern(self) -> list[list[ast.stmt]] | ast.expr:
-        """The expression, or the statements in the parts between which others may stand."""
+        """The expression, or the statements in parts that `...` separates."""
         parts = _parts(self.before)
         only = parts[0][0]
         return only.value if len(parts) == len(parts[0]) == 1 and isinstance(only, ast.Expr) else parts
@@ -54,7 +54,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Calls of modules with one argument, made by one call in front of the first of them:
+    """Calls of modules with the same argument become one call before the first of them:
 
         Together(("k_proj", "v_proj"), "joint_linear")
 
@@ -62,8 +62,8 @@ class Together:
         v = self.v_proj(x)              k = ours_k_proj.view(s)
                                         v = ours_v_proj
 
-    Each is called once in the method, in statements of one block, whatever the statements' conditions and operators;
-    the argument is a name, which from the first of them to the last is mentioned in the calls alone.
+    The method calls each module once, in statements of one block that always evaluate the call. The argument is a
+    name, and between the first and the last call only the calls mention it.
     """
 
     modules: tuple[str, ...]
@@ -87,7 +87,7 @@ def _parts(source: str) -> list[list[ast.stmt]]:
 
 @dataclasses.dataclass(frozen=True)
 class Rebuilt:
-    """The new function, and what the capitals stood for at each place that was replaced."""
+    """The new function, and what the capitals matched at each replaced place."""
 
     function: types.FunctionType
     places: tuple[Bindings, ...]
@@ -100,7 +100,7 @@ def _match(pattern: object, node: object, bindings: Bindings) -> bool:
         bound = bindings.setdefault(pattern.id, node)
         return ast.unparse(bound) == ast.unparse(node)
     if isinstance(pattern, ast.AST):
-        # A name is read here and written there: its context is no part of what it is.
+        # A name may be read in one place and written in another: ignore its context.
         return type(pattern) is type(node) and all(
             _match(getattr(pattern, field), getattr(node, field), bindings)
             for field in pattern._fields
@@ -122,7 +122,7 @@ class _Fill(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in self.bindings:
             return node
-        # Parsed anew, in the place's own context: what was read may now be written.
+        # Parsed again, with the place's own context: what was read may now be written.
         expression = ast.parse(ast.unparse(self.bindings[node.id]), mode="eval").body
         if hasattr(expression, "ctx"):
             expression.ctx = node.ctx
@@ -136,7 +136,7 @@ def _names(statements: Sequence[ast.stmt], *, assigned: bool = False) -> set[str
 
 
 class _Apply(ast.NodeTransformer):
-    """Replaces each place that matches; `gone` are the names that are no longer assigned there."""
+    """Replaces each match. `gone` collects the names that are no longer assigned."""
 
     def __init__(self, rule: Rule) -> None:
         self.pattern, self.after = rule.pattern(), _parts(rule.after)
@@ -189,7 +189,7 @@ class _Apply(ast.NodeTransformer):
 
 
 def _find(pattern: list[list[ast.stmt]], block: list[ast.stmt], bindings: Bindings) -> list[int]:
-    """Where the pattern's parts end in the block, the first of them at its head; nothing if they are not there."""
+    """The ends of the pattern's parts in the block, whose first statement begins the first; empty without a match."""
     ends: list[int] = []
     matched: list[ast.stmt] = []
     for part in pattern:
@@ -209,7 +209,7 @@ def _find(pattern: list[list[ast.stmt]], block: list[ast.stmt], bindings: Bindin
 
 
 def _in_any_case(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement that are evaluated once whenever it is."""
+    """The nodes of a statement that are evaluated exactly once, under any condition."""
     yield node
     if isinstance(node, ast.IfExp | ast.BoolOp | ast.Compare | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp):
         return
@@ -219,14 +219,14 @@ def _in_any_case(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _called(node: ast.AST, modules: Sequence[str]) -> str | None:
-    """Which of self's modules that node calls with one argument, a name."""
+    """The module of self that the node calls with one argument, which is a name; else None."""
     if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
         return None
     return next((module for module in modules if ast.unparse(node.func) == f"self.{module}"), None)
 
 
 def _join(definition: ast.FunctionDef, rule: Together) -> list[Bindings]:
-    """Apply the rule to the one place that it can have."""
+    """Apply the rule; it has at most one place."""
     mentions = [ast.unparse(node) for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
     blocks = (
         block
@@ -267,7 +267,7 @@ def _join(definition: ast.FunctionDef, rule: Together) -> list[Bindings]:
 
 
 class _Results(ast.NodeTransformer):
-    """Puts a name in the place of each call."""
+    """Replaces each call by a name."""
 
     def __init__(self, results: Mapping[ast.Call, str]) -> None:
         self.results = results
@@ -280,11 +280,11 @@ class _Results(ast.NodeTransformer):
 
 
 def rebuild(function: Callable[..., object], rules: Sequence[Rule | Together], names: Mapping[str, object]) -> Rebuilt:
-    """`function` with the rules applied, in their order, wherever they match; `names` are what the rules bring in.
+    """`function` with the rules applied in order, wherever they match. `names` are the objects that the rules refer to.
 
     Raises:
-        NotRewritable: nothing matches, what a replacement no longer assigns is used elsewhere, the source is not to be
-            had, or the function is not a plain one (decorated, or with closure variables of its own).
+        NotRewritable: no rule matches, a name that a replacement no longer assigns is used elsewhere, there is no
+            source, or the function is not a plain one (it is decorated or has closure variables).
     """
     if not isinstance(function, types.FunctionType):
         raise NotRewritable("it is not a plain Python function")
@@ -321,7 +321,7 @@ def _compile(
     arguments = definition.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
-            argument.annotation = None  # they may name what is imported for type checkers alone
+            argument.annotation = None  # annotations may name what only type checkers import
     definition.returns = None
     ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
     # def bind(<names>): def forward(self, ...): ...; return forward
