@@ -18,7 +18,7 @@ _KERNELS: dict[str, ModuleType] = {"skinny": skinny, "tiled": tiled, "hopper": t
 def _promoted() -> ModuleType | None:
     """The module with the kernel for `pingpong`; None where this Triton has not what it is written in."""
     try:
-        return importlib.import_module("rooftile.ops.gemm.hopper")
+        return importlib.import_module("rooftile.ops.gemm.hopper_fp8")
     except ImportError:
         return None
 

@@ -26,11 +26,7 @@ keeps them from multiplying at the same time. This is needed for more than speed
 the previous one, not from the one before that, so no slot may be waited for before its last turn's bytes have landed.
 The consumer that arrives has seen all slots of its tile land, those of the residual too.
 
-fp8 (`fp8_linear` with pingpong): the tensor cores sum fp8 products with some 14 bits, so every 128 elements a consumer
-adds what they have to float32 registers, times the scales of those elements. Adding takes a quarter of the time that
-multiplying does. The consumers share each tile without an order: while one adds, the tensor cores have what another has
-started. A consumer's registers hold its sums and 128 columns at most of a partial one, so a tile of 256 columns has two
-sums. Each begins at a block of the weight that shares a scale.
+The fp8 kernel of float32 sums (hopper_fp8.py) shares the producer, the ring and the tiling.
 """
 
 from __future__ import annotations
@@ -38,6 +34,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +45,6 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.launching import Descriptor
 from rooftile.ops.gemm import prepared
 from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
-from rooftile.ops.gemm.fp8_common import scale_strides
 from rooftile.primitives.activations import activate
 from rooftile.primitives.gluon import async_load, async_store, next_slot, split_columns, view_as
 from rooftile.quantize import BLOCK
@@ -231,14 +227,14 @@ class HopperTiling:
 
 
 @gluon.jit
-def _count_tiles(size, T: gl.constexpr):
+def count_tiles(size, T: gl.constexpr):
     """How many tiles this CTA has."""
     tiles = gl.cdiv(size[0], gl.constexpr(T.tile_rows)) * gl.cdiv(size[1], gl.constexpr(T.cols))
     return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def _corner(i, size, T: gl.constexpr):
+def corner(i, size, T: gl.constexpr):
     """The first row and column in the output of this CTA's tile i.
 
     group_m rows of tiles are walked column by column, so that what CTAs read at the same time stays in the L2.
@@ -253,7 +249,7 @@ def _corner(i, size, T: gl.constexpr):
 
 
 @gluon.jit
-def _next(slot, parity, T: gl.constexpr):
+def advance(slot, parity, T: gl.constexpr):
     return next_slot(slot, parity, gl.constexpr(T.stages))
 
 
@@ -279,15 +275,15 @@ def _load_w(w_desc, w_rings, slot, col, n, at, bar, T: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
+def produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
     """Keep the ring full."""
     STEP_BYTES: gl.constexpr = T.sharing * x_desc.block_type.nbytes + T.w_loads * w_desc.block_type.nbytes
     x_ring, w_rings, ready, free, _ = ring
     n = size[1]
     slot = 0
     parity = 0
-    for i in range(_count_tiles(size, T)):
-        row, col = _corner(i, size, T)
+    for i in range(count_tiles(size, T)):
+        row, col = corner(i, size, T)
         for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
             at = step * T.block_k
             bar = ready.index(slot)
@@ -300,7 +296,7 @@ def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
                 else:
                     async_load(x_desc, [at, row + j * T.rows], bar, to)
             _load_w(w_desc, w_rings, slot, col, n, at, bar, T)
-            slot, parity = _next(slot, parity, T)
+            slot, parity = advance(slot, parity, T)
         if residual_desc is not None:
             for chunk in range(T.chunks):
                 bar = ready.index(slot)
@@ -310,7 +306,7 @@ def _produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
                     to = x_ring.index(slot * T.sharing + j)
                     to = view_as(to, gl.constexpr(T.out_block), residual_desc)
                     async_load(residual_desc, [row + j * T.rows, col + chunk * T.chunk], bar, to)
-                slot, parity = _next(slot, parity, T)
+                slot, parity = advance(slot, parity, T)
 
 
 @gluon.jit
@@ -354,7 +350,7 @@ def _add_bias(z, bias_ptr, col, n, T: gl.constexpr):
 
 
 @gluon.jit
-def _write(z, out, out_desc, row, col, T: gl.constexpr):
+def write_chunk(z, out, out_desc, row, col, T: gl.constexpr):
     """Write a chunk of the output from the buffer `out`."""
     tma.store_wait(T.out_buffers - 1)
     out.store(z.to(out_desc.dtype))
@@ -375,7 +371,7 @@ def _finish(z, z_gate, residual, out, out_desc, bias_ptr, row, col, n, T: gl.con
         z = activate(z, gl.constexpr(T.activation))
     if residual is not None:
         z += residual.load(T.part).to(gl.float32)
-    _write(z, out, out_desc, row, col, T)
+    write_chunk(z, out, out_desc, row, col, T)
 
 
 @gluon.jit
@@ -395,8 +391,8 @@ def _consume(out_desc, bias_ptr, out_ring, ring, size, mine: gl.constexpr, HAS_R
     turn = 1 - mine  # the first of two finds the door open
     if T.pingpong and mine > 0:
         slot, parity = _skip(slot, parity, steps + SLOTS, T)
-    for i in range(mine - LANE, _count_tiles(size, T), 2 if T.pingpong else 1):
-        row, col = _corner(i, size, T)
+    for i in range(mine - LANE, count_tiles(size, T), 2 if T.pingpong else 1):
+        row, col = corner(i, size, T)
         if T.pingpong:
             mbarrier.wait(order.index(mine), turn)
             turn ^= 1
@@ -405,7 +401,7 @@ def _consume(out_desc, bias_ptr, out_ring, ring, size, mine: gl.constexpr, HAS_R
         sums = _wait(sums, 1, T)  # for nothing yet
         for _ in range(1, steps):
             before = slot
-            slot, parity = _next(slot, parity, T)
+            slot, parity = advance(slot, parity, T)
             mbarrier.wait(ready.index(slot), parity)
             sums = _multiply(sums, x_ring, w_rings, slot, True, LANE, T)
             sums = _wait(sums, 1, T)
@@ -413,12 +409,12 @@ def _consume(out_desc, bias_ptr, out_ring, ring, size, mine: gl.constexpr, HAS_R
         if T.pingpong:
             later, later_parity = slot, parity
             for _ in gl.static_range(SLOTS):
-                later, later_parity = _next(later, later_parity, T)
+                later, later_parity = advance(later, later_parity, T)
                 mbarrier.wait(ready.index(later), later_parity)
             mbarrier.arrive(order.index(1 - mine), count=1)
         sums = _wait(sums, 0, T)
         mbarrier.arrive(free.index(slot), count=1)
-        slot, parity = _next(slot, parity, T)
+        slot, parity = advance(slot, parity, T)
 
         chunks = _chunks(sums, T)
         for j in gl.static_range(gl.constexpr(T.chunks)):
@@ -434,175 +430,14 @@ def _consume(out_desc, bias_ptr, out_ring, ring, size, mine: gl.constexpr, HAS_R
             if HAS_RESIDUAL:
                 fence_async_shared()
                 mbarrier.arrive(free.index(slot), count=1)
-                slot, parity = _next(slot, parity, T)
+                slot, parity = advance(slot, parity, T)
         if T.pingpong:
             slot, parity = _skip(slot, parity, steps + SLOTS, T)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _step_scales(scales, row, col, step, size, T: gl.constexpr):
-    """The scales of 128 elements of the sum: of a consumer's rows of x, and of each sum's rows of the weight.
-
-    1.0 where they do not belong to 128 elements. Rows out of bounds have the scales of the last one.
-    """
-    sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk = scales
-    step = gl.minimum(step, gl.cdiv(size[2], gl.constexpr(T.block_k)) - 1)
-    x = 1.0
-    low = 1.0
-    high = 1.0
-    if T.x_scale == "group":
-        rows = row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.layouts[0]))
-        rows = gl.minimum(rows, size[0] - 1).to(gl.int64)
-        x = gl.load(sx_ptr + rows * stride_sxm + step.to(gl.int64) * stride_sxk)
-    if T.w_scale == "block":
-        at = sw_ptr + step.to(gl.int64) * stride_swk
-        block = col // 128
-        low = gl.load(at + block.to(gl.int64) * stride_swn)
-        if T.n_sums == 2:
-            high = gl.load(at + gl.minimum(block + 1, (size[1] - 1) // 128).to(gl.int64) * stride_swn)
-    return x, low, high
-
-
-@gluon.jit
-def _factors(x, low, high, T: gl.constexpr):
-    """What each sum of a step is multiplied by.
-
-    They are computed before the next step's scales are loaded, and the compiler may not move them past the wait. So the
-    next scales are loaded into the registers of these; copied from others, they would be waited for at once.
-    """
-    if T.x_scale == "group":
-        if T.w_scale == "block":
-            low = x * low
-            high = x * high
-        else:
-            low = x
-            high = x
-        if T.n_sums == 2:
-            low, high = warpgroup_mma_wait(0, (low, high))
-        else:
-            low = warpgroup_mma_wait(0, (low,))
-    return low, high
-
-
-@gluon.jit
-def _multiply_step(part, x, w):
-    """part = x @ w.T, once the tensor cores have done it."""
-    part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, (part,))
-
-
-@gluon.jit
-def _add_step(acc, part, factor, T: gl.constexpr):
-    """acc + part * its factor."""
-    if T.x_scale == "group":
-        acc += part * factor[:, None]
-    elif T.w_scale == "block":
-        acc += part * factor
-    else:
-        acc += part
-    # Nothing is in flight; but the compiler may not move the sum past the wait, which would take the registers of two.
-    return warpgroup_mma_wait(0, (acc,))
-
-
-@gluon.jit
-def _load_columns(ptr, col, size, T: gl.constexpr):
-    """One element for each column of a sum."""
-    cols = col + gl.arange(0, T.piece, layout=gl.SliceLayout(0, T.layouts[0]))
-    even = size[1] // 2 * 2  # n is even; known to be, elements are loaded two at a time
-    return gl.load(ptr + cols, mask=cols < even, other=0.0).to(gl.float32)[None, :]
-
-
-@gluon.jit
-def _scale_sums(low, high, scales, bias_ptr, row, col, size, T: gl.constexpr):
-    """The scales that belong to the whole sum, and the bias. Both sums' are loaded before either is waited for."""
-    sx_ptr, sw_ptr, stride_sxm, _stride_sxk, _stride_swn, _stride_swk = scales
-    if T.x_scale == "row":
-        rows = gl.minimum(row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.layouts[0])), size[0] - 1)
-        x_scale = gl.load(sx_ptr + rows.to(gl.int64) * stride_sxm)[:, None]
-    elif T.x_scale == "tensor":
-        x_scale = gl.load(sx_ptr)
-    if T.w_scale == "row":
-        low_scale = _load_columns(sw_ptr, col, size, T)
-        high_scale = low_scale
-        if T.n_sums == 2:
-            high_scale = _load_columns(sw_ptr, col + T.piece, size, T)
-    elif T.w_scale == "tensor":
-        low_scale = gl.load(sw_ptr)
-        high_scale = low_scale
-    if T.x_scale != "group":
-        low *= x_scale
-        high *= x_scale
-    if T.w_scale != "block":
-        low *= low_scale
-        high *= high_scale
-    if bias_ptr is not None:
-        if T.w_scale == "row":  # else the compiler would have the bias in registers beside the scales
-            low, high = warpgroup_mma_wait(0, (low, high))
-        low_bias = _load_columns(bias_ptr, col, size, T)
-        high_bias = low_bias
-        if T.n_sums == 2:
-            high_bias = _load_columns(bias_ptr, col + T.piece, size, T)
-        low += low_bias
-        high += high_bias
-    return low, high
-
-
-@gluon.jit
-def _add_residual(z, residual_ptr, row, col, size, T: gl.constexpr):
-    rows = row + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.part))[:, None]
-    cols = col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part))[None, :]
-    n = size[1] // 2 * 2  # as above
-    mask = (rows < size[0]) & (cols < n)
-    return z + gl.load(residual_ptr + rows.to(gl.int64) * n + cols, mask=mask, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _consume_fp8(out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, mine: gl.constexpr, T: gl.constexpr):
-    """Multiply and write out the rows of every tile from mine * rows on, with float32 sums of the steps."""
-    x_ring, w_rings, ready, free, _ = ring
-    CHUNKS: gl.constexpr = T.piece // T.chunk
-    part = gl.full([T.rows, T.piece], 0, gl.float32, T.layouts[0])
-    slot = 0
-    parity = 0
-    for i in range(_count_tiles(size, T)):
-        row, col = _corner(i, size, T)
-        row += mine * T.rows
-        low = gl.full([T.rows, T.piece], 0, gl.float32, T.layouts[0])
-        high = low
-        x_scale, low_scale, high_scale = _step_scales(scales, row, col, gl.to_tensor(0), size, T)
-        for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
-            low_factor, high_factor = _factors(x_scale, low_scale, high_scale, T)
-            if T.x_scale == "group" or T.w_scale == "block":  # a step early: they come from the L2, or farther
-                x_scale, low_scale, high_scale = _step_scales(scales, row, col, step + 1, size, T)
-            mbarrier.wait(ready.index(slot), parity)
-            x = x_ring.index(slot * T.consumers + mine)
-            part = _multiply_step(part, x, w_rings[0].index(slot))
-            if T.n_sums == 2:
-                low = _add_step(low, part, low_factor, T)
-                part = _multiply_step(part, x, w_rings[1].index(slot))
-                mbarrier.arrive(free.index(slot), count=1)
-                high = _add_step(high, part, high_factor, T)
-            else:
-                mbarrier.arrive(free.index(slot), count=1)
-                low = _add_step(low, part, low_factor, T)
-            slot, parity = _next(slot, parity, T)
-
-        low, high = _scale_sums(low, high, scales, bias_ptr, row, col, size, T)
-        for h in gl.static_range(gl.constexpr(T.n_sums)):
-            parts = split_columns(low if h == 0 else high, CHUNKS)
-            for j in gl.static_range(CHUNKS):
-                out = out_ring.index(mine * T.out_buffers + (h * CHUNKS + j) % T.out_buffers)
-                at = col + h * T.piece + j * T.chunk
-                z = gl.convert_layout(parts[j], T.part)
-                if residual_ptr is not None:
-                    z = _add_residual(z, residual_ptr, row, at, size, T)
-                _write(z, out, out_desc, row, at, T)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _allocate(x_desc, w_desc, out_desc, T: gl.constexpr):
+def allocate(x_desc, w_desc, out_desc, T: gl.constexpr):
     """Shared memory for the ring, its barriers and the output, and the sizes m, n, k."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, T.x_ring, x_desc.layout)
     w_rings = ()
@@ -627,13 +462,13 @@ def _allocate(x_desc, w_desc, out_desc, T: gl.constexpr):
 @gluon.jit(do_not_specialize_on_alignment=["bias_ptr"])
 def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], and the epilogue."""
-    ring, out_ring, size = _allocate(x_desc, w_desc, out_desc, T)
+    ring, out_ring, size = allocate(x_desc, w_desc, out_desc, T)
     HAS_RESIDUAL: gl.constexpr = residual_desc is not None
     if T.consumers == 1:
         gl.warp_specialize(
             [
                 (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
-                (_produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+                (produce, (x_desc, w_desc, residual_desc, ring, size, T)),
             ],
             [1],
             [24],
@@ -643,7 +478,7 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constex
             [
                 (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
                 (_consume, (out_desc, bias_ptr, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
-                (_produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+                (produce, (x_desc, w_desc, residual_desc, ring, size, T)),
             ],
             [4, 1],
             [240, 24],
@@ -655,52 +490,7 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constex
                 (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
                 (_consume, (out_desc, bias_ptr, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
                 (_consume, (out_desc, bias_ptr, out_ring, ring, size, 2, HAS_RESIDUAL, T)),
-                (_produce, (x_desc, w_desc, residual_desc, ring, size, T)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )
-
-
-_STRIDES = ["stride_sxm", "stride_sxk", "stride_swn", "stride_swk"]
-
-
-@gluon.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=["sx_ptr"])
-def hopper_gemm_fp8(
-    x_desc,
-    w_desc,
-    out_desc,
-    sx_ptr,
-    sw_ptr,
-    bias_ptr,
-    residual_ptr,
-    stride_sxm,
-    stride_sxk,
-    stride_swn,
-    stride_swk,
-    T: gl.constexpr,
-):
-    """out[m, n] = sum over k of x[m, k] * x_scale * w[n, k] * w_scale, + bias[n] + residual[m, n]."""
-    ring, out_ring, size = _allocate(x_desc, w_desc, out_desc, T)
-    scales = (sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk)
-    if T.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
-                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
-                (_produce, (x_desc, w_desc, None, ring, size, T)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.static_assert(T.consumers == 3)
-        gl.warp_specialize(
-            [
-                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
-                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
-                (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 2, T)),
-                (_produce, (x_desc, w_desc, None, ring, size, T)),
+                (produce, (x_desc, w_desc, residual_desc, ring, size, T)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -708,7 +498,7 @@ def hopper_gemm_fp8(
 
 
 @functools.cache
-def _tiling(
+def tiling_of(
     c: MatmulConfig, x_k: bool, w_k: bool, gated: bool, activation: str, x_kind: str, w_kind: str, out_size: int,
     limit: int,
 ) -> HopperTiling:  # fmt: skip
@@ -732,26 +522,7 @@ def _tiling(
     return tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
 
 
-def _fp8_reason(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
-    """Why `hopper_gemm_fp8` can't compute p as c says."""
-    if target.arch != "sm_90":
-        return f"kernel 'hopper' with pingpong is for sm_90, and the device is {target.arch}"
-    if not p.aligned or p.k % 16 or p.n * p.out_size % 16:
-        return "rows of x, of the weight or of the result are not contiguous and at multiples of 16 bytes"
-    if max(p.m, p.n, p.k) >= 2**31:
-        return f"kernel 'hopper' takes sizes below 2^31, not {p.m}, {p.n}, {p.k}"
-    if c.num_warps not in (8, 12) or c.block_m != 16 * c.num_warps:
-        return f"block_m is {c.block_m} and num_warps {c.num_warps}, expected 8 and 64 rows for each 4 of them"
-    if c.block_k != BLOCK or c.split_k != 1:
-        return f"block_k is {c.block_k} and split_k {c.split_k}, expected {BLOCK} and 1 with pingpong"
-    # 64 columns gave wrong sums on an H200, and others on a second run.
-    if c.block_n not in (128, 256) or c.block_n * (c.num_warps // 4) > 512:
-        return f"block_n is {c.block_n}, expected 128 or 256, and with 12 warps 128"
-    t = _tiling(c, True, True, False, "", "row", "row", p.out_size, target.shared_memory)
-    return _memory_reason(t, p, c, target)
-
-
-def _memory_reason(t: HopperTiling, p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def memory_reason(t: HopperTiling, p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     shared = t.shared_memory(p.out_size)
     if shared > target.shared_memory:
         return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"
@@ -760,8 +531,6 @@ def _memory_reason(t: HopperTiling, p: Problem, c: MatmulConfig, target: runtime
 
 def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
-    if p.dtype == torch.float8_e4m3fn:
-        return _fp8_reason(p, c, target)
     if target.arch != "sm_90":
         return f"kernel 'hopper' is for sm_90, not {target.arch}"
     if p.dtype not in (torch.bfloat16, torch.float16):
@@ -790,20 +559,13 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
         return f"block_k is 128, expected 32 or 64 with {c.block_n} columns and a weight that is contiguous along k"
     if between and c.num_warps == 12 and p.gated:  # the compiler spilled registers
         return f"num_warps is 12, expected 4 or 8 with {c.block_n} columns and a gate"
-    t = _tiling(c, True, True, p.gated, "", "", "", 2, target.shared_memory)
+    t = tiling_of(c, True, True, p.gated, "", "", "", 2, target.shared_memory)
     most = 160 if c.num_warps < 12 and not p.gated else 128
     if t.thread_sums > most:
         return f"the tile has {t.thread_sums} sums for each thread of {warps} warps, expected at most {most}"
     if c.pingpong and c.num_stages <= t.chunks:  # one consumer holds the slots of its residual while the other runs
         return f"num_stages is {c.num_stages}: expected more than {t.chunks} with pingpong"
-    return _memory_reason(t, p, c, target)
-
-
-def _described(t: Tensor, block: list[int]) -> Descriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[t.dtype])
-    found = launching.describe(t, tuple(block), layout)
-    assert found is not None, "can_implement takes only what TMA does"
-    return found
+    return memory_reason(t, p, c, target)
 
 
 def _along_k(t: Tensor) -> bool:
@@ -815,60 +577,48 @@ def _launcher(kernel: Any, t: HopperTiling, dtypes: tuple[torch.dtype | None, ..
     return launching.KernelLauncher(kernel, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
 
 
+def described(t: Tensor, block: list[int]) -> Descriptor:
+    """The TMA descriptor of an operand that `can_implement` takes."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[t.dtype])
+    found = launching.describe(t, tuple(block), layout)
+    assert found is not None, "can_implement takes only what TMA does"
+    return found
+
+
+def bind(
+    kernel: Any, o: Operands, t: HopperTiling, descriptors: dict[int, Descriptor], numbers: tuple[int, ...] = ()
+) -> Callable[..., None]:
+    """The launch of a kernel whose first pointers are the descriptors of x, w and out, then `descriptors`."""
+    tiles = library.cdiv(o.out.shape[0], t.tile_rows) * library.cdiv(o.out.shape[1], t.cols)
+    programs = min(runtime.target(o.x.device).multiprocessors, tiles)
+    descriptors = {
+        0: described(o.x if t.x_k else o.x.T, t.x_block),
+        1: described(o.w if t.w_k else o.w.T, t.w_block),
+        2: described(o.out, t.out_block),
+        **descriptors,
+    }
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (o.x, o.out, o.bias, o.residual))
+    return launching.bind(_launcher(kernel, t, dtypes), programs, numbers=numbers, descriptors=descriptors)
+
+
 def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     """x (M, K), w (N, K) or (2N, K), out (M, N). A residual that TMA can't load is copied."""
-    x, w = o.x, o.w
-    if isinstance(x, FunctionalTensor):
+    if isinstance(o.x, FunctionalTensor):
         raise launching.Untraceable("TMA descriptors")
-    target = runtime.target(x.device)
-    x_k, w_k = _along_k(x), _along_k(w)
-    t = _tiling(
-        c, x_k, w_k, o.gated, o.activation, o.x_kind, o.w_kind, o.out.element_size(), target.shared_memory
-    )  # fmt: skip
-    tiles = library.cdiv(o.out.shape[0], t.tile_rows) * library.cdiv(o.out.shape[1], t.cols)
-    programs = min(target.multiprocessors, tiles)
-    descriptors = {
-        0: _described(x if x_k else x.T, t.x_block),
-        1: _described(w if w_k else w.T, t.w_block),
-        2: _described(o.out, t.out_block),
-    }
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, o.out, o.bias, o.residual))
-    if o.x_kind:
-        return _prepare_fp8(o, _launcher(hopper_gemm_fp8, t, dtypes), programs, descriptors)
+    limit = runtime.target(o.x.device).shared_memory
+    t = tiling_of(c, _along_k(o.x), _along_k(o.w), o.gated, o.activation, "", "", 2, limit)
+    descriptors = {}
     copies = o.residual is not None and launching.describe(o.residual, tuple(t.out_block)) is None
     if o.residual is not None:
         like = o.residual.clone(memory_format=torch.contiguous_format) if copies else o.residual
-        descriptors[3] = _described(like, t.out_block)
-    start = launching.bind(_launcher(hopper_gemm, t, dtypes), programs, descriptors=descriptors)
+        descriptors[3] = described(like, t.out_block)
+    start = bind(hopper_gemm, o, t, descriptors)
 
     def run(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> None:
         if copies:
             assert residual is not None
             residual = residual.clone(memory_format=torch.contiguous_format)
         start(x, w, out, residual, bias)
-
-    return run
-
-
-def _prepare_fp8(
-    o: Operands, launcher: launching.KernelLauncher, programs: int, descriptors: dict[int, Descriptor]
-) -> prepared.Run:
-    assert o.x_scale is not None
-    assert o.weight_scale is not None
-    # Strides past 2^31 are of a view into something huge.
-    huge = max(scale_strides(o)) >= 2**31
-    copies = huge or (o.w_kind == "row" and o.weight_scale.stride(0) != 1)
-    if copies:
-        o = dataclasses.replace(o, x_scale=o.x_scale.contiguous(), weight_scale=o.weight_scale.contiguous())
-    start = launching.bind(launcher, programs, numbers=scale_strides(o), descriptors=descriptors)
-
-    def run(
-        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, _: None, x_scale: Tensor,
-        weight_scale: Tensor,
-    ) -> None:  # fmt: skip
-        if copies:
-            x_scale, weight_scale = x_scale.contiguous(), weight_scale.contiguous()
-        start(x, w, out, x_scale, weight_scale, bias, residual)
 
     return run
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.ops.gemm.parts import finish, sum_parts
+from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.primitives.dequantize import eight_bits_as, has_tricks, int4_as
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.quantize import writable
