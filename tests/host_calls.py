@@ -71,7 +71,7 @@ def ops():
     import rooftile
 
     x, r = torch.randn(16, 64), torch.randn(16, 64)
-    w = torch.randn(64)
+    w, q, cos, ids = torch.randn(64), torch.randn(1, 2, 16, 64), torch.randn(16, 64), torch.arange(16)
     return {
         "rms_norm": lambda: rooftile.rms_norm(x, w),
         "add_rms_norm": lambda: rooftile.add_rms_norm(x, r, w),
@@ -80,6 +80,8 @@ def ops():
         "silu_mul": lambda: rooftile.silu_mul(x, r),
         "gelu_mul": lambda: rooftile.gelu_mul(x, r),
         "silu_mul_packed": lambda: rooftile.silu_mul_packed(x),
+        "rope": lambda: rooftile.rope(q, q, cos, cos),
+        "embedding": lambda: rooftile.embedding(ids, x),
     }
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from rooftile import KVCache, launching, runtime
-from rooftile.ops.embedding import _launch as embedding
+from rooftile.ops.embedding import _prepare as prepare_embedding
 from rooftile.ops.kv_cache import launch as kv_cache
 from rooftile.ops.sample import greedy
 
@@ -33,7 +33,8 @@ def caches():
 
 
 def embed():
-    embedding(torch.zeros(1, dtype=torch.int32), torch.empty(8, 16), 1.0)
+    args = torch.zeros(1, dtype=torch.int32), torch.empty(8, 16), 1.0
+    prepare_embedding(*args)(*args)
 
 
 def sample():
@@ -51,6 +52,7 @@ def launched(monkeypatch):
     """What is launched for sm_90, and nothing is."""
     plans = []
     monkeypatch.setattr(launching, "launch", lambda plan, *_: plans.append(plan))
+    monkeypatch.setattr(launching, "bind", lambda plan, *_, **__: lambda *tensors: plans.append(plan))
     monkeypatch.setattr(launching, "counters", lambda n, device: torch.empty(n, dtype=torch.int32))
     monkeypatch.setattr(runtime, "target", lambda device: runtime.TARGETS["sm_90"])
     monkeypatch.setattr("rooftile.ops.embedding._check_values", lambda ids, n_rows: None)  # a compiler's have none

@@ -341,7 +341,7 @@ def define(
     node = _node(name, autograd, mutated)
     # `Function.apply` itself looks for functorch's wrappers, which plain tensors are not: 3 us.
     apply_to_plain: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
-    has_checks = bool(mutated) or (autograd is not None and autograd.check is not None)
+    check = None if autograd is None else autograd.check
 
     def asks_for_gradients(args: tuple[Any, ...]) -> bool:
         if forward_ad._current_level >= 0 and any(_has_tangent(args[i]) for i in tensors):
@@ -353,8 +353,8 @@ def define(
         return False
 
     def check_gradients(args: tuple[Any, ...]) -> None:
-        if autograd is not None and autograd.check is not None:
-            autograd.check(args)
+        if check is not None:
+            check(args)
         for i in mutated:
             argument = overload._schema.arguments[i].name
             if args[i].requires_grad and args[i].is_leaf:
@@ -384,8 +384,10 @@ def define(
         run = None if prepared is None else prepared.find(*args)
         if run is not None:
             if type(run) is tuple:
-                if has_checks:
+                if mutated:
                     return with_gradients(None, args)
+                if check is not None:
+                    check(args)
                 return apply_to_plain(run[0], *args)
             for i in mutated:
                 torch.autograd.graph.increment_version(args[i])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -107,22 +108,34 @@ def _check_values(ids: Tensor, n_rows: int) -> None:
             raise ValueError(f"embedding: ids holds {worst}, expected 0 to {n_rows - 1}, the rows of weight")
 
 
-def _launch(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
-    y = _output(ids, weight, scale)
-    _check_values(ids, weight.shape[0])
-    if y.numel() == 0:
+def _prepare(ids: Tensor, weight: Tensor, scale: float) -> Callable[..., Tensor]:
+    _output(ids, weight, scale)
+    shape, dtype, device = (*ids.shape, weight.shape[1]), weight.dtype, weight.device
+    strides, n_rows = library.contiguous_strides(shape), weight.shape[0]
+    start, copies = library.start_nothing, library.Copies()
+    if ids.numel() and weight.shape[1]:
+        flat = ids.reshape(-1)
+        if type(ids) is not Tensor or flat.data_ptr() != ids.data_ptr():
+            copies[0] = _flat
+        n_tokens, n_cols = flat.shape[0], int(weight.shape[1])
+        c = config(n_cols, runtime.target(weight.device))
+        launcher = _plan(n_cols, (ids.dtype, weight.dtype), float(scale), pdl.early(ids), c)
+        programs = library.cdiv(n_tokens, c.rows) * library.cdiv(n_cols, c.block_n)
+        numbers = (n_tokens, n_rows)
+        start = launching.bind(launcher, programs, strides=(flat.stride(0), *weight.stride()), numbers=numbers)
+        start = library.copying(start, copies)
+
+    def run(ids: Tensor, weight: Tensor, *_: object) -> Tensor:
+        _check_values(ids, n_rows)
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(ids, weight, y)
         return y
-    ids = ids.reshape(-1)
-    n_tokens, n_cols = ids.shape[0], int(weight.shape[1])
-    c = config(n_cols, runtime.target(weight.device))
-    launching.launch(
-        _plan(n_cols, (ids.dtype, weight.dtype), float(scale), pdl.early(ids), c),
-        library.cdiv(n_tokens, c.rows) * library.cdiv(n_cols, c.block_n),
-        (ids, weight, y),
-        (ids.stride(0), *weight.stride()),
-        (n_tokens, weight.shape[0]),
-    )
-    return y
+
+    return run
+
+
+def _flat(ids: Tensor) -> Tensor:
+    return ids.reshape(-1)
 
 
 def _refuse(inputs: tuple[Any, ...]) -> None:
@@ -138,7 +151,7 @@ def _unreachable(*_: Any) -> NoReturn:
 
 _op = library.define(
     "embedding(Tensor ids, Tensor weight, float scale) -> Tensor",
-    launch=_launch,
+    prepare=_prepare,
     fake=_output,
     autograd=library.Autograd(save=_unreachable, backward=_unreachable, check=_refuse),
 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -197,7 +198,7 @@ def table_strides(x: Tensor, rows: int) -> tuple[int, int]:
     return (strides[0] if rows == 1 and x.shape[0] > 1 else 0), strides[rows]
 
 
-def rotate(
+def _prepare_rotation(
     q: Tensor,
     k: Tensor,
     q_out: Tensor,
@@ -208,16 +209,20 @@ def rotate(
     style: str,
     layout: str,
     inverse: bool,
-) -> None:
+) -> Callable[..., None]:
+    """The launch over q, k, q_out, k_out, cos, sin and position_ids."""
     if q.numel() + k.numel() == 0:
-        return
-    cos, sin = unit_last(cos), unit_last(sin)
+        return library.start_nothing
+    in_place, copies = q_out is q, library.Copies()
+    if not in_place:
+        q, k = _unit_last_of(q, copies, 0), _unit_last_of(k, copies, 1)
+    cos, sin = _unit_last_of(cos, copies, 4), _unit_last_of(sin, copies, 5)
     heads, time = layout.index("h"), layout.index("t")
     batch, seq_len, head_dim, rotary = q.shape[0], q.shape[time], int(q.shape[3]), int(cos.shape[-1])
     q_heads, k_heads = int(q.shape[heads]), int(k.shape[heads])
     c = config(max(q_heads, k_heads), rotary, runtime.target(q.device))
     dtypes = (q.dtype, cos.dtype, None if position_ids is None else position_ids.dtype)
-    plan = _plan(dtypes, q_heads, k_heads, rotary, head_dim, style, inverse, q_out is q, c)
+    launcher = _plan(dtypes, q_heads, k_heads, rotary, head_dim, style, inverse, in_place, c)
     strides = (
         *axis_strides(q, layout),
         *axis_strides(k, layout),
@@ -228,8 +233,17 @@ def rotate(
         *((0, 0) if position_ids is None else table_strides(position_ids, position_ids.dim() - 1)),
     )
     programs = batch * library.cdiv(seq_len, c.tokens)
-    tensors = (q, k, q_out, k_out, cos, sin, position_ids)
-    launching.launch(plan, programs, tensors, strides, (seq_len, cos.shape[-2]))
+    return library.copying(
+        launching.bind(launcher, programs, strides=strides, numbers=(seq_len, cos.shape[-2])), copies
+    )
+
+
+def _unit_last_of(x: Tensor, copies: library.Copies, place: int) -> Tensor:
+    """`unit_last(x)`, which goes into `copies` where it is a copy."""
+    y = unit_last(x)
+    if y is not x:
+        copies[place] = unit_last
+    return y
 
 
 @functools.cache
@@ -307,7 +321,7 @@ def check(
         raise TypeError(f"{op}: position_ids has dtype {position_ids.dtype}, expected int32 or int64")
 
 
-def _launch(
+def _prepare(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
@@ -316,10 +330,21 @@ def _launch(
     style: str,
     layout: str,
     inverse: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     q_out, k_out = _fake(q, k, cos, sin, position_ids, style, layout, inverse)
-    rotate(unit_last(q), unit_last(k), q_out, k_out, cos, sin, position_ids, style, layout, inverse)
-    return q_out, k_out
+    start = _prepare_rotation(q, k, q_out, k_out, cos, sin, position_ids, style, layout, inverse)
+    q_shape, q_strides, k_shape, k_strides = q_out.shape, q_out.stride(), k_out.shape, k_out.stride()
+    dtype, device = q.dtype, q.device
+
+    def run(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, *_: object
+    ) -> tuple[Tensor, Tensor]:
+        q_out = torch.empty_strided(q_shape, q_strides, dtype=dtype, device=device)
+        k_out = torch.empty_strided(k_shape, k_strides, dtype=dtype, device=device)
+        start(q, k, q_out, k_out, cos, sin, position_ids)
+        return q_out, k_out
+
+    return run
 
 
 def dense(x: Tensor, layout: str) -> Tensor:
@@ -377,13 +402,13 @@ def _backward(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None,
 _op = library.define(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, str style, str layout, bool inverse) "
     "-> (Tensor, Tensor)",
-    launch=_launch,
+    prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward, lambda inputs: check_tables("rope", *inputs[2:4])),
 )
 
 
-def _launch_in_place(
+def _prepare_in_place(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
@@ -391,11 +416,17 @@ def _launch_in_place(
     position_ids: Tensor | None,
     style: str,
     layout: str,
-) -> None:
+) -> Callable[..., None]:
     _fake_in_place(q, k, cos, sin, position_ids, style, layout)
-    if q.numel() and k.numel() and q.data_ptr() == k.data_ptr() != 0:  # all meta tensors lie at 0
-        raise ValueError("rope_: k is the same memory as q, expected memory of its own to be written in place")
-    rotate(q, k, q, k, cos, sin, position_ids, style, layout, False)
+    start = _prepare_rotation(q, k, q, k, cos, sin, position_ids, style, layout, False)
+    both = q.numel() and k.numel()
+
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, *_: object) -> None:
+        if both and q.data_ptr() == k.data_ptr() != 0:  # all meta tensors lie at 0
+            raise ValueError("rope_: k is the same memory as q, expected memory of its own to be written in place")
+        start(q, k, q, k, cos, sin, position_ids)
+
+    return run
 
 
 def _fake_in_place(
@@ -427,7 +458,7 @@ def _save_in_place(ctx, inputs, outputs) -> None:
 
 _op_in_place = library.define(
     "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? position_ids, str style, str layout) -> ()",
-    launch=_launch_in_place,
+    prepare=_prepare_in_place,
     fake=_fake_in_place,
     autograd=library.Autograd(_save_in_place, _backward_in_place, lambda inputs: check_tables("rope_", *inputs[2:4])),
 )
