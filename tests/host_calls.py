@@ -51,7 +51,13 @@ def compiled(launch, programs, first, args):
 def make_up_a_gpu(arch="sm_90"):
     """Before any op is imported."""
     module = native.build()
-    functions = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuGetErrorString")
+    functions = (
+        "cuLaunchKernelEx",
+        "cuTensorMapEncodeTiled",
+        "cuGetErrorString",
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxSetCurrent",
+    )
     addresses = {name: ctypes.cast(NOTHING, ctypes.c_void_p).value for name in functions}
     module.use_driver({**addresses, "cuCtxGetDevice": ctypes.cast(ON_DEVICE_0, ctypes.c_void_p).value})
     native.configure(module, id)  # any function in C of one argument that returns an integer

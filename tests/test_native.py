@@ -60,6 +60,8 @@ ENCODE = ctypes.CFUNCTYPE(
     *[ctypes.POINTER(ctypes.c_uint)] * 2,
     *[ctypes.c_int] * 4,
 )
+RETAIN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
+CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 ERROR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
 
 
@@ -74,6 +76,8 @@ class Driver:
             "cuLaunchKernelEx": LAUNCH(self._launch),
             "cuTensorMapEncodeTiled": ENCODE(self._encode),
             "cuCtxGetDevice": DEVICE(self._get_device),
+            "cuDevicePrimaryCtxRetain": RETAIN(self._retain),
+            "cuCtxSetCurrent": CONTEXT(self._set_context),
             "cuGetErrorString": ERROR(self._error),
         }
 
@@ -108,7 +112,17 @@ class Driver:
         return self.result
 
     def _get_device(self, device):
+        if self.device is None:  # the thread has no context
+            return 201
         device[0] = self.device
+        return 0
+
+    def _retain(self, context, device):
+        context[0] = 0x9000 + device
+        return 0
+
+    def _set_context(self, context):
+        self.device = context - 0x9000
         return 0
 
     def _error(self, code, text):
@@ -216,6 +230,13 @@ class TestLaunch:
         start(x, None, x)
         assert entered == [0, 3]
         assert not driver.launches
+
+    def test_a_thread_without_a_context_gets_pytorchs(self, driver, x):
+        start = bound(Kernel(), x)
+        driver.device = None
+        start(x, None, x)
+        assert driver.device == 0
+        assert len(driver.launches) == 1
 
     def test_numbers_and_programs_may_come_with_the_call(self, driver, x):
         kernel = Kernel()

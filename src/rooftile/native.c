@@ -27,6 +27,8 @@ static struct {
                      const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   CUresult (*device)(CUdevice *);
+  CUresult (*retain)(CUcontext *, CUdevice);
+  CUresult (*set_context)(CUcontext);
   CUresult (*error)(CUresult, const char **);
 } driver;
 
@@ -37,6 +39,8 @@ static const struct {
     {"cuLaunchKernelEx", (void **)&driver.launch},
     {"cuTensorMapEncodeTiled", (void **)&driver.encode},
     {"cuCtxGetDevice", (void **)&driver.device},
+    {"cuDevicePrimaryCtxRetain", (void **)&driver.retain},
+    {"cuCtxSetCurrent", (void **)&driver.set_context},
     {"cuGetErrorString", (void **)&driver.error},
 };
 #define N_FUNCTIONS (sizeof(driver_functions) / sizeof(driver_functions[0]))
@@ -46,6 +50,16 @@ static PyObject *raise_driver_error(const char *what, CUresult code) {
   if (driver.error)
     driver.error(code, &text);
   return PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %s (%s: %d)", text ? text : "unknown error", what, code);
+}
+
+// Whether that device is the current one. A thread that has asked CUDA for nothing so far is on device 0 without a
+// context, and gets PyTorch's.
+static bool is_current(int wanted) {
+  CUdevice device;
+  CUcontext context;
+  if (driver.device(&device) == CUDA_SUCCESS)
+    return device == wanted;
+  return wanted == 0 && driver.retain(&context, 0) == CUDA_SUCCESS && driver.set_context(context) == CUDA_SUCCESS;
 }
 
 // use_driver(functions): the driver's functions, {name: address}; libcuda's own where it is None.
@@ -179,8 +193,7 @@ static PyObject *launch_call(PyObject *callable, PyObject *const *args, size_t n
   int listening = hooked();
   if (listening < 0)
     return NULL;
-  CUdevice current;
-  if (listening || driver.device(&current) != CUDA_SUCCESS || current != self->device)
+  if (listening || !is_current(self->device))
     goto slow;
 
   uint64_t values[MAX_PARAMS];
@@ -614,8 +627,7 @@ static PyObject *look_up(Calls *self, PyObject *const *args, Py_ssize_t n, bool 
       return NULL;
     Py_RETURN_NONE;
   }
-  CUdevice current;
-  if (driver.device(&current) != CUDA_SUCCESS || current != key.device)
+  if (!is_current(key.device))
     Py_RETURN_NONE;
   if (!without_gradients || !key.requires_grad) {
     found = PyTuple_GET_ITEM(found, 0);
