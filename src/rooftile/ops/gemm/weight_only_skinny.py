@@ -1,14 +1,14 @@
-"""The product of x and a weight of 8 or 4 bits: the weight's rows on the matrix unit's long side, for few rows of x.
+"""The few-row mainloop for quantized weights: int8, fp8 or int4, dequantized on the way to the tensor cores.
 
-A program computes the transposed tile, `w[n, k] x[m, k]`, walking along K. The packed tile streams through shared
-memory, and is dequantised on its way into the registers that the matrix unit reads its first operand from. With
-several `SLICES` the product is a batch of products, one block of K each, and Triton gives each warp blocks of its own:
-16 rows of the weight keep four warps busy, and their sums meet once, at the end.
+As in skinny.py a CTA computes the transposed tile, `w[n, k] x[m, k]`: the weight has the tensor core's long side. The
+packed tile streams through shared memory and is dequantized into the registers that the tensor cores read their first
+operand from. With several `SLICES` it is a batch of GEMMs, one block of K each, and Triton gives each warp blocks of
+its own: 16 rows of the weight then keep four warps busy, and their sums are added once, at the end.
 
-int4 has a scale for each group of K and row: a block's product is a sum over one group, multiplied by its scale in
-float32 as it joins the rest. A block is two groups: the bytes' low nibbles are the first, their high ones the second,
-so that both halves of x, too, are contiguous. Where the groups are odd in number the last block is one group, each half
-a half of it.
+int4 has a scale for each row and group of K. A block's GEMM is a sum over one group, and is multiplied by its scale in
+float32 as it is added to the rest. A block is two groups: the low nibbles of its bytes are the first, the high nibbles
+the second, so that both halves of x are contiguous too. With an odd number of groups the last block is one group, and
+each of its halves half a group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _spread(blocks, rows, inner, SLICES: tl.constexpr):
 
 @triton.jit
 def _scales(scale_ptr, rows, block, GROUPS: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr):
-    """The scales of a block's two groups. PAIRS: two of 16 bits are one word, as wide as a pipelined copy has to be."""
+    """The scales of a block's two groups. PAIRS: two of 16 bits are one word, the least that a pipelined load takes."""
     if PAIRS != "":
         HALF: tl.constexpr = GROUPS // 2
         if EVEN:
@@ -87,7 +87,7 @@ def _weight_only_kernel(
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    # A block's bytes in a row of the weight, the blocks there are, and how many steps each of the splits walks.
+    # A block's bytes in a row of the weight, the number of blocks, and how many steps each part of the sum has.
     BYTES: tl.constexpr = BLOCK_K // 2 if GROUP > 0 else BLOCK_K
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = (BLOCKS + SLICES - 1) // SLICES
@@ -96,13 +96,13 @@ def _weight_only_kernel(
     ODD: tl.constexpr = GROUP > 0 and K % BLOCK_K != 0
     GROUPS: tl.constexpr = K // GROUP if GROUP > 0 else 0
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    # Neighbours share a tile of the weight.
+    # Neighbouring CTAs share a tile of the weight.
     row_tiles = tl.cdiv(n_rows, BLOCK_M)
     tile = tl.program_id(0) // SPLIT
     split = tl.program_id(0) % SPLIT
     m = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_inside = tl.minimum(n, n_cols - 1).to(tl.int64)  # what is past the last row is in bounds, and not stored
+    n_inside = tl.minimum(n, n_cols - 1).to(tl.int64)  # rows past the last one are clamped to it, and not stored
     block, w_rows, w_inner = _spread(tl.arange(0, SLICES), n_inside, tl.arange(0, BYTES), SLICES)
     _, x_inner, x_rows = _spread(tl.arange(0, SLICES), tl.arange(0, BYTES), m, SLICES)
     w_ptrs = w_ptr + w_rows * stride_wn + w_inner + block * BYTES
@@ -113,8 +113,8 @@ def _weight_only_kernel(
         pdl_launch_dependents()
         ROW_BYTES: tl.constexpr = (K // 2) if GROUP > 0 else K
         lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(SLICES * BYTES, 128))) * 128
-        for ahead in tl.static_range(PREFETCH):
-            line = tl.minimum((first_step + ahead) * SLICES * BYTES + lines, ROW_BYTES - 1)
+        for early in tl.static_range(PREFETCH):
+            line = tl.minimum((first_step + early) * SLICES * BYTES + lines, ROW_BYTES - 1)
             prefetch(w_ptr + n_inside[:, None] * stride_wn + line[None, :])
         pdl_wait()
 
@@ -129,7 +129,7 @@ def _weight_only_kernel(
             x_inside = x_mask
             half = BYTES
         elif GROUP > 0:
-            # Bytes of a block, and so elements of each of its halves.
+            # Bytes of a block, and elements of each of its halves.
             half = tl.minimum(K - (at + block) * BLOCK_K, BLOCK_K) // 2
             w = tl.load(w_ptrs + at * BYTES, mask=w_inner < half, other=0, eviction_policy="evict_first")
             x_inside = x_mask & (x_inner < half)
