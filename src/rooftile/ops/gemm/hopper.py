@@ -229,8 +229,10 @@ class HopperTiling:
 @gluon.jit
 def count_tiles(size, T: gl.constexpr):
     """How many tiles this CTA has."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     tiles = gl.cdiv(size[0], gl.constexpr(T.tile_rows)) * gl.cdiv(size[1], gl.constexpr(T.cols))
-    return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+    return gl.cdiv(tiles - program, programs)
 
 
 @gluon.jit
@@ -283,8 +285,9 @@ def produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
     slot = 0
     parity = 0
     for i in range(count_tiles(size, T)):
+        steps = gl.cdiv(size[2], gl.constexpr(T.block_k))
         row, col = corner(i, size, T)
-        for step in range(gl.cdiv(size[2], gl.constexpr(T.block_k))):
+        for step in range(steps):
             at = step * T.block_k
             bar = ready.index(slot)
             mbarrier.wait(free.index(slot), parity ^ 1)
