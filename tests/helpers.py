@@ -109,9 +109,9 @@ class Calls(TorchDispatchMode):
 
 @contextmanager
 def padded_allocations(monkeypatch, pad=64, poison=False):
-    """Every `torch.empty` meanwhile is a view inside a larger buffer of sentinels; yields a list of (buffer, numel).
+    """Every `torch.empty` and `torch.empty_strided` meanwhile is a view inside a larger buffer of sentinels.
 
-    poison: what lies between the sentinels is NaN, or the greatest integer.
+    Yields a list of (buffer, numel). poison: what lies between the sentinels is NaN, or the greatest integer.
     """
     made = []
     stock = torch.empty
@@ -126,7 +126,12 @@ def padded_allocations(monkeypatch, pad=64, poison=False):
             buffer[pad : pad + numel].fill_(value)
         return buffer[pad : pad + numel].view(shape)
 
+    def empty_strided(shape, strides, **options):
+        span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
+        return empty(span, **options).as_strided(shape, strides, pad)
+
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", empty)
+        patch.setattr(torch, "empty_strided", empty_strided)
         yield made
     assert torch.empty is stock

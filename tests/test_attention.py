@@ -7,7 +7,7 @@ import torch
 from helpers import BF16, assert_same
 
 from rooftile.ops.attention import AttentionConfig, attention
-from rooftile.ops.attention.common import parts
+from rooftile.primitives.scores import split_dim
 from rooftile.reference import attention as reference
 
 INF, NAN = float("inf"), float("nan")
@@ -52,8 +52,8 @@ def test_dimensions_are_split_into_powers_of_two():
         200: (256, 0),
         256: (256, 0),
     }
-    assert {d: parts(d) for d in expected} == expected
-    assert all(sum(parts(d)) >= d for d in range(1, 257))
+    assert {d: split_dim(d) for d in expected} == expected
+    assert all(sum(split_dim(d)) >= d for d in range(1, 257))
 
 
 @pytest.mark.parametrize(
@@ -342,8 +342,8 @@ def test_whether_gradients_are_deterministic_is_asked_of_the_caller_and_else_of_
 
     q = torch.randn(1, 1, 8, 16, device=device, requires_grad=True)
     asked = []
-    launch = ops._backward
-    monkeypatch.setattr(ops, "_backward", lambda *args: asked.append(args[-2]) or launch(*args))
+    prepare = ops.prepare_backward
+    monkeypatch.setattr(ops, "prepare_backward", lambda *args: asked.append(args[-3]) or prepare(*args))
     for deterministic in (True, False, None):
         attention(q, q, q, deterministic=deterministic).sum().backward()
     before = torch.are_deterministic_algorithms_enabled()
@@ -358,11 +358,11 @@ def test_whether_gradients_are_deterministic_is_asked_of_the_caller_and_else_of_
 
 
 def test_gradients_are_the_portable_kernels_where_the_forward_is_told_to_be(device, monkeypatch):
-    from rooftile.ops.attention import choose
+    from rooftile.ops.attention import problem
 
     q = torch.randn(1, 1, 8, 16, device=device, requires_grad=True)
-    asked, chosen = [], choose.choose_backward
-    monkeypatch.setattr(choose, "choose_backward", lambda *args: asked.append(args[-1]) or chosen(*args))
+    asked, chosen = [], problem.choose_backward
+    monkeypatch.setattr(problem, "choose_backward", lambda *args: asked.append(args[-1]) or chosen(*args))
     attention(q, q, q, config=AttentionConfig("portable", 16, 16, 4, 1)).sum().backward()
     attention(q, q, q).sum().backward()
     assert asked == [True, False]

@@ -9,9 +9,9 @@ import torch
 from helpers import assert_same
 
 from rooftile import runtime
-from rooftile.ops.attention import backward, choose, delta, gaps
+from rooftile.ops.attention import backward, ops, problem, row_sums
 from rooftile.ops.attention.backward import BackwardConfig
-from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
+from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, Scoring
 from rooftile.reference import attention as reference
 
 BF16 = torch.bfloat16
@@ -36,23 +36,21 @@ def draw(q_shape, k_shape, value_dim, dtype, device, with_lse=False):
 
 def launched(q, k, v, out, lse, dout, dlse, x, s, c=SMALL, wanted=("dq", "dk", "dv")):
     """The gradients, written over NaN."""
+    x = Inputs(q, k, v, s, **x)
     made = {
         name: torch.full_like(t, math.nan) if name in wanted else None
         for name, t in (("dq", q), ("dk", k), ("dv", v), ("dsinks", x.sinks))
         if t is not None
     }
     made.setdefault("dsinks", None)
-    if x.starts_q is not None:  # as the op does, for every kernel
-        for name, starts, longest in (
-            ("dq", x.starts_q, x.longest_q), ("dk", x.starts_k, x.longest_k), ("dv", x.starts_k, x.longest_k)
-        ):  # fmt: skip
-            gaps.clear(made[name], None, starts, longest)
-    backward.launch(q, k, v, out, lse, dout, dlse, made["dq"], made["dk"], made["dv"], made["dsinks"], x, s, c)
+    gradients = tuple(made[name] for name in ("dq", "dk", "dv", "dsinks"))
+    start = ops.prepare_backward(x, out, lse, dout, dlse, gradients, c)
+    start(q, k, v, out, lse, dout, dlse, *gradients, *x.tensors)
     return made
 
 
 def whole(q, k, **tensors):
-    return Extras(**tensors, longest_q=q.shape[2], longest_k=k.shape[2])
+    return {**tensors, "longest_q": q.shape[2], "longest_k": k.shape[2]}
 
 
 def double(t):
@@ -194,16 +192,17 @@ def test_only_what_is_asked_for_is_computed(wanted, device, monkeypatch):
     x = whole(q, k, sinks=sinks)
     out, lse = (t.float().contiguous() for t in formula(q.double(), k.double(), v.double(), s, sinks=sinks.double()))
     expected = launched(q, k, v, out, lse, dout, dlse, x, s, wanted=("dq", "dk", "dv", "dsinks"))
-    plans = []
-    launch = backward.launching.launch
-    monkeypatch.setattr(backward.launching, "launch", lambda plan, *a: (plans.append(plan), launch(plan, *a)))
+    launchers, bind = [], backward.bind
+    monkeypatch.setattr(
+        backward, "bind", lambda launcher, *a, **b: launchers.append(launcher) or bind(launcher, *a, **b)
+    )
     found = launched(q, k, v, out, lse, dout, dlse, x, s, wanted=wanted)
     for name, t in found.items():
         assert (t is None) == (name not in wanted)
         assert t is None or torch.equal(t, expected[name])
-    kernels = {plan.kernel for plan in plans}
-    assert (backward.dq_kernel in kernels) == ("dq" in wanted)
-    assert (backward.dkdv_kernel in kernels) == ("dk" in wanted or "dv" in wanted)
+    kernels = {launcher.kernel for launcher in launchers}
+    assert (backward._dq_kernel in kernels) == ("dq" in wanted)
+    assert (backward._dkdv_kernel in kernels) == ("dk" in wanted or "dv" in wanted)
 
 
 @pytest.mark.parametrize("right", [-1, 0])
@@ -224,9 +223,8 @@ def test_packed_sequences(right, device):
     target = (out * dout.double()).sum() + (lse * dlse.double()).sum()
     expected = torch.autograd.grad(target, leaves)
     starts_q, starts_k = (t.to(device) for t in starts)
-    x = Extras(
-        alibi_slopes=slopes, sinks=sinks, starts_q=starts_q, starts_k=starts_k, longest_q=40, longest_k=40
-    )  # fmt: skip
+    x = {"alibi_slopes": slopes, "sinks": sinks, "starts_q": starts_q, "starts_k": starts_k}
+    x |= {"longest_q": 40, "longest_k": 40}
     wanted = ("dq", "dk", "dv", "dsinks")
     found = launched(
         q, k, v, out.detach().float(), lse.detach().float().contiguous(), dout, dlse, x, s, wanted=wanted
@@ -240,7 +238,7 @@ def test_nothing_outside_of_a_sequence_is_written_whatever_the_starts_say(starts
     q, k, v, dout, _ = draw((1, 2, 60, 16), (1, 2, 60, 16), 16, torch.float32, device)
     at = torch.tensor(starts, dtype=torch.int32, device=device)
     out, lse = torch.randn_like(v), torch.randn(1, 2, 60, device=device) + 4
-    x = Extras(starts_q=at, starts_k=at, longest_q=60, longest_k=60)
+    x = {"starts_q": at, "starts_k": at, "longest_q": 60, "longest_k": 60}
     found = launched(q, k, v, out, lse, dout, None, x, Scoring(0.25, right=0))
     covered = torch.zeros(60, dtype=torch.bool, device=device)
     for a, b in itertools.pairwise(starts):
@@ -291,7 +289,8 @@ def test_delta_takes_any_strides(value_dim, device):
     out, dout = torch.randn(2, 3, value_dim, 70, device=device).mT, torch.randn(70, 3, 2, value_dim, device=device)
     dout, dlse = dout.permute(2, 1, 0, 3), torch.randn(70, 3, 2, device=device).permute(2, 1, 0)
     found = torch.full((2, 3, 70), math.nan, device=device)
-    delta.launch(out, dout, dlse, found)
+    lse = torch.zeros(2, 3, 70, device=device)
+    row_sums.prepare_delta(out, dout, dlse, None, None)(out, dout, dlse, found, lse, None, None)
     torch.testing.assert_close(found, (out * dout).sum(-1) - dlse, rtol=1e-5, atol=1e-5)
 
 
@@ -322,20 +321,20 @@ PROBLEM = Problem(2, 16, 16, 8192, 8192, 128, 128, BF16, Scoring(0.1))
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_the_default_is_not_refused(dtype, head_dim, target):
     p = dataclasses.replace(PROBLEM, head_dim=head_dim, value_dim=head_dim, dtype=dtype)
-    assert backward.refuses(p, backward.default_config(p, target), target) is None
+    assert backward.can_implement(p, backward.default_config(p, target), target) is None
 
 
 def test_what_can_not_run_is_refused():
     target = runtime.TARGETS["sm_90"]
-    assert "hopper" in backward.refuses(PROBLEM, AttentionConfig("hopper", 64, 128), target)
-    assert "16 of each" in backward.refuses(PROBLEM, AttentionConfig("portable", 8, 64), target)
-    assert "num_warps" in backward.refuses(PROBLEM, AttentionConfig("portable", 64, 64, 64), target)
-    assert "shared memory" in backward.refuses(PROBLEM, AttentionConfig("portable", 256, 256, 8, 4), target)
+    assert "hopper" in backward.can_implement(PROBLEM, AttentionConfig("hopper", 64, 128), target)
+    assert "16 of each" in backward.can_implement(PROBLEM, AttentionConfig("portable", 8, 64), target)
+    assert "num_warps" in backward.can_implement(PROBLEM, AttentionConfig("portable", 64, 64, 64), target)
+    assert "shared memory" in backward.can_implement(PROBLEM, AttentionConfig("portable", 256, 256, 8, 4), target)
     with pytest.raises(ValueError, match="power of two"):
         BackwardConfig("portable", 64, 64, 4, 2, 24)
 
 
 def test_which_kernel_the_gradients_get():
     target = runtime.TARGETS["sm_90"]
-    assert choose.choose_backward(PROBLEM, target).kernel == "hopper"
-    assert choose.choose_backward(PROBLEM, target, portable=True).kernel == "portable"
+    assert problem.choose_backward(PROBLEM, target).kernel == "hopper"
+    assert problem.choose_backward(PROBLEM, target, portable=True).kernel == "portable"

@@ -6,7 +6,7 @@ from helpers import BF16, assert_same
 from test_offsets import far_rows, no_plans_kept, use_kernels_without_int64
 
 from rooftile import runtime
-from rooftile.ops.attention import attention, backward, backward_kernel, backward_parts, delta, forward, forward_kernel
+from rooftile.ops.attention import attention, backward, forward, parts, row_sums
 
 __all__ = ["far_rows", "no_plans_kept"]  # fixtures
 
@@ -42,12 +42,9 @@ def test_a_kernel_with_offsets_of_32_bits_is_caught(
         pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")
     from rooftile.interpreter.memory import OutOfBoundsError
 
-    sound = forward_kernel.forward_kernel
-    for file in (forward_kernel, backward_parts, backward_kernel, delta):  # each with what it imports of those before
+    files = (parts, forward) if direction == "forward" else (parts, backward, row_sums)
+    for file in files:  # each with what it imports of those before
         use_kernels_without_int64(file, monkeypatch, tmp_path)
-    monkeypatch.setattr(forward, "forward_kernel", forward_kernel.forward_kernel if direction == "forward" else sound)
-    monkeypatch.setattr(backward, "dkdv_kernel", backward_kernel.dkdv_kernel)
-    monkeypatch.setattr(backward, "dq_kernel", backward_kernel.dq_kernel)
     assert_same(*run_far(role, torch.clone, device))  # sound where offsets are small
     with pytest.raises(OutOfBoundsError, match="out of bounds"):
         run_far(role, far_rows, device)

@@ -106,7 +106,7 @@ def bind(
     programs: int | None,
     *,
     strides: tuple[int | None, ...] = (),
-    numbers: tuple[int | None, ...] = (),
+    numbers: tuple[int | float | None, ...] = (),
     descriptors: Mapping[int, Descriptor] | None = None,
 ) -> Callable[..., None]:
     """A launch with all but its tensors fixed: call it with a tensor or None for each of the kernel's pointers.
@@ -131,7 +131,7 @@ class Launch:
         launcher: KernelLauncher,
         programs: int | None,
         strides: tuple[int | None, ...],
-        numbers: tuple[int | None, ...],
+        numbers: tuple[int | float | None, ...],
         descriptors: Mapping[int, Descriptor],
     ) -> None:
         self.launcher = launcher
@@ -160,7 +160,7 @@ class Launch:
     def _from_native(self, start: Any, *given: Any) -> None:
         self(*given)
 
-    def _numbers(self, given: tuple[Any, ...]) -> tuple[int, ...]:
+    def _numbers(self, given: tuple[Any, ...]) -> tuple[int | float, ...]:
         """The numbers, with those that a call gives in their places."""
         rest = iter(given)
         return tuple(next(rest) if number is None else number for number in self.numbers)
@@ -187,7 +187,7 @@ class Launch:
                 return self._on_gpu(programs, device, tensors, numbers)
         return self._on_gpu(programs, device, tensors, numbers)
 
-    def _arguments(self, tensors: tuple[Any, ...], numbers: tuple[int, ...]) -> tuple[Any, ...]:
+    def _arguments(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> tuple[Any, ...]:
         """What the kernel is given by position: all but its constants."""
         if self.descriptors:
             tensors = tuple(
@@ -201,7 +201,7 @@ class Launch:
         with _assembler(launcher, first) as options:
             return launcher.kernel[(programs,)](*args, **launcher.constants, **options)
 
-    def _on_gpu(self, programs: Any, device: int, tensors: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
+    def _on_gpu(self, programs: Any, device: int, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
         pointers = 0
         for t in tensors:
             if t is not None:

@@ -7,18 +7,15 @@ at. The producer waits for the opposite one, which a newly initialised barrier c
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile.launching import Descriptor  # before Triton: runtime fixes the mode of the process
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import tma  # isort: skip
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # isort: skip
 
 # Triton 3.9 renamed these. The old names of the copies still exist there, and raise.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -86,18 +83,11 @@ def is_describable(t: Tensor) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _fields(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...], layout: Any
-) -> dict[str, object]:
-    """All fields of a descriptor but its tensor, validated once. The stride of a dimension of size 1 is arbitrary."""
-    any_stride = shape[-1] + -shape[-1] % 16
-    strides = [d if n > 1 else any_stride for n, d in zip(shape[:-1], stride[:-1], strict=True)]
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides, 1], list(block), layout))
+def describe(t: Tensor, block: tuple[int, ...], layout: Any) -> Descriptor:
+    """The TMA descriptor, but for the address, of tensors like t with tiles of `block`, in a Gluon shared layout.
 
-
-def describe(t: Tensor, block: tuple[int, ...], layout: Any) -> TensorDescriptor:
-    """The TMA descriptor of t with tiles of `block`. Loads outside of t give zeros, and stores there are dropped."""
-    descriptor = object.__new__(TensorDescriptor)  # its own validation takes longer than a launch
-    descriptor.__dict__.update(_fields(t.shape, t.stride(), t.dtype, block, layout), base=t)
-    return descriptor
+    Loads outside of the tensor give zeros, and stores there are dropped.
+    """
+    any_stride = t.shape[-1] + -t.shape[-1] % 16  # the stride of a dimension of size 1 is arbitrary
+    strides = [d if n > 1 else any_stride for n, d in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    return Descriptor(tuple(t.shape), (*strides, 1), block, layout)

@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rooftile import library
-from rooftile.ops.attention import common
-from rooftile.ops.attention.common import Layout, Window
+from rooftile.ops.attention import arguments
+from rooftile.ops.attention.arguments import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
 from rooftile.ops.attention.problem import AttentionConfig
+from rooftile.ops.gemm.common import autocast
 
 __all__ = ["AttentionConfig", "attention", "attention_varlen"]
 
@@ -91,9 +92,9 @@ def attention(
             devices differ.
         TypeError: dtypes differ, or are not one of those named; an option is of another type.
     """
-    scaled, cap, left, right = common.scoring_arguments("attention", causal, scale, window, softcap)
-    q, k, v = common.autocast(q, k, v)
-    text, exact = common.encoded("attention", config), common.is_deterministic("attention", deterministic)
+    scaled, cap, left, right = arguments.scoring_arguments("attention", causal, scale, window, softcap)
+    q, k, v = autocast(q, k, v)  # type: ignore[assignment]
+    text, exact = arguments.encoded("attention", config), arguments.is_deterministic("attention", deterministic)
     out, lse = attention_op(q, k, v, mask, alibi_slopes, sinks, scaled, cap, left, right, layout, text, exact)
     return (out, lse) if return_lse else out
 
@@ -143,16 +144,16 @@ def attention_varlen(
         TypeError: as `attention`; cu_seqlens is not int32.
     """
     op = "attention_varlen"
-    scaled, cap, left, right = common.scoring_arguments(op, causal, scale, window, softcap)
-    q, k, v = common.autocast(q, k, v)
-    text, exact = common.encoded(op, config), common.is_deterministic(op, deterministic)
+    scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
+    q, k, v = autocast(q, k, v)  # type: ignore[assignment]
+    text, exact = arguments.encoded(op, config), arguments.is_deterministic(op, deterministic)
     library.check_tensors(op, q=q, k=k)
-    starts_q, longest_q = common.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
+    starts_q, longest_q = arguments.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     if cu_seqlens_k is None:
-        common.check_alike(op, q, k, longest_q, max_seqlen_k)
+        arguments.check_alike(op, q, k, longest_q, max_seqlen_k)
         starts_k, longest_k = None, max_seqlen_k or longest_q
     else:
-        starts_k, longest_k = common.checked_starts(op, "k", cu_seqlens_k, k, max_seqlen_k)
+        starts_k, longest_k = arguments.checked_starts(op, "k", cu_seqlens_k, k, max_seqlen_k)
     out, lse = attention_varlen_op(
         q, k, v, starts_q, starts_k, alibi_slopes, sinks, longest_q, longest_k, scaled, cap, left, right, text, exact
     )

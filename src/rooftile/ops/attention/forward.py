@@ -1,82 +1,314 @@
-"""The portable forward: what its kernel is compiled for, what it takes, and how it is launched."""
+"""The portable forward: a program holds a block of queries and walks over the keys that any of them sees.
+
+The softmax is computed online (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867): m is the largest score
+so far, denom the sum of 2^(s - m), acc the sum of 2^(s - m) v. A block that raises m scales denom and acc down.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rooftile import launching, library, runtime
-from rooftile.ops.attention.common import parts
-from rooftile.ops.attention.forward_kernel import forward_kernel
-from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
-from rooftile.ops.attention.scores import LOG2E
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.launching import KernelLauncher, bind
+from rooftile.ops.attention.parts import (
+    end_key,
+    first_key,
+    has_unit_rows,
+    is_seen,
+    load_rows,
+    place,
+    sequence_range,
+    store_rows,
+)
+from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
+from rooftile.primitives.scores import LN2, LOG2E, capped_scores, split_dim
 
-_CHUNK = 16  # elements of a head that are multiplied at once, of float32
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+_CHUNK = 16  # elements of a float32 head that are multiplied at once
 
 
-def shared_memory(p: Problem, c: AttentionConfig, target: runtime.Target) -> int:
-    """Bytes of shared memory of a program: its queries, and the keys and values on their way."""
-    d, v = sum(parts(p.head_dim)), sum(parts(p.value_dim))
-    if p.dtype.itemsize == 4:  # queries and keys come in parts, and the output leaves through it
+@triton.jit
+def eights(stride, EIGHTS: tl.constexpr):
+    """The stride; where it is known to be a multiple of 8, so that the compiler knows it too, and loads vectors."""
+    if EIGHTS:
+        return stride // 8 * 8
+    else:
+        return stride
+
+
+@triton.jit
+def biased(
+    s,
+    p,
+    cols,
+    rows,
+    mask_ptr,
+    slope,
+    stride_mt,
+    stride_ms,
+    n_k,
+    MASK: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The scores with the additive mask and the slope of ALiBi; -inf where a bool mask hides a key.
+
+    rows (R, 1) are inside the mask; of cols (1, C) those are that are less than n_k.
+    """
+    if MASK != "":
+        ptrs = mask_ptr + rows.to(tl.int64) * stride_mt + cols.to(tl.int64) * stride_ms
+        if MASKED:
+            bias = tl.load(ptrs, mask=cols < n_k, other=0)
+        else:
+            bias = tl.load(ptrs)
+        if MASK == "bool":
+            s = tl.where(bias.to(tl.int1), s, float("-inf"))
+        else:
+            s += bias.to(tl.float32) * LOG2E
+    if ALIBI:
+        s -= slope * tl.abs(p - cols).to(tl.float32)
+    return s
+
+
+@triton.jit
+def _walk_keys(
+    acc, acc_rest, m, denom, q, q_rest,
+    q_ptr, k_ptr, v_ptr, mask_ptr, slope, rows, p, lo, hi, n_k, scoring,
+    stride_qt, stride_kt, stride_vt, stride_mt, stride_ms,
+    CAPPED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASK: tl.constexpr, ALIBI: tl.constexpr, RAW: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Walk over the keys from lo to hi; with MASKED, only those that exist and are seen count.
+
+    CHUNK is for float32, whose exact products run on the FMA units. Their operands are in registers, so a head is
+    multiplied in chunks, for which q is read again.
+    """
+    # RAW scores are scaled where their maximum is subtracted: one instruction an element less.
+    factor, cap, left, right = scoring
+    block = tl.arange(0, BLOCK_N)
+    for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
+        keys = start + block
+        cols = keys[None, :]
+        inside = (keys < n_k)[:, None]
+
+        if CHUNK > 0:
+            s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+            for d in tl.static_range(0, D1 + D2, CHUNK):
+                q_part = load_rows(q_ptr, rows, rows >= 0, stride_qt, D, d, CHUNK, False)
+                k = load_rows(k_ptr, keys[:, None], inside, stride_kt, D, d, CHUNK, MASKED)
+                s = tl.dot(q_part, tl.trans(k), s, input_precision="ieee")
+        else:
+            k = load_rows(k_ptr, keys[:, None], inside, stride_kt, D, 0, D1, MASKED)
+            s = tl.dot(q, tl.trans(k))
+            if D2 > 0:
+                k_rest = load_rows(k_ptr, keys[:, None], inside, stride_kt, D, D1, D2, MASKED)
+                s = tl.dot(q_rest, tl.trans(k_rest), s)
+
+        if not RAW:
+            s = capped_scores(s, factor, cap, CAPPED)
+        s = biased(s, p, cols, rows, mask_ptr, slope, stride_mt, stride_ms, n_k, MASK, ALIBI, MASKED)
+        if MASKED:
+            s = tl.where(is_seen(p, cols, n_k, left, right, HAS_LEFT, HAS_RIGHT), s, float("-inf"))
+
+        top = tl.max(s, 1)
+        if RAW:
+            top *= factor
+        m_new = tl.maximum(m, top)
+        m_off = m_new
+        if MASKED or MASK != "":  # of what has seen no key yet: exp2(-inf) is 0, exp2(-inf + inf) is not
+            m_off = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_off)
+        p_tile = tl.exp2(s * factor - m_off[:, None] if RAW else s - m_off[:, None])
+        denom = denom * alpha + tl.sum(p_tile, 1)
+        m = m_new
+
+        v = load_rows(v_ptr, keys[:, None], inside, stride_vt, V, 0, V1, MASKED)
+        weights = p_tile.to(v.dtype)
+        acc = tl.dot(weights, v, acc * alpha[:, None], input_precision="ieee")
+        if V2 > 0:
+            v_rest = load_rows(v_ptr, keys[:, None], inside, stride_vt, V, V1, V2, MASKED)
+            acc_rest = tl.dot(weights, v_rest, acc_rest * alpha[:, None], input_precision="ieee")
+    return acc, acc_rest, m, denom
+
+
+@triton.jit(do_not_specialize=["pairs", "together", "heads", "group", "n_q", "n_k", "n_blocks", "left", "right"])
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, slopes_ptr, sinks_ptr, starts_q_ptr, starts_k_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh, stride_ot, stride_mb, stride_mh, stride_mt, stride_ms,
+    pairs, together, heads, group, n_q, n_k, n_blocks, factor, cap, left, right,
+    CAPPED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASK: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr,
+    EIGHTS: tl.constexpr, RAW: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Pairs of a sequence and a head whose keys and values fit in the L2 together take turns, from the last block of
+    # queries, which sees the most keys, to the first: a launch ends with short blocks.
+    pair, block = place(tl.program_id(0), together, pairs, n_blocks)
+    start_m = (n_blocks - 1 - block) * BLOCK_M
+    head = (pair % heads).to(tl.int64)
+    batch = (pair // heads).to(tl.int64)
+    kv_head = head // group
+
+    stride_qb, stride_qh, stride_qt = eights(stride_qb, EIGHTS), eights(stride_qh, EIGHTS), eights(stride_qt, EIGHTS)
+    stride_kb, stride_kh, stride_kt = eights(stride_kb, EIGHTS), eights(stride_kh, EIGHTS), eights(stride_kt, EIGHTS)
+    stride_vb, stride_vh, stride_vt = eights(stride_vb, EIGHTS), eights(stride_vh, EIGHTS), eights(stride_vt, EIGHTS)
+    stride_ob, stride_oh, stride_ot = eights(stride_ob, EIGHTS), eights(stride_oh, EIGHTS), eights(stride_ot, EIGHTS)
+
+    lse_ptr += head * n_q
+    if PACKED:
+        total_k = n_k
+        begin_q, n_q = sequence_range(starts_q_ptr, batch, n_q)
+        begin_k, n_k = sequence_range(starts_k_ptr, batch, total_k)
+        if start_m >= n_q:
+            return
+        q_ptr += begin_q.to(tl.int64) * stride_qt
+        k_ptr += begin_k.to(tl.int64) * stride_kt
+        v_ptr += begin_k.to(tl.int64) * stride_vt
+        out_ptr += begin_q.to(tl.int64) * stride_ot
+        lse_ptr += begin_q
+    else:
+        q_ptr += batch * stride_qb
+        k_ptr += batch * stride_kb
+        v_ptr += batch * stride_vb
+        out_ptr += batch * stride_ob
+        lse_ptr += batch * heads * n_q
+    q_ptr += head * stride_qh
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
+    out_ptr += head * stride_oh
+
+    scoring = (factor, cap, left, right)
+    rows = start_m + tl.arange(0, BLOCK_M)
+    p_first = start_m + n_k - n_q
+    p_last = tl.minimum(start_m + BLOCK_M, n_q) - 1 + n_k - n_q
+    p = (rows + (n_k - n_q))[:, None]
+    inside = (rows < n_q)[:, None]
+    q = tl.zeros((BLOCK_M, 1), tl.float32)
+    if CHUNK == 0:
+        q = load_rows(q_ptr, rows[:, None], inside, stride_qt, D, 0, D1, True)
+    q_rest = q
+    if D2 > 0 and CHUNK == 0:
+        q_rest = load_rows(q_ptr, rows[:, None], inside, stride_qt, D, D1, D2, True)
+
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    denom = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:  # a score that is there before the first key
+        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        denom += 1.0
+    acc = tl.zeros((BLOCK_M, V1), tl.float32)
+    acc_rest = acc
+    if V2 > 0:
+        acc_rest = tl.zeros((BLOCK_M, V2), tl.float32)
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head).to(tl.float32) * LOG2E
+    if MASK != "":
+        mask_ptr += batch * stride_mb + head * stride_mh
+    safe_rows = tl.minimum(rows, n_q - 1)[:, None]
+
+    # Blocks that all queries see whole need no comparisons: they are between those at the window's and the end's edge.
+    lo = first_key(p_first, left, HAS_LEFT) // BLOCK_N * BLOCK_N
+    hi = end_key(p_last, n_k, right, HAS_RIGHT)
+    whole_lo = lo
+    if HAS_LEFT:
+        whole_lo = tl.cdiv(first_key(p_last, left, HAS_LEFT), BLOCK_N) * BLOCK_N
+    whole_hi = end_key(p_first, n_k, right, HAS_RIGHT) // BLOCK_N * BLOCK_N
+    if HAS_LEFT:
+        acc, acc_rest, m, denom = _walk_keys(
+            acc, acc_rest, m, denom, q, q_rest,
+            q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, lo, tl.minimum(whole_lo, hi), n_k, scoring,
+            stride_qt, stride_kt, stride_vt, stride_mt, stride_ms, CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW,
+            D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, True,
+        )  # fmt: skip
+    acc, acc_rest, m, denom = _walk_keys(
+        acc, acc_rest, m, denom, q, q_rest,
+        q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, whole_lo, whole_hi, n_k, scoring,
+        stride_qt, stride_kt, stride_vt, stride_mt, stride_ms, CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW,
+        D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, False,
+    )  # fmt: skip
+    acc, acc_rest, m, denom = _walk_keys(
+        acc, acc_rest, m, denom, q, q_rest,
+        q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, tl.maximum(whole_lo, whole_hi), hi, n_k, scoring,
+        stride_qt, stride_kt, stride_vt, stride_mt, stride_ms, CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW,
+        D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, True,
+    )  # fmt: skip
+
+    denom = tl.where(denom == 0.0, 1.0, denom)  # a row that sees no key: zeros, and log 0
+    acc /= denom[:, None]
+    store_rows(out_ptr, acc, rows[:, None], inside, stride_ot, V, 0, V1)
+    if V2 > 0:
+        store_rows(out_ptr, acc_rest / denom[:, None], rows[:, None], inside, stride_ot, V, V1, V2)
+    tl.store(lse_ptr + rows, m * LN2 + tl.log(denom), mask=rows < n_q)
+
+
+accepts = has_unit_rows
+
+
+def _shared_memory(p: Problem, c: AttentionConfig, target: runtime.Target) -> int:
+    """Bytes of shared memory of a program: its queries, and the keys and values in its pipeline."""
+    d, v = sum(split_dim(p.head_dim)), sum(split_dim(p.value_dim))
+    if p.dtype.itemsize == 4:  # queries and keys come in chunks, and the output leaves through shared memory
         return 4 * (c.block_m + c.block_n) * (v + _CHUNK) + 1024
     queries, keys = c.block_m * d, c.num_stages * c.block_n * (d + v)
-    # AMD's matrix unit takes its operands from registers: the queries are gone before the keys come.
+    # AMD's matrix cores take operands from registers: the queries are gone before the keys come.
     return p.dtype.itemsize * (max(queries, keys) if target.warp_size == 64 else queries + keys) + 1024
 
 
-def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
-    """Why this kernel can't run that problem so; None where it can."""
+def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
+    """None where this kernel can run that problem in that configuration, or the reason why it can't."""
     for name in ("block_m", "block_n"):
         if getattr(c, name) < 16:
-            return f"{name} is {getattr(c, name)}, expected at least 16: the matrix unit takes no smaller tile"
-    needed = shared_memory(p, c, target)
+            return f"{name} is {getattr(c, name)}, expected at least 16, the smallest tile of a tensor core"
+    needed = _shared_memory(p, c, target)
     if needed > target.shared_memory:
         return (
             f"num_stages is {c.num_stages}: tiles take {needed} bytes of shared memory, expected at most "
             f"{target.shared_memory}"
         )
-    sums = c.block_m * (c.block_n + sum(parts(p.value_dim))) // (c.num_warps * target.warp_size)
+    sums = c.block_m * (c.block_n + sum(split_dim(p.value_dim))) // (c.num_warps * target.warp_size)
     if sums > 256:
-        return f"block_m x (block_n + value_dim) is {sums} numbers for each thread, expected at most 256"
+        return f"block_m x (block_n + value_dim) is {sums} elements for each thread, expected at most 256"
     return None
 
 
 @functools.cache
-def _plan(
-    dtype: torch.dtype,
+def _launcher(
+    dtypes: tuple[torch.dtype | None, ...],
     dims: tuple[int, int],
-    mask: torch.dtype | None,
-    alibi: bool,
-    sinks: bool,
+    flags: tuple[bool, bool, bool],
+    mask: str,
     packed: bool,
-    even: bool,
     eights: bool,
-    s: Scoring,
+    raw: bool,
     c: AttentionConfig,
-) -> launching.KernelLauncher:
-    head_dim, value_dim = dims
-    (d1, d2), (v1, v2) = parts(head_dim), parts(value_dim)
-    float_mask = mask is not None and mask is not torch.bool
-    # What would be subnormal is zero on the device, and zero times -inf is NaN.
-    raw = not (s.softcap or alibi or float_mask) and s.scale * LOG2E.value >= 2.0**-126
+) -> KernelLauncher:
+    (d1, d2), (v1, v2) = map(split_dim, dims)
+    dtype, _mask, alibi_slopes, sinks = dtypes
+    assert dtype is not None
     constants = {
-        "SCALE": s.scale,
-        "SOFTCAP": s.softcap,
-        "LEFT": s.left,
-        "RIGHT": s.right,
-        "MASK": "" if mask is None else "float" if float_mask else "bool",
-        "ALIBI": alibi,
-        "SINKS": sinks,
+        "CAPPED": flags[0],
+        "HAS_LEFT": flags[1],
+        "HAS_RIGHT": flags[2],
+        "MASK": mask,
+        "ALIBI": alibi_slopes is not None,
+        "SINKS": sinks is not None,
         "PACKED": packed,
-        "EVEN": even,
         "EIGHTS": eights,
         "RAW": raw,
-        "D": head_dim,
+        "D": dims[0],
         "D1": d1,
         "D2": d2,
-        "V": value_dim,
+        "V": dims[1],
         "V1": v1,
         "V2": v2,
         "CHUNK": 0 if dtype.itemsize == 2 else _CHUNK,
@@ -84,31 +316,30 @@ def _plan(
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
     }
-    return launching.KernelLauncher(forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
+    return KernelLauncher(_forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
 
 
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, x: Extras, s: Scoring, c: AttentionConfig
-) -> None:
-    """Launch it: q, k, v, out (batch, heads, tokens, dim) with a last stride of 1; lse contiguous."""
-    batch, heads, n_q, head_dim = q.shape
-    kv_heads, n_k, value_dim = k.shape[1], k.shape[2], v.shape[3]
+def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
+    """The launch for tensors like these, to be called with `q, k, v, out, lse, *x.tensors`.
+
+    out is (batch, heads, tokens, dim) with a last stride of 1, and lse (batch, heads, tokens) contiguous.
+    """
+    heads, n_q, head_dim = x.q.shape[1:]
+    kv_heads, n_k, value_dim = x.v.shape[1:]
     packed = x.starts_q is not None
-    sequences = x.starts_q.shape[0] - 1 if x.starts_q is not None else batch
-    pairs, n_blocks = sequences * heads, library.cdiv(x.longest_q, c.block_m)
+    pairs, n_blocks = x.sequences * heads, library.cdiv(x.longest_q, c.block_m)
     if pairs * n_blocks == 0:
-        return
+        return library.start_nothing
     group = heads // kv_heads
-    target = runtime.target(q.device)
-    held = x.longest_k * (head_dim + value_dim) * k.element_size()
-    together = min(pairs, max(1, target.l2 // 2 // max(1, held)) * group)
-    even = not packed and n_k % c.block_n == 0
-    mask = None if x.mask is None else x.mask.dtype
-    tensors = (q, k, v, out, lse, x.mask, x.alibi_slopes, x.sinks, x.starts_q, x.starts_k)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
-    # A stride that is a multiple of 16 Triton knows by itself.
+    kv_bytes = x.longest_k * (head_dim + value_dim) * x.k.element_size()
+    together = min(pairs, max(1, runtime.target(x.q.device).l2 // 2 // max(1, kv_bytes)) * group)
+    strides = tuple(n for t in (x.q, x.k, x.v, out) for n in t.stride()[:3])
+    # Triton knows by itself of strides that are multiples of 16.
     eights = all(n % 8 == 0 for n in strides) and not all(n % 16 == 0 for n in strides)
-    extra = (x.alibi_slopes is not None, x.sinks is not None, packed, even, eights)
-    plan = _plan(q.dtype, (head_dim, value_dim), mask, *extra, s, c)
-    strides += x.mask.stride() if x.mask is not None else (0, 0, 0, 0)
-    launching.launch(plan, pairs * n_blocks, tensors, strides, (pairs, together, heads, group, n_q, n_k, n_blocks))
+    # Scores stay unscaled where they can: not with a subnormal factor, which is 0 on the device, and 0 * -inf is NaN.
+    s = x.scoring
+    raw = not (s.softcap or x.alibi_slopes is not None or x.mask_kind == "float") and s.numbers[0] >= 2.0**-126
+    dtypes = tuple(None if t is None else t.dtype for t in (x.q, x.mask, x.alibi_slopes, x.sinks))
+    launcher = _launcher(dtypes, (head_dim, value_dim), s.flags, x.mask_kind, packed, eights, raw, c)
+    numbers = (pairs, together, heads, group, n_q, n_k, n_blocks, *s.numbers)
+    return bind(launcher, pairs * n_blocks, strides=(*strides, *x.mask_strides), numbers=numbers)

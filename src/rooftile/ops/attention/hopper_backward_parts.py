@@ -1,19 +1,86 @@
-"""What the kernels of the Hopper backward share: copies, rings, probabilities, and writing a gradient."""
+"""What the kernels of the Hopper backward share: their tiling, probabilities, and writing a gradient (Gluon)."""
 
 from __future__ import annotations
 
-from rooftile.primitives.gluon import store_tile
+import dataclasses
+
+from torch import Tensor
+
+from rooftile.launching import Descriptor
+from rooftile.ops.attention.problem import Scoring
+from rooftile.primitives.gluon import describe, store_tile
+from rooftile.primitives.scores import LOG2E
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared  # isort: skip
 
-_LOG2E = gl.constexpr(1.4426950408889634)
+BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured arguments of warps, and alignment
+REGISTERS = 168  # what 12 warps are compiled for; the consumers then take the registers that the producer leaves
+KEYS = 128
+ROWS = {64: 128, 128: 64}  # queries of a step, by padded head_dim
+# Bytes that the programs of a few heads walk over again and again, and that stay in the L2 if they are no more. On an
+# H200 with 2 x 16 heads of 8192 causal queries, 8 MiB a head: 536 TF/s with 1 head at a time, 594 with 2, 561 with 4,
+# 552 with 8; with 8 x 16 of 2048, 2 MiB a head: 433 with 1, 435 with 2, 450 with 8.
+_L2 = 16 << 20
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile. TMA reads zeros past the head, and writes nothing there."""
+    return 64 if head_dim <= 64 else 128
+
+
+def heads_together(lanes: int, lane_bytes: int) -> int:
+    """Heads whose blocks are worked on at the same time."""
+    return max(1, min(lanes, _L2 // lane_bytes))
+
+
+def describe_rows(t: Tensor, rows: int) -> Descriptor:
+    """t, (B, H, T, D), in tiles of so many rows."""
+    return describe(t, (1, 1, rows, padded(t.shape[3])), gl.NVMMASharedLayout(128, 16, 4))
+
+
+def scoring_numbers(s: Scoring) -> tuple[float, float, float, int, int]:
+    """The kernels' last numbers: scale, factor, cap, left and right."""
+    return s.scale, *s.numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiling:
+    """What both kernels are compiled for: the head, and what happens to a score.
+
+    Args:
+        dim: columns of a tile of q, k, v and dout, 64 or 128; those past the head are zeros.
+        capped, has_left, has_right: see `Scoring.flags`.
+        masked: a query may not see all keys of a block, or the last block of keys is not whole.
+        stat_rows: queries of a block of the rows' lse and delta in memory, (batch, heads, blocks, 2, stat_rows).
+    """
+
+    dim: int
+    capped: bool
+    has_left: bool
+    has_right: bool
+    masked: bool
+    stat_rows: int
+
+    @property
+    def acc(self) -> gl.NVMMADistributedLayout:
+        """64 rows of dq, dk or dv in a consumer's registers."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
+
+    @property
+    def operand(self) -> gl.DotOperandLayout:
+        """p or ds as the tensor cores read it out of registers."""
+        return gl.DotOperandLayout(0, self.acc, 2)
+
+    @property
+    def shared(self) -> gl.NVMMASharedLayout:
+        return gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
 def write(z, memory, desc, entry, head, at):
-    """Write a consumer's 64 rows of a gradient, by way of shared memory that nobody reads any more."""
+    """Write a consumer's 64 rows of a gradient, by way of shared memory that is no longer read."""
     memory.store(z.to(desc.dtype))
     fence_async_shared()
     store_tile(desc, [entry, head, at, 0], memory)
@@ -21,7 +88,7 @@ def write(z, memory, desc, entry, head, at):
 
 @gluon.jit
 def place(ticket, together, blocks, heads):
-    """The block and the head of a program. `together` heads' blocks are worked on at the same time, by their number."""
+    """The block and the head of a program. The blocks of `together` heads take turns, in ascending order."""
     first = ticket // (together * blocks) * together
     width = gl.minimum(together, heads - first)
     rest = ticket - first * blocks
@@ -31,47 +98,48 @@ def place(ticket, together, blocks, heads):
 
 @gluon.jit
 def _tanh(x):
-    """1 - 2 / (1 + e^2x): good to float32's last bits for what is added to and taken off 1."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * _LOG2E)))
+    """tanh as 1 - 2 / (1 + e^2x). Its absolute error is a float32 rounding of 1."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
 
 
 @gluon.jit
 def _span(first, N: gl.constexpr, AXIS: gl.constexpr, T: gl.constexpr):
-    """Numbers from `first` on, along an axis of a tile of scores."""
+    """Indices from `first` on, along an axis of a tile of scores."""
     numbers = first + gl.arange(0, N, layout=gl.SliceLayout(1 - AXIS, T.s))
     return gl.expand_dims(numbers, 1 - AXIS)
 
 
 @gluon.jit
-def probabilities(s, lse, key, p_first, n_k, KEY_AXIS: gl.constexpr, T: gl.constexpr):
+def probabilities(s, lse, key, p_first, n_k, scoring, KEY_AXIS: gl.constexpr, T: gl.constexpr):
     """p of a tile of q·k, and with a soft cap the derivative of the capped score by the score, in 16 bits.
 
-    lse, times log2(e), lies along the queries; the tile's keys are those from `key` on, and its first query stands at
-    p_first.
+    lse, times log2(e), lies along the queries. The tile's keys are those from `key` on, and its first query stands at
+    p_first. scoring is `Scoring.numbers`.
     """
     KEYS: gl.constexpr = s.shape[KEY_AXIS]
     ROWS: gl.constexpr = s.shape[1 - KEY_AXIS]
+    factor, cap, left, right = scoring
     slope = s
-    if T.softcap > 0:
-        t = _tanh(s * (T.scale / T.softcap))
+    if T.capped:
+        t = _tanh(s * factor)
         slope = (1.0 - t * t).to(gl.float16)
-        p = gl.exp2(t * (T.softcap * _LOG2E) - lse)
+        p = gl.exp2(t * cap - lse)
     else:
-        p = gl.exp2(s * (T.scale * _LOG2E) - lse)
+        p = gl.exp2(s * factor - lse)
     if T.masked:
         hidden = key + KEYS > n_k
-        if T.right >= 0:
-            hidden |= key + (KEYS - 1) > p_first + T.right
-        if T.left >= 0:
-            hidden |= key < p_first + (ROWS - 1) - T.left
+        if T.has_right:
+            hidden |= key + (KEYS - 1) > p_first + right
+        if T.has_left:
+            hidden |= key < p_first + (ROWS - 1) - left
         if hidden:
             keys = _span(key, KEYS, KEY_AXIS, T)
             positions = _span(p_first, ROWS, 1 - KEY_AXIS, T)
             seen = (keys < n_k) & (positions >= p_first)
-            if T.right >= 0:
-                seen &= keys <= positions + T.right
-            if T.left >= 0:
-                seen &= keys >= positions - T.left
+            if T.has_right:
+                seen &= keys <= positions + right
+            if T.has_left:
+                seen &= keys >= positions - left
             p = gl.where(seen, p, 0.0)
     return p, slope
 
@@ -80,6 +148,6 @@ def probabilities(s, lse, key, p_first, n_k, KEY_AXIS: gl.constexpr, T: gl.const
 def scores_gradient(p, slope, dp, delta, dtype: gl.constexpr, T: gl.constexpr):
     """ds of a tile, before `scale`, in 16 bits."""
     ds = p * (dp - delta)
-    if T.softcap > 0:
+    if T.capped:
         ds *= slope.to(gl.float32)
     return ds.to(dtype)

@@ -1,65 +1,641 @@
-"""The attention forward for sm_90: copies by the tensor memory accelerator, warpgroups in turns, persistent programs.
+"""The attention forward for sm_90: TMA copies, warpgroups that alternate between tensor cores and softmax (Gluon).
 
-The kernel is in `hopper_forward_kernel.py`; here is what it takes, in which order its programs take their tiles, and
-how it is launched. num_warps are the warps that multiply, 4 for each 64 queries of block_m; one more copies.
+One program stays on each SM and walks over its tiles; a tile is some queries of one head. Its producer, a single warp,
+copies the queries by TMA, and fills a ring of slots with blocks of keys and values, from the last block that the tile
+sees to the first. Its consumers, warpgroups with 64 queries each, keep the scores, the softmax weights and their rows
+of the output in registers:
+
+    s = q k.T of a block      started together with o += weights v of the previous block: the tensor cores have both
+    weights = softmax of s    as soon as s is complete, while the tensor cores are still at the second
+
+With `turns`, one consumer starts its dots when another has started its own, so that the softmax of one overlaps the
+dots of the other. With `joined`, this goes on from tile to tile.
+
+    ready[slot]       completed by the bytes that land; the consumers wait for it
+    free[slot]        completed by one arrival of each consumer; the producer waits for it
+    q_ready, q_free   the same for the queries
+    turns[i]          completed by one arrival of the consumer before i, once it has started its dots
+
+The order in a ring (`primitives.gluon`) is k of a tile's first block, then always k of the next block and v of the
+last one.
+
+A row's maximum is of scores before `scale`. Its sum is kept in four parts, as its threads have it, until the end. The
+lowest maximum is finite, so that a row that sees no key needs no special case until it is written.
+
+The kernel's one constant, T, is a `Tiling`. num_warps of a configuration counts the consumers' warps, 4 for each 64
+queries of block_m; one more warp is the producer.
+
+# The order of tiles
+
+With causality or a window, tiles differ in length, and programs that end at different times leave SMs idle. So heads
+are taken in groups whose keys and values fit in the L2, and the tiles of a group from the longest to the shortest, in
+rounds. In each round every program takes one tile:
+
+    round 0    in the order of the programs
+    round 1    in the opposite order, so that two rounds together are about equally long for all programs
+    round 2    as round 0, but rotated, so that the same programs don't always get the longer of almost equal tiles
+
+A group has full rounds only. The shortest tiles of each group, fewer than a round, wait until all groups are done, and
+are then dealt out in the same way. The order is a formula of the program and the round (`tile_of`), so a new length
+costs nothing. Against a list schedule (each tile to the program that is free first), the longest program has at most 1
+percent or one block of keys more; see tests/test_attention_hopper.py.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
-import heapq
-import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.attention.hopper_forward_kernel import attend
-from rooftile.ops.attention.hopper_forward_tiling import Tiling, swizzle_bytes
-from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring
-from rooftile.primitives.gluon import describe
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.launching import KernelLauncher, bind
+from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
+from rooftile.primitives.gluon import describe, is_describable, load_tile, next_slot, store_tile
 
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
 import triton.experimental.gluon.language as gl  # isort: skip
+from triton.experimental import gluon  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+accepts = is_describable
 _DTYPES = (torch.bfloat16, torch.float16)
-# What a kernel of 12 or 16 warps is compiled for; the warps that multiply then take what the one that copies leaves.
+_BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured arguments of warps, and alignment
+# What a kernel of 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
 _REGISTERS = {2: 168, 3: 128}
-_LOG2E = math.log2(math.e)
-_TABLED = 1 << 14  # tiles, at most, whose order is made on the host
 _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in use
-_OUTSIDE = 1.5  # what a tile costs beside its blocks, in blocks
-_MANY = 1024  # tables, at most: lengths may never repeat
-_TABLES: dict[Any, Tensor] = {}
+_ROTATION = tl.constexpr(13)  # two rounds later, a 13th of the programs on: the best of 2 to 20 in the tests' shapes
+_LOWEST = gl.constexpr(-1e30)
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+_NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds"]
+
+
+def _swizzle_bytes(dim: int) -> int:
+    """The widest swizzle of rows of so many elements of 16 bits."""
+    return min(2 * dim, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """All that the kernel is compiled for but the dtypes: its one constant.
+
+    Args:
+        keys: keys of a block.
+        dim: columns of a tile of q, k, v and the output, a power of two; those past the head are zeros.
+        consumers: warpgroups, each with `rows` queries of a tile.
+        stages: blocks of k or v that the ring holds.
+        q_buffers: tiles of q in shared memory.
+        turns: the consumers take turns to start their dots.
+        joined: a tile's first dot of scores is started with the previous tile's last dot of values.
+        capped, has_left, has_right: see `Scoring.flags`.
+    """
+
+    keys: int
+    dim: int
+    consumers: int
+    stages: int
+    q_buffers: int
+    turns: bool
+    joined: bool
+    capped: bool
+    has_left: bool
+    has_right: bool
+    rows: int = 64
+
+    @property
+    def tile_rows(self) -> int:
+        return self.rows * self.consumers
+
+    @property
+    def limited(self) -> bool:
+        """Whether a query sees some of the keys only."""
+        return self.has_left or self.has_right
+
+    @property
+    def ring(self) -> list[int]:
+        return [self.stages, self.keys, self.dim]
+
+    @property
+    def q_ring(self) -> list[int]:
+        return [self.q_buffers * self.consumers, self.rows, self.dim]
+
+    @property
+    def out_ring(self) -> list[int]:
+        return [self.consumers, self.rows, self.dim]
+
+    @property
+    def shared(self) -> gl.NVMMASharedLayout:
+        """A tile in shared memory."""
+        return gl.NVMMASharedLayout(_swizzle_bytes(self.dim), 16, rank=2)
+
+    @property
+    def scores(self) -> gl.NVMMADistributedLayout:
+        """A block of scores in a consumer's registers."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.keys, 16])
+
+    @property
+    def acc(self) -> gl.NVMMADistributedLayout:
+        """A consumer's part of the output."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
+
+    @property
+    def weights(self) -> gl.DotOperandLayout:
+        """A block of softmax weights as the tensor cores read it out of registers."""
+        return gl.DotOperandLayout(0, self.acc, 2)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes, or a few more, for elements of 16 bits."""
+        elements = self.stages * self.keys * self.dim + (self.q_buffers + 1) * self.tile_rows * self.dim
+        return 2 * elements + _BARRIERS
+
+
+@triton.jit
+def divide(a, b):
+    """a // b, neither of which is negative: the unsigned division takes half of the instructions."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+
+
+class WorkOrder(NamedTuple):
+    """What `tile_of` takes: `wide` groups of `width` heads, then `narrow` groups of one head fewer."""
+
+    width: int
+    wide: int
+    narrow: int
+    wide_rounds: int  # full rounds of a wide group
+    narrow_rounds: int
+
+
+def work_order(heads: int, blocks: int, programs: int, heads_in_l2: int) -> WorkOrder:
+    """The order for so many heads, of all batch entries, with so many blocks of queries each.
+
+    `heads_in_l2` is how many heads a group may have. Groups that would not fill a round are merged.
+    """
+    groups = max(1, min(library.cdiv(heads, heads_in_l2), heads * blocks // programs))
+    width = library.cdiv(heads, groups)
+    groups = library.cdiv(heads, width)
+    narrow = groups * width - heads
+    return WorkOrder(
+        width, groups - narrow, narrow, width * blocks // programs, (width - 1) * blocks // programs
+    )  # fmt: skip
+
+
+@triton.jit
+def _lane(i, program, programs):
+    """A program's place in round i."""
+    lane = program - i // 2 % _ROTATION * (programs // _ROTATION)
+    lane = tl.where(lane < 0, lane + programs, lane)
+    return tl.where(i % 2 == 1, programs - 1 - lane, lane)
+
+
+@triton.jit
+def count_of(program, programs, tiles):
+    """How many tiles a program has, of all those tiles."""
+    rounds = tiles // programs
+    return rounds + tl.where(_lane(rounds, program, programs) < tiles - rounds * programs, 1, 0)
+
+
+@triton.jit
+def tile_of(i, program, programs, order, blocks):
+    """A program's tile i: its head, over all batch entries, and its rank among the head's tiles, the longest first."""
+    width, wide, narrow, wide_rounds, narrow_rounds = order
+    lane = _lane(i, program, programs)
+    rounds = wide * wide_rounds + narrow * narrow_rounds
+    wide_left = wide * (width * blocks - wide_rounds * programs)
+    late = i >= rounds
+    left = (i - rounds) * programs + lane
+    is_wide = tl.where(late, left < wide_left, i < wide * wide_rounds)
+
+    # A full round is one of a group's. After those, the groups take turns with the tiles that they have left.
+    its_rounds = tl.where(is_wide, wide_rounds, narrow_rounds)
+    n = tl.where(late, left - tl.where(is_wide, 0, wide_left), i - tl.where(is_wide, 0, wide * wide_rounds))
+    by = tl.where(late, tl.where(is_wide, wide, narrow), its_rounds)
+    quotient = divide(n, by)
+    rest = n - quotient * by
+    group = tl.where(late, rest, quotient)
+    rank = tl.where(late, its_rounds * programs + quotient, rest * programs + lane)
+
+    heads = tl.where(is_wide, width, width - 1)
+    first = group * heads + tl.where(is_wide, 0, wide * width)
+    place = divide(rank, heads)
+    return first + rank - place * heads, place
+
+
+@gluon.jit
+def _count_tiles(size, T: gl.constexpr):
+    """How many tiles this program has."""
+    if T.limited:
+        return count_of(gl.program_id(0), gl.num_programs(0), size[0])
+    else:
+        return gl.cdiv(size[0] - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _place(i, size, limits, order, T: gl.constexpr):
+    """Of this program's tile i: batch, head, first query, and the first and the end of the blocks of keys it sees.
+
+    At least one block, so that all tiles take the same path.
+    """
+    _tiles, heads, n_q, n_k = size
+    left, right = limits
+    blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))
+    if T.limited:
+        head, block = tile_of(i, gl.program_id(0), gl.num_programs(0), order, blocks)
+        if T.has_right:  # the last queries see the most keys
+            block = blocks - 1 - block
+    else:
+        tile = gl.program_id(0) + i * gl.num_programs(0)
+        head = divide(tile, blocks)
+        block = tile - head * blocks
+    row = block * T.tile_rows
+    shift = n_k - n_q
+    begin = 0
+    if T.has_left:
+        begin = gl.maximum(row + shift - left, 0) // T.keys
+    end = n_k
+    if T.has_right:
+        end = gl.minimum(gl.minimum(row + T.tile_rows, n_q) + shift + right, n_k)
+    end = gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin + 1)
+    batch = divide(head, heads)
+    return batch, head - batch * heads, row, begin, end
+
+
+@gluon.jit
+def _capped(s, cap_factor, T: gl.constexpr):
+    """Scores before `scale`; tanh by exp2, which is one instruction."""
+    if T.capped:
+        e = gl.exp2(s * cap_factor)
+        return 1.0 - 2.0 / (e + 1.0)
+    else:
+        return s
+
+
+@gluon.jit
+def _hidden(s, row, block, size, limits, T: gl.constexpr):
+    """Scores of the queries from `row` on, -inf where one doesn't see the key."""
+    n_q, n_k = size[2], size[3]
+    left, right = limits
+    cols = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
+    p = (row + n_k - n_q) + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
+    end = gl.full([T.rows], n_k, gl.int32, gl.SliceLayout(1, T.scores))
+    if T.has_right:
+        end = gl.minimum(p + right + 1, n_k)
+    seen = cols[None, :] < end[:, None]
+    if T.has_left:
+        seen = seen & (cols[None, :] >= (p - left)[:, None])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _weigh(s, peak, scale, T: gl.constexpr):
+    """Softmax weights of a block, their sums in parts, the new maximum, and the factor of previous weights."""
+    by_thread = s.reshape([T.rows, T.keys // 8, 4, 2])
+    top = gl.max(gl.max(gl.max(by_thread, 1), 2), 1)
+    higher = gl.maximum(peak, gl.convert_layout(top, peak.type.layout, assert_trivial=True))
+    factor = gl.exp2((peak - higher) * scale)
+    weights = gl.exp2(s * scale - (higher * scale)[:, None])
+    sums = gl.sum(gl.sum(weights.reshape([T.rows, T.keys // 8, 4, 2]), 1), 2)
+    return weights, sums, higher, factor
+
+
+@gluon.jit
+def _as_operand(weights, dtype, T: gl.constexpr):
+    return gl.convert_layout(weights.to(dtype), T.weights)
+
+
+@gluon.jit
+def _fill(desc, batch, head, block, ring, slot, parity, T: gl.constexpr):
+    """Copy a block of keys or values into the ring."""
+    tiles, ready, free = ring
+    mbarrier.wait(free.index(slot), parity ^ 1)
+    mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
+    load_tile(desc, [batch, head, block * T.keys, 0], ready.index(slot), tiles.index(slot))
+    return next_slot(slot, parity, T.stages)
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, v_desc, memory, size, limits, order, T: gl.constexpr):
+    """Keep the ring full."""
+    q_ring, ring, _out_ring, _turns = memory
+    q_tiles, q_ready, q_free = q_ring
+    heads_per_kv = size[1] // k_desc.shape[1]
+    slot = 0
+    parity = 0
+    buffer = 0
+    q_parity = 0
+    old_batch = 0
+    old_head = 0
+    old_block = 0
+    count = _count_tiles(size, T)
+    for i in range(count):
+        batch, head, row, begin, end = _place(i, size, limits, order, T)
+        kv_head = head // heads_per_kv
+        slot, parity = _fill(k_desc, batch, kv_head, end - 1, ring, slot, parity, T)
+        if T.joined:  # noqa: SIM102  # the one is known when it is compiled
+            if i > 0:
+                slot, parity = _fill(v_desc, old_batch, old_head, old_block, ring, slot, parity, T)
+        mbarrier.wait(q_free.index(buffer), q_parity ^ 1)
+        mbarrier.expect(q_ready.index(buffer), T.consumers * q_desc.block_type.nbytes)
+        for j in gl.static_range(gl.constexpr(T.consumers)):
+            to = q_tiles.index(buffer * T.consumers + j)
+            load_tile(q_desc, [batch, head, row + j * T.rows, 0], q_ready.index(buffer), to)
+        buffer += 1
+        q_parity = gl.where(buffer == T.q_buffers, q_parity ^ 1, q_parity)
+        buffer = gl.where(buffer == T.q_buffers, 0, buffer)
+        for j in range(begin + 1, end):
+            block = begin + end - 1 - j
+            slot, parity = _fill(k_desc, batch, kv_head, block, ring, slot, parity, T)
+            slot, parity = _fill(v_desc, batch, kv_head, block + 1, ring, slot, parity, T)
+        if T.joined:
+            old_batch = batch
+            old_head = kv_head
+            old_block = begin
+        else:
+            slot, parity = _fill(v_desc, batch, kv_head, begin, ring, slot, parity, T)
+    if T.joined:  # the last tile's last dot is started with scores that nobody needs
+        slot, parity = _fill(k_desc, old_batch, old_head, old_block, ring, slot, parity, T)
+        slot, parity = _fill(v_desc, old_batch, old_head, old_block, ring, slot, parity, T)
+
+
+@gluon.jit
+def _start_scores(q, ring, slot, T: gl.constexpr):
+    none = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
+    return warpgroup_mma(q, ring[0].index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _await_turn(turns, turn, mine: gl.constexpr, T: gl.constexpr):
+    if T.turns:
+        mbarrier.wait(turns.index(mine), turn)
+    return turn ^ 1
+
+
+@gluon.jit
+def _pass_turn(turns, mine: gl.constexpr, T: gl.constexpr):
+    if T.turns:
+        mbarrier.arrive(turns.index((mine + 1) % T.consumers), count=1)
+
+
+@gluon.jit
+def _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine: gl.constexpr, T: gl.constexpr):
+    """The scores and weights of a block, and meanwhile the dot of the previous block's weights and values."""
+    o, w, total, peak = state
+    slot, parity, turn = at
+    scale, cap_factor, limits = scoring
+    turn = _await_turn(turns, turn, mine, T)
+    before = slot
+    s = _start_scores(q, ring, slot, T)
+    slot, parity = next_slot(slot, parity, T.stages)
+    mbarrier.wait(ring[1].index(slot), parity)
+    o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
+    _pass_turn(turns, mine, T)
+    s = warpgroup_mma_wait(1, (s,))
+    mbarrier.arrive(ring[2].index(before), count=1)
+    s = _capped(s, cap_factor, T)
+    if T.limited:  # noqa: SIM102  # the one is known when it is compiled
+        if hides:
+            s = _hidden(s, row, block, size, limits, T)
+    weights, sums, peak, factor = _weigh(s, peak, scale, T)
+    total = total * gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None] + sums
+    before = slot
+    slot, parity = next_slot(slot, parity, T.stages)
+    mbarrier.wait(ring[1].index(slot), parity)
+    o = warpgroup_mma_wait(0, (o,))
+    mbarrier.arrive(ring[2].index(before), count=1)
+    o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc))[:, None]
+    w = _as_operand(weights, w.dtype, T)
+    return (o, w, total, peak), (slot, parity, turn)
+
+
+@gluon.jit
+def _steps(state, q, ring, turns, at, row, begin, end, size, scoring, mine: gl.constexpr, T: gl.constexpr):
+    """All blocks of a tile but the last one, which came first. Only blocks that need it are masked.
+
+    One loop with a branch in it: with two loops over the same q, ptxas computed q's descriptors before the first, and
+    used them in the second even where the first did not run.
+    """
+    n_q, n_k = size[2], size[3]
+    left, right = scoring[2]
+    p = row + n_k - n_q  # of this consumer's first query
+    unhidden = end - 1
+    if T.has_right:
+        unhidden = gl.minimum(p + right + 1, n_k) // T.keys
+    first = begin
+    if T.has_left:
+        first = gl.cdiv(p + (T.rows - 1) - left, gl.constexpr(T.keys))
+    for j in range(begin, end - 1):
+        block = begin + end - 2 - j
+        hides = (block >= unhidden) | (block < first)
+        state, at = _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine, T)
+    return state, at
+
+
+@gluon.jit
+def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, size, scale, T: gl.constexpr):
+    """A tile's rows of the output, from the buffer `out`, and their log-sum-exp."""
+    heads, n_q = size[1], size[2]
+    total = gl.convert_layout(gl.sum(total, 1), peak.type.layout, assert_trivial=True)
+    peak = peak * scale
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + head).to(gl.float32) * _LOG2E
+        higher = gl.maximum(peak, sink)
+        factor = gl.exp2(peak - higher)
+        total = total * factor + gl.exp2(sink - higher)
+        o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc))[:, None]
+        peak = higher
+    rows = row + gl.arange(0, T.rows, layout=peak.type.layout)
+    at = lse_ptr + (batch * heads + head).to(gl.int64) * n_q
+    gl.store(at + rows, (peak + gl.log2(total)) * _LN2, mask=rows < n_q)
+    o = o * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, T.acc))[:, None]
+    tma.store_wait(0)
+    out.store(o.to(out_desc.dtype))
+    fence_async_shared()
+    store_tile(out_desc, [batch, head, row, 0], out)
+
+
+@gluon.jit
+def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: gl.constexpr, T: gl.constexpr):
+    """The rows of every tile from mine * rows on."""
+    q_ring, ring, out_ring, turns = memory
+    scale, cap_factor, limits = scoring
+    q_tiles, q_ready, q_free = q_ring
+    out = out_ring.index(mine)
+    lowest = gl.full([T.rows], _LOWEST, gl.float32, gl.SliceLayout(1, T.scores))
+    zeros = gl.full([T.rows, T.dim], 0, gl.float32, T.acc)
+    slot = 0
+    parity = 0
+    buffer = 0
+    q_parity = 0
+    turn = 0 if mine else 1  # the first need not wait
+    count = _count_tiles(size, T)
+    batch, head, row, begin, end = _place(0, size, limits, order, T)
+    row += mine * T.rows
+    mbarrier.wait(q_ready.index(0), 0)
+    mbarrier.wait(ring[1].index(0), 0)
+    s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, 0, T),))
+    mbarrier.arrive(ring[2].index(0), count=1)
+    s = _hidden(_capped(s, cap_factor, T), row, end - 1, size, limits, T)
+    weights, total, peak, _factor = _weigh(s, lowest, scale, T)
+    w = _as_operand(weights, out_desc.dtype, T)
+    slot, parity = next_slot(slot, parity, T.stages)
+    mbarrier.wait(ring[1].index(slot), parity)
+    for i in range(count):
+        last = i + 1 == count
+        new_batch, new_head, new_row, new_begin, new_end = _place(gl.minimum(i + 1, count - 1), size, limits, order, T)
+        new_row += mine * T.rows
+        q = q_tiles.index(buffer * T.consumers + mine)
+        state = (zeros, w, total, peak)
+        state, at = _steps(state, q, ring, turns, (slot, parity, turn), row, begin, end, size, scoring, mine, T)
+        slot, parity, turn = at
+        o, w, total, peak = state
+        mbarrier.arrive(q_free.index(buffer), count=1)
+        # The next tile's queries; at the end those of the last tile once more.
+        next_buffer = gl.where(buffer + 1 == T.q_buffers, 0, buffer + 1)
+        next_parity = gl.where(buffer + 1 == T.q_buffers, q_parity ^ 1, q_parity)
+        buffer = gl.where(last, buffer, next_buffer)
+        q_parity = gl.where(last, q_parity, next_parity)
+        q = q_tiles.index(buffer * T.consumers + mine)
+        if T.joined:
+            mbarrier.wait(q_ready.index(buffer), q_parity)
+            turn = _await_turn(turns, turn, mine, T)
+            before = slot
+            s = _start_scores(q, ring, slot, T)
+            slot, parity = next_slot(slot, parity, T.stages)
+            mbarrier.wait(ring[1].index(slot), parity)
+            o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
+            _pass_turn(turns, mine, T)
+            s = warpgroup_mma_wait(1, (s,))
+            mbarrier.arrive(ring[2].index(before), count=1)
+            s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, size, limits, T)
+            weights, new_total, new_peak, _factor = _weigh(s, lowest, scale, T)
+            before = slot
+            slot, parity = next_slot(slot, parity, T.stages)
+            if not last:
+                mbarrier.wait(ring[1].index(slot), parity)
+            o = warpgroup_mma_wait(0, (o,))
+            mbarrier.arrive(ring[2].index(before), count=1)
+            w = _as_operand(weights, out_desc.dtype, T)
+            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, size, scale, T)
+            total = new_total
+            peak = new_peak
+        else:
+            o = warpgroup_mma_wait(0, (warpgroup_mma(w, ring[0].index(slot), o, is_async=True),))
+            mbarrier.arrive(ring[2].index(slot), count=1)
+            slot, parity = next_slot(slot, parity, T.stages)
+            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, size, scale, T)
+            if not last:
+                mbarrier.wait(q_ready.index(buffer), q_parity)
+                mbarrier.wait(ring[1].index(slot), parity)
+                s = warpgroup_mma_wait(0, (_start_scores(q, ring, slot, T),))
+                mbarrier.arrive(ring[2].index(slot), count=1)
+                s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, size, limits, T)
+                weights, total, peak, _factor = _weigh(s, lowest, scale, T)
+                w = _as_operand(weights, out_desc.dtype, T)
+                slot, parity = next_slot(slot, parity, T.stages)
+                mbarrier.wait(ring[1].index(slot), parity)
+        batch, head, row, begin, end = new_batch, new_head, new_row, new_begin, new_end
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
+def attend(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    sinks_ptr,
+    scale,
+    cap_factor,
+    left,
+    right,
+    width,
+    wide,
+    narrow,
+    wide_rounds,
+    narrow_rounds,
+    T: gl.constexpr,
+):
+    """out = softmax(scores of q and k) v, and the log-sum-exp of each row of scores."""
+    tiles = gl.allocate_shared_memory(k_desc.dtype, T.ring, T.shared)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, T.q_ring, T.shared)
+    out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, T.shared)
+    ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [T.q_buffers, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [T.q_buffers, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [T.consumers, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(gl.constexpr(T.stages)):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=T.consumers)
+    for i in gl.static_range(gl.constexpr(T.q_buffers)):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=T.consumers)
+    for i in gl.static_range(gl.constexpr(T.consumers)):
+        mbarrier.init(turns.index(i), count=1)
+    fence_async_shared()  # makes the initialised barriers visible to TMA
+
+    heads = q_desc.shape[1]
+    n_q = q_desc.shape[2]
+    count = q_desc.shape[0] * heads * gl.cdiv(n_q, gl.constexpr(T.tile_rows))
+    size = (count, heads, n_q, k_desc.shape[2])
+    memory = ((q_tiles, q_ready, q_free), (tiles, ready, free), out_ring, turns)
+    limits = (left, right)
+    scoring = (scale, cap_factor, limits)
+    order = (width, wide, narrow, wide_rounds, narrow_rounds)
+    if T.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 0, T)),
+                (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 1, T)),
+                (_produce, (q_desc, k_desc, v_desc, memory, size, limits, order, T)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        gl.static_assert(T.consumers == 3)
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 0, T)),
+                (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 1, T)),
+                (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 2, T)),
+                (_produce, (q_desc, k_desc, v_desc, memory, size, limits, order, T)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
 
 
 @functools.cache
-def _tiling(c: AttentionConfig, s: Scoring, head_dim: int, limit: int) -> Tiling:
-    """What the kernel is compiled for. Two tiles of queries are there at once if they fit."""
+def _tiling(c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int) -> Tiling:
+    """What the kernel is compiled for. Two tiles of queries are in shared memory at once if they fit."""
     dim = max(32, 1 << (head_dim - 1).bit_length())
-    scale, cap_scale = s.scale * _LOG2E, 0.0
-    if s.softcap:
-        scale, cap_scale = s.softcap * _LOG2E, s.scale / s.softcap
-    # As measured on an H200. Joined is 2 to 8 % ahead, also of tiles that take turns, but with two consumers of short
-    # heads, whose turns are 3 % ahead. Heads of more than 128, and three consumers with a cap, would spill.
-    three, limited = c.num_warps == 12, s.left >= 0 or s.right >= 0
+    # As measured on an H200: joined is 2 to 8 percent faster, also with turns, but not for two consumers of short
+    # heads, where turns alone are 3 percent faster. Heads over 128, and three consumers with a cap, would spill.
+    three, capped = c.num_warps == 12, flags[0]
     short = dim <= 64 and not three
-    joined = not short and dim <= 128 and not (three and s.softcap)
+    joined = not short and dim <= 128 and not (three and capped)
 
     def tiling(q_buffers: int) -> Tiling:
-        return Tiling(
-            c.block_n, dim, c.num_warps // 4, c.num_stages, q_buffers, short, joined,
-            limited, scale, cap_scale, s.left, s.right,
-        )  # fmt: skip
+        return Tiling(c.block_n, dim, c.num_warps // 4, c.num_stages, q_buffers, short, joined, *flags)
 
     return tiling(2) if tiling(2).shared_memory <= limit else tiling(1)
 
 
-def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
-    """Why this kernel can't run that problem so; None where it can."""
+def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
+    """None where this kernel can run that problem in that configuration, or the reason why it can't."""
     if target.arch != "sm_90":
         return f"kernel 'hopper' is for sm_90, not {target.arch}"
     if p.dtype not in _DTYPES:
@@ -73,7 +649,7 @@ def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | Non
         )
     if not p.aligned:
         return "kernel 'hopper' takes tensors whose base and strides are multiples of 16 bytes"
-    # What scores are multiplied by, -inf and the lowest maximum (-1e30) among them: neither 0 nor past float32.
+    # Scores, -inf and the lowest maximum (-1e30) are multiplied by it: the results may be neither 0 nor over float32.
     factor = p.scoring.softcap or p.scoring.scale
     if not (p.scoring.scale > 0 and 2.0**-100 < factor < 2.0**27):
         return f"kernel 'hopper' takes a scale above 0, and it or the softcap from 2^-100 to 2^27, not {p.scoring}"
@@ -87,7 +663,7 @@ def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | Non
         return f"block_n is {c.block_n}: kernel 'hopper' takes 16 to 256 keys"
     if c.num_stages < 2:
         return f"num_stages is {c.num_stages}: kernel 'hopper' takes a ring of 2 blocks or more"
-    t = _tiling(c, p.scoring, p.head_dim, target.shared_memory)
+    t = _tiling(c, p.scoring.flags, p.head_dim, target.shared_memory)
     if t.rows * (t.dim * 2 + t.keys * 3) // 256 > (180 if t.consumers == 2 else 130):
         return f"the tile is {c.block_m} x {c.block_n}: more than the registers of {c.num_warps} warps hold"
     if t.shared_memory > target.shared_memory:
@@ -97,134 +673,36 @@ def refuses(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | Non
     return None
 
 
-@functools.cache
-def _layout(dim: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_bytes(dim), 16, rank=4)
+def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
+    """The launch for tensors like these, to be called with `q, k, v, out, lse, *x.tensors`.
 
-
-def _describable(t: Tensor) -> Tensor:
-    """t, or a copy of it where dimensions are broadcast."""
-    if 0 in t.stride() and any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)):
-        return t.contiguous()
-    return t
-
-
-def _costs(t: Tiling, n_q: int, n_k: int) -> list[float]:
-    """What each tile of a head costs, in blocks of keys."""
-    shift = n_k - n_q
-    costs = []
-    for row in range(0, n_q, t.tile_rows):
-        begin = max(row + shift - t.left, 0) // t.keys if t.left >= 0 else 0
-        end = min(min(row + t.tile_rows, n_q) + shift + t.right, n_k) if t.right >= 0 else n_k
-        costs.append(max(library.cdiv(end, t.keys), begin + 1) - begin + _OUTSIDE)
-    return costs
-
-
-def schedule(t: Tiling, batch: int, heads: int, n_q: int, n_k: int, element_size: int, programs: int) -> list[int]:
-    """Which tiles each program takes, and when: `programs` counts, then the first tile of each, the second, ...
-
-    Heads are taken by as many as have their keys and values in the L2, and of these the longest tiles first, each by
-    the program that is free first. So the last tiles are short ones, and the programs end at about the same time.
+    q, k, v and out are (batch, heads, tokens, dim) that TMA can describe, and lse (batch, heads, tokens) contiguous.
     """
-    costs = _costs(t, n_q, n_k)
-    order = sorted(range(len(costs)), key=lambda m: -costs[m])
-    together = max(1, _L2 // (2 * n_k * t.dim * element_size))
-    lists: list[list[int]] = [[] for _ in range(programs)]
-    free = [(0.0, p) for p in range(programs)]
-    for first in range(0, batch * heads, together):
-        for m in order:
-            for head in range(first, min(first + together, batch * heads)):
-                at, p = free[0]
-                lists[p].append(head * len(costs) + m)
-                heapq.heapreplace(free, (at + costs[m], p))
-    rounds = max(len(tiles) for tiles in lists)
-    table = [len(tiles) for tiles in lists]
-    for i in range(rounds):
-        table += [tiles[i] if i < len(tiles) else 0 for tiles in lists]
-    return table
-
-
-def _table(
-    t: Tiling, sizes: tuple[int, int, int, int], element_size: int, programs: int, device: torch.device
-) -> Tensor | None:
-    """The schedule on the device, to stay: graphs may hold it. None where there are too many, or where it isn't there
-    and a graph is being captured, which can't wait for it.
-
-    It is made in a thread of its own, outside of the memory pools that the caller may be within: torch.compile's CUDA
-    graphs would take the memory back.
-    """
-    key = (t.keys, t.tile_rows, t.dim, t.left, t.right, sizes, element_size, programs, device)
-    found = _TABLES.get(key)
-    if found is not None:
-        return found
-    on_gpu = runtime.MODE is runtime.Mode.GPU
-    if len(_TABLES) >= _MANY or (on_gpu and torch.cuda.is_current_stream_capturing()):
-        return None
-
-    def make() -> Tensor:
-        tiles = schedule(t, *sizes, element_size, programs)
-        table = torch.tensor(tiles, dtype=torch.int32, device=device)
-        if on_gpu:
-            torch.cuda.current_stream(device).synchronize()
-        return table
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        found = _TABLES[key] = thread.submit(make).result()
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepared(
-    t: Tiling, sizes: tuple[int, int, int, int], most: int, dtype: torch.dtype, has_lse: bool, has_sinks: bool
-) -> tuple[Tiling, int, launching.KernelLauncher]:
-    """The tiling that it is for so many tiles, how many programs walk over them, and the kernel."""
-    batch, heads, n_q, _n_k = sizes
-    tiles = batch * heads * library.cdiv(n_q, t.tile_rows)
-    programs = min(most, tiles)
-    if t.tabled and (tiles > _TABLED or tiles == programs):
-        t = dataclasses.replace(t, tabled=False)
-    return t, programs, _plan(t, dtype, has_lse, has_sinks)
-
-
-@functools.cache
-def _plan(t: Tiling, dtype: torch.dtype, has_lse: bool, has_sinks: bool) -> launching.KernelLauncher:
-    return launching.KernelLauncher(attend, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
-
-
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, x: Extras, s: Scoring, c: AttentionConfig
-) -> None:
-    """Launch it: q, k, v, out (B, H, T, D) by strides, lse (B, H, T). What is broadcast along a dimension is copied."""
-    if isinstance(q, FunctionalTensor):
-        raise launching.Untraceable("descriptors of tensors")
-    run(q, k, v, out, lse, x.sinks, _tiling(c, s, q.shape[3], runtime.target(q.device).shared_memory))
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, t: Tiling) -> None:
-    """The same, compiled for that."""
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    most = runtime.target(q.device).multiprocessors
-    t, programs, plan = _prepared(t, sizes, most, q.dtype, lse is not None, sinks is not None)
-    table = _table(t, sizes, q.element_size(), programs, q.device) if t.tabled else None
-    if t.tabled and table is None:
-        t = dataclasses.replace(t, tabled=False)
-        plan = _plan(t, q.dtype, lse is not None, sinks is not None)
-    layout = _layout(t.dim)
-    args = (
-        describe(_describable(q), (1, 1, t.rows, t.dim), layout),
-        describe(_describable(k), (1, 1, t.keys, t.dim), layout),
-        describe(_describable(v), (1, 1, t.keys, t.dim), layout),
-        describe(out, (1, 1, t.rows, t.dim), layout),
-        lse,
-        sinks,
-        table,
-        t,
+    target = runtime.target(x.q.device)
+    batch, heads, n_q, head_dim = x.q.shape
+    n_k = x.k.shape[2]
+    t = _tiling(c, x.scoring.flags, head_dim, target.shared_memory)
+    blocks = library.cdiv(n_q, t.tile_rows)
+    programs = min(target.multiprocessors, batch * heads * blocks)
+    heads_in_l2 = max(1, _L2 // (2 * n_k * t.dim * x.k.element_size()))
+    order = work_order(batch * heads, blocks, programs, heads_in_l2)
+    factor, cap, left, right = x.scoring.numbers
+    scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
+    layout = gl.NVMMASharedLayout(_swizzle_bytes(t.dim), 16, rank=4)
+    blocks_of = ((x.q, t.rows), (x.k, t.keys), (x.v, t.keys), (out, t.rows))
+    start = bind(
+        _launcher(t, x.q.dtype, None if x.sinks is None else x.sinks.dtype),
+        programs,
+        numbers=(scale, cap_factor, left, right, *order),
+        descriptors={i: describe(tensor, (1, 1, rows, t.dim), layout) for i, (tensor, rows) in enumerate(blocks_of)},
     )
-    device = q.get_device()
-    compiled = plan.compiled.get(device)
-    if compiled is not None:
-        launching._start(compiled, programs, device, args)
-        return
-    compiled = attend[(programs,)](*args, **plan.options)
-    if runtime.MODE is runtime.Mode.GPU:
-        plan.compiled[device] = compiled
+
+    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, slopes: None, *rest: Any) -> None:
+        start(q, k, v, out, lse, rest[0])
+
+    return run
+
+
+@functools.cache
+def _launcher(t: Tiling, dtype: torch.dtype, sinks: torch.dtype | None) -> KernelLauncher:
+    return KernelLauncher(attend, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])

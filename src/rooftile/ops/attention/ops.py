@@ -1,312 +1,358 @@
-"""The ops as PyTorch knows them: schemas, launchers, fakes and derivatives."""
+"""The ops as PyTorch knows them: schemas, prepared launches, fakes and derivatives.
+
+Dense and packed attention have a schema each: `_dense` and `_packed` turn their arguments into `_Arguments`, and the
+rest is shared, with one backward op for both.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import library, runtime
-from rooftile.ops.attention import choose, common, gaps
-from rooftile.ops.attention.problem import Extras, Scoring, decode
+from rooftile import launching, library, runtime
+from rooftile.ops.attention import arguments, parts, problem, row_sums
+from rooftile.ops.attention.problem import AttentionConfig, Inputs
 
 
-def _forward(
-    op: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, x: Extras, s: Scoring, config: str
-) -> None:
-    """Choose a kernel and launch it, for tensors as (batch, heads, tokens, dim)."""
-    if out.numel() == 0:
-        return
-    q, k, v = common.unit_last(q), common.unit_last(k), common.unit_last(v)
-    target = runtime.target(q.device)
-    p = common.problem(q, k, v, x, s)
-    c = decode(config)
-    if c is None:
-        c = choose.choose_forward(p, target)
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """What either schema says of a call, with tensors in the caller's layout ("thd" is packed)."""
+
+    op: str
+    layout: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    starts_q: Tensor | None
+    starts_k: Tensor | None
+    longest: tuple[int, int]
+    scoring: tuple[float | None, float, int, int]  # scale, softcap, left, right
+    config: str = ""
+
+    def check(self) -> None:
+        """Raise unless shapes and dtypes fit together."""
+        tensors = (self.q, self.k, self.v, self.layout, self.mask, self.alibi_slopes, self.sinks)
+        arguments.check_tensors(self.op, *tensors)
+        if (self.layout == "thd") != (self.starts_q is not None):
+            raise ValueError(f"{self.op}: layout is {self.layout!r}, expected 'thd' with cu_seqlens_q and no other")
+        if self.starts_q is not None:
+            arguments.check_starts(self.op, self.starts_q, self.starts_k)
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Memory for out and lse."""
+        q, v = arguments.as_bhtd(self.q, self.layout), arguments.as_bhtd(self.v, self.layout)
+        lse = torch.empty(q.shape[1 if self.layout == "thd" else 0 : 3], dtype=torch.float32, device=q.device)
+        return arguments.from_bhtd(arguments.dense(q, v.shape[3]), self.layout), lse
+
+    def inputs(self) -> Inputs:
+        """What kernels read, as (batch, heads, tokens, dim)."""
+        q, k, v = (arguments.as_bhtd(t, self.layout) for t in (self.q, self.k, self.v))
+        s = arguments.scoring(q.shape[3], *self.scoring)
+        vectors = (self.alibi_slopes, self.sinks, self.starts_q, self.starts_k)
+        return arguments.inputs(q, k, v, s, self.mask, *vectors, *self.longest)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, alibi_slopes: Any, sinks: Any, scale: float | None, softcap: float,
+    left: int, right: int, layout: str, config: str, deterministic: bool,
+) -> _Arguments:  # fmt: skip
+    scoring = (scale, softcap, left, right)
+    return _Arguments(
+        "attention", layout, q, k, v, mask, alibi_slopes, sinks, None, None, (0, 0), scoring, config
+    )  # fmt: skip
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Any, alibi_slopes: Any, sinks: Any,
+    longest_q: int, longest_k: int, scale: float | None, softcap: float, left: int, right: int, config: str,
+    deterministic: bool,
+) -> _Arguments:  # fmt: skip
+    scoring, longest = (scale, softcap, left, right), (longest_q, longest_k)
+    return _Arguments(
+        "attention_varlen", "thd", q, k, v, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, longest, scoring,
+        config,
+    )  # fmt: skip
+
+
+def _clone(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _usable(x: Inputs, accepts: Callable[[Tensor], bool]) -> tuple[Inputs, list[str]]:
+    """x with copies of what a kernel can't read as it is, and the names of those."""
+    copied = [name for name in ("q", "k", "v") if not accepts(getattr(x, name))]
+    vectors = ("alibi_slopes", "sinks", "starts_q", "starts_k")
+    copied += [name for name in vectors if getattr(x, name) is not None and not getattr(x, name).is_contiguous()]
+    copies: dict[str, Any] = {name: _clone(getattr(x, name)) for name in copied}
+    return dataclasses.replace(x, **copies), copied
+
+
+def _with_copies(
+    start: Callable[..., None], copied: list[str], names: tuple[str, ...], layout: str
+) -> Callable[..., None]:
+    """`start`, called with dense copies of the tensors of those names; `layout` is that of the ones with heads."""
+
+    def copy(t: Tensor) -> Tensor:
+        return _clone(arguments.as_bhtd(t, layout) if t.dim() == len(layout) else t)
+
+    return library.copying(start, {names.index(name): copy for name in copied})
+
+
+# The forward
+
+_READ = ("q", "k", "v", "out", "lse", "mask", "alibi_slopes", "sinks", "starts_q", "starts_k")
+
+
+def prepare_forward(
+    op: str, x: Inputs, out: Tensor, config: AttentionConfig | None = None, layout: str = "bhtd"
+) -> Callable[..., None]:
+    """The forward's launches for inputs like x, to be called with `q, k, v, out, lse, *x.tensors`.
+
+    x and out are (batch, heads, tokens, dim) by strides; calls give tensors of `layout`. What the kernel can't read as
+    it is, is copied at each call.
+    """
+    p, target = x.problem, runtime.target(x.q.device)
+    if config is None:
+        config = problem.choose_forward(p, target)
     else:
-        reason = choose.refuses_forward(p, c, target)
+        reason = problem.can_implement_forward(p, config, target)
         if reason is not None:
             raise ValueError(f"{op}: config can't be launched: {reason}")
-    if x.starts_q is not None:
-        gaps.clear(out, lse, x.starts_q, x.longest_q)
-    found = choose.forward_module(c.kernel)
-    assert found is not None
-    found.launch(q, k, v, out, lse, x, s, c)
+    if out.numel() == 0:
+        return library.start_nothing
+    module = problem.forward_module(config.kernel)
+    assert module is not None
+    x, copied = _usable(x, module.accepts)
+    start = _with_copies(module.prepare(x, out, config), copied, _READ, layout)
+    if x.starts_q is None:
+        return start
+    clear = parts.prepare_zero_uncovered(out, True, x.starts_q, x.longest_q)
+
+    def run(*tensors: Any) -> None:
+        clear(tensors[3], tensors[4], tensors[8])
+        start(*tensors)
+
+    return run
 
 
-def _outputs(q: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Memory for out, and for lse, as (batch, heads, tokens, ...)."""
-    q, v = common.as_bhtd(q, layout), common.as_bhtd(v, layout)
-    return common.dense(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+def _prepare(a: _Arguments) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Calls like that one, to be made with `q, k, v, mask, alibi_slopes, sinks, starts_q, starts_k`."""
+    if isinstance(a.q, FunctionalTensor):  # the choice of a kernel needs sizes: in a compiled graph the op stays whole
+        raise launching.Untraceable("a kernel that is chosen by all sizes")
+    a.check()
+    out, lse = a.outputs()
+    start = prepare_forward(
+        a.op, a.inputs(), arguments.as_bhtd(out, a.layout), problem.decode(a.config), a.layout
+    )  # fmt: skip
+    shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
+    lse_shape, lse_strides = lse.shape, lse.stride()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
+        start(q, k, v, out, lse, *rest)
+        return out, lse
+
+    return run
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    left: int,
-    right: int,
-    layout: str,
-    config: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    common.refuse_tracing(q)
-    common.check_tensors("attention", q, k, v, layout, mask, alibi_slopes, sinks)
-    out, lse = _outputs(q, v, layout)
-    s = common.scoring(q, scale, softcap, left, right)
-    q, k, v = (common.as_bhtd(t, layout) for t in (q, k, v))
-    _forward("attention", q, k, v, out, lse, common.extras(q, k, mask, alibi_slopes, sinks), s, config)
-    return common.from_bhtd(out, layout), lse
+def _prepare_dense(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    run = _prepare(_dense(*args))
+    return lambda q, k, v, mask, alibi_slopes, sinks, *_: run(q, k, v, mask, alibi_slopes, sinks, None, None)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    left: int,
-    right: int,
-    layout: str,
-    config: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    common.check_tensors("attention", q, k, v, layout, mask, alibi_slopes, sinks)
-    out, lse = _outputs(q, v, layout)
-    return common.from_bhtd(out, layout), lse
+def _prepare_packed(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    run = _prepare(_packed(*args))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor | None, *rest: Any) -> Any:
+        return run(q, k, v, None, rest[0], rest[1], starts_q, starts_q if starts_k is None else starts_k)
+
+    return call
 
 
-def _launch_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    softcap: float,
-    left: int,
-    right: int,
-    config: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    op, layout = "attention_varlen", "thd"
-    common.refuse_tracing(q)
-    common.check_tensors(op, q, k, v, layout, None, alibi_slopes, sinks)
-    common.check_starts(op, cu_seqlens_q, cu_seqlens_k)
-    out, lse = _outputs(q, v, layout)
-    s = common.scoring(q, scale, softcap, left, right)
-    q, k, v = (common.as_bhtd(t, layout) for t in (q, k, v))
-    x = common.extras(q, k, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    _forward(op, q, k, v, out, lse, x, s, config)
-    return common.from_bhtd(out, layout), lse[0]
+def _fake(a: _Arguments) -> tuple[Tensor, Tensor]:
+    a.check()
+    return a.outputs()
 
 
-def _fake_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    softcap: float,
-    left: int,
-    right: int,
-    config: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    common.check_tensors("attention_varlen", q, k, v, "thd", None, alibi_slopes, sinks)
-    common.check_starts("attention_varlen", cu_seqlens_q, cu_seqlens_k)
-    out, lse = _outputs(q, v, "thd")
-    return common.from_bhtd(out, "thd"), lse[0]
+# The backward
+
+_WRITTEN = ("dq", "dk", "dv", "dsinks")
+_READ_BACKWARD = ("q", "k", "v", "out", "lse", "dout", "dlse", *_WRITTEN, *_READ[5:])
 
 
-# The backward, one op for both
+@dataclasses.dataclass(frozen=True)
+class _BackwardArguments:
+    """What the backward's schema says of a call."""
+
+    forward: _Arguments
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    needs: tuple[bool, ...]  # of dq, dk, dv and dsinks
+    deterministic: bool
+    portable: bool
+
+    def check(self) -> None:
+        """Raise unless shapes and dtypes fit together."""
+        a = self.forward
+        a.check()
+        if self.out.shape != (*a.q.shape[:-1], a.v.shape[-1]):
+            expected = (*a.q.shape[:-1], a.v.shape[-1])
+            raise ValueError(f"{a.op}: out has shape {tuple(self.out.shape)}, expected {expected} to match q and v")
+        library.check_same(a.op, "dout", self.dout, "out", self.out)
+        rows = arguments.as_bhtd(a.q, a.layout).shape[1 if a.layout == "thd" else 0 : 3]
+        for name, t in (("lse", self.lse), ("dlse", self.dlse)):
+            if t is not None and (t.shape != rows or t.dtype != torch.float32):
+                raise ValueError(
+                    f"{a.op}: {name} has shape {tuple(t.shape)} and dtype {t.dtype}, expected {tuple(rows)} in float32"
+                )
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Memory for dq, dk, dv and dsinks; empty where nobody asks."""
+        a = self.forward
+
+        def memory(t: Tensor, needed: bool) -> Tensor:
+            if not needed:
+                return torch.empty(0, dtype=t.dtype, device=t.device)
+            t = arguments.as_bhtd(t, a.layout)
+            return arguments.from_bhtd(arguments.dense(t, t.shape[3]), a.layout)
+
+        like = a.q if a.sinks is None else a.sinks
+        dsinks = torch.empty(like.shape[0] if self.needs[3] else 0, dtype=like.dtype, device=a.q.device)
+        dq, dk, dv = (memory(t, needed) for t, needed in zip((a.q, a.k, a.v), self.needs, strict=False))
+        return dq, dk, dv, dsinks
 
 
-def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: str, needs: tuple[bool, ...]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for dq, dk, dv (as (batch, heads, tokens, dim)) and dsinks; empty where nobody asks."""
-
-    def memory(x: Tensor, needed: bool) -> Tensor:
-        if not needed:
-            return torch.empty(0, dtype=x.dtype, device=x.device)
-        x = common.as_bhtd(x, layout)
-        return common.dense(x, x.shape[3])
-
-    like = q if sinks is None else sinks
-    dsinks = torch.empty(like.shape[0] if needs[3] else 0, dtype=like.dtype, device=q.device)
-    return memory(q, needs[0]), memory(k, needs[1]), memory(v, needs[2]), dsinks
+def _backward_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, mask: Any, alibi_slopes: Any,
+    sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, longest_q: int, longest_k: int, scale: float | None,
+    softcap: float, left: int, right: int, layout: str, needs_dq: bool, needs_dk: bool, needs_dv: bool,
+    needs_dsinks: bool, deterministic: bool, portable: bool,
+) -> _BackwardArguments:  # fmt: skip
+    longest, scoring = (longest_q, longest_k), (scale, softcap, left, right)
+    forward = _Arguments(
+        "attention_backward", layout, q, k, v, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, longest, scoring
+    )
+    needs = (needs_dq, needs_dk, needs_dv, needs_dsinks and sinks is not None)
+    return _BackwardArguments(forward, out, lse, dout, dlse, needs, deterministic, portable)
 
 
-def _as_given(results: tuple[Tensor, ...], layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (common.from_bhtd(t, layout) if t.dim() == 4 else t for t in results[:3])
-    return dq, dk, dv, results[3]
-
-
-def _check_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def prepare_backward(
+    x: Inputs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    layout: str,
-) -> None:
-    op = "attention_backward"
-    common.check_tensors(op, q, k, v, layout, mask, alibi_slopes, sinks)
-    if (layout == "thd") != (cu_seqlens_q is not None):
-        raise ValueError(f"{op}: layout is {layout!r}, expected 'thd' with cu_seqlens_q and no other")
-    if cu_seqlens_q is not None:
-        common.check_starts(op, cu_seqlens_q, cu_seqlens_k)
-    if out.shape != (*q.shape[:-1], v.shape[-1]):
-        raise ValueError(
-            f"{op}: out has shape {tuple(out.shape)}, expected {(*q.shape[:-1], v.shape[-1])} to match q and v"
+    gradients: tuple[Tensor | None, ...],
+    config: AttentionConfig | None = None,
+    deterministic: bool = False,
+    portable: bool = False,
+    layout: str = "bhtd",
+) -> Callable[..., None]:
+    """The backward's launches for tensors like these.
+
+    To be called with `q, k, v, out, lse, dout, dlse, *gradients, *x.tensors`. The gradients are dq, dk, dv and dsinks,
+    None where nobody asks. All are (batch, heads, tokens, dim) by strides; calls give tensors of `layout`. What the
+    kernels can't read as it is, is copied at each call.
+    """
+    dq, dk, dv, dsinks = gradients
+    if min(x.q.numel(), x.k.numel(), x.v.numel()) == 0:
+        return _prepare_empty(x, out, dout, dlse, dsinks)
+    p, target = x.problem, runtime.target(x.q.device)
+    config = problem.choose_backward(p, target, portable) if config is None else config
+    module = problem.backward_module(config.kernel)
+    assert module is not None
+    x, copied = _usable(x, module.accepts)
+    if not parts.has_unit_rows(out):
+        out, copied = _clone(out), [*copied, "out"]
+    if not module.accepts(dout):
+        dout, copied = _clone(dout), [*copied, "dout"]
+    if not lse.is_contiguous():
+        copied = [*copied, "lse"]
+    start = module.prepare(x, out, dout, dlse, gradients, config, deterministic)
+    start = _with_copies(start, copied, _READ_BACKWARD, layout)
+    if x.starts_q is None or x.starts_k is None:
+        return start
+    clears = []
+    for name, d, starts, longest in (
+        ("dq", dq, x.starts_q, x.longest_q), ("dk", dk, x.starts_k, x.longest_k), ("dv", dv, x.starts_k, x.longest_k)
+    ):  # fmt: skip
+        if d is not None:
+            places = _READ_BACKWARD.index(name), _READ_BACKWARD.index("starts_q" if d is dq else "starts_k")
+            clears.append((parts.prepare_zero_uncovered(d, False, starts, longest), *places))
+
+    def run(*tensors: Any) -> None:
+        for clear, at, starts_at in clears:
+            clear(tensors[at], tensors[at], tensors[starts_at])
+        start(*tensors)
+
+    return run
+
+
+def _prepare_empty(
+    x: Inputs, out: Tensor, dout: Tensor, dlse: Tensor | None, dsinks: Tensor | None
+) -> Callable[..., None]:
+    """Where there are no queries or no keys: nothing is seen, but a sink still has its share of each row."""
+    of_sinks = None if dsinks is None else row_sums.prepare_delta(out, dout, dlse, x.sinks, dsinks)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *rest: Any
+    ) -> None:
+        for t in rest[:3]:
+            if t is not None:
+                t.zero_()
+        if of_sinks is not None:
+            of_sinks(out, dout, dlse, torch.empty_like(lse), lse, rest[6], rest[3])
+
+    return run
+
+
+def _prepare_backward(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
+    if isinstance(args[0], FunctionalTensor):
+        raise launching.Untraceable("a kernel that is chosen by all sizes")
+    b = _backward_arguments(*args)
+    b.check()
+    a, memory = b.forward, b.gradients()
+    views = [arguments.as_bhtd(t, a.layout) if t.dim() > 1 else t for t in memory]
+    wanted = tuple(t if needed else None for t, needed in zip(views, b.needs, strict=True))
+    out, dout = (arguments.as_bhtd(t, a.layout) for t in (b.out, b.dout))
+    lse, dlse = (
+        None if t is None else t.view(out.shape[:3]) if t.is_contiguous() else t.expand(out.shape[:3])
+        for t in (b.lse, b.dlse)
+    )
+    assert lse is not None
+    start = prepare_backward(
+        a.inputs(), out, lse, dout, dlse, wanted, None, b.deterministic, b.portable, a.layout
+    )  # fmt: skip
+    made = tuple((t.shape, t.stride(), t.dtype, t.device) for t in memory)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any) -> Any:
+        mask, slopes, sinks, starts_q, starts_k = rest[:5]
+        found = tuple(
+            torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in made
         )
-    library.check_same(op, "dout", dout, "out", out)
-    rows = common.as_bhtd(q, layout).shape[1 if layout == "thd" else 0 : 3]
-    for name, t in (("lse", lse), ("dlse", dlse)):
-        if t is not None and (t.shape != rows or t.dtype != torch.float32):
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(t.shape)} and dtype {t.dtype}, expected {tuple(rows)} in float32"
-            )
+        asked = tuple(t if needed else None for t, needed in zip(found, b.needs, strict=True))
+        starts_k = starts_q if starts_k is None else starts_k
+        start(q, k, v, out, lse, dout, dlse, *asked, mask, slopes, sinks, starts_q, starts_k)
+        return found
+
+    return run
 
 
-def _launch_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    softcap: float,
-    left: int,
-    right: int,
-    layout: str,
-    needs_dq: bool,
-    needs_dk: bool,
-    needs_dv: bool,
-    needs_dsinks: bool,
-    deterministic: bool,
-    portable: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    common.refuse_tracing(q)
-    _check_backward(q, k, v, out, lse, dout, dlse, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, layout)
-    needs = (needs_dq, needs_dk, needs_dv, needs_dsinks and sinks is not None)
-    results = _gradients(q, k, v, sinks, layout, needs)
-    s = common.scoring(q, scale, softcap, left, right)
-    q, k, v, out, dout = (common.unit_last(common.as_bhtd(t, layout)) for t in (q, k, v, out, dout))
-    x = common.extras(q, k, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    _backward(q, k, v, out, lse, dout, dlse, results, needs, x, s, deterministic, portable)
-    return _as_given(results, layout)
-
-
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    results: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-    x: Extras,
-    s: Scoring,
-    deterministic: bool,
-    portable: bool,
-) -> None:
-    if not any(needs):
-        return
-    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # nothing is seen by anybody; but sinks stay
-        for t in results[:3]:
-            t.zero_()
-        if not (needs[3] and q.numel()):
-            results[3].zero_()
-            return
-        needs = (False, False, False, True)
-    dq, dk, dv, dsinks = (t if n else None for t, n in zip(results, needs, strict=True))
-    for d, starts, longest in (
-        (dq, x.starts_q, x.longest_q),
-        (dk, x.starts_k, x.longest_k),
-        (dv, x.starts_k, x.longest_k),
-    ):
-        if d is not None and starts is not None:
-            gaps.clear(d, None, starts, longest)
-    target = runtime.target(q.device)
-    p = common.problem(q, k, v, x, s)
-    c = choose.choose_backward(p, target, portable)
-    found = choose.backward_module(c.kernel)
-    assert found is not None
-    lse = lse.contiguous().view(q.shape[:3])
-    dlse = None if dlse is None else dlse.contiguous().view(q.shape[:3])
-    options = {"deterministic": deterministic} if c.kernel == "hopper" else {}  # the portable one always is
-    found.launch(q, k, v, out, lse, dout, dlse, dq, dk, dv, dsinks, x, s, c, **options)
-
-
-def _fake_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    softcap: float,
-    left: int,
-    right: int,
-    layout: str,
-    needs_dq: bool,
-    needs_dk: bool,
-    needs_dv: bool,
-    needs_dsinks: bool,
-    deterministic: bool,
-    portable: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_backward(q, k, v, out, lse, dout, dlse, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, layout)
-    needs = (needs_dq, needs_dk, needs_dv, needs_dsinks and sinks is not None)
-    return _as_given(_gradients(q, k, v, sinks, layout, needs), layout)
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b = _backward_arguments(*args)
+    b.check()
+    return b.gradients()
 
 
 _backward_op = library.define(
@@ -314,15 +360,18 @@ _backward_op = library.define(
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt longest_q, "
     "SymInt longest_k, float? scale, float softcap, int left, int right, str layout, bool needs_dq, bool needs_dk, "
     "bool needs_dv, bool needs_dsinks, bool deterministic, bool portable) -> (Tensor, Tensor, Tensor, Tensor)",
-    launch=_launch_backward,
+    prepare=_prepare_backward,
     fake=_fake_backward,
 )
+
+
+# Derivatives
 
 
 def _differentiated(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, sinks_at: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv and dsinks, of those that are asked for. `sinks_at` is the place of the sinks in the op's schema."""
+    """dq, dk, dv and dsinks, of those that are asked for. `sinks_at` is the index of the sinks in the op's schema."""
     q, k, v, out, lse, mask, slopes, sinks, starts_q, starts_k = ctx.saved_tensors
     asked = ctx.needs_input_grad[1:]
     needs = (asked[0], asked[1], asked[2], asked[sinks_at])
@@ -331,30 +380,31 @@ def _differentiated(
     if dout is None:
         dout = torch.zeros_like(out)
     inputs = (q, k, v, out, lse, dout, dlse, mask, slopes, sinks, starts_q, starts_k)
-    found = _backward_op(*inputs, *ctx.scoring, ctx.layout, *needs, ctx.deterministic, ctx.portable)
-    return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))  # type: ignore[return-value]
+    dq, dk, dv, dsinks = _backward_op(*inputs, *ctx.scoring, ctx.layout, *needs, ctx.deterministic, ctx.portable)
+    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dsinks if needs[3] else None
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, alibi_slopes, sinks, scale, softcap, left, right, layout, config, ctx.deterministic = inputs
-    ctx.portable = common.is_portable(config)
-    ctx.scoring, ctx.layout = (0, 0, scale, softcap, left, right), layout
-    ctx.save_for_backward(q, k, v, *outputs, mask, alibi_slopes, sinks, None, None)
+def _save(ctx: Any, a: _Arguments, outputs: tuple[Tensor, Tensor], deterministic: bool) -> None:
+    config = problem.decode(a.config)
+    ctx.portable = config is not None and config.kernel == "portable"  # the gradients are, too
+    ctx.scoring, ctx.layout, ctx.deterministic = (*a.longest, *a.scoring), a.layout, deterministic
+    ctx.save_for_backward(a.q, a.k, a.v, *outputs, a.mask, a.alibi_slopes, a.sinks, a.starts_q, a.starts_k)
 
 
-def _save_varlen(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts_q, starts_k, alibi_slopes, sinks, longest_q, longest_k, *scoring, config, ctx.deterministic = inputs
-    ctx.portable = common.is_portable(config)
-    ctx.scoring, ctx.layout = (longest_q, longest_k, *scoring), "thd"
-    ctx.save_for_backward(q, k, v, *outputs, None, alibi_slopes, sinks, starts_q, starts_k)
+def _save_dense(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, _dense(*inputs), outputs, inputs[-1])
 
 
-def _backward_of_attention(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, _packed(*inputs), outputs, inputs[-1])
+
+
+def _backward_of_dense(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks = _differentiated(ctx, dout, dlse, 5)
     return dq, dk, dv, None, None, dsinks, *(None,) * 7
 
 
-def _backward_of_varlen(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward_of_packed(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks = _differentiated(ctx, dout, dlse, 6)
     return dq, dk, dv, None, None, None, dsinks, *(None,) * 8
 
@@ -371,16 +421,16 @@ def _refuse_gradients(op: str, **places: int) -> Callable[[tuple[Any, ...]], Non
 attention_op = library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, float? scale, "
     "float softcap, int left, int right, str layout, str config, bool deterministic) -> (Tensor, Tensor)",
-    launch=_launch,
-    fake=_fake,
-    autograd=library.Autograd(_save, _backward_of_attention, _refuse_gradients("attention", mask=3, alibi_slopes=4)),
+    prepare=_prepare_dense,
+    fake=lambda *args: _fake(_dense(*args)),
+    autograd=library.Autograd(_save_dense, _backward_of_dense, _refuse_gradients("attention", mask=3, alibi_slopes=4)),
 )
 
 attention_varlen_op = library.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, "
     "Tensor? sinks, SymInt longest_q, SymInt longest_k, float? scale, float softcap, int left, int right, str config, "
     "bool deterministic) -> (Tensor, Tensor)",
-    launch=_launch_varlen,
-    fake=_fake_varlen,
-    autograd=library.Autograd(_save_varlen, _backward_of_varlen, _refuse_gradients("attention_varlen", alibi_slopes=5)),
+    prepare=_prepare_packed,
+    fake=lambda *args: _fake(_packed(*args)),
+    autograd=library.Autograd(_save_packed, _backward_of_packed, _refuse_gradients("attention_varlen", alibi_slopes=5)),
 )

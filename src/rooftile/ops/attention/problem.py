@@ -1,13 +1,19 @@
-"""What an attention is, and how its kernels are launched: the two things that the choice of a kernel is about."""
+"""What an attention is, how its kernels are launched, and which kernel it gets."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from rooftile import library, runtime
+from rooftile.primitives.scores import score_factors, split_dim
 
 Kernel = Literal["portable", "hopper"]
 KERNELS: tuple[Kernel, ...] = ("portable", "hopper")
@@ -21,7 +27,7 @@ class AttentionConfig:
         kernel: `"portable"`, any GPU and every option; `"hopper"`, persistent, with copies by the tensor memory
             accelerator and warpgroups in ping-pong, for sm_90.
         block_m, block_n: query rows and keys of a tile.
-        num_warps, num_stages: warps of a program, and how deep its loads are pipelined.
+        num_warps, num_stages: warps of a program, and the depth of its load pipeline.
     """
 
     kernel: Kernel
@@ -64,7 +70,7 @@ def decode(text: str) -> AttentionConfig | None:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """What happens to a score between q·k and the softmax: a constant of the kernels.
+    """What happens to a score between q·k and the softmax.
 
     Query i of n_q stands at position p = i + n_k - n_q among the keys, so that the last query stands at the last key.
     It sees key j where `p - left <= j <= p + right`; -1 is no limit. Causal is `right = 0`.
@@ -75,19 +81,39 @@ class Scoring:
     left: int = -1
     right: int = -1
 
+    @property
+    def limited(self) -> bool:
+        """Whether a query may see some of the keys only."""
+        return self.left >= 0 or self.right >= 0
+
+    @property
+    def flags(self) -> tuple[bool, bool, bool]:
+        """What kernels are compiled for: whether there is a cap, and a limit on either side."""
+        return bool(self.softcap), self.left >= 0, self.right >= 0
+
+    @property
+    def numbers(self) -> tuple[float, float, int, int]:
+        """What kernels are given: `primitives.scores.score_factors`, left and right. A new one costs no compilation."""
+        return *score_factors(self.scale, self.softcap), self.left, self.right
+
 
 @dataclasses.dataclass(frozen=True)
-class Extras:
-    """The tensors that an attention has beside q, k and v; all optional, all read only.
+class Inputs:
+    """The tensors that an attention reads, as (batch, heads, tokens, dim) by strides, and its scoring.
 
     Attributes:
+        q, k, v: packed sequences are one batch entry.
         mask: broadcast to (B, Hq, Tq, Tk) by strides of 0; bool (True is seen) or floating (added to the score).
-        alibi_slopes: (Hq,) float32; slope * |p - j| is taken off the score.
-        sinks: (Hq,) float32; a score that takes part in the softmax and has no value.
-        starts_q, starts_k: (sequences + 1,) int32, of packed sequences: where each begins in q's and k's one entry.
-        longest_q, longest_k: the most queries and keys of one sequence; without packed sequences Tq and Tk.
+        alibi_slopes: (Hq,); slope * |p - j| is taken off the score.
+        sinks: (Hq,); a score that takes part in the softmax and has no value.
+        starts_q, starts_k: (sequences + 1,) int32, of packed sequences: where each begins in q and in k.
+        longest_q, longest_k: the most queries and keys of one sequence; all of them where nothing is packed.
     """
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scoring: Scoring
     mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
@@ -96,10 +122,55 @@ class Extras:
     longest_q: int = 0
     longest_k: int = 0
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a prepared launch is given for every call, behind q, k and v."""
+        return self.mask, self.alibi_slopes, self.sinks, self.starts_q, self.starts_k
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.starts_q is None else self.starts_q.shape[0] - 1
+
+    @property
+    def mask_kind(self) -> Literal["", "bool", "float"]:
+        return "" if self.mask is None else "bool" if self.mask.dtype is torch.bool else "float"
+
+    @property
+    def mask_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            batch=self.sequences,
+            heads=self.q.shape[1],
+            kv_heads=self.k.shape[1],
+            n_q=self.longest_q,
+            n_k=self.longest_k,
+            head_dim=self.q.shape[3],
+            value_dim=self.v.shape[3],
+            dtype=self.q.dtype,
+            scoring=self.scoring,
+            mask=self.mask_kind,
+            alibi=self.alibi_slopes is not None,
+            sinks=self.sinks is not None,
+            packed=self.starts_q is not None,
+            aligned=all(map(_is_aligned, (self.q, self.k, self.v))),
+        )
+
+
+def _is_aligned(t: Tensor) -> bool:
+    """Whether the base and all strides but the last are multiples of 16 bytes, as those of a copy are."""
+    if t.stride(-1) != 1 and t.shape[-1] > 1:
+        return True
+    size = t.element_size()
+    dims = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    return t.data_ptr() % 16 == 0 and all(n == 1 or stride * size % 16 == 0 for n, stride in dims)
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One attention, as far as the choice of its kernel goes."""
+    """All of an attention that the choice of its kernel depends on."""
 
     batch: int  # sequences, where they are packed
     heads: int
@@ -114,4 +185,138 @@ class Problem:
     alibi: bool = False
     sinks: bool = False
     packed: bool = False
-    aligned: bool = True  # bases and strides of q, k, v in multiples of 16 bytes, for the tensor memory accelerator
+    aligned: bool = True  # bases and strides of q, k and v are multiples of 16 bytes, as TMA needs
+
+
+_FORWARD = {"portable": "forward", "hopper": "hopper_forward"}
+_BACKWARD = {"portable": "backward", "hopper": "hopper_backward"}
+
+
+@functools.cache
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"rooftile.ops.attention.{name}")
+    except ImportError:
+        if not name.startswith("hopper"):
+            raise
+        return None
+
+
+def forward_module(kernel: str) -> ModuleType | None:
+    """The module with that forward kernel; None where this Triton has no Gluon, in which it is written."""
+    return _module(_FORWARD[kernel])
+
+
+def backward_module(kernel: str) -> ModuleType | None:
+    """The same for the backward."""
+    return _module(_BACKWARD[kernel])
+
+
+def _can_implement(found: ModuleType | None, p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
+    if found is None:
+        return f"kernel is {c.kernel!r}, which this installation does not have"
+    if c.num_warps * target.warp_size > target.max_threads:
+        return f"num_warps is {c.num_warps}, expected at most {target.max_threads // target.warp_size} on {target.arch}"
+    return found.can_implement(p, c, target)
+
+
+def can_implement_forward(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
+    """None where that configuration can run that problem, or the reason why it can't."""
+    return _can_implement(forward_module(c.kernel), p, c, target)
+
+
+def can_implement_backward(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
+    """The same for the backward."""
+    return _can_implement(backward_module(c.kernel), p, c, target)
+
+
+def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
+    """The configuration of the forward on that target: the first of the preferred ones that can run the problem."""
+    for c in _forward(p, target):
+        if can_implement_forward(p, c, target) is None:
+            return c
+    return AttentionConfig("portable", 16, 16, 4, 1)
+
+
+def choose_backward(p: Problem, target: runtime.Target, portable: bool = False) -> AttentionConfig:
+    """The same for the backward; that of the portable kernels with `portable`."""
+    if target.arch == "sm_90" and not portable:
+        # Steps of 128 queries for heads that are short enough to keep their sums in registers.
+        c = AttentionConfig("hopper", 128 if p.head_dim <= 64 else 64, 128, 8, 2)
+        if can_implement_backward(p, c, target) is None:
+            return c
+    module = backward_module("portable")
+    assert module is not None
+    return module.default_config(p, target)
+
+
+def _dim(p: Problem) -> int:
+    return max(sum(split_dim(p.head_dim)), sum(split_dim(p.value_dim)))
+
+
+def _rows(p: Problem, most: int) -> int:
+    """Rows of a tile: those that exist, rounded up, and at least 64, which a warpgroup multiplies at once."""
+    return max(64, min(most, library.power_of_two(max(1, p.n_q))))
+
+
+def _interpreted(p: Problem) -> AttentionConfig:
+    """Few large programs, but more than one step for more than 64 keys."""
+    return AttentionConfig("portable", _rows(p, 64), 64, 4, 1)
+
+
+def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
+    if target is runtime.INTERPRETER:
+        yield _interpreted(p)
+        return
+    dim = _dim(p)
+    if target.arch == "sm_90" and p.n_q > 64:
+        yield from _hopper(p, dim)
+    if p.dtype.itemsize == 4:
+        yield from _float32(p, dim, target)
+        return
+    # A mask takes 1.5 registers for each score of a thread, so fewer scores fit.
+    wide = not (p.mask or p.alibi)
+    rows = _rows(p, 128)
+    warps = 8 if rows == 128 and (dim > 64 or not wide) else 4
+    if target.warp_size == 64:  # a wave has many registers and little shared memory
+        for m in (rows, 64, 32):
+            yield AttentionConfig("portable", m, 32, 4, 1)
+    if target.arch == "sm_90" and wide and rows == 128 and dim <= 128:  # on sm_100 it spills
+        if dim <= 64:
+            yield AttentionConfig("portable", 128, 128, 8, 3)
+        yield AttentionConfig("portable", 128, 128, 8, 2)
+    yield from _sized(rows, ((64, 3), (64, 2), (32, 2), (32, 1)), warps, p, target)
+    yield from _sized(64, ((64, 2), (32, 2), (32, 1)), 4, p, target)
+    yield from _sized(32, ((32, 1), (16, 1)), 4, p, target)
+
+
+def _hopper(p: Problem, dim: int) -> Iterator[AttentionConfig]:
+    """Three warpgroups for short heads and many tiles of 192 queries: one multiplies while two compute their softmax.
+
+    On an H200 three reach 1.18 of cuDNN's speed at 8192 tokens, and two 0.98. Two are faster up to 1024 tokens, and by
+    3 percent for 2048 causal ones.
+    """
+    if dim <= 64 and p.n_q >= (4096 if p.scoring.right == 0 else 2048):
+        yield AttentionConfig("hopper", 192, 128, 12, 6)
+    elif dim <= 128:
+        yield AttentionConfig("hopper", 128, 128, 8, 6 if dim <= 64 else 4)
+    else:
+        yield AttentionConfig("hopper", 128, 64, 8, 2)
+
+
+def _sized(
+    rows: int, steps: tuple[tuple[int, int], ...], warps: int, p: Problem, target: runtime.Target
+) -> Iterator[AttentionConfig]:
+    """Tiles of so many rows, in steps of (keys, stages). Steps that would spill on sm_90 are left out."""
+    more = bool(p.mask or p.alibi or p.scoring.softcap)
+    most = 32 if (more or rows < 128) and ((rows < 128 and more) or _dim(p) > 128) else 64
+    for keys, stages in steps:
+        if keys <= most:
+            yield AttentionConfig("portable", rows, keys, max(1, warps * 32 // target.warp_size), stages)
+
+
+def _float32(p: Problem, dim: int, target: runtime.Target) -> Iterator[AttentionConfig]:
+    """Exact products run on the FMA units, whose operands are in registers: few keys a step."""
+    warps = max(1, 8 * 32 // target.warp_size)
+    for rows, keys in ((64, 32 if dim <= 64 else 16), (32, 16)):
+        yield AttentionConfig("portable", rows, keys, warps, 1)

@@ -1,26 +1,43 @@
-"""The backward of attention for sm_90: dq alone, a program for each block of 128 queries.
+"""The backward of attention for sm_90: dq alone, a program for each block of 128 queries (Gluon).
 
     s = q k^T    dp = dout v^T    ds = exp2(s * scale - lse) * (dp - delta)    dq += ds k
 
 Two consumers, warpgroups with 64 of the queries each, keep dq in their registers and walk over the blocks of keys that
-their queries see; ds goes from the registers that it is made in to the tensor cores. A producer, a single warp, has the
-tensor memory accelerator bring q and dout, and fill two rings, one of keys, one of values.
+their queries see; ds goes from registers to the tensor cores. A producer, a single warp, copies q and dout by TMA, and
+fills two rings, one of keys and one of values.
 
     k_ready, v_ready[slot]  completed by the bytes that land; the consumers wait for it
     k_free, v_free[slot]    completed by one arrival of each consumer; the producer waits for it
     q_ready                 the queries and dout have landed
 
-The kernel's one constant, T, is a `QueriesTiling` (hopper_backward_tiling.py).
+The kernel's one constant, T, is a `QueriesTiling`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rooftile import library
+from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.attention.hopper_backward_parts import (
+    BARRIERS,
+    REGISTERS,
+    ROWS,
+    BackwardTiling,
+    describe_rows,
+    heads_together,
     place,
     probabilities,
     scores_gradient,
+    scoring_numbers,
     write,
 )
+from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.primitives.gluon import load_tile, next_slot
 
 import triton.experimental.gluon.language as gl  # isort: skip
@@ -34,28 +51,55 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class QueriesTiling(BackwardTiling):
+    """All that the kernel of dq is compiled for but the dtypes. A program owns 128 queries.
+
+    Args:
+        keys: keys of a step.
+        stages: blocks of keys, and of values, in the rings.
+        deferred: the dot of dq is started after those of the next step's scores.
+    """
+
+    keys: int
+    stages: int
+    deferred: bool
+    rows: int = 128
+
+    @property
+    def s(self) -> gl.NVMMADistributedLayout:
+        """Scores of a consumer: 64 queries."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.keys, 16])
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes, or a few more."""
+        return 4 * (self.rows * self.dim + self.stages * self.keys * self.dim) + BARRIERS
+
+
 @gluon.jit
-def _keys(row, size, T: gl.constexpr):
+def _keys(row, size, scoring, T: gl.constexpr):
     """The blocks of keys, from the first to one past the last, that some query from `row` on sees."""
     n_q, n_k, _heads, _group = size
+    _factor, _cap, left, right = scoring
     off = n_k - n_q
     begin = gl.to_tensor(0)
     end = n_k
-    if T.left >= 0:
-        begin = gl.maximum(row + off - T.left, 0) // T.keys
-    if T.right >= 0:
-        end = gl.maximum(gl.minimum(gl.minimum(row + T.rows, n_q) + off + T.right, n_k), 0)
+    if T.has_left:
+        begin = gl.maximum(row + off - left, 0) // T.keys
+    if T.has_right:
+        end = gl.maximum(gl.minimum(gl.minimum(row + T.rows, n_q) + off + right, n_k), 0)
     return begin, gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin)
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, o_desc, work, memory, bars, size, T: gl.constexpr):
-    """Bring the queries and dout, then keep the rings full."""
+def _produce(q_desc, k_desc, v_desc, o_desc, work, memory, bars, size, scoring, T: gl.constexpr):
+    """Copy the queries and dout, then keep the rings full."""
     q_tiles, o_tiles, k_ring, v_ring = memory
     k_ready, k_free, v_ready, v_free, q_ready = bars
     _n_q, _n_k, _heads, group = size
     row, head, entry = work
-    begin, end = _keys(row, size, T)
+    begin, end = _keys(row, size, scoring, T)
 
     mbarrier.expect(q_ready, 4 * q_desc.block_type.nbytes)
     for w in gl.static_range(2):
@@ -85,14 +129,14 @@ def _row_stats(stats_ptr, row, entry, head, size, T: gl.constexpr):
 
 
 @gluon.jit
-def _consume(dq_desc, stats_ptr, work, memory, bars, size, mine: gl.constexpr, T: gl.constexpr):
-    """Make dq of 64 queries."""
+def _consume(dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, mine: gl.constexpr, T: gl.constexpr):
+    """Compute dq of 64 queries."""
     q_tiles, o_tiles, k_ring, v_ring = memory
     k_ready, k_free, v_ready, v_free, q_ready = bars
     n_q, n_k, _heads, _group = size
     first, head, entry = work
     row = first + mine * 64
-    begin, end = _keys(first, size, T)
+    begin, end = _keys(first, size, scoring, T)
     lse, delta = _row_stats(stats_ptr, row, entry, head, size, T)
     q = q_tiles.index(mine)
     o = o_tiles.index(mine)
@@ -114,7 +158,7 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, mine: gl.constexpr, T
         if T.deferred:  # at first of zeros
             dq = warpgroup_mma(ds_16, k_ring.index(before), dq, is_async=True)
         s = warpgroup_mma_wait(gl.constexpr(1 + T.deferred), (s,))
-        p, slope = probabilities(s, lse[:, None], block * T.keys, row + n_k - n_q, n_k, 1, T)
+        p, slope = probabilities(s, lse[:, None], block * T.keys, row + n_k - n_q, n_k, scoring, 1, T)
         dp = warpgroup_mma_wait(gl.constexpr(0 + T.deferred), (dp,))
         mbarrier.arrive(v_free.index(slot), count=1)
         ds = scores_gradient(p, slope, dp, delta[:, None], k.dtype, T)
@@ -132,11 +176,11 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, mine: gl.constexpr, T
     if T.deferred:  # noqa: SIM102  # the one is known when it is compiled
         if end > begin:
             dq = warpgroup_mma_wait(0, (warpgroup_mma(ds_16, k_ring.index(before), dq, is_async=True),))
-    write(dq * T.scale, q, dq_desc, entry, head, row)
+    write(dq * scale, q, dq_desc, entry, head, row)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together"])
+@gluon.jit(do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right"])
 def queries_gradient(
     q_desc,
     k_desc,
@@ -150,6 +194,11 @@ def queries_gradient(
     n_k,
     lanes,
     together,
+    scale,
+    factor,
+    cap,
+    left,
+    right,
     T: gl.constexpr,
 ):
     """dq. lanes are batch x heads."""
@@ -169,22 +218,55 @@ def queries_gradient(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
     mbarrier.init(q_ready, count=1)
-    fence_async_shared()  # the copies see them initialised too
+    fence_async_shared()  # makes the initialised barriers visible to TMA
 
     blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
     block, lane = place(gl.program_id(0), together, blocks, lanes)
-    if T.right >= 0:  # the last queries see the most keys
+    if T.has_right:  # the last queries see the most keys
         block = blocks - 1 - block
     work = (block * T.rows, lane % heads, lane // heads)
     size = (n_q, n_k, heads, heads // kv_heads)
+    scoring = (factor, cap, left, right)
     bars = (k_ready, k_free, v_ready, v_free, q_ready)
     memory = (q_tiles, o_tiles, k_ring, v_ring)
     gl.warp_specialize(
         [
-            (_consume, (dq_desc, stats_ptr, work, memory, bars, size, 0, T)),
-            (_consume, (dq_desc, stats_ptr, work, memory, bars, size, 1, T)),
-            (_produce, (q_desc, k_desc, v_desc, o_desc, work, memory, bars, size, T)),
+            (_consume, (dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, 0, T)),
+            (_consume, (dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, 1, T)),
+            (_produce, (q_desc, k_desc, v_desc, o_desc, work, memory, bars, size, scoring, T)),
         ],
         [4, 1],
         [240, 24],
+    )
+
+
+@functools.cache
+def tiling(dim: int, masked: bool, s: Scoring, stages: int) -> QueriesTiling:
+    """What the kernel of dq is compiled for, for that padded head_dim.
+
+    Heads of 128 take 64 keys a step and defer a dot: 764 TF/s (of three dots) on an H200. With 128 keys the registers
+    hold no second step: 724. Heads of 64 take 128 keys; ptxas serialises their dots if one is deferred.
+    """
+    keys = 64 if dim == 128 else 128
+    return QueriesTiling(dim, *s.flags, masked, ROWS[dim], keys, stages * (128 // keys), keys == 64)
+
+
+@functools.cache
+def _launcher(t: QueriesTiling, dtype: torch.dtype) -> KernelLauncher:
+    return KernelLauncher(queries_gradient, {"T": t}, num_warps=4, maxnreg=REGISTERS)
+
+
+def prepare_dq(t: QueriesTiling, x: Inputs, dout: Tensor, dq: Tensor) -> Callable[..., None]:
+    """The launch for tensors like these, to be called with `q, k, v, dout, dq, stats`."""
+    batch, heads, n_q, _ = x.q.shape
+    kv_heads, n_k = x.k.shape[1:3]
+    lanes, group = batch * heads, heads // kv_heads
+    rows = (64, t.keys, t.keys, 64, 64)
+    tensors = zip((x.q, x.k, x.v, dout, dq), rows, strict=True)
+    together = min(lanes, group * heads_together(lanes, n_k * t.dim * 4))
+    return bind(
+        _launcher(t, x.q.dtype),
+        lanes * library.cdiv(n_q, t.rows),
+        numbers=(heads, kv_heads, n_q, n_k, lanes, together, *scoring_numbers(x.scoring)),
+        descriptors={i: describe_rows(tensor, n) for i, (tensor, n) in enumerate(tensors)},
     )

@@ -1,4 +1,4 @@
-"""From tensors to a launch: the checks of an attention's arguments, and what it is for the choice of its kernel."""
+"""The arguments of attention: what the public functions make of them, and what is checked of the tensors."""
 
 from __future__ import annotations
 
@@ -8,27 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library
-from rooftile.ops.attention.problem import AttentionConfig, Extras, Problem, Scoring, decode, encode
+from rooftile import library, runtime
+from rooftile.ops.attention.problem import AttentionConfig, Inputs, Scoring, encode
 
 Layout = Literal["bhtd", "bthd"]
 LONGEST_HEAD = 256
 Window = int | tuple[int | None, int | None]
-
-
-def parts(dim: int) -> tuple[int, int]:
-    """A dimension as the blocks that it is computed in: a power of two, or a larger and a smaller one; the last masked.
-
-    80 is 64 + 16, 96 is 64 + 32, 192 is 128 + 64; but 112 is 128, for 64 + 64 would be as much. 0 is no second part.
-    """
-    whole = max(16, library.power_of_two(dim))
-    first = whole // 2
-    if dim <= first or first < 16:
-        return whole, 0
-    second = max(16, library.power_of_two(dim - first))
-    return (whole, 0) if second == first else (first, second)
 
 
 # The arguments of the public functions
@@ -74,13 +60,6 @@ def _window(op: str, window: Window | None, causal: bool) -> tuple[int, int]:
     return sides[0], 0 if causal else sides[1]
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as torch.autocast wants the inputs of a product, where it is on."""
-    from rooftile.ops.gemm.common import autocast as of_products
-
-    return of_products(*tensors)  # type: ignore[return-value]
-
-
 def encoded(op: str, config: AttentionConfig | None) -> str:
     """The configuration as the schema of an op takes it."""
     if config is None:
@@ -89,12 +68,6 @@ def encoded(op: str, config: AttentionConfig | None) -> str:
         raise TypeError(f"{op}: config is {type(config).__name__}, expected rooftile.AttentionConfig or None")
     # Dynamo traces the function itself, and warns of a cache around it.
     return (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)
-
-
-def is_portable(config: str) -> bool:
-    """Whether the forward was told to be the portable kernel: the gradients are then, too."""
-    c = decode(config)
-    return c is not None and c.kernel == "portable"
 
 
 def is_deterministic(op: str, asked: bool | None) -> bool:
@@ -127,7 +100,7 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
     else:
         raise TypeError(f"{op}: {name} is {library.named(starts)}, expected an int32 tensor or a list of ints")
     if starts.device.type == "cpu" and like.device.type != "cpu" and starts.dtype == torch.int32:
-        starts = starts.to(like.device)
+        starts = _to_device(starts, like.device)
     if values is None:
         return starts, longest or 0
     if not values or values[0] != 0:
@@ -143,6 +116,13 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
             f"{op}: {longest_name} is {longest}, expected {found} at least, the longest sequence of {name}"
         )
     return starts, found
+
+
+def _to_device(starts: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, for which the host does not wait."""
+    if runtime.MODE is not runtime.Mode.GPU or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return starts.to(device)  # within a capture PyTorch raises: the host's memory would be read at each replay
+    return starts.pin_memory().to(device, non_blocking=True)
 
 
 def check_alike(op: str, q: Tensor, k: Tensor, longest_q: int, longest_k: int | None) -> None:
@@ -254,11 +234,6 @@ def from_bhtd(x: Tensor, layout: str) -> Tensor:
     return x[0].transpose(0, 1) if layout == "thd" else x
 
 
-def unit_last(x: Tensor) -> Tensor:
-    """x with a last stride of 1: copied where it has another."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def dense(x: Tensor, dim: int) -> Tensor:
     """Memory for x (batch, heads, tokens, ...) with that last dimension; in (B, T, H, D) order where x has it so."""
     batch, heads, tokens, _ = x.shape
@@ -267,9 +242,11 @@ def dense(x: Tensor, dim: int) -> Tensor:
     return torch.empty((batch, heads, tokens, dim), dtype=x.dtype, device=x.device)
 
 
-def extras(
+def inputs(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
     mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -277,63 +254,28 @@ def extras(
     starts_k: Tensor | None = None,
     longest_q: int = 0,
     longest_k: int = 0,
-) -> Extras:
-    """The other tensors, as kernels take them: for q and k as (batch, heads, tokens, dim)."""
+) -> Inputs:
+    """The inputs of the kernels, for q, k and v as (batch, heads, tokens, dim)."""
     batch, heads, n_q, _ = q.shape
     n_k = k.shape[2]
-    if starts_q is not None:
-        starts_q = starts_q.contiguous()
-        starts_k = starts_q if starts_k is None else starts_k.contiguous()
-    return Extras(
+    packed = starts_q is not None
+    return Inputs(
+        q,
+        k,
+        v,
+        scoring,
         mask=None if mask is None else mask.expand(batch, heads, n_q, n_k),
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().contiguous(),
-        sinks=None if sinks is None else sinks.float().contiguous(),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         starts_q=starts_q,
-        starts_k=starts_k,
-        longest_q=min(longest_q, n_q) if longest_q and starts_q is not None else n_q,
-        longest_k=min(longest_k, n_k) if longest_k and starts_q is not None else n_k,
+        starts_k=starts_q if starts_k is None else starts_k,
+        longest_q=min(longest_q, n_q) if longest_q and packed else n_q,
+        longest_k=min(longest_k, n_k) if longest_k and packed else n_k,
     )
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    """Whether bases and strides, but the last, are multiples of 16 bytes."""
-    for t in tensors:
-        size = t.element_size()
-        if t.data_ptr() % 16 or any(
-            n > 1 and stride * size % 16 for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
-        ):
-            return False
-    return True
-
-
-def problem(q: Tensor, k: Tensor, v: Tensor, x: Extras, s: Scoring) -> Problem:
-    """What the choice of a kernel goes by."""
-    return Problem(
-        batch=q.shape[0] if x.starts_q is None else x.starts_q.shape[0] - 1,
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        n_q=x.longest_q,
-        n_k=x.longest_k,
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=q.dtype,
-        scoring=s,
-        mask="" if x.mask is None else "bool" if x.mask.dtype is torch.bool else "float",
-        alibi=x.alibi_slopes is not None,
-        sinks=x.sinks is not None,
-        packed=x.starts_q is not None,
-        aligned=_aligned(q, k, v),
-    )
-
-
-def scoring(q: Tensor, scale: float | None, softcap: float, left: int, right: int) -> Scoring:
-    """What the schemas' numbers ask for; a window longer than any sequence, whose sums with positions would pass 2^31,
-    is none."""
+def scoring(head_dim: int, scale: float | None, softcap: float, left: int, right: int) -> Scoring:
+    """What the schemas' arguments ask for. A window of 2^30 or more, which no sequence reaches, is none: its sums with
+    positions would pass 2^31."""
     left, right = (-1 if side >= 1 << 30 else side for side in (left, right))
-    return Scoring(1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, left, right)
-
-
-def refuse_tracing(q: Tensor) -> None:
-    """The choice of a kernel needs numbers: in a compiled graph the op stays whole."""
-    if isinstance(q, FunctionalTensor):
-        raise launching.Untraceable("a kernel that is chosen by all sizes")
+    return Scoring(1.0 / math.sqrt(head_dim) if scale is None else scale, softcap, left, right)

@@ -1,38 +1,56 @@
-"""The backward of attention for sm_90: dk and dv, a program for each block of 128 keys, and with them dq or not.
+"""The backward of attention for sm_90: dk and dv, a program for each block of 128 keys, and optionally dq (Gluon).
 
     s^T = k q^T      p = exp2(s * scale - lse)        dv += p^T dout
     dp^T = v dout^T  ds = p * (dp - delta)            dk += ds^T q       dq += ds k
 
 Two consumers, warpgroups with 64 of the keys each, keep dk and dv in their registers and walk over the blocks of
-queries that see their keys. Scores are made transposed, so that p^T and ds^T come out of the tensor cores in the
-registers that the next products take them from. A producer, a single warp, has the tensor memory accelerator fill two
-rings, one of q with the rows' lse and delta, one of dout.
+queries that see their keys. Scores are computed transposed, so that p^T and ds^T come out of the tensor cores in the
+registers from which the next dots read them. A producer, a single warp, fills two rings by TMA: one of q with the rows'
+lse and delta, one of dout.
 
     q_ready, o_ready[slot]  completed by the bytes that land; the consumers wait for it
     q_free, o_free[slot]    completed by one arrival of each consumer; the producer waits for it
     kv_ready                the keys and values have landed
     ds_ready[slot]          with dq: completed by one arrival of each consumer, once its half of ds is in shared memory
-    all_done                with dq: both consumers have made their last of it
+    all_done                with dq: both consumers have computed their last tile of it
 
-dq, a sum over the keys, needs ds of both consumers: they hand it to each other through shared memory, either makes one
-tile of 64 x 64 of the step's dq, and adds it to a float32 sum in memory, in the order in which programs come to it. So
-its last bits are not the same every time; who needs that has dq made by `hopper_backward_dq_kernel.py`, which costs two
-products more.
+dq is a sum over the keys, and needs ds of both consumers. They exchange ds through shared memory. Each computes one
+tile of 64 x 64 of the step's dq, and adds it to a float32 sum in memory by atomics, in the order in which programs
+reach it. So its last bits differ between runs. For deterministic gradients, `hopper_backward_dq.py` computes dq, at the
+cost of two more dots.
 
-lse, times log2(e), is +inf for rows that see no key and rows that are not there, so that p is 0 in them.
+lse, times log2(e), is +inf for rows that see no key and rows that don't exist, so that p is 0 in them.
 
-The kernel's one constant, T, is a `KeysTiling` (hopper_backward_tiling.py).
+The kernel's one constant, T, is a `KeysTiling`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rooftile import library
+from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.attention.hopper_backward_parts import (
+    BARRIERS,
+    KEYS,
+    REGISTERS,
+    ROWS,
+    BackwardTiling,
+    describe_rows,
+    heads_together,
     place,
     probabilities,
     scores_gradient,
+    scoring_numbers,
     write,
 )
-from rooftile.primitives.gluon import load_tile, next_slot, view_as
+from rooftile.ops.attention.problem import Inputs, Scoring
+from rooftile.primitives.gluon import describe, load_tile, next_slot, view_as
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -45,29 +63,69 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class KeysTiling(BackwardTiling):
+    """All that the kernel of dk and dv is compiled for but the dtypes. A program owns 128 keys.
+
+    Args:
+        rows: queries of a step; with_dq 64 for a dim of 128 and 128 for 64, so that its dq is two tiles of 64 x 64.
+        stages: blocks of queries in the rings.
+        with_dq: dq is computed too, and added to its sum in memory.
+        early: the dot of dv is started before ds is computed.
+        deferred: the dot of dk is started after those of the next step's scores; not with_dq.
+        buffers: steps whose ds is in shared memory.
+    """
+
+    rows: int
+    stages: int
+    with_dq: bool
+    early: bool = False
+    deferred: bool = False
+    buffers: int = 2
+    keys: int = 128
+
+    @property
+    def s(self) -> gl.NVMMADistributedLayout:
+        """Scores of a consumer, transposed: 64 keys."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.rows, 16])
+
+    @property
+    def dq(self) -> gl.NVMMADistributedLayout:
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes, or a few more."""
+        elements = 2 * self.keys * self.dim + 2 * self.stages * self.rows * self.dim
+        if self.with_dq:
+            elements += self.buffers * self.keys * self.rows
+        return 2 * elements + 8 * self.stages * self.rows + BARRIERS
+
+
 @gluon.jit
-def _queries(block, size, T: gl.constexpr):
+def _queries(block, size, scoring, T: gl.constexpr):
     """The blocks of queries, from the first to one past the last, that see a key of the block."""
     n_q, n_k, _heads, _group = size
+    _factor, _cap, left, right = scoring
     low = gl.to_tensor(0)
     high = gl.cdiv(n_q, gl.constexpr(T.rows))
     off = n_k - n_q
-    if T.right >= 0:
-        low = gl.maximum(block * T.keys - T.right - off, 0) // T.rows
-    if T.left >= 0:
-        last = gl.minimum(block * T.keys + T.keys, n_k) + T.left - off
+    if T.has_right:
+        low = gl.maximum(block * T.keys - right - off, 0) // T.rows
+    if T.has_left:
+        last = gl.minimum(block * T.keys + T.keys, n_k) + left - off
         high = gl.minimum(high, gl.cdiv(gl.maximum(last, 0), gl.constexpr(T.rows)))
     return low, gl.maximum(high, low)
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, size, T: gl.constexpr):
-    """Bring the keys and values, then keep the rings full."""
+def _produce(q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, size, scoring, T: gl.constexpr):
+    """Copy the keys and values, then keep the rings full."""
     k_tiles, v_tiles, q_ring, o_ring, stats, _ds_ring = memory
     q_ready, q_free, o_ready, o_free, _ds_ready, kv_ready, _all_done = bars
     n_q, _n_k, heads, group = size
     block, head, entry = work
-    low, high = _queries(block, size, T)
+    low, high = _queries(block, size, scoring, T)
     stat_blocks = gl.cdiv(n_q, gl.constexpr(T.stat_rows))
 
     mbarrier.expect(kv_ready, 4 * k_desc.block_type.nbytes)
@@ -98,7 +156,7 @@ def _produce(q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, siz
 
 @gluon.jit
 def _start_scores(k, v, q, o, slot, parity, bars, T: gl.constexpr):
-    """Start the products s^T and dp^T of a step."""
+    """Start the dots s^T and dp^T of a step."""
     zero = gl.full([64, T.rows], 0, gl.float32, T.s)
     mbarrier.wait(bars[0].index(slot), parity)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -108,14 +166,14 @@ def _start_scores(k, v, q, o, slot, parity, bars, T: gl.constexpr):
 
 
 @gluon.jit
-def _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, T: gl.constexpr):
-    """ds^T of a step whose products are still under way; p^T as an operand; dv's product is started if T.early."""
+def _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, scoring, T: gl.constexpr):
+    """ds^T of a step whose dots are not complete; p^T as an operand. The dot of dv is started if T.early."""
     OF_QUERY: gl.constexpr = gl.SliceLayout(0, T.s)
     n_q, n_k, _heads, _group = size
     lse = stats.index(2 * slot).load(OF_QUERY)
-    AFTER: gl.constexpr = 1 if T.deferred else 0  # products that were started after that of dp
+    AFTER: gl.constexpr = 1 if T.deferred else 0  # dots that were started after that of dp
     s = warpgroup_mma_wait(1 + AFTER, (s,))
-    p, slope = probabilities(s, lse[None, :], key, m * T.rows + n_k - n_q, n_k, 0, T)
+    p, slope = probabilities(s, lse[None, :], key, m * T.rows + n_k - n_q, n_k, scoring, 0, T)
     p_16 = gl.convert_layout(p.to(o.dtype), T.operand)
     if T.early:
         dv = warpgroup_mma(p_16, o, dv, is_async=True)
@@ -128,7 +186,7 @@ def _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, T: gl.constexpr):
 
 @gluon.jit
 def _multiply_dq(k_parts, ds_parts, buffer, mine: gl.constexpr, T: gl.constexpr):
-    """Start this consumer's tile of dq = ds k: two products, one with either consumer's keys."""
+    """Start this consumer's tile of dq = ds k: two dots, one with each consumer's keys."""
     C: gl.constexpr = mine // (T.dim // 64)  # which rows of the step
     E: gl.constexpr = mine % (T.dim // 64)  # which columns
     dq = gl.full([64, 64], 0, gl.float32, T.dq)
@@ -141,8 +199,8 @@ def _multiply_dq(k_parts, ds_parts, buffer, mine: gl.constexpr, T: gl.constexpr)
 
 @gluon.jit
 def _add_dq(dq_ptr, tile, dq):
-    """Add a tile to dq's sum in memory: in an order in which a thread's registers make 16 bytes at a time, and those of
-    a warp lie together."""
+    """Add a tile to dq's sum in memory, in an order in which a thread's registers are adjacent in units of 16 bytes,
+    and those of a warp too."""
     z = dq.reshape([4, 2, 8, 8, 4, 2]).permute(0, 3, 2, 4, 1, 5).reshape([4096])
     at = dq_ptr + tile.to(gl.int64) * 4096 + gl.arange(0, 4096, layout=z.type.layout)
     gl.atomic_add(at, z, sem="relaxed", scope="gpu")
@@ -157,13 +215,13 @@ def _advance(m, tile, low, high, row_blocks):
 
 
 @gluon.jit
-def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, mine: gl.constexpr, T: gl.constexpr):
-    """Make dk and dv of 64 keys, and a tile of dq at every step."""
+def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, scoring, scale, mine: gl.constexpr, T: gl.constexpr):
+    """Compute dk and dv of 64 keys, and a tile of dq at every step."""
     k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring = memory
     _q_ready, q_free, _o_ready, o_free, ds_ready, kv_ready, all_done = bars
     n_q, _n_k, heads, group = size
     block, head, entry = work
-    low, high = _queries(block, size, T)
+    low, high = _queries(block, size, scoring, T)
     row_blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
     key = block * T.keys + mine * 64
     k = k_tiles.index(mine)
@@ -188,7 +246,7 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, mine: gl.conste
             q = q_ring.index(slot)
             o = o_ring.index(slot)
             s, dp = _start_scores(k, v, q, o, slot, parity, bars, T)
-            ds, p_16, dv = _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, T)
+            ds, p_16, dv = _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, scoring, T)
             ds_ring.index(buffer * 2 + mine).store(ds)
             ds_16 = gl.convert_layout(ds, T.operand)
             fence_async_shared()
@@ -217,7 +275,7 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, mine: gl.conste
             s, dp = _start_scores(k, v, q, o, slot, parity, bars, T)
             if T.deferred:  # at first of zeros
                 dk = warpgroup_mma(ds_16, q_ring.index(before), dk, is_async=True)
-            ds, p_16, dv = _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, T)
+            ds, p_16, dv = _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, scoring, T)
             if not T.early:
                 dv = warpgroup_mma(p_16, o, dv, is_async=True)
             if T.deferred:
@@ -242,12 +300,12 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, mine: gl.conste
 
     write(dv, v, dv_desc, entry, head, key)
     if T.with_dq:
-        mbarrier.wait(all_done, 0)  # the other consumer has read these keys too
-    write(dk * T.scale, k, dk_desc, entry, head, key)
+        mbarrier.wait(all_done, 0)  # the other consumer no longer reads these keys
+    write(dk * scale, k, dk_desc, entry, head, key)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together"])
+@gluon.jit(do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right"])
 def keys_gradients(
     q_desc,
     k_desc,
@@ -263,6 +321,11 @@ def keys_gradients(
     n_k,
     lanes,
     together,
+    scale,
+    factor,
+    cap,
+    left,
+    right,
     T: gl.constexpr,
 ):
     """dk and dv; and dq / scale added to a float32 sum, whose tiles `_add_dq` orders. lanes are batch x kv_heads."""
@@ -286,9 +349,9 @@ def keys_gradients(
         mbarrier.init(o_ready.index(i), count=1)
         mbarrier.init(o_free.index(i), count=2)
     mbarrier.init(kv_ready, count=1)
-    # Only where they are used: Triton's allocator gives the place of a barrier that nobody waits for away, here to what
-    # it hands to the other warps, and the barrier's initialisation may land after what is written there next.
-    ds_ready = q_ready  # these two are never read
+    # Only where they are used: Triton's allocator reuses the memory of a barrier on which nothing waits, here for the
+    # captured arguments of the other warps, and the barrier's initialisation may land after those.
+    ds_ready = q_ready  # placeholders
     all_done = kv_ready
     if T.with_dq:
         ds_ready = gl.allocate_shared_memory(gl.int64, [T.buffers, 1], mbarrier.MBarrierLayout())
@@ -296,20 +359,59 @@ def keys_gradients(
         for i in gl.static_range(gl.constexpr(T.buffers)):
             mbarrier.init(ds_ready.index(i), count=2)
         mbarrier.init(all_done, count=2)
-    fence_async_shared()  # the copies see them initialised too
+    fence_async_shared()  # makes the initialised barriers visible to TMA
 
     # The first block, which with causal is the longest, comes first.
     block, lane = place(gl.program_id(0), together, gl.cdiv(n_k, gl.constexpr(T.keys)), lanes)
     work = (block, lane % kv_heads, lane // kv_heads)
     size = (n_q, n_k, heads, heads // kv_heads)
+    scoring = (factor, cap, left, right)
     bars = (q_ready, q_free, o_ready, o_free, ds_ready, kv_ready, all_done)
     memory = (k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring)
     gl.warp_specialize(
         [
-            (_consume, (dk_desc, dv_desc, dq_ptr, work, memory, bars, size, 0, T)),
-            (_consume, (dk_desc, dv_desc, dq_ptr, work, memory, bars, size, 1, T)),
-            (_produce, (q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, size, T)),
+            (_consume, (dk_desc, dv_desc, dq_ptr, work, memory, bars, size, scoring, scale, 0, T)),
+            (_consume, (dk_desc, dv_desc, dq_ptr, work, memory, bars, size, scoring, scale, 1, T)),
+            (_produce, (q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, size, scoring, T)),
         ],
         [4, 1],
         [240, 24],
     )
+
+
+@functools.cache
+def tiling(dim: int, masked: bool, s: Scoring, stages: int, with_dq: bool) -> KeysTiling:
+    """What the kernel of dk and dv is compiled for, for that padded head_dim.
+
+    On an H200, with dq, causal heads of 64 are faster with dv started early (455 TF/s instead of 437), and all else is
+    slower. Without dq, heads of 128 have room for both an early and a deferred dot: 673 TF/s (of four dots) instead of
+    591. Heads of 64 are the fastest with steps of 128 queries and neither: 609 instead of 483. A soft cap takes the
+    registers of either.
+    """
+    if with_dq:
+        early = dim == 64 and s.right >= 0 and not s.softcap
+        return KeysTiling(dim, *s.flags, masked, ROWS[dim], ROWS[dim], stages, True, early)
+    loose = dim == 128 and not s.softcap
+    return KeysTiling(dim, *s.flags, masked, ROWS[dim], ROWS[dim], stages + 1, False, loose, loose)
+
+
+@functools.cache
+def _launcher(t: KeysTiling, dtype: torch.dtype) -> KernelLauncher:
+    return KernelLauncher(keys_gradients, {"T": t}, num_warps=4, maxnreg=REGISTERS)
+
+
+def prepare_dkdv(t: KeysTiling, x: Inputs, dout: Tensor, stats: Tensor, dk: Tensor, dv: Tensor) -> Callable[..., None]:
+    """The launch for tensors like these, to be called with `q, k, v, dout, stats, dk, dv, sums`."""
+    batch, heads, n_q, _ = x.q.shape
+    kv_heads, n_k = x.k.shape[1:3]
+    lanes = batch * kv_heads
+    walked = heads // kv_heads * n_q * t.dim * (4 + (4 if t.with_dq else 0))
+    rows = (t.rows, 64, 64, t.rows, 0, 64, 64)
+    tensors = (x.q, x.k, x.v, dout, stats, dk, dv)
+    descriptors = {
+        i: describe_rows(tensor, n) if n else describe(tensor, (t.rows,), gl.NVMMASharedLayout(0, 32, 1))
+        for i, (tensor, n) in enumerate(zip(tensors, rows, strict=True))
+    }
+    numbers = (heads, kv_heads, n_q, n_k, lanes, heads_together(lanes, walked), *scoring_numbers(x.scoring))
+    programs = lanes * library.cdiv(n_k, KEYS)
+    return bind(_launcher(t, x.q.dtype), programs, numbers=numbers, descriptors=descriptors)
