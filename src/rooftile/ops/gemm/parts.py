@@ -25,6 +25,12 @@ UNDO = tl.constexpr(65536.0)
 
 
 @triton.jit
+def divisible(n, BY_16: tl.constexpr):
+    """n. With BY_16 the compiler knows that 16 divides it, so that masks up to n are masks of whole vectors."""
+    return n // 16 * 16 if BY_16 else n
+
+
+@triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """The tile's row and column. GROUP_M tiles of rows are walked before the next column, so that both stay in L2."""
     width = GROUP_M * tiles_n

@@ -29,6 +29,7 @@ from rooftile.ops.gemm import fp8_common, prepared
 from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.ops.gemm.parts import (
     UNDO,
+    divisible,
     finish,
     multiply_add,
     near_one,
@@ -133,6 +134,7 @@ def _skinny_kernel(
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    N16: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -143,6 +145,7 @@ def _skinny_kernel(
 ):
     DTYPE: tl.constexpr = w_ptr.dtype.element_ty
     NORM: tl.constexpr = norm_ptr is not None
+    n_cols = divisible(n_cols, N16)
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     row = tile * BLOCK_N
@@ -214,11 +217,11 @@ def _skinny_kernel(
             tl.store(first + SUMS + part * BLOCK_M + rows, total)
         if not arrives_last(counters_ptr + tile, SPLIT):
             return
+        if NORM:  # first: rstd is waited for before anything else
+            total = sum_parts(first + SUMS + rows, BLOCK_M, SPLIT, True)
         z = sum_parts(at, SIZE, SPLIT, True)
         if GATED:
             z_up = sum_parts(at + SPLIT * SIZE, SIZE, SPLIT, True)
-        if NORM:
-            total = sum_parts(first + SUMS + rows, BLOCK_M, SPLIT, True)
 
     if NORM:
         rstd = tl.rsqrt(total / n_inner + EPS)[None, :]
@@ -241,7 +244,7 @@ def _skinny_kernel(
 @functools.lru_cache(4096)
 def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConfig) -> launching.KernelLauncher:
     """`dtypes` says which operands are there; Triton compiles for them."""
-    eps, offset, x_kind, w_kind, fast, activation, gated, precision, tma, even_k, prefetched = constants
+    eps, offset, x_kind, w_kind, fast, activation, gated, precision, tma, n16, even_k, prefetched = constants
     values = {
         "EPS": eps,
         "OFFSET": offset,
@@ -253,6 +256,7 @@ def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConf
         "GATED": gated,
         "PRECISION": precision,
         "TMA": tma,
+        "N16": n16,
         "EVEN_K": even_k,
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,
@@ -316,7 +320,7 @@ def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     dtypes = tuple(None if t is None else t.dtype for t in (x, o.norm_weight, o.bias, residual, o.out))
     constants = (
         o.eps, o.offset, o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, bool(descriptors),
-        n_inner % c.block_k == 0, PREFETCH if early else -1,
+        n_cols % 16 == 0, n_inner % c.block_k == 0, PREFETCH if early else -1,
     )  # fmt: skip
     residual_stride = 0 if residual is None else residual.stride(0)
     strides = (*x.stride(), *w.stride(), *fp8_common.scale_strides(o), residual_stride, o.out.stride(0), n_inner)

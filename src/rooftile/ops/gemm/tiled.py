@@ -21,6 +21,7 @@ from rooftile.ops.gemm import fp8_common, prepared
 from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
 from rooftile.ops.gemm.parts import (
     UNDO,
+    divisible,
     finish,
     grouped_tile,
     multiply_add,
@@ -34,12 +35,6 @@ from rooftile.primitives.splitk import arrives_last, workspace
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-
-@triton.jit
-def _divisible(n, BY_16: tl.constexpr):
-    """n. With BY_16 the compiler knows that 16 divides it, so that masks up to n are masks of whole vectors."""
-    return n // 16 * 16 if BY_16 else n
 
 
 @triton.jit
@@ -214,7 +209,7 @@ def _tiled_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    n_rows, n_cols, n_inner = _divisible(n_rows, M16), _divisible(n_cols, N16), _divisible(n_inner, K16)
+    n_rows, n_cols, n_inner = divisible(n_rows, M16), divisible(n_cols, N16), divisible(n_inner, K16)
     if TMA:
         n_inner = K  # constant: with a runtime trip count the flattened loops have half as many instructions again
         units = tl.cdiv(n_rows, BLOCK_M) * tl.cdiv(n_cols, BLOCK_N) * SPLIT
@@ -243,7 +238,7 @@ def _tiled_kernel(
 @functools.lru_cache(4096)
 def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConfig) -> launching.KernelLauncher:
     """`dtypes` says which operands are there; Triton compiles for them."""
-    x_kind, w_kind, fast, activation, gated, precision, tma, edges, divisible, even_k, known_k = constants
+    x_kind, w_kind, fast, activation, gated, precision, tma, edges, by_16, even_k, known_k = constants
     values = {
         "X_SCALE": x_kind,
         "W_SCALE": w_kind,
@@ -255,9 +250,9 @@ def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConf
         "TMA": tma,
         "X_EDGE": edges[0],
         "W_EDGE": edges[1],
-        "M16": divisible[0],
-        "N16": divisible[1],
-        "K16": divisible[2],
+        "M16": by_16[0],
+        "N16": by_16[1],
+        "K16": by_16[2],
         "EVEN_K": even_k,
         "K": known_k,
         "GROUP_M": c.group_m,
@@ -350,7 +345,7 @@ def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
     edges = _edge(x, m, c.block_m), _edge(w, n, c.block_n)
     # With a gate the second half of the weight's rows begins at n, which vectors of a masked load may not straddle.
     even_k = bool(k % c.block_k == 0)
-    divisible = (edges[0] == "mask" and m % 16 == 0, n % 16 == 0, not even_k and k % 16 == 0)
+    by_16 = (edges[0] == "mask" and m % 16 == 0, n % 16 == 0, not even_k and k % 16 == 0)
     descriptors = {}
     if tma:
         programs = min(programs, _resident(c, runtime.target(device)))
@@ -360,7 +355,7 @@ def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
         descriptors = {0: of_x, 1: of_w}
     dtypes = tuple(None if t is None else t.dtype for t in (x, o.bias, o.residual, o.out))
     constants = (
-        o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, tma, edges, divisible, even_k,
+        o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, tma, edges, by_16, even_k,
         int(k) if tma else 0,
     )  # fmt: skip
     strides = (
