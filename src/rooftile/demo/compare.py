@@ -1,4 +1,4 @@
-"""A model's loss and logits on the text, plain and patched, and how far each is from the same model in float32."""
+"""A model's loss and logits on the text, plain and patched, and the error of each relative to the model in float32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Losses in nats a byte; errors relative to the same weights in float32; the most that the patched one may be."""
+    """Losses in nats per byte, errors relative to float32 with the same weights, and the largest allowed error."""
 
     title: str
     size: str
@@ -103,7 +103,7 @@ def compare(model: Model, tokens: Tensor, *, real: bool, dtype: torch.dtype) -> 
 
 
 def show(results: Sequence[Comparison], tokens: int, console: Console) -> None:
-    """The table, and below it what was left and why."""
+    """The table, followed by what was left and why."""
     table = Table(
         title=f"Hugging Face models on {tokens} bytes of text, plain and patched, {results[0].dtype}",
         title_justify="left",

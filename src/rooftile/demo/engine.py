@@ -1,4 +1,4 @@
-"""The engine's part of the demo: a trained model writes what Hugging Face's code writes; on a GPU, an 8B decodes."""
+"""The engine's part of the demo: it continues text as Hugging Face's code does; on a GPU, an 8B model decodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = ("    try:\n        import ", "    for line in ")
 
 
 def greedy(model: Any, prompt: Sequence[int], new: int) -> list[int]:
-    """The likeliest tokens behind a prompt, by transformers; no end stops them."""
+    """The greedy continuation of a prompt by transformers, without end tokens."""
     from transformers import GenerationConfig
 
     ids = torch.tensor([list(prompt)], device=model.device)
@@ -41,7 +41,7 @@ def byte_model(dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def show_text(console: Console, new: int) -> bool:
-    """The byte model's continuations by the engine and by transformers, in float32. True where they are the same."""
+    """Compare the byte model's continuations by the engine and by transformers, in float32. True if they are equal."""
     from rooftile.engine import Engine
 
     device = runtime.default_device()
@@ -69,11 +69,10 @@ def show_text(console: Console, new: int) -> bool:
 
 
 def show_engine(console: Console) -> bool:
-    """The engine's part of the demo; False where a text or a row is wrong.
+    """The engine's part of the demo. False if a text or a row is wrong.
 
-    Without a GPU the trained byte model, a few bytes. With one the same at length, and then an 8B model with random
-    weights, whose decoding is set beside the CUDA kernels' and transformers': `rooftile bench e2e` of one sequence,
-    without a patched model, and cut short.
+    Without a GPU the trained byte model generates a few bytes. With one it generates more, and then a short
+    `rooftile bench e2e` of one sequence compares an 8B model with random weights with CUDA kernels and transformers.
     """
     console.print("\nThe engine, and a small model trained on Python's library:", highlight=False)
     real = runtime.MODE is runtime.Mode.GPU

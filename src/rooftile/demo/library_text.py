@@ -26,7 +26,7 @@ _NOT_TEXT = frozenset(
 
 
 def folder() -> Path:
-    """Where the byte model lies: a checkpoint as Hugging Face writes them."""
+    """The folder of the byte model, a Hugging Face checkpoint."""
     return Path(str(resources.files(__package__).joinpath("byte_model")))
 
 
@@ -36,7 +36,7 @@ def library() -> Path:
 
 
 def training_files() -> list[Path]:
-    """What is trained on, in the order of their names."""
+    """The files to train on, in the order of their names."""
     root = library()
     names = (path.relative_to(root) for path in root.rglob("*.py"))
     return [root / n for n in sorted(names) if not _NOT_TEXT.intersection(n.parts) and n.as_posix() not in HELD_OUT]
@@ -55,7 +55,7 @@ def held_out_files() -> list[Path]:
 
 
 def tokens(files: list[Path]) -> Tensor:
-    """Their bytes, each file with END behind it, as int64."""
+    """Their bytes as int64, with END after each file."""
     parts = []
     for path in files:
         data = path.read_bytes().replace(b"\r\n", b"\n")
@@ -64,6 +64,6 @@ def tokens(files: list[Path]) -> Tensor:
 
 
 def windows(stream: Tensor, length: int, most: int | None = None) -> Tensor:
-    """The stream cut into windows `(n, length)` that follow each other; what is left over is dropped."""
+    """Consecutive windows `(n, length)` of the stream; the remainder is dropped."""
     n = len(stream) // length
     return stream[: n * length].view(n, length)[:most]

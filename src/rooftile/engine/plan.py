@@ -88,26 +88,24 @@ class StepPlan:
 _LENGTH = 4  # bytes of a length, a count or a page
 
 
+@dataclasses.dataclass(frozen=True)
 class _Builder:
-    """The calls for one configuration, batch and context."""
+    """The calls for one configuration, batch and context; see `plan`. The weights are on the meta device."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        context: int,
-        dtype: torch.dtype,
-        quantize: str | None,
-        kv_dtype: torch.dtype,
-        page_size: int,
-        capacity: int,
-        target: runtime.Target,
-    ) -> None:
-        self.c, self.batch, self.context, self.dtype, self.target = config, batch, context, dtype, target
-        self.kv_dtype, self.page_size, self.capacity = kv_dtype, page_size, capacity
-        # On the meta device: nothing is allocated.
-        self.weights = weights.random(config, dtype=dtype, quantize=quantize, device="meta")
-        self.size = dtype.itemsize
+    c: ModelConfig
+    weights: weights.Weights
+    batch: int
+    context: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    capacity: int
+    target: runtime.Target
+
+    @property
+    def size(self) -> int:
+        """Bytes of an activation."""
+        return self.dtype.itemsize
 
     def _rows(self, *columns: int) -> int:
         """Bytes of activations with those columns, a row for each sequence."""
@@ -293,7 +291,14 @@ def plan(
             raise ValueError(f"plan: {name} is {size}, expected a positive integer")
     config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
     builder = _Builder(
-        config, batch, context, dtype, quantize, kv_dtype or dtype, page_size, capacity or context,
-        target or runtime.TARGETS["sm_90"],
-    )  # fmt: skip
+        c=config,
+        weights=weights.random(config, dtype=dtype, quantize=quantize, device="meta"),
+        batch=batch,
+        context=context,
+        dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
+        page_size=page_size,
+        capacity=capacity or context,
+        target=target or runtime.TARGETS["sm_90"],
+    )
     return StepPlan(tuple(builder.steps()))

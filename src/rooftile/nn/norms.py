@@ -81,7 +81,7 @@ class AddRMSNorm(RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`rooftile.layer_norm` in the place of `torch.nn.LayerNorm`, whose arguments, parameters and state it has.
+    """`rooftile.layer_norm` as a replacement for `torch.nn.LayerNorm`, with the same arguments, parameters and state.
 
     `normalized_shape` may be several dimensions: they are taken as one.
     """
@@ -102,7 +102,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RoPE(nn.Module):
-    """`rooftile.rope` with its tables of cos and sin, float32, not saved in the state_dict.
+    """`rooftile.rope` with its float32 tables of cos and sin, which the state_dict does not contain.
 
     Args:
         rotary_dim: how many elements of a head are turned, even.
@@ -139,7 +139,7 @@ class RoPE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the tables, on the device where they are; after `to_empty()`, too."""
+        """Compute the tables on their device, also after `to_empty()`."""
         exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=self.cos.device) / self.rotary_dim
         position = torch.arange(self.max_positions, dtype=torch.float64, device=self.cos.device)
         angle = position[:, None] * self.base**-exponent
@@ -148,7 +148,7 @@ class RoPE(nn.Module):
         self.sin.copy_(angle.sin())
 
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """q and k rotated; token t is at position t where position_ids, `(T,)` or `(B, T)`, are not given."""
+        """q and k rotated. Without position_ids, `(T,)` or `(B, T)`, token t is at position t."""
         cos, sin = self.cos, self.sin
         if position_ids is None:
             check_tensors("RoPE", q=q)
@@ -223,7 +223,7 @@ class QKNormRoPE(nn.Module):
 
 
 class Softmax(nn.Module):
-    """`rooftile.softmax` in the place of `torch.nn.Softmax`: over any dimension, by a copy where it is not the last.
+    """`rooftile.softmax` as a replacement for `torch.nn.Softmax`. A dimension other than the last costs a copy.
 
     Args:
         dim: the dimension whose elements sum to 1.
@@ -239,7 +239,7 @@ class Softmax(nn.Module):
         self.causal = causal
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The softmax of `scale * input`; where `mask`, boolean and broadcast to input's shape, is False, it is 0."""
+        """The softmax of `scale * input`. It is 0 where `mask`, a boolean tensor that broadcasts to input, is False."""
         if self.dim == -1:
             return softmax(input, scale=self.scale, causal=self.causal, mask=mask)
         check_tensors("Softmax", input=input)

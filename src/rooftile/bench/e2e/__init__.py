@@ -37,8 +37,8 @@ from rooftile.bench.timer import Clock, clock
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure; None is the mode's own choice. `seconds`: of device time for the steps of each implementation at
-    each batch size, and a quarter as much for its prompts."""
+    """What to measure; None lets the mode choose. `seconds` is the device time for the steps of each implementation at
+    each batch size; its prompts get a quarter as much."""
 
     models: Sequence[str] = ()
     batches: Sequence[int] = ()
@@ -57,7 +57,7 @@ class Settings:
     results: Path | None = None
 
     def filled(self, measures: bool) -> Settings:
-        """With the mode's choices in the place of None."""
+        """With the mode's choices instead of None."""
         named = self.models or (() if self.weights == RANDOM else (self.weights,))
         every = tuple(name for name in IMPLS if name != OURS_UNTUNED)
         prompt, new = (44 if self.layer else 512, 256) if measures else (6, 3)
@@ -131,7 +131,7 @@ class E2E:
 
 
 def run(settings: Settings, console: Console) -> int:
-    """Measure, show and write. 1 where something of Rooftile is wrong or raised, else 0.
+    """Measure, show and write. Returns 1 if one of Rooftile's implementations is wrong or has raised, else 0.
 
     Raises:
         ValueError: a model is not known or made for fewer tokens, or results are asked of the interpreter.

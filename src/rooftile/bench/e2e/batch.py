@@ -129,7 +129,7 @@ class Batch:
     # Timing.
 
     def look(self, name: str) -> None:
-        """A first look, from which it is known how much of it fits into the seconds."""
+        """Probe the implementation, to know how much of it fits into the seconds."""
         steps = min(LEAST_STEPS, self.run.new - 1)
         try:
             self.looks[name] = self.stopwatch.turn(self.paths[name], steps)
@@ -146,7 +146,7 @@ class Batch:
         return plan_turns(self.looks[name], whole, self.run.settings.seconds)
 
     def take_turns(self) -> None:
-        """Generations and prompts in rounds, in an order drawn anew for each; who raises is out."""
+        """Generations and prompts in rounds, in a new random order each; an implementation that raises is dropped."""
         order = random.Random(0)
         plans = {name: self.plan(name) for name in self.paths}
         taken = {name: Samples() for name in plans}
@@ -166,7 +166,7 @@ class Batch:
                     self.show(name)
 
     def fill(self, name: str, samples: Samples, steps: int, so_far: str = "") -> None:
-        """Its rows, the ratios to them, and the files."""
+        """Write its rows, the ratios to them, and the files."""
         self.fill_decode(name, samples.steps, steps)
         self.fill_prefill(name, samples.prompts, samples.host)
         for rows in (self.decode, self.prefill):
@@ -183,7 +183,7 @@ class Batch:
             self.run.say(f"{self.title} {label(row)} {row.op}: {(row.us or 0.0) / 1e3:.3f} ms{message}")
 
     def out(self, name: str, message: str) -> None:
-        """It has raised: its rows have no times."""
+        """Drop an implementation that has raised: its rows have no times."""
         for rows in (self.decode, self.prefill):
             row, new = rows[name], self.row(rows[name].op, name)
             new.status, new.message = "error", message
@@ -235,7 +235,7 @@ class Batch:
             row.speedup_vs_eager = over(row, rows.get(HF_EAGER))
 
     def write(self, done: bool = False) -> None:
-        """What is known so far: a run that is cut off leaves what it has measured."""
+        """Write what is known so far: an interrupted run leaves what it has measured."""
         s = self.run.settings
         if s.json is not None:
             write_json(s.json, self.run.meta, self.run.rows)

@@ -57,8 +57,8 @@ OVER_EAGER = 3.0
 
 
 def bound(model: Model, own: bool, lost: float | None = None, alone: bool = False) -> float:
-    """Of the relative error of logits: some six roundings a layer, each off by one unit. `own`: of the engine, whose
-    weights may be quantized. `lost`: what eager PyTorch loses, if known. `alone`: of a token that was decoded alone."""
+    """The bound of the logits' relative error: some six roundings a layer, each off by one unit. `own`: for the engine,
+    whose weights may be quantized. `lost`: eager PyTorch's error, if known. `alone`: for a token decoded alone."""
     layers = math.sqrt(6 * max(1, model.config.layers))
     roundings = max(torch.finfo(model.dtype).eps, FLOOR) * layers
     if own and model.quantize is not None:
@@ -68,7 +68,7 @@ def bound(model: Model, own: bool, lost: float | None = None, alone: bool = Fals
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Of some sequences the prompts and new tokens `(n, prompt + new)`, and the logits of the new, `(n, new, V)`."""
+    """Prompts and new tokens of some sequences, `(n, prompt + new)`, and the logits of the new ones, `(n, new, V)`."""
 
     tokens: Tensor
     logits: Tensor
@@ -97,7 +97,7 @@ def decode(path: Path, ids: Tensor, steps: int) -> Decoded:
 
 
 def _weight(product: Projection) -> Tensor:
-    """What a product multiplies by, in float32."""
+    """The weight that a projection multiplies by, in float32."""
     if isinstance(product, Int4):
         scale = product.scale.float().repeat_interleave(product.group, dim=1)
         return unpack_int4(product.weight, product.group).float() * scale
@@ -120,8 +120,8 @@ def _float32(w: Layer) -> LayerTensors:
 
 
 def _fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alone: int = 0) -> Tensor:
-    """x in float8_e4m3fn with a scale for each row, but for the last `alone` tokens, which came one by one: as the
-    engine has it."""
+    """x rounded to float8_e4m3fn with a scale per row, as in the engine, except the last `alone` tokens, decoded
+    one by one."""
     many, one = x.split((x.shape[1] - alone, alone), dim=1)
     scale = (many.abs().amax(dim=-1, keepdim=True) / 448).clamp(min=2.0**-126)
     return linear(torch.cat(((many / scale).to(torch.float8_e4m3fn).float() * scale, one), dim=1), weight, bias)
@@ -129,8 +129,8 @@ def _fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alone:
 
 @torch.no_grad()
 def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tensor:
-    """Logits `(n, new, V)` in float32 that follow all but the last of `tokens` `(n, T)`, the last `new` of them. `own`:
-    by the engine's weights."""
+    """The last `new` logits `(n, new, V)`, in float32, after all but the last of `tokens` `(n, T)`. `own`: with the
+    engine's weights."""
     c, weights = model.config, model.own if own else model.dense
     product = last_product = linear
     if own and model.quantize == "fp8":  # a prompt's last token, too, is alone where it is the logits' only one
@@ -147,7 +147,7 @@ def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tens
 
 
 class Expected:
-    """`reference`, computed once for the same tokens: some implementations choose alike."""
+    """`reference`, computed once per token sequence: implementations often choose the same tokens."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -162,7 +162,7 @@ class Expected:
 
 
 def _errors(expected: Expected, decoded: Decoded, steps: int, own: bool) -> tuple[list[float], float]:
-    """Of the logits of each token, and the largest of them."""
+    """The relative error of each token's logits, and the largest of them."""
     logits = expected(decoded.tokens, steps, own)
     errors = [relative_error(decoded.logits[:, i], logits[:, i]) for i in range(steps)]
     return errors, max(errors, key=lambda e: math.inf if math.isnan(e) else e)
@@ -172,7 +172,7 @@ def _errors(expected: Expected, decoded: Decoded, steps: int, own: bool) -> tupl
 def lost_in_eager(
     model: Model, ids: Tensor, steps: int, clock: Clock, expected: Expected | None = None
 ) -> float | None:
-    """What eager PyTorch loses of the logits in the model's dtype; None where it can't run, or is wrong itself."""
+    """The logits' error of eager PyTorch in the model's dtype; None if it can't run or is wrong itself."""
     try:
         path = CudaPath(model, ids, steps, clock, compiled=False)
         lost = _errors(expected or Expected(model), decode(path, ids, steps), steps, own=False)[1]

@@ -1,4 +1,4 @@
-"""The engine's rival: the same weights run by PyTorch alone, as well as PyTorch can.
+"""The engine's baseline: the same weights run by PyTorch alone, as fast as PyTorch can.
 
 Products are cuBLAS's, of the same packed qkv and gate_up weights. Attention is SDPA's: cuDNN or flash for prompts, and
 for a step whichever is fastest here of those that take a mask, over the whole of a static cache of
@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `(B, H, T, D)` turned by tables `(T, D)`, whose halves are equal."""
+    """x `(B, H, T, D)` rotated by tables `(T, D)`, whose halves are equal."""
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
 
@@ -65,7 +65,7 @@ def layer(
     attend: Attend,
     product: Callable[..., Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
-    """One layer over hidden states x + y, `(B, T, hidden)`, which are returned in the same way; y of None is zero."""
+    """One layer over hidden states x + y, `(B, T, hidden)`, returned as such a pair; None for y is zero."""
     x = x if y is None else x + y
     qkv = product(rms_norm(x, w.input_norm, c.norm_eps), w.qkv, w.qkv_bias)
     heads = [c.heads, c.kv_heads, c.kv_heads]
@@ -93,7 +93,7 @@ def causal(c: ModelConfig, window: int | None) -> Attend:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row, `(B, 1)`: first that of each part of it."""
+    """The most likely token of each row, `(B, 1)`, found in parts first."""
     n = logits.shape[1]
     parts = _PARTS if n % _PARTS == 0 else 1
     values, places = logits.unflatten(1, (parts, n // parts)).max(dim=2)
@@ -135,17 +135,17 @@ DEFAULT_WAY = "two products and softmax"
 
 
 def _attend(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """By the way of that name: what is compiled is compiled for each, though two differ in the backend alone."""
+    """Attention by the implementation of that name. Each is compiled on its own, even if only the backend differs."""
     return WAYS[name][0](q, k, v, mask, scale)
 
 
 def _clear_workspaces() -> None:
-    """Give all workspaces of cuBLAS back: who multiplies next has new ones allocated."""
+    """Release all cuBLAS workspaces: the next GEMM allocates new ones."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def _recorded(step: Callable[[], Tensor]) -> Recorded:
-    """The step's graph, with workspaces of cuBLAS of its own.
+    """The step's graph, with cuBLAS workspaces of its own.
 
     PyTorch keeps them for all calls of a stream, and its own CUDA graphs, those of a compiled model, free them while
     this graph would still write there. Cleared before the recording, they are allocated anew in the graph's memory;
@@ -248,17 +248,17 @@ class CudaPath:
             yield
 
     def _way_backend(self) -> contextlib.AbstractContextManager[Any]:
-        """What the way asks for, on a GPU: it is chosen as the call is traced, or made."""
+        """The SDPA backend that the implementation needs, on a GPU; it is read when the call is traced or made."""
         return _backend(WAYS[self.way][1] if self._measures else None)
 
     # What is recorded.
 
     def _each(self) -> Iterator[tuple[LayerTensors, Tensor, Tensor, int | None]]:
-        """Of each layer the weights, the caches and the window."""
+        """The weights, caches and window of each layer."""
         return zip(self.layers, self.k, self.v, self.config.windows, strict=True)
 
     def _prompt(self) -> Tensor:
-        """All prompts, and the choice of the tokens after them."""
+        """All prompts, and the tokens chosen after them."""
         x = self._embed(self.ids)
         y = torch.zeros_like(x)
         for w, k, v, window in self._each():
@@ -266,7 +266,7 @@ class CudaPath:
         return self._end_function(x[:, -1:], y[:, -1:], True)
 
     def _step(self) -> Tensor:
-        """The token at `position`, and the choice of the next."""
+        """The token at `position`, and the next one chosen."""
         x = y = None
         for w, k, v, window in self._each():
             x, y = self._step_layer_function(w, x, y, k, v, window)
@@ -298,7 +298,7 @@ class CudaPath:
         return layer(self.config, w, x, y, self.cos[self.position], self.sin[self.position], attend)
 
     def _end(self, x: Tensor, y: Tensor, of_prompt: bool) -> Tensor:
-        """The logits of the last token, the choice of the next, and its position."""
+        """The logits of the last token, the next token, and its position."""
         logits = linear(rms_norm(x + y, self.norm, self.config.norm_eps), self.lm_head)[:, 0]
         self.token.copy_(greedy(logits))
         if of_prompt:
@@ -320,7 +320,7 @@ class CudaPath:
     # What is chosen by measuring.
 
     def _fastest_way(self) -> str:
-        """The way to attend that takes the least time over the caches of all layers, midway through the steps."""
+        """The fastest attention over the caches of all layers, midway through the steps."""
         c = self.config
         q = torch.randn(self.ids.shape[0], c.heads, 1, c.head_dim, device=self.ids.device, dtype=self.model.dtype)
         half = (self.prompt + self.places.numel()) // 2

@@ -1,7 +1,7 @@
 """Hugging Face's own model over the engine's weights, plain and patched: each step is a call of its forward.
 
-`generate` adds to a step what serves all of its options; here is none of that, only what every step needs: the forward,
-the argmax, the next position. Decoding is compiled as `generate` compiles it for a static cache, prompts are not.
+`generate` adds work for its options to a step. This has only what every step needs: the forward, the argmax and the
+next position. Decoding is compiled as `generate` compiles it for a static cache; prompts are not compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WARM = 3  # steps over a static cache before any is timed: compiled, recorded, 
 
 
 def shared(model: Model) -> nn.Module:
-    """transformers' model of that configuration. Its weights are views of the engine's: it takes no memory.
+    """transformers' model of that configuration. Its weights are views of the engine's, so it takes no memory.
 
     Raises:
         Absent: transformers is not installed, or has no such model.
@@ -38,7 +38,7 @@ def shared(model: Model) -> nn.Module:
     with torch.device("meta"):
         whole: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=model.dtype).eval()
     whole.load_state_dict(_state(model), assign=True)
-    # What is computed from the configuration alone is in no state.
+    # No state has the buffers that are computed from the configuration.
     for name, module in list(whole.named_modules()):
         if any(b.is_meta for b in module.buffers(recurse=False)):
             parent, _, last = name.rpartition(".")
@@ -75,7 +75,7 @@ def _state(model: Model) -> dict[str, Tensor]:
 
 
 class Models:
-    """The plain model and its patched twin over the same weights, each made when it is first asked for."""
+    """The plain model and its patched twin over the same weights, each made on first use."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

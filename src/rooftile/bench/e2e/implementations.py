@@ -53,7 +53,7 @@ class EnginePath:
             self._keep(name)
 
     def _keep(self, name: str) -> None:
-        """Keep what a forward returns: a graph writes its logits to where those stood that were recorded."""
+        """Keep what a forward returns: a graph writes its logits to the addresses of its capture."""
         decoder = self._runner.decoder
         forward = getattr(decoder, name)
 

@@ -87,7 +87,7 @@ def points(c: ModelConfig, batch: int, context: int) -> Iterator[tuple[str, OpCa
 
 
 def run_layer(settings: Settings, console: Console) -> int:
-    """Measure, show and write. 1 where a kernel of ours is wrong or raised, else 0.
+    """Measure, show and write. Returns 1 if one of our kernels is wrong or has raised, else 0.
 
     Raises:
         ValueError: a model is not known or made for fewer tokens, or results are asked of the interpreter.
@@ -142,7 +142,7 @@ def _sum(parts: Sequence[float | None]) -> float | None:
 
 
 def cells(rows: Sequence[Row], measured: bool) -> list[list[str]]:
-    """Under `COLUMNS` a kernel on each line, then the sums of what is alone; a sum that lacks a part is none."""
+    """A kernel on each line under `COLUMNS`, then the sums of single kernels; a sum that lacks a part is left out."""
     found: list[list[str]] = []
     alone: list[tuple[float | None, float | None]] = []
     for group in groups(rows):
@@ -165,7 +165,7 @@ def cells(rows: Sequence[Row], measured: bool) -> list[list[str]]:
 
 
 def show(console: Console, title: str, rows: Sequence[Row], measured: bool) -> None:
-    """A kernel on each line, and the sums of what is alone."""
+    """A kernel on each line, and the sums of single kernels."""
     out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
     title = f"one decode layer, {title}" + ("" if measured else f" ({report.NO_MEASUREMENT})")
     table = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")

@@ -18,7 +18,7 @@ RANDOM = "random"
 
 
 class LayerTensors(NamedTuple):
-    """A layer's weights as plain tensors: rows of qkv are q, k and v, rows of gate_up the gate and what it gates."""
+    """A layer's weights as plain tensors: qkv has the rows of q, k and v, gate_up those of gate and up."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -41,7 +41,7 @@ def _dense(product: Projection) -> tuple[Tensor, Tensor | None]:
 
 
 def layer_tensors(layer: Layer) -> LayerTensors:
-    """The very tensors that the engine multiplies by, not copies."""
+    """The tensors that the engine itself multiplies by, not copies."""
     qkv, o, gate_up, down = (_dense(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
     return LayerTensors(layer.input_norm, *qkv, layer.q_norm, layer.k_norm, *o, layer.post_norm, *gate_up, *down)
 
@@ -81,7 +81,7 @@ class Model:
         return [layer_tensors(layer) for layer in self.dense.layers]
 
     def prefill_flops(self, batch: int, tokens: int) -> int:
-        """Of the products, that of lm_head for the last token of each alone, and of causal attention."""
+        """FLOPs of the GEMMs (of lm_head only for each prompt's last token) and of causal attention."""
         c = self.config
         rows = (c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.intermediate
         layer = 2 * tokens * c.hidden * (rows + c.heads * c.head_dim) + 2 * tokens**2 * c.heads * c.head_dim
@@ -89,7 +89,7 @@ class Model:
 
 
 def check_context(name: str, prompt: int, new: int = 0) -> None:
-    """Before weights are made: whether the model was made for so many tokens.
+    """Check, before weights are made, that the model's context is long enough.
 
     Raises:
         ValueError: it was not, or the name or the configuration is not known.

@@ -1,4 +1,4 @@
-"""What `rooftile bench e2e` sets beside each other, behind one small interface: a batch of prompts, then steps."""
+"""What `rooftile bench e2e` compares, behind one small interface: a batch of prompts, then steps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ OURS_EAGER, OURS_UNTUNED = "rooftile_eager", "rooftile_untuned"
 CUDA, CUDA_EAGER = "cuda_kernels", "cuda_kernels_eager"
 HF, HF_EAGER, PATCHED, PATCHED_EAGER = "hf_static_compile", "hf_eager", "hf_patched", "hf_patched_eager"
 IMPLS = (OURS, CUDA, HF, PATCHED, OURS_EAGER, CUDA_EAGER, HF_EAGER, PATCHED_EAGER, OURS_UNTUNED)
-OWN = (OURS, OURS_EAGER, OURS_UNTUNED)  # run the engine's weights, which may be quantized
+OWN = (OURS, OURS_EAGER, OURS_UNTUNED)  # these run the engine's weights, which may be quantized
 # How each is run; shown under the table and written into the results.
 NOTES = {
     OURS: f"the engine: one CUDA graph a step, and for prompts of up to {GRAPH_TOKENS} tokens",
     OURS_EAGER: "the engine, every kernel launched from the host",
     OURS_UNTUNED: "the engine, as without tuned tables",
-    CUDA: "the engine's weights, PyTorch: cuBLAS products, SDPA, all else torch.compile; CUDA graphs as the engine's",
+    CUDA: "the engine's weights, PyTorch: cuBLAS GEMMs, SDPA, all else torch.compile; CUDA graphs as the engine's",
     CUDA_EAGER: "the same without compiler and graphs",
     HF: "transformers, static cache, decoding forward compiled as generate does (reduce-overhead), prefill eager",
     HF_EAGER: "transformers, dynamic cache",
     PATCHED: "hf_static_compile of the model after rooftile.patch(linear=True, attention=True)",
     PATCHED_EAGER: "hf_eager of the model after rooftile.patch(linear=True, attention=True)",
 }
-# What a row's ratio_to_best_peer is to: the best of what does not use Rooftile, run in the same way.
+# The baselines of a row's ratio_to_best_peer: implementations without Rooftile that run in the same way.
 PEERS = {
     OURS: (CUDA, HF, CUDA_EAGER, HF_EAGER),
     OURS_EAGER: (CUDA_EAGER, HF_EAGER),
@@ -41,12 +41,12 @@ class Absent(Exception):
 
 
 class Path(Protocol):
-    """One implementation, over prompts that were given to it: all sequences of the batch grow together.
+    """One implementation with its prompts; all sequences of the batch grow together.
 
     Attributes:
-        logits: `(batch, V)`, those that chose the newest tokens; overwritten by the next step.
-        tokens: `(batch,)`, the newest.
-        note: what it chose by itself, if anything.
+        logits: `(batch, V)`, which chose the newest tokens; the next step overwrites them.
+        tokens: `(batch,)`, the newest tokens.
+        note: what the implementation chose by itself, if anything.
     """
 
     note: str
@@ -58,11 +58,11 @@ class Path(Protocol):
     def tokens(self) -> Tensor: ...
 
     def prepare(self) -> None:
-        """Compile and record what is compiled and recorded once."""
+        """Compile, and capture graphs."""
         ...
 
     def reset(self) -> None:
-        """Forget the sequences, if there are any."""
+        """Drop the sequences, if there are any."""
         ...
 
     def prefill(self) -> None:
@@ -70,5 +70,5 @@ class Path(Protocol):
         ...
 
     def step(self) -> None:
-        """The next token of each sequence. Nothing in it waits for the device."""
+        """The next token of each sequence. It does not wait for the device."""
         ...

@@ -43,7 +43,7 @@ class E2ERow(Row):
 
 
 def label(row: Row) -> str:
-    """The implementation, with what sets its row apart."""
+    """The implementation, with what distinguishes its row."""
     words = [f"tuning {v}" if k == "tuning" else str(v) for k, v in row.options.items()]
     return f"{row.impl} ({', '.join(words)})" if words else row.impl
 
@@ -106,7 +106,7 @@ _COLOURS = {
 
 
 def _style(impl: str) -> dict[str, Any]:
-    """An implementation without a graph has the colour of the one with, and dashes."""
+    """An implementation without graphs has the colour of the one with graphs, dashed."""
     plain = impl.partition(" ")[0]
     base = plain.removesuffix("_eager").removesuffix("_untuned")
     colour = _COLOURS.get(plain) or _COLOURS.get(base) or _COLOURS["hf_eager"]
@@ -119,7 +119,7 @@ def _style(impl: str) -> dict[str, Any]:
 
 
 def plot(folder: Path, rows: Sequence[E2ERow], machine: str, measured: bool) -> list[Path]:
-    """For each model a chart of milliseconds a step by batch size, and the least that the roof allows; their paths."""
+    """Draw a chart for each model: milliseconds a step by batch size, and the time at the roof. Returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -44,7 +44,7 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> list[E2ERow]:
 
 
 def over(row: E2ERow | None, other: E2ERow | None) -> float | None:
-    """The other's time over the row's: a ratio of two that one run has measured to the end, else None."""
+    """The other's time over the row's, if one run has measured both to the end; else None."""
     if row is None or other is None or row.run != other.run:
         return None
     # What is measured only so far has none: in a run that is cut off it would stay.
@@ -53,7 +53,7 @@ def over(row: E2ERow | None, other: E2ERow | None) -> float | None:
 
 
 def earlier(path: Path, meta: Mapping[str, Any]) -> Results | None:
-    """What the file holds, if a run with this meta data may add to it: the same machine, versions, commit and model."""
+    """The file's contents, if a run with this metadata may add to it: same machine, versions, commit and model."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         before, rows = data["meta"], _rows(data["rows"])
@@ -71,7 +71,7 @@ def added(before: Results | None, meta: Mapping[str, Any], rows: Sequence[E2ERow
     """
 
     def complete(row: E2ERow) -> int:
-        """2 with a time, or with the reason why it has none; 1 with the time so far."""
+        """2 for a row with a time, or with the reason for none; 1 for a time so far."""
         if row.us is None:
             return 2 if row.status != "ok" and row.message != NOT_REACHED else 0
         return 1 if row.message.startswith(SO_FAR) else 2

@@ -1,4 +1,4 @@
-"""How an implementation is timed: whole generations, which take turns with those of others, and prompts alone."""
+"""How implementations are timed: whole generations, in turns with those of the others, and single prompts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rooftile.bench.timer import Clock
 from rooftile.graphs import uncollected
 
 ROUNDS = 5
-LEAST_STEPS = 16  # of a generation that --seconds would cut shorter, and of the first look at an implementation
+LEAST_STEPS = 16  # the least of a generation that --seconds cuts short, and the steps of a probe
 LEAST_PROMPTS, MOST_PROMPTS = 3, 20
-PROMPTS_SHARE = 0.25  # of --seconds, for prompts; one of each generation is among them
+PROMPTS_SHARE = 0.25  # share of --seconds for prompts, including those of generations
 
 
 @dataclasses.dataclass
 class Samples:
-    """Seconds of each step, from the end of the one before to its own; of each prefill, and of what the host does."""
+    """Seconds of each step (from the previous step's end to its own), of each prefill, and of the host's part of it."""
 
     steps: list[float] = dataclasses.field(default_factory=list)
     prompts: list[float] = dataclasses.field(default_factory=list)
@@ -35,7 +35,7 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class TurnPlan:
-    """So many rounds, in each a generation of so many steps, and behind it so many prompts alone."""
+    """Rounds of measuring; each is a generation of `steps` steps followed by `prompts` single prompts."""
 
     rounds: int
     steps: int
@@ -43,7 +43,7 @@ class TurnPlan:
 
 
 def plan_turns(look: Samples, whole: int, seconds: float) -> TurnPlan:
-    """What fits into the seconds, after a first look: at best whole generations, of `whole` steps."""
+    """What fits into the seconds, by a first probe: whole generations of `whole` steps if possible."""
     step, prompt = spread(look.steps)[0], spread(look.prompts)[0]
     steps = max(min(LEAST_STEPS, whole), min(whole, int(seconds / step)))
     rounds = max(1, min(ROUNDS, int(seconds / step / steps)))
@@ -58,7 +58,7 @@ class Stopwatch:
         self._clock, self._latency = clock, latency
 
     def turn(self, path: Path, steps: int, prompts: int = 0) -> Samples:
-        """A generation of so many steps, then prompts alone."""
+        """A generation of `steps` steps, then single prompts."""
         with uncollected():
             samples = self._generation(path, steps)
         for _ in range(prompts):

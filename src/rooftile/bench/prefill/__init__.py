@@ -37,7 +37,7 @@ SPREAD_OUT = 5  # rounds: the implementations take turns, each some forwards at 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure; a model or lengths of None are the mode's own choice."""
+    """What to measure; None lets the mode choose a model or lengths."""
 
     model: str | None = None
     tokens: Sequence[int] | None = None
@@ -53,14 +53,14 @@ class Settings:
 
 
 class Latency:
-    """Times whole calls, each on an idle device: a prompt that arrives, and its logits."""
+    """Times whole calls on an idle device, from the prompt to its logits."""
 
     def __init__(self, device: torch.device, measures: bool) -> None:
         self.device, self.measures = device, measures
         self.module: Any = torch.get_device_module(device.type) if measures else None
 
     def once(self, call: Call) -> tuple[float, float]:
-        """Seconds until the device is done, and until the host is."""
+        """Seconds until the device has finished, and until the host has."""
         if not self.measures:
             start = time.perf_counter()
             call()
@@ -76,7 +76,7 @@ class Latency:
         return begin.elapsed_time(end) / 1e3, host
 
     def interleaved(self, calls: Mapping[str, Call], warmup: int, iters: int) -> dict[str, list[tuple[float, float]]]:
-        """Samples of each call. They take turns in rounds, in an order drawn anew; the first of a turn is dropped."""
+        """Samples of each call. Calls take turns in rounds of random order; the first sample of a turn is dropped."""
         order = random.Random(0)
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
         for call in calls.values():
@@ -145,7 +145,7 @@ class Prefill:
         return {name: make[name]() for name in dict.fromkeys((EAGER, *self.settings.impls))}
 
     def run(self) -> None:
-        """Measure every length. What is compiled serves all of them, or is compiled again for each."""
+        """Measure every length. Compiled code serves all of them, or is compiled again for each."""
         assert self.settings.tokens is not None
         forwards = self.forwards()
         for tokens in sorted(self.settings.tokens):
@@ -165,7 +165,7 @@ class Prefill:
         return Row(op, "forward", f"{self.title} B1 T{tokens}", NAMES[self.settings.dtype], impl)
 
     def bound(self) -> float:
-        """Of the relative error between two forwards: some six roundings a layer, each off by one unit."""
+        """The bound of the relative error between two forwards: about six roundings a layer, each off by one unit."""
         layers = self.config.get_text_config().num_hidden_layers
         return torch.finfo(self.settings.dtype).eps * math.sqrt(6 * layers)
 
