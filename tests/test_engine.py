@@ -130,7 +130,7 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(family, tmp_path, de
     for actual, prompt in zip(engine.logits(prompts), prompts, strict=True):
         assert relative(actual, model(torch.tensor([prompt])).logits[0].detach()) < TOLERANCE
     with logits_of_steps(engine) as steps:
-        completions = engine.generate(prompts, new, ignore_eos=True)
+        completions = engine.generate(prompts, max_new_tokens=new, ignore_eos=True)
     assert len(steps) == new - 1
     for row, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         with torch.no_grad():
@@ -175,7 +175,7 @@ def test_quantized_weights(quantize, llama, tmp_path, device):
     )  # fmt: skip
     model, most = rounded(llama, quantize), 1e-2 if quantize == "fp8" else TOLERANCE
     with logits_of_steps(engine) as steps:
-        completions = engine.generate(PROMPTS, 4, ignore_eos=True)
+        completions = engine.generate(PROMPTS, max_new_tokens=4, ignore_eos=True)
     for row, completion in enumerate(completions):
         expected = model_logits(model, completion.prompt + completion.tokens)
         assert relative(engine.logits(completion.prompt)[0], expected[: len(completion.prompt)]) < most
@@ -183,7 +183,7 @@ def test_quantized_weights(quantize, llama, tmp_path, device):
     assert relative(engine.logits(PROMPTS[0])[0], model_logits(llama, PROMPTS[0])) > most
     # A sequence alone: what its steps multiply is not rounded.
     with logits_of_steps(engine) as steps:
-        tokens, prompt = engine.generate(PROMPTS[0], 6, ignore_eos=True)[0].tokens, PROMPTS[0]
+        tokens, prompt = engine.generate(PROMPTS[0], max_new_tokens=6, ignore_eos=True)[0].tokens, PROMPTS[0]
     expected = model_logits(rounded(llama, quantize, len(prompt)), prompt + tokens)[len(prompt) : -1]
     assert relative(torch.cat(steps), expected) < most
     expected = model_logits(model, prompt + tokens)[len(prompt) : -1]
@@ -217,7 +217,7 @@ def test_a_cache_of_8_bits(kv_dtype, llama, tmp_path, device):
         device=device, cuda_graphs=False, progress=False,
     )  # fmt: skip
     with logits_of_steps(engine) as steps:
-        tokens = engine.generate(PROMPTS[0], 6, ignore_eos=True)[0].tokens
+        tokens = engine.generate(PROMPTS[0], max_new_tokens=6, ignore_eos=True)[0].tokens
     expected = model_logits(llama, PROMPTS[0] + tokens)[len(PROMPTS[0]) : -1]
     assert 0 < relative(torch.cat(steps), expected) < 0.1
 
@@ -226,9 +226,9 @@ def test_sequences_join_and_leave_while_others_decode(engine):
     """Five prompts, three slots: tokens are those of each alone, and all is given back."""
     prompts = [*PROMPTS, [50, 60], [70] * 20]
     before = free_of(engine)
-    together = engine.generate(prompts, 9)
+    together = engine.generate(prompts, max_new_tokens=9)
     assert [c.prompt for c in together] == prompts
-    assert [c.tokens for c in together] == [engine.generate(p, 9)[0].tokens for p in prompts]
+    assert [c.tokens for c in together] == [engine.generate(p, max_new_tokens=9)[0].tokens for p in prompts]
     assert free_of(engine) == before
 
 
@@ -238,17 +238,17 @@ def test_sequences_wait_for_pages(llama, tmp_path, device):
         saved(llama, tmp_path), dtype=torch.float32, max_batch=2, max_seq_len=32, page_size=16, pages=2, device=device,
         progress=False,
     )  # fmt: skip
-    pieces = list(engine.generate([[5] * 14, [6] * 14], 6, stream=True, ignore_eos=True))
+    pieces = list(engine.generate([[5] * 14, [6] * 14], max_new_tokens=6, stream=True, ignore_eos=True))
     assert [p.index for p in pieces] == [0] * 6 + [1] * 6
     assert free_of(engine) == (2, 0)
     with pytest.raises(ValueError, match="prompt 1 has 14 tokens, and 19 new ones are more than max_seq_len, 32"):
-        engine.generate([[5], [6] * 14], 19)
+        engine.generate([[5], [6] * 14], max_new_tokens=19)
 
 
 def test_pieces_make_the_completion(engine):
     options = {"temperature": 0.8, "seed": 3, "logprobs": True, "ignore_eos": True}
-    completions = engine.generate(PROMPTS, 5, **options)
-    pieces = list(engine.generate(PROMPTS, 5, stream=True, **options))
+    completions = engine.generate(PROMPTS, max_new_tokens=5, **options)
+    pieces = list(engine.generate(PROMPTS, max_new_tokens=5, stream=True, **options))
     for i, completion in enumerate(completions):
         mine = [p for p in pieces if p.index == i]
         assert [p.token for p in mine] == completion.tokens
@@ -258,7 +258,7 @@ def test_pieces_make_the_completion(engine):
 
 
 def test_log_probabilities(engine, llama):
-    completion = engine.generate(PROMPTS[0], 4, temperature=1.5, logprobs=True, ignore_eos=True)[0]
+    completion = engine.generate(PROMPTS[0], max_new_tokens=4, temperature=1.5, logprobs=True, ignore_eos=True)[0]
     logits = model_logits(llama, PROMPTS[0] + completion.tokens)[len(PROMPTS[0]) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
@@ -266,16 +266,16 @@ def test_log_probabilities(engine, llama):
 
 def test_tokens_depend_on_the_seed_and_not_on_the_company(engine):
     options = {"temperature": 1.2, "top_p": 0.95, "ignore_eos": True}
-    alone = [engine.generate(p, 6, seed=7, **options)[0].tokens for p in PROMPTS]
-    assert [c.tokens for c in engine.generate(PROMPTS, 6, seed=7, **options)] == alone
-    seeds = engine.generate([PROMPTS[0]] * 3, 6, seed=[7, 8, 9], **options)
+    alone = [engine.generate(p, max_new_tokens=6, seed=7, **options)[0].tokens for p in PROMPTS]
+    assert [c.tokens for c in engine.generate(PROMPTS, max_new_tokens=6, seed=7, **options)] == alone
+    seeds = engine.generate([PROMPTS[0]] * 3, max_new_tokens=6, seed=[7, 8, 9], **options)
     assert seeds[0].tokens == alone[0]
     assert len({tuple(c.tokens) for c in seeds}) == 3
 
 
 def test_a_token_is_drawn_at_the_position_that_it_gets(engine):
     with logits_of_steps(engine) as steps:
-        tokens = engine.generate(PROMPTS[0], 4, temperature=1.2, seed=7, ignore_eos=True)[0].tokens
+        tokens = engine.generate(PROMPTS[0], max_new_tokens=4, temperature=1.2, seed=7, ignore_eos=True)[0].tokens
     for i, logits in enumerate(steps, start=1):
         assert rooftile.sample(logits, temperature=1.2, seeds=7, positions=len(PROMPTS[0]) + i)[0].tolist() == [
             tokens[i]
@@ -284,15 +284,15 @@ def test_a_token_is_drawn_at_the_position_that_it_gets(engine):
 
 def test_repetition_penalty_holds_prompt_and_new_tokens(engine):
     """So high that no token comes twice."""
-    tokens = engine.generate(PROMPTS[0], 12, repetition_penalty=1e6, ignore_eos=True)[0].tokens
+    tokens = engine.generate(PROMPTS[0], max_new_tokens=12, repetition_penalty=1e6, ignore_eos=True)[0].tokens
     assert len({*tokens, *PROMPTS[0]}) == 12 + len(PROMPTS[0])
     # The slot's next sequence knows nothing of it.
-    assert engine.generate(PROMPTS[0], 12, repetition_penalty=1e6, ignore_eos=True)[0].tokens == tokens
+    assert engine.generate(PROMPTS[0], max_new_tokens=12, repetition_penalty=1e6, ignore_eos=True)[0].tokens == tokens
 
 
 def test_it_stops_where_it_is_told(engine):
-    plain = engine.generate(PROMPTS[0], 8, ignore_eos=True)[0].tokens
-    stopped = engine.generate(PROMPTS[0], 8, stop=plain[3], ignore_eos=True)[0]
+    plain = engine.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True)[0].tokens
+    stopped = engine.generate(PROMPTS[0], max_new_tokens=8, stop=plain[3], ignore_eos=True)[0]
     at = plain.index(plain[3])
     assert (stopped.tokens, stopped.finish_reason) == (plain[: at + 1], "stop")
     assert free_of(engine) == (18, 0)
@@ -300,13 +300,13 @@ def test_it_stops_where_it_is_told(engine):
 
 def test_an_iterator_that_is_closed_gives_all_back(engine):
     before = free_of(engine)
-    pieces = engine.generate(PROMPTS, 8, stream=True, ignore_eos=True)
+    pieces = engine.generate(PROMPTS, max_new_tokens=8, stream=True, ignore_eos=True)
     next(pieces)
     with pytest.raises(RuntimeError, match="another call generates"):
-        engine.generate([1, 2], 3)
+        engine.generate([1, 2], max_new_tokens=3)
     pieces.close()
     assert free_of(engine) == before
-    assert len(engine.generate([1, 2], 3, ignore_eos=True)[0].tokens) == 3
+    assert len(engine.generate([1, 2], max_new_tokens=3, ignore_eos=True)[0].tokens) == 3
 
 
 def test_text(llama, tmp_path, device):
@@ -315,13 +315,13 @@ def test_text(llama, tmp_path, device):
     engine = rooftile.Engine.from_pretrained(
         folder, dtype=torch.float32, max_batch=2, max_seq_len=64, page_size=16, device=device, progress=False
     )
-    whole = engine.generate("roof", 6, ignore_eos=True)[0]
+    whole = engine.generate("roof", max_new_tokens=6, ignore_eos=True)[0]
     assert whole.prompt == engine.tokenizer.encode("roof").ids
     assert whole.text == engine.tokenizer.decode(whole.tokens)
     stop = whole.text[3:5]
-    cut = engine.generate("roof", 6, stop=stop, ignore_eos=True)[0]
+    cut = engine.generate("roof", max_new_tokens=6, stop=stop, ignore_eos=True)[0]
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
-    pieces = list(engine.generate("roof", 6, stop=stop, ignore_eos=True, stream=True))
+    pieces = list(engine.generate("roof", max_new_tokens=6, stop=stop, ignore_eos=True, stream=True))
     assert "".join(p.text for p in pieces) == cut.text
     assert [p.token for p in pieces] == cut.tokens
 
@@ -349,18 +349,18 @@ def test_what_cannot_be_generated(engine, arguments, message):
 
 def test_prompts_of_any_kind(engine):
     """Lists, tensors and arrays; what is neither is refused by name."""
-    tokens = engine.generate(PROMPTS[0], 2)[0].tokens
+    tokens = engine.generate(PROMPTS[0], max_new_tokens=2)[0].tokens
     for prompts in (torch.tensor(PROMPTS[0]), torch.tensor([PROMPTS[0]]), [torch.tensor(PROMPTS[0]).numpy()]):
-        assert engine.generate(prompts, 2)[0].tokens == tokens
+        assert engine.generate(prompts, max_new_tokens=2)[0].tokens == tokens
     for wrong, said in ((None, "prompts is None"), ([1.5], "prompt 0 is 1.5"), (b"abc", "prompts is b'abc'")):
         with pytest.raises(TypeError, match=said):
-            engine.generate(wrong, 2)
+            engine.generate(wrong, max_new_tokens=2)
     with pytest.raises(TypeError, match="seed is None, expected an integer"):
-        engine.generate([1], 2, seed=None)
+        engine.generate([1], max_new_tokens=2, seed=None)
     with pytest.raises(TypeError, match=r"stop is 3\.5, expected strings and token ids"):
-        engine.generate([1], 2, stop=3.5)
+        engine.generate([1], max_new_tokens=2, stop=3.5)
     with pytest.raises(ValueError, match="stop has the token 131, expected 0 to 130"):
-        engine.generate([1], 2, stop=131)
+        engine.generate([1], max_new_tokens=2, stop=131)
     with pytest.raises(ValueError, match="there are 4 prompts, expected at most max_batch, 3"):
         engine.logits([[1]] * 4)
     assert "llama, 2 layers of 32, dense weights" in repr(engine)

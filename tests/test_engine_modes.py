@@ -35,7 +35,7 @@ def made(config=None, **more):
 
 
 def tokens(engine, n=3, **more):
-    return [c.tokens for c in engine.generate(PROMPTS, n, **more)]
+    return [c.tokens for c in engine.generate(PROMPTS, max_new_tokens=n, **more)]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_inference_mode_around_one_part_alone(outside, expected):
         engine = made()
     with torch.inference_mode(outside):
         assert tokens(engine) == expected
-        first = next(engine.generate(PROMPTS, 3, stream=True))
+        first = next(engine.generate(PROMPTS, max_new_tokens=3, stream=True))
     assert first.token == expected[0][0]
     logits = engine.logits(PROMPTS)[0]
     assert not logits.is_inference()
@@ -84,7 +84,7 @@ def test_inference_mode_around_one_part_alone(outside, expected):
 
 def test_a_stream_of_tokens_may_cross_the_border_of_inference_mode(expected):
     engine = made()
-    chunks = engine.generate(PROMPTS, 3, stream=True)
+    chunks = engine.generate(PROMPTS, max_new_tokens=3, stream=True)
     with torch.inference_mode():
         found = [next(chunks)]
     found += chunks
@@ -137,24 +137,24 @@ def test_the_default_device_may_be_the_gpu(expected):
 def test_integers_of_numpy_are_integers(expected):
     engine = made()
     for prompts in ([[np.int64(t) for t in p] for p in PROMPTS], [np.array(p) for p in PROMPTS]):
-        assert [c.tokens for c in engine.generate(prompts, np.int64(3), seed=np.int32(0))] == expected
-    alone = engine.generate([np.int64(t) for t in PROMPTS[0]], 3)
+        assert [c.tokens for c in engine.generate(prompts, max_new_tokens=np.int64(3), seed=np.int32(0))] == expected
+    alone = engine.generate([np.int64(t) for t in PROMPTS[0]], max_new_tokens=3)
     assert alone[0].prompt == PROMPTS[0]
     assert all(type(t) is int for t in alone[0].prompt)
-    stopped = engine.generate(PROMPTS[0], 3, stop=np.int64(expected[0][0]))[0]
+    stopped = engine.generate(PROMPTS[0], max_new_tokens=3, stop=np.int64(expected[0][0]))[0]
     assert (stopped.tokens, stopped.finish_reason) == (expected[0][:1], "stop")
 
 
 @pytest.mark.parametrize("what", [1.5, "3", None, True, np.float64(2)])
 def test_max_new_tokens_of_another_type_is_a_type_error(what):
     with pytest.raises(TypeError, match="max_new_tokens"):
-        made().generate(PROMPTS, what)
+        made().generate(PROMPTS, max_new_tokens=what)
 
 
 @pytest.mark.parametrize("prompt", [[1.5], [True], [np.bool_(True)], [np.float32(1)], [[1, 2.0]]])
 def test_tokens_of_another_type_are_a_type_error(prompt):
     with pytest.raises(TypeError, match="prompt"):
-        made().generate(prompt, 1)
+        made().generate(prompt, max_new_tokens=1)
 
 
 class Stream:
@@ -185,7 +185,7 @@ def test_a_stream_of_tokens_may_be_stepped_on_several_streams(expected):
     plain = tokens(engine, n)
     streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()]
     for _ in range(3):
-        chunks, found, step = engine.generate(PROMPTS, n, stream=True), [], 0
+        chunks, found, step = engine.generate(PROMPTS, max_new_tokens=n, stream=True), [], 0
         while True:
             with torch.cuda.stream(streams[step % 3]):
                 slow.random_()  # so that this stream is behind the next
@@ -201,7 +201,7 @@ def test_a_prompt_of_one_token_is_multiplied_as_it_is_in_fp8():
     """As docs/engine.md says: `generate` and `logits` agree, and nothing of one row is rounded to fp8."""
     engine = made(quantize="fp8")
     for token in (3, 17, 99):
-        logprob = engine.generate([token], 1, logprobs=True)[0]
+        logprob = engine.generate([token], max_new_tokens=1, logprobs=True)[0]
         logits = engine.logits([[token]])[0][0]
         expected = logits.log_softmax(-1)[logprob.tokens[0]]
         assert logprob.tokens[0] == int(logits.argmax())
@@ -222,4 +222,4 @@ def test_logits_of_a_vocabulary_of_an_odd_size_in_int8():
     weight = head.weight.float() * head.scale.float()[:, None]
     hidden = torch.linalg.lstsq(weight, logits.T).solution.T  # what lm_head multiplied, if the logits are such products
     torch.testing.assert_close(hidden @ weight.T, logits, rtol=0.05, atol=0.05 * float(logits.std()))
-    assert engine.generate([prompt], 1)[0].tokens == [int(logits[-1].argmax())]
+    assert engine.generate([prompt], max_new_tokens=1)[0].tokens == [int(logits[-1].argmax())]

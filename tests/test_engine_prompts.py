@@ -86,7 +86,7 @@ def test_padded_and_packed_prompts_give_the_logits_of_each_alone(family, monkeyp
 def test_tokens_behind_prompts_are_those_of_the_logits(prompts, device):
     """The first, and the next, which sees what the prompts left in the cache."""
     engine = made(device=device, cuda_graphs=False)
-    tokens = [c.tokens for c in engine.generate(prompts, 2, ignore_eos=True)]
+    tokens = [c.tokens for c in engine.generate(prompts, max_new_tokens=2, ignore_eos=True)]
     both = [[*p, first] for p, (first, _) in zip(prompts, tokens, strict=True)]
     assert tokens == [x[-2:].argmax(dim=-1).tolist() for x in engine.logits(both)]
 
@@ -193,7 +193,9 @@ def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on(device, m
         if i == 2:
             engine.runner.prefill([[5] * 20], [Sampling()])  # which keeps a slot and pages
         prompt = [(11 * i + 3 * t) % 131 for t in range(20 + 3 * i)]
-        found, expected = (e.generate(prompt, 2, logprobs=True, ignore_eos=True)[0] for e in (engine, plain))
+        found, expected = (
+            e.generate(prompt, max_new_tokens=2, logprobs=True, ignore_eos=True)[0] for e in (engine, plain)
+        )
         assert found.tokens == expected.tokens
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert len(done) == (0, 1, 3, 4)[i]
@@ -206,7 +208,7 @@ def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatc
     kept = engine.runner._of_prompts._graphs
     for lengths in [(3,)] * 2, [(44, 44)] * 2, [(3,)], [(44, 44, 44)] * 2, [(44, 44)]:
         for each in lengths:
-            engine.generate([[1] * n for n in each], 1)
+            engine.generate([[1] * n for n in each], max_new_tokens=1)
     assert list(kept) == [(1, 48), (3, 48)]  # (2, 48) was forgotten, and begins anew
 
 
@@ -219,7 +221,7 @@ def test_without_memory_for_a_graph_prompts_are_launched(device, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(SerialGraphs, "record", failing)
-    results = [engine.generate(UNEQUAL[0], 2) for _ in range(4)]
+    results = [engine.generate(UNEQUAL[0], max_new_tokens=2) for _ in range(4)]
     assert len(asked) == 1
     assert results == results[:1] * 4
 
@@ -229,14 +231,14 @@ def test_what_is_not_a_small_batch_is_never_recorded(prompts, device, monkeypatc
     monkeypatch.setattr(laid_out, "GRAPH_TOKENS", 64)
     engine = graphed(made(device=device, cuda_graphs=False, config={"num_hidden_layers": 1}))
     for _ in range(2):
-        engine.generate(prompts, 1)
+        engine.generate(prompts, max_new_tokens=1)
         engine.logits(prompts[0])
     assert not engine.runner._of_prompts._graphs
 
 
 def test_after_a_capture_that_failed_all_is_given_back_and_the_next_works(device, monkeypatch):
     engine = graphed(made(device=device, cuda_graphs=False))
-    expected, free = engine.generate(UNEQUAL[0], 2), engine.runner.cache.free_pages
+    expected, free = engine.generate(UNEQUAL[0], max_new_tokens=2), engine.runner.cache.free_pages
 
     def failing(self, step):
         step()
@@ -245,9 +247,9 @@ def test_after_a_capture_that_failed_all_is_given_back_and_the_next_works(device
     with monkeypatch.context() as patched:
         patched.setattr(SerialGraphs, "record", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
-            engine.generate(UNEQUAL[0], 2)
+            engine.generate(UNEQUAL[0], max_new_tokens=2)
     assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])
-    assert [engine.generate(UNEQUAL[0], 2) for _ in range(2)] == [expected] * 2
+    assert [engine.generate(UNEQUAL[0], max_new_tokens=2) for _ in range(2)] == [expected] * 2
 
 
 @pytest.mark.gpu
@@ -289,7 +291,7 @@ def test_graphs_of_prompts_give_what_plain_launches_give(family, device):
 @pytest.mark.gpu
 def test_after_a_capture_on_the_gpu_that_failed_all_is_given_back_and_the_next_works(device, monkeypatch):
     engine = made(device=device)
-    expected, free = engine.generate(UNEQUAL[0], 2), engine.runner.cache.free_pages
+    expected, free = engine.generate(UNEQUAL[0], max_new_tokens=2), engine.runner.cache.free_pages
     stream, decoder = torch.cuda.current_stream(), engine.runner.decoder
 
     def failing(x):
@@ -300,8 +302,8 @@ def test_after_a_capture_on_the_gpu_that_failed_all_is_given_back_and_the_next_w
     with monkeypatch.context() as patched:
         patched.setattr(decoder, "_logits", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
-            engine.generate(UNEQUAL[0], 2)
+            engine.generate(UNEQUAL[0], max_new_tokens=2)
     assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])
     assert torch.cuda.current_stream() == stream
-    assert [engine.generate(UNEQUAL[0], 2) for _ in range(2)] == [expected] * 2
+    assert [engine.generate(UNEQUAL[0], max_new_tokens=2) for _ in range(2)] == [expected] * 2
     assert list(engine.runner._of_prompts._graphs) == [(1, 32)]

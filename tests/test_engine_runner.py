@@ -142,7 +142,7 @@ def test_the_device_begins_with_prompts_before_it_is_told_of_their_sequences(eng
 
 
 def test_a_prompt_that_the_device_cannot_be_told_of_takes_nothing(engine, monkeypatch):
-    before, expected = free_of(engine), engine.generate(PROMPTS[0], 3, ignore_eos=True)
+    before, expected = free_of(engine), engine.generate(PROMPTS[0], max_new_tokens=3, ignore_eos=True)
 
     def failing():
         raise KeyboardInterrupt
@@ -153,7 +153,7 @@ def test_a_prompt_that_the_device_cannot_be_told_of_takes_nothing(engine, monkey
             engine.runner.prefill(PROMPTS, HOW)
     assert free_of(engine) == before
     assert not engine.runner.cache.lengths.any()
-    assert engine.generate(PROMPTS[0], 3, ignore_eos=True) == expected
+    assert engine.generate(PROMPTS[0], max_new_tokens=3, ignore_eos=True) == expected
 
 
 def test_what_is_deferred_is_told_in_its_order_also_where_something_fails(device):
@@ -192,7 +192,7 @@ def test_what_is_deferred_is_told_in_its_order_also_where_something_fails(device
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 def test_what_a_failing_step_took_is_given_back(where, engine, monkeypatch):
-    before, expected = free_of(engine), engine.generate(PROMPTS[0], 3, ignore_eos=True)
+    before, expected = free_of(engine), engine.generate(PROMPTS[0], max_new_tokens=3, ignore_eos=True)
 
     def failing(*args, **options):
         raise RuntimeError("out of memory")
@@ -200,9 +200,9 @@ def test_what_a_failing_step_took_is_given_back(where, engine, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(engine.runner.decoder, where, failing)
         with pytest.raises(RuntimeError, match="out of memory"):
-            engine.generate(PROMPTS, 3)
+            engine.generate(PROMPTS, max_new_tokens=3)
     assert free_of(engine) == before
-    assert engine.generate(PROMPTS[0], 3, ignore_eos=True) == expected
+    assert engine.generate(PROMPTS[0], max_new_tokens=3, ignore_eos=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_kernels_are_not_specialized_on_what_changes_from_step_to_step(family, q
 
     engine = made(family, config={"head_dim": 8} if family == "qwen3" else {}, quantize=quantize, max_batch=2)
     monkeypatch.setattr(launching, "launch", looked_at)
-    engine.generate(PROMPTS[:2], 2, temperature=0.7, repetition_penalty=1.1, ignore_eos=True)
-    engine.generate(PROMPTS[0], 2, ignore_eos=True)
+    engine.generate(PROMPTS[:2], max_new_tokens=2, temperature=0.7, repetition_penalty=1.1, ignore_eos=True)
+    engine.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True)
     assert not specialized
 
 
@@ -245,7 +245,9 @@ def test_graphs_give_what_plain_launches_give(device):
     engines = [made(device=device, cuda_graphs=graphs, config={"num_hidden_layers": 2}) for graphs in (True, False)]
     for options in ({}, {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2, "seed": list(range(7))}):
         prompts = [*PROMPTS, [7] * 11, [8, 9], [1] * 3]
-        first, second = (e.generate(prompts, 17, logprobs=True, ignore_eos=True, **options) for e in engines)
+        first, second = (
+            e.generate(prompts, max_new_tokens=17, logprobs=True, ignore_eos=True, **options) for e in engines
+        )
         assert first == second
     assert engines[0].runner._graphs
     assert not engines[1].runner._graphs

@@ -97,7 +97,7 @@ def test_each_of_64_greedy_tokens_is_hugging_faces(engine, expected):
 def test_decoded_text_is_hugging_faces(engine, expected):
     """Token by token through the cache: on a GPU all 64; in the interpreter the last few, behind the others."""
     given = 0 if REAL else NEW - 8
-    done = engine.generate([p + new[:given] for p, new in expected], NEW - given, ignore_eos=True)
+    done = engine.generate([p + new[:given] for p, new in expected], max_new_tokens=NEW - given, ignore_eos=True)
     for completion, (_, new) in zip(done, expected, strict=True):
         assert completion.tokens == new[given:]
         assert completion.text == bytes(new[given:]).decode(errors="replace")
@@ -130,7 +130,7 @@ def test_command_takes_the_engines_options(monkeypatch):
     assert (made[0].max_seq_len, made[0].runner.cache.k.dtype) == (20, torch.int8)
     _, after = done.stderr.split("log-probabilities after prompt 1 of 1\n")
     tokens = [line.split() for line in after.splitlines()[:3]]
-    (whole,) = made[0].generate(["def r"], 3, logprobs=True, ignore_eos=True)
+    (whole,) = made[0].generate(["def r"], max_new_tokens=3, logprobs=True, ignore_eos=True)
     assert [int(t[1]) for t in tokens] == whole.tokens
     assert [float(t[0]) for t in tokens] == pytest.approx(whole.logprobs, abs=1e-4)
 

@@ -175,7 +175,11 @@ def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
     """Generate, and print meanwhile."""
     timing = Timing()
     chunks: Iterable[StreamChunk] = engine.generate(
-        list(settings.prompts), settings.max_new_tokens, stop=list(settings.stop), stream=True, **settings.sampling
+        list(settings.prompts),
+        max_new_tokens=settings.max_new_tokens,
+        stop=list(settings.stop),
+        stream=True,
+        **settings.sampling,
     )
     printer.begin()  # nothing is wrong with the options, or it had been raised
     for chunk in chunks:

@@ -50,7 +50,7 @@ def show_text(console: Console, new: int) -> bool:
         library_text.folder(), dtype=torch.float32, max_batch=len(PROMPTS), max_seq_len=longest, progress=False
     )
     since = time.perf_counter()
-    ours = engine.generate(PROMPTS, new, ignore_eos=True)
+    ours = engine.generate(PROMPTS, max_new_tokens=new, ignore_eos=True)
     seconds = time.perf_counter() - since
     theirs = byte_model(torch.float32, device)
     right = True

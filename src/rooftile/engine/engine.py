@@ -135,14 +135,14 @@ class Engine:
 
     @overload
     def generate(
-        self, prompts: Prompts, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
+        self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
         top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., stop: Stop = ...,
         seed: int | Sequence[int] = ..., logprobs: bool = ..., stream: Literal[False] = ..., ignore_eos: bool = ...,
     ) -> list[Completion]: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: Prompts, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
+        self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
         top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., stop: Stop = ...,
         seed: int | Sequence[int] = ..., logprobs: bool = ..., stream: Literal[True], ignore_eos: bool = ...,
     ) -> Iterator[StreamChunk]: ...  # fmt: skip
@@ -150,8 +150,8 @@ class Engine:
     def generate(
         self,
         prompts: Prompts,
-        max_new_tokens: int = 128,
         *,
+        max_new_tokens: int = 128,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,

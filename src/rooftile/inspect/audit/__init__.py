@@ -112,7 +112,7 @@ def engine_parts(engine: Engine, prompt: int, steps: int) -> list[Part]:
     def generate() -> None:
         uneven = [p[: max(1, len(p) - i)] for i, p in enumerate([*prompts, prompts[0]])]
         engine.generate(
-            uneven, NEW, temperature=0.8, top_k=50, top_p=0.95, min_p=0.02, repetition_penalty=1.1,
+            uneven, max_new_tokens=NEW, temperature=0.8, top_k=50, top_p=0.95, min_p=0.02, repetition_penalty=1.1,
             logprobs=True, ignore_eos=True,
         )  # fmt: skip
 
