@@ -1,4 +1,4 @@
-"""What is special to decode_attention: lengths, pages, parts, quantised caches, and what is refused."""
+"""What is special to decode_attention: lengths, pages, splits, quantized caches, and what is refused."""
 
 import dataclasses
 
@@ -13,16 +13,16 @@ from rooftile.runtime import TARGETS
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
-# Parts of 16 keys, aligned to items or equal shares, brought together by the last or a second kernel; or whole items.
-ALIGNED = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=1000, combine="last")
-SHARES = DecodeConfig(block_n=16, num_stages=2, programs=4, surplus=0, combine="last")
+# Splits of 16 keys, aligned or equal shares, combined by the last program or a second kernel; or whole items.
+ALIGNED = DecodeConfig(block_n=16, num_stages=2, programs_per_sm=4, slack=1000, combine="last")
+SHARES = DecodeConfig(block_n=16, num_stages=2, programs_per_sm=4, slack=0, combine="last")
 CONFIGS = {
     "aligned": ALIGNED,
     "shares": SHARES,
     "aligned, kernel": dataclasses.replace(ALIGNED, combine="kernel"),
     "shares, kernel": dataclasses.replace(SHARES, combine="kernel"),
-    "whole": DecodeConfig(block_n=16, num_stages=2, programs=4, combine="none"),
-    "whole, in turn": DecodeConfig(block_n=16, num_stages=2, programs=1, combine="none"),
+    "whole": DecodeConfig(block_n=16, num_stages=2, programs_per_sm=4, combine="none"),
+    "whole, in turn": DecodeConfig(block_n=16, num_stages=2, programs_per_sm=1, combine="none"),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -83,7 +83,7 @@ def test_tokens_are_causal_among_themselves(config, device):
 
 
 @pytest.mark.parametrize("keys", [15, 16, 17, 31, 32, 33, 127, 128, 129])
-def test_lengths_at_the_ends_of_parts(keys, device):
+def test_lengths_at_the_ends_of_splits(keys, device):
     inputs = make(device, [keys], heads=(2, 1))
     assert_right(decode_attention(*inputs, return_lse=True, config=SHARES), expected(*inputs))
 
@@ -134,7 +134,7 @@ def test_pages_give_what_a_contiguous_cache_gives(page, config, device):
     assert torch.equal(again, results[0])
 
 
-def test_layouts_give_the_same_to_the_bit(device):
+def test_layouts_give_bit_identical_results(device):
     q, k, v, lengths = make(device, [70, 33], dims=(80, 48))
     out = decode_attention(q, k, v, lengths)
     heads_first = [t.transpose(1, 2).contiguous() for t in (k, v)]
@@ -254,7 +254,7 @@ def test_rows_far_apart_in_memory(device):
 
 
 def test_configurations_survive_the_schema():
-    for config in (*CONFIGS.values(), DecodeConfig(early=True), None):
+    for config in (*CONFIGS.values(), DecodeConfig(pdl=True), None):
         assert decode(encode(config)) == config
 
 
@@ -331,8 +331,8 @@ class TestRefused:
             ((q, k, v, lengths), {"alibi_slopes": ones}, r"alibi_slopes has shape \(3,\), expected \(4,\)"),
             ((q, k, v, lengths), {"layout": "thd"}, "layout is 'thd', expected one of bhtd, bthd"),
             ((q, k, v, lengths), {"window": 0}, "window is 0, expected at least 1"),
-            ((q, k, v, lengths), {"softcap": -1.0}, "softcap is -1.0, expected a positive number"),
-            ((q, k, v, lengths), {"scale": float("nan")}, "scale is nan, expected a finite number"),
+            ((q, k, v, lengths), {"softcap": -1.0}, "softcap is -1.0, expected 0 or more and below"),
+            ((q, k, v, lengths), {"scale": float("nan")}, "scale is nan, expected a finite value"),
         ]
         for args, options, message in wrong:
             with pytest.raises(ValueError, match=f"decode_attention: {message}"):
@@ -357,7 +357,7 @@ class TestRefused:
                 decode_attention(*args, **options)
 
     def test_configurations(self):
-        for options in ({"block_n": 48}, {"num_stages": 0}, {"combine": "never"}, {"surplus": -1}, {"block_m": 4}):
+        for options in ({"block_n": 48}, {"num_stages": 0}, {"combine": "never"}, {"slack": -1}, {"block_m": 4}):
             with pytest.raises(ValueError, match=r"DecodeConfig: .* expected"):
                 DecodeConfig(**options)
 
@@ -374,13 +374,13 @@ def test_one_program_and_many_over_the_same_strides(device):
 def test_lengths_just_written_by_the_kernel_before(device):
     """An early launch may guess from the lengths of before; what it computes it computes from the new ones."""
     q, k, v, lengths = make(device, [64, 64])
-    config = DecodeConfig(block_n=16, num_stages=2, programs=4, ahead=2, early=True)
+    config = DecodeConfig(block_n=16, num_stages=2, programs_per_sm=4, prefetch_blocks=2, pdl=True)
     for new in ([64, 1], [0, 40], [3, 64]):
         lengths.copy_(torch.tensor(new))
         assert_right(decode_attention(q, k, v, lengths, return_lse=True, config=config), expected(q, k, v, lengths))
 
 
-def test_what_is_cut_into_parts():
+def test_which_items_are_split():
     """A second kernel costs more than a second block of keys, and more than a few where whole items fill the GPU."""
     target = TARGETS["sm_90"]
 
@@ -391,9 +391,20 @@ def test_what_is_cut_into_parts():
     assert [chosen(64, n).combine for n in (512, 513, 2048)] == ["none", "kernel", "last"]
     assert chosen(16, 512).combine == "kernel"
     assert chosen(64, 512, torch.float32).combine != "none"  # its blocks are short: it would walk through 32 of them
-    # A long cache of few items has parts of at least two blocks, where those are short.
-    assert [chosen(8, n).least for n in (512, 1024, 4096)] == [1, 2, 1]
+    # A long cache of few items has splits of at least two blocks, where those are short.
+    assert [chosen(8, n).min_blocks for n in (512, 1024, 4096)] == [1, 2, 1]
     # A whole item is taken in blocks of 128 keys only where one pointer serves for all of them, and none is converted.
     assert [chosen(64, 512, page=page).block_n for page in (0, 16, 64, 128)] == [128, 64, 64, 128]
     assert chosen(64, 512, cache=torch.float8_e4m3fn).block_n == 64
-    assert choose(4, 64, 64, BF16, BF16, 64, 4096, 0, TARGETS["sm_86"]).least == 1
+    assert choose(4, 64, 64, BF16, BF16, 64, 4096, 0, TARGETS["sm_86"]).min_blocks == 1
+
+
+def test_a_configuration_that_the_device_cannot_run_is_refused(device):
+    inputs = make(device, [8], heads=(2, 1))
+    for options, message in (
+        ({"num_warps": 64}, "num_warps is 64, expected at most 32"),
+        ({"registers": 200, "num_warps": 16}, "registers is 200, expected at most 128 with 16 warps"),
+        ({"num_stages": 1 << 20, "block_n": 256}, "of shared memory, expected at most"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(*inputs, config=DecodeConfig(**options))

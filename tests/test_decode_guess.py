@@ -15,7 +15,7 @@ from test_decode_attention import every_config, make, paged
 from rooftile import launching, runtime
 from rooftile.ops import decode_attention as op
 from rooftile.ops.decode_attention import decode_attention, kernel, schedule
-from rooftile.ops.decode_attention.schedule import differ, part_at, plan_of
+from rooftile.ops.decode_attention.schedule import any_differs, plan_work, work_at
 
 CAPACITY = 150
 LENGTHS = [40, 0, 150, 64]
@@ -61,7 +61,7 @@ class Before:
         self.waited = True
         self.waits += 1
 
-    def plan_of(self, plan, *args):
+    def plan_work(self, plan, *args):
         self.plans += 1
         return plan(*args)
 
@@ -82,12 +82,12 @@ def before(monkeypatch):
     monkeypatch.setattr(kernel, "prefetch", lambda pointers: None)
     monkeypatch.setattr(kernel, "pdl_wait", played.wait)
     monkeypatch.setattr(kernel, "load_lengths", functools.partial(played.load_lengths, kernel.load_lengths))
-    monkeypatch.setattr(kernel, "plan_of", functools.partial(played.plan_of, kernel.plan_of))
+    monkeypatch.setattr(kernel, "plan_work", functools.partial(played.plan_work, kernel.plan_work))
     return played
 
 
 def early(config):
-    return dataclasses.replace(config, early=True, ahead=1)
+    return dataclasses.replace(config, pdl=True, prefetch_blocks=1)
 
 
 @every_config
@@ -125,7 +125,7 @@ def test_pages_are_read_again(window, config, before, device):
 @triton.jit
 def _differ_kernel(out_ptr, lengths_ptr, guess_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(out_ptr, differ(tl.load(lengths_ptr + at), tl.load(guess_ptr + at)).to(tl.int32))
+    tl.store(out_ptr, any_differs(tl.load(lengths_ptr + at), tl.load(guess_ptr + at)).to(tl.int32))
 
 
 @pytest.mark.parametrize("at", [None, 0, 3, 7])
@@ -140,11 +140,11 @@ def test_one_length_of_many_that_differs_is_seen(at, by, device):
 
 
 @triton.jit(do_not_specialize=["programs"])
-def _plan_kernel(out_ptr, lengths_ptr, programs, LEAST: tl.constexpr, SURPLUS: tl.constexpr, N: tl.constexpr):
+def _plan_kernel(out_ptr, lengths_ptr, programs, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr, N: tl.constexpr):
     program = tl.program_id(0)
     lengths = tl.load(lengths_ptr + tl.arange(0, N))
-    sharing, at, stop = plan_of(lengths, program, N, 1, 2, 150, programs, 0, N, 16, LEAST, SURPLUS)
-    part = part_at(at, stop, program, programs, lengths, sharing, 1, 2, 150, 0, N, 16)
+    sharing, at, stop = plan_work(lengths, program, N, 1, 2, 150, programs, 0, N, 16, MIN_BLOCKS, SLACK)
+    part = work_at(at, stop, program, programs, lengths, sharing, 1, 2, 150, 0, N, 16)
     tl.store(out_ptr + 3 * program, at)
     tl.store(out_ptr + 3 * program + 1, stop)
     tl.store(out_ptr + 3 * program + 2, part[5] - part[4])

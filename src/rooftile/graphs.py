@@ -16,10 +16,9 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile.
+    """Run without garbage collection.
 
-    A collection takes longer than what is timed, and may free what must stay. It may free a graph, too, whose
-    destruction breaks the capture of another.
+    A collection takes longer than what is timed. It may also free another graph, whose destruction breaks a capture.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -37,17 +36,17 @@ def record(
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of the step on the current device, and what the step returned: memory that each replay writes anew.
+    """A graph of the step on the current device, and the step's result: memory that each replay overwrites.
 
     Args:
-        step: waits for nothing, and reads and writes at fixed addresses.
-        warm: run before, aside, where kernels are compiled and memory is taken; by default the step, twice.
-        pool: the memory of several graphs, of which no two are replayed at once.
-        stream: that it is recorded on, the same one for all graphs of a pool; a new one by default. PyTorch's own
-            default is one of the device that recorded first.
+        step: reads and writes at fixed addresses and never waits for the device.
+        warm: runs first, outside of the graph, to compile kernels and allocate memory; by default the step, twice.
+        pool: a memory pool shared with other graphs. Only if no two of them replay concurrently.
+        stream: the stream to record on, the same one for all graphs of a pool; a new one by default. PyTorch's own
+            default belongs to the device that recorded first.
 
-    Whatever is raised, what was launched comes before what the current stream is given from here on, and that is the
-    stream it was.
+    Even if something raises, later work on the current stream waits for what was launched here, and the current stream
+    is the one that it was.
     """
     here, aside = torch.cuda.current_stream(), stream or torch.cuda.Stream()
     aside.wait_stream(here)
@@ -61,8 +60,8 @@ def record(
     finally:
         here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # A capture that can't be ended would leave its stream the current one. Other threads may do meanwhile what this one
-    # must not.
+    # `stream(here)` restores the current stream if the capture can't be ended. "thread_local" lets other threads do
+    # what a capturing thread must not.
     recording = torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local")
     with torch.cuda.stream(here), uncollected(), recording:
         result = step()
@@ -70,9 +69,9 @@ def record(
 
 
 class SerialGraphs:
-    """Graphs of one stream, of which no two are replayed at once: they share their memory and the kernels' counters.
+    """Graphs of one stream that share their memory and the kernels' counters.
 
-    What a graph returned is good until the next is replayed.
+    Only if no two of them replay concurrently. A graph's result is valid until the next graph is replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,6 +81,6 @@ class SerialGraphs:
     def record(
         self, step: Callable[[], Result], warm: Callable[[], Any] = lambda: None
     ) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """`record`, by default of a step that was run before."""
+        """`record` a step, by default one that has already run."""
         with launching.captures_share(self._counters, self._stream.cuda_stream):
             return record(step, warm=warm, pool=self._pool, stream=self._stream)

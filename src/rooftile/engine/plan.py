@@ -231,7 +231,7 @@ class _Builder:
             group, c.head_dim, c.head_dim, self.dtype, self.kv_dtype, items, capacity, self.page_size, self.target
         )
         blocks = items * library.cdiv(capacity, chosen.block_n)
-        programs = min(self.target.multiprocessors * chosen.programs, blocks // chosen.least)
+        programs = min(self.target.multiprocessors * chosen.programs_per_sm, blocks // chosen.min_blocks)
         return 2 if programs > 1 and chosen.combine == "kernel" else 1
 
     def steps(self) -> Iterator[OpCall]:

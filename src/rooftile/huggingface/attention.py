@@ -111,21 +111,23 @@ def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
     return None if bool(mask.all()) else mask  # synchronizes once a forward, as transformers' own masks do
 
 
-_LENGTHS: dict[torch.device, Tensor] = {}  # 0, 1, 2, ...: a view of one element is a sequence's length
+# 0, 1, 2, ..., each four times: a view of one element is a sequence's length, with an address that is a multiple of 16
+# bytes. For another alignment Triton would compile another kernel.
+_LENGTHS: dict[torch.device, Tensor] = {}
 
 
 def _lengths(n: int, batch: int, device: torch.device) -> Tensor:
     """The lengths of `batch` sequences of n tokens. For one sequence, the usual case, no kernel is launched."""
     if batch == 1 and not torch.compiler.is_compiling():
         known = _LENGTHS.get(device)
-        if known is not None and n < known.shape[0]:
-            return known[n : n + 1]
+        if known is not None and 4 * n < known.shape[0]:
+            return known[4 * n : 4 * n + 1]
         if type(torch.empty(0, device=device)) is Tensor and not _is_capturing(device):
-            known = torch.arange(1 << max(12, n.bit_length()), dtype=torch.int32, device=device)
+            known = torch.arange(1 << max(12, n.bit_length()), dtype=torch.int32, device=device).repeat_interleave(4)
             if device.type == "cuda":  # whichever stream asks next
                 torch.cuda.current_stream(device).synchronize()
             _LENGTHS[device] = known
-            return known[n : n + 1]
+            return known[4 * n : 4 * n + 1]
     return torch.full((batch,), n, dtype=torch.int32, device=device)
 
 

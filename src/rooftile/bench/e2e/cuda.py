@@ -126,12 +126,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
 
 
 WAYS: dict[str, tuple[Way, SDPBackend | None]] = {
-    "two products and softmax": (_by_products, None),
+    "two GEMMs and softmax": (_by_products, None),
     "SDPA (efficient)": (_sdpa_packed, SDPBackend.EFFICIENT_ATTENTION),
     "SDPA (cuDNN)": (_sdpa, SDPBackend.CUDNN_ATTENTION),
     "SDPA (cuDNN), heads packed": (_sdpa_packed, SDPBackend.CUDNN_ATTENTION),
 }
-DEFAULT_WAY = "two products and softmax"
+DEFAULT_WAY = "two GEMMs and softmax"
 
 
 def _attend(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

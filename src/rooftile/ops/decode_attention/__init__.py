@@ -1,12 +1,11 @@
-"""Attention of a few new tokens against a cache of keys and values, of a length of its own for each sequence.
+"""Attention of a few new tokens to a KV cache, with a length of its own for each sequence.
 
     out = softmax(score(scale * q · k)) · v
 
-Bytes: the cache as far as it is seen, once for all query heads of a KV head and all new tokens; q and out are little
-beside it. A GPU has some hundred multiprocessors, and a sequence has some eight KV heads: so its keys are cut into
-parts, whose softmaxes are brought together afterwards (Flash-Decoding). How many parts there are is decided on the
-device, from the lengths, the batch and the number of programs: the launch depends on shapes alone, and one CUDA graph
-serves all lengths.
+Bytes: the seen part of the cache, read once for all query heads of a KV head and all new tokens; q and out are small.
+A GPU has more than a hundred SMs, but a sequence only some eight KV heads. So the keys are divided into splits, whose
+softmaxes are combined afterwards (split-KV; Flash-Decoding). The splits are chosen on the device from the lengths, the
+batch and the number of programs: a launch depends on shapes alone, and one CUDA graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from rooftile.ops.decode_attention.choose import (
     shape_of,
     strides_of,
 )
-from rooftile.ops.decode_attention.kernel import decode_kernel, kind_of, words_of
-from rooftile.ops.decode_attention.schedule import WHOLE, combine_kernel
+from rooftile.ops.decode_attention.kernel import as_pairs, decode_kernel, packed_format
+from rooftile.ops.decode_attention.schedule import NEVER_SPLIT, combine_kernel
 from rooftile.primitives import pdl
 from rooftile.primitives.quantize import writable
 from rooftile.primitives.scores import split_dim
@@ -73,22 +72,22 @@ def _plans(
     width = max(v0, v1)
     itemsize = 1 if pairs else dtypes[1].itemsize  # type: ignore[union-attr]
     flags = {"HAS_SINKS": dtypes[3] is not None, "HAS_LSE": has_lse, "V0": v0, "V1": v1, "ROWS": tile}
-    least = c.least if split else WHOLE.value
-    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "LEAST": least, "SURPLUS": c.surplus}
+    least = c.min_blocks if split else NEVER_SPLIT.value
+    sharing = {"BLOCK_B": block_b, "BLOCK_N": c.block_n, "MIN_BLOCKS": least, "SLACK": c.slack}
     last = max(1, min(64, 1024 * c.num_warps // (tile * width))) if split and c.combine == "last" else 0
     constants = {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
         "GROUP": group,
-        "TILES": tiles,
+        "ROW_TILES": tiles,
         "PAGE": page,
         "STRIDE_KT": token_strides[0],
         "STRIDE_VT": token_strides[1],
         "SCALE": scale,
         "SOFTCAP": softcap,
         "WINDOW": window,
-        "K_SCALES": scales[0],
-        "V_SCALES": scales[1],
+        "K_SCALE_KIND": scales[0],
+        "V_SCALE_KIND": scales[1],
         "HAS_ALIBI": dtypes[2] is not None,
         "HAS_SINKS": flags["HAS_SINKS"],
         "HAS_MASK": dtypes[4] is not None,
@@ -102,15 +101,15 @@ def _plans(
         "BLOCK_M": max(c.block_m, tile),
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
-        "LEAST": least,
-        "SURPLUS": c.surplus,
-        "AT_ONCE": last,
-        "AHEAD": c.ahead if early else 0,
-        "ONCE": once,
+        "MIN_BLOCKS": least,
+        "SLACK": c.slack,
+        "COMBINE_SPLITS": last,
+        "PREFETCH_BLOCKS": c.prefetch_blocks if early else 0,
+        "ONE_ITEM": once,
         "K_LINES": library.power_of_two(library.cdiv(head_dim * itemsize, 128)),
         "V_LINES": library.power_of_two(library.cdiv(value_dim * itemsize, 128)),
-        "EARLY": early,
-        "PAIRS": pairs,
+        "PDL": early,
+        "PACKED": pairs,
         "PTX": ptx,
     }
     options = {"launch_pdl": True} if early else {}
@@ -120,8 +119,8 @@ def _plans(
     )
     if last or not split:
         return plan, None
-    second = {"VALUE_DIM": value_dim, "GROUP": group, "TILES": tiles, "WINDOW": window, **flags, **sharing}
-    second |= {"AT_ONCE": max(1, min(64, 8192 // width)), "EARLY": early}
+    second = {"VALUE_DIM": value_dim, "GROUP": group, "ROW_TILES": tiles, "WINDOW": window, **flags, **sharing}
+    second |= {"COMBINE_SPLITS": max(1, min(64, 8192 // width)), "PDL": early}
     return plan, launching.KernelLauncher(combine_kernel, second, num_warps=4, **options)
 
 
@@ -162,14 +161,16 @@ def _launch(
     rows = s.heads // s.kv_heads * s.n_new
     tile, tiles = row_tile(rows)
     items = s.batch * s.kv_heads * tiles
-    c = decode(config) or choose(
-        rows, s.head_dim, s.value_dim, q.dtype, k_cache.dtype, items, s.capacity, s.page, target
-    )
+    c = decode(config)
+    if c is None:
+        c = choose(rows, s.head_dim, s.value_dim, q.dtype, k_cache.dtype, items, s.capacity, s.page, target)
+    else:
+        c.check_device(target, (s.head_dim + s.value_dim) * k_cache.element_size())
 
     q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     lengths = lengths.contiguous()
-    pairs = kind_of(q, k_cache, v_cache, target)
-    k_bytes, v_bytes = (words_of(t) if pairs else writable(t) for t in (k_cache, v_cache))
+    pairs = packed_format(q, k_cache, v_cache, target)
+    k_bytes, v_bytes = (as_pairs(t) if pairs else writable(t) for t in (k_cache, v_cache))
     if page_table is not None and page_table.stride(1) != 1:
         page_table = page_table.contiguous()
     if mask is not None and mask.stride(1) != 1:
@@ -177,8 +178,8 @@ def _launch(
     alibi_slopes, sinks = (None if t is None else t.contiguous() for t in (alibi_slopes, sinks))
 
     blocks = items * library.cdiv(s.capacity, c.block_n)
-    parts_at_most = items if c.combine == "none" else max(1, blocks // c.least)
-    programs = min(target.multiprocessors * c.programs, parts_at_most)
+    parts_at_most = items if c.combine == "none" else max(1, blocks // c.min_blocks)
+    programs = min(target.multiprocessors * c.programs_per_sm, parts_at_most)
     partial = counters = None
     (_, _), (v0, v1) = split_dim(s.head_dim), split_dim(s.value_dim)
     split = programs > 1 and c.combine != "none"
@@ -194,7 +195,7 @@ def _launch(
         dtypes, s.head_dim, s.value_dim, s.heads // s.kv_heads, rows, s.page, (k_strides[1], v_strides[1]), factor,
         softcap, window,
         (scale_kind(k_scale), scale_kind(v_scale)), return_lse, library.power_of_two(s.batch), c,
-        c.early and pdl.supported(target), pairs, target.arch.startswith("sm_"), split,
+        c.pdl and pdl.supported(target), pairs, target.arch.startswith("sm_"), split,
         not split and programs == items,
     )  # fmt: skip
     lse_or_none = lse if return_lse else None

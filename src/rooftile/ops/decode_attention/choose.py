@@ -1,4 +1,7 @@
-"""How decode_attention is launched, and the choice of it."""
+"""decode_attention's arguments: their checks, the launch configuration and its choice.
+
+The file has three sections: the configuration, its choice, and the checks.
+"""
 
 from __future__ import annotations
 
@@ -16,56 +19,78 @@ COMBINES = ("last", "kernel", "none")
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """How a decode attention is launched.
+    """How decode_attention is launched.
 
     Args:
-        block_n: keys of a block, which are loaded together.
-        block_m: query rows of a tile at least: 8 or 16, what the matrix unit takes.
-        num_warps, num_stages: warps of a program, and how deep its loads are pipelined.
-        programs: how many there are for each multiprocessor.
-        least: blocks of the smallest part that an item is cut into.
-        surplus: blocks that a program may have beyond an equal share, and a 32nd of it, before the work is cut into
-            equal shares.
-        ahead: blocks that an early program brings into the L2 before the kernel before has ended, by a plan that it
-            makes then; with 0 it makes none before that.
-        combine: who brings the parts of an item together: `"last"`, the last program to arrive; `"kernel"`, another
-            kernel, a row to a program; `"none"`, nobody: no item is cut into parts.
-        registers: the most of a thread, so that more programs fit a multiprocessor (NVIDIA); 0 for no limit.
-        early: launched while the kernel before it still ends (sm_90 and later).
+        block_n: keys in a block, which are loaded together.
+        block_m: least query rows of a tile: 8 or 16, the tensor core's size.
+        num_warps, num_stages: warps of a program, and the depth of its load pipeline.
+        programs_per_sm: programs for each SM.
+        min_blocks: least blocks in a split.
+        slack: blocks, beside 1/32, that a program may have more than an equal share before the work is cut into equal
+            shares instead of aligned splits.
+        registers: limit of registers for each thread (NVIDIA), so that more programs fit an SM; 0 for no limit.
+        prefetch_blocks: blocks that a program prefetches into the L2 before the previous kernel has ended. With 0 it
+            also plans its work only afterwards. Needs `pdl`.
+        combine: what combines the splits of an item: `"last"`, the last program to finish; `"kernel"`, a second kernel;
+            `"none"`, nothing: no item is split.
+        pdl: start while the previous kernel still runs (programmatic dependent launch, sm_90 and later).
     """
 
     block_n: int = 64
     block_m: int = 16
     num_warps: int = 4
     num_stages: int = 4
-    programs: int = 2
-    least: int = 1
-    surplus: int = 2
+    programs_per_sm: int = 2
+    min_blocks: int = 1
+    slack: int = 2
     registers: int = 0
-    ahead: int = 0
+    prefetch_blocks: int = 0
     combine: str = "kernel"
-    early: bool = False
+    pdl: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_n", "block_m", "num_warps", "num_stages", "programs", "least"):
+        for name in ("block_n", "block_m", "num_warps", "num_stages", "programs_per_sm", "min_blocks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"DecodeConfig: {name} is {value!r}, expected a positive integer")
             if name in ("block_n", "block_m", "num_warps") and value & (value - 1):
                 raise ValueError(f"DecodeConfig: {name} is {value}, expected a power of two")
-        for name in ("surplus", "registers", "ahead"):
+        for name in ("slack", "registers", "prefetch_blocks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"DecodeConfig: {name} is {value!r}, expected 0 or more")
         if self.block_n < 16 or self.block_m < 8:
-            raise ValueError(f"DecodeConfig: a block of {self.block_n} keys and {self.block_m} rows, expected 16 and 8")
+            raise ValueError(
+                f"DecodeConfig: block_n is {self.block_n} and block_m {self.block_m}, expected at least 16 and 8"
+            )
         if self.combine not in COMBINES:
             raise ValueError(f"DecodeConfig: combine is {self.combine!r}, expected one of {', '.join(COMBINES)}")
+
+    def check_device(self, target: runtime.Target, key_bytes: int) -> None:
+        """Raise ValueError for what the device cannot run; `key_bytes` is the size of a key and its value."""
+        most_warps = target.max_threads // target.warp_size
+        most_registers = min(255, 65536 // (32 * self.num_warps))
+        shared = (self.num_stages - 1) * self.block_n * key_bytes  # the kernel needs at least this
+        if self.num_warps > most_warps:
+            raise ValueError(
+                f"DecodeConfig: num_warps is {self.num_warps}, expected at most {most_warps} on {target.arch}"
+            )
+        if self.registers > most_registers:
+            raise ValueError(
+                f"DecodeConfig: registers is {self.registers}, expected at most {most_registers} with "
+                f"{self.num_warps} warps"
+            )
+        if shared > target.shared_memory:
+            raise ValueError(
+                f"DecodeConfig: num_stages {self.num_stages} and block_n {self.block_n} need at least {shared} bytes "
+                f"of shared memory, expected at most {target.shared_memory} on {target.arch}"
+            )
 
 
 @functools.cache
 def encode(config: DecodeConfig | None) -> str:
-    """A configuration as the schema of an op takes it; "" for none."""
+    """A configuration as a string for the op's schema; "" for None."""
     if config is None:
         return ""
     if not isinstance(config, DecodeConfig):
@@ -78,24 +103,27 @@ def decode(text: str) -> DecodeConfig | None:
     """The configuration that `encode` wrote."""
     if not text:
         return None
-    *numbers, combine, early = text.split(",")
-    return DecodeConfig(*(int(n) for n in numbers), combine, early == "1")  # type: ignore[arg-type, call-arg]
+    *sizes, combine, pdl = text.split(",")
+    return DecodeConfig(*(int(n) for n in sizes), combine, pdl == "1")  # type: ignore[arg-type, call-arg]
+
+
+# Choice
 
 
 def row_tile(rows: int) -> tuple[int, int]:
-    """Query rows of a tile, and how many such tiles a KV head has."""
+    """Query rows in a tile, and the number of tiles of a KV head."""
     tile = min(library.power_of_two(max(1, rows)), 64)
     return tile, library.cdiv(rows, tile)
 
 
 def _sizes(most: int, cache: torch.dtype, items: int, capacity: int, page: int, sms: int) -> tuple[int, int]:
-    """Programs of a multiprocessor, and keys of a block, where 16-bit rows are `most` = 64 keys to 32 KB.
+    """Programs of an SM and keys of a block, for 16-bit rows of which `most` = 64 keys take 32 KB.
 
-    Measured on an H200 (132 multiprocessors), bfloat16, 32 heads on 8 of the cache, D 128, in us; a program's blocks
-    are on their way together, so fewer programs have larger ones, or more:
+    Measured on an H200 (132 SMs), bfloat16, 32 query heads, 8 KV heads, D 128, in us. A program's blocks are loaded
+    concurrently, so fewer programs may have larger blocks or more of them:
 
         batch x keys     1 x 512   1 x 2048   1 x 8192   1 x 32768   8 x 2048   8 x 8192   32 x 2048
-        blocks, each SM      0.5        1.9        7.8          31         16         62          62
+        blocks of an SM      0.5        1.9        7.8          31         16         62          62
         2 programs of 32     6.1        8.9       15.0        38.4       25.5       70.9        69.4
         1 of 64              6.5        8.2       14.4        37.7       24.0       71.4        76.0
         2 of 64              7.2        9.1       14.1        37.7       24.4       69.1        65.1
@@ -112,17 +140,20 @@ def _sizes(most: int, cache: torch.dtype, items: int, capacity: int, page: int, 
 
 
 def _takes_twice(most: int, cache: torch.dtype, page: int) -> bool:
-    """Whether a block may have twice as many keys. In smaller pages each would have a pointer of its own: 74.6 at
-    8 x 8192 in pages of 64, and 70.4 of 64 keys; and numbers of 8 bits would spill."""
+    """Whether a block may have twice as many keys.
+
+    Not with smaller pages, where each key needs its own pointer: 74.6 us at 8 x 8192 in pages of 64, and 70.4 with
+    blocks of 64 keys. Not with caches of 8 bits, whose kernel would spill.
+    """
     return cache.itemsize == 2 and (page == 0 or page >= 2 * most)
 
 
 def _whole(items: int, capacity: int, most: int, sms: int) -> bool:
-    """Whether no item is cut into parts, which takes a second kernel or a program that waits.
+    """Whether no item is split, which saves the second kernel or the combining program.
 
-    In us on an H200: at 1 x 44, 32 heads of the cache, two kernels took 5.4, one 3.2 and cuDNN's 3.7. At 8 x 512 two
-    took 11.8, one 9.1 and cuDNN's 8.9; at 64 x 512 one 37.4 in place of 38.1. But 22.9 at 1 x 1024, where parts take
-    6.4.
+    Measured on an H200, 32 KV heads, in us: at 1 x 44 two kernels took 5.4, one 3.2 and cuDNN's 3.7; at 8 x 512 two
+    took 11.8, one 9.1 and cuDNN's 8.9; at 64 x 512 two took 38.1 and one 37.4. At 1 x 1024 splits are faster: 6.4, and
+    22.9 without.
     """
     return capacity <= 128 or (capacity <= min(512, 8 * most) and items >= 0.45 * sms)
 
@@ -139,14 +170,13 @@ def choose(
     page: int,
     target: runtime.Target,
 ) -> DecodeConfig:
-    """`rows`: query heads of a KV head, times new tokens; `items`: sequences, times tiles of rows."""
+    """For `rows` (query heads of a KV head times new tokens) and `items` (sequences times KV heads times tiles)."""
     if target is runtime.INTERPRETER:
-        return DecodeConfig(block_n=32, num_stages=2, programs=3)
+        return DecodeConfig(block_n=32, num_stages=2, programs_per_sm=3)
     tile, _ = row_tile(rows)
     width = sum(split_dim(head_dim)) + sum(split_dim(value_dim))
     widest = max(sum(split_dim(head_dim)), sum(split_dim(value_dim)))
-    # In float32 the products are multiplications of the threads', which hold their operands: in few registers, where
-    # many threads share a small block.
+    # float32 has no tensor-core instruction: threads hold the operands, so a small block is spread over many of them.
     most = 16 if dtype == torch.float32 else 128 if width <= 128 else 64
     warps = 8 if tile > 32 or widest > 128 or dtype == torch.float32 else 4
     sms = target.multiprocessors
@@ -154,23 +184,27 @@ def choose(
     if most != 64 or capacity <= 128:
         wanted = 2, most
     elif whole and items <= sms and _takes_twice(most, cache, page):
-        wanted = 1, 2 * most  # a program for each item, which has all of its loads under way
+        wanted = 1, 2 * most  # a program for each item, with all of its loads in flight
     else:
         wanted = _sizes(most, cache, items, capacity, page, sms)
-    # With as many blocks on their way as fit; where not even two do, smaller ones.
+    # As many pipeline stages as fit; smaller blocks where not even two do.
     for programs, block_n in (wanted, (2, most), (2, most // 2), (1, most), (1, most // 2), (1, 16)):
         left = target.shared_memory // programs - tile * 4 * widest - 8192
         stages = min(5, left // (block_n * width * cache.itemsize))
         if stages >= 2 and block_n >= 16 and not (warps == 8 and programs == 2):
             break
-    # Where whole items are enough for the programs, they have few parts, and the last to come brings them together:
-    # 65.1 at 32 x 2048, and 67.6 with a second kernel, 23.5 and 23.9 at 8 x 2048; but 16.8 and 9.1 at 1 x 2048.
+    # Where items alone nearly occupy the programs they have few splits, which the last program combines: 65.1 us at
+    # 32 x 2048 and 67.6 with a second kernel; 23.5 and 23.9 at 8 x 2048; but 16.8 and 9.1 at 1 x 2048.
     combine = "none" if whole else "last" if items >= 0.45 * programs * sms else "kernel"
-    # Of short blocks: 6.4 at 1 x 1024 with two to a part at least, and 7.3 with one.
+    # Short blocks: 6.4 us at 1 x 1024 with at least two in a split, and 7.3 with one.
     short = combine == "kernel" and (programs, block_n) == wanted == (2, most // 2)
-    least = 2 if short and 2 * items * library.cdiv(capacity, most) > sms else 1
-    return DecodeConfig(block_n, 16, warps, max(2, stages), programs, least=least, ahead=1, combine=combine, early=True)
+    min_blocks = 2 if short and 2 * items * library.cdiv(capacity, most) > sms else 1
+    return DecodeConfig(
+        block_n, 16, warps, max(2, stages), programs, min_blocks, prefetch_blocks=1, combine=combine, pdl=True
+    )
 
+
+# Checks
 
 MOST_TOKENS = 16
 LONGEST_HEAD = 256
@@ -181,7 +215,7 @@ _FP8 = torch.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of one call. `capacity` is the most keys of a sequence; `page` is 0 for a contiguous cache."""
+    """The sizes of a call. `capacity` is the most keys of a sequence; `page` is 0 for a contiguous cache."""
 
     batch: int
     n_new: int
@@ -205,13 +239,13 @@ def shape_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | N
 
 
 def strides_of(t: Tensor, layout: str) -> tuple[int, int, int]:
-    """How far sequences (or pages), tokens and heads are apart in a cache, or in its scales by token."""
+    """Strides of sequences (or pages), tokens and heads, in a cache or its scales by token."""
     first, second, third = t.stride()[:3]
     return (first, second, third) if layout == "bthd" else (first, third, second)
 
 
 def scale_kind(scale: Tensor | None) -> str:
-    """What shares a scale: "head" (all heads alike, where it is one number), "token", or "" without one."""
+    """Whether a scale is by "head" (a scalar has a head stride of 0) or by "token"; "" without one."""
     return "" if scale is None else "head" if scale.dim() < 2 else "token"
 
 
@@ -221,21 +255,21 @@ def scale_strides(scale: Tensor | None, layout: str) -> tuple[int, int, int]:
     return strides_of(scale, layout) if scale.dim() > 1 else (0, 0, scale.stride(0))
 
 
-def _numbers(window: int | None, softcap: float | None, scale: float | None) -> None:
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and (not isinstance(number, (float, int)) or isinstance(number, bool)):
-            raise TypeError(f"{_OP}: {name} is a {type(number).__name__}, expected a number or None")
+def _check_options(window: int | None, softcap: float | None, scale: float | None) -> None:
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and (not isinstance(value, (float, int)) or isinstance(value, bool)):
+            raise TypeError(f"{_OP}: {name} is a {type(value).__name__}, expected a float or None")
     if scale is not None and not abs(scale) < 2.0**127:
-        raise ValueError(f"{_OP}: scale is {scale}, expected a finite number below 2^127")
+        raise ValueError(f"{_OP}: scale is {scale}, expected a finite value below 2^127")
     if softcap is not None and not 0 <= softcap < 2.0**64:
-        raise ValueError(f"{_OP}: softcap is {softcap}, expected a positive number, or None or 0 for none")
+        raise ValueError(f"{_OP}: softcap is {softcap}, expected 0 or more and below 2^64")
     if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
         raise TypeError(f"{_OP}: window is a {type(window).__name__}, expected an int or None")
 
 
 def check_arguments(layout: str, window: int | None, softcap: float | None, scale: float | None) -> None:
-    """Of the public function: numbers as the schema takes them come out of these."""
-    _numbers(window, softcap, scale)
+    """Check the public function's options that the schema has in another form."""
+    _check_options(window, softcap, scale)
     if window is not None and window < 1:
         raise ValueError(f"{_OP}: window is {window}, expected at least 1: the query's own position")
     library.check_layout(_OP, layout)
@@ -266,7 +300,8 @@ def _check_scale(name: str, scale: Tensor | None, k_cache: Tensor, kv_heads: int
     if tuple(scale.shape) not in shapes:
         expected = ", ".join(map(str, shapes[:2])) + f" or {shapes[2]}"
         raise ValueError(
-            f"{_OP}: {name} has shape {tuple(scale.shape)}, expected {expected}: for all, for a head, or for a token"
+            f"{_OP}: {name} has shape {tuple(scale.shape)}, expected {expected}: one for all, "
+            "for each head, or for each token"
         )
 
 
@@ -283,7 +318,7 @@ def check(
     mask: Tensor | None,
     layout: str,
 ) -> Shape:
-    """Raise for shapes and dtypes that can't be taken."""
+    """Raise for unsupported shapes and dtypes."""
     library.check_layout(_OP, layout)
     if q.dim() != 4:
         raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions (B, T, Hq, D)")
@@ -324,7 +359,7 @@ def check(
     _check_scale("v_scale", v_scale, k_cache, kv_heads)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None and k_cache.dtype == torch.int8:
-            raise ValueError(f"{_OP}: {name} is None, expected what the int8 numbers of the cache are multiplied by")
+            raise ValueError(f"{_OP}: {name} is None, expected scales for an int8 cache")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             library.check_floating(_OP, **{name: per_head})
@@ -332,8 +367,8 @@ def check(
     s = shape_of(q, k_cache, v_cache, page_table, layout)
     if mask is not None:
         if mask.dtype != torch.bool:
-            raise TypeError(f"{_OP}: mask has dtype {mask.dtype}, expected bool: True is seen")
-        _expect("mask", mask, (batch, s.capacity), ": for each sequence each key that its cache has room for")
+            raise TypeError(f"{_OP}: mask has dtype {mask.dtype}, expected bool: True where a key is seen")
+        _expect("mask", mask, (batch, s.capacity), ": one for each sequence and key of its capacity")
     return s
 
 
@@ -349,8 +384,7 @@ def _check_pages(page_table: Tensor, batch: int, page: int) -> None:
 
 
 def check_values(lengths: Tensor, page_table: Tensor | None, s: Shape) -> None:
-    """Lengths and pages that are on the CPU, where to look at them costs no synchronisation; elsewhere the kernel
-    takes a length beyond the cache as the cache's, and a page that is not there as the nearest."""
+    """Check lengths and pages on the CPU. Those on the GPU would cost a synchronization; the kernel clamps them."""
     if lengths.device.type == "cpu" and lengths.numel() and int(lengths.max()) > s.capacity:
         at = int(lengths.argmax())
         raise ValueError(f"{_OP}: lengths[{at}] is {int(lengths[at])}, expected at most {s.capacity}, the cache's")

@@ -1,8 +1,11 @@
-"""The kernel: each program walks its parts of the work, and of each part over the keys, block after block.
+"""The attention kernel: each program loops over its work, and for each piece of work over blocks of keys.
 
-The query heads of one KV head, times the new tokens, are the rows of one tile: a block of keys and values is read once
-for all of them. Blocks are on their way STAGES - 1 ahead. While the kernel before still ends an early program computes
-its part, by the lengths as they are then, and has its first blocks brought into the L2.
+The new tokens of all query heads of one KV head are the rows of one tile, so a block of keys and values is read once
+for all of them. Loads are pipelined by STAGES - 1 blocks. With programmatic dependent launch a program starts while the
+previous kernel still runs: it plans its work from the lengths as they are then, and prefetches its first blocks into
+the L2. After the wait it reads the lengths again, and plans anew if they differ.
+
+The file has four sections: the kernel; queries; caches of 8 bits, read as 16-bit pairs; pages and prefetching.
 """
 
 from __future__ import annotations
@@ -12,16 +15,16 @@ from torch import Tensor
 
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.decode_attention.schedule import (
-    WHOLE,
-    bring_together,
-    differ,
-    finish,
-    leave_part,
+    NEVER_SPLIT,
+    any_differs,
+    combine_splits,
+    exp2_difference,
     load_lengths,
-    no_part,
-    part_at,
-    plan_of,
-    rescaled,
+    no_work,
+    plan_work,
+    store_partial,
+    work_at,
+    write_output,
 )
 from rooftile.primitives.assembly import assembly
 from rooftile.primitives.dequantize import e4m3_of_bits
@@ -34,8 +37,8 @@ import triton.language as tl  # isort: skip
 
 
 @triton.jit
-def _as(x, DTYPE: tl.constexpr):
-    """Cached numbers as the matrix unit takes them; none of e4m3's or int8's is rounded."""
+def _convert(x, DTYPE: tl.constexpr):
+    """Cached elements in the dtype of the GEMM; e4m3 and int8 convert exactly."""
     if x.dtype == tl.uint8:
         y = e4m3_of_bits(x).to(DTYPE)
     else:
@@ -44,18 +47,21 @@ def _as(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _cached(
-    c_ptr, offsets, mask, first: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, EVICTION: tl.constexpr,
-    SIDEWAYS: tl.constexpr,
+def _load_cached(
+    c_ptr, offsets, mask, first: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, EVICTION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a block of keys or values, (keys, columns), zero where there are none; sideways (columns, keys), which
-    is how words get to a transposed operand by way of shared memory. `c_ptr` may be one for each key."""
+    """Columns of a block of keys or values, (keys, columns), zero where masked.
+
+    TRANSPOSED gives (columns, keys): packed pairs reach a transposed operand through shared memory. `c_ptr` may hold
+    one pointer for each key.
+    """
     cols = first + tl.arange(0, D)
-    across: tl.constexpr = 0 if SIDEWAYS else 1
+    across: tl.constexpr = 0 if TRANSPOSED else 1
     cols = tl.expand_dims(cols, 1 - across)
     there = tl.expand_dims(mask, across)
-    if first + D > WHOLE:
-        there &= cols < WHOLE
+    if first + D > DIM:
+        there &= cols < DIM
     if offsets.shape[0] > 1:
         pointers = c_ptr + (tl.expand_dims(offsets, across) + cols)
     else:
@@ -64,47 +70,47 @@ def _cached(
 
 
 @triton.jit
-def _keys(
-    c_ptr, offsets, mask, first: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
-    EVICTION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+def _load_keys(
+    c_ptr, offsets, mask, first: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr,
+    EVICTION: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Columns of a block of keys."""
-    if PAIRS == "":
-        k = _as(_cached(c_ptr, offsets, mask, first, D, WHOLE, EVICTION, False), DTYPE)
+    if PACKED == "":
+        k = _convert(_load_cached(c_ptr, offsets, mask, first, D, DIM, EVICTION, False), DTYPE)
     else:
-        words = _cached(c_ptr, offsets, mask, first // 2, D // 2, WHOLE // 2, EVICTION, False)
-        k = along_rows(words, PAIRS, PTX)
+        words = _load_cached(c_ptr, offsets, mask, first // 2, D // 2, DIM // 2, EVICTION, False)
+        k = unpack_rows(words, PACKED, PTX)
     return k
 
 
 @triton.jit
-def _add_values(
-    p, kept, o, o_odd, c_ptr, offsets, mask, first: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr,
-    EVICTION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+def _accumulate_values(
+    p, alpha, o, o_odd, c_ptr, offsets, mask, first: tl.constexpr, V: tl.constexpr, DIM: tl.constexpr,
+    EVICTION: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """kept * o + transposed values · p, of some columns; of pairs, the even columns' and the odd ones'."""
-    if PAIRS == "":
-        v = _as(_cached(c_ptr, offsets, mask, first, V, WHOLE, EVICTION, False), p.dtype)
-        o = tl.dot(v.T, p, o * kept[None, :], input_precision="ieee")
+    """alpha * o + transpose(values) · p for some columns; for packed pairs, even and odd columns apart."""
+    if PACKED == "":
+        v = _convert(_load_cached(c_ptr, offsets, mask, first, V, DIM, EVICTION, False), p.dtype)
+        o = tl.dot(v.T, p, o * alpha[None, :], input_precision="ieee")
     else:
-        words = _cached(c_ptr, offsets, mask, first // 2, V // 2, WHOLE // 2, EVICTION, True)
-        even, odd = halves(words, PAIRS, PTX)
-        o = tl.dot(even, p, o * kept[None, :])
-        o_odd = tl.dot(odd, p, o_odd * kept[None, :])
+        words = _load_cached(c_ptr, offsets, mask, first // 2, V // 2, DIM // 2, EVICTION, True)
+        even, odd = unpack_pairs(words, PACKED, PTX)
+        o = tl.dot(even, p, o * alpha[None, :])
+        o_odd = tl.dot(odd, p, o_odd * alpha[None, :])
     return o, o_odd
 
 
 @triton.jit
-def _rows_of(o, o_odd, PAIRS: tl.constexpr):
-    """(rows, columns) of a transposed result."""
-    if PAIRS == "":
+def _transpose_output(o, o_odd, PACKED: tl.constexpr):
+    """The transposed result as (rows, columns)."""
+    if PACKED == "":
         rows = o.T
     else:
         rows = tl.interleave(o.T, o_odd.T)
     return rows
 
 
-# A mask's rows may be as long as a cache that grows: whether by multiples of 16 bytes does not make another kernel.
+# A mask's row stride may follow a growing cache: its alignment does not select another kernel.
 @triton.jit(
     do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "programs"],
     do_not_specialize_on_alignment=["stride_mb"],
@@ -148,15 +154,15 @@ def decode_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
-    TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     PAGE: tl.constexpr,
     STRIDE_KT: tl.constexpr,
     STRIDE_VT: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
+    K_SCALE_KIND: tl.constexpr,
+    V_SCALE_KIND: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -170,94 +176,121 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    LEAST: tl.constexpr,
-    SURPLUS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ONCE: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    SLACK: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr,
+    PREFETCH_BLOCKS: tl.constexpr,
+    ONE_ITEM: tl.constexpr,
     K_LINES: tl.constexpr,
     V_LINES: tl.constexpr,
-    EARLY: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+    PACKED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = tl.float16 if PAIRS != "" else q_ptr.dtype.element_ty
-    OF_RANGE: tl.constexpr = PAIRS != "" and q_ptr.dtype.element_ty != tl.float16
-    PER: tl.constexpr = 2 if PAIRS != "" else 1  # numbers to what the cache's pointers point to
-    EVICTION: tl.constexpr = "evict_first" if TILES == 1 else ""
+    DTYPE: tl.constexpr = tl.float16 if PACKED != "" else q_ptr.dtype.element_ty
+    SCALE_QUERY: tl.constexpr = PACKED != "" and q_ptr.dtype.element_ty != tl.float16
+    PER_WORD: tl.constexpr = 2 if PACKED != "" else 1  # elements per item of the cache's pointers
+    EVICTION: tl.constexpr = "evict_first" if ROW_TILES == 1 else ""
     program = tl.program_id(0)
-    per_seq = kv_heads * TILES
+    per_seq = kv_heads * ROW_TILES
     rows = tl.arange(0, BLOCK_M)
     key = tl.arange(0, BLOCK_N)
-    # From a block's first key to the others, where they lie in one sequence or page.
+    # Offsets from a block's first key to the others, if they lie in one sequence or page.
     SCATTERED: tl.constexpr = PAGE > 0 and PAGE < BLOCK_N
-    FAR: tl.constexpr = BLOCK_N * (STRIDE_KT if STRIDE_KT > STRIDE_VT else STRIDE_VT) >= 2**31
-    near = key.to(tl.int64) if FAR else key
-    k_offsets = near * STRIDE_KT
-    v_offsets = near * STRIDE_VT
-    if SCATTERED:  # a pointer to each key
+    WIDE_OFFSETS: tl.constexpr = BLOCK_N * (STRIDE_KT if STRIDE_KT > STRIDE_VT else STRIDE_VT) >= 2**31
+    key_index = key.to(tl.int64) if WIDE_OFFSETS else key
+    k_offsets = key_index * STRIDE_KT
+    v_offsets = key_index * STRIDE_VT
+    if SCATTERED:  # one pointer for each key
         k_offsets = tl.zeros((1,), tl.int32)
         v_offsets = k_offsets
-    GUESSED: tl.constexpr = EARLY and AHEAD > 0
-    if EARLY:
-        if AT_ONCE > 0:
+    SPECULATE: tl.constexpr = PDL and PREFETCH_BLOCKS > 0
+    if PDL:
+        if COMBINE_SPLITS > 0:
             pdl_launch_dependents()
-        if not GUESSED:
+        if not SPECULATE:
             pdl_wait()
-            if AT_ONCE == 0:  # the next may be the second kernel, which shall find the lengths as they are now
+            if COMBINE_SPLITS == 0:  # the next kernel may be combine_kernel, which reads the lengths at once
                 pdl_launch_dependents()
-    # A guess, where the kernel before may still write them: what follows from them is computed in its shadow, and when
-    # it has ended they are compared; where no item is cut, the new ones just take their place.
+    # Before the wait these lengths are a guess, because the previous kernel may still write them. The plan is computed
+    # meanwhile, and kept if the lengths turn out equal. If no item is split, the final lengths just replace them.
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    sharing, at, stop = plan_of(
-        lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
+    partition, at, stop = plan_work(
+        lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
-    if GUESSED:
-        part = part_at(
-            at, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+    if SPECULATE:
+        work = work_at(
+            at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
         )
-        bring_ahead(
-            k_ptr, v_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, part, n_pages,
-            HEAD_DIM // PER, VALUE_DIM // PER, TILES, PAGE, STRIDE_KT, STRIDE_VT, BLOCK_N, AHEAD, K_LINES, V_LINES,
+        prefetch_blocks(
+            k_ptr, v_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, work, n_pages,
+            HEAD_DIM // PER_WORD, VALUE_DIM // PER_WORD, ROW_TILES, PAGE, STRIDE_KT, STRIDE_VT, BLOCK_N,
+            PREFETCH_BLOCKS, K_LINES, V_LINES,
         )  # fmt: skip
-    guessed = True
-    while (GUESSED and guessed) or at < stop:
-        # In the loop, because what all parts have in common is hoisted out of it: so it is computed before the wait.
-        if GUESSED and guessed:
+    speculative = True
+    while (SPECULATE and speculative) or at < stop:
+        # The wait is inside the loop, so that the loop-invariant code hoisted out of it runs before the wait.
+        if SPECULATE and speculative:
             pdl_wait()
-            if AT_ONCE == 0:
+            if COMBINE_SPLITS == 0:
                 pdl_launch_dependents()
             known = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-            # On their way beside the lengths: no key is loaded before the queries have been put into shared memory.
-            q, q_second = queries_of(
-                q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
+            # Loaded together with the lengths: keys are loaded only after the queries are in shared memory.
+            q, q_second = load_queries(
+                q_ptr,
+                work,
+                n_new,
+                rows,
+                stride_qb,
+                stride_qt,
+                stride_qh,
+                HEAD_DIM,
+                GROUP,
+                ROW_TILES,
+                D0,
+                D1,
+                ROWS,
+                PACKED,
             )
-            if LEAST == WHOLE:  # only how long an item is follows from the lengths, and not which one it is
+            if MIN_BLOCKS == NEVER_SPLIT:  # the lengths decide how long an item is, not which one it is
                 lengths = known
-                part = part_at(
-                    program, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B,
+                work = work_at(
+                    program, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW, BLOCK_B,
                     BLOCK_N,
                 )  # fmt: skip
-            elif differ(known, lengths):
+            elif any_differs(known, lengths):
                 lengths = known
-                sharing, at, stop = plan_of(
-                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST,
-                    SURPLUS,
+                partition, at, stop = plan_work(
+                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS,
+                    SLACK,
                 )  # fmt: skip
-                part = no_part(at)  # the next is one by the new lengths
-            guessed = False
+                work = no_work(at)  # the next iteration follows the new plan
+            speculative = False
         else:
-            part = part_at(
-                at, stop, program, programs, lengths, sharing, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+            work = work_at(
+                at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
             )
-            q, q_second = queries_of(
-                q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM, GROUP, TILES, D0, D1, ROWS, PAIRS
+            q, q_second = load_queries(
+                q_ptr,
+                work,
+                n_new,
+                rows,
+                stride_qb,
+                stride_qt,
+                stride_qh,
+                HEAD_DIM,
+                GROUP,
+                ROW_TILES,
+                D0,
+                D1,
+                ROWS,
+                PACKED,
             )
-        seq, within, n_keys, first_block, low, high, after, slot, first_program, late, count = part
-        kv_head = within // TILES
+        seq, item_in_seq, n_keys, first_block, low, high, after, slot, first_split, second_slot, count = work
+        kv_head = item_in_seq // ROW_TILES
 
         if low < high:
-            row, mask, token, head = rows_of(within, n_new, rows, GROUP, TILES, ROWS)
+            row, mask, token, head = query_rows(item_in_seq, n_new, rows, GROUP, ROW_TILES, ROWS)
             position = (n_keys - n_new + token)[None, :]
             if HAS_ALIBI:
                 slope = (tl.load(slopes_ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2E)[None, :]
@@ -265,169 +298,174 @@ def decode_kernel(
             v_head = v_ptr + kv_head.to(tl.int64) * stride_vh
             k_scale_head = k_scale_ptr
             v_scale_head = v_scale_ptr
-            if K_SCALES != "":
+            if K_SCALE_KIND != "":
                 k_scale_head += kv_head.to(tl.int64) * stride_ksh
-            if V_SCALES != "":
+            if V_SCALE_KIND != "":
                 v_scale_head += kv_head.to(tl.int64) * stride_vsh
             factor = 1.0
-            if K_SCALES == "head":
+            if K_SCALE_KIND == "head":
                 factor = tl.load(k_scale_head)
             query, query_second = q, q_second
-            if OF_RANGE:
-                largest = largest_of(q)
+            if SCALE_QUERY:
+                largest = row_absmax(q)
                 if D1 > 0:
-                    largest = tl.maximum(largest, largest_of(q_second))
-                up, down = into_range(largest)
+                    largest = tl.maximum(largest, row_absmax(q_second))
+                up, down = float16_range_scales(largest)
                 factor = (factor * down)[None, :]
-                query = scaled(q, up)
+                query = scale_to_float16(q, up)
                 if D1 > 0:
-                    query_second = scaled(q_second, up)
+                    query_second = scale_to_float16(q_second, up)
 
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            # Summed over the keys at the end: what goes across warps costs as much as a product.
+            # Summed over the keys after the loop: a reduction across warps costs as much as a tl.dot.
             sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            o = tl.zeros((V0 // PER, BLOCK_M), tl.float32)
+            o = tl.zeros((V0 // PER_WORD, BLOCK_M), tl.float32)
             o_odd = o
-            o_second = tl.zeros((V1 // PER if V1 > 0 else 1, BLOCK_M), tl.float32)
+            o_second = tl.zeros((V1 // PER_WORD if V1 > 0 else 1, BLOCK_M), tl.float32)
             o_second_odd = o_second
-            of_values = 0.0  # the largest scale of the values so far
+            v_scale_max = 0.0  # largest value scale so far
             for block in tl.range(first_block + low, first_block + high, num_stages=STAGES):
                 cols = block * BLOCK_N + key
                 inside = cols < n_keys
-                if HAS_MASK:  # on its way while keys are waited for, which are read whatever it says
-                    shown = tl.load(mask_ptr + seq.to(tl.int64) * stride_mb + cols, mask=inside, other=0)
-                home = home_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, PTX)
-                place = place_in(block, key, PAGE, BLOCK_N)
-                k_block = k_head + (home * stride_kb + place * STRIDE_KT)
-                v_block = v_head + (home * stride_vb + place * STRIDE_VT)
-                k = _keys(k_block, k_offsets, inside, 0, D0, HEAD_DIM, DTYPE, EVICTION, PAIRS, PTX)
+                if HAS_MASK:  # loaded while keys are awaited, which are read whatever the mask says
+                    visible = tl.load(mask_ptr + seq.to(tl.int64) * stride_mb + cols, mask=inside, other=0)
+                page = page_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, PTX)
+                token_index = token_in_page(block, key, PAGE, BLOCK_N)
+                k_block = k_head + (page * stride_kb + token_index * STRIDE_KT)
+                v_block = v_head + (page * stride_vb + token_index * STRIDE_VT)
+                k = _load_keys(k_block, k_offsets, inside, 0, D0, HEAD_DIM, DTYPE, EVICTION, PACKED, PTX)
                 s = tl.dot(k, query, input_precision="ieee")
                 if D1 > 0:
-                    k = _keys(k_block, k_offsets, inside, D0, D1, HEAD_DIM, DTYPE, EVICTION, PAIRS, PTX)
+                    k = _load_keys(k_block, k_offsets, inside, D0, D1, HEAD_DIM, DTYPE, EVICTION, PACKED, PTX)
                     s = tl.dot(k, query_second, s, input_precision="ieee")
-                if K_SCALES == "head" or OF_RANGE:
+                if K_SCALE_KIND == "head" or SCALE_QUERY:
                     s *= factor
-                if K_SCALES == "token":
-                    at_key = home * stride_ksb + (place if SCATTERED else place + key) * stride_kst
-                    of_key = tl.load(k_scale_head + at_key, mask=inside, other=0.0)
-                    s *= of_key[:, None]
+                if K_SCALE_KIND == "token":
+                    scale_offset = page * stride_ksb + (token_index if SCATTERED else token_index + key) * stride_kst
+                    key_scale = tl.load(k_scale_head + scale_offset, mask=inside, other=0.0)
+                    s *= key_scale[:, None]
                 FACTOR: tl.constexpr = SCALE * LOG2E if SOFTCAP == 0 else SCALE / SOFTCAP
                 s = capped_scores(s, FACTOR, SOFTCAP * LOG2E, SOFTCAP > 0)
-                ahead = position - cols[:, None]  # how far the key is before the query
+                distance = position - cols[:, None]  # from the key to the query
                 if HAS_ALIBI:
-                    s -= slope * tl.abs(ahead).to(tl.float32)
-                seen = (ahead >= 0) & inside[:, None]
+                    s -= slope * tl.abs(distance).to(tl.float32)
+                seen = (distance >= 0) & inside[:, None]
                 if HAS_MASK:
-                    seen &= shown[:, None]
+                    seen &= visible[:, None]
                 if WINDOW > 0:
-                    seen &= ahead < WINDOW
+                    seen &= distance < WINDOW
                 s = tl.where(seen, s, float("-inf"))
 
                 new = tl.maximum(m, tl.max(s, axis=0))
-                kept = rescaled(m, new)
-                p = rescaled(s, new[None, :])
-                sums = sums * kept[None, :] + p
+                alpha = exp2_difference(m, new)
+                p = exp2_difference(s, new[None, :])
+                sums = sums * alpha[None, :] + p
                 m = new
-                if V_SCALES == "token":
-                    at_key = home * stride_vsb + (place if SCATTERED else place + key) * stride_vst
-                    of_key = tl.load(v_scale_head + at_key, mask=inside, other=0.0)
-                    if PAIRS != "":  # float16 has not their range: the weights are in units of the largest
-                        larger = tl.maximum(of_values, tl.max(tl.abs(of_key), axis=0))
+                if V_SCALE_KIND == "token":
+                    scale_offset = page * stride_vsb + (token_index if SCATTERED else token_index + key) * stride_vst
+                    key_scale = tl.load(v_scale_head + scale_offset, mask=inside, other=0.0)
+                    if PACKED != "":  # float16 lacks the range: p is in units of the largest scale
+                        larger = tl.maximum(v_scale_max, tl.max(tl.abs(key_scale), axis=0))
                         inverse = tl.where(larger > 0.0, 1.0 / larger, 0.0)
-                        kept *= of_values * inverse
-                        of_key *= inverse
-                        of_values = larger
-                    p *= of_key[:, None]
+                        alpha *= v_scale_max * inverse
+                        key_scale *= inverse
+                        v_scale_max = larger
+                    p *= key_scale[:, None]
                 p = p.to(DTYPE)
-                o, o_odd = _add_values(
-                    p, kept, o, o_odd, v_block, v_offsets, inside, 0, V0, VALUE_DIM, EVICTION, PAIRS, PTX
+                o, o_odd = _accumulate_values(
+                    p, alpha, o, o_odd, v_block, v_offsets, inside, 0, V0, VALUE_DIM, EVICTION, PACKED, PTX
                 )
                 if V1 > 0:
-                    o_second, o_second_odd = _add_values(
-                        p, kept, o_second, o_second_odd, v_block, v_offsets, inside, V0, V1, VALUE_DIM, EVICTION,
-                        PAIRS, PTX,
+                    o_second, o_second_odd = _accumulate_values(
+                        p, alpha, o_second, o_second_odd, v_block, v_offsets, inside, V0, V1, VALUE_DIM, EVICTION,
+                        PACKED, PTX,
                     )  # fmt: skip
 
             total = tl.sum(sums, axis=0)
             factor = 1.0
-            if V_SCALES == "head":
+            if V_SCALE_KIND == "head":
                 factor = tl.load(v_scale_head)
-            if V_SCALES == "token" and PAIRS != "":
-                factor = of_values
-            row_o = _rows_of(o, o_odd, PAIRS) * factor
+            if V_SCALE_KIND == "token" and PACKED != "":
+                factor = v_scale_max
+            row_o = _transpose_output(o, o_odd, PACKED) * factor
             row_o_second = tl.zeros((BLOCK_M, 1), tl.float32)
             if V1 > 0:
-                row_o_second = _rows_of(o_second, o_second_odd, PAIRS) * factor
-            if partial_ptr is None or count == 1:  # without a buffer no item is shared
-                finish(
+                row_o_second = _transpose_output(o_second, o_second_odd, PACKED) * factor
+            if partial_ptr is None or count == 1:  # without a buffer no item is split
+                write_output(
                     out_ptr, lse_ptr, sinks_ptr, m, total, row_o, row_o_second, seq, kv_head, row, mask, n_new,
                     kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
                 )  # fmt: skip
             else:
-                leave_part(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
-                if AT_ONCE > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
-                    if arrives_last(counters_ptr + (seq * per_seq + within), count):
+                store_partial(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
+                if COMBINE_SPLITS > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
+                    if arrives_last(counters_ptr + (seq * per_seq + item_in_seq), count):
                         few = tl.arange(0, ROWS)
-                        few_row = (within % TILES) * ROWS + few
+                        few_row = (item_in_seq % ROW_TILES) * ROWS + few
                         few_mask = few_row < n_new * GROUP
-                        all_m, all_total, all_o, all_o_second = bring_together(
-                            partial_ptr, first_program, late, count, few, few_mask, V0, V1, ROWS, AT_ONCE
+                        all_m, all_total, all_o, all_o_second = combine_splits(
+                            partial_ptr, first_split, second_slot, count, few, few_mask, V0, V1, ROWS, COMBINE_SPLITS
                         )
-                        finish(
+                        write_output(
                             out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head,
                             few_row, few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
                         )  # fmt: skip
-        # Of a loop that is seen to end here nothing is kept for another turn, in registers that the keys take.
-        at = stop if ONCE else after
+        # A loop that provably ends here keeps no registers for another iteration.
+        at = stop if ONE_ITEM else after
+
+
+# Queries
 
 
 @triton.jit
-def rows_of(within, n_new, rows, GROUP: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
-    """An item's rows, and which of them there are; their tokens, and their heads."""
-    row = (within % TILES) * ROWS + rows
-    return row, (rows < ROWS) & (row < n_new * GROUP), row // GROUP, within // TILES * GROUP + row % GROUP
+def query_rows(item_in_seq, n_new, rows, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, ROWS: tl.constexpr):
+    """An item's query rows, their mask, tokens and heads."""
+    row = (item_in_seq % ROW_TILES) * ROWS + rows
+    return row, (rows < ROWS) & (row < n_new * GROUP), row // GROUP, item_in_seq // ROW_TILES * GROUP + row % GROUP
 
 
 @triton.jit
-def _columns(
-    q_ptr, rows_at, mask, first: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+def _load_query_columns(
+    q_ptr, rows_at, mask, first: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Columns of the query's rows, transposed; in `along_rows`'s order, of pairs."""
+    """Columns of the query rows, transposed; for packed pairs in the order of `unpack_rows`."""
     cols = tl.arange(0, D)
-    if PAIRS != "":
+    if PACKED != "":
         cols = cols % (D // 2) * 2 + cols // (D // 2)
     cols += first
     return tl.load(q_ptr + rows_at[None, :] + cols[:, None], mask=mask[None, :] & (cols < HEAD_DIM)[:, None], other=0.0)
 
 
 @triton.jit
-def queries_of(
-    q_ptr, part, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    TILES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+def load_queries(
+    q_ptr, work, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    ROW_TILES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The query's rows of a part, in two parts of their columns; of a part of no blocks nothing is read."""
-    seq, within, _, _, low, high, _, _, _, _, _ = part
-    _, mask, token, head = rows_of(within, n_new, rows, GROUP, TILES, ROWS)
+    """The query rows of a piece of work, in two ranges of columns; nothing is read if it has no blocks."""
+    seq, item_in_seq, _, _, low, high, _, _, _, _, _ = work
+    _, mask, token, head = query_rows(item_in_seq, n_new, rows, GROUP, ROW_TILES, ROWS)
     mask &= low < high
     at = seq.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    q = _columns(q_ptr, at, mask, 0, D0, HEAD_DIM, PAIRS)
+    q = _load_query_columns(q_ptr, at, mask, 0, D0, HEAD_DIM, PACKED)
     q_second = q
     if D1 > 0:
-        q_second = _columns(q_ptr, at, mask, D0, D1, HEAD_DIM, PAIRS)
+        q_second = _load_query_columns(q_ptr, at, mask, D0, D1, HEAD_DIM, PACKED)
     return q, q_second
 
 
 @triton.jit
-def largest_of(q):
+def row_absmax(q):
     return tl.max(tl.abs(q.to(tl.float32)), axis=0)
 
 
 @triton.jit
-def scaled(q, by):
+def scale_to_float16(q, by):
     return (q.to(tl.float32) * by[None, :]).to(tl.float16)
 
 
-# The low bytes of two words, then the high ones.
+# Caches of 8 bits, read as 16-bit pairs
+
+# e4m3 to float16: the low bytes of two 16-bit words, then the high bytes.
 _E4M3 = assembly("""{
     .reg .b32 sorted;
     .reg .b16 low, high;
@@ -436,7 +474,7 @@ _E4M3 = assembly("""{
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
-# The sign's bit is turned over, which adds 128.
+# int8 to float16: flipping the sign bit adds 128; the bytes become the mantissas of 1024 + x, and 1152 is subtracted.
 _INT8 = assembly("""{
     .reg .b32 word, magic, less;
     mov.b32 magic, 0x64646464;
@@ -449,24 +487,24 @@ _INT8 = assembly("""{
 }""")
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, target: runtime.Target) -> str:
-    """How a cache is read in words: as "e4m3" or "int8"; "" where it is read number by number."""
+def packed_format(q: Tensor, k: Tensor, v: Tensor, target: runtime.Target) -> str:
+    """The format of a cache that is read in pairs of elements: "e4m3" or "int8"; "" if it is read by elements."""
     e4m3 = k.dtype == torch.float8_e4m3fn
     if k.element_size() > 1 or q.dtype == torch.float32:
         return ""
     if target is not runtime.INTERPRETER:
         arch = target.arch
-        if not arch.startswith("sm_") or (e4m3 and int(arch[3:]) < 89):  # older chips don't convert e4m3
+        if not arch.startswith("sm_") or (e4m3 and int(arch[3:]) < 89):  # older GPUs do not convert e4m3
             return ""
     for t in (k, v):
-        # A second part of the columns, too, has words enough for the matrix unit.
-        if any(0 < part < 32 for part in split_dim(t.shape[3])) or t.shape[3] % 2:
+        # Each range of columns needs enough pairs for the tensor core.
+        if any(0 < width < 32 for width in split_dim(t.shape[3])) or t.shape[3] % 2:
             return ""
     return "e4m3" if e4m3 else "int8"
 
 
-def words_of(t: Tensor) -> Tensor:
-    """A cache as words; copied where its rows begin at odd bytes."""
+def as_pairs(t: Tensor) -> Tensor:
+    """A cache as 16-bit pairs; copied if its rows begin at odd bytes."""
     if any(stride % 2 for stride in t.stride()[:3]) or t.storage_offset() % 2:
         t = t.clone(memory_format=torch.contiguous_format)
     return t.view(torch.int16)
@@ -474,16 +512,16 @@ def words_of(t: Tensor) -> Tensor:
 
 @triton.jit
 def _e4m3(byte):
-    """Bits of e4m3, as they are where float16 has them: 2^8 too small."""
+    """e4m3 from its bits: in the fields of a float16 they are 2^8 too small."""
     bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
     number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
 
 
 @triton.jit
-def halves(words, PAIRS: tl.constexpr, PTX: tl.constexpr):
-    """The low bytes and the high bytes of words, in float16."""
-    if PTX and PAIRS == "e4m3":
+def unpack_pairs(words, PACKED: tl.constexpr, PTX: tl.constexpr):
+    """The low and the high bytes of 16-bit words, as float16."""
+    if PTX and PACKED == "e4m3":
         low, high = tl.inline_asm_elementwise(
             _E4M3, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
@@ -491,7 +529,7 @@ def halves(words, PAIRS: tl.constexpr, PTX: tl.constexpr):
         low, high = tl.inline_asm_elementwise(
             _INT8, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
-    elif PAIRS == "e4m3":
+    elif PACKED == "e4m3":
         low = _e4m3(words.to(tl.int32) & 0xFF)
         high = _e4m3((words.to(tl.int32) >> 8) & 0xFF)
     else:
@@ -501,28 +539,30 @@ def halves(words, PAIRS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def along_rows(words, PAIRS: tl.constexpr, PTX: tl.constexpr):
-    """(rows, words) as (rows, numbers): a row's even places, then its odd ones. No number goes to another thread."""
-    low, high = halves(words, PAIRS, PTX)
+def unpack_rows(words, PACKED: tl.constexpr, PTX: tl.constexpr):
+    """(rows, words) as (rows, elements): a row's even columns, then its odd ones. No element changes threads."""
+    low, high = unpack_pairs(words, PACKED, PTX)
     both = tl.permute(tl.join(low, high), (0, 2, 1))
     return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
-def into_range(top):
-    """Powers of two for rows whose largest number is `top`: what brings it to 2^14 and more, and its inverse."""
+def float16_range_scales(top):
+    """For rows whose largest magnitude is `top`: the power of two that brings it to [2^14, 2^15), and its inverse."""
     exponent = tl.minimum(tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 15), 254)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     return up, down
 
 
-@triton.jit
-def _page(pointers, PTX: tl.constexpr):
-    """Numbers of pages. As a load of Triton's it would be pipelined as well, and keys and values half as deep.
+# Pages and prefetching
 
-    What is read before the wait, which is by Triton's load on an NVIDIA GPU, goes past the L1: there it would be found
-    again after the wait, as it was before.
+
+@triton.jit
+def _load_page(pointers, PTX: tl.constexpr):
+    """Page indices. Inline PTX, because Triton would pipeline its own load, and halve the depth for keys and values.
+
+    The load before the wait (Triton's, on NVIDIA GPUs) bypasses the L1, where the second load would find stale values.
     """
     if PTX:
         page = tl.inline_asm_elementwise(
@@ -534,7 +574,7 @@ def _page(pointers, PTX: tl.constexpr):
 
 
 @triton.jit
-def home_of(
+def page_of(
     pages_ptr,
     seq,
     block,
@@ -546,25 +586,25 @@ def home_of(
     BLOCK_N: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """What holds a block's keys: the sequence, or the block's page, or the page of each key.
+    """The first index into the cache for a block's keys: the sequence, the block's page, or the page of each key.
 
-    A page that there is, whatever the table says; the table is not read past the last key.
+    Clamped to existing pages, whatever the table says. The table is not read past the last key.
     """
     if PAGE == 0:
-        home = seq.to(tl.int64)
+        page = seq.to(tl.int64)
     else:
         token = block * BLOCK_N
         if PAGE < BLOCK_N:
             token += key
         token = tl.maximum(tl.minimum(token, n_keys - 1), 0)
-        page = _page(pages_ptr + seq.to(tl.int64) * stride_pb + token // PAGE, PTX)
-        home = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
-    return home
+        page = _load_page(pages_ptr + seq.to(tl.int64) * stride_pb + token // PAGE, PTX)
+        page = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
+    return page
 
 
 @triton.jit
-def place_in(block, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a block's first key is in its sequence or page; or where each is, of a block in several pages."""
+def token_in_page(block, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The index of a block's first key in its sequence or page; of each key, if the block spans several pages."""
     token = block * BLOCK_N
     if PAGE > 0 and PAGE < BLOCK_N:
         token += key
@@ -574,15 +614,15 @@ def place_in(block, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _lines_of(c_ptr, offsets, D: tl.constexpr, LINES: tl.constexpr):
-    """Bring rows of D numbers into the L2, each LINES lines of 128 bytes."""
+def _prefetch_rows(c_ptr, offsets, D: tl.constexpr, LINES: tl.constexpr):
+    """Prefetch rows of D elements into the L2, LINES lines of 128 bytes each."""
     PER_LINE: tl.constexpr = 128 // (c_ptr.dtype.element_ty.primitive_bitwidth // 8)
     cols = tl.minimum(tl.arange(0, LINES) * PER_LINE, D - 1)
     prefetch(c_ptr + (offsets[:, None] + cols[None, :]))
 
 
 @triton.jit
-def bring_ahead(
+def prefetch_blocks(
     k_ptr,
     v_ptr,
     pages_ptr,
@@ -591,36 +631,36 @@ def bring_ahead(
     stride_vb,
     stride_vh,
     stride_pb,
-    part,
+    work,
     n_pages,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     PAGE: tl.constexpr,
     STRIDE_KT: tl.constexpr,
     STRIDE_VT: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH_BLOCKS: tl.constexpr,
     K_LINES: tl.constexpr,
     V_LINES: tl.constexpr,
 ):
-    """Bring the first blocks of a part into the L2 while the kernel before still ends.
+    """Prefetch the first blocks of a piece of work into the L2 while the previous kernel still runs.
 
-    The part is a guess, by lengths that the kernel before may still write, as it may the page table, which is read
-    here. Wrong ones cost a prefetch: they are clamped as ever, and all is read again afterwards. What the kernel
-    before still writes into the cache it writes into the same L2.
+    The previous kernel may still write the lengths, from which the work was planned, and the page table, which is read
+    here. Wrong values cost a useless prefetch: indices are clamped, and everything is read again after the wait. What
+    the previous kernel still writes to the cache goes to the same L2.
     """
-    seq, within, n_keys, first_block, low, high, _, _, _, _, _ = part
-    head = (within // TILES).to(tl.int64)
+    seq, item_in_seq, n_keys, first_block, low, high, _, _, _, _, _ = work
+    head = (item_in_seq // ROW_TILES).to(tl.int64)
     key = tl.arange(0, BLOCK_N)
-    for i in tl.static_range(AHEAD):
+    for i in tl.static_range(PREFETCH_BLOCKS):
         if low + i < high:
             block = first_block + low + i
-            # Not by PTX: two pure instructions with one address might be taken for one, and that address is read again.
-            home = home_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, False)
+            # Not by inline PTX: the compiler may merge two pure loads of one address, and this one is loaded again.
+            page = page_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, False)
             token = tl.maximum(tl.minimum(block * BLOCK_N + key, n_keys - 1), 0)
             if PAGE > 0:
                 token %= PAGE
             token = token.to(tl.int64)
-            _lines_of(k_ptr, head * stride_kh + home * stride_kb + token * STRIDE_KT, HEAD_DIM, K_LINES)
-            _lines_of(v_ptr, head * stride_vh + home * stride_vb + token * STRIDE_VT, VALUE_DIM, V_LINES)
+            _prefetch_rows(k_ptr, head * stride_kh + page * stride_kb + token * STRIDE_KT, HEAD_DIM, K_LINES)
+            _prefetch_rows(v_ptr, head * stride_vh + page * stride_vb + token * STRIDE_VT, VALUE_DIM, V_LINES)

@@ -1,12 +1,13 @@
-"""Who does which part of the work, derived on the device from the lengths: no program waits for the host to know them.
+"""How the work is partitioned among programs, and how the results of its splits are combined.
 
-A sequence's keys are counted in blocks, at least one, so that an empty sequence has somebody to write its zeros. An
-item is the keys of one sequence as seen by one tile of query rows, those of a KV head or some of them. The programs
-share the items in one of two ways, which every program derives alike:
+Each program derives its work on the device, from the lengths, so the host need not know them. A sequence's keys are
+counted in blocks. Every sequence counts at least one block, so that some program writes the zeros of an empty one. An
+item is the keys of one sequence and KV head for one tile of query rows. Split-KV (Flash-Decoding) divides the items
+among the programs in one of two ways; every program makes the same choice:
 
-- aligned: each item is cut into the same number of parts, and program w does parts w, w + programs, ... It wins where
-  the lengths are much alike, or the items are many: a program has one part, and whole items need no reduction;
-- in shares: all blocks of all items in a row, cut into equal shares (stream-K): any lengths, any batch.
+- aligned: each item has the same number of splits, and program w takes splits w, w + programs, ... This is faster where
+  lengths are similar or items are many: a program has one split, and whole items need no reduction;
+- shares: the blocks of all items form one sequence, cut into equal shares (stream-K), for any lengths and batch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
-# For LEAST, blocks of the smallest part: more than there are. Nothing is cut then, whatever the lengths.
-WHOLE = tl.constexpr(1 << 30)
+# A value of MIN_BLOCKS that no item reaches: no item is split, whatever the lengths.
+NEVER_SPLIT = tl.constexpr(1 << 30)
+
+
+# Partition
 
 
 @triton.jit
-def blocks_of(lengths, n_new, capacity, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many keys there are of each length, the first block that is seen of them, and how many are read."""
+def count_blocks(lengths, n_new, capacity, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """For each length: its keys, the first block that the window sees, and the number of blocks to read."""
     n_keys = tl.minimum(tl.maximum(lengths, 0), capacity).to(tl.int32)
     end = (n_keys + (BLOCK_N - 1)) // BLOCK_N
     first = end * 0
@@ -36,19 +40,19 @@ def blocks_of(lengths, n_new, capacity, WINDOW: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def load_lengths(lengths_ptr, n_seqs, BLOCK_B: tl.constexpr):
-    """All lengths; past the L1, which may hold what was read before the kernel before had ended."""
+    """All lengths. They bypass the L1, which may hold values read before the previous kernel ended."""
     seqs = tl.arange(0, BLOCK_B)
     return tl.load(lengths_ptr + seqs, mask=seqs < n_seqs, other=0, cache_modifier=".cg")
 
 
 @triton.jit
-def length_of(lengths, seq, BLOCK_B: tl.constexpr):
-    """One of them; it costs a few shuffles, and a load as much as a read of the L2."""
+def select_length(lengths, seq, BLOCK_B: tl.constexpr):
+    """One sequence's length. It costs a few shuffles, where a load would read the L2."""
     return tl.sum(tl.where(tl.arange(0, BLOCK_B) == seq, tl.maximum(lengths, 0), 0), axis=0)
 
 
 @triton.jit
-def share_out(
+def partition_work(
     lengths,
     n_seqs,
     n_new,
@@ -58,104 +62,109 @@ def share_out(
     WINDOW: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    SURPLUS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    SLACK: tl.constexpr,
 ):
-    """The blocks of each sequence, and how they are shared: aligned or not, the parts of an item, the shares.
+    """Partition the blocks of all sequences, of `per_seq` items each, among the programs.
 
-    `per_seq` is how many items a sequence has. No part or share is less than LEAST blocks where that can be; aligned
-    parts are taken where the longest program has at most SURPLUS blocks more than an equal share, and a 32nd of it.
+    A split or share has at least MIN_BLOCKS blocks where possible. Splits are aligned if the busiest program then has
+    at most SLACK blocks plus 1/32 more than an equal share.
 
     Returns:
-        (blocks, aligned, parts, shares, each, more): shares are of `each` blocks, the first `more` of them of one more.
+        (blocks, aligned, splits, shares, each, more): blocks of each sequence; splits of an item; a share has `each`
+        blocks, and the first `more` shares have one more.
     """
     seqs = tl.arange(0, BLOCK_B)
-    _, _, blocks = blocks_of(lengths, n_new, capacity, WINDOW, BLOCK_N)
+    _, _, blocks = count_blocks(lengths, n_new, capacity, WINDOW, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
     total = tl.sum(blocks, axis=0) * per_seq
     longest = tl.max(blocks, axis=0)
     items = n_seqs * per_seq
-    if LEAST == WHOLE:  # as below, with nothing left to compute
-        parts = 1
+    if MIN_BLOCKS == NEVER_SPLIT:  # the values below, as constants
+        splits = 1
         shares = 1
         each = total
         more = 0
         aligned = True
     else:
-        parts = tl.maximum(tl.minimum(programs // items, longest // LEAST), 1)
-        shares = tl.maximum(tl.minimum(programs, total // LEAST), 1)
-        longest_program = ((items * parts + programs - 1) // programs) * ((longest + parts - 1) // parts)
+        splits = tl.maximum(tl.minimum(programs // items, longest // MIN_BLOCKS), 1)
+        shares = tl.maximum(tl.minimum(programs, total // MIN_BLOCKS), 1)
+        busiest = ((items * splits + programs - 1) // programs) * ((longest + splits - 1) // splits)
         each = total // shares
         more = total - each * shares
         equal = tl.where(more > 0, each + 1, each)
-        aligned = longest_program <= equal + equal // 32 + SURPLUS
-    return blocks, aligned, parts, shares, each, more
+        aligned = busiest <= equal + equal // 32 + SLACK
+    return blocks, aligned, splits, shares, each, more
 
 
 @triton.jit
-def begin_of_share(share, each, more):
+def share_begin(share, each, more):
     """The first block of a share."""
     return share * each + tl.minimum(share, more)
 
 
 @triton.jit
-def owner_of_block(block, each, more):
-    """The share that a block is in."""
+def share_of_block(block, each, more):
+    """The share that holds a block."""
     longer = more * (each + 1)
     among = block < longer
-    # One division of either, in place of both.
+    # Selecting the operands first takes one division instead of two.
     share = tl.where(among, block, block - longer) // tl.where(among, each + 1, each)
     return tl.where(among, share, more + share)
 
 
 @triton.jit
 def sequence_of_block(ends, block):
-    """The sequence that a block is of, and the first block of that sequence, given the ends of all."""
+    """The sequence that holds a block, and that sequence's first block, given where all sequences end."""
     before = ends <= block
     return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)
 
 
 @triton.jit
-def program_range(program, programs, blocks, aligned, parts, shares, each, more, n_seqs, per_seq):
-    """Where a program begins and stops: in parts where they are aligned, else in blocks; and the sequences' ends."""
+def program_range(program, programs, blocks, aligned, splits, shares, each, more, n_seqs, per_seq):
+    """Where a program's work begins and stops (in splits if aligned, else in blocks), and where each sequence ends."""
     ends = blocks
     at = program
-    stop = n_seqs * per_seq * parts
+    stop = n_seqs * per_seq * splits
     if not aligned:
         ends = tl.cumsum(blocks, axis=0) * per_seq
-        at = begin_of_share(program, each, more)
-        stop = tl.where(program < shares, begin_of_share(program + 1, each, more), at)
+        at = share_begin(program, each, more)
+        stop = tl.where(program < shares, share_begin(program + 1, each, more), at)
     return at, stop, ends
 
 
 @triton.jit
-def parts_of_item(item, begin, n_blocks, aligned, parts, each, more):
-    """Who has the parts of the item that begins at block `begin`: the first of them, if it had begun another item
-    before, and how many they are."""
-    first = item * parts
-    count = tl.minimum(parts, n_blocks)
-    late = first * 0
+def splits_of_item(item, begin, n_blocks, aligned, splits, each, more):
+    """Which programs hold the splits of an item that begins at block `begin`.
+
+    Returns:
+        (first, second_slot, count): the first program, 1 if this is the second item of that program, else 0, and the
+        number of splits.
+    """
+    first = item * splits
+    count = tl.minimum(splits, n_blocks)
+    second_slot = first * 0
     if not aligned:
-        first = owner_of_block(begin, each, more)
-        count = owner_of_block(begin + n_blocks - 1, each, more) - first + 1
-        late = (begin > begin_of_share(first, each, more)).to(tl.int32)
-    return first, late, count
+        first = share_of_block(begin, each, more)
+        count = share_of_block(begin + n_blocks - 1, each, more) - first + 1
+        second_slot = (begin > share_begin(first, each, more)).to(tl.int32)
+    return first, second_slot, count
 
 
 @triton.jit
-def slot_of(part, first, late):
-    """The slot of a part of an item whose first part is program `first`'s."""
-    return 2 * (first + part) + tl.where(part == 0, late, 0)
+def partial_slot(split, first, second_slot):
+    """Where the partial result of an item's split is stored; program `first` has the item's first split."""
+    return 2 * (first + split) + tl.where(split == 0, second_slot, 0)
 
 
 @triton.jit
-def part_at(
+def work_at(
     at,
     stop,
     program,
     programs,
     lengths,
-    sharing,
+    partition,
     n_new,
     per_seq,
     capacity,
@@ -163,48 +172,50 @@ def part_at(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The item that `at` is in, and the part of its blocks that is this program's, from `low` to `high`.
+    """A program's work at position `at`: blocks `low` to `high` of one item.
 
     Returns:
-        (seq, within, n_keys, first_block, low, high, after, slot, first, late, count): `within` is the item's place in
-        its sequence, `after` where this program's next part is, `slot` where this one is left if there are others, and
-        the last are those of `parts_of_item`. `at` may be `stop` or more: then `high` is `low`, and the others mean
-        nothing.
+        (seq, item_in_seq, n_keys, first_block, low, high, after, slot, first, second_slot, count): `item_in_seq` is the
+        item's index in its sequence, `after` the position of the program's next work, `slot` where the partial result
+        is stored if the item has other splits; the last three are those of `splits_of_item`. If `at` is `stop` or more,
+        `high` is `low` and the other values are meaningless.
     """
-    ends, aligned, parts, each, more = sharing
-    item = at // parts
-    nth = at - item * parts
-    # Both are computed either way: a sum of a warp's lanes (redux) under a condition may be guarded by a predicate that
-    # ptxas 12.8 and 12.9 have given away; it was seen with 32 sequences in float32. `rooftile inspect` looks for those.
+    ends, aligned, splits, each, more = partition
+    item = at // splits
+    split = at - item * splits
+    # Both cases are computed unconditionally. ptxas 12.8 and 12.9 may guard a conditional warp reduction (redux) by a
+    # predicate whose register they have reused (seen with 32 sequences in float32); `rooftile inspect` finds those.
     of_block, begin_of_block = sequence_of_block(ends, at)
     seq = tl.where(aligned, item // per_seq, of_block)
     begin = tl.where(aligned, 0, begin_of_block)
-    n_keys, first_block, n_blocks = blocks_of(length_of(lengths, seq, BLOCK_B), n_new, capacity, WINDOW, BLOCK_N)
-    within = item - seq * per_seq
-    cuts = tl.minimum(parts, n_blocks)
-    low = nth * n_blocks // cuts
-    high = tl.minimum((nth + 1) * n_blocks // cuts, n_blocks)
+    n_keys, first_block, n_blocks = count_blocks(select_length(lengths, seq, BLOCK_B), n_new, capacity, WINDOW, BLOCK_N)
+    item_in_seq = item - seq * per_seq
+    n_splits = tl.minimum(splits, n_blocks)
+    low = split * n_blocks // n_splits
+    high = tl.minimum((split + 1) * n_blocks // n_splits, n_blocks)
     if not aligned:
-        within = (at - begin) // n_blocks
-        begin += within * n_blocks
+        item_in_seq = (at - begin) // n_blocks
+        begin += item_in_seq * n_blocks
         low = at - begin
         high = tl.minimum(n_blocks, stop - begin)
-    first, late, count = parts_of_item(seq * per_seq + within, begin, n_blocks, aligned, parts, each, more)
+    first, second_slot, count = splits_of_item(
+        seq * per_seq + item_in_seq, begin, n_blocks, aligned, splits, each, more
+    )
     after = tl.where(aligned, at + programs, begin + high)
     high = tl.where(at < stop, high, low)
-    # Aligned parts are counted through: `at` is the item's first, and this one's place after it.
-    slot = tl.where(aligned, 2 * at, slot_of(program - first, first, late))
-    return seq, within, n_keys, first_block, low, high, after, slot, first, late, count
+    # Aligned: `at` is the item's first split plus the index of this one.
+    slot = tl.where(aligned, 2 * at, partial_slot(program - first, first, second_slot))
+    return seq, item_in_seq, n_keys, first_block, low, high, after, slot, first, second_slot, count
 
 
 @triton.jit
-def no_part(after):
-    """One of no blocks, as `part_at` returns it."""
+def no_work(after):
+    """No blocks, as `work_at` returns them."""
     return after, after, after, after, after, after, after, after, after, after, after
 
 
 @triton.jit
-def plan_of(
+def plan_work(
     lengths,
     program,
     n_seqs,
@@ -215,35 +226,39 @@ def plan_of(
     WINDOW: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    SURPLUS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    SLACK: tl.constexpr,
 ):
-    """What a program does, all from the lengths: a long chain of divisions and sums, each waiting for the one before.
+    """A program's plan, derived from the lengths by a long chain of dependent divisions and sums.
 
     Returns:
-        (sharing, at, stop): the sequences' `ends` and `share_out`'s (aligned, parts, each, more); the program's range.
+        (partition, at, stop): `partition` is (ends, aligned, splits, each, more), where each sequence ends and the
+        results of `partition_work`; `at` and `stop` are the program's range.
     """
-    blocks, aligned, parts, shares, each, more = share_out(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
+    blocks, aligned, splits, shares, each, more = partition_work(
+        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
-    at, stop, ends = program_range(program, programs, blocks, aligned, parts, shares, each, more, n_seqs, per_seq)
-    return (ends, aligned, parts, each, more), at, stop
+    at, stop, ends = program_range(program, programs, blocks, aligned, splits, shares, each, more, n_seqs, per_seq)
+    return (ends, aligned, splits, each, more), at, stop
 
 
 @triton.jit
-def differ(lengths, guess):
-    """Whether any length is another than was guessed."""
+def any_differs(lengths, guess):
+    """Whether any length differs from the guess."""
     return tl.max((lengths != guess).to(tl.int32), axis=0) > 0
 
 
+# Splits
+
+
 @triton.jit
-def rescaled(m, top):
-    """2^(m - top), where m is at most top; 0 for the m of what saw no key."""
+def exp2_difference(m, top):
+    """2^(m - top) for m <= top; 0 where m is -inf, the maximum over no keys."""
     return tl.where(m == float("-inf"), 0.0, tl.exp2(m - top))
 
 
 @triton.jit
-def leave_part(
+def store_partial(
     partial_ptr,
     slot,
     m,
@@ -269,61 +284,61 @@ def leave_part(
 
 
 @triton.jit
-def _parts_of_o(at, part, rows, cols, mask, WIDTH: tl.constexpr):
-    """Some parts' rows of o, (parts, rows, cols); past the L1, where another program's stores may not be."""
+def _load_partial_o(at, rows, cols, mask, WIDTH: tl.constexpr):
+    """Some splits' rows of o, (splits, rows, cols). The load bypasses the L1, which may not hold other CTAs' stores."""
     pointers = at[:, None, None] + rows[None, :, None] * WIDTH + cols[None, None, :]
     return tl.load(pointers, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def bring_together(
+def combine_splits(
     partial_ptr,
     first,
-    late,
+    second_slot,
     count,
     rows,
     mask,
     V0: tl.constexpr,
     V1: tl.constexpr,
     ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr,
 ):
-    """m, l and o (in two parts of its columns) of an item's rows, of all its parts."""
+    """m, l and o (in two ranges of columns) of an item's rows, combined over its splits in their order."""
     WIDTH: tl.constexpr = V0 + V1
     top = tl.full(rows.shape, float("-inf"), tl.float32)
     total = tl.zeros(rows.shape, tl.float32)
     o = tl.zeros((rows.shape[0], V0), tl.float32)
     o_second = tl.zeros((rows.shape[0], V1 if V1 > 0 else 1), tl.float32)
     cols = tl.arange(0, V0)
-    for start in tl.range(0, count, AT_ONCE, num_stages=1):
-        part = start + tl.arange(0, AT_ONCE)
-        there = (part < count)[:, None] & mask[None, :]
-        at = partial_ptr + slot_of(part, first, late).to(tl.int64) * (ROWS * (WIDTH + 2))
+    for start in tl.range(0, count, COMBINE_SPLITS, num_stages=1):
+        split = start + tl.arange(0, COMBINE_SPLITS)
+        there = (split < count)[:, None] & mask[None, :]
+        at = partial_ptr + partial_slot(split, first, second_slot).to(tl.int64) * (ROWS * (WIDTH + 2))
         of_row = at[:, None] + ROWS * WIDTH + rows[None, :]
         m = tl.load(of_row, mask=there, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(of_row + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        values = _parts_of_o(at, part, rows, cols, there, WIDTH)
+        values = _load_partial_o(at, rows, cols, there, WIDTH)
         new = tl.maximum(top, tl.max(m, axis=0))
-        kept = rescaled(top, new)
-        weight = rescaled(m, new[None, :])
-        total = total * kept + tl.sum(sums * weight, axis=0)
-        o = o * kept[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+        alpha = exp2_difference(top, new)
+        weight = exp2_difference(m, new[None, :])
+        total = total * alpha + tl.sum(sums * weight, axis=0)
+        o = o * alpha[:, None] + tl.sum(values * weight[:, :, None], axis=0)
         if V1 > 0:
-            values = _parts_of_o(at, part, rows, V0 + tl.arange(0, V1), there, WIDTH)
-            o_second = o_second * kept[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+            values = _load_partial_o(at, rows, V0 + tl.arange(0, V1), there, WIDTH)
+            o_second = o_second * alpha[:, None] + tl.sum(values * weight[:, :, None], axis=0)
         top = new
     return top, total, o, o_second
 
 
 @triton.jit
-def _write(out_ptr, o, row, mask, first: tl.constexpr, V: tl.constexpr, VALUE_DIM: tl.constexpr):
+def _store_columns(out_ptr, o, row, mask, first: tl.constexpr, V: tl.constexpr, VALUE_DIM: tl.constexpr):
     cols = first + tl.arange(0, V)[None, :]
     out = out_ptr + row[:, None] * VALUE_DIM + cols
     tl.store(out, o.to(out_ptr.dtype.element_ty), mask=mask[:, None] & (cols < VALUE_DIM))
 
 
 @triton.jit
-def finish(
+def write_output(
     out_ptr,
     lse_ptr,
     sinks_ptr,
@@ -344,23 +359,23 @@ def finish(
     V0: tl.constexpr,
     V1: tl.constexpr,
 ):
-    """The softmax's last step, and the results of a KV head's rows: row r is head r % GROUP of token r // GROUP."""
+    """Normalize and store the results of a KV head's query rows: row r is head r % GROUP of token r // GROUP."""
     head = kv_head * GROUP + rows % GROUP
     token = rows // GROUP
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
         new = tl.maximum(m, sink)
-        kept = rescaled(m, new)
-        total = total * kept + rescaled(sink, new)
-        o = o * kept[:, None]
-        o_second = o_second * kept[:, None]
+        alpha = exp2_difference(m, new)
+        total = total * alpha + exp2_difference(sink, new)
+        o = o * alpha[:, None]
+        o_second = o_second * alpha[:, None]
         m = new
-    # A row that saw nothing is 0, and the logarithm of its sum -inf.
+    # A row that sees no key is 0, and its lse is -inf.
     inverse = tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
     row = (seq.to(tl.int64) * n_new + token) * (kv_heads * GROUP) + head
-    _write(out_ptr, o * inverse, row, mask, 0, V0, VALUE_DIM)
+    _store_columns(out_ptr, o * inverse, row, mask, 0, V0, VALUE_DIM)
     if V1 > 0:
-        _write(out_ptr, o_second * inverse, row, mask, V0, V1, VALUE_DIM)
+        _store_columns(out_ptr, o_second * inverse, row, mask, V0, V1, VALUE_DIM)
     if HAS_LSE:
         lse = tl.where(total == 0.0, float("-inf"), (m + tl.log2(total)) * LN2)
         at = (seq.to(tl.int64) * (kv_heads * GROUP) + head) * n_new + token
@@ -381,7 +396,7 @@ def combine_kernel(
     programs,
     VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
-    TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -390,35 +405,37 @@ def combine_kernel(
     ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr,
-    SURPLUS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    SLACK: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One row of an item; nothing where the item was done whole."""
-    per_seq = kv_heads * TILES
+    """Combine one row of an item, if the item was split."""
+    per_seq = kv_heads * ROW_TILES
     item = tl.program_id(0) // ROWS
     rows = tl.program_id(0) % ROWS + tl.arange(0, 1)
-    # The kernel before let this one start when the lengths were there already: only its parts are waited for.
-    if EARLY:
+    # The previous kernel let this one start after the lengths were final. Only its partial results must be waited for.
+    if PDL:
         pdl_launch_dependents()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    blocks, aligned, parts, _, each, more = share_out(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, LEAST, SURPLUS
+    blocks, aligned, splits, _, each, more = partition_work(
+        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     seq = item // per_seq
-    within = item % per_seq
+    item_in_seq = item % per_seq
     seqs = tl.arange(0, BLOCK_B)
     n_blocks = tl.sum(tl.where(seqs == seq, blocks, 0), axis=0)
-    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * per_seq + within * n_blocks
-    first, late, count = parts_of_item(item, begin, n_blocks, aligned, parts, each, more)
-    row = (within % TILES) * ROWS + rows
+    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * per_seq + item_in_seq * n_blocks
+    first, second_slot, count = splits_of_item(item, begin, n_blocks, aligned, splits, each, more)
+    row = (item_in_seq % ROW_TILES) * ROWS + rows
     mask = row < n_new * GROUP
-    if EARLY:
+    if PDL:
         pdl_wait()
     if count > 1:
-        m, total, o, o_second = bring_together(partial_ptr, first, late, count, rows, mask, V0, V1, ROWS, AT_ONCE)
-        finish(
-            out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, within // TILES, row, mask, n_new, kv_heads,
-            VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+        m, total, o, o_second = combine_splits(
+            partial_ptr, first, second_slot, count, rows, mask, V0, V1, ROWS, COMBINE_SPLITS
+        )
+        write_output(
+            out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, item_in_seq // ROW_TILES, row, mask, n_new,
+            kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
         )  # fmt: skip
