@@ -18,11 +18,10 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rooftile.ops.sample import row_barrier
+from rooftile.ops.sample.draw import row_barrier as barrier
 from rooftile.primitives import cta_exchange
 
 publish, publish_pair, gather = cta_exchange.publish, cta_exchange.publish_pair, cta_exchange.gather
-barrier = row_barrier.row_barrier
 
 @triton.jit
 def words(words_ptr, x):

@@ -12,8 +12,8 @@ from helpers import BF16
 from triton.runtime import interpreter
 
 from rooftile import runtime
-from rooftile.ops.sample import choose, mark_seen_, sample, sample_
-from rooftile.ops.sample.common import noise
+from rooftile.ops.sample import draw, greedy, mark_seen_, sample, sample_
+from rooftile.ops.sample.parts import noise
 from rooftile.reference import sample as reference
 
 import triton  # isort: skip
@@ -171,17 +171,17 @@ def test_nan_and_infinities(device):
 def test_programs_that_wait_for_one_another_all_fit_the_gpu():
     for target in runtime.TARGETS.values():
         for rows, cols in itertools.product((1, 2, 15, 16, 64, 200, 5000), (1, 1025, 32000, 262144)):
-            c = choose.search(rows < choose.FEW, target)
+            c = draw.config(rows < draw.FEW, target)
             splits, groups = c.programs(rows, cols)
             assert 1 <= splits <= c.most_splits
             assert 1 <= groups <= rows
-            assert splits * groups <= target.multiprocessors * c.per_multiprocessor
+            assert splits * groups <= target.multiprocessors * c.per_sm
             assert c.num_warps * target.warp_size <= target.max_threads
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.25])
 def test_the_largest_of_several_slices(penalty, device, monkeypatch):
-    monkeypatch.setattr("rooftile.ops.sample.greedy.greedy", lambda target: choose.Greedy(64, 1))
+    monkeypatch.setattr(greedy, "config", lambda target: greedy.GreedyConfig(64, 1))
     logits = torch.randn(4, 201, device=device).to(BF16)
     logits[1, [70, 140]] = 9.0
     logits[2, 64:] = torch.nan
@@ -279,8 +279,8 @@ def test_rows_that_several_programs_share(dtype, device, monkeypatch):
         "seeds": torch.arange(5, device=device),
     }
     expected = agrees(logits, **given)
-    shared = choose.Search(3, 16, 4, 1, 2, None, multiprocessors=5, most_splits=4)
-    monkeypatch.setattr(choose, "search", lambda few, target: shared)
+    shared = draw.DrawConfig(3, 16, 4, 1, 2, None, multiprocessors=5, most_splits=4)
+    monkeypatch.setattr(draw, "config", lambda few, target: shared)
     assert shared.programs(5, 150) == (2, 5)
     waits = side_by_side(monkeypatch, programs=10)
     found = sample(logits, **given)
@@ -344,7 +344,7 @@ def test_errors(device):
         ({"logits": logits[0]}, ValueError, r"logits has shape \(40,\), expected \(B, V\)"),
         ({"logits": logits[:, :0]}, ValueError, r"logits has shape \(2, 0\), expected \(B, V\)"),
         ({"logits": logits.double()}, TypeError, "logits has dtype torch.float64, expected"),
-        ({"logits": logits.clone().requires_grad_()}, ValueError, "an input requires grad"),
+        ({"logits": logits.clone().requires_grad_()}, ValueError, "logits requires grad, but sample has no derivative"),
         ({"temperature": -0.5}, ValueError, "temperature is -0.5, expected 0 or more"),
         ({"temperature": float("nan")}, ValueError, "temperature is nan, expected 0 or more"),
         ({"temperature": "hot"}, TypeError, "temperature is a str, expected a number or a tensor of float32"),
@@ -359,7 +359,7 @@ def test_errors(device):
         ({"seeds": 2**63}, ValueError, "seeds is 9223372036854775808, expected an int64"),
         ({"positions": 2**31}, ValueError, "positions is 2147483648, expected 0 or more, of int32"),
         ({"repetition_penalty": 0.0, "seen": seen}, ValueError, "repetition_penalty is 0.0, expected a finite"),
-        ({"repetition_penalty": 1.1}, ValueError, "repetition_penalty is given without seen"),
+        ({"repetition_penalty": 1.1}, ValueError, "seen is None, expected the tokens that repetition_penalty"),
         ({"seen": seen[:, :1]}, ValueError, r"seen has shape \(2, 1\), expected \(2, 2\), a bit for each token"),
         ({"seen": seen.long()}, TypeError, "seen has dtype torch.int64, expected int32"),
         ({"seen": seen.t().contiguous().t()}, ValueError, "seen has a last stride of 2, expected 1"),

@@ -1,91 +1,210 @@
 """The next token of each row of logits, and its log-probability.
 
-    z = l / penalty where l > 0, l * penalty elsewhere, of the tokens that the row has seen; l of the others
-    greedy    argmax z                                              where the temperature is 0
-    draws     argmax z / temperature + g over what is kept          g: Gumbel noise
+    z = l / penalty if l > 0, else l * penalty, for the tokens that the row has seen; l for the others
+    greedy    argmax z                                              if the temperature is 0
+    draw      argmax z / temperature + g over the kept tokens       g: Gumbel noise
 
-What is kept: top_k, the k largest; of them top_p, the fewest from the largest on whose probabilities reach p; of them
-min_p, those of at least min_p times the largest probability. Equals come in the order of their index: exactly k remain.
-The noise is Philox's, a function of the row's seed and position and of the token's index alone.
+The kept tokens: top_k keeps the k largest; of them top_p keeps the fewest, from the largest on, whose probabilities
+reach p; of them min_p keeps those with at least min_p times the largest probability. Equal logits are in the order of
+their index, so exactly k remain. The noise is Philox's, a function of the row's seed and position and of the token.
 
-Bytes: the logits read once, and a token and a log-probability written for each row. Greedy is one kernel that does
-that. Drawing is one kernel, too, which reads a row several times over, all but the first time out of the L2: it has no
-sort, but searches for the threshold of what is kept (search.py).
+Bytes: the logits are read once, and a token and a log-probability are written for each row. Greedy is one kernel
+(greedy.py). Drawing is one kernel too (draw.py). It reads a row several times, all but the first time from the L2: it
+does not sort, but searches for the threshold of the kept tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile import launching, library, runtime
-from rooftile.ops.sample import choose, greedy, seen
-from rooftile.ops.sample.checks import PARAMETERS, Parameters, check, check_number, check_outputs
-from rooftile.ops.sample.search import sample_kernel
-from rooftile.primitives.cta_exchange import resident
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.sample import draw, greedy
+from rooftile.ops.sample.parts import Parameters
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
 
 __all__ = ["mark_seen_", "sample", "sample_"]
 
-# Low bits of a float32 that came from each dtype are all alike.
-_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+# By the name of a parameter, the dtypes that its tensor may have; in the order of the schemas.
+INTEGERS = (torch.int32, torch.int64)
+PARAMETERS: dict[str, tuple[torch.dtype, ...]] = {
+    "temperature": (torch.float32,),
+    "top_k": INTEGERS,
+    "top_p": (torch.float32,),
+    "min_p": (torch.float32,),
+    "repetition_penalty": (torch.float32,),
+    "seeds": INTEGERS,
+    "positions": INTEGERS,
+}
+MOST_TOKENS = 1 << 22  # the sum of so many probabilities fits an int64 (draw.py)
+_RANGES = {
+    "temperature": (0.0, math.inf, "0 or more"),
+    "top_p": (math.ulp(0.0), 1.0, "more than 0, and at most 1"),  # 0 would keep nothing: the least float above it
+    "min_p": (0.0, 1.0, "0 to 1"),
+    "top_k": (0, 2**31 - 1, "0 (off) or more, of int32"),
+    "seeds": (-(2**63), 2**63 - 1, "an int64"),
+    "positions": (0, 2**31 - 1, "0 or more, of int32"),
+}
+
+
+def dtypes_named(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _check_number(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a number for all rows within the range of that parameter."""
+    whole = PARAMETERS[name][0] != torch.float32
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        kind = "an int" if whole else "a number"
+        expected = f"{kind} or a tensor of {dtypes_named(PARAMETERS[name])}"
+        raise TypeError(f"{op}: {name} is {library.named(value)}, expected {expected}")
+    if name == "repetition_penalty":
+        if not 0 < value < math.inf:
+            raise ValueError(f"{op}: repetition_penalty is {value}, expected a finite number above 0")
+        return
+    low, high, accepted = _RANGES[name]
+    if not low <= value <= high or value == math.inf:
+        raise ValueError(f"{op}: {name} is {value}, expected {accepted}")
+
+
+def _check(op: str, logits: Tensor, seen: Tensor | None, how: Parameters) -> None:
+    """Raise unless logits, seen tokens and parameters are valid together."""
+    library.check_floating(op, logits=logits)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}, expected (B, V), at least one token")
+    n_rows, n_cols = logits.shape
+    if n_cols > MOST_TOKENS:
+        raise ValueError(f"{op}: logits has {n_cols} tokens, expected at most {MOST_TOKENS}")
+    for name, dtypes in PARAMETERS.items():
+        value = getattr(how, name)
+        if not isinstance(value, Tensor):
+            continue
+        if value.dtype not in dtypes:
+            raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected {dtypes_named(dtypes)}")
+        if tuple(value.shape) != (n_rows,):
+            raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected ({n_rows},), one for each row")
+    if seen is not None:
+        _check_words(op, seen)
+        if tuple(seen.shape) != (n_rows, library.cdiv(n_cols, 32)):
+            expected = (n_rows, library.cdiv(n_cols, 32))
+            raise ValueError(f"{op}: seen has shape {tuple(seen.shape)}, expected {expected}, a bit for each token")
+    elif how.penalized:
+        raise ValueError(f"{op}: seen is None, expected the tokens that repetition_penalty applies to")
+
+
+def _check_outputs(op: str, tokens: Tensor, logprobs: Tensor, logits: Tensor) -> None:
+    """Raise unless tokens and logprobs have an entry for each row of logits and can be written in place."""
+    if tokens.dtype not in INTEGERS:
+        raise TypeError(f"{op}: tokens has dtype {tokens.dtype}, expected int32 or int64")
+    if logprobs.dtype != torch.float32:
+        raise TypeError(f"{op}: logprobs has dtype {logprobs.dtype}, expected float32")
+    for name, x in (("tokens", tokens), ("logprobs", logprobs)):
+        if tuple(x.shape) != (logits.shape[0],):
+            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected ({logits.shape[0]},), as logits' rows")
+        if x.shape[0] > 1 and x.stride(0) != 1:
+            raise ValueError(f"{op}: {name} has a stride of {x.stride(0)}, expected 1 to be written in place")
+
+
+# The bits of seen tokens, 32 to a word
+
+
+@triton.jit(do_not_specialize=["n_ids", "n_rows", "n_words"])
+def _mark_kernel(
+    seen_ptr, ids_ptr, row_of_ptr, stride_s, stride_i, stride_r, n_ids, n_rows, n_words, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + at * stride_i, mask=at < n_ids, other=-1).to(tl.int64)
+    rows = tl.load(row_of_ptr + at * stride_r, mask=at < n_ids, other=-1).to(tl.int64)
+
+    inside = (ids >= 0) & (ids < tl.zeros((), tl.int64) + n_words * 32) & (rows >= 0) & (rows < n_rows)
+    bits = (tl.full((BLOCK,), 1, tl.int64) << (ids & 31)).to(tl.int32)
+
+    tl.atomic_or(seen_ptr + rows * stride_s + (ids >> 5), bits, mask=inside, sem="relaxed")
 
 
 @functools.cache
-def _plan(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: choose.Search) -> launching.KernelLauncher:
-    constants = {
-        "SHIFT": _SHIFTS[dtypes[0]],  # type: ignore[index]
-        "WRITES_SEEN": writes_seen,
-        "PIVOTS": c.pivots,
-        "LANES": c.lanes,
-        "PACK": c.pack,
-        "SPLITS": c.most_splits,
-    }
-    return launching.KernelLauncher(sample_kernel, constants, num_warps=c.num_warps, **resident(c.max_registers))
+def _mark_launcher(dtypes: tuple[torch.dtype, torch.dtype], block: int) -> launching.KernelLauncher:
+    return launching.KernelLauncher(_mark_kernel, {"BLOCK": block}, num_warps=4)
+
+
+def _check_mark(seen: Tensor, ids: Tensor, row_of: Tensor) -> None:
+    _check_words("mark_seen_", seen)
+    for name, x in (("ids", ids), ("row_of", row_of)):
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"mark_seen_: {name} has dtype {x.dtype}, expected int32 or int64")
+    if ids.dim() != 1:
+        raise ValueError(f"mark_seen_: ids has shape {tuple(ids.shape)}, expected one dimension")
+    if row_of.shape != ids.shape:
+        raise ValueError(
+            f"mark_seen_: row_of has shape {tuple(row_of.shape)}, expected {tuple(ids.shape)} to match ids"
+        )
+
+
+def _check_words(op: str, seen: Tensor) -> None:
+    """Raise unless `seen` is a matrix of words that can be written in place."""
+    if seen.dtype != torch.int32:
+        raise TypeError(f"{op}: seen has dtype {seen.dtype}, expected int32, 32 tokens to a word")
+    if seen.dim() != 2:
+        raise ValueError(f"{op}: seen has shape {tuple(seen.shape)}, expected two dimensions (B, ceil(V / 32))")
+    if seen.shape[1] > 1 and seen.stride(1) != 1:
+        raise ValueError(f"{op}: seen has a last stride of {seen.stride(1)}, expected 1")
+    if seen.shape[0] > 1 and seen.stride(0) == 0:
+        raise ValueError(f"{op}: seen is expanded (strides {seen.stride()}), expected an address for each word")
+
+
+def _mark_seen(seen: Tensor, ids: Tensor, row_of: Tensor) -> None:
+    _check_mark(seen, ids, row_of)
+    if ids.device.type == "cpu" and ids.numel():
+        for name, x, n in (("ids", ids, 32 * seen.shape[1]), ("row_of", row_of, seen.shape[0])):
+            if int(x.min()) < 0 or int(x.max()) >= n:
+                worst = int(x.min()) if int(x.min()) < 0 else int(x.max())
+                raise ValueError(f"mark_seen_: {name} holds {worst}, expected 0 to {n - 1}")
+    if not (ids.numel() and seen.numel()):
+        return
+    block = 4096 if runtime.target(seen.device) is runtime.INTERPRETER else 256
+    launching.launch(
+        _mark_launcher((ids.dtype, row_of.dtype), block),
+        library.cdiv(ids.shape[0], block),
+        (seen, ids, row_of),
+        (seen.stride(0), ids.stride(0), row_of.stride(0)),
+        (ids.shape[0], seen.shape[0], seen.shape[1]),
+    )
+
+
+# The ops
 
 
 def _run(
     tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters, writes_seen: bool
 ) -> None:
-    """Launch it, of what was checked."""
+    """Launch a kernel over checked tensors."""
     n_rows, n_cols = logits.shape
     if isinstance(n_rows, torch.SymInt) or isinstance(n_cols, torch.SymInt):
         raise launching.Untraceable("a grid that depends on the sizes")
     if n_rows == 0:
         return
-    if not how.penalised and not writes_seen:
+    if not how.penalized and not writes_seen:
         seen = None
     if how.greedy:
-        return greedy.launch(tokens, logprobs, logits, seen, how.repetition_penalty, writes_seen)
-    logits = library.as_rows(logits)
-    c = choose.search(n_rows < choose.FEW, runtime.target(logits.device))
-    splits, groups = c.programs(n_rows, n_cols)
-    words = torch.empty(n_rows * 2 * splits * 16, dtype=torch.int64, device=logits.device)
-    counters = launching.counters(2 * n_rows, logits.device)
-    values = [getattr(how, name) for name in PARAMETERS]
-    tensors = [v.contiguous() if isinstance(v, Tensor) else None for v in values]
-    numbers = tuple(0 if isinstance(v, Tensor) else v for v in values)  # typed by the kernel
-    dtypes = (logits.dtype, tokens.dtype, *(None if t is None else t.dtype for t in (seen, *tensors)))
-    launching.launch(
-        _plan(dtypes, writes_seen, c),
-        splits * groups,
-        (logits, seen, tokens, logprobs, *tensors, words, counters),
-        (logits.stride(0), 0 if seen is None else seen.stride(0), n_cols),
-        (n_rows, splits, groups, *numbers),
-    )
-    return None
+        greedy.launch(tokens, logprobs, logits, seen, how.repetition_penalty, writes_seen)
+    else:
+        draw.launch(tokens, logprobs, logits, seen, how, writes_seen)
 
 
 def _how(rest: tuple[Any, ...]) -> Parameters:
-    """The parameters, of which the schemas have two each: a tensor that may be absent, and a number for all rows."""
+    """The parameters. A schema has two arguments for each: an optional tensor, and a number for all rows."""
     tensors, numbers = rest[: len(PARAMETERS)], rest[len(PARAMETERS) :]
     return Parameters(*(n if t is None else t for t, n in zip(tensors, numbers, strict=True)))
 
 
 def _fake_sample(logits: Tensor, seen: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    check("sample", logits, seen, _how(rest))
+    _check("sample", logits, seen, _how(rest))
     n = logits.shape[0]
     tokens = torch.empty((n,), dtype=torch.int64, device=logits.device)
     return tokens, torch.empty((n,), dtype=torch.float32, device=logits.device)
@@ -98,10 +217,10 @@ def _launch_sample(logits: Tensor, seen: Tensor | None, *rest: Any) -> tuple[Ten
 
 
 def _checked(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
-    """The words of seen tokens, or None for those of no dimension; after all checks."""
+    """Check all; the words of seen tokens, or None if they have no dimension."""
     given = seen if seen.dim() else None
-    check("sample_", logits, given, _how(rest))
-    check_outputs("sample_", tokens, logprobs, logits)
+    _check("sample_", logits, given, _how(rest))
+    _check_outputs("sample_", tokens, logprobs, logits)
     return given
 
 
@@ -114,16 +233,6 @@ def _fake_in_place(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tenso
     _checked(tokens, logprobs, logits, seen, rest)
 
 
-def _without_derivative(op: str) -> library.Autograd:
-    def refuse(inputs: tuple[Any, ...]) -> None:
-        raise ValueError(f"{op}: an input requires grad, but what is sampled has no derivative; detach it")
-
-    def unreachable(*_: Any) -> NoReturn:
-        raise AssertionError(f"{op} is never differentiated")
-
-    return library.Autograd(save=unreachable, backward=unreachable, check=refuse)
-
-
 _TENSORS = ", ".join(f"Tensor? {name}" for name in PARAMETERS)
 _KINDS = {name: "float" if dtypes[0] == torch.float32 else "int" for name, dtypes in PARAMETERS.items()}
 _NUMBERS = ", ".join(f"{kind} {name}_of_all" for name, kind in _KINDS.items())
@@ -132,30 +241,27 @@ _sample = library.define(
     f"sample(Tensor logits, Tensor? seen, {_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)",
     launch=_launch_sample,
     fake=_fake_sample,
-    autograd=_without_derivative("sample"),
 )
 _sample_in_place = library.define(
     f"sample_(Tensor(a!) tokens, Tensor(b!) logprobs, Tensor logits, Tensor(c!) seen, {_TENSORS}, {_NUMBERS}) -> ()",
     launch=_launch_in_place,
     fake=_fake_in_place,
-    autograd=_without_derivative("sample_"),
 )
 _mark = library.define(
     "mark_seen_(Tensor(a!) seen, Tensor ids, Tensor row_of) -> ()",
-    launch=seen.launch,
-    fake=seen.check,
-    autograd=_without_derivative("mark_seen_"),
+    launch=_mark_seen,
+    fake=_check_mark,
 )
 
 
 def _arguments(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The parameters as the schemas have them: tensors or None, then numbers, each of its kind."""
+    """The parameters as in the schemas: tensors or None, then numbers of the right type."""
     numbers = []
     for name, value in given.items():
         if isinstance(value, Tensor):
             value = 0
         else:
-            check_number(op, name, value)
+            _check_number(op, name, value)
         numbers.append(float(value) if _KINDS[name] == "float" else value)
     return *(v if isinstance(v, Tensor) else None for v in given.values()), *numbers
 
@@ -172,47 +278,48 @@ def sample(
     seeds: int | Tensor = 0,
     positions: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each row of logits, drawn from its softmax or the likeliest, and its log-probability.
+    """The next token of each row of logits, drawn from its softmax or the most likely one, and its log-probability.
 
-    In this order: the repetition penalty, the temperature, top_k, top_p of what top_k leaves, min_p of what top_p
-    leaves, and a draw from the softmax of the rest. Each parameter but `seen` is one number for all rows, or a tensor
-    `(B,)`, a number for each row, on the logits' device. A number out of its range is an error; a tensor's numbers are
-    not looked at, and mean what is said below.
+    The order: repetition penalty, temperature, top_k, top_p of the tokens that top_k keeps, min_p of those that top_p
+    keeps, and a draw from the softmax of the rest. Each parameter but `seen` is one number for all rows, or a tensor
+    `(B,)` on the logits' device with a number for each row. A number out of its range is an error. The values of a
+    tensor are not checked; what they mean outside the range is said below.
 
     Args:
-        logits: `(B, V)`, float32, float16 or bfloat16, V from 1 to 4194304; copied only where the last stride is not 1.
-        temperature: what logits are divided by: a finite number, 0 or more, or float32 `(B,)`. 0, the default, takes
-            the largest, of equals the first, whatever top_k, top_p, min_p and seeds are; so does less in a tensor.
-        top_k: how many of the largest are kept, of equals the first: an int from 0 to 2^31 - 1, or int32 or int64
-            `(B,)`. 0, the default, keeps all, and so do V or more; so does less than 0 in a tensor. 1 keeps the largest
-            alone.
-        top_p: the fewest of the largest whose probabilities reach this are kept, one at least: a number above 0, 1 at
-            most, or float32 `(B,)`. 1, the default, keeps all. In a tensor 0 or less keeps one, more than 1 all.
-        min_p: what has less than this times the largest probability is dropped: a number from 0 to 1, or float32
-            `(B,)`. 0, the default, drops nothing, and so does less in a tensor; 1 drops all but the largest and its
-            equals, and so does more in a tensor.
-        repetition_penalty: the logits of seen tokens are divided by it where positive, multiplied elsewhere, as Hugging
-            Face has it: a finite number above 0, or float32 `(B,)`, all above 0. 1, the default, changes nothing; more
-            makes seen tokens less likely, less makes them likelier. Any other than the number 1 needs `seen`.
-        seen: int32 `(B, ceil(V / 32))`, a last stride of 1: bit t % 32 of word t // 32 is set for a token that the row
-            has seen. See `mark_seen_`. None, the default: no penalty.
-        seeds: of the noise: an int of 64 bits, or int32 or int64 `(B,)`; 0 by default. Equal seeds, positions and
-            logits give equal tokens, whatever else is in the batch.
-        positions: the place of the new token in its sequence, so that each has its noise: an int from 0 to 2^31 - 1, or
-            int32 or int64 `(B,)`, in that range; 0 by default. Who leaves it at 0 draws every step with equal noise.
+        logits: `(B, V)`, float32, float16 or bfloat16, V from 1 to 4194304; copied only if the last stride is not 1.
+        temperature: divides the logits: a finite number, 0 or more, or float32 `(B,)`. 0, the default, takes the
+            largest logit, of equal ones the first, whatever top_k, top_p, min_p and seeds are; so does a negative value
+            in a tensor.
+        top_k: how many of the largest logits are kept, of equal ones the first: an int from 0 to 2^31 - 1, or int32 or
+            int64 `(B,)`. 0, the default, keeps all; so do V or more, and a negative value in a tensor.
+        top_p: keeps the fewest tokens, from the largest on, whose probabilities reach this, at least one: a number
+            above 0 and at most 1, or float32 `(B,)`. 1, the default, keeps all. In a tensor 0 or less keeps one token,
+            more than 1 keeps all.
+        min_p: drops tokens with less than this times the largest probability: a number from 0 to 1, or float32 `(B,)`.
+            0, the default, drops none, like a negative value in a tensor; 1 drops all but the largest and its equals,
+            like more than 1 in a tensor.
+        repetition_penalty: divides positive logits of seen tokens and multiplies the others, as in Hugging Face: a
+            finite number above 0, or float32 `(B,)`, all above 0. 1, the default, changes nothing; more makes seen
+            tokens less likely. All but the number 1 need `seen`.
+        seen: int32 `(B, ceil(V / 32))`, a last stride of 1: bit t % 32 of word t // 32 is set if the row has seen token
+            t. See `mark_seen_`. None, the default: no penalty.
+        seeds: of the noise: a 64-bit int, or int32 or int64 `(B,)`; 0 by default. Equal seeds, positions and logits
+            give equal tokens, whatever else is in the batch.
+        positions: the position of the new token in its sequence, which makes its noise different: an int from 0 to
+            2^31 - 1, or int32 or int64 `(B,)` in that range; 0 by default. Steps with equal positions have equal noise.
 
     Returns:
-        tokens `(B,)` int64, and their log-probabilities `(B,)` float32: of the softmax of the logits as they came,
-        before penalty and temperature.
+        tokens `(B,)` int64, and their log-probabilities `(B,)` float32, in the softmax of the given logits, before
+        penalty and temperature.
 
         NaN counts as the largest logit, as in `torch.argmax`: the first NaN of a row is its token, whatever the
-        parameters, and the log-probability is NaN. It is NaN, too, where the largest logit is infinite; of +inf the
-        first is the token, and of a row of nothing but -inf it is token 0.
+        parameters, and the log-probability is NaN. It is also NaN if the largest logit is infinite: the token is then
+        the first +inf, or 0 for a row of nothing but -inf.
 
     Raises:
-        ValueError: a shape or the stride of `seen` does not fit; a number is out of its range; a penalty comes without
+        ValueError: a shape or the stride of `seen` is wrong; a number is out of its range; there is a penalty without
             `seen`; logits or a parameter require grad; devices differ or are the CPU without the interpreter.
-        TypeError: an argument is neither a number nor a tensor as said above, or a dtype is not one of those named.
+        TypeError: an argument is neither such a number nor such a tensor, or a dtype is not one of those named.
 
     Sources: top_k Fan et al. 2018 (https://arxiv.org/abs/1805.04833), top_p Holtzman et al. 2020
     (https://arxiv.org/abs/1904.09751), min_p Nguyen et al. 2024 (https://arxiv.org/abs/2407.01082).
@@ -243,16 +350,16 @@ def sample_(
     seeds: int | Tensor = 0,
     positions: int | Tensor = 0,
 ) -> None:
-    """`sample`, written over `tokens` and `logprobs`; each row's token is added to `seen`, where that is given.
+    """`sample`, written into `tokens` and `logprobs`; each row's token is added to `seen`, if given.
 
-    Takes what `sample` takes, with the same defaults, and:
+    Arguments are those of `sample`, with the same defaults, and:
 
     Args:
         tokens: `(B,)`, int32 or int64, contiguous.
         logprobs: `(B,)`, float32, contiguous.
 
     Raises:
-        As `sample`, also for tokens and logprobs. Nothing was written then.
+        As `sample`, also for tokens and logprobs. Nothing is written then.
     """
     how = {
         "temperature": temperature,
@@ -269,16 +376,16 @@ def sample_(
 
 
 def mark_seen_(seen: Tensor, ids: Tensor, row_of: Tensor) -> None:
-    """Add tokens to those that rows have seen: bit `ids[i] % 32` of `seen[row_of[i], ids[i] // 32]` is set.
+    """Mark tokens as seen: set bit `ids[i] % 32` of `seen[row_of[i], ids[i] // 32]`.
 
     Args:
         seen: `(B, ceil(V / 32))`, int32, a last stride of 1. Written in place.
-        ids: `(n,)`, int32 or int64: tokens, of a prompt say; one may be there more than once.
-        row_of: `(n,)`, int32 or int64: the row of each. Ids and rows that `seen` has no place for are left out; where
-            they are on the CPU, that is an error.
+        ids: `(n,)`, int32 or int64: tokens, such as those of a prompt; repeated ones are allowed.
+        row_of: `(n,)`, int32 or int64: the row of each token. Ids and rows outside `seen` are skipped; on the CPU they
+            are an error.
 
     Raises:
-        ValueError: a shape or stride does not fit; on the CPU an id or row is out of range; devices differ or are the
+        ValueError: a shape or stride is wrong; on the CPU an id or row is out of range; devices differ or are the
             CPU without the interpreter.
         TypeError: a dtype is not one of those named.
     """

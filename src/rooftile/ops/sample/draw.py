@@ -1,25 +1,37 @@
 """The kernel that draws a token, without a sort.
 
-What top-k, top-p and min-p keep of a row is its first so many tokens, in the order of their logits, the lowest index
-first among equals. So each comes down to a threshold, which is searched for over the integers that order float32: a
-pass over the row counts the tokens at or above a few pivots, and sums their probabilities, and the threshold is left
-between two of them. Then one more pass adds Gumbel noise to what is kept; the largest sum is a draw from the
-softmax (Gumbel 1954; Maddison et al. 2014, https://arxiv.org/abs/1411.0030).
+Top-k, top-p and min-p keep the first tokens of a row in the order of their logits; equal logits are in the order of
+their index. So each is a threshold. The kernel searches for it over the integer keys that order float32: a pass over
+the row counts the tokens at or above a few pivots and sums their probabilities, and the threshold lies between two of
+them. One more pass adds Gumbel noise to the kept logits; the largest sum is a draw from the softmax (Gumbel 1954;
+Maddison et al. 2014, https://arxiv.org/abs/1411.0030).
 
-Probabilities are relative to the largest, in units of 2^-40: sums of integers are the same in any order, so a row's
-threshold depends neither on how many programs share it nor on what stands beside it.
+Probabilities are relative to the largest, in units of 2^-40. Sums of integers are the same in any order, so a row's
+threshold depends neither on the number of programs that share it nor on the other rows.
 
-Several programs share a row where there are few rows. After each pass is a barrier: each stores its sums in memory and
-waits until all have come, then each adds up the sums of all and goes on by itself. All programs must run at once, so
-the grid is launched as a cooperative one.
+If there are few rows, several programs share one. A barrier follows each pass: each program stores its sums in memory,
+waits for the others, and then adds up the sums of all by itself. All programs must be resident, so the grid is
+launched as a cooperative one.
+
+At the barrier a program adds to the counter of its row with release semantics, after a barrier of its own threads, and
+polls it with acquire semantics; both are at GPU scope. What the others stored before is then visible to loads that
+bypass the L1. Two sets of words alternate: when a program writes to a set again, every program has passed the next
+barrier, and so has read that set. The program that ends last leaves the counter at zero.
 """
 
 from __future__ import annotations
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.sample.common import (
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.sample.parts import (
     LARGEST,
     LOG2E,
+    Parameters,
     finish,
     given,
     key_in,
@@ -29,13 +41,47 @@ from rooftile.ops.sample.common import (
     value_of,
     with_index,
 )
-from rooftile.ops.sample.row_barrier import WORDS, gather, largest, row_barrier, words_of
+from rooftile.primitives.cta_exchange import resident
 from rooftile.primitives.splitk import arrives_last
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-ONE = tl.constexpr(float(1 << 40))  # the largest probability; of 2^22 tokens the sum fits an int64
+WORDS = tl.constexpr(16)  # of a program at a barrier: 8 counts and 8 masses
+
+
+@triton.jit
+def row_barrier(counter_ptr, n_barriers, splits):
+    """Wait until all programs of the row are here. What each has stored can then be read, bypassing the L1."""
+    tl.debug_barrier()  # all threads of the program have stored their part
+    come = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
+    while come < splits * (n_barriers + 1):
+        come = tl.atomic_add(counter_ptr, 0, sem="acquire")
+    tl.debug_barrier()
+    return n_barriers + 1
+
+
+@triton.jit
+def words_of(words_ptr, n_barriers, splits):
+    """The words for the next barrier, while those of the last one may still be read."""
+    return words_ptr + (n_barriers % 2) * splits * WORDS
+
+
+@triton.jit
+def gather(at, first, splits, SPLITS: tl.constexpr):
+    """(programs, 8) words that all programs have stored, with zeros past the last program."""
+    rows = tl.arange(0, SPLITS)[:, None]
+    word_ptrs = at + rows * WORDS + first + tl.arange(0, 8)[None, :]
+    return tl.load(word_ptrs, mask=rows < splits, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def largest(at, word, splits, SPLITS: tl.constexpr):
+    rows = tl.arange(0, SPLITS)
+    return tl.max(tl.load(at + rows * WORDS + word, mask=rows < splits, other=-(2**63), cache_modifier=".cg"), axis=0)
+
+
+ONE = tl.constexpr(float(1 << 40))  # the largest probability; the sum over 2^22 tokens fits an int64
 
 
 @triton.jit
@@ -46,7 +92,7 @@ def _at(vector, i):
 
 @triton.jit
 def _below(z, top, rate):
-    """log2 of the probability relative to the largest; the largest is right even where it is infinite."""
+    """log2 of the probability relative to the largest, which is 0 for the largest even if it is infinite."""
     return tl.where(z == top, 0.0, (z - top) * rate)
 
 
@@ -57,7 +103,7 @@ def _mass(exponent):
 
 @triton.jit
 def _pivot(i, first, low, high, step, shift, top, temperature, PIVOTS: tl.constexpr):
-    """Pivot i. At first they lie powers of two, in temperatures, below the largest logit, later evenly."""
+    """Pivot i. The first pivots lie powers of two, in temperatures, below the largest logit; later ones are even."""
     by_key = low + step * (i + 1)
     if first:
         below = (1 << ((i + 1) * 8 // (PIVOTS + 1) - 1)).to(tl.float32)
@@ -67,7 +113,7 @@ def _pivot(i, first, low, high, step, shift, top, temperature, PIVOTS: tl.conste
 
 @triton.jit
 def _columns(parts, N: tl.constexpr, LANES: tl.constexpr):
-    """Three or seven vectors as the columns of one tile of 8, so that all are added up at once."""
+    """Three or seven vectors as columns of one tile of 8, so that one reduction sums all."""
     zero = tl.zeros_like(parts[0])
     if N == 7:
         even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
@@ -84,7 +130,7 @@ def _measure(
     first, low, high, step, shift, temperature,
     PIVOTS: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Of the program's columns: how many are at or above each pivot, and their mass. Two vectors of 8."""
+    """How many of the program's columns are at or above each pivot, and their mass: two vectors of 8."""
     pivots = ()
     counts = ()
     masses = ()
@@ -115,7 +161,7 @@ def _measure(
 
 @triton.jit
 def _target(top_p, mass):
-    """The least whole mass that reaches p; one unit at least, so that the largest is kept."""
+    """The least integer mass that reaches p; at least one unit, so that the largest is kept."""
     wanted = top_p.to(tl.float64) * mass.to(tl.float64)
     target = wanted.to(tl.int64)
     return tl.maximum(target + (target.to(tl.float64) < wanted).to(tl.int64), 1)
@@ -127,11 +173,12 @@ def _threshold(
     penalty, top, rate, temperature, top_k, top_p, shift, low, ceiling, low_mass,
     PIVOTS: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """What top-k and top-p keep: all at or above `high`, and of what lies between `low` and `high` all, or with `cut`
-    the first `kept`.
+    """What top-k and top-p keep: all keys at or above `high`, and those from `low` up to `high`. With `cut` only the
+    first `kept` of the latter.
 
-    Two searches, first for k tokens, then for p of the mass that they have. `low` always has enough tokens or mass at
-    or above it, `high` has not; a search ends where what is between them is one value, or one token, or just enough.
+    Two searches: first for k tokens, then for p of their mass. At or above `low` there are always enough tokens or
+    enough mass, at or above `high` not. A search ends when only one value or one token is between them, or when the
+    count is exact.
     """
     slots = tl.arange(0, 8)
     unit = tl.full((), 1, tl.int64) << shift
@@ -145,7 +192,7 @@ def _threshold(
     searching = by_count | (top_p < 1.0)
     kept = low_count
     cut = low > high  # not yet
-    tied = low - 1  # where equal logits were cut by count, which mass may cut further
+    tied = low - 1  # the key at which equal logits were cut by count; the mass may cut them further
     first = searching
     while searching:
         going = (high - low > unit) & (low_count - high_count > 1) & ((low_count > target) | ~by_count)
@@ -168,14 +215,14 @@ def _threshold(
             down = (slots < PIVOTS) & ~enough & (pivots < high)
             new_low = tl.max(tl.where(up, pivots, low), axis=0)
             new_high = tl.min(tl.where(down, pivots, high), axis=0)
-            # Equal pivots have equal counts; any of them will do. Where none is nearer, the old ones stay.
+            # Equal pivots have equal counts, so any of them serves. If no pivot is nearer, the old values stay.
             low_count = tl.where(new_low > low, tl.max(tl.where(pivots == new_low, count, 0), axis=0), low_count)
             low_mass = tl.where(new_low > low, tl.max(tl.where(pivots == new_low, mass, 0), axis=0), low_mass)
             high_count = tl.where(new_high < high, tl.max(tl.where(pivots == new_high, count, 0), axis=0), high_count)
             high_mass = tl.where(new_high < high, tl.max(tl.where(pivots == new_high, mass, 0), axis=0), high_mass)
             low = new_low
             high = new_high
-            first = low > high  # no more
+            first = low > high  # false from now on
         else:
             ties = low_count - high_count
             each = tl.maximum((low_mass - high_mass) // ties, 1)
@@ -188,7 +235,7 @@ def _threshold(
                     tied = low
                     low_mass = high_mass + each * kept
                     low_count = high_count + kept
-                by_count = low > high  # mass now
+                by_count = low > high  # false: now by mass
                 target = _target(top_p, low_mass)
                 high = ceiling
                 high_count = zero
@@ -202,10 +249,10 @@ def _draw(
     x_ptr, seen_ptr, begin, end, n_cols, penalty, top, rate, seed, position, min_p, low, high, cut, kept, before,
     QUADS: tl.constexpr,
 ):  # fmt: skip
-    """The largest sum of logit and noise among the program's columns that are kept, with its column.
+    """The largest sum of logit and noise among the kept columns of the program, with its column.
 
-    Kept is what is at or above `high`; of what lies between `low` and `high` all, or with `cut` the first `kept` of the
-    row, of which `before` stand in columns before these.
+    For `low`, `high`, `cut` and `kept` see `_threshold`. `before` of the columns between `low` and `high` precede those
+    of the program.
     """
     found = tl.full((QUADS,), -(2**63), tl.int64)
     block = tl.arange(0, QUADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -225,7 +272,7 @@ def _draw(
             before += tl.sum(of_quad, axis=0)
         if min_p > 0.0:
             keep &= tl.exp2(exponent) >= tl.minimum(min_p, 1.0)  # the largest is always kept
-        if tl.max(tl.max(keep.to(tl.int32), axis=1), axis=0) > 0:  # most blocks keep nothing, and noise costs most
+        if tl.max(tl.max(keep.to(tl.int32), axis=1), axis=0) > 0:  # most blocks keep nothing, and the noise is costly
             score = with_index(key_of(exponent + noise(seed, position, start, QUADS)), cols)
             found = tl.maximum(found, tl.max(tl.where(keep, score, -(2**63)), axis=1))
     return tl.max(found, axis=0)
@@ -258,7 +305,7 @@ def _row(
     block = tl.arange(0, LANES)[:, None] * PACK + tl.arange(0, PACK)[None, :]
     n_barriers = split * 0
 
-    # The largest logit, raw and penalised.
+    # The largest logit, raw and penalized.
     best = tl.full((LANES,), -(2**63), tl.int64)
     raw = tl.full((LANES,), -(2**31), tl.int32)
     for start in tl.range(begin, end, BLOCK, num_stages=1):
@@ -274,10 +321,10 @@ def _row(
     best = largest(at, 0, splits, SPLITS)
     raw_top = value_of(largest(at, 1, splits, SPLITS).to(tl.int32))
     top = value_of(key_in(best))
-    draws = (temperature > 0.0) & (top > float("-inf"))  # neither for NaN: its first column is the token
+    draws = (temperature > 0.0) & (top > float("-inf"))  # false for NaN, whose first column is the token
     rate = tl.maximum(LOG2E / tl.where(draws, temperature, 1.0), 1e-30)  # never 0: 0 times -inf is NaN
 
-    # The sums of all probabilities: of the raw logits, for the log-probability, and of what is drawn from.
+    # The sums of all probabilities: of the raw logits, for the log-probability, and of the distribution to draw from.
     raw_mass = tl.zeros((LANES,), tl.int64)
     mass = tl.zeros((LANES,), tl.int64)
     for start in tl.range(begin, end, BLOCK, num_stages=1):
@@ -292,7 +339,7 @@ def _row(
     sums = tl.sum(gather(at, 0, splits, SPLITS), axis=0)
     total = _at(sums, 0).to(tl.float32) / ONE
 
-    # 16-bit logits differ in their upper bits alone, unless some were divided by a penalty.
+    # 16-bit logits differ only in their upper bits, unless some were divided by a penalty.
     shift = tl.full((), SHIFT, tl.int64)
     if seen_ptr is not None:
         shift = tl.where(penalty == 1.0, shift, 0)
@@ -388,3 +435,88 @@ def sample_kernel(
             given(seeds_ptr, seed, row).to(tl.int64), given(positions_ptr, position, row).to(tl.int32),
             SHIFT, WRITES_SEEN, PIVOTS, LANES, PACK, SPLITS,
         )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DrawConfig:
+    """A launch of the drawing kernel.
+
+    Attributes:
+        pivots: pivots of a pass.
+        lanes, pack: a block has `lanes` times `pack` logits.
+        num_warps: warps of a program.
+        per_sm: resident programs on each SM.
+        max_registers: registers of a thread at most, so that those programs fit.
+        multiprocessors: SMs of the GPU.
+        most_splits: programs that share a row at most. Their words are read as one tile.
+    """
+
+    pivots: int
+    lanes: int
+    pack: int
+    num_warps: int
+    per_sm: int
+    max_registers: int | None
+    multiprocessors: int
+    most_splits: int = 128
+
+    def programs(self, n_rows: int, n_cols: int) -> tuple[int, int]:
+        """Programs that share a row, and rows in work at once, so that all programs are resident."""
+        most = self.multiprocessors * self.per_sm
+        splits = max(1, min(most // n_rows, library.cdiv(n_cols, self.lanes * self.pack), self.most_splits))
+        return splits, min(n_rows, most // splits)
+
+
+FEW = 16  # below this number of rows the barrier of a pass takes longer than its work
+
+
+@functools.cache
+def config(few: bool, target: runtime.Target) -> DrawConfig:
+    """Three pivots halve the search interval twice in a pass. Seven halve it three times for nearly twice the work, and
+    take 150 registers a thread: an SM then holds one program of 256 threads."""
+    if target is runtime.INTERPRETER:
+        return DrawConfig(3, 1024, 4, 4, 1, None, multiprocessors=1, most_splits=4)
+    warps = 8 * 32 // target.warp_size
+    if few:
+        return DrawConfig(7, 256, 4, warps, 1, None, target.multiprocessors)
+    limit = 128 if target.warp_size == 32 else None  # AMD's compiler has no such limit
+    return DrawConfig(3, 256, 4, warps, 2, limit, target.multiprocessors)
+
+
+# The low bits of a float32 that are constant if it was converted from that dtype.
+_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+
+
+@functools.cache
+def _launcher(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: DrawConfig) -> launching.KernelLauncher:
+    constants = {
+        "SHIFT": _SHIFTS[dtypes[0]],  # type: ignore[index]
+        "WRITES_SEEN": writes_seen,
+        "PIVOTS": c.pivots,
+        "LANES": c.lanes,
+        "PACK": c.pack,
+        "SPLITS": c.most_splits,
+    }
+    return launching.KernelLauncher(sample_kernel, constants, num_warps=c.num_warps, **resident(c.max_registers))
+
+
+def launch(
+    tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters, writes_seen: bool
+) -> None:
+    """Launch it over checked tensors. `seen` is None unless it is read or written."""
+    n_rows, n_cols = logits.shape
+    logits = library.as_rows(logits)
+    c = config(n_rows < FEW, runtime.target(logits.device))
+    splits, groups = c.programs(n_rows, n_cols)
+    words = torch.empty(n_rows * 2 * splits * WORDS.value, dtype=torch.int64, device=logits.device)
+    counters = launching.counters(2 * n_rows, logits.device)
+    tensors = [v.contiguous() if isinstance(v, Tensor) else None for v in how]
+    numbers = [0 if isinstance(v, Tensor) else v for v in how]  # typed by the kernel
+    dtypes = (logits.dtype, tokens.dtype, *(None if t is None else t.dtype for t in (seen, *tensors)))
+    launching.launch(
+        _launcher(dtypes, writes_seen, c),
+        splits * groups,
+        (logits, seen, tokens, logprobs, *tensors, words, counters),
+        (logits.stride(0), 0 if seen is None else seen.stride(0), n_cols),
+        (n_rows, splits, groups, *numbers),  # type: ignore[arg-type]
+    )
