@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction  # isort: skip
 
 
 def main() -> None:
-    recorder = worker._Recorder()
+    recorder = worker._Recorder(hashed=False)
     seen: list[tuple[str, list[Any], dict[str, Any]]] = []
 
     def look(self, key, signature, device, constexprs, options, attrs, warmup):

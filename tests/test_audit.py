@@ -155,13 +155,13 @@ def test_strictly_a_name_is_not_enough():
 
 def test_namesakes_are_told_apart_by_what_they_take_of_the_chip():
     norm, gated = (
-        next(s for s in registry()["_tile_kernel"] if s.file == file)
-        for file in ("ops/rms_norm/forward.py", "ops/gated/quantized.py")
+        next(s for s in registry()["_loop_kernel"] if s.file == file)
+        for file in ("ops/rms_norm/forward.py", "ops/gated.py")
     )
     launched = [Launched(norm, 256, 64, 40), Launched(gated, 256, 0, 40)]
-    found = [origin_of("_tile_kernel", launched, threads=256, shared=s, registers=40) for s in (64, 0)]
+    found = [origin_of("_loop_kernel", launched, threads=256, shared=s, registers=40) for s in (64, 0)]
     assert [(o.op, o.block) for o in found] == [("rms_norm", "norms"), ("gated", "activation")]
-    both = origin_of("_tile_kernel", launched, threads=128, shared=7, registers=1)
+    both = origin_of("_loop_kernel", launched, threads=128, shared=7, registers=1)
     assert (both.kind, both.op, both.block) == ("Rooftile", "gated or rms_norm", "other")
 
 

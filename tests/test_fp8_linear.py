@@ -310,7 +310,7 @@ def test_wrong_arguments_are_named(device):
     for error, message, changed in cases:
         with pytest.raises(error, match=f"fp8_linear: {message}"):
             fp8_linear(**{**given, **changed})
-    with pytest.raises(ValueError, match="fp8_linear: x requires grad, but a quantised result has no derivative"):
+    with pytest.raises(ValueError, match="fp8_linear: x requires grad, but fp8_linear has no derivative"):
         fp8_linear(**{**wide, "x": wide["x"].requires_grad_()})
     with torch.no_grad():
         fp8_linear(**wide)
@@ -361,14 +361,14 @@ def test_rows_too_long_for_registers_give_the_same(device, monkeypatch):
     for dtype in (FP8, INT8):
         expected = quantize_tensor(x, Quantize(dtype))
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_op, "config", lambda *_: tensor_op.Config("row", 64, num_warps=4))
+            patch.setattr(tensor_op, "config", lambda *_: tensor_op.QuantizeConfig("loop", 64, num_warps=4))
             assert_same(quantize_tensor(x, Quantize(dtype)), expected)
 
 
 def test_many_programs_find_one_maximum(device, monkeypatch):
     x = torch.randn(40, 300, device=device)
     expected = quantize_tensor(x, Quantize(per="tensor"))
-    small = tensor_op.Config("tile", 64, num_warps=4, rows=2, per_multiprocessor=3)
+    small = tensor_op.QuantizeConfig("tile", 64, num_warps=4, rows=2, per_sm=3)
     monkeypatch.setattr(tensor_op, "config", lambda *_: small)
     assert_same(quantize_tensor(x, Quantize(per="tensor")), expected)
 

@@ -151,7 +151,7 @@ def test_errors_before_anything_is_written(device):
     for args, options, kind, message in wrong:
         with pytest.raises(kind, match=f"append_kv: {message}"):
             append_kv(*args, **options)
-    with pytest.raises(ValueError, match=r"append_kv: k requires grad, but a cache keeps no graph"):
+    with pytest.raises(ValueError, match=r"append_kv: k requires grad, but append_kv has no derivative"):
         append_kv(k.clone().requires_grad_(), k, cache, cache.clone(), lengths)
     with pytest.raises(ValueError, match=r"rope_and_cache: q has shape .*, expected \(2, 3, q_heads, 8\) to match k"):
         rope_and_cache(k[:1], k, k, k[0, :, 0], k[0, :, 0], cache, cache.clone(), lengths)

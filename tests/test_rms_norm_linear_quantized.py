@@ -253,7 +253,7 @@ def test_bad_arguments_are_named(op, device):
         ({"scale": s.to("meta")}, ValueError, "weight_scale is on meta, expected .* to match x"),
         ({"w": w[:, :7]}, ValueError, r"weight has shape \(6, 7\), expected"),
         ({"bias": b[:5]}, ValueError, r"bias has shape \(5,\), expected \(6,\)"),
-        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but a product with weights of 8 bits has no"),
+        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but .*_8bit has no derivative"),
         ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'gemv' takes one row of x"),
         ({"config": skinny}, ValueError, "config can't be launched: kernel is 'skinny', expected 'gemv'"),
     ):
@@ -280,7 +280,7 @@ def test_bad_arguments_of_4_bits_are_named(op, device):
         ({"scale": s[:, 0]}, ValueError, r"weight_scale has shape \(6,\), expected \(6, 3\)"),
         ({"w": w[:, :40]}, ValueError, r"weight has shape \(6, 40\), expected \(N, 48\): two numbers a byte"),
         ({"x": x[:, :80], "g": g[:80]}, ValueError, "x's last dimension is 80, expected a multiple of the group"),
-        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but a product with weights of 4 bits has no"),
+        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but .*_4bit has no derivative"),
         (
             {"config": ROW[2]},
             ValueError,

@@ -332,7 +332,7 @@ def test_gradients_are_refused_by_name(device):
     for name in ("x", "norm_weight", "weight", "bias"):
         asking = {**given, name: given[name].clone().requires_grad_()}
         written = caches(device, torch.float32, 2)
-        with pytest.raises(ValueError, match=f"rms_norm_qkv_rope_cache: {name} requires grad, but a cache keeps no"):
+        with pytest.raises(ValueError, match=f"rms_norm_qkv_rope_cache: {name} requires grad, but .* has no"):
             together(asking, angles, written, ints([3], device))
         assert all(cache.isnan().all() for cache in written)
         with torch.no_grad():

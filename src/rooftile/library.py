@@ -310,7 +310,7 @@ def define(
         launch: allocates outputs and launches kernels; called below autograd, on the device of its tensors.
         prepare: in the place of `launch`: returns what does so for such arguments, and is remembered.
         fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
-        autograd: the derivative. Without one a gradient through the op raises instead of vanishing.
+        autograd: the derivative. Without one the op refuses an input that requires grad, in grad mode.
     """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -341,7 +341,14 @@ def define(
     node = _node(name, autograd, mutated)
     # `Function.apply` itself looks for functorch's wrappers, which plain tensors are not: 3 us.
     apply_to_plain: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+
+    def refuse_gradients(args: tuple[Any, ...]) -> None:
+        for i in tensors:
+            refuse_gradient(name, overload._schema.arguments[i].name, args[i])
+
     check = None if autograd is None else autograd.check
+    if autograd is None and not name.endswith("_backward"):
+        check = refuse_gradients
 
     def asks_for_gradients(args: tuple[Any, ...]) -> bool:
         if forward_ad._current_level >= 0 and any(_has_tangent(args[i]) for i in tensors):
@@ -470,6 +477,15 @@ def check_same(op: str, name: str, tensor: Tensor, other_name: str, other: Tenso
         )
     if tensor.dtype != other.dtype:
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}, expected {other.dtype} to match {other_name}")
+
+
+def refuse_gradient(op: str, name: str, tensor: Tensor | None) -> None:
+    """Raise ValueError if the tensor requires grad."""
+    if tensor is not None and tensor.requires_grad:
+        raise ValueError(
+            f"{op}: {name} requires grad, but {op} has no derivative; call it under torch.no_grad(), or pass "
+            f"{name}.detach()"
+        )
 
 
 def as_rows(x: Tensor) -> Tensor:

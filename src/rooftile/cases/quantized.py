@@ -1,6 +1,6 @@
-"""The ops whose first result can be asked for in 8 bits, with it: over formats, and over what shares a scale.
+"""Ops with a quantized result, over formats and kinds of scales.
 
-A point's options name the format and what shares a scale; without any it is e4m3fn, by row.
+A point's options name the format and the elements that share a scale; the default is e4m3fn by row.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from rooftile.cases.case import Direction, OpCase, Point, Tolerance
 from rooftile.quantize import Quantize
 from rooftile.reference.quantize import LARGEST, after, eager
 
-# Where a number lies nearly in the middle of two of the format's, its last digits decide, and the other neighbour is a
-# whole step away: up to an eighth of it in e4m3fn, a quarter in e5m2. So errors here are few and large, and the fewer
-# numbers a tensor has, the larger a part of it is one of them.
-_FP32 = "a number in 10^5 lies so near to the middle of two of the format's that float32 and float64 round it apart"
-_NARROW = "a number in {} rounds to the other neighbour, as the reference does not round {} before, as models do"
+# An element near the midpoint of two values of the format may round either way, and the values are a whole step apart:
+# an eighth in e4m3fn, a quarter in e5m2. So errors are few and large, and weigh more in a small tensor.
+_FP32 = "one element in 10^5 is so near a midpoint of the format that float32 and float64 round it differently"
+_NARROW = "one element in {} rounds the other way, as the reference does not round {} first, as models do"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(3e-3, _FP32)},
     torch.float16: {"forward": Tolerance(2e-2, _NARROW.format(200, "to fp16"))},
     torch.bfloat16: {"forward": Tolerance(4e-2, _NARROW.format(30, "to bf16"))},
 }
-_SCALE = "a maximum and a quotient in float32; the reference does not round to {} before, as models do"
+_SCALE = "a maximum and a quotient in float32; the reference does not round to {} first, as models do"
 SCALE_TOLERANCES = {
     torch.float32: Tolerance(1e-6, "a maximum and a quotient in float32"),
     torch.float16: Tolerance(1e-3, _SCALE.format("fp16")),
@@ -56,19 +55,19 @@ def _function(op: Callable[..., Any]) -> Callable[..., Any]:
 def _case(plain: OpCase, sets: Mapping[str, Sequence[Point]]) -> OpCase:
     def inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
         drawn = plain.inputs(point, dtype, device, generator)
-        if point.options.get("per") == "tensor":  # a few numbers are past 4, and become the largest
+        if point.options.get("per") == "tensor":  # a few elements exceed 4 and saturate
             drawn["scale"] = torch.full((1,), 4 / LARGEST[_dtype(point)], device=device)
         return drawn
 
     def nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-        """A byte is written for each element of y instead of its dtype's, and the scales."""
+        """y is written in one byte an element, and so are the scales in four."""
         rows, cols = point["rows"], point["cols"]
         group = point.options.get("group_size", 128)
         scales = {"row": rows, "group": rows * -(-cols // group), "tensor": 1}[point.options.get("per", "row")]
         return plain.nbytes(point, itemsize, "forward") - (itemsize - 1) * rows * cols + 4 * scales
 
     def flops(point: Point, direction: Direction) -> int:
-        """The quotient, and the maximum where one is taken."""
+        """The division, and the maximum unless the scale is given."""
         more = 1 if point.options.get("per") == "tensor" else 2
         return plain.flops(point, "forward") + more * point["rows"] * point["cols"]
 
@@ -136,7 +135,7 @@ _NORM = _sets(
     ),
     (*_each(_point, 16384, 4096), *_each(_point, 8192, 8192)),
 )
-# rms_norm's kernels, with the residual: fewer sizes say as much. A row of 32768 is too long for registers.
+# The kernels of rms_norm with the residual, at fewer sizes. A row of 32768 is too long for registers.
 _ADD = _sets(
     _point,
     (_point(5, 200, **_GROUP, **_INT8), _point(5, 64, **_TENSOR, rounding="none")),
@@ -147,9 +146,17 @@ _SILU = _sets(
     (_gated_point(5, 200, **_GROUP), _gated_point(5, 64, **_TENSOR, **_E5M2), _gated_point(5, 64, **_INT8)),
     (*_each(_gated_point, 8192, 14336), _gated_point(8192, 18944)),
 )
+# Of the same kernels: one size is enough.
+_TANH: _Options = {"activation": "gelu_tanh"}
+_GELU = {
+    "tiny": (_gated_point(4, 128, activation="gelu"), _gated_point(5, 200, **_TANH, **_GROUP)),
+    "edge": (_gated_point(17, 127, **_TANH, **_INT8),),
+    "llm": (_gated_point(8192, 14336, **_TANH),),
+}
 
 CASES = (
     _case(rms_norm.CASES[0], _NORM),
     _case(add_rms_norm.CASES[0], _ADD),
     _case(gated.CASES[0], _SILU),
+    _case(gated.CASES[2], _GELU),
 )

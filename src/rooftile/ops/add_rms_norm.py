@@ -100,12 +100,11 @@ def _fake_quantized(
     return y, torch.empty(x.shape, dtype=x.dtype, device=x.device), scales
 
 
-_QUANTIZED = (
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, Tensor? scale, float eps, float offset, "
-    "str rounding, str dtype, str per, int group_size) -> (Tensor, Tensor, Tensor)"
-)
 _quantized_op = library.define(
-    _QUANTIZED, prepare=_prepare_quantized, fake=_fake_quantized, autograd=results.refuse_gradients(_QUANTIZED)
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, Tensor? scale, float eps, float offset, "
+    "str rounding, str dtype, str per, int group_size) -> (Tensor, Tensor, Tensor)",
+    prepare=_prepare_quantized,
+    fake=_fake_quantized,
 )
 
 

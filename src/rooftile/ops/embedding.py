@@ -1,7 +1,7 @@
-"""The rows of a table that tokens name: y = scale * weight[ids], the scale in float32, rounded once.
+"""Rows of an embedding table: y = scale * weight[ids], scaled in float32 and rounded once.
 
-Bytes: the ids read, each row that is named read once, every output written. A row is copied by programs of its own, a
-block of columns each: at one token a row of 8 KB is spread over several multiprocessors.
+Bytes: the ids and the selected rows are read, and all outputs are written. Several programs copy one row, a block of
+columns each, so that at one token a row of 8 KB is spread over several SMs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives import pdl
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
+from rooftile.primitives.tiles import tile_of, tiles
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -42,9 +42,7 @@ def _embedding_kernel(
     if EARLY:
         pdl_launch_dependents()
         pdl_wait()
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tokens = ((tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    cols = ((tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    tokens, _, cols = tile_of(tl.program_id(0), N, ROWS, BLOCK_N)
     mask = (tokens < n_tokens) & (cols < N)
 
     ids = tl.load(ids_ptr + tokens * stride_i, mask=tokens < n_tokens, other=-1).to(tl.int64)
@@ -58,8 +56,8 @@ def _embedding_kernel(
     tl.store(y_ptr + tokens * N + cols, y, mask=mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
-class Config:
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
+class EmbeddingConfig:
     """Tokens and columns of a program, and its warps."""
 
     rows: int
@@ -68,18 +66,18 @@ class Config:
 
 
 @functools.cache
-def config(n_cols: int, target: runtime.Target) -> Config:
-    """16 elements a thread, two loads of 16 bytes in 16 bits; of a short row several to a program."""
+def config(n_cols: int, target: runtime.Target) -> EmbeddingConfig:
+    """16 elements a thread, two 16-byte loads in 16 bits. A program takes several short rows."""
     whole = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return Config(16, min(4096, whole), num_warps=4)
+        return EmbeddingConfig(16, min(4096, whole), num_warps=4)
     block_n = min(2048, whole)
-    return Config(max(1, 512 // block_n), block_n, max(1, block_n // (16 * target.warp_size)))
+    return EmbeddingConfig(max(1, 512 // block_n), block_n, max(1, block_n // (16 * target.warp_size)))
 
 
 @functools.cache
-def _plan(
-    n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, early: bool, c: Config
+def _launcher(
+    n_cols: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, early: bool, c: EmbeddingConfig
 ) -> launching.KernelLauncher:
     constants = {"N": n_cols, "SCALE": scale, "ROWS": c.rows, "BLOCK_N": c.block_n, "EARLY": early}
     return launching.KernelLauncher(_embedding_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
@@ -100,7 +98,7 @@ def _output(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
 
 
 def _check_values(ids: Tensor, n_rows: int) -> None:
-    """What can be said of ids that are on the CPU."""
+    """Raise ValueError for ids outside the table, if they are on the CPU."""
     if ids.device.type == "cpu" and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= n_rows:
@@ -109,24 +107,24 @@ def _check_values(ids: Tensor, n_rows: int) -> None:
 
 
 def _prepare(ids: Tensor, weight: Tensor, scale: float) -> Callable[..., Tensor]:
-    _output(ids, weight, scale)
-    shape, dtype, device = (*ids.shape, weight.shape[1]), weight.dtype, weight.device
-    strides, n_rows = library.contiguous_strides(shape), weight.shape[0]
-    start, copies = library.start_nothing, library.Copies()
+    shape = _output(ids, weight, scale).shape
+    _check_values(ids, weight.shape[0])
+    strides, dtype, device = library.contiguous_strides(shape), weight.dtype, weight.device
+    start = library.start_nothing
     if ids.numel() and weight.shape[1]:
         flat = ids.reshape(-1)
-        if type(ids) is not Tensor or flat.data_ptr() != ids.data_ptr():
-            copies[0] = _flat
         n_tokens, n_cols = flat.shape[0], int(weight.shape[1])
-        c = config(n_cols, runtime.target(weight.device))
-        launcher = _plan(n_cols, (ids.dtype, weight.dtype), float(scale), pdl.early(ids), c)
-        programs = library.cdiv(n_tokens, c.rows) * library.cdiv(n_cols, c.block_n)
-        numbers = (n_tokens, n_rows)
-        start = launching.bind(launcher, programs, strides=(flat.stride(0), *weight.stride()), numbers=numbers)
-        start = library.copying(start, copies)
+        c = config(n_cols, runtime.target(device))
+        start = launching.bind(
+            _launcher(n_cols, (ids.dtype, dtype), float(scale), pdl.early(ids), c),
+            tiles(n_tokens, n_cols, c.rows, c.block_n),
+            strides=(flat.stride(0), *weight.stride()),
+            numbers=(n_tokens, weight.shape[0]),
+        )
+        if ids.dim() != 1 and not ids.is_contiguous():
+            start = library.copying(start, {0: lambda ids: ids.reshape(-1)})
 
-    def run(ids: Tensor, weight: Tensor, *_: object) -> Tensor:
-        _check_values(ids, n_rows)
+    def run(ids: Tensor, weight: Tensor, _: float) -> Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         start(ids, weight, y)
         return y
@@ -134,45 +132,30 @@ def _prepare(ids: Tensor, weight: Tensor, scale: float) -> Callable[..., Tensor]
     return run
 
 
-def _flat(ids: Tensor) -> Tensor:
-    return ids.reshape(-1)
-
-
-def _refuse(inputs: tuple[Any, ...]) -> None:
-    raise ValueError(
-        "embedding: weight requires grad, but the op has no derivative; call it under torch.no_grad(), give "
-        "weight.detach(), or train with torch.nn.functional.embedding"
-    )
-
-
-def _unreachable(*_: Any) -> NoReturn:
-    raise AssertionError("embedding is never differentiated")
-
-
 _op = library.define(
     "embedding(Tensor ids, Tensor weight, float scale) -> Tensor",
     prepare=_prepare,
     fake=_output,
-    autograd=library.Autograd(save=_unreachable, backward=_unreachable, check=_refuse),
 )
 
 
 def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
-    """`scale * weight[ids]`: the rows of a table of embeddings, for inference.
+    """`scale * weight[ids]`: rows of an embedding table, for inference.
 
     Args:
         ids: any shape, int32 or int64, any strides.
         weight: `(V, H)`, float32, float16 or bfloat16, any strides.
-        scale: what the rows are multiplied by, in float32, before the one rounding; compiled into the kernel.
+        scale: multiplies the rows in float32, before the one rounding; compiled into the kernel.
 
     Returns:
-        `(*ids.shape, H)` of weight's dtype, contiguous. An id outside of the table, where the device alone knows it,
-        gives a row of NaN; nothing outside of the table is read. Ids on the CPU are looked at, and sent to weight's
-        device, which a CUDA graph can't have.
+        `(*ids.shape, H)` of weight's dtype, contiguous. An id on the device that is outside the table gives a row of
+        NaN; nothing outside the table is read. Ids on the CPU are checked and copied to weight's device, which a CUDA
+        graph cannot capture.
 
     Raises:
-        ValueError: ids on the CPU hold one outside of the table; weight has not two dimensions, or requires grad; the
-            scale is not finite; devices differ or are the CPU without the interpreter.
+        ValueError: ids on the CPU are outside the table; weight has not two dimensions, or requires grad (to train, use
+            `torch.nn.functional.embedding`); the scale is not finite; devices differ or are the CPU without the
+            interpreter.
         TypeError: a dtype is not one of those named.
     """
     library.check_tensors("embedding", ids=ids, weight=weight)

@@ -310,7 +310,7 @@ def _prepare_quantized(
     op: str, gate: Tensor, up: Tensor, scale: Tensor | None, activation: str, *quantized: Any
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     _check(op, activation, gate, up)
-    allocate = results.allocator(gate, *quantized)
+    allocate = results.allocator(*results.empty(gate, *quantized))
     start = None
     if gate.numel():
         copies: library.Copies = {}
@@ -420,10 +420,6 @@ def _define(op: str) -> tuple[Callable[..., Any], ...]:
     def packed_gradient(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
         return None if dy is None else packed_backward(dy, *ctx.saved_tensors, ctx.activation), None
 
-    schema = (
-        f"{op}_quantized(Tensor gate, Tensor up, Tensor? scale, str activation, str dtype, str per, int group_size) "
-        "-> (Tensor, Tensor)"
-    )
     return (
         library.define(
             f"{op}(Tensor gate, Tensor up, str activation) -> Tensor",
@@ -438,10 +434,10 @@ def _define(op: str) -> tuple[Callable[..., Any], ...]:
             autograd=library.Autograd(_save, packed_gradient),
         ),
         library.define(
-            schema,
+            f"{op}_quantized(Tensor gate, Tensor up, Tensor? scale, str activation, str dtype, str per, "
+            "int group_size) -> (Tensor, Tensor)",
             prepare=functools.partial(_prepare_quantized, f"{op}_quantized"),
             fake=functools.partial(_fake_quantized, f"{op}_quantized"),
-            autograd=results.refuse_gradients(schema),
         ),
     )
 
@@ -460,7 +456,7 @@ def _quantized(op: str, gate: Tensor, up: Tensor, activation: str, q: Quantize) 
 def _quantized_packed(op: str, gate_up: Tensor, activation: str, q: Quantize) -> tuple[Tensor, Tensor]:
     _check_packed(op, activation, gate_up)
     if torch.is_grad_enabled():
-        results.refuse_gradient(op, "gate_up", gate_up)
+        library.refuse_gradient(op, "gate_up", gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return _quantized(op, gate, up, activation, q)
 

@@ -1,50 +1,45 @@
 """A tensor in 8 bits, with its scales: `scale = max(|x|) / largest`, `q = round(x / scale)`.
 
-    row       a scale for each row            activations and weights of a row-wise matrix product
-    group     one for every 128 columns       activations of a block-wise one
-    block     one for 128 x 128 elements      its weights
-    tensor    one, given or the tensor's own  a tensor-wise one
+    row       a scale for each row            activations and weights of a row-wise GEMM
+    group     one for every 128 columns       activations of a block-wise GEMM
+    block     one for 128 x 128 elements      weights of a block-wise GEMM
+    tensor    one, given or the tensor's own  both of a tensor-wise GEMM
 
-Bytes: x is read, a byte written for each element, and four for each scale. A tensor's own scale takes two kernels: the
-first leaves a maximum for each of its programs, the second, which reads x again, takes the maximum of those. A maximum
-is the same in any order, so the result is the same on every run.
+Bytes: x is read, and one byte is written for each element and four for each scale. A tensor's own scale takes two
+kernels: the first stores a maximum for each of its programs; the second reads x again and takes the maximum of those. A
+maximum is the same in any order, so the result is the same on every run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.gated import quantized_config
 from rooftile.primitives import quantize
 from rooftile.primitives.quantize import divide, magnitude, rounded, scale_of
+from rooftile.primitives.tiles import tile_of, tiles
 from rooftile.quantize import BLOCK, Quantize, check_quantize
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
-@triton.jit
-def _tile(tile, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of a tile; neighbours have neighbouring columns."""
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    rows = (tile // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first = (tile % BLOCKS) * BLOCK_N
-    return rows[:, None], first, first + tl.arange(0, BLOCK_N)[None, :]
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def _most_kernel(
     x_ptr, most_ptr, stride_xm, n_rows, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
 ):
-    """The largest magnitude in each program's tiles, as an integer."""
+    """Store the largest magnitude in each program's tiles, as an integer."""
     tiles = tl.cdiv(n_rows, ROWS) * ((N + BLOCK_N - 1) // BLOCK_N)
     most = tl.zeros((ROWS, BLOCK_N), tl.int32)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        rows, _, cols = _tile(tile, N, ROWS, BLOCK_N)
+        rows, _, cols = tile_of(tile, N, ROWS, BLOCK_N)
         x = tl.load(x_ptr + rows * stride_xm + cols, mask=(rows < n_rows) & (cols < N), other=0.0)
         most = tl.maximum(most, magnitude(x.to(tl.float32)))
     tl.store(most_ptr + tl.program_id(0), tl.max(tl.max(most, axis=1), axis=0))
@@ -66,8 +61,8 @@ def _tile_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """MOST: the scale is that of the maxima at most_ptr, padded to so many; 0 where it is not."""
-    rows, first, cols = _tile(tl.program_id(0), N, ROWS, BLOCK_N)
+    """With MOST > 0 the scale is that of the maxima at most_ptr, padded to MOST."""
+    rows, first, cols = tile_of(tl.program_id(0), N, ROWS, BLOCK_N)
     mask = (rows < n_rows) & (cols < N)
     x = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
 
@@ -85,8 +80,8 @@ def _tile_kernel(
 
 
 @triton.jit
-def _row_kernel(x_ptr, y_ptr, scale_ptr, stride_xm, N: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A row that is too long for registers: read twice, the second time out of the L2."""
+def _loop_kernel(x_ptr, y_ptr, scale_ptr, stride_xm, N: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program quantizes one row that is too long for registers; it reads it twice, the second time from the L2."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     block = tl.arange(0, BLOCK_N)
@@ -118,7 +113,7 @@ def _block_kernel(
     FORMAT: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    rows, _, cols = _tile(tl.program_id(0), N, EDGE, EDGE)
+    rows, _, cols = tile_of(tl.program_id(0), N, EDGE, EDGE)
     mask = (rows < n_rows) & (cols < N)
     x = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
 
@@ -128,47 +123,42 @@ def _block_kernel(
     tl.store(y_ptr + rows * N + cols, rounded(x * (1.0 / scale), FORMAT, True, y_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
-class Config:
-    """Which kernel; columns of a block; warps; rows of a tile; of the maximum: programs a multiprocessor, stages."""
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
+class QuantizeConfig:
+    """A launch of kernel "tile", "loop" or "block". The kernel for the maximum has `per_sm` programs on an SM."""
 
     kernel: str
     block_n: int
     num_warps: int
     rows: int = 1
-    per_multiprocessor: int = 4
+    per_sm: int = 4
     stages: int = 2
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, per: str, span: int, target: runtime.Target) -> Config:
-    """Tiles as silu_mul's quantised result has them, which is the same but for one input more."""
+def config(n_cols: int, itemsize: int, per: str, span: int, target: runtime.Target) -> QuantizeConfig:
+    """The tiles of silu_mul's quantized result, which only has one input more."""
     if per == "block":
-        return Config("block", BLOCK, num_warps=8 * 32 // target.warp_size)
-    whole = max(library.power_of_two(n_cols), span)
-    if target is runtime.INTERPRETER:
-        return Config("tile", max(min(4096, whole), span), num_warps=4, rows=16)
-    if span * itemsize > 32768 and per == "row":
-        return Config("row", 4096, num_warps=16 * 32 // target.warp_size)
-    block_n = max(min(2048, whole), span)
-    return Config("tile", block_n, min(32, max(8, block_n // 512)) * 32 // target.warp_size, max(1, 2048 // block_n))
+        return QuantizeConfig("block", BLOCK, num_warps=8 * 32 // target.warp_size)
+    g = quantized_config(n_cols, itemsize, span, target)
+    return QuantizeConfig(g.kernel, g.block_n, g.num_warps, g.rows)
 
 
 @functools.cache
-def _plan(
-    n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, most: int, c: Config
+def _launcher(
+    n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, most: int, c: QuantizeConfig
 ) -> launching.KernelLauncher:
     constants = {"N": n_cols, "FORMAT": dtype}
     if c.kernel == "block":
         return launching.KernelLauncher(_block_kernel, {**constants, "EDGE": c.block_n}, num_warps=c.num_warps)
-    if c.kernel == "row":
-        return launching.KernelLauncher(_row_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
+    if c.kernel == "loop":
+        return launching.KernelLauncher(_loop_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
     tile = {"SPAN": span, "MOST": most, "ROWS": c.rows, "BLOCK_N": c.block_n}
     return launching.KernelLauncher(_tile_kernel, {**constants, **tile}, num_warps=c.num_warps)
 
 
 @functools.cache
-def _most_plan(n_cols: int, input_dtype: torch.dtype, c: Config) -> launching.KernelLauncher:
+def _most_launcher(n_cols: int, input_dtype: torch.dtype, c: QuantizeConfig) -> launching.KernelLauncher:
     constants = {"N": n_cols, "ROWS": c.rows, "BLOCK_N": c.block_n, "STAGES": c.stages}
     return launching.KernelLauncher(_most_kernel, constants, num_warps=c.num_warps)
 
@@ -190,41 +180,68 @@ def outputs(x: Tensor, scale: Tensor | None, dtype: str, per: str, group_size: i
     return q, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def launch(x: Tensor, scale: Tensor | None, dtype: str, per: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """q and its scales, of an x that was checked."""
-    q, scales = outputs(x, scale, dtype, per, group_size)
-    if q.numel() == 0:
-        return q, scales.fill_(2.0**-126)  # what has no elements has a scale all the same
-    x = library.as_rows(x)
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
-    target = runtime.target(x.device)
+def prepare(
+    x: Tensor, scale: Tensor | None, dtype: str, per: str, group_size: int
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What gives q and its scales of a checked x and the given scale or None."""
+    allocate = quantize.allocator(*outputs(x, scale, dtype, per, group_size))
+    if x.numel() == 0:
+        return lambda *_: _of_nothing(*allocate())
+    copies: library.Copies = {}
+    rows = library.rows_of(x, copies, 0)
+    n_rows, n_cols = rows.shape[0], int(rows.shape[1])
+    target, device = runtime.target(x.device), x.device
     span = 0 if per in ("tensor", "block") else quantize.span(n_cols, per, group_size)
     c = config(n_cols, x.element_size(), per, span, target)
-    tiles = library.cdiv(n_rows, BLOCK if per == "block" else c.rows) * library.cdiv(n_cols, c.block_n)
-    tensors = (x, quantize.writable(q), scales if scale is None else scale)
-    if c.kernel == "block":
-        launching.launch(_plan(n_cols, x.dtype, dtype, span, 0, c), tiles, tensors, (x.stride(0),), (n_rows,))
-        return q, scales
-    if c.kernel == "row":
-        launching.launch(_plan(n_cols, x.dtype, dtype, span, 0, c), n_rows, tensors, (x.stride(0),))
-        return q, scales
-    programs = most = 0
-    part = None
+    programs = n_tiles = tiles(n_rows, n_cols, BLOCK if per == "block" else c.rows, c.block_n)
+    strides = (rows.stride(0),)
+    numbers: tuple[int, ...] = (n_rows,)
+    n_most = most = 0
+    find_most = None
     if per == "tensor" and scale is None:
-        programs = target.multiprocessors * c.per_multiprocessor
-        most = library.power_of_two(programs)
-        if isinstance(tiles, int):  # in a graph for any length it is a symbol, on which nothing may depend
-            programs = min(programs, tiles)
-        part = torch.empty(programs, dtype=torch.int32, device=x.device)
-        launching.launch(_most_plan(n_cols, x.dtype, c), programs, (x, part), (x.stride(0),), (n_rows,))
-    plan = _plan(n_cols, x.dtype, dtype, span, most, c)
-    launching.launch(plan, tiles, (*tensors, part), (x.stride(0),), (n_rows, programs))
-    return q, scales
+        n_most = target.multiprocessors * c.per_sm
+        most = library.power_of_two(n_most)
+        if isinstance(n_tiles, int):  # symbolic in a graph for any length; nothing may depend on it
+            n_most = min(n_most, n_tiles)
+        find_most = launching.bind(_most_launcher(n_cols, x.dtype, c), n_most, strides=strides, numbers=numbers)
+    if c.kernel == "tile":
+        numbers = (n_rows, n_most)
+    elif c.kernel == "loop":
+        programs, numbers = n_rows, ()
+    launcher = _launcher(n_cols, x.dtype, dtype, span, most, c)
+    start = launching.bind(launcher, programs, strides=strides, numbers=numbers)
+
+    def run(x: Tensor, scale: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+        q, written, scales = allocate()
+        if copies:
+            x = library.as_rows(x)
+        if find_most is not None:
+            part = torch.empty(n_most, dtype=torch.int32, device=device)
+            find_most(x, part)
+            start(x, written, scales, part)
+        elif c.kernel == "tile":
+            start(x, written, scales if scale is None else scale, None)
+        else:
+            start(x, written, scales)
+        return q, scales
+
+    return run
 
 
-def _launch(x: Tensor, scale: Tensor | None, dtype: str, per: str, group_size: int) -> tuple[Tensor, Tensor]:
+def _of_nothing(q: Tensor, _: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return q, scales.fill_(2.0**-126)  # an empty tensor has a scale too
+
+
+def launch(x: Tensor, scale: Tensor | None, *quantized: Any) -> tuple[Tensor, Tensor]:
+    """q and its scales, of a checked x."""
+    return prepare(x, scale, *quantized)(x, scale)
+
+
+def _prepare(
+    x: Tensor, scale: Tensor | None, dtype: str, per: str, group_size: int
+) -> Callable[..., tuple[Tensor, Tensor]]:
     check("quantize_tensor", x, per)
-    return launch(x, scale, dtype, per, group_size)
+    return prepare(x, scale, dtype, per, group_size)
 
 
 def _fake(x: Tensor, scale: Tensor | None, dtype: str, per: str, group_size: int) -> tuple[Tensor, Tensor]:
@@ -232,27 +249,30 @@ def _fake(x: Tensor, scale: Tensor | None, dtype: str, per: str, group_size: int
     return outputs(x, scale, dtype, per, group_size)
 
 
-_SCHEMA = "quantize_tensor(Tensor x, Tensor? scale, str dtype, str per, int group_size) -> (Tensor, Tensor)"
-_op = library.define(_SCHEMA, launch=_launch, fake=_fake, autograd=quantize.refuse_gradients(_SCHEMA))
+_op = library.define(
+    "quantize_tensor(Tensor x, Tensor? scale, str dtype, str per, int group_size) -> (Tensor, Tensor)",
+    prepare=_prepare,
+    fake=_fake,
+)
 
 
 def quantize_tensor(x: Tensor, quantize: Quantize | None = None) -> tuple[Tensor, Tensor]:
-    """x in 8 bits and its scales; `quantize.dequantize(q, scale)` gives x back, but for the rounding.
+    """x in 8 bits and its scales; `quantize.dequantize(q, scale)` is x up to rounding.
 
     Args:
-        x: `(..., N)`, float32, float16 or bfloat16; `(M, N)` for `per="block"`. Any strides; copied only where the
-            leading dimensions can't be taken as one, or the last stride is not 1.
-        quantize: format and what shares a scale (`rooftile.Quantize`); by default float8_e4m3fn by row. Here
-            `per="tensor"` without a scale takes the tensor's own maximum, and `per="block"` is known too.
+        x: `(..., N)`, float32, float16 or bfloat16; `(M, N)` for `per="block"`. Any strides; copied only if the
+            leading dimensions cannot be viewed as one, or if the last stride is not 1.
+        quantize: the format and its scales, see `rooftile.Quantize`; float8_e4m3fn by row by default. Here
+            `per="tensor"` without a scale takes the tensor's own maximum, and `per="block"` is accepted.
 
     Returns:
         q with the shape of x, contiguous, and the float32 scales: `(..., 1)` by row, `(..., ceil(N / group_size))` by
         group, `(ceil(M / 128), ceil(N / 128))` by block, `(1,)` for the tensor's own, and the one that was given.
 
     Raises:
-        ValueError: x has no dimension, or by block not two, or requires grad; a device is the CPU without the
-            interpreter, or devices differ.
-        TypeError: x's dtype is not one of those, or `quantize` is no `Quantize`.
+        ValueError: x has no dimension, or not two for `per="block"`, or requires grad; devices differ, or a device is
+            the CPU without the interpreter.
+        TypeError: x's dtype is not one of those, or `quantize` is not a `Quantize`.
     """
     quantize = Quantize() if quantize is None else quantize
     check_quantize("quantize_tensor", quantize, fused=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -141,13 +140,12 @@ def empty(x: Tensor, dtype: str, per: str, group_size: int) -> tuple[Tensor, Ten
     return y, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def allocator(x: Tensor, dtype: str, per: str, group_size: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """What allocates y, y as a kernel writes it, and the scales: `empty` and `writable`, prepared once."""
-    y, scales = empty(x, dtype, per, group_size)
+def allocator(y: Tensor, scales: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """What allocates such a y, the same y as a kernel writes it, and such scales."""
     as_bytes = writable(y) is not y
     of_y = y.shape, library.contiguous_strides(y.shape)
     of_scales = scales.shape, library.contiguous_strides(scales.shape)
-    y_dtype, device = y.dtype, x.device
+    y_dtype, device = y.dtype, y.device
 
     def allocate() -> tuple[Tensor, Tensor, Tensor]:
         y = torch.empty_strided(*of_y, dtype=y_dtype, device=device)
@@ -160,27 +158,3 @@ def allocator(x: Tensor, dtype: str, per: str, group_size: int) -> Callable[[], 
 def span(n_cols: int, per: str, group_size: int) -> int:
     """The columns that share a scale, as a power of two; 0 where all elements share the one that is given."""
     return {"row": library.power_of_two(n_cols), "group": group_size, "tensor": 0}[per]
-
-
-def refuse_gradient(op: str, name: str, tensor: object, what: str = "a quantised result") -> None:
-    """Raise ValueError for a tensor that requires grad."""
-    if isinstance(tensor, Tensor) and tensor.requires_grad:
-        raise ValueError(
-            f"{op}: {name} requires grad, but {what} has no derivative; call it under "
-            f"torch.no_grad(), or give {name}.detach()"
-        )
-
-
-def refuse_gradients(schema: str, what: str = "a quantised result") -> library.Autograd:
-    """Of an op with `what`, which has no derivative: an input that requires grad is an error at once."""
-    op, _, rest = schema.partition("(")
-    names = [argument.split()[-1] for argument in rest.partition(")")[0].split(",")]
-
-    def check(inputs: tuple[Any, ...]) -> None:
-        for name, value in zip(names, inputs, strict=False):
-            refuse_gradient(op, name, value, what)
-
-    def unreachable(*_: Any) -> NoReturn:
-        raise AssertionError(f"{op} is never differentiated")
-
-    return library.Autograd(save=unreachable, backward=unreachable, check=check)

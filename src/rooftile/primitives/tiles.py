@@ -15,7 +15,7 @@ def tile_of(tile, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     rows = (tile // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = (tile % BLOCKS) * BLOCK_N
-    return rows[:, None], first, (first + tl.arange(0, BLOCK_N))[None, :]
+    return rows[:, None], first, first + tl.arange(0, BLOCK_N)[None, :]
 
 
 def tiles(n_rows: int, n_cols: int, rows: int, block_n: int) -> int:

@@ -21,7 +21,6 @@ from rooftile.ops import quantize_tensor
 from rooftile.ops.gemm import fp8_choose as choose
 from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem, decode, encode
 from rooftile.ops.gemm.fp8_common import WScale, XScale
-from rooftile.primitives import quantize
 from rooftile.quantize import BLOCK
 
 _FP8 = torch.float8_e4m3fn
@@ -187,7 +186,7 @@ _SCHEMA = (
     "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? x_scale, Tensor? bias, "
     "Tensor? residual, str out_dtype, bool fast_accumulation, str config) -> Tensor"
 )
-_op = library.define(_SCHEMA, launch=_launch, fake=_fake, autograd=quantize.refuse_gradients(_SCHEMA))
+_op = library.define(_SCHEMA, launch=_launch, fake=_fake)
 
 
 def fp8_linear(

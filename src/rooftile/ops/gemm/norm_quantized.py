@@ -34,7 +34,6 @@ from rooftile.ops.gemm.weight_only import _launch as weight_only_product
 from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.ops.rms_norm import forward as norm
 from rooftile.primitives.activations import check_activation
-from rooftile.primitives.quantize import refuse_gradients
 
 _PRODUCTS = {torch.int8: "int8_linear", torch.uint8: "int4_linear"}
 
@@ -104,15 +103,11 @@ def _several(
 
 
 def _define(op: str, bits: int) -> Any:
-    schema = (
-        f"{op}_{bits}bit(Tensor x, Tensor norm_weight, Tensor weight, Tensor weight_scale, Tensor? bias, float eps, "
-        "float offset, str activation, str config) -> Tensor"
-    )
     return library.define(
-        schema,
+        f"{op}_{bits}bit(Tensor x, Tensor norm_weight, Tensor weight, Tensor weight_scale, Tensor? bias, float eps, "
+        "float offset, str activation, str config) -> Tensor",
         launch=functools.partial(_launch, op),
         fake=functools.partial(_fake, op),
-        autograd=refuse_gradients(schema, f"a product with weights of {bits} bits"),
     )
 
 

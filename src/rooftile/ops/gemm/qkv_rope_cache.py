@@ -159,9 +159,6 @@ _op = library.define(
     f"{kv_cache._OF_CACHE}, str style, float eps, float offset) -> Tensor",
     launch=_launch,
     fake=_fake,
-    autograd=kv_cache._refuse_gradients(
-        _OP, ("x", "norm_weight", "weight", "weight_scale", "bias", "cos", "sin", *kv_cache._NAMES)
-    ),
 )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,23 +175,10 @@ def _launch(
 
 def _define(op: str) -> Any:
     name = _WEIGHTS[op][0]
-
-    def check(inputs: tuple[Any, ...]) -> None:
-        for argument, value in zip(("x", name, "scale", "bias", "residual"), inputs, strict=False):
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise ValueError(
-                    f"{op}: {argument} requires grad, but a weight-only product has no derivative; call it under "
-                    f"torch.no_grad(), or give {argument}.detach()"
-                )
-
-    def unreachable(*_: Any) -> NoReturn:
-        raise AssertionError(f"{op} is never differentiated")
-
     return library.define(
         f"{op}(Tensor x, Tensor {name}, Tensor scale, Tensor? bias, Tensor? residual, str config) -> Tensor",
         launch=functools.partial(_launch, op),
         fake=functools.partial(_fake, op),
-        autograd=library.Autograd(save=unreachable, backward=unreachable, check=check),
     )
 
 

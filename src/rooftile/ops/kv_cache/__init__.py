@@ -17,7 +17,7 @@ leaves that token out. Lengths and pages that are on the CPU are looked at befor
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,41 +96,21 @@ def _fake_rope(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *rest:
     return dense(q, cache.layout)
 
 
-def _refuse_gradients(op: str, names: tuple[str, ...]) -> library.Autograd:
-    """A cache is memory that later calls read: it holds no graph."""
-
-    def check(inputs: tuple[Any, ...]) -> None:
-        for name, value in zip(names, inputs, strict=False):
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise ValueError(
-                    f"{op}: {name} requires grad, but a cache keeps no graph; call it under torch.no_grad(), or give "
-                    f"{name}.detach()"
-                )
-
-    def unreachable(*_: Any) -> NoReturn:
-        raise AssertionError(f"{op} is never differentiated")
-
-    return library.Autograd(save=unreachable, backward=unreachable, check=check)
-
-
 # A scale for each token is written, one that is given is not: two arguments, of which the first two may be absent.
 _OF_CACHE = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? page_table, Tensor? counts, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!) k_token_scale, Tensor(d!) v_token_scale, str layout"
 )
-_NAMES = ("k_cache", "v_cache", "lengths", "page_table", "counts", "k_scale", "v_scale", "k_scale", "v_scale")
 
 _append = library.define(
     f"append_kv(Tensor k, Tensor v, {_OF_CACHE}) -> ()",
     launch=_launch_append,
     fake=_fake_append,
-    autograd=_refuse_gradients("append_kv", ("k", "v", *_NAMES)),
 )
 _rope = library.define(
     f"rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, {_OF_CACHE}, str style) -> Tensor",
     launch=_launch_rope,
     fake=_fake_rope,
-    autograd=_refuse_gradients("rope_and_cache", ("q", "k", "v", "cos", "sin", *_NAMES)),
 )
 
 

@@ -86,12 +86,11 @@ def _fake_quantized(
 
 
 # A given scale is not among the results: an op may not return one of its arguments.
-_QUANTIZED = (
-    "rms_norm_quantized(Tensor x, Tensor? weight, Tensor? scale, float eps, float offset, str rounding, str dtype, "
-    "str per, int group_size) -> (Tensor, Tensor)"
-)
 _quantized_op = library.define(
-    _QUANTIZED, prepare=_prepare_quantized, fake=_fake_quantized, autograd=results.refuse_gradients(_QUANTIZED)
+    "rms_norm_quantized(Tensor x, Tensor? weight, Tensor? scale, float eps, float offset, str rounding, str dtype, "
+    "str per, int group_size) -> (Tensor, Tensor)",
+    prepare=_prepare_quantized,
+    fake=_fake_quantized,
 )
 
 

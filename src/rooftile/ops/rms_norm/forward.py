@@ -383,7 +383,7 @@ def prepare_quantized(
     The scales are `(0,)` if the scale is given. u is None without a residual.
     """
     start = prepare(op, x, residual, weight, eps, offset, rounding, quantized)
-    allocate = quantize.allocator(x, *quantized)
+    allocate = quantize.allocator(*quantize.empty(x, *quantized))
 
     def run(
         x: Tensor, residual: Tensor | None, weight: Tensor | None, scale: Tensor | None
