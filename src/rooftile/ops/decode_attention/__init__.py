@@ -11,6 +11,7 @@ batch and the number of programs: a launch depends on shapes alone, and one CUDA
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.library import unit_last
 from rooftile.ops.decode_attention.choose import (
     DecodeConfig,
     check,
@@ -124,7 +126,7 @@ def _plans(
     return plan, launching.KernelLauncher(combine_kernel, second, num_warps=4, **options)
 
 
-def _launch(
+def _prepare(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -141,7 +143,7 @@ def _launch(
     layout: str,
     return_lse: bool,
     config: str,
-) -> tuple[Tensor, Tensor]:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     if isinstance(q, FunctionalTensor):
         raise launching.Untraceable("counters")
     out, lse = _fake(
@@ -151,12 +153,9 @@ def _launch(
     s = shape_of(q, k_cache, v_cache, page_table, layout)
     check_values(lengths, page_table, s)
     if out.numel() == 0:
-        return out, lse
-    if s.capacity == 0 or (s.page and s.n_pages == 0):  # no keys at all, for any lengths
-        lse.fill_(float("-inf"))
-        if sinks is not None and return_lse:
-            lse.copy_(sinks[:, None].expand_as(lse))
-        return out.zero_(), lse
+        return _fake
+    if s.capacity == 0 or (s.page and s.n_pages == 0):
+        return _without_keys
     target = runtime.target(q.device)
     rows = s.heads // s.kv_heads * s.n_new
     tile, tiles = row_tile(rows)
@@ -167,53 +166,106 @@ def _launch(
     else:
         c.check_device(target, (s.head_dim + s.value_dim) * k_cache.element_size())
 
-    q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
-    lengths = lengths.contiguous()
-    pairs = packed_format(q, k_cache, v_cache, target)
-    k_bytes, v_bytes = (as_pairs(t) if pairs else writable(t) for t in (k_cache, v_cache))
-    if page_table is not None and page_table.stride(1) != 1:
-        page_table = page_table.contiguous()
-    if mask is not None and mask.stride(1) != 1:
-        mask = mask.contiguous()
-    alibi_slopes, sinks = (None if t is None else t.contiguous() for t in (alibi_slopes, sinks))
+    copies: library.Copies = {}
+    if q.stride(-1) != 1:
+        q, copies[0] = q.contiguous(), Tensor.contiguous
+    pairs = packed_format(q, unit_last(k_cache), unit_last(v_cache), target)
+
+    def readable(cache: Tensor) -> Tensor:
+        """A cache as the kernel reads it."""
+        cache = unit_last(cache)
+        return as_pairs(cache) if pairs else writable(cache)
+
+    k_bytes, v_bytes = readable(k_cache), readable(v_cache)
+    for place, read, given in ((1, k_bytes, k_cache), (2, v_bytes, v_cache)):
+        if read is not given:
+            copies[place] = readable
+    for place, matrix in ((4, page_table), (9, mask)):
+        if matrix is not None and unit_last(matrix) is not matrix:
+            copies[place] = unit_last
+    for place, vector in ((3, lengths), (7, alibi_slopes), (8, sinks)):
+        library.contiguous_of(vector, copies, place)
+    pages, hidden = (None if t is None else unit_last(t) for t in (page_table, mask))
+    page_stride = 0 if pages is None else pages.stride(0)
+    mask_stride = 1 if hidden is None else hidden.stride(0)  # a 1 is compiled in: without a mask no argument is added
 
     blocks = items * library.cdiv(s.capacity, c.block_n)
     parts_at_most = items if c.combine == "none" else max(1, blocks // c.min_blocks)
     programs = min(target.multiprocessors * c.programs_per_sm, parts_at_most)
-    partial = counters = None
     (_, _), (v0, v1) = split_dim(s.head_dim), split_dim(s.value_dim)
     split = programs > 1 and c.combine != "none"
-    if split:
-        partial = torch.empty(programs * 2 * tile * (v0 + v1 + 2), dtype=torch.float32, device=q.device)
-        if c.combine == "last":
-            counters = launching.counters(items, q.device)
+    n_partial = programs * 2 * tile * (v0 + v1 + 2) if split else 0
+    n_counters = items if split and c.combine == "last" else 0
     factor = s.head_dim**-0.5 if scale is None else scale
     optional = (alibi_slopes, sinks, mask, page_table)
     dtypes = (q.dtype, k_bytes.dtype, *(None if t is None else t.dtype for t in optional), lengths.dtype)
     k_strides, v_strides = strides_of(k_bytes, layout), strides_of(v_bytes, layout)
-    plan, second = _plans(
+    launcher, second = _plans(
         dtypes, s.head_dim, s.value_dim, s.heads // s.kv_heads, rows, s.page, (k_strides[1], v_strides[1]), factor,
         softcap, window,
         (scale_kind(k_scale), scale_kind(v_scale)), return_lse, library.power_of_two(s.batch), c,
         c.pdl and pdl.supported(target), pairs, target.arch.startswith("sm_"), split,
         not split and programs == items,
     )  # fmt: skip
-    lse_or_none = lse if return_lse else None
-    tensors = (q, k_bytes, v_bytes, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, out, lse_or_none)
     strides: tuple[int, ...] = (
         *q.stride()[:3],
         *k_strides[::2],
         *v_strides[::2],
         *scale_strides(k_scale, layout),
         *scale_strides(v_scale, layout),
-        0 if page_table is None else page_table.stride(0),
-        1 if mask is None else mask.stride(0),  # a 1 is compiled in: without a mask there is no argument more
+        page_stride,
+        mask_stride,
     )
     sizes = (s.batch, s.n_new, s.kv_heads, s.capacity)
-    launching.launch(plan, programs, (*tensors, partial, counters), strides, (*sizes, s.n_pages, programs))
+    numbers = (*sizes, s.n_pages, programs)
+    start = library.copying(launching.bind(launcher, programs, strides=strides, numbers=numbers), copies)
+    combine = library.start_nothing
     if second is not None:
-        launching.launch(second, items * tile, (lengths, sinks, partial, out, lse_or_none), (), (*sizes, programs))
-    return out, lse
+        combine = launching.bind(second, items * tile, numbers=(*sizes, programs))
+        combine = library.copying(combine, {i: copies[place] for i, place in ((0, 3), (1, 8)) if place in copies})
+    device, dtype = q.device, q.dtype
+    out_shape, out_strides, lse_shape, lse_strides = out.shape, out.stride(), lse.shape, lse.stride()
+
+    def run(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        lengths: Tensor,
+        page_table: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        mask: Tensor | None,
+        *_: object,
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided(out_shape, out_strides, dtype=dtype, device=device)
+        lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
+        lse_or_none = lse if return_lse else None
+        partial = counters = None
+        if n_partial:
+            partial = torch.empty_strided((n_partial,), (1,), dtype=torch.float32, device=device)
+        if n_counters:
+            counters = launching.counters(n_counters, device)
+        start(
+            q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, out, lse_or_none,
+            partial, counters,
+        )  # fmt: skip
+        if second is not None:
+            combine(lengths, sinks, partial, out, lse_or_none)
+        return out, lse
+
+    return run
+
+
+def _without_keys(*args: Any) -> tuple[Tensor, Tensor]:
+    """The result for caches that hold no keys, whatever the lengths."""
+    sinks, return_lse = args[8], args[14]
+    out, lse = _fake(*args)
+    lse.fill_(float("-inf"))
+    if sinks is not None and return_lse:
+        lse.copy_(sinks[:, None].expand_as(lse))
+    return out.zero_(), lse
 
 
 def _fake(
@@ -245,7 +297,7 @@ _op = library.define(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, "
     "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, float? scale, int window, float softcap, "
     "str layout, bool return_lse, str config) -> (Tensor, Tensor)",
-    launch=_launch,
+    prepare=_prepare,
     fake=_fake,
 )
 
