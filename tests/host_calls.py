@@ -32,17 +32,17 @@ def compiled(launch, programs, first, args):
         if i >= len(args) or args[i] is None:
             kinds.append("constexpr")
         elif i >= launch.n_tensors:
-            kinds.append("i64")
+            kinds.append("fp32" if isinstance(args[i], float) else "i64")
         else:
             kinds.append("*fp32" if isinstance(args[i], torch.Tensor) else "tensordesc<fp32[8, 16]>")
-    described = sum(kind.startswith("tensordesc") for kind in kinds)
-    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [8, 16], "fp4_padded": False}
+    described = [arg for arg, kind in zip(args, kinds, strict=False) if kind.startswith("tensordesc")]
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "fp4_padded": False}
     metadata = types.SimpleNamespace(
         global_scratch_size=0,
         profile_scratch_size=0,
         launch_cooperative_grid=False,
         launch_pdl=False,
-        tensordesc_meta=[meta] * described,
+        tensordesc_meta=[{**meta, "block_size": list(arg.block_shape)} for arg in described],
     )
     source = types.SimpleNamespace(signature=dict(zip(names, kinds, strict=True)))
     return types.SimpleNamespace(metadata=metadata, packed_metadata=(4, 1, 0), src=source, function=1, run=print)
@@ -78,6 +78,7 @@ def ops():
 
     x, r = torch.randn(16, 64), torch.randn(16, 64)
     w, q, cos, ids = torch.randn(64), torch.randn(1, 2, 16, 64), torch.randn(16, 64), torch.arange(16)
+    prompt = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
     return {
         "rms_norm": lambda: rooftile.rms_norm(x, w),
         "add_rms_norm": lambda: rooftile.add_rms_norm(x, r, w),
@@ -87,6 +88,7 @@ def ops():
         "gelu_mul": lambda: rooftile.gelu_mul(x, r),
         "silu_mul_packed": lambda: rooftile.silu_mul_packed(x),
         "rope": lambda: rooftile.rope(q, q, cos, cos),
+        "attention": lambda: rooftile.attention(prompt, prompt, prompt, causal=True),
         "embedding": lambda: rooftile.embedding(ids, x),
     }
 

@@ -13,6 +13,7 @@ MOST = {
     **dict.fromkeys(
         ("rms_norm", "add_rms_norm", "layer_norm", "softmax", "silu_mul", "gelu_mul", "silu_mul_packed"), 5
     ),
+    "attention": 10,  # it checks its options, and asks for autocast and deterministic algorithms
     "rope": 6,  # it checks the tables' width
     "embedding": 8,  # it may move ids, or look at them on the CPU
 }

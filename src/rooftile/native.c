@@ -14,7 +14,7 @@
 #include "cuda.h"
 
 #define MAX_ARGS 64   // of a launch or of an op
-#define MAX_PARAMS 64 // of a kernel, constants not counted
+#define MAX_PARAMS 96 // of a kernel, constants not counted
 #define MAX_MAPS 8    // TMA descriptors of a kernel
 #define MAX_KEY 4096  // bytes of a call's key
 

@@ -86,7 +86,7 @@ class Decoder:
                 return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[arg-type,union-attr]
             q, k, v = q[0], k[0], v[0]
             append_kv(k[:, None], v[:, None], **given)
-            return attention_varlen(q, k, v, inputs.ends, None, longest, longest, **options)  # type: ignore[arg-type,return-value]
+            return attention_varlen(q, k, v, inputs.ends, max_seqlen_q=longest, max_seqlen_k=longest, **options)  # type: ignore[arg-type,return-value]
 
         x = self._layers(self._embed(inputs.ids), attend)
         if inputs.rows is not None:

@@ -24,6 +24,8 @@ def scoring_arguments(
     op: str, causal: bool, scale: float | None, window: Window | None, softcap: float | None
 ) -> tuple[float | None, float, int, int]:
     """scale, softcap, left and right as the schemas take them."""
+    if window is None and softcap is None and scale is None and type(causal) is bool:
+        return None, 0.0, -1, 0 if causal else -1
     if not isinstance(causal, bool):
         raise TypeError(f"{op}: causal is a {type(causal).__name__}, expected a bool")
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -60,18 +62,16 @@ def _window(op: str, window: Window | None, causal: bool) -> tuple[int, int]:
     return sides[0], 0 if causal else sides[1]
 
 
-def encoded(op: str, config: AttentionConfig | None) -> str:
+def encoded(op: str, config: AttentionConfig) -> str:
     """The configuration as the schema of an op takes it."""
-    if config is None:
-        return ""
-    if type(config) is not AttentionConfig:  # that of the backward is one too
+    if type(config) is not AttentionConfig:  # a BackwardConfig is not one of the forward
         raise TypeError(f"{op}: config is {type(config).__name__}, expected rooftile.AttentionConfig or None")
     # Dynamo traces the function itself, and warns of a cache around it.
     return (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)
 
 
 def is_deterministic(op: str, asked: bool | None) -> bool:
-    """Whether gradients have to be the same bits on every run."""
+    """Whether gradients have to be bit-identical on every run."""
     if asked is None:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(asked, bool):
@@ -80,20 +80,20 @@ def is_deterministic(op: str, asked: bool | None) -> bool:
 
 
 def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int | None) -> tuple[Tensor, int]:
-    """Where packed sequences begin, and the longest of them: checked where the numbers are at hand, on the CPU.
+    """Where packed sequences begin, on the device of `like`, and the length of the longest.
 
-    A list, or a tensor on the CPU, is copied to `like`'s device. Of a tensor there, nothing is known without waiting
-    for the device: its kernels clamp it. 0 is a longest sequence that nobody named.
+    A list, or a tensor on the CPU, is checked and copied. The kernels clamp a tensor on the device, for which the host
+    would have to wait. A longest of 0 is not known.
     """
     name, longest_name, total = f"cu_seqlens_{side}", f"max_seqlen_{side}", like.shape[0] if like.dim() else 0
     check_longest(op, longest_name, longest)
     if isinstance(starts, (list, tuple)):
         if not all(isinstance(n, int) for n in starts):
-            raise TypeError(f"{op}: {name} is a {type(starts).__name__} of other things than ints")
+            raise TypeError(f"{op}: {name} is a {type(starts).__name__} with elements that are not ints")
         values: list[int] | None = list(starts)
         if any(abs(n) >= 2**31 for n in starts):
-            raise ValueError(f"{op}: {name} has a number past 2^31")
-        starts = torch.tensor(values, dtype=torch.int32)
+            raise ValueError(f"{op}: {name} has an element of 2^31 or more")
+        starts = torch.tensor(values, dtype=torch.int32, device="cpu")
     elif isinstance(starts, Tensor):
         known = type(starts) is Tensor and starts.device.type == "cpu" and not torch.compiler.is_compiling()
         values = starts.tolist() if known and starts.dim() == 1 and starts.dtype == torch.int32 else None
@@ -120,13 +120,15 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
 
 def _to_device(starts: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, for which the host does not wait."""
-    if runtime.MODE is not runtime.Mode.GPU or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return starts.to(device)  # within a capture PyTorch raises: the host's memory would be read at each replay
+    if runtime.MODE is not runtime.Mode.GPU or device.type != "cuda" or torch.compiler.is_compiling():
+        return starts.to(device)
+    if torch.cuda.is_current_stream_capturing():  # PyTorch raises: a replay would read the host's memory again
+        return starts.to(device)
     return starts.pin_memory().to(device, non_blocking=True)
 
 
 def check_alike(op: str, q: Tensor, k: Tensor, longest_q: int, longest_k: int | None) -> None:
-    """Raise unless k can be packed as q is, with no numbers of its own."""
+    """Raise unless k can be packed as q is, without cu_seqlens_k."""
     if q.dim() and k.dim() and k.shape[0] != q.shape[0]:
         raise ValueError(
             f"{op}: cu_seqlens_k is None and k has {k.shape[0]} tokens, expected {q.shape[0]}, as many as q, or where "

@@ -7,6 +7,7 @@ rest is shared, with one backward op for both.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -143,39 +144,44 @@ def prepare_forward(
     return run
 
 
-def _prepare(a: _Arguments) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Calls like that one, to be made with `q, k, v, mask, alibi_slopes, sinks, starts_q, starts_k`."""
+def _prepared(a: _Arguments) -> tuple[Callable[..., None], Callable[[], Tensor], Callable[[], Tensor]]:
+    """For calls like that one: the launches, and what allocates out and lse."""
     if isinstance(a.q, FunctionalTensor):  # the choice of a kernel needs sizes: in a compiled graph the op stays whole
         raise launching.Untraceable("a kernel that is chosen by all sizes")
     a.check()
     out, lse = a.outputs()
-    start = prepare_forward(
-        a.op, a.inputs(), arguments.as_bhtd(out, a.layout), problem.decode(a.config), a.layout
-    )  # fmt: skip
-    shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
-    lse_shape, lse_strides = lse.shape, lse.stride()
+    config = problem.decode(a.config)
+    start = prepare_forward(a.op, a.inputs(), arguments.as_bhtd(out, a.layout), config, a.layout)
+    return start, _allocator(out), _allocator(lse)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
-        start(q, k, v, out, lse, *rest)
+
+def _allocator(t: Tensor) -> Callable[[], Tensor]:
+    """Memory for tensors like t. A partial of a function in C costs a call no Python function."""
+    return functools.partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _prepare_dense(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    start, new_out, new_lse = _prepared(_dense(*args))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sinks: Any, *_: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        start(q, k, v, out, lse, mask, slopes, sinks, None, None)
         return out, lse
 
     return run
 
 
-def _prepare_dense(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    run = _prepare(_dense(*args))
-    return lambda q, k, v, mask, alibi_slopes, sinks, *_: run(q, k, v, mask, alibi_slopes, sinks, None, None)
-
-
 def _prepare_packed(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    run = _prepare(_packed(*args))
+    start, new_out, new_lse = _prepared(_packed(*args))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor | None, *rest: Any) -> Any:
-        return run(q, k, v, None, rest[0], rest[1], starts_q, starts_q if starts_k is None else starts_k)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Any, alibi_slopes: Any, sinks: Any, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        start(q, k, v, out, lse, None, alibi_slopes, sinks, starts_q, starts_q if starts_k is None else starts_k)
+        return out, lse
 
-    return call
+    return run
 
 
 def _fake(a: _Arguments) -> tuple[Tensor, Tensor]:
@@ -334,17 +340,19 @@ def _prepare_backward(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     start = prepare_backward(
         a.inputs(), out, lse, dout, dlse, wanted, None, b.deterministic, b.portable, a.layout
     )  # fmt: skip
-    made = tuple((t.shape, t.stride(), t.dtype, t.device) for t in memory)
+    new = tuple(map(_allocator, memory))
+    needs_dq, needs_dk, needs_dv, needs_dsinks = b.needs
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any) -> Any:
         mask, slopes, sinks, starts_q, starts_k = rest[:5]
-        found = tuple(
-            torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in made
-        )
-        asked = tuple(t if needed else None for t, needed in zip(found, b.needs, strict=True))
-        starts_k = starts_q if starts_k is None else starts_k
-        start(q, k, v, out, lse, dout, dlse, *asked, mask, slopes, sinks, starts_q, starts_k)
-        return found
+        dq, dk, dv, dsinks = new[0](), new[1](), new[2](), new[3]()
+        start(
+            q, k, v, out, lse, dout, dlse,
+            dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None,
+            dsinks if needs_dsinks else None,
+            mask, slopes, sinks, starts_q, starts_q if starts_k is None else starts_k,
+        )  # fmt: skip
+        return dq, dk, dv, dsinks
 
     return run
 
@@ -384,19 +392,18 @@ def _differentiated(
     return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dsinks if needs[3] else None
 
 
-def _save(ctx: Any, a: _Arguments, outputs: tuple[Tensor, Tensor], deterministic: bool) -> None:
-    config = problem.decode(a.config)
-    ctx.portable = config is not None and config.kernel == "portable"  # the gradients are, too
-    ctx.scoring, ctx.layout, ctx.deterministic = (*a.longest, *a.scoring), a.layout, deterministic
-    ctx.save_for_backward(a.q, a.k, a.v, *outputs, a.mask, a.alibi_slopes, a.sinks, a.starts_q, a.starts_k)
-
-
 def _save_dense(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, _dense(*inputs), outputs, inputs[-1])
+    q, k, v, mask, alibi_slopes, sinks, scale, softcap, left, right, ctx.layout, config, ctx.deterministic = inputs
+    ctx.portable = config.startswith("portable")  # the gradients are, too
+    ctx.scoring = (0, 0, scale, softcap, left, right)
+    ctx.save_for_backward(q, k, v, *outputs, mask, alibi_slopes, sinks, None, None)
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, _packed(*inputs), outputs, inputs[-1])
+    q, k, v, starts_q, starts_k, alibi_slopes, sinks, *scoring, config, ctx.deterministic = inputs
+    ctx.portable = config.startswith("portable")
+    ctx.scoring, ctx.layout = scoring, "thd"
+    ctx.save_for_backward(q, k, v, *outputs, None, alibi_slopes, sinks, starts_q, starts_k)
 
 
 def _backward_of_dense(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

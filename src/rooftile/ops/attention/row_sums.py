@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rooftile import library, runtime
 from rooftile.launching import KernelLauncher, bind
-from rooftile.primitives.partials import sum_partials
+from rooftile.primitives.partials import prepare_sum
 from rooftile.primitives.scores import LOG2E
 
 import triton  # isort: skip
@@ -127,15 +127,16 @@ def prepare_delta(
     strides = (*out.stride(), *dout.stride(), *((0, 0, 0) if dlse is None else dlse.stride()))
     launcher = _delta_launcher(dtypes, value_dim, with_lse, block_m)
     start = bind(launcher, batch * heads * blocks, strides=strides, numbers=(n_q, heads))
+    sum_partials = None if dsinks is None else prepare_sum(batch * blocks, heads, dsinks.dtype)
 
     def run(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, lse: Tensor, *of_sinks: Any) -> None:
-        if not with_sinks:
+        if sum_partials is None:
             start(out, dout, dlse, delta, lse if with_lse else None, None, None)
             return
         sinks, dsinks = of_sinks
         partial = torch.empty((batch * blocks, heads), dtype=torch.float32, device=out.device)
         start(out, dout, dlse, delta, lse, sinks, partial)
-        sum_partials(partial, dsinks)
+        sum_partials(partial, dsinks, None)
 
     return run
 
