@@ -324,10 +324,10 @@ def test_a_quantised_result_has_no_gradient_and_says_so(device):
     x, weight = torch.randn(4, 32, device=device), torch.randn(32, device=device)
     q = Quantize()
     for given_x, given_w, asks in ((x.clone().requires_grad_(), weight, "x"), (x, weight.requires_grad_(), "weight")):
-        message = rf"rms_norm_quantized: {asks} requires grad, but (add_)?rms_norm_quantized has no derivative; call"
+        message = rf"rms_norm_quantized: {asks} requires grad, but rms_norm_quantized has no derivative; call"
         with pytest.raises(ValueError, match=message):
             rooftile.rms_norm(given_x, given_w, quantize=q)
-        with pytest.raises(ValueError, match=f"add_{message}"):
+        with pytest.raises(ValueError, match=message):
             rooftile.add_rms_norm(given_x, x, given_w, quantize=q)
         with torch.no_grad():
             assert not rooftile.rms_norm(given_x, given_w, quantize=q)[0].requires_grad

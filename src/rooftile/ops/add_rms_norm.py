@@ -9,7 +9,7 @@ It reads two tensors and writes two; the unfused pair reads three and writes two
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.rms_norm import backward, forward
 from rooftile.ops.rms_norm.forward import Rounding, check
-from rooftile.primitives import quantize as results
 from rooftile.quantize import Quantize, check_quantize
 
 
@@ -68,43 +67,6 @@ _op = library.define(
     prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
-)
-
-
-def _prepare_quantized(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    offset: float,
-    rounding: str,
-    *quantized: Any,
-) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
-    run = forward.prepare_quantized("add_rms_norm_quantized", x, residual, weight, eps, offset, rounding, quantized)
-    return lambda x, residual, weight, scale, *_: run(x, residual, weight, scale)
-
-
-def _fake_quantized(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    offset: float,
-    rounding: str,
-    *quantized: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check("add_rms_norm_quantized", x, residual, weight, eps, offset, rounding)
-    y, scales = results.empty(x, *quantized)
-    return y, torch.empty(x.shape, dtype=x.dtype, device=x.device), scales
-
-
-_quantized_op = library.define(
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, Tensor? scale, float eps, float offset, "
-    "str rounding, str dtype, str per, int group_size) -> (Tensor, Tensor, Tensor)",
-    prepare=_prepare_quantized,
-    fake=_fake_quantized,
 )
 
 
@@ -162,6 +124,6 @@ def add_rms_norm(
         check_quantize("add_rms_norm", quantize)
         q = quantize
         mode = (eps, offset, rounding, q.dtype_name, q.per, q.group_size)
-        y, u, scale = _quantized_op(x, residual, weight, q.scale, *mode)
+        y, u, scale = forward.quantized_op(x, residual, weight, q.scale, *mode)
         return y, u, scale if q.scale is None else q.scale
     return _op(x, residual, weight, eps, offset, rounding)

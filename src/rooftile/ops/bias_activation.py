@@ -33,57 +33,36 @@ import triton.language as tl  # isort: skip
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _forward_kernel(
+def _elementwise_kernel(
     x_ptr,
     bias_ptr,
-    y_ptr,
-    stride_xm,
-    n_rows,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows, _, cols = tile_of(tl.program_id(0), N, ROWS, BLOCK_N)
-    mask = (rows < n_rows) & (cols < N)
-
-    z = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + cols, mask=cols < N).to(tl.float32)
-
-    y = activate(z, ACTIVATION)
-
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _dx_kernel(
     dy_ptr,
-    x_ptr,
-    bias_ptr,
-    dx_ptr,
-    stride_dym,
+    out_ptr,
     stride_xm,
+    stride_dym,
     n_rows,
     ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """The forward; with dy the backward to x."""
     rows, _, cols = tile_of(tl.program_id(0), N, ROWS, BLOCK_N)
     mask = (rows < n_rows) & (cols < N)
 
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
+    if dy_ptr is not None:
+        dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
     z = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         z += tl.load(bias_ptr + cols, mask=cols < N).to(tl.float32)
 
-    _, slope = activate_with_slope(z, ACTIVATION)
-    dx = dy * slope
+    if dy_ptr is not None:
+        _, slope = activate_with_slope(z, ACTIVATION)
+        out = dy * slope
+    else:
+        out = activate(z, ACTIVATION)
 
-    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + rows * N + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -190,14 +169,8 @@ Dtypes = tuple[torch.dtype, torch.dtype | None]  # of x and bias
 def _launcher(
     activation: str, n_cols: int, dtypes: Dtypes, dx: bool, c: BiasActivationConfig
 ) -> launching.KernelLauncher:
-    constants = {
-        "ACTIVATION": activation,
-        "HAS_BIAS": dtypes[1] is not None,
-        "N": n_cols,
-        "ROWS": c.rows,
-        "BLOCK_N": c.block_n,
-    }
-    return launching.KernelLauncher(_dx_kernel if dx else _forward_kernel, constants, num_warps=c.num_warps)
+    constants = {"ACTIVATION": activation, "N": n_cols, "ROWS": c.rows, "BLOCK_N": c.block_n}
+    return launching.KernelLauncher(_elementwise_kernel, constants, num_warps=c.num_warps)
 
 
 @functools.cache
@@ -240,18 +213,18 @@ def _check(op: str, x: Tensor, bias: Tensor | None) -> None:
 
 
 def _start(activation: str, x: Tensor, bias: Tensor | None, dy: Tensor | None = None) -> Callable[..., None]:
-    """The launch over (x, bias, y), or with dy over (dy, x, bias, dx)."""
+    """The launch over x, bias, dy or None, and y or dx."""
     if x.numel() == 0:
         return library.start_nothing
     copies: library.Copies = {}
-    inputs = [t for t in (dy, x) if t is not None]
-    rows = [library.rows_of(t, copies, i) for i, t in enumerate(inputs)]
-    library.contiguous_of(bias, copies, len(rows))
-    n_rows, n_cols = rows[0].shape[0], int(rows[0].shape[1])
+    rows = library.rows_of(x, copies, 0)
+    library.contiguous_of(bias, copies, 1)
+    stride_dym = 0 if dy is None else library.rows_of(dy, copies, 2).stride(0)
+    n_rows, n_cols = rows.shape[0], int(rows.shape[1])
     c = config(n_cols, runtime.target(x.device))
     launcher = _launcher(activation, n_cols, (x.dtype, None if bias is None else bias.dtype), dy is not None, c)
-    strides = tuple(t.stride(0) for t in rows)
-    start = launching.bind(launcher, tiles(n_rows, n_cols, c.rows, c.block_n), strides=strides, numbers=(n_rows,))
+    programs = tiles(n_rows, n_cols, c.rows, c.block_n)
+    start = launching.bind(launcher, programs, strides=(rows.stride(0), stride_dym), numbers=(n_rows,))
     return library.copying(start, copies)
 
 
@@ -268,7 +241,7 @@ def _prepare(op: str, x: Tensor, bias: Tensor | None, activation: str) -> Callab
 
     def run(x: Tensor, bias: Tensor | None, _: str) -> Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        start(x, bias, y)
+        start(x, bias, None, y)
         return y
 
     return run
@@ -299,7 +272,7 @@ def _prepare_backward(
 
     def run(dy: Tensor, x: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
         dx = torch.empty(x.shape if needs_dx else (0,), dtype=x.dtype, device=x.device)
-        start(dy, x, bias, dx)
+        start(x, bias, dy, dx)
         return dx, torch.zeros(
             x.shape[-1] if needs_dbias else 0, dtype=(x if bias is None else bias).dtype, device=x.device
         )

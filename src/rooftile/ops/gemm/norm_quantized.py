@@ -95,9 +95,8 @@ def _several(
     if weight.dtype in _PRODUCTS:
         normed, _ = norm.launch("rms_norm", x, None, norm_weight, eps, offset, "none")
         return weight_only_product(_PRODUCTS[weight.dtype], normed, weight, scale, bias, None, "")
-    mode = (eps, offset, "none", ("float8_e4m3fn", "row", 128))
-    quantized = norm.prepare_quantized("rms_norm_quantized", x, None, norm_weight, *mode)
-    y, _, x_scale = quantized(x, None, norm_weight, None)
+    mode = (eps, offset, "none", "float8_e4m3fn", "row", 128)
+    y, _, x_scale = norm.launch_quantized(x, None, norm_weight, None, *mode)
     dtype = str(x.dtype).removeprefix("torch.")
     return fp8_product(y, weight, scale.reshape(-1, 1), x_scale, bias, None, dtype, False, "")
 

@@ -18,7 +18,7 @@ order, so the result is the same on every run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.rms_norm import backward, forward
 from rooftile.ops.rms_norm.forward import ROUNDINGS, Rounding, check
-from rooftile.primitives import quantize as results
 from rooftile.quantize import Quantize, check_quantize
 
 __all__ = ["ROUNDINGS", "Rounding", "rms_norm"]
@@ -68,29 +67,6 @@ _op = library.define(
     prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
-)
-
-
-def _prepare_quantized(
-    x: Tensor, weight: Tensor | None, scale: Tensor | None, eps: float, offset: float, rounding: str, *quantized: Any
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    run = forward.prepare_quantized("rms_norm_quantized", x, None, weight, eps, offset, rounding, quantized)
-    return lambda x, weight, scale, *_: run(x, None, weight, scale)[::2]
-
-
-def _fake_quantized(
-    x: Tensor, weight: Tensor | None, scale: Tensor | None, eps: float, offset: float, rounding: str, *quantized: Any
-) -> tuple[Tensor, Tensor]:
-    check("rms_norm_quantized", x, None, weight, eps, offset, rounding)
-    return results.empty(x, *quantized)
-
-
-# A given scale is not among the results: an op may not return one of its arguments.
-_quantized_op = library.define(
-    "rms_norm_quantized(Tensor x, Tensor? weight, Tensor? scale, float eps, float offset, str rounding, str dtype, "
-    "str per, int group_size) -> (Tensor, Tensor)",
-    prepare=_prepare_quantized,
-    fake=_fake_quantized,
 )
 
 
@@ -153,6 +129,7 @@ def rms_norm(
     if quantize is not None:
         check_quantize("rms_norm", quantize)
         q = quantize
-        y, scale = _quantized_op(x, weight, q.scale, eps, offset, rounding, q.dtype_name, q.per, q.group_size)
+        mode = (eps, offset, rounding, q.dtype_name, q.per, q.group_size)
+        y, _, scale = forward.quantized_op(x, None, weight, q.scale, *mode)
         return y, scale if q.scale is None else q.scale
     return _op(x, weight, eps, offset, rounding)

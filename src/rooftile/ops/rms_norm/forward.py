@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -368,29 +368,56 @@ def _prepare_launch(
 launch = library.Prepared(_prepare_launch)
 
 
-def prepare_quantized(
-    op: str,
+def _quantized_name(residual: Tensor | None) -> str:
+    return "rms_norm_quantized" if residual is None else "add_rms_norm_quantized"
+
+
+def _prepare_quantized(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
+    scale: Tensor | None,
     eps: float,
     offset: float,
     rounding: str,
-    quantized: tuple[str, str, int],
-) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
-    """What gives y, u and the scales of x, residual, weight and the given scale or None.
-
-    The scales are `(0,)` if the scale is given. u is None without a residual.
-    """
-    start = prepare(op, x, residual, weight, eps, offset, rounding, quantized)
+    *quantized: Any,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    start = prepare(_quantized_name(residual), x, residual, weight, eps, offset, rounding, quantized)
     allocate = quantize.allocator(*quantize.empty(x, *quantized))
+    u_shape = (0,) if residual is None else x.shape
 
     def run(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, scale: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        x: Tensor, residual: Tensor | None, weight: Tensor | None, scale: Tensor | None, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
         y, written, scales = allocate()
-        u = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        start(x, residual, weight, written, u, scales if scale is None else scale)
+        u = torch.empty(u_shape, dtype=x.dtype, device=x.device)
+        start(x, residual, weight, written, None if residual is None else u, scales if scale is None else scale)
         return y, u, scales
 
     return run
+
+
+def _fake_quantized(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    offset: float,
+    rounding: str,
+    *quantized: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check(_quantized_name(residual), x, residual, weight, eps, offset, rounding)
+    y, scales = quantize.empty(x, *quantized)
+    return y, torch.empty((0,) if residual is None else x.shape, dtype=x.dtype, device=x.device), scales
+
+
+launch_quantized = library.Prepared(_prepare_quantized)  # y, u and the scales, for other ops that norm
+# add_rms_norm shares it. u is `(0,)` without a residual, and the scales are if the scale is given: an op may not return
+# one of its arguments.
+quantized_op = library.define(
+    "rms_norm_quantized(Tensor x, Tensor? residual, Tensor? weight, Tensor? scale, float eps, float offset, "
+    "str rounding, str dtype, str per, int group_size) -> (Tensor, Tensor, Tensor)",
+    prepare=_prepare_quantized,
+    fake=_fake_quantized,
+)

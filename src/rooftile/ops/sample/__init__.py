@@ -254,16 +254,17 @@ _mark = library.define(
 )
 
 
-def _arguments(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
+def _arguments(op: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The parameters as in the schemas: tensors or None, then numbers of the right type."""
-    numbers = []
-    for name, value in given.items():
+    tensors, numbers = [], []
+    for (name, kind), value in zip(_KINDS.items(), given, strict=True):
+        tensors.append(value if isinstance(value, Tensor) else None)
         if isinstance(value, Tensor):
             value = 0
         else:
             _check_number(op, name, value)
-        numbers.append(float(value) if _KINDS[name] == "float" else value)
-    return *(v if isinstance(v, Tensor) else None for v in given.values()), *numbers
+        numbers.append(float(value) if kind == "float" else value)
+    return *tensors, *numbers
 
 
 def sample(
@@ -324,15 +325,7 @@ def sample(
     Sources: top_k Fan et al. 2018 (https://arxiv.org/abs/1805.04833), top_p Holtzman et al. 2020
     (https://arxiv.org/abs/1904.09751), min_p Nguyen et al. 2024 (https://arxiv.org/abs/2407.01082).
     """
-    how = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seeds": seeds,
-        "positions": positions,
-    }
+    how = (temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
     return _sample(logits, seen, *_arguments("sample", how))
 
 
@@ -361,15 +354,7 @@ def sample_(
     Raises:
         As `sample`, also for tokens and logprobs. Nothing is written then.
     """
-    how = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seeds": seeds,
-        "positions": positions,
-    }
+    how = (temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
     library.check_tensors("sample_", logits=logits)
     none = torch.empty((), dtype=torch.int32, device=logits.device) if seen is None else seen
     _sample_in_place(tokens, logprobs, logits, none, *_arguments("sample_", how))
