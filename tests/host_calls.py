@@ -79,6 +79,8 @@ def ops():
     x, r = torch.randn(16, 64), torch.randn(16, 64)
     w, q, cos, ids = torch.randn(64), torch.randn(1, 2, 16, 64), torch.randn(16, 64), torch.arange(16)
     prompt = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
+    decoding = tuple(torch.randn(1, n, 2, 64) for n in (1, 256, 256))
+    lengths = torch.full((1,), 256, dtype=torch.int32)
     return {
         "rms_norm": lambda: rooftile.rms_norm(x, w),
         "add_rms_norm": lambda: rooftile.add_rms_norm(x, r, w),
@@ -90,6 +92,7 @@ def ops():
         "rope": lambda: rooftile.rope(q, q, cos, cos),
         "attention": lambda: rooftile.attention(prompt, prompt, prompt, causal=True),
         "embedding": lambda: rooftile.embedding(ids, x),
+        "decode_attention": lambda: rooftile.decode_attention(*decoding, lengths, layout="bthd"),
     }
 
 

@@ -44,7 +44,7 @@ def trace():
         call("cuLaunchKernelEx", 101.0, 11),
         call("cudaMemcpyAsync", 103.0, 12),
         call("cuLaunchKernelEx", 104.0, 13),
-        kernel("forward_kernel", 110.0, 20.0, 11),
+        kernel("attend", 110.0, 20.0, 11),
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 131.0, 2.0, correlation=12, bytes=64),
         kernel("_tiled_kernel", 160.0, 30.0, 13),
         event("user_annotation", MARK + "decode", 200.0, 20.0),
@@ -69,7 +69,7 @@ def of_both(events, **options):
 def test_kernels_belong_to_the_phase_that_launched_them():
     prefill, decode = of_both(trace())
     assert {r.name: r.count for r in prefill.rows} == {
-        "forward_kernel": 1, "_tiled_kernel": 1, "Memcpy HtoD (Pinned -> Device)": 1,
+        "attend": 1, "_tiled_kernel": 1, "Memcpy HtoD (Pinned -> Device)": 1,
     }  # fmt: skip
     assert {r.name: (r.count, r.in_graphs) for r in decode.rows} == dict.fromkeys(
         ("_skinny_kernel", "decode_kernel", "_greedy_kernel"), (2, 2)

@@ -226,7 +226,9 @@ class TestLaunch:
                 driver.device = 1
 
         monkeypatch.setattr(launching, "_on_device", Guard)
-        monkeypatch.setattr(launching, "_start", lambda compiled, programs, device, args: entered.append(programs))
+        monkeypatch.setattr(
+            launching, "start_compiled", lambda compiled, programs, device, args: entered.append(programs)
+        )
         start(x, None, x)
         assert entered == [0, 3]
         assert not driver.launches
@@ -266,7 +268,7 @@ class TestLaunch:
     def test_a_tensor_in_the_place_of_none_goes_through_triton(self, driver, x, monkeypatch):
         kernel = Kernel()
         start = bound(kernel, x)
-        monkeypatch.setattr(launching, "_start", lambda *args: kernel.calls.append(args))
+        monkeypatch.setattr(launching, "start_compiled", lambda *args: kernel.calls.append(args))
         start(x, x, x)
         assert len(kernel.calls) == 1
         assert not driver.launches
@@ -275,7 +277,7 @@ class TestLaunch:
     def test_hooks_are_told_of_launches(self, driver, x, monkeypatch, name):
         start = bound(Kernel(), x)
         started = []
-        monkeypatch.setattr(launching, "_start", lambda *args: started.append(args))
+        monkeypatch.setattr(launching, "start_compiled", lambda *args: started.append(args))
         hook = getattr(triton.knobs.runtime, name)
         hook.add(print)
         try:
@@ -288,7 +290,7 @@ class TestLaunch:
     def test_observers_see_every_launch(self, driver, x, monkeypatch):
         start = bound(Kernel(), x)
         started = []
-        monkeypatch.setattr(launching, "_start", lambda *args: started.append(args))
+        monkeypatch.setattr(launching, "start_compiled", lambda *args: started.append(args))
         with launching.observed():
             start(x, None, x)
         start(x, None, x)

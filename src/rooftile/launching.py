@@ -205,24 +205,24 @@ class Launch:
         pointers = 0
         for t in tensors:
             if t is not None:
-                pointers |= (t.base if isinstance(t, TensorDescriptor) else t).data_ptr()
+                pointers |= t.data_ptr()
         # Numbers are not specialized on, but one past 2^31 is of another type.
         usual = not pointers & 15 and all(n < 2**31 for n in numbers)
         args = self._arguments(tensors, numbers)
         compiled = self.compiled.get(device) if usual else None
         if compiled is not None:
-            return _start(compiled, programs, device, (*args, *self.launcher.values))
+            return start_compiled(compiled, programs, device, (*args, *self.launcher.values))
         compiled = self._through_triton(programs, tensors[0], args)
         if usual:
             self.compiled[device] = compiled
         # Where all numbers are fixed, the caller has the alignment in a key of its own.
         if usual or (self.programs is not None and None not in self.numbers):
-            self._bind(compiled, device, tensors, args)
+            self._bind(compiled, device, args)
         return None
 
-    def _bind(self, compiled: Any, device: int, tensors: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+    def _bind(self, compiled: Any, device: int, args: tuple[Any, ...]) -> None:
         start = self._native and self._native()
-        if start is None or start.bound or any(isinstance(t, TensorDescriptor) for t in tensors):
+        if start is None or start.bound:
             return
         programs = -1 if self.programs is None else self.programs
         with contextlib.suppress(native.Unbindable):
@@ -233,8 +233,7 @@ class Launch:
         from torch.library import wrap_triton
 
         launcher = self.launcher
-        described = self.descriptors or any(isinstance(t, TensorDescriptor) for t in tensors)
-        if set(launcher.options) - {"num_warps"} or described:
+        if set(launcher.options) - {"num_warps"} or self.descriptors:
             raise Untraceable("a cooperative grid, a limit on registers, programmatic launch, or TMA descriptors")
         wrapped = wrap_triton(launcher.kernel)
         wrapped[(programs,)](*tensors, *self.strides, *numbers, **launcher.constants, **launcher.options)
@@ -243,14 +242,15 @@ class Launch:
 def launch(
     launcher: KernelLauncher,
     programs: int,
-    tensors: tuple[Tensor | TensorDescriptor | None, ...],
+    tensors: tuple[Tensor | None, ...],
     strides: tuple[int | None, ...],
     numbers: tuple[int, ...] = (),
 ) -> None:
-    """Run `programs` programs of the launcher's kernel over those arguments, which `bind` takes apart."""
+    """Run `programs` programs of the launcher's kernel over those arguments: `bind` and its launch in one call.
+
+    It finds the launch by device and strides, and takes pointers of any alignment.
+    """
     first = tensors[0]
-    if isinstance(first, TensorDescriptor):
-        first = first.base
     assert first is not None
     if runtime.MODE is not runtime.Mode.GPU or isinstance(first, FunctionalTensor):
         start: Callable[..., None] = Launch(launcher, programs, strides, numbers, {})
@@ -296,73 +296,19 @@ def _hooked() -> bool:
     return any(getattr(hook, "calls", hook) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook))
 
 
-def _start(compiled: Any, programs: int, device: int, args: tuple[Any, ...]) -> None:
+def start_compiled(compiled: Any, programs: int, device: int, args: tuple[Any, ...]) -> None:
     """Run a kernel that is compiled, as Triton's `compiled[grid](*args)` does."""
     if _hooked():
         compiled[(programs, 1, 1)](*args)
         return
-    # What hooks would be told costs 2 us to put together.
-    run, packed = compiled.run, compiled.packed_metadata
-    maps = _maps_of(compiled, run)
-    if maps is None:
-        run(programs, 1, 1, _stream(device), compiled.function, packed, None, None, None, *args)
-        return
-    options = run.launch_cooperative_grid, run.launch_pdl, None, None
-    maps.launch(
-        programs, 1, 1, _stream(device), compiled.function, *options, packed, None, None, None, *maps.expand(args)
-    )
-
-
-class _Maps:
-    """The encoded TMA descriptors of a compiled kernel, by address, shape and strides: Triton encodes one in 2 us."""
-
-    def __init__(self, launch: Any, metas: dict[int, Any]) -> None:
-        self.launch = launch  # the function in C, which takes descriptors encoded
-        self.metas = metas  # by the place of their argument
-        self.encoded: dict[Any, list[Any]] = {}
-
-    def expand(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments, with encoded maps, their shapes and strides in the places of descriptors."""
-        expanded: list[Any] = []
-        for i, arg in enumerate(args):
-            if i in self.metas:
-                expanded += self._encode(i, arg)
-            else:
-                expanded.append(arg)
-        return expanded
-
-    def _encode(self, i: int, arg: Any) -> list[Any]:
-        key = (i, arg.base.data_ptr(), arg.padding, *arg.shape, *arg.strides)
-        found = self.encoded.get(key)
-        if found is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
-            if len(self.encoded) >= _MANY:
-                self.encoded.clear()
-            found = self.encoded[key] = make_tensordesc_arg(arg, self.metas[i])
-        return found
-
-
-def _maps_of(compiled: Any, run: Any) -> _Maps | None:
-    """The kernel's encoded descriptors; None where it has none, or its launcher is not that of Triton 3.6 for CUDA."""
-    known = compiled.__dict__
-    if "rooftile_maps" not in known:
-        metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
-        signature = compiled.src.signature.values() if metas else ()
-        places = [i for i, kind in enumerate(signature) if isinstance(kind, str) and kind.startswith("tensordesc")]
-        scratch = bool(metas) and (run.global_scratch_size or run.profile_scratch_size)
-        inner = getattr(getattr(run, "launch", None), "__code__", None)
-        maps = None
-        if places and all(metas) and not scratch and inner is not None and "launcher" in inner.co_freevars:
-            cell = run.launch.__closure__[inner.co_freevars.index("launcher")]
-            maps = _Maps(cell.cell_contents, dict(zip(places, metas, strict=True)))
-        known["rooftile_maps"] = maps
-    return known["rooftile_maps"]
+    # Arguments that only hooks read cost 2 us to build.
+    none = (None, None, None)
+    compiled.run(programs, 1, 1, _stream(device), compiled.function, compiled.packed_metadata, *none, *args)
 
 
 @contextlib.contextmanager
 def observed() -> Iterator[None]:
-    """Every launch meanwhile goes through `_start` or Triton's launcher, for those who replace one of them."""
+    """Every launch meanwhile goes through `start_compiled` or Triton's launcher, for those who replace one of them."""
     module = native.module()
     if module is not None:
         module.observe(1)
@@ -534,8 +480,11 @@ def clear_counters() -> None:
 
 
 def describe(t: Tensor, block: tuple[int, ...], layout: Any = None) -> Descriptor | None:
-    """What TMA is told of t and the tiles that are loaded of it; None where it can't: the last stride has to be 1, base
-    and other strides multiples of 16 bytes, and the tile at most 256 elements long."""
+    """The TMA descriptor of t with tiles of `block`; None where it can't have one.
+
+    The last stride has to be 1, the base and the other strides multiples of 16 bytes, and a tile at most 256 elements
+    long.
+    """
     if isinstance(t, FunctionalTensor):
         raise Untraceable("TMA descriptors")
     size, any_stride = t.element_size(), t.shape[-1] + -t.shape[-1] % 16

@@ -46,7 +46,7 @@ def _launched(compiled: Any) -> Launched | None:
 @contextlib.contextmanager
 def told() -> Iterator[list[Any]]:
     """The compiled kernels that Rooftile launches meanwhile, once each; those that a graph captures among them."""
-    stock_run, stock_start = JITFunction.run, launching._start
+    stock_run, stock_start = JITFunction.run, launching.start_compiled
     found: dict[int, Any] = {}
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,13 +59,13 @@ def told() -> Iterator[list[Any]]:
         found.setdefault(id(compiled), compiled)
         stock_start(compiled, programs, device, args)
 
-    JITFunction.run, launching._start = run, start
+    JITFunction.run, launching.start_compiled = run, start
     kernels: list[Any] = []
     try:
         with launching.observed():
             yield kernels
     finally:
-        JITFunction.run, launching._start = stock_run, stock_start
+        JITFunction.run, launching.start_compiled = stock_run, stock_start
         kernels += found.values()
 
 
