@@ -80,3 +80,24 @@ def test_lengths_of_one_sequence_are_those_asked_for():
         assert length.tolist() == [n]
         assert length.data_ptr() % 16 == 0, "a kernel is compiled anew for another alignment"
     assert _lengths(5, 3, DEVICE).tolist() == [5, 5, 5]
+
+
+def test_weights_that_were_joined_are_found_again_by_their_addresses():
+    from rooftile.huggingface import memory
+
+    parts = [torch.nn.Parameter(torch.randn(n, 32, device=DEVICE)) for n in (8, 4, 4)]
+    whole, moved = torch.cat([p.detach() for p in parts]), memory.Memory([parts])
+    for _ in range(2):  # the second time by what the first one has found
+        assert torch.equal(memory.joined(parts), whole)
+    assert memory.joined(parts[:2]).shape == (12, 32)
+    assert torch.equal(memory.joined(parts), whole)
+    parts[1].data = parts[1].detach().t().contiguous().t()
+    assert memory.joined(parts) is None
+    parts[1].data = parts[1].detach().contiguous()
+    assert memory.joined(parts) is None
+    address = parts[0].data_ptr()
+    moved.undo()
+    assert memory.joined(parts) is None
+    del moved
+    memory.Memory([])  # which forgets memory that is gone
+    assert address not in memory._FOUND

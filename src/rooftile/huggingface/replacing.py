@@ -45,6 +45,8 @@ _PLAIN = (Tensor, nn.Parameter)  # neither quantized nor distributed
 _AUTOCAST = ("cuda", "cpu", "xpu")
 # Private to PyTorch: whether a hook was registered for all modules.
 _has_global_hook: Callable[[], object] = getattr(nn_module, "_has_any_global_hook", lambda: False)
+# Private too, and a tenth of the time of a question about x's device.
+_is_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 # What is asked first.
@@ -316,7 +318,7 @@ def _one_gemm(layers: tuple[Any, ...], x: Tensor, gate: str) -> tuple[Tensor, li
     if the layers have to be called one by one."""
     compiling = is_compiling()
     found = _gathered_in_graph(layers, x) if compiling else _gathered(layers, x)
-    if found is None or casts(x):
+    if found is None or ((compiling or _is_any_autocast()) and casts(x)):
         return None
     weights, biases = found
     if biases and len(biases) != len(weights):
