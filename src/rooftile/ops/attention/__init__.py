@@ -50,8 +50,9 @@ def attention(
     """`softmax(scale * q k^T + ...) v` for each head, without the T x T scores in memory.
 
     Sums are float32. The result is bit-identical on every run; gradients are with `deterministic`. float32 inputs are
-    multiplied exactly. With 16-bit inputs the probabilities are rounded to their dtype before they multiply v. A new
-    length, window, scale or softcap compiles nothing.
+    multiplied exactly. With 16-bit inputs the probabilities are rounded to their dtype before they multiply v. Kernels
+    are compiled for dtypes, head sizes, options, and whether lengths are whole blocks, not for a length, window, scale
+    or softcap.
 
     Args:
         q: `(B, Hq, Tq, D)`, float32, float16 or bfloat16, with D from 1 to 256. Multiples of 8 are fastest. D that is
