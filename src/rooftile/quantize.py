@@ -16,27 +16,26 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 @dataclasses.dataclass(frozen=True, eq=False)  # it may hold a tensor
 class Quantize:
-    """Ask an op for its result in 8 bits, with scales; `dequantize(y_q, scale)` gives y back, but for the rounding.
+    """Ask an op for its result in 8 bits, with scales; `dequantize(y_q, scale)` is y up to rounding.
 
         scale = max(|y|) / largest,   y_q = round(y / scale)
 
-    of the op's float32 result: it is not rounded to the input's dtype first. `largest` is 448 for float8_e4m3fn, 57344
-    for float8_e5m2 and 127 for int8. Rounding is to nearest, ties to even; what lies beyond becomes the largest number,
-    and int8 is symmetric (never -128). A scale is at least 2^-126, so that zeros give zeros.
+    y is the op's float32 result; it is not rounded to the input's dtype first. `largest` is 448 for float8_e4m3fn,
+    57344 for float8_e5m2 and 127 for int8. Rounding is to nearest, ties to even, and saturates; int8 is
+    symmetric (never -128). A scale is at least 2^-126, so that zeros give zeros.
 
-    A NaN or an infinity makes the scale of its row (or group) NaN or infinite, and y_q NaN or 0: all of that row or
-    group comes back as NaN. With a given scale NaN stays NaN (in int8: 0) where it is, and
-    an infinity becomes the largest number.
+    A NaN or an infinity makes the scale of its row (or group) NaN or infinite, and y_q NaN or 0: the whole row or group
+    dequantizes to NaN. With a given scale only the NaN itself stays NaN (in int8: 0), and an infinity saturates.
 
     Args:
         dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
-        per: what shares a scale. `"row"`: the last dimension, scales of shape `(..., 1)`. `"group"`: every
+        per: the elements that share a scale. `"row"`: the last dimension, scales of shape `(..., 1)`. `"group"`: every
             `group_size` elements of it, scales of shape `(..., ceil(N / group_size))`; the last group may be shorter.
-            `"tensor"`: everything, by `scale`; without one, which `quantize_tensor` alone takes, by the tensor's own
-            maximum, a scale of shape `(1,)`. `"block"`, which `quantize_tensor` alone takes: blocks of 128 x 128 of a
-            matrix, scales of shape `(ceil(M / 128), ceil(N / 128))`.
-        scale: for `per="tensor"` alone, a float32 tensor of one positive element on the inputs' device (its value is
-            not looked at: that would wait for the device). It comes back as the op's scale.
+            `"tensor"`: all elements, by `scale`; only `quantize_tensor` accepts it without one, and then takes the
+            tensor's own maximum, a scale of shape `(1,)`. `"block"`, for `quantize_tensor` only: blocks of 128 x 128 of
+            a matrix, scales of shape `(ceil(M / 128), ceil(N / 128))`.
+        scale: only for `per="tensor"`: a float32 tensor of one positive element on the inputs' device. Its value is not
+            checked, since that would synchronize with the device. The op returns it as its scale.
         group_size: for `per="group"`, a power of two from 16 to 4096.
 
     Raises:
@@ -71,11 +70,11 @@ class Quantize:
 
     @property
     def dtype_name(self) -> str:
-        """Without PyTorch's prefix: what an op's schema and a kernel take."""
+        """The dtype without PyTorch's prefix, as in an op's schema and in a kernel."""
         return _NAMES[self.dtype]
 
     def dequantize(self, y: Tensor, scale: Tensor) -> Tensor:
-        """What a result and its scales stand for, in float32: each element times its row's, group's or only scale."""
+        """The float32 tensor that y and its scales represent: each element times its scale."""
         if self.per in ("group", "block"):
             span = self.group_size if self.per == "group" else BLOCK
             scale = scale.repeat_interleave(span, dim=-1)[..., : y.shape[-1]]
@@ -101,6 +100,6 @@ def check_quantize(op: str, quantize: object, *, fused: bool = True) -> None:
         )
     if quantize.per == "tensor" and quantize.scale is None:
         raise ValueError(
-            f'{op}: quantize has per="tensor" with no scale, expected one: the maximum of all rows is known only when '
-            "they are written (quantize_tensor takes it)"
+            f'{op}: quantize has per="tensor" with no scale, expected one: the maximum of all rows is known only after '
+            "they are written (quantize_tensor accepts it)"
         )

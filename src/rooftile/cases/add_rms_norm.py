@@ -93,7 +93,7 @@ CASES = (
         tolerances=TOLERANCES,
         output_tolerances={"u": SUM_TOLERANCES},
         sets=rms_norm.CASES[0].sets,
-        # Split kernels are held to the registers that let several programs fit a multiprocessor: 68 bytes, on sm_86.
+        # Split kernels have few registers, so that several programs fit an SM: 68 bytes, on sm_86.
         spills=96,
         # Numbers of a row of 65537 are loaded one at a time, each into a register: 756 bytes of float32, on sm_80.
         odd_spills=756,

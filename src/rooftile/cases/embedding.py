@@ -11,7 +11,7 @@ from rooftile.cases.draw import integers, normal
 from rooftile.ops.embedding import embedding
 from rooftile.reference import embedding as reference
 
-_SCALED = "copied to the bit; with a scale rounded once: half a unit in the last place"
+_SCALED = "copied unchanged; with a scale rounded once: half a unit in the last place"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(1e-7, _SCALED)},
     torch.float16: {"forward": Tolerance(5e-4, _SCALED)},

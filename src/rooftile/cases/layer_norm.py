@@ -127,7 +127,7 @@ CASES = (
             "prefill": tuple(_point(r, 4096) for r in (512, 2048, 8192)),
             "decode": tuple(_point(r, 4096) for r in (1, 2, 8, 32)),
         },
-        # Split kernels are held to the registers that let several programs fit a multiprocessor: 36 bytes, on sm_90.
+        # Split kernels have few registers, so that several programs fit an SM: 36 bytes, on sm_90.
         spills=96,
         peers=(Peer("liger", _liger), Peer("quack", _quack)),
     ),

@@ -114,7 +114,7 @@ CASES = (
             "decode": tuple(point(r, 4096) for r in (1, 2, 8, 32)),
             "softmax": tuple(point(256, c) for c in (16384, 16385, 32768, 65536, 65537, 131072)),
         },
-        # Split kernels are held to the registers that let several programs fit a multiprocessor: 68 bytes, on sm_86.
+        # Split kernels have few registers, so that several programs fit an SM: 68 bytes, on sm_86.
         spills=96,
         # Numbers of a row of 65537 are loaded one at a time, each into a register of its own: 384 bytes on sm_120.
         odd_spills=384,

@@ -1,4 +1,4 @@
-"""Gradients of parameters: a backward's programs keep a partial sum each, and one more kernel adds them up."""
+"""Gradients of parameters: each program of a backward keeps a partial sum, and one more kernel adds them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def accumulate(total, lost, term, COMPENSATED: tl.constexpr):
-    """total + term, and what float32 lost of it (Kahan 1965), to be taken off the next term.
+    """total + term, and its rounding error (Kahan 1965), which is subtracted from the next term.
 
-    A hundred rows and more added one by one would lose more than eager's pairwise sum. In 16 bits that does not show.
+    Without it a sum of a hundred rows and more is less exact than eager's pairwise sum. 16-bit results hide that.
     """
     if COMPENSATED:
         term -= lost
         new = total + term
         lost = (new - total) - term
-        lost = tl.where(tl.abs(new) < float("inf"), lost, 0.0)  # inf less inf is NaN, and the sum is inf
+        lost = tl.where(tl.abs(new) < float("inf"), lost, 0.0)  # inf - inf is NaN, but the sum is inf
     else:
         new = total + term
     return new, lost
@@ -41,7 +41,7 @@ def _sum_partials_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = the sum of the programs' partial sums, always in the same order; and second, where there are two."""
+    """out is the sum of the programs' partial sums, always in the same order; likewise second, if there are two."""
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     vector = tl.program_id(0) // BLOCKS
     cols = ((tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -74,12 +74,12 @@ def prepare_sum(n_partials: int, n_cols: int, *dtypes: torch.dtype) -> Callable[
 
 
 def sum_partials(partial: Tensor, out: Tensor, second: Tensor | None = None) -> None:
-    """`out`, `(N,)`, becomes the sum over the rows of `partial`, `(programs, N)` float32, in a fixed order.
+    """Store in `out`, `(N,)`, the sum over the rows of `partial`, `(programs, N)` float32, in a fixed order.
 
-    With `second`, of as many columns, the partial sums of both lie next to each other: `(programs, 2 * N)`.
+    With `second`, also `(N,)`, the partial sums of both are adjacent: `(programs, 2 * N)`.
     """
     for name, tensor in (("out", out), ("second", second)):
-        if tensor is not None and tensor.dim() != 1:  # its first dimension alone would be written
+        if tensor is not None and tensor.dim() != 1:  # only its first dimension would be written
             raise ValueError(f"sum_partials: {name} has shape {tuple(tensor.shape)}, expected one dimension")
     dtypes = (out.dtype,) if second is None else (out.dtype, second.dtype)
     launcher = _launcher(int(out.shape[0]), dtypes)

@@ -1,10 +1,10 @@
-"""Quantised results, where a kernel holds its result in float32: scales, and the rounding to fp8 or int8, saturating.
+"""Quantized results of kernels that hold them in float32: scales, and the saturating rounding to fp8 or int8.
 
     scale = max(|y|) / largest,   y_q = round(y / scale)
 
-FORMAT is the name of the torch dtype. Chips of NVIDIA's before compute capability 8.9, and AMD's MI300, have no
-instruction that rounds to float8_e4m3fn or float8_e5m2: there the same bytes come out of integer arithmetic, some
-fifteen instructions a number.
+FORMAT is the name of the torch dtype, or None for a result that is not quantized. NVIDIA GPUs before compute capability
+8.9 and AMD's MI300 have no instruction that rounds to float8_e4m3fn or float8_e5m2. There integer arithmetic gives the
+same bytes, in some fifteen instructions an element.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def magnitude(y):
-    """|y| as an integer: such integers are in the order of the numbers, and NaN comes last, so no maximum drops it."""
+    """|y| as an integer: the order is that of the floats, and NaN is the largest, so a maximum keeps it."""
     return y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _not_too_small(scale):
-    """At 2^-126 zeros still give zeros, and neither the scale nor its reciprocal leaves the normal numbers."""
+    """At least 2^-126: zeros still give zeros, and both the scale and its reciprocal are normal floats."""
     return tl.where(scale < 2.0**-126, 2.0**-126, scale)  # NaN stays
 
 
 @triton.jit
 def scale_of(most, FORMAT: tl.constexpr):
-    """The scale that takes the largest magnitude to the format's largest number."""
+    """The scale that maps the largest magnitude to the format's largest value."""
     tl.static_assert(FORMAT == "float8_e4m3fn" or FORMAT == "float8_e5m2" or FORMAT == "int8")
     LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0 if FORMAT == "float8_e4m3fn" else 57344.0
     return _not_too_small(most.to(tl.float32, bitcast=True) * (1.0 / LARGEST))
@@ -43,7 +43,7 @@ def scale_of(most, FORMAT: tl.constexpr):
 
 @triton.jit
 def given(scale_ptr):
-    """What a result is multiplied by for the one scale that the caller knows."""
+    """The reciprocal of the one scale that the caller gives."""
     return 1.0 / _not_too_small(tl.load(scale_ptr))
 
 
@@ -86,7 +86,7 @@ def rounded(v, FORMAT: tl.constexpr, IN_RANGE: tl.constexpr, DTYPE: tl.constexpr
         v = tl.where(v == v, v, 0.0)
         if not IN_RANGE:
             v = tl.minimum(tl.maximum(v, -127.0), 127.0)
-        # The sum has no bits for fractions, so it is rounded to an integer, and its last byte is that integer's.
+        # The sum has no fraction bits, so it is rounded to an integer, whose last byte is the sum's.
         return (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     elif DTYPE.is_fp8():
         return v.to(DTYPE)
@@ -99,18 +99,20 @@ def rounded(v, FORMAT: tl.constexpr, IN_RANGE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _fp8_bits(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """The fp8 number nearest to v as its eight bits, of which MANTISSA are the mantissa; LARGEST is the largest finite.
+    """The bits of the fp8 value nearest to v, with MANTISSA bits of mantissa. LARGEST is the largest finite value.
 
-    NaN is 0x7f, as NVIDIA's instruction has it.
+    NaN is 0x7f, as NVIDIA's instruction gives.
     """
     DROPPED: tl.constexpr = 23 - MANTISSA
     REBIAS: tl.constexpr = (127 - BIAS) << MANTISSA
     SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
-    STEP_IN_LAST_BIT: tl.constexpr = (151 - BIAS - MANTISSA) << 23  # the float whose last bit is worth the least step
+    STEP_IN_LAST_BIT: tl.constexpr = (
+        151 - BIAS - MANTISSA
+    ) << 23  # the float whose last bit is worth the smallest step
 
     bits = v.to(tl.int32, bitcast=True)
     most = tl.minimum(bits & 0x7FFFFFFF, (LARGEST + REBIAS) << DROPPED)
-    # A carry out of the mantissa runs on into the exponent, as it should.
+    # A carry out of the mantissa goes into the exponent, which is right.
     normal = ((most + ((1 << (DROPPED - 1)) - 1) + ((most >> DROPPED) & 1)) >> DROPPED) - REBIAS
     steps = most.to(tl.float32, bitcast=True) + 2.0 ** (24 - BIAS - MANTISSA)
     subnormal = steps.to(tl.int32, bitcast=True) - STEP_IN_LAST_BIT
@@ -127,12 +129,12 @@ def _has_instruction(target: runtime.Target) -> bool:
 
 
 def writable(y: Tensor) -> Tensor:
-    """y as a kernel writes it: where the chip can't round to fp8 itself, its bytes."""
+    """y as a kernel writes it: its bytes, if the GPU has no instruction that rounds to fp8."""
     return y if y.dtype == torch.int8 or _has_instruction(runtime.target(y.device)) else y.view(torch.uint8)
 
 
 def empty(x: Tensor, dtype: str, per: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """Fresh y and scales for a result of x's shape; where the scale is given, `(0,)` for the scales."""
+    """Uninitialized y and scales for a result of x's shape; the scales are `(0,)` if the scale is given."""
     shape: tuple[int, ...] = (0,)
     if per != "tensor":
         shape = (*x.shape[:-1], library.cdiv(x.shape[-1], group_size) if per == "group" else 1)
@@ -141,7 +143,7 @@ def empty(x: Tensor, dtype: str, per: str, group_size: int) -> tuple[Tensor, Ten
 
 
 def allocator(y: Tensor, scales: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """What allocates such a y, the same y as a kernel writes it, and such scales."""
+    """A function that allocates such a y, its view that a kernel writes (see `writable`), and such scales."""
     as_bytes = writable(y) is not y
     of_y = y.shape, library.contiguous_strides(y.shape)
     of_scales = scales.shape, library.contiguous_strides(scales.shape)
@@ -156,5 +158,5 @@ def allocator(y: Tensor, scales: Tensor) -> Callable[[], tuple[Tensor, Tensor, T
 
 
 def span(n_cols: int, per: str, group_size: int) -> int:
-    """The columns that share a scale, as a power of two; 0 where all elements share the one that is given."""
+    """The columns that share a scale, as a power of two; 0 if all elements share a given one."""
     return {"row": library.power_of_two(n_cols), "group": group_size, "tensor": 0}[per]

@@ -37,7 +37,7 @@ def fp8_linear(
     residual: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    """Computed in weight_scale's dtype. An x without scales is taken as it is: what quantising it costs is an error."""
+    """Computed in weight_scale's dtype. An x without scales is taken as it is: what quantizing it costs is an error."""
     dtype = weight_scale.dtype
     x = x.to(dtype) if x_scale is None else _wide_x(x, x_scale, dtype)
     y = x @ _wide(weight, weight_scale, dtype).T

@@ -30,7 +30,7 @@ def append_kv(
 ) -> tuple[Tensor, ...]:
     """The caches as they are afterwards, and the scales, `(0,)` where there are none; nothing is written in place.
 
-    `dtype` names that of a quantised cache, which may be given in float64 here.
+    `dtype` names that of a quantized cache, which may be given in float64 here.
     """
     places = _places(k, k_cache, lengths, page_table, counts, layout)
     written: list[Tensor] = []
@@ -74,7 +74,7 @@ def rope_and_cache(
 
 
 def append_kv_eager(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """As plain PyTorch has it: an assignment by index, of what was quantised in float32."""
+    """As plain PyTorch has it: an assignment by index, of what was quantized in float32."""
     return append_kv(*args, nearest=_cast, **options)
 
 

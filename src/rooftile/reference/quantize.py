@@ -1,4 +1,4 @@
-"""Quantised results, `y_q = round(y / scale)`: the scale is given, or `max(|y|) / largest` of a row or of a group."""
+"""Quantized results, `y_q = round(y / scale)`: the scale is given, or `max(|y|) / largest` of a row or of a group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nearest(v: Tensor, dtype: str) -> Tensor:
 def eager(
     y: Tensor, dtype: str = "float8_e4m3fn", per: str = "row", scale: Tensor | None = None, group_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """As code that quantises before a matrix product has it: from the result in the model's dtype, in float32."""
+    """As code does that quantizes before a GEMM: from the result in the model's dtype, in float32."""
     y, columns, largest = y.float(), y.shape[-1], LARGEST[dtype]
     if scale is not None:
         v = y / scale
@@ -54,7 +54,7 @@ def eager(
 
 
 def after(op: Callable[..., Any], quantize: Callable[..., tuple[Tensor, Tensor]] = quantize) -> Callable[..., Any]:
-    """The op with its first result quantised: `(y, ...)` becomes `(y_q, ..., scale)`."""
+    """The op with its first result quantized: `(y, ...)` becomes `(y_q, ..., scale)`."""
 
     def run(
         *args: Tensor,

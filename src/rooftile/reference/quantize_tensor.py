@@ -23,7 +23,7 @@ def quantize_tensor(
 def quantize_tensor_eager(
     x: Tensor, *, scale: Tensor | None = None, dtype: str = "float8_e4m3fn", per: str = "row", group_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """As code that quantises before a matrix product has it: in float32."""
+    """As code does that quantizes before a GEMM: in float32."""
     if scale is None and (per in ("tensor", "block") or x.numel() == 0):
         largest = rounding.LARGEST[dtype]
         scale, each = _scales(x.float(), largest, per, group_size)

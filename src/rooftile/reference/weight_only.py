@@ -1,4 +1,4 @@
-"""Linear layers with weights of 8 or 4 bits: dequantised, then multiplied."""
+"""Linear layers with weights of 8 or 4 bits: dequantized, then multiplied."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def int8_linear(
 def int8_linear_eager(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
-    dequantised = weight.to(x.dtype) * scale.to(x.dtype).reshape(-1, 1)
-    return _plus(torch.nn.functional.linear(x, dequantised, None if bias is None else bias.to(x.dtype)), residual)
+    """As it is written without a kernel for it: the weight dequantized to x's dtype, then a linear layer."""
+    dequantized = weight.to(x.dtype) * scale.to(x.dtype).reshape(-1, 1)
+    return _plus(torch.nn.functional.linear(x, dequantized, None if bias is None else bias.to(x.dtype)), residual)
 
 
-# A weight in float8_e4m3fn is dequantised as one in int8 is.
+# A weight in float8_e4m3fn is dequantized as one in int8 is.
 fp8_weight_linear = int8_linear
 fp8_weight_linear_eager = int8_linear_eager
 
@@ -56,6 +56,6 @@ def int4_linear(
 def int4_linear_eager(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """As it is written without a kernel for it: the weight dequantised to x's dtype, then a linear layer."""
+    """As it is written without a kernel for it: the weight dequantized to x's dtype, then a linear layer."""
     bias = None if bias is None else bias.to(x.dtype)
     return _plus(torch.nn.functional.linear(x, dequantize(packed, scale, x.dtype), bias), residual)
