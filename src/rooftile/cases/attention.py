@@ -23,7 +23,7 @@ TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.bfloat16: {"forward": Tolerance(5e-3, _ROUNDED), "backward": Tolerance(1e-2, _BACKWARD)},
 }
 
-Mask = tuple[str, str]  # "bool" or "float", and the letters of the dimensions that it has, the others being broadcast
+Mask = tuple[str, str]  # "bool" or "float", and the letters of its dimensions; the others are broadcast
 
 
 def point(
@@ -40,7 +40,7 @@ def point(
     sinks: bool = False,
     **options: object,
 ) -> Point:
-    """`more_keys` is how many more keys there are than queries, or fewer."""
+    """`more_keys` is the number of keys less that of queries; it may be negative."""
     dims = {
         "batch": batch,
         "heads": heads,
@@ -84,7 +84,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         sizes = (batch, heads, n_q, n_k)
         shape = tuple(n if point[f"mask_{d}"] else 1 for n, d in zip(sizes, "BHTS", strict=True))
         if point["has_mask"] == 1:
-            mask = integers(4, shape, device, generator) > 0  # three of four are seen
+            mask = integers(4, shape, device, generator) > 0  # three of four keys are seen
             mask[..., :1] = True
         else:
             mask = normal(shape, dtype, device, generator)
@@ -97,8 +97,8 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """Forward: q, k, v, the mask and the output; backward: those of the forward and dout, and the gradients. What is a
-    number for each row, as the log-sum-exp, is left out."""
+    """Forward: q, k, v, the mask and the output. Backward: those, dout and the gradients. Not counted are scalars of
+    rows, as the log-sum-exp."""
     batch, heads, n_q, n_k = point["batch"], point["heads"], point["seq_len"], _keys(point)
     inputs = heads * n_q * point["head_dim"] + point["kv_heads"] * n_k * (point["head_dim"] + point["value_dim"])
     out = heads * n_q * point["value_dim"]
@@ -111,7 +111,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
 
 
 def pairs(n_q: int, n_k: int, options: Any) -> float:
-    """Pairs of a query and a key that it sees. Causal alone counts as n_q^2 / 2 fewer, as it is counted elsewhere."""
+    """Pairs of a query and a key that it sees. Causal without a window counts n_q^2 / 2 fewer, as is usual."""
     causal, window = bool(options.get("causal")), options.get("window")
     if window is None:
         if not causal:
@@ -128,7 +128,7 @@ def pairs(n_q: int, n_k: int, options: Any) -> float:
 
 
 def _flops(point: Point, direction: Direction) -> int:
-    """Two for each product and its sum, of the pairs that are seen; backward has five such products for two."""
+    """Two for each multiply and add, of the pairs that are seen. The forward has two dots, the backward five."""
     seen = pairs(point["seq_len"], _keys(point), point.options)
     forward = 2 * point["batch"] * point["heads"] * seen * (point["head_dim"] + point["value_dim"])
     return int(forward if direction == "forward" else 2.5 * forward)
@@ -136,8 +136,8 @@ def _flops(point: Point, direction: Direction) -> int:
 
 # Peers
 
-_SCORES = 1 << 31  # over which a form that writes them all is not run: they are 8 GiB in float32, several times over
-_BLOCKS = 64  # over which the blocked form is not run: each is some ten launches of the host, with backward some forty
+_SCORES = 1 << 31  # most that are written to memory: 8 GiB in float32, several times
+_BLOCKS = 64  # most of the blocked form: each is about ten launches, forty with the backward
 
 
 def without(point: Point, name: str, *options: str) -> None:
@@ -224,7 +224,7 @@ def _flex(point: Point) -> Callable[..., Any]:
 
     name = "FlexAttention"
     on_gpu(name)
-    without(point, name, "mask", "alibi", "sinks")  # all could be written for it, by who needs them
+    without(point, name, "mask", "alibi", "sinks")  # FlexAttention can express them; no point here needs it
     n_q, n_k, options = point["seq_len"], _keys(point), point.options
     causal, window, softcap = bool(options.get("causal")), options.get("window"), options.get("softcap")
     if min(n_q, n_k) == 0:
@@ -245,7 +245,7 @@ def _flex(point: Point) -> Callable[..., Any]:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False  # who measures it differentiates one graph many times
+    torch._functorch.config.donated_buffer = False  # a measurement differentiates one graph many times
     compiled = torch.compile(flex_attention, dynamic=False)
     made: list[Any] = []
 
@@ -281,7 +281,7 @@ def _flash4(point: Point) -> Callable[..., Any]:
 
 
 def _portable(point: Point) -> Callable[..., Any]:
-    """The kernels that run on any GPU, where a GPU has others: no peer of theirs, and shown beside them."""
+    """The portable kernels, on a GPU that has others: shown beside them, and not counted as a peer."""
     from rooftile import runtime
     from rooftile.ops.attention import AttentionConfig
 
@@ -293,7 +293,7 @@ def _portable(point: Point) -> Callable[..., Any]:
     without(point, "the portable kernel's measured tiles", "mask", "alibi")
     if max(point["head_dim"], point["value_dim"]) > 128:
         raise Unsupported("the portable kernel's measured tiles are of heads of up to 128")
-    # What sm_90 gets where the Hopper kernel refuses.
+    # The choice for sm_90 where the Hopper kernel can't run.
     config = AttentionConfig("portable", 128, 128, 8, 3 if point["head_dim"] <= 64 else 2)
     return functools.partial(attention, config=config)
 
@@ -312,7 +312,7 @@ _MASKINGS: tuple[dict[str, Any], ...] = ({}, {"causal": True})
 
 
 def _prompts(*lengths: int) -> tuple[Point, ...]:
-    """16384 tokens in all."""
+    """Points of 16384 tokens each."""
     return tuple(
         point(16384 // t, heads, t, dim, **options)
         for heads, dim in ((16, 128), (32, 64))
@@ -360,12 +360,12 @@ CASES = (
         tolerances=TOLERANCES,
         deterministic="asked",  # gradients on sm_90
         roof="product",
-        # The softmax as it goes adds in the order of the keys, where eager's products add in a tree; and the lse from
-        # which the backward has the probabilities is rounded.
+        # The online softmax adds in the order of the keys, and eager's GEMMs add in a tree. The lse from which the
+        # backward computes the probabilities is rounded.
         float32_floor=1e-6,
         over="seq_len",
-        # Scalar registers of gfx942, which go into lanes of vector registers; and on sm_90 what a masked block keeps in
-        # the backward of heads of 64.
+        # Scalar registers of gfx942, which spill to lanes of vector registers, and masked blocks in the backward of
+        # heads of 64 on sm_90.
         spills=512,
         sets={
             "tiny": (

@@ -27,7 +27,7 @@ def point(
     sinks: bool = False,
     **options: object,
 ) -> Point:
-    """`seq_len` queries in all, and in each sequence so many keys more than queries."""
+    """`seq_len` queries in all; each sequence has `more_keys` more keys than queries."""
     dims = {
         "batch": sequences,
         "heads": heads,
@@ -43,7 +43,7 @@ def point(
 
 
 def starts_about(point: Point) -> list[int]:
-    """Where sequences begin: each longer than the one before it. What is drawn is off by up to `_jitter`."""
+    """Where sequences begin, each longer than the previous one. Drawn starts differ by up to `_jitter`."""
     n, total = point["batch"], point["seq_len"]
     return [total * i * (i + 1) // (n * (n + 1)) for i in range(n + 1)]
 
@@ -53,7 +53,7 @@ def _jitter(point: Point) -> int:
 
 
 def _longest(sequences: int, seq_len: int) -> int:
-    """More than the longest sequence has, whatever is drawn."""
+    """An upper bound of the longest drawn sequence."""
     return seq_len * 2 // (sequences + 1) + seq_len // (sequences * (sequences + 1)) + 1
 
 
@@ -174,10 +174,10 @@ CASES = (
         flops=_flops,
         tolerances=TOLERANCES,
         roof="product",
-        # The softmax as it goes adds in the order of the keys, where eager's products add in a tree; and the lse from
-        # which the backward has the probabilities is rounded.
+        # The online softmax adds in the order of the keys, and eager's GEMMs add in a tree. The lse from which the
+        # backward computes the probabilities is rounded.
         float32_floor=1e-6,
-        # As attention; and what float32 keeps of whole rows in the backward, on GPUs with 99 KB of shared memory.
+        # As attention, and whole rows in the float32 backward on GPUs with 99 KB of shared memory.
         spills=512,
         sets=_SETS,
         peers=(Peer("flash", _flash), Peer("fa4", _flash4)),

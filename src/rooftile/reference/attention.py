@@ -1,10 +1,10 @@
 """Attention in plain PyTorch, in two forms that show what the fused kernel is for.
 
 `naive` writes the scores of every query with every key, then reads and writes them again for the mask, the softmax and
-the product with v: memory and traffic grow with T squared. `blocked` never has more than one block of them, by the
-online softmax that the kernel uses; but each of its steps is a PyTorch operation that goes through memory, so it moves
-as many bytes as before, in more launches. Memory is saved by blocking, time by fusing the steps of a block into one
-kernel, where a block of scores lives in registers.
+the GEMM with v: memory and traffic grow with T squared. `blocked` holds one block of scores at a time, by the online
+softmax that the kernel uses. But each of its steps is a PyTorch operation that goes through memory, so it moves as many
+bytes, in more launches. Blocking saves memory. Fusing the steps of a block into one kernel, with its scores in
+registers, saves time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sees(p: Tensor, j: Tensor, causal: bool, window: Window | None) -> Tensor:
 
 
 def positions(n_q: int, n_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of queries, as a column, and of keys: the last query stands at the last key."""
+    """The positions of queries, as a column, and of keys: the last query stands at the last key."""
     return torch.arange(n_q, device=device)[:, None] + (n_k - n_q), torch.arange(n_k, device=device)
 
 
@@ -54,7 +54,7 @@ def attention(
     sinks: Tensor | None = None,
     layout: str = "bhtd",
 ) -> Tensor:
-    """The formula in q's dtype: give it float64 for the truth. It is `naive`, head by head where all would not fit."""
+    """The formula in q's dtype; float64 inputs give the truth. It is `naive`, head by head if all would not fit."""
     options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
     return _in_heads(naive, 1 << 28, q, k, v, mask, alibi_slopes, sinks, options)
 
@@ -70,10 +70,10 @@ def _in_heads(
     sinks: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """`form` of all heads; where that is more than so many scores, of one after another, computed again backward.
+    """`form` of all heads; with more than `most` scores, one head after another, computed again in the backward.
 
-    And where a head's are more, of some queries after another: with all keys where no place matters, or, causal alone,
-    with the keys up to the last of them, which is where the last query stands.
+    If one head has more, some queries after another: with all keys if positions don't matter, or, if only causality
+    limits them, with the keys up to the position of the last query.
     """
     t, h = options["layout"].index("t"), options["layout"].index("h")
     if q.is_meta or q.shape[0] * q.shape[h] * q.shape[t] * k.shape[t] <= most:
@@ -172,11 +172,11 @@ def blocked(
     block_m: int = 256,
     block_n: int = 256,
 ) -> Tensor:
-    """The same with one block of scores at a time: the kernel's algorithm, a PyTorch operation for each of its lines.
+    """The same with one block of scores at a time: the kernel's algorithm, one PyTorch operation a line.
 
     For a block of queries, m is the largest score so far, denom the sum of exp(s - m), acc the sum of exp(s - m) v. A
-    block of keys that raises m scales denom and acc down by exp(m_before - m), and in the end acc / denom is the
-    average of v that the softmax weights.
+    block of keys that raises m scales denom and acc down by exp(m_before - m). At the end acc / denom is the average of
+    v by the softmax weights.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -201,7 +201,7 @@ def blocked(
                 s = s.masked_fill(~seen, -math.inf)
 
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-            m_off = m_new.masked_fill(m_new == -math.inf, 0)  # nothing was seen yet
+            m_off = m_new.masked_fill(m_new == -math.inf, 0)  # no key was seen yet
             alpha = torch.exp(m - m_off)
             weights = torch.exp(s - m_off)
             denom = denom * alpha + weights.sum(-1, keepdim=True)
@@ -227,7 +227,7 @@ def eager(
 ) -> Tensor:
     """As Hugging Face's models write it: scores in q's dtype, their mask added, the softmax in float32 and rounded.
 
-    Where the scores would be over 2^31 elements, one head after another.
+    With more than 2^31 scores, one head after another.
     """
     options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
     return _in_heads(_eager, 1 << 31, q, k, v, mask, alibi_slopes, sinks, options)
@@ -273,20 +273,20 @@ def _eager(
         scores = scores - scores.amax(dim=-1, keepdim=True)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     weights = weights[..., :n_k]
-    if seen is not None:  # of a row that sees nothing a softmax of equal scores would be an average
+    if seen is not None:  # else a row that sees nothing would be the average of v
         weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0)
     out = torch.matmul(weights, v)
     return out.transpose(1, 2) if layout == "bthd" else out
 
 
-# Packed sequences: a mask of blocks along the diagonal, of which the fused kernel visits nothing else
+# Packed sequences: a block-diagonal mask; the fused kernel visits its blocks alone
 
 
 def packed(starts_q: Tensor, starts_k: Tensor, n_q: int, n_k: int, causal: bool, window: Window | None) -> Tensor:
-    """(n_q, n_k): which keys each query sees. It reads no number on the host."""
+    """(n_q, n_k): which keys each query sees, computed on the device."""
 
     def places(starts: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The sequence of each token, and its place counted back from the end: last query and last key are alike."""
+        """The sequence of each token, and its position from the end, where last query and last key are alike."""
         tokens = torch.arange(n, device=starts.device)
         sequence = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
         return sequence, tokens - starts[1:][sequence.clamp(max=starts.shape[0] - 2)]
@@ -312,7 +312,7 @@ def attention_varlen(
     alibi_slopes: None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The formula for packed sequences (T, H, D), each with itself alone; in q's dtype."""
+    """The formula for packed sequences (T, H, D), each of which attends to itself alone; in q's dtype."""
     options = {"scale": scale, "softcap": softcap, "layout": "bhtd"}
     return _varlen(naive, 1 << 28, q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, sinks, options)
 
@@ -333,7 +333,7 @@ def eager_varlen(
     alibi_slopes: None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As models do it that know no packed sequences: a mask of blocks along the diagonal."""
+    """As in models that have no packed sequences: a block-diagonal mask."""
     options = {"scale": scale, "softcap": softcap, "layout": "bhtd"}
     return _varlen(_eager, 1 << 31, q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, sinks, options)
 
