@@ -91,6 +91,7 @@ def ops():
         "silu_mul_packed": lambda: rooftile.silu_mul_packed(x),
         "rope": lambda: rooftile.rope(q, q, cos, cos),
         "attention": lambda: rooftile.attention(prompt, prompt, prompt, causal=True),
+        "qk_norm_rope": lambda: rooftile.qk_norm_rope(q, q, w, w, cos, cos),
         "embedding": lambda: rooftile.embedding(ids, x),
         "decode_attention": lambda: rooftile.decode_attention(*decoding, lengths, layout="bthd"),
     }

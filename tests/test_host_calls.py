@@ -15,6 +15,7 @@ MOST = {
     ),
     "attention": 10,  # it checks its options, and asks for autocast and deterministic algorithms
     "rope": 6,  # it checks the tables' width
+    "qk_norm_rope": 6,
     "embedding": 8,  # it may move ids, or look at them on the CPU
     "decode_attention": 11,
 }

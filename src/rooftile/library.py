@@ -506,6 +506,14 @@ def rows_of(x: Tensor, copies: Copies, place: int) -> Tensor:
     return rows
 
 
+def unit_last_of(x: Tensor, copies: Copies, place: int) -> Tensor:
+    """`unit_last(x)`, which goes into `copies` where it is a copy."""
+    y = unit_last(x)
+    if y is not x:
+        copies[place] = unit_last
+    return y
+
+
 def contiguous_of(x: Tensor | None, copies: Copies, place: int) -> None:
     """Have x copied at each launch where it is not contiguous."""
     if x is not None and not x.is_contiguous():

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.library import axis_strides, unit_last
+from rooftile.library import axis_strides
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
 
 import triton  # isort: skip
@@ -215,8 +215,8 @@ def _prepare_rotation(
         return library.start_nothing
     in_place, copies = q_out is q, library.Copies()
     if not in_place:
-        q, k = _unit_last_of(q, copies, 0), _unit_last_of(k, copies, 1)
-    cos, sin = _unit_last_of(cos, copies, 4), _unit_last_of(sin, copies, 5)
+        q, k = library.unit_last_of(q, copies, 0), library.unit_last_of(k, copies, 1)
+    cos, sin = library.unit_last_of(cos, copies, 4), library.unit_last_of(sin, copies, 5)
     heads, time = layout.index("h"), layout.index("t")
     batch, seq_len, head_dim, rotary = q.shape[0], q.shape[time], int(q.shape[3]), int(cos.shape[-1])
     q_heads, k_heads = int(q.shape[heads]), int(k.shape[heads])
@@ -236,14 +236,6 @@ def _prepare_rotation(
     return library.copying(
         launching.bind(launcher, programs, strides=strides, numbers=(seq_len, cos.shape[-2])), copies
     )
-
-
-def _unit_last_of(x: Tensor, copies: library.Copies, place: int) -> Tensor:
-    """`unit_last(x)`, which goes into `copies` where it is a copy."""
-    y = unit_last(x)
-    if y is not x:
-        copies[place] = unit_last
-    return y
 
 
 @functools.cache

@@ -20,6 +20,9 @@ is the same on every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from rooftile import library
@@ -30,7 +33,7 @@ from rooftile.ops.rope import Layout, Style, check_rotary_dim, check_tables, den
 __all__ = ["qk_norm_rope"]
 
 
-def _launch(
+def _prepare(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor | None,
@@ -42,10 +45,30 @@ def _launch(
     offset: float,
     style: str,
     layout: str,
-) -> tuple[Tensor, Tensor]:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     q_out, k_out = _fake(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, style, layout)
-    forward.launch(q, k, q_weight, k_weight, q_out, k_out, cos, sin, position_ids, eps, offset, style, layout)
-    return q_out, k_out
+    start = forward.prepare(
+        q, k, q_weight, k_weight, q_out, k_out, cos, sin, position_ids, eps, offset, style, layout
+    )  # fmt: skip
+    q_shape, q_strides, k_shape, k_strides = q_out.shape, q_out.stride(), k_out.shape, k_out.stride()
+    dtype, device = q.dtype, q.device
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor | None,
+        *_: object,
+    ) -> tuple[Tensor, Tensor]:
+        q_out = torch.empty_strided(q_shape, q_strides, dtype=dtype, device=device)
+        k_out = torch.empty_strided(k_shape, k_strides, dtype=dtype, device=device)
+        start(q, k, q_weight, k_weight, q_out, k_out, cos, sin, position_ids)
+        return q_out, k_out
+
+    return run
 
 
 def _fake(
@@ -88,7 +111,7 @@ def _backward(ctx, q_dy: Tensor | None, k_dy: Tensor | None) -> tuple[Tensor | N
 _op = library.define(
     "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
     "Tensor? position_ids, float eps, float offset, str style, str layout) -> (Tensor, Tensor)",
-    launch=_launch,
+    prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward, lambda inputs: check_tables("qk_norm_rope", *inputs[4:6])),
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.library import axis_strides, unit_last
+from rooftile.library import axis_strides
 from rooftile.ops import rope
 from rooftile.ops.rope import table_strides
 from rooftile.primitives.rotation import load_angles, load_pairs, pair_columns, store_pairs
@@ -174,7 +175,7 @@ def config(heads: int, head_dim: int, target: runtime.Target) -> QkNormRopeConfi
     return QkNormRopeConfig(tokens, heads, num_warps=max(1, threads // target.warp_size))
 
 
-def launch(
+def prepare(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor | None,
@@ -188,19 +189,22 @@ def launch(
     offset: float,
     style: str,
     layout: str,
-) -> None:
+) -> Callable[..., None]:
+    """The launch over q, k, q_weight, k_weight, q_out, k_out, cos, sin and position_ids."""
     if q.numel() + k.numel() == 0:
-        return
-    q, k, cos, sin = unit_last(q), unit_last(k), unit_last(cos), unit_last(sin)
-    q_weight = None if q_weight is None else q_weight.contiguous()
-    k_weight = None if k_weight is None else k_weight.contiguous()
+        return library.start_nothing
+    copies: library.Copies = {}
+    q, k = library.unit_last_of(q, copies, 0), library.unit_last_of(k, copies, 1)
+    library.contiguous_of(q_weight, copies, 2)
+    library.contiguous_of(k_weight, copies, 3)
+    cos, sin = library.unit_last_of(cos, copies, 6), library.unit_last_of(sin, copies, 7)
     heads, time = layout.index("h"), layout.index("t")
     batch, seq_len, head_dim, rotary = q.shape[0], q.shape[time], int(q.shape[3]), int(cos.shape[-1])
     q_heads, k_heads = int(q.shape[heads]), int(k.shape[heads])
     c = config(max(q_heads, k_heads), head_dim, runtime.target(q.device))
     tensors = (q, k, q_weight, k_weight, q_out, k_out, cos, sin, position_ids)
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
-    plan = _plan(dtypes, q_heads, k_heads, rotary, head_dim, style, eps, offset, c)
+    launcher = _plan(dtypes, q_heads, k_heads, rotary, head_dim, style, eps, offset, c)
     strides = (
         *axis_strides(q, layout),
         *axis_strides(k, layout),
@@ -211,7 +215,8 @@ def launch(
         *((0, 0) if position_ids is None else table_strides(position_ids, position_ids.dim() - 1)),
     )
     programs = batch * library.cdiv(seq_len, c.tokens)
-    launching.launch(plan, programs, tensors, strides, (seq_len, cos.shape[-2]))
+    start = launching.bind(launcher, programs, strides=strides, numbers=(seq_len, cos.shape[-2]))
+    return library.copying(start, copies)
 
 
 @functools.cache
