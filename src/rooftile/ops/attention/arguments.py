@@ -1,4 +1,4 @@
-"""The arguments of attention: what the public functions make of them, and what is checked of the tensors."""
+"""The arguments of attention: how the public functions pass them to the ops, and the checks of the tensors."""
 
 from __future__ import annotations
 
@@ -223,21 +223,21 @@ def check_starts(op: str, starts_q: Tensor, starts_k: Tensor | None) -> None:
 
 
 def as_bhtd(x: Tensor, layout: str) -> Tensor:
-    """x seen as (batch, heads, tokens, dim): no copy. Packed sequences are one batch entry."""
+    """A view of x as (batch, heads, tokens, dim). Packed sequences are one batch entry."""
     if layout == "bthd":
         return x.transpose(1, 2)
     return x.transpose(0, 1)[None] if layout == "thd" else x
 
 
 def from_bhtd(x: Tensor, layout: str) -> Tensor:
-    """The same back."""
+    """The inverse of `as_bhtd`."""
     if layout == "bthd":
         return x.transpose(1, 2)
     return x[0].transpose(0, 1) if layout == "thd" else x
 
 
 def dense(x: Tensor, dim: int) -> Tensor:
-    """Memory for x (batch, heads, tokens, ...) with that last dimension; in (B, T, H, D) order where x has it so."""
+    """Memory like x (batch, heads, tokens, ...) with another last dimension, in (B, T, H, D) order if x is."""
     batch, heads, tokens, _ = x.shape
     if x.stride(1) < x.stride(2):
         return torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device).transpose(1, 2)
@@ -277,7 +277,9 @@ def inputs(
 
 
 def scoring(head_dim: int, scale: float | None, softcap: float, left: int, right: int) -> Scoring:
-    """What the schemas' arguments ask for. A window of 2^30 or more, which no sequence reaches, is none: its sums with
-    positions would pass 2^31."""
+    """The scoring of those arguments of a schema.
+
+    A window of 2^30 or more is none: no sequence reaches it, and its sums with positions would pass 2^31.
+    """
     left, right = (-1 if side >= 1 << 30 else side for side in (left, right))
     return Scoring(1.0 / math.sqrt(head_dim) if scale is None else scale, softcap, left, right)

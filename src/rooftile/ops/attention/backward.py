@@ -84,7 +84,7 @@ class _Tiling:
 
 @triton.jit
 def _load(ptr, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASKED: tl.constexpr):
-    """Rows (R, 1) in their two parts; where there is no second, the first stands for it."""
+    """Both parts of rows (R, 1); without a second part, the first one twice."""
     a = load_rows(ptr, rows, inside, stride, N, 0, A, MASKED)
     b = a
     if B > 0:
@@ -94,7 +94,7 @@ def _load(ptr, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B: tl.con
 
 @triton.jit
 def _zeros(R: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Two accumulators; where there is no second part, it is one column that nothing touches."""
+    """Two accumulators; without a second part, the second one is a column that is not used."""
     return tl.zeros((R, A), tl.float32), tl.zeros((R, B if B > 0 else 1), tl.float32)
 
 
@@ -127,7 +127,7 @@ def _add_dots(a, b, left, x, y, B: tl.constexpr):
 
 @triton.jit
 def _load_lse(lse_ptr, row, n_q):
-    """Times log2(e). Of rows that see nothing (-inf), and that are not there, +inf: it makes every p of theirs 0."""
+    """lse times log2(e); +inf, which makes p 0, for rows that see nothing (-inf) or don't exist."""
     lse = tl.load(lse_ptr + row, mask=row < n_q, other=float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
 
@@ -149,7 +149,7 @@ def _probabilities(
     MASKED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """p of q·k, and the scores before biases; rows and cols broadcast to the tile, whichever way it lies."""
+    """p of q·k, and the scores before biases; rows and cols broadcast to the tile, transposed or not."""
     factor, cap, left, right = scoring
     scores = capped_scores(products, factor, cap, T.capped)
     biased = scores

@@ -35,7 +35,7 @@ _CHUNK = 16  # elements of a float32 head that are multiplied at once
 
 @triton.jit
 def eights(stride, EIGHTS: tl.constexpr):
-    """The stride; where it is known to be a multiple of 8, so that the compiler knows it too, and loads vectors."""
+    """The stride. With EIGHTS it is a multiple of 8, and the compiler is told so, to load vectors."""
     if EIGHTS:
         return stride // 8 * 8
     else:
@@ -123,7 +123,7 @@ def _walk_keys(
             top *= factor
         m_new = tl.maximum(m, top)
         m_off = m_new
-        if MASKED or MASK != "":  # of what has seen no key yet: exp2(-inf) is 0, exp2(-inf + inf) is not
+        if MASKED or MASK != "":  # for rows that have seen no key: exp2(-inf) is 0, exp2(-inf + inf) is not
             m_off = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_off)
         p_tile = tl.exp2(s * factor - m_off[:, None] if RAW else s - m_off[:, None])
@@ -202,7 +202,7 @@ def _forward_kernel(
 
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     denom = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:  # a score that is there before the first key
+    if SINKS:  # as a score before the first key
         m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         denom += 1.0
     acc = tl.zeros((BLOCK_M, V1), tl.float32)
@@ -216,7 +216,7 @@ def _forward_kernel(
         mask_ptr += batch * stride_mb + head * stride_mh
     safe_rows = tl.minimum(rows, n_q - 1)[:, None]
 
-    # Blocks that all queries see whole need no comparisons: they are between those at the window's and the end's edge.
+    # Blocks that all queries see whole need no comparisons. They are between the blocks at the edges of the window.
     lo = first_key(p_first, left, HAS_LEFT) // BLOCK_N * BLOCK_N
     hi = end_key(p_last, n_k, right, HAS_RIGHT)
     whole_lo = lo

@@ -119,7 +119,7 @@ def prepare(
         stats = torch.empty(padded_rows * 2, **float32)
         sums = torch.empty(padded_rows * dim, **float32) if with_sums else None
         make_stats(out, dout, lse, dlse, stats, sums)
-        if make_dkdv is not None:  # it writes both; nobody reads one that nobody asked for
+        if make_dkdv is not None:  # it writes both, also to scratch memory
             dk = torch.empty_strided(k.shape, k.stride(), dtype=k.dtype, device=k.device) if dk is None else dk
             dv = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) if dv is None else dv
             make_dkdv(q, k, v, dout, stats, dk, dv, sums)

@@ -43,12 +43,12 @@ from rooftile.ops.attention.hopper_backward_parts import (
     BackwardTiling,
     describe_rows,
     heads_together,
-    place,
     probabilities,
     scores_gradient,
     scoring_numbers,
     write,
 )
+from rooftile.ops.attention.parts import place
 from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.primitives.gluon import describe, load_tile, next_slot, view_as
 
@@ -95,7 +95,7 @@ class KeysTiling(BackwardTiling):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes, or a few more."""
+        """An upper bound in bytes."""
         elements = 2 * self.keys * self.dim + 2 * self.stages * self.rows * self.dim
         if self.with_dq:
             elements += self.buffers * self.keys * self.rows
@@ -273,7 +273,7 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, scoring, scale,
             q = q_ring.index(slot)
             o = o_ring.index(slot)
             s, dp = _start_scores(k, v, q, o, slot, parity, bars, T)
-            if T.deferred:  # at first of zeros
+            if T.deferred:  # of zeros in the first step
                 dk = warpgroup_mma(ds_16, q_ring.index(before), dk, is_async=True)
             ds, p_16, dv = _scores_gradient(s, dp, dv, o, stats, slot, m, key, size, scoring, T)
             if not T.early:
@@ -362,7 +362,7 @@ def keys_gradients(
     fence_async_shared()  # makes the initialised barriers visible to TMA
 
     # The first block, which with causal is the longest, comes first.
-    block, lane = place(gl.program_id(0), together, gl.cdiv(n_k, gl.constexpr(T.keys)), lanes)
+    lane, block = place(gl.program_id(0), together, lanes, gl.cdiv(n_k, gl.constexpr(T.keys)))
     work = (block, lane % kv_heads, lane // kv_heads)
     size = (n_q, n_k, heads, heads // kv_heads)
     scoring = (factor, cap, left, right)

@@ -31,12 +31,12 @@ from rooftile.ops.attention.hopper_backward_parts import (
     BackwardTiling,
     describe_rows,
     heads_together,
-    place,
     probabilities,
     scores_gradient,
     scoring_numbers,
     write,
 )
+from rooftile.ops.attention.parts import place
 from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.primitives.gluon import load_tile, next_slot
 
@@ -73,7 +73,7 @@ class QueriesTiling(BackwardTiling):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes, or a few more."""
+        """An upper bound in bytes."""
         return 4 * (self.rows * self.dim + self.stages * self.keys * self.dim) + BARRIERS
 
 
@@ -155,7 +155,7 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, mine:
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(slot), parity)
         dp = warpgroup_mma(o, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if T.deferred:  # at first of zeros
+        if T.deferred:  # of zeros in the first step
             dq = warpgroup_mma(ds_16, k_ring.index(before), dq, is_async=True)
         s = warpgroup_mma_wait(gl.constexpr(1 + T.deferred), (s,))
         p, slope = probabilities(s, lse[:, None], block * T.keys, row + n_k - n_q, n_k, scoring, 1, T)
@@ -221,7 +221,7 @@ def queries_gradient(
     fence_async_shared()  # makes the initialised barriers visible to TMA
 
     blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
-    block, lane = place(gl.program_id(0), together, blocks, lanes)
+    lane, block = place(gl.program_id(0), together, lanes, blocks)
     if T.has_right:  # the last queries see the most keys
         block = blocks - 1 - block
     work = (block * T.rows, lane % heads, lane // heads)

@@ -87,16 +87,6 @@ def write(z, memory, desc, entry, head, at):
 
 
 @gluon.jit
-def place(ticket, together, blocks, heads):
-    """The block and the head of a program. The blocks of `together` heads take turns, in ascending order."""
-    first = ticket // (together * blocks) * together
-    width = gl.minimum(together, heads - first)
-    rest = ticket - first * blocks
-    block = rest // width
-    return block, first + rest - block * width
-
-
-@gluon.jit
 def _tanh(x):
     """tanh as 1 - 2 / (1 + e^2x). Its absolute error is a float32 rounding of 1."""
     return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))

@@ -119,7 +119,7 @@ class Tiling:
 
     @property
     def limited(self) -> bool:
-        """Whether a query sees some of the keys only."""
+        """Whether a query may not see all keys."""
         return self.has_left or self.has_right
 
     @property
@@ -156,14 +156,14 @@ class Tiling:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes, or a few more, for elements of 16 bits."""
+        """An upper bound in bytes, for elements of 16 bits."""
         elements = self.stages * self.keys * self.dim + (self.q_buffers + 1) * self.tile_rows * self.dim
         return 2 * elements + _BARRIERS
 
 
 @triton.jit
 def divide(a, b):
-    """a // b, neither of which is negative: the unsigned division takes half of the instructions."""
+    """a // b for nonnegative ints. Unsigned division takes half of the instructions."""
     return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
 
 
@@ -201,7 +201,7 @@ def _lane(i, program, programs):
 
 @triton.jit
 def count_of(program, programs, tiles):
-    """How many tiles a program has, of all those tiles."""
+    """How many of all tiles a program has."""
     rounds = tiles // programs
     return rounds + tl.where(_lane(rounds, program, programs) < tiles - rounds * programs, 1, 0)
 
@@ -217,7 +217,7 @@ def tile_of(i, program, programs, order, blocks):
     left = (i - rounds) * programs + lane
     is_wide = tl.where(late, left < wide_left, i < wide * wide_rounds)
 
-    # A full round is one of a group's. After those, the groups take turns with the tiles that they have left.
+    # A full round belongs to one group. After the full rounds, the groups take turns with their last tiles.
     its_rounds = tl.where(is_wide, wide_rounds, narrow_rounds)
     n = tl.where(late, left - tl.where(is_wide, 0, wide_left), i - tl.where(is_wide, 0, wide * wide_rounds))
     by = tl.where(late, tl.where(is_wide, wide, narrow), its_rounds)

@@ -53,7 +53,7 @@ def is_seen(p, cols, n_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.con
 def load_rows(
     ptr, rows, inside, stride, D: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Columns FIRST to FIRST + BLOCK of these rows (R, 1), zeros past D; where MASKED, those inside alone."""
+    """Columns FIRST to FIRST + BLOCK of rows (R, 1), zeros past D; with MASKED, only of rows that are `inside`."""
     cols = FIRST + tl.arange(0, BLOCK)[None, :]
     ptrs = ptr + rows.to(tl.int64) * stride + cols
     if D < FIRST + BLOCK:
@@ -70,7 +70,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(ptr, tile, rows, inside, stride, D: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile, rounded, as columns FIRST to FIRST + BLOCK of those rows (R, 1) that are inside."""
+    """Round a tile and store it to columns FIRST to FIRST + BLOCK of the rows (R, 1) that are `inside`."""
     cols = FIRST + tl.arange(0, BLOCK)[None, :]
     mask = inside
     if D < FIRST + BLOCK:
@@ -148,7 +148,7 @@ def _zero_uncovered(dtype: torch.dtype, has_lse: bool, dim: int) -> KernelLaunch
 
 
 def prepare_zero_uncovered(x: Tensor, has_lse: bool, starts: Tensor, longest: int) -> Callable[..., None]:
-    """The launch for tensors like these, to be called with `x, lse, starts`; lse is x where there is none.
+    """The launch for tensors like these, to be called with `x, lse, starts`; without lse, give x twice.
 
     It writes zeros to the rows of x (1, heads, tokens, dim) that no sequence covers, and -inf to lse (1, heads,
     tokens): rows before the first sequence, after the last, and past the longest. Where sequences cover all tokens it

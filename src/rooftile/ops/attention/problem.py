@@ -24,8 +24,8 @@ class AttentionConfig:
     """How an attention kernel is launched.
 
     Args:
-        kernel: `"portable"`, any GPU and every option; `"hopper"`, persistent, with copies by the tensor memory
-            accelerator and warpgroups in ping-pong, for sm_90.
+        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90: persistent, with TMA copies and
+            warpgroups that take turns.
         block_m, block_n: query rows and keys of a tile.
         num_warps, num_stages: warps of a program, and the depth of its load pipeline.
     """
@@ -83,7 +83,7 @@ class Scoring:
 
     @property
     def limited(self) -> bool:
-        """Whether a query may see some of the keys only."""
+        """Whether a query may not see all keys."""
         return self.left >= 0 or self.right >= 0
 
     @property
@@ -124,7 +124,7 @@ class Inputs:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What a prepared launch is given for every call, behind q, k and v."""
+        """What a prepared launch is given for every call, after q, k and v."""
         return self.mask, self.alibi_slopes, self.sinks, self.starts_q, self.starts_k
 
     @property
@@ -172,7 +172,7 @@ def _is_aligned(t: Tensor) -> bool:
 class Problem:
     """All of an attention that the choice of its kernel depends on."""
 
-    batch: int  # sequences, where they are packed
+    batch: int  # of packed sequences, how many
     heads: int
     kv_heads: int
     n_q: int

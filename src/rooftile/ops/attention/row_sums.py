@@ -179,7 +179,7 @@ def _stats_kernel(
     cols = tl.arange(0, DIM)[None, :]
     mask = there[:, None] & (cols < N)
 
-    if HAS_SUMS:  # flat, as all of a tile is zero, in whichever order it is
+    if HAS_SUMS:  # flat: a tile of zeros has no order
         sums = sums_ptr + tile * (ROWS * DIM) + tl.arange(0, ROWS * DIM)
         tl.store(sums, tl.zeros([ROWS * DIM], tl.float32))
 
@@ -211,7 +211,7 @@ def _finish_kernel(
     N: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """A tile of 64 x 64 of dq, of the two that a block of queries has."""
+    """One of the two tiles of 64 x 64 of dq that a block of queries has."""
     n_blocks = tl.cdiv(n_q, ROWS)
     program = tl.program_id(0).to(tl.int64)
     tile = program // 2
