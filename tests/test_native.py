@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from rooftile import launching, library, native, runtime
+from rooftile import launching, library, native, runtime, tuning
 
 import triton  # isort: skip
 
@@ -399,6 +399,49 @@ class TestTensorMaps:
         driver.result = 0
         start(x)
         assert len(driver.encoded) == 2
+
+
+class TestPrepared:
+    @pytest.fixture
+    def prepared(self, driver):
+        """An op that notes what is prepared."""
+        made = []
+        prepared = library.Prepared(lambda x, scale: (made.append(scale), lambda x, scale: (x, scale))[1])
+        prepared.made = made
+        return prepared
+
+    def test_a_kind_of_call_is_prepared_once(self, prepared, x):
+        for scale in (1.0, 2.0, 1.0):
+            assert prepared(x, scale) == (x, scale)
+        assert prepared.made == [1.0, 2.0]
+        assert prepared.find(x, 1.0)(x, 1.0) == (x, 1.0)
+
+    def test_a_call_that_fails_is_not_remembered(self, driver, x):
+        def prepare(x):
+            raise ValueError("wrong")
+
+        prepared = library.Prepared(prepare)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="wrong"):
+                prepared(x)
+        assert len(prepared._calls) == 0
+
+    def test_tuning_tables_that_change_are_read_anew(self, prepared, x):
+        prepared(x, 1.0)
+        with tuning.off():
+            prepared(x, 1.0)
+        prepared(x, 1.0)
+        tuning.forget()
+        prepared(x, 1.0)
+        launching.forget()
+        prepared(x, 1.0)
+        assert prepared.made == [1.0] * 5
+
+    def test_calls_whose_arguments_never_repeat_are_forgotten(self, prepared, x, monkeypatch):
+        monkeypatch.setattr(library, "_MANY", 4)
+        for i in range(9):
+            prepared(x, float(i))
+        assert len(prepared._calls) <= 4
 
 
 def in_c(module):

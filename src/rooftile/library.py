@@ -27,10 +27,12 @@ what a kind of call needs and returns `run(*args)`, which does the rest:
 
 `run` is remembered by one key: of each tensor the dtype, shape, strides, device and the last four bits of its address,
 and of every other argument its value. It is called with other tensors of the same key, and must keep none of those that
-`prepare` was given. `prepare` may read nothing else that changes: a tuning table is fine, because `launching.forget`
-forgets prepared calls too. Only a call that succeeded is remembered. An argument that takes a new value at every call
-does not belong into such an op. `Prepared(prepare)` remembers in the same way what is no op by itself, such as the norm
-that another op launches before its GEMM.
+`prepare` was given. `prepare` may read nothing else that changes, but for tuning tables: a change of theirs forgets
+prepared calls, as `launching.forget` does. Only a call that succeeded is remembered. An argument that takes a new value
+at every call has no place in such an op.
+
+`Prepared(prepare)` remembers in the same way what is no op by itself, such as the norm that another op launches before
+its GEMM.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
-from rooftile import launching, native, runtime
+from rooftile import launching, native, runtime, tuning
 
 _LIBRARY = torch.library.Library("rooftile", "FRAGMENT")
 
@@ -265,6 +267,7 @@ class Prepared:
             self._calls = _Calls() if module is None else module.Calls()
             self.find = self._calls.find
             launching.when_forgotten(self._calls.clear)
+            tuning.when_changed(self._calls.clear)
         run = self._calls.get(*args)
         if run is not None:
             return run(*args)

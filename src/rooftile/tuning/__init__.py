@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,17 @@ def _lookup(op: str, key: str, target: runtime.Target) -> dict[str, Any] | None:
 
 
 _off = 0
+_watchers: list[Callable[[], None]] = []
+
+
+def when_changed(changed: Callable[[], None]) -> None:
+    """Call that whenever `lookup` may answer otherwise than before: for who remembers what it chose."""
+    _watchers.append(changed)
+
+
+def _tell() -> None:
+    for changed in _watchers:
+        changed()
 
 
 def lookup(op: str, key: str, target: runtime.Target) -> dict[str, Any] | None:
@@ -177,16 +188,19 @@ def lookup(op: str, key: str, target: runtime.Target) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """No table is read meanwhile: an op chooses as if none were there."""
+    """Read no table meanwhile: an op chooses as if none were there."""
     global _off
     _off += 1
+    _tell()
     try:
         yield
     finally:
         _off -= 1
+        _tell()
 
 
 def forget() -> None:
     """Forget what was read: files, or the variables that name them, have changed."""
     for cached in (_gpu, _entries, _lookup):
         cached.cache_clear()
+    _tell()
