@@ -201,8 +201,8 @@ def test_only_what_is_asked_for_is_computed(wanted, device, monkeypatch):
         assert (t is None) == (name not in wanted)
         assert t is None or torch.equal(t, expected[name])
     kernels = {launcher.kernel for launcher in launchers}
-    assert (backward._dq_kernel in kernels) == ("dq" in wanted)
-    assert (backward._dkdv_kernel in kernels) == ("dk" in wanted or "dv" in wanted)
+    assert (backward.dq_kernel in kernels) == ("dq" in wanted)
+    assert (backward.dkdv_kernel in kernels) == ("dk" in wanted or "dv" in wanted)
 
 
 @pytest.mark.parametrize("right", [-1, 0])

@@ -243,7 +243,7 @@ def _walk_queries(
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "kv_heads", "group", "n_lanes", "n_blocks", "together", "left", "right"])
-def _dkdv_kernel(
+def dkdv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -413,7 +413,7 @@ def _walk_keys(
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "heads", "group", "n_lanes", "n_blocks", "together", "left", "right"])
-def _dq_kernel(
+def dq_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -649,7 +649,7 @@ def _candidates(p: Problem, target: runtime.Target) -> Iterator[BackwardConfig]:
 
 @functools.cache
 def _launcher(tiling: _Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, ...]) -> KernelLauncher:
-    kernel = _dq_kernel if tiling.wanted == "dq" else _dkdv_kernel
+    kernel = dq_kernel if tiling.wanted == "dq" else dkdv_kernel
     return KernelLauncher(kernel, {"T": tiling}, newest_assembler=True, num_warps=num_warps)
 
 

@@ -140,7 +140,7 @@ def _walk_keys(
 
 
 @triton.jit(do_not_specialize=["pairs", "together", "heads", "group", "n_q", "n_k", "n_blocks", "left", "right"])
-def _forward_kernel(
+def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, slopes_ptr, sinks_ptr, starts_q_ptr, starts_k_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_mb, stride_mh, stride_mt, stride_ms,
@@ -316,7 +316,7 @@ def _launcher(
         "BLOCK_N": c.block_n,
         "STAGES": c.num_stages,
     }
-    return KernelLauncher(_forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
+    return KernelLauncher(forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
 
 
 def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
