@@ -214,7 +214,7 @@ def test_what_is_not_there_is_absent_and_what_raises_is_out(tmp_path: Path, monk
     rows = {(r.op, r.impl): r for r in run.rows}
     absent, raised = rows["decode", OURS_UNTUNED], rows["decode", HF_EAGER]
     assert absent.status == "absent"
-    assert absent.message.startswith("int8 products remember what a table said")
+    assert absent.message.startswith("int8 GEMMs remember their tuned entry")
     assert (raised.status, raised.message, raised.us) == ("error", "RuntimeError: out of luck", None)
     assert rows["decode", CUDA_EAGER].us
 

@@ -88,7 +88,7 @@ def test_stated_loss_is_that_of_the_weights(model):
 
 
 def test_each_of_64_greedy_tokens_is_hugging_faces(engine, expected):
-    """In one pass over prompts of unequal lengths: each token is the likeliest behind those before it."""
+    """In one pass over prompts of unequal lengths: each token is the most likely one after those before it."""
     found = engine.logits([prompt + new for prompt, new in expected])
     for logits, (prompt, new) in zip(found, expected, strict=True):
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == new

@@ -333,7 +333,7 @@ def test_what_a_replacement_no_longer_assigns_may_not_be_used_again() -> None:
         x = gate * up
         return x, gate
 
-    with pytest.raises(rewrite.NotRewritable, match="its code uses gate behind the lines"):
+    with pytest.raises(rewrite.NotRewritable, match="its code uses gate after the lines"):
         rewrite.rebuild(method, families.gated("act"), {"act_mul": None, "act_mul_packed": None})
 
 

@@ -1,4 +1,4 @@
-"""What a quantized result is to be: the option `quantize` of the ops that end where a matrix product begins."""
+"""The option `quantize` of ops whose result a GEMM multiplies: its format and its scales."""
 
 from __future__ import annotations
 

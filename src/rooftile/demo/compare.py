@@ -79,7 +79,7 @@ def compare(model: Model, tokens: Tensor, *, real: bool, dtype: torch.dtype) -> 
     size = f"{sum(p.numel() for p in built.parameters()) / 1e6:,.1f}M, {model.shape if real else 'tiny'}"
 
     exact = built.float() if real else copy.deepcopy(built).float()
-    if hasattr(exact.config, "_experts_implementation"):  # the grouped product is not there for float32 everywhere
+    if hasattr(exact.config, "_experts_implementation"):  # grouped GEMMs lack float32 on some devices
         exact.config._experts_implementation = "eager"
     truth = exact(**given).logits
     plain_error, patched_error = (relative_error(out.logits, truth) for out in (plain, patched))
@@ -108,7 +108,7 @@ def show(results: Sequence[Comparison], tokens: int, console: Console) -> None:
         title=f"Hugging Face models on {tokens} bytes of text, plain and patched, {results[0].dtype}",
         title_justify="left",
         caption="GLU: SwiGLU or GeGLU. Loss in nats a byte; error: relative, against the same weights in float32. "
-        f"The patched model's may be {BOUND:g} times the plain one's. After undo() the logits are equal to the bit.",
+        f"The patched model's may be {BOUND:g} times the plain one's. After undo() the logits are bit-identical.",
         caption_justify="left",
     )
     for name in ("model", "size"):

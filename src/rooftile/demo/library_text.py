@@ -1,7 +1,7 @@
 """The text of the byte model: source files of Python's standard library, in two parts that share none.
 
-A token is a byte, and END stands behind each file. The files named in HELD_OUT were never trained on; since they come
-with every Python, what the model makes of them can be asked anywhere.
+A token is a byte, and END follows each file. The files in HELD_OUT were not trained on; every Python has them, so the
+model can be tested on them anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-END = 256  # the token behind a file, beside the 256 bytes
+END = 256  # the token after a file; the others are the 256 bytes
 HELD_OUT = (
     "bisect.py", "calendar.py", "concurrent/futures/thread.py", "contextlib.py", "difflib.py", "email/message.py",
     "fractions.py", "ftplib.py", "glob.py", "heapq.py", "html/parser.py", "json/decoder.py", "mailbox.py", "queue.py",

@@ -258,7 +258,7 @@ class _Builder:
     def _sampling(self) -> OpCall:
         """The most likely token of each row."""
         logits = self._rows(self.c.vocab)
-        return OpCall("the likeliest token", "sample_", f"{self.batch} x {self.c.vocab}", logits, self.batch * 8)
+        return OpCall("greedy sampling", "sample_", f"{self.batch} x {self.c.vocab}", logits, self.batch * 8)
 
 
 def plan(

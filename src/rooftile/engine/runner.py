@@ -29,7 +29,7 @@ from rooftile.primitives.pdl import constant_weights
 # Each option's type, the check of its values, and the words for them.
 _NUMBER = (int, float)
 _ACCEPTED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "0 (the likeliest token) or more"),
+    "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "0 (the most likely token) or more"),
     "top_k": (int, lambda x: 0 <= x < 2**31, "0 (no limit) or more"),
     "top_p": (_NUMBER, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
     "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "0 to 1"),

@@ -85,19 +85,19 @@ def _set(tensor: Tensor, first: int, rows: Tensor) -> None:
     tensor[first : first + rows.shape[0]].copy_(rows)
 
 
-def _parts(prefix: str, product: Projection, parts: dict[str, int]) -> Iterator[tuple[str, _Place]]:
+def _parts(prefix: str, projection: Projection, parts: dict[str, int]) -> Iterator[tuple[str, _Place]]:
     """The checkpoint's tensors that a projection is made of. `parts` has their names and numbers of rows."""
     at = 0
     for name, n in parts.items():
 
         def fill(first: int, rows: Tensor, at: int = at) -> None:
-            product.fill(at + first, rows)
+            projection.fill(at + first, rows)
 
         def fill_bias(first: int, values: Tensor, at: int = at) -> None:
-            product.fill_bias(at + first, values)
+            projection.fill_bias(at + first, values)
 
-        yield f"{prefix}{name}.weight", _Place((n, product.k), fill)
-        if product.bias is not None:
+        yield f"{prefix}{name}.weight", _Place((n, projection.k), fill)
+        if projection.bias is not None:
             yield f"{prefix}{name}.bias", _Place((n,), fill_bias)
         at += n
 
@@ -129,7 +129,7 @@ def _empty(
         places[f"{name}.weight"] = _into(tensor)
         return tensor
 
-    def product(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Projection:
+    def projection(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Projection:
         made = kind(sum(parts.values()), k, bias=bias, dtype=dtype, device=device)
         places.update(_parts(prefix, made, parts))
         return made
@@ -143,15 +143,15 @@ def _empty(
         layers.append(
             Layer(
                 input_norm=norm(f"{at}input_layernorm", c.hidden),
-                qkv=product(f"{at}self_attn.", {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden, c.qkv_bias),
+                qkv=projection(f"{at}self_attn.", {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden, c.qkv_bias),
                 q_norm=norm(f"{at}self_attn.q_norm", c.head_dim) if c.qk_norm else None,
                 k_norm=norm(f"{at}self_attn.k_norm", c.head_dim) if c.qk_norm else None,
-                o=product(f"{at}self_attn.", {"o_proj": c.hidden}, q, c.o_bias),
+                o=projection(f"{at}self_attn.", {"o_proj": c.hidden}, q, c.o_bias),
                 post_norm=norm(f"{at}post_attention_layernorm", c.hidden),
-                gate_up=product(
+                gate_up=projection(
                     f"{at}mlp.", {"gate_proj": c.intermediate, "up_proj": c.intermediate}, c.hidden, c.mlp_bias
                 ),
-                down=product(f"{at}mlp.", {"down_proj": c.hidden}, c.intermediate, c.mlp_bias),
+                down=projection(f"{at}mlp.", {"down_proj": c.hidden}, c.intermediate, c.mlp_bias),
             )
         )
     last = norm("model.norm", c.hidden)

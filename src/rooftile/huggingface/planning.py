@@ -391,7 +391,7 @@ def _add_norm(current: Callable[..., Any], cls: type[nn.Module], norm: Norm) -> 
 def _rebuilt(
     current: Callable[..., Any], some: Sequence[Rule], names: Mapping[str, Any], joint: _Joined | None
 ) -> Rebuilt:
-    """With the products made one first, which are no places of the families."""
+    """Rebuilt, with the rules of the joint GEMMs first; their places are not counted."""
     if joint is None:
         return rebuild(current, some, names)
     places = len(rebuild(current, some, names).places)

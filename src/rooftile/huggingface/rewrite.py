@@ -304,7 +304,7 @@ def rebuild(function: Callable[..., object], rules: Sequence[Rule | Together], n
         apply = _Apply(rule)
         apply.visit(definition)
         if again := sorted(apply.gone & _names(definition.body)):
-            raise NotRewritable(f"its code uses {', '.join(again)} behind the lines `{_one_line(rule)}`")
+            raise NotRewritable(f"its code uses {', '.join(again)} after the lines `{_one_line(rule)}`")
         places += apply.places
     if not places:
         raise NotRewritable("its code has no line like `" + "` or `".join(_one_line(rule) for rule in rules) + "`")

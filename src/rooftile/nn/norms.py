@@ -105,7 +105,7 @@ class RoPE(nn.Module):
     """`rooftile.rope` with its float32 tables of cos and sin, which the state_dict does not contain.
 
     Args:
-        rotary_dim: how many elements of a head are turned, even.
+        rotary_dim: the even number of elements of a head that are rotated.
         max_positions: rows of the tables; a position past them gives NaN.
         base: theta; pair i turns by `position * base^(-2i / rotary_dim)`.
         style, layout: see `rooftile.rope`.

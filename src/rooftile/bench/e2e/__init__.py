@@ -1,9 +1,9 @@
 """`rooftile bench e2e`: prompts and the tokens after them, by the engine, by CUDA's kernels and by Hugging Face.
 
-All implementations have the same weights and the same prompts. Each is checked (`check`) before it is timed. Then
-they take turns, in an order drawn anew for each round: a generation each, whose every step ends in an event on the
-device. The host runs ahead where it can, and nothing reads the tokens: an engine does so while the next step runs.
-Rows are written as they come: a run that is cut off keeps what it had.
+All implementations have the same weights and prompts. Each is checked (`check`) before it is timed. Then they take
+turns in rounds, in a new random order each: a generation each, with an event on the device after every step. The host
+queues work as early as it can and does not read the tokens; an engine reads them while the next step runs. Rows are
+written as they are measured, so an interrupted run keeps them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The rows of one model at one batch size: every implementation built, checked and looked at, then timed in turns.
+"""The rows of one model at one batch size: implementations are built, checked and probed, then timed in turns.
 
-What is known is written at once: of each implementation a first look, as soon as it is right, and after each turn what
-it has so far, which says so until its last. Ratios are of what was measured to the end.
+Results are written at once: each implementation's probe, as soon as its check has passed, and after each turn its times
+so far, which are marked as such until its last turn. Ratios only use measurements that were completed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Whether an implementation computes the model: its logits and tokens before anything is timed.
 
-Each implementation decodes greedily on its own, for a random model's likeliest tokens lie so close together that
-roundings change them. What it then chose is given to a forward of the whole sequence in float32, whose weights are
-brought to float32 a layer at a time, and its logits are held to those of that forward. A token must be the one with the
-highest of the implementation's own logits. With weights that are not quantized, logits are also held to what eager
-PyTorch loses in that dtype, for the bound of so many roundings is wide. A quantized engine is held to its quantized
-weights: a random model of 32 layers in int4 is as good as another model.
+Each implementation decodes greedily by itself, because a random model's most likely tokens have nearly equal logits,
+and rounding changes their order. A float32 forward then runs over the tokens that the implementation chose, with
+weights converted a layer at a time, and the logits are compared. A token must have the highest of the implementation's
+own logits. Without quantization, logits are also compared with eager PyTorch's error in that dtype, because the bound
+of so many roundings is wide. A quantized engine is compared with its quantized weights: in int4, a random model of 32
+layers is a different model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEQUENCES = 2  # of the batch, the first and the last: the float32 forward takes
 # A chain of float32 sums loses 5e-6 (the ceiling of rooftile.linear), which is more than a rounding.
 FLOOR = 5e-6
 # Where several rows of x are quantized to fp8, what differs by a rounding to bfloat16 may become another number of 8
-# bits, a step of 6 to 12 %. How much of that reaches the logits depends on how strong the products are, on std *
+# bits, a step of 6 to 12 %. How much of that reaches the logits depends on how strong the GEMMs are, on std *
 # sqrt(width): 1.28 in Llama-3-8B with random weights, of which an H200 lost 0.40 of the prompt's token. Random models
 # of 32 layers and widths 64 to 4096, emulated on the CPU, lost of that token, and of the worst of seven decoded alone,
 # which meet such steps in the prompt's keys and values only:
@@ -96,22 +96,22 @@ def decode(path: Path, ids: Tensor, steps: int) -> Decoded:
     return Decoded(torch.cat(tokens, dim=1), torch.stack(logits, dim=1), message)
 
 
-def _weight(product: Projection) -> Tensor:
+def _weight(projection: Projection) -> Tensor:
     """The weight that a projection multiplies by, in float32."""
-    if isinstance(product, Int4):
-        scale = product.scale.float().repeat_interleave(product.group, dim=1)
-        return unpack_int4(product.weight, product.group).float() * scale
-    if isinstance(product, Int8):
-        return product.weight.float() * product.scale[:, None]
-    if isinstance(product, Fp8):
-        return product.weight.float() * product.scale
-    assert isinstance(product, Dense)
-    return product.weight.float()
+    if isinstance(projection, Int4):
+        scale = projection.scale.float().repeat_interleave(projection.group, dim=1)
+        return unpack_int4(projection.weight, projection.group).float() * scale
+    if isinstance(projection, Int8):
+        return projection.weight.float() * projection.scale[:, None]
+    if isinstance(projection, Fp8):
+        return projection.weight.float() * projection.scale
+    assert isinstance(projection, Dense)
+    return projection.weight.float()
 
 
 def _float32(w: Layer) -> LayerTensors:
-    def of(product: Projection) -> tuple[Tensor, Tensor | None]:
-        return _weight(product), None if product.bias is None else product.bias.float()
+    def of(projection: Projection) -> tuple[Tensor, Tensor | None]:
+        return _weight(projection), None if projection.bias is None else projection.bias.float()
 
     q_norm, k_norm = (None if norm is None else norm.float() for norm in (w.q_norm, w.k_norm))
     return LayerTensors(
@@ -132,18 +132,18 @@ def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tens
     """The last `new` logits `(n, new, V)`, in float32, after all but the last of `tokens` `(n, T)`. `own`: with the
     engine's weights."""
     c, weights = model.config, model.own if own else model.dense
-    product = last_product = linear
+    gemm = last_gemm = linear
     if own and model.quantize == "fp8":  # a prompt's last token, too, is alone where it is the logits' only one
-        product, last_product = (
+        gemm, last_gemm = (
             functools.partial(_fp8_linear, alone=n if tokens.shape[0] == 1 else 0) for n in (new - 1, new)
         )
     cos, sin = c.rotary.tables(tokens.shape[1] - 1, tokens.device)
     x = embedding(tokens[:, :-1], weights.embedding).float() * c.embedding_scale
     y = torch.zeros_like(x)
     for w, window in zip(weights.layers, c.windows, strict=True):
-        x, y = layer(c, _float32(w), x, y, cos, sin, causal(c, window), product)
+        x, y = layer(c, _float32(w), x, y, cos, sin, causal(c, window), gemm)
     last = rms_norm((x + y)[:, -new:], weights.norm.float(), c.norm_eps)
-    return last_product(last, _weight(weights.lm_head))
+    return last_gemm(last, _weight(weights.lm_head))
 
 
 class Expected:

@@ -1,18 +1,18 @@
 """The engine's baseline: the same weights run by PyTorch alone, as fast as PyTorch can.
 
-Products are cuBLAS's, of the same packed qkv and gate_up weights. Attention is SDPA's: cuDNN or flash for prompts, and
-for a step whichever is fastest here of those that take a mask, over the whole of a static cache of
-just the tokens there will be, what lies beyond the length masked. Norms, RoPE, the activation, residual adds and the
-choice of the token are torch.compile's. Nothing waits for the host. A step is recorded into one CUDA graph, and so are
-prompts of as many tokens as the engine records.
+GEMMs are cuBLAS's, with the same packed qkv and gate_up weights. Attention is SDPA's: cuDNN or FlashAttention for
+prompts; for a step the fastest here of those that take a mask, over a static cache of exactly the final length, with a
+mask for tokens beyond the current length. torch.compile makes norms, RoPE, activation, residual adds and the choice of
+the token. The device never waits for the host. A step is one CUDA graph, and so are prompts of as many tokens as the
+engine captures.
 
-What is compiled is a layer, and what follows the last: the final norm, lm_head and the choice of the token. A graph of
-all layers gives the same kernels and takes as many times longer to compile as there are layers. For no kernel reaches
-over the seam: a layer ends in a product, which is cuBLAS's and nothing is fused with, and the add that this leaves over
-is where the next begins, fused with its norm; so the last one's is with the final norm. The first layer of a step is
-compiled apart, since it begins with the embedding in place of that add; and so are layers whose windows differ. In the
-CUDA graph the calls between them cost nothing. Of prompts alone the embedding is a kernel of its own, and so are the
-zeros that the first layer adds to it.
+Compiled are a layer, and what follows the last one: the final norm, lm_head and the choice of the token. A graph of all
+layers would have the same kernels and take as many times longer to compile as there are layers, because no kernel spans
+two layers: a layer ends in a cuBLAS GEMM, which nothing is fused with, and its residual add is left to the next layer,
+which fuses it with its norm; the last one is fused with the final norm. The first layer of a step is compiled
+separately, because it starts with the embedding instead of that add, and so are layers with other windows. In a CUDA
+graph, calls between compiled parts cost nothing. In prompts, the embedding is a separate kernel, and so are the zeros
+that the first layer adds to it.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ def layer(
     cos: Tensor,
     sin: Tensor,
     attend: Attend,
-    product: Callable[..., Tensor] = linear,
+    gemm: Callable[..., Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
     """One layer over hidden states x + y, `(B, T, hidden)`, returned as such a pair; None for y is zero."""
     x = x if y is None else x + y
-    qkv = product(rms_norm(x, w.input_norm, c.norm_eps), w.qkv, w.qkv_bias)
+    qkv = gemm(rms_norm(x, w.input_norm, c.norm_eps), w.qkv, w.qkv_bias)
     heads = [c.heads, c.kv_heads, c.kv_heads]
     q, k, v = qkv.unflatten(-1, (sum(heads), c.head_dim)).transpose(1, 2).split(heads, dim=1)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = rms_norm(q, w.q_norm, c.head_norm_eps), rms_norm(k, w.k_norm, c.head_norm_eps)
     attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
-    x = x + product(attended.transpose(1, 2).flatten(2), w.o, w.o_bias)
-    gate, up = product(rms_norm(x, w.post_norm, c.norm_eps), w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
-    return x, product(silu(gate) * up, w.down, w.down_bias)
+    x = x + gemm(attended.transpose(1, 2).flatten(2), w.o, w.o_bias)
+    gate, up = gemm(rms_norm(x, w.post_norm, c.norm_eps), w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
+    return x, gemm(silu(gate) * up, w.down, w.down_bias)
 
 
 def causal(c: ModelConfig, window: int | None) -> Attend:

@@ -106,7 +106,9 @@ def build(name: str, model: Model, ids: Tensor, new: int, clock: Clock, source: 
     """
     if name in (OURS, OURS_EAGER, OURS_UNTUNED):
         if name == OURS_UNTUNED and model.quantize in ("int8", "int4"):
-            raise Absent(f"{model.quantize} products remember what a table said: run with --tuning off for itself")
+            raise Absent(
+                f"{model.quantize} GEMMs remember their tuned entry: measure it in a run of its own with --tuning off"
+            )
         return EnginePath(model, ids, new, graph=name != OURS_EAGER, tuned=name != OURS_UNTUNED)
     if name in (CUDA, CUDA_EAGER):
         return CudaPath(model, ids, new, clock, compiled=name == CUDA)

@@ -1,7 +1,7 @@
 """`rooftile bench e2e --layer`: the kernels of one decode layer, each beside cuBLAS's or SDPA's.
 
-First the products and attention alone, as others publish them; then what the engine launches, norms and residual adds
-within. Checks and clocks are those of `rooftile bench`: weights rotate out of the L2 cache, as a model's do.
+First GEMMs and attention alone, as others publish them; then what the engine launches, with norms and residual adds
+fused. Checks and clocks are those of `rooftile bench`: weights rotate out of the L2 cache, as in a model.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ALONE = ("qkv", "attention", "output", "gate_up", "down")
 SECONDS = 0.05  # of device time for each implementation, at most
 CAPTION = (
     "Microseconds of one kernel of a layer, median, weights out of the L2 cache, one CUDA graph. Best CUDA: the "
-    "fastest of the peers that are right; eager PyTorch's products are cuBLAS's, and attention SDPA's flash, cuDNN or "
-    "efficient kernels over just the keys there are. Ratio: best CUDA over Rooftile."
+    "fastest correct baseline; eager PyTorch's GEMMs are cuBLAS's, its attention is SDPA's flash, cuDNN or efficient "
+    "kernel over exactly the cached keys. Ratio: best CUDA over Rooftile."
 )
 
 
@@ -54,14 +54,14 @@ def points(c: ModelConfig, batch: int, context: int) -> Iterator[tuple[str, OpCa
     """What a layer computes for one token of each of `batch` sequences of `context` tokens, by name."""
     names = ["linear", "rms_norm_linear", "rms_norm_gated_linear", "decode_attention"]
     cases = {case.name: case for case in find_cases(names)}
-    product, attention = cases["linear"], cases["decode_attention"]
+    gemm, attention = cases["linear"], cases["decode_attention"]
     width = c.heads * c.head_dim
     qkv = width + 2 * c.kv_heads * c.head_dim
 
     def linear(name: str, k: int, n: int, bias: bool, residual: bool = False) -> tuple[str, OpCase, Point]:
         label = f"{batch}x{k}->{n}" + " bias" * bias + " residual" * residual
         sizes = {"rows": batch, "k": k, "n": n, "out": n, "has_bias": int(bias), "has_residual": int(residual)}
-        return name, product, _point(product, label, **sizes)
+        return name, gemm, _point(gemm, label, **sizes)
 
     def normed(name: str, op: str, n: int, bias: bool) -> tuple[str, OpCase, Point]:
         case = cases[op]

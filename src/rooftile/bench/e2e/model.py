@@ -34,10 +34,12 @@ class LayerTensors(NamedTuple):
     down_bias: Tensor | None
 
 
-def _dense(product: Projection) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(product, Dense):
-        raise TypeError(f"a product is a {type(product).__name__}, expected Dense: PyTorch multiplies by no other")
-    return product.weight, product.bias
+def _dense(projection: Projection) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(projection, Dense):
+        raise TypeError(
+            f"a projection is a {type(projection).__name__}, expected Dense: PyTorch multiplies by no other"
+        )
+    return projection.weight, projection.bias
 
 
 def layer_tensors(layer: Layer) -> LayerTensors:

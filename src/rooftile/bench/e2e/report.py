@@ -15,11 +15,11 @@ from rooftile.bench import report
 from rooftile.bench.rows import OURS, Row
 
 CAPTION = (
-    "decode: milliseconds of one step, a token of each sequence, from the end of the step before to its own, events on "
-    "the device; greedy, the host runs ahead and reads nothing. GB/s and roof: the weights and the keys and values "
-    "that a step must read, over its time, against a streaming read of the same run. prefill: milliseconds of all "
-    "prompts, from the first launch on an idle GPU to the first tokens, logits of the last token of each. Ratio: the "
-    "best of what does not use Rooftile, run in the same way, over this row."
+    "decode: milliseconds of one step (a token of each sequence), from the previous step's end to its own, by "
+    "events on the device; greedy, and the host reads nothing. GB/s and roof: the weights, keys and values that a"
+    " step must read, over its time, against a streaming read of the same run. prefill: milliseconds of all "
+    "prompts, from the first launch on an idle GPU to the first tokens, with logits of each prompt's last token. "
+    "Ratio: the time of the best baseline that runs in the same way, over this row's."
 )
 
 

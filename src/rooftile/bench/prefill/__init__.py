@@ -236,7 +236,7 @@ class Prefill:
                 row.ratio_to_best_peer = peer / row.us if peer else None
 
     def least_work(self, tokens: int) -> tuple[int, int]:
-        """The bytes of the weights, read once, and the operations of the products and of causal attention."""
+        """The bytes of the weights, read once, and the FLOPs of the GEMMs and of causal attention."""
         weights = [m.weight for m in self.plain.modules() if isinstance(m, nn.Linear)]
         config = self.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

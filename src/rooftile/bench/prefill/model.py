@@ -63,8 +63,8 @@ def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call,
         ours.extend([functools.partial(cases[name].function, *tensors, **options)] * count)
 
     fused = handle.replaced["residual add + RMSNorm"]
-    turned = handle.modules["QK-norm + RoPE"]
-    of_heads = {f"{attention}.{name}" for attention in turned for name in ("q_norm", "k_norm")}
+    rotated = handle.modules["QK-norm + RoPE"]
+    of_heads = {f"{attention}.{name}" for attention in rotated for name in ("q_norm", "k_norm")}
     norms = [name for name in handle.modules["RMSNorm"] if name not in of_heads]
     for name, shape in _norm_inputs(model, norms, ids).items():
         norm: Any = model.get_submodule(name)
@@ -84,7 +84,7 @@ def layer_ops(model: nn.Module, handle: PatchHandle, ids: Tensor) -> tuple[Call,
     angles = torch.rand(1, tokens, head_dim // 2, device=device).repeat(1, 1, 2)
     tables = angles.cos().to(dtype), angles.sin().to(dtype)
     add("rope", handle.replaced["RoPE"], q, k, *tables)
-    for name in turned:
+    for name in rotated:
         q_norm: Any = model.get_submodule(f"{name}.q_norm")
         k_norm: Any = model.get_submodule(f"{name}.k_norm")
         part = part_of(q_norm)

@@ -13,14 +13,14 @@ from rooftile.bench.rows import OURS, Row
 
 EAGER, COMPILE, OURS_COMPILE = "eager", "compile", "rooftile+compile"
 IMPLS = (EAGER, OURS, COMPILE, OURS_COMPILE)
-# What a row's ratio_to_best_peer is to: the plain model run in the same way.
+# The baseline of a row's ratio_to_best_peer: the plain model run in the same way.
 PEER = {OURS: EAGER, OURS_COMPILE: COMPILE}
 CAPTION = (
     "Milliseconds of one forward at batch 1, median (20th–80th percentile), from the first launch on an idle GPU to "
     "the last kernel's end; logits of every token, no cache, attention by scaled_dot_product_attention. "
     "Ratio: plain over patched, run in the same way. Compiled once for all lengths, unless asked for each length. "
     "layer_ops: the norms, RoPE and SwiGLU of all layers alone. rooftile+compile holds no Rooftile kernel: in a graph "
-    "compiled without gradients the patch keeps the model's own code, which Inductor fuses with what stands around it, "
+    "compiled without gradients the patch keeps the model's own code, which Inductor fuses with its surroundings, "
     "so its ratio shows that the patch costs a compiled model nothing."
 )
 

@@ -1,15 +1,15 @@
 """`rooftile bench quality`: what a trained model makes of each attention kernel, in eager and under torch.compile.
 
-The model is the byte model (rooftile/demo/byte_model), in transformers' own code, with one kernel after another as its
-attention. Of each is asked:
+The model is the byte model (rooftile/demo/byte_model), in transformers' own code, with each kernel in turn as its
+attention. Measured are:
 
-- the loss on text that the model was not trained on, against that of the same weights in float32;
-- continuations of that text, a byte at a time, each of a forward of the whole sequence: so every length from the
-  prompt's on is met. How likely they are to the model in float32 says whether they are text;
-- logits at lengths that are no multiple of any tile.
+- the loss on held-out text, compared with that of the same weights in float32;
+- continuations of that text, a byte at a time, each by a forward over the whole sequence, so that every length from the
+  prompt's on occurs. Their likelihood to the model in float32 says whether they are text;
+- logits at lengths that are not a multiple of any tile.
 
-A kernel's text is coherent where the loss is off by no more than `LOSS_OFF`, and its continuations surprise the model
-in float32 no more than text of people does: greedy ones are far likelier, and what a broken kernel leads to far less.
+A kernel's text is coherent if the loss is off by at most `LOSS_OFF` and its continuations surprise the float32 model no
+more than human text does. Greedy continuations are far more likely than that, those of a broken kernel far less.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Settings:
     results: Path | None = None
 
     def filled(self, measures: bool) -> Settings:
-        """With the mode's choices in the place of None."""
+        """With the mode's choices instead of None."""
         return dataclasses.replace(
             self,
             model=self.model or library_text.folder(),
@@ -154,7 +154,7 @@ class Quality:
         return total / self.rows_of_text[:, 1:].numel()
 
     def continue_(self, logits: Logits, prompt: list[int]) -> list[int]:
-        """The likeliest bytes behind a prompt, each of a forward of all before it; no end stops them."""
+        """The greedy continuation of a prompt, each byte by a forward over all before it, without end tokens."""
         assert self.settings.new is not None
         ids = torch.tensor([prompt], device=self.device)
         for _ in range(self.settings.new):

@@ -42,7 +42,7 @@ def caption(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"The byte model in {meta['dtype']}, by transformers, with each kernel as its attention. Loss: nats a byte on "
         f"{meta['text_bytes']:,} bytes that were held out, in windows of {meta['window']}; in float32 it is "
         f"{meta['loss_fp32']:.4f}. Surprise: nats a byte, to the model in float32, of {meta['new']} bytes that were "
-        f"continued greedily behind prompts of {', '.join(map(str, meta['prompts']))} bytes; of its own it is "
+        f"continued greedily after prompts of {', '.join(map(str, meta['prompts']))} bytes; of its own it is "
         f"{meta['surprise_fp32']:.4f}. As float32: the share of them, in eager, before the first that differs. "
         f"Coherent: a loss off by at most {meta['loss_off']}, and a surprise below the loss. Compiled by "
         f"{meta['backend']}, with dynamic shapes; whole: in one graph. Lengths: {lengths}."
