@@ -9,7 +9,7 @@ from helpers import BF16, assert_same
 from rooftile import launching, runtime
 from rooftile.engine import projections
 from rooftile.engine.projections import Dense, Fp8, Int4, Int8, Projection, kind_of
-from rooftile.ops.gemm.qkv_rope_cache import choose
+from rooftile.ops.gemm.qkv_rope_cache import choose_kernel
 from rooftile.ops.gemm.weight_only import unpack_int4
 from rooftile.ops.kv_cache.launch import Cache
 
@@ -119,7 +119,7 @@ def test_what_is_said_to_be_one_kernel_is_what_the_op_chooses(kind, target, monk
             lengths = torch.empty(rows, dtype=torch.int32, device="meta")
             place = Cache(cells, cells, lengths, None, None, None, None, "", "bthd")
             scale = None if kind is Dense else product.scale
-            chosen = choose(x, product.weight, scale, cos, "half", place)
+            chosen = choose_kernel(x, product.weight, scale, cos, "half", place)
             assert said is (chosen is not None), (n, k, dtype, rows, cache, chosen)
             assert said is (rows == 1 and cache == dtype)
 

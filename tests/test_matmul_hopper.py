@@ -11,25 +11,25 @@ from test_matmul import assert_close, drawn, truth
 from rooftile import runtime
 from rooftile.bench.tune.matmul import matmul_space
 from rooftile.ops.gemm import choose
-from rooftile.ops.gemm.config import MatmulConfig, Problem, decode, encode
+from rooftile.ops.gemm.config import GemmConfig, Problem, decode
 from rooftile.ops.gemm.linear import gated_linear, linear
 
 HOPPER = (
-    MatmulConfig("hopper", 128, 256, 64, num_warps=8, num_stages=4),
-    MatmulConfig("hopper", 256, 128, 64, num_warps=8, num_stages=4),
-    MatmulConfig("hopper", 192, 128, 64, num_warps=12, num_stages=4),
-    MatmulConfig("hopper", 64, 128, 64, num_warps=4, num_stages=4),
-    MatmulConfig("hopper", 64, 32, 128, num_warps=4, num_stages=6),
-    MatmulConfig("hopper", 128, 128, 64, num_warps=8, num_stages=6, pingpong=True),
-    MatmulConfig("hopper", 64, 256, 64, num_warps=8, num_stages=5, pingpong=True),
+    GemmConfig("hopper", 128, 256, 64, num_warps=8, num_stages=4),
+    GemmConfig("hopper", 256, 128, 64, num_warps=8, num_stages=4),
+    GemmConfig("hopper", 192, 128, 64, num_warps=12, num_stages=4),
+    GemmConfig("hopper", 64, 128, 64, num_warps=4, num_stages=4),
+    GemmConfig("hopper", 64, 32, 128, num_warps=4, num_stages=6),
+    GemmConfig("hopper", 128, 128, 64, num_warps=8, num_stages=6, pingpong=True),
+    GemmConfig("hopper", 64, 256, 64, num_warps=8, num_stages=5, pingpong=True),
     # Between powers of two: two sums, or three.
-    MatmulConfig("hopper", 128, 96, 64, num_warps=8, num_stages=7),
-    MatmulConfig("hopper", 128, 96, 32, num_warps=8, num_stages=8, pingpong=True),
-    MatmulConfig("hopper", 128, 192, 64, num_warps=8, num_stages=4),
-    MatmulConfig("hopper", 64, 192, 64, num_warps=8, num_stages=6, pingpong=True),
-    MatmulConfig("hopper", 192, 192, 64, num_warps=12, num_stages=4),
-    MatmulConfig("hopper", 256, 160, 64, num_warps=8, num_stages=4),
-    MatmulConfig("hopper", 64, 224, 64, num_warps=4, num_stages=5),
+    GemmConfig("hopper", 128, 96, 64, num_warps=8, num_stages=7),
+    GemmConfig("hopper", 128, 96, 32, num_warps=8, num_stages=8, pingpong=True),
+    GemmConfig("hopper", 128, 192, 64, num_warps=8, num_stages=4),
+    GemmConfig("hopper", 64, 192, 64, num_warps=8, num_stages=6, pingpong=True),
+    GemmConfig("hopper", 192, 192, 64, num_warps=12, num_stages=4),
+    GemmConfig("hopper", 256, 160, 64, num_warps=8, num_stages=4),
+    GemmConfig("hopper", 64, 224, 64, num_warps=4, num_stages=5),
 )
 
 
@@ -81,7 +81,7 @@ def test_hopper_takes_what_its_tests_give_it(config):
         assert choose.can_implement(p, halved(config) if gated else config, runtime.TARGETS["sm_90"]) is None
 
 
-WIDE = MatmulConfig("hopper", 128, 192, 64, num_warps=8, num_stages=4)
+WIDE = GemmConfig("hopper", 128, 192, 64, num_warps=8, num_stages=4)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_other_kernels_take_powers_of_two_alone():
             dataclasses.replace(WIDE, kernel=kernel)
     with pytest.raises(ValueError, match="block_n is 48, expected a power of two, or one of 96, 160, 192, 224"):
         dataclasses.replace(WIDE, block_n=48)
-    assert decode(encode(WIDE)) == WIDE
+    assert decode(WIDE.encoded) == WIDE
 
 
 @pytest.mark.parametrize("gated", [False, True])

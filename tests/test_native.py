@@ -320,44 +320,6 @@ class TestLaunch:
         assert not start.bound
 
 
-class TestSharing:
-    """A new shape is a new launch, and need not go through Triton's launcher."""
-
-    def launches(self, kernel, x, *, numbers=((5, 7), (6, 8)), strides=((48, 1), (48, 1)), tensors=None):
-        launcher = launching.KernelLauncher(kernel, {"N": 8})
-        for i in range(2):
-            start = launching.bind(launcher, 3, strides=strides[i], numbers=numbers[i])
-            start(*(tensors or ((x, None, x),) * 2)[i])
-        return len(kernel.calls)
-
-    @pytest.fixture
-    def kernel(self, driver, monkeypatch):
-        monkeypatch.setattr(launching, "start_compiled", lambda *args: None)
-        kernel = Kernel()
-        kernel.params = [
-            types.SimpleNamespace(do_not_specialize=name in ("n_rows", "n_cols")) for name in Kernel.arg_names
-        ]
-        return kernel
-
-    def test_launches_that_differ_in_numbers_share_a_kernel(self, kernel, x):
-        assert self.launches(kernel, x) == 1
-
-    def test_numbers_that_triton_specializes_on_are_compiled_for(self, kernel, x):
-        for param in kernel.params:
-            param.do_not_specialize = False
-        assert self.launches(kernel, x) == 2
-
-    def test_other_strides_dtypes_or_types_of_numbers_are_compiled_for(self, kernel, x):
-        assert self.launches(kernel, x, strides=((48, 1), (32, 1))) == 2
-        kernel.calls.clear()
-        assert self.launches(kernel, x, numbers=((5, 7), (5, 7.0))) == 2
-        kernel.calls.clear()
-        half = OnAGPU(torch.zeros(64, dtype=torch.float16))
-        assert self.launches(kernel, x, tensors=((x, None, x), (half, None, x))) == 2
-        kernel.calls.clear()
-        assert self.launches(kernel, x, tensors=((x, None, x), (x[1:], None, x))) == 2
-
-
 class MapKernel(Kernel):
     arg_names = ("x_ptr", "n_rows", "N")
 

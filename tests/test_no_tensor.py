@@ -92,4 +92,4 @@ def test_none_while_compiling(device):
     with FakeTensorMode():
         x = torch.empty(2, 32, device=device)
         with pytest.raises(TypeError, match=r"^rms_norm_linear: norm_weight is None, expected a tensor"):
-            torch.ops.rooftile.rms_norm_linear(x, None, x, None, 1e-6, 0.0, "")
+            torch.ops.rooftile.rms_norm_linear(x, None, x, None, None, 1e-6, 0.0, [])

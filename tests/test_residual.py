@@ -19,12 +19,12 @@ def fp8(k, n, device):
 
 def int8(k, n, device):
     weight, scale = quantize_int8(torch.randn(n, k, device=device))
-    return functools.partial(int8_linear, weight=weight, scale=scale)
+    return functools.partial(int8_linear, weight=weight, weight_scale=scale)
 
 
 def int4(k, n, device):
     packed, scale = quantize_int4(torch.randn(n, k, device=device), 32)
-    return functools.partial(int4_linear, packed=packed, scale=scale)
+    return functools.partial(int4_linear, weight=packed, weight_scale=scale)
 
 
 every_product = pytest.mark.parametrize("product", [fp8, int8, int4], ids=lambda product: product.__name__)
@@ -56,7 +56,7 @@ def test_its_strides_and_leading_dimensions_do_not_matter(product, device):
 @every_product
 def test_where_there_is_nothing_to_sum_it_is_the_result(product, device):
     op = product(64, 16, device)
-    per_column = ("weight", "packed", "scale") if product is int4 else ("weight",)
+    per_column = ("weight", "weight_scale") if product is int4 else ("weight",)
     empty = {name: t[:, :0] for name, t in op.keywords.items() if name in per_column}
     x, residual, bias = (torch.randn(*shape, device=device) for shape in ((3, 0), (3, 16), (16,)))
     assert torch.equal(op(x, **empty, residual=residual), residual)

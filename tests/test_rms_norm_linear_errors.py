@@ -7,19 +7,18 @@ from helpers import BF16
 from test_rms_norm_linear import inputs
 
 from rooftile import launching, runtime
+from rooftile.ops.gemm import choose, skinny
 from rooftile.ops.gemm import gemv_persistent as held
-from rooftile.ops.gemm import skinny
-from rooftile.ops.gemm.config import MatmulConfig, Problem
-from rooftile.ops.gemm.norm_choose import choose
+from rooftile.ops.gemm.config import GemmConfig, Problem
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
 
 REFUSED = [
-    (MatmulConfig("gemv", 1, 8, 32), "takes one row of x"),
-    (MatmulConfig("skinny", 16, 16, 16), "block_m is 16"),
-    (MatmulConfig("skinny", 32, 8, 16), "takes no tile of 32 x 8 x 16"),
-    (MatmulConfig("skinny", 64, 16, 512, num_warps=1, num_stages=1), "block_m x block_k is 32768 elements for 1 warps"),
-    (MatmulConfig("skinny", 32, 64, 4096, num_warps=32, num_stages=8192), "num_stages is 8192"),
-    (MatmulConfig("tiled", 8, 16, 16), "block_m is 8, expected at least 16"),
+    (GemmConfig("gemv", 1, 8, 32), "takes one row of x"),
+    (GemmConfig("skinny", 16, 16, 16), "block_m is 16"),
+    (GemmConfig("skinny", 32, 8, 16), "takes no tile of 32 x 8 x 16"),
+    (GemmConfig("skinny", 64, 16, 512, num_warps=1, num_stages=1), "block_m x block_k is 32768 elements for 1 warps"),
+    (GemmConfig("skinny", 32, 64, 4096, num_warps=32, num_stages=8192), "num_stages is 8192"),
+    (GemmConfig("tiled", 8, 16, 16), "block_m is 8, expected at least 16"),
 ]
 
 
@@ -45,7 +44,7 @@ def test_bad_arguments_are_named(device):
         (lambda: rms_norm_linear(x, g, w.to(BF16)), TypeError, "weight has dtype torch.bfloat16, expected .*autocast"),
         (lambda: rms_norm_linear(x.half(), g, w.half(), b.to(BF16)), TypeError, "bias has dtype torch.bfloat16"),
         (lambda: rms_norm_linear(x, g.double(), w), TypeError, "norm_weight has dtype torch.float64, expected"),
-        (lambda: rms_norm_linear(x, g, w, config="gemv"), TypeError, "config is str, expected"),
+        (lambda: rms_norm_linear(x, g, w, config="gemv"), TypeError, "config is a str, expected"),
         (lambda: rms_norm_linear(x, g, w, eps="0"), TypeError, "eps is a str, expected a number"),
     ]
     for call, kind, message in wrong:
@@ -61,7 +60,7 @@ def test_bad_arguments_are_named(device):
             "activation is 'relu', expected one of",
         ),
         (lambda: rms_norm_gated_linear(x, g, w, activation=""), ValueError, "activation is '', expected one of"),
-        (lambda: rms_norm_gated_linear(x, g, w, config="gemv"), TypeError, "config is str, expected"),
+        (lambda: rms_norm_gated_linear(x, g, w, config="gemv"), TypeError, "config is a str, expected"),
     ]
     for call, kind, message in gated:
         with pytest.raises(kind, match=f"rms_norm_gated_linear: {message}"):
@@ -69,7 +68,7 @@ def test_bad_arguments_are_named(device):
 
 
 def test_more_rows_than_32_bits_count_are_not_held():
-    c = MatmulConfig("gemv_persistent", 1, 1, 16, num_stages=1)
+    c = GemmConfig("gemv_persistent", 1, 1, 16, num_stages=1)
     for n, gated in ((2**31, False), (2**30, True)):
         assert "expected fewer than 2^31" in held.can_implement(
             Problem(1, n, 16, BF16, gated=gated), c, runtime.INTERPRETER
@@ -78,9 +77,9 @@ def test_more_rows_than_32_bits_count_are_not_held():
 
 
 def test_what_the_compiler_fails_at_is_refused():
-    target, c = runtime.TARGETS["sm_100"], MatmulConfig("skinny", 16, 64, 128, num_stages=3)
+    target, c = runtime.TARGETS["sm_100"], GemmConfig("skinny", 16, 64, 128, num_stages=3)
     assert "the compiler fails for sm_100" in skinny.can_implement(
         Problem(8, 512, 4096, BF16, gated=True, norm=True), c, target
     )
     assert skinny.can_implement(Problem(8, 512, 4096, BF16, norm=True), c, target) is None
-    assert choose(8, 512, 4096, BF16, True, target, gated=True).block_n == 32
+    assert choose.choose(Problem(8, 512, 4096, BF16, gated=True, norm=True), target).block_n == 32

@@ -10,15 +10,12 @@ from helpers import BF16, assert_same
 from rooftile import Quantize, launching, pack_int4, quantize_int4, quantize_int8, quantize_tensor, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
-from rooftile.ops.gemm import choose as product_choice
-from rooftile.ops.gemm import dequantize_weight as dense
-from rooftile.ops.gemm import gemv
-from rooftile.ops.gemm import norm_choose as choose
-from rooftile.ops.gemm import weight_only_choose as of_products
-from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm import choose
+from rooftile.ops.gemm import dequantize as dense
+from rooftile.ops.gemm.config import GemmConfig, Problem
 from rooftile.ops.gemm.fp8_linear import fp8_linear
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
-from rooftile.ops.gemm.weight_only import WeightOnlyConfig, fp8_weight_linear, int4_linear, int8_linear
+from rooftile.ops.gemm.weight_only import fp8_weight_linear, int4_linear, int8_linear
 from rooftile.ops.rms_norm import rms_norm
 from rooftile.primitives import dequantize, quantize, weights
 from rooftile.reference import rms_norm_linear as reference
@@ -26,12 +23,12 @@ from rooftile.reference import rms_norm_linear as reference
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-TOLERANCES = find_cases(["rms_norm_linear_8bit"])[0].tolerances
+TOLERANCES = find_cases(["rms_norm_linear_quantized"])[0].tolerances
 E4M3 = torch.float8_e4m3fn
 both_formats = pytest.mark.parametrize("fp8", [False, True], ids=["int8", "fp8"])
 PRODUCTS = {"int8": int8_linear, "fp8": fp8_weight_linear, "int4": int4_linear}
 every_format = pytest.mark.parametrize("form", PRODUCTS)
-ROW = (MatmulConfig("gemv", 1, 8, 32), MatmulConfig("gemv", 1, 16, 64), MatmulConfig("gemv", 1, 4, 8))
+ROW = (GemmConfig("gemv", 1, 8, 32), GemmConfig("gemv", 1, 16, 64), GemmConfig("gemv", 1, 4, 8))
 
 
 def quantised(weight, form):
@@ -97,7 +94,7 @@ def test_every_configuration_is_the_same_function(form, config, dtype, device):
     out = rms_norm_gated_linear(x, norm_weight, weight, bias, weight_scale=scale, **options, config=config)
     assert_close(out, truth(reference.rms_norm_gated_linear, *given, **options))
     if config.block_k >= 16:
-        own = WeightOnlyConfig(1, config.block_n, config.block_k, slices=1, num_stages=1, kernel="gemv")
+        own = GemmConfig("gemv", 1, config.block_n, config.block_k, num_stages=1)
         residual = torch.randn(1, 34, device=device).to(dtype)
         out = PRODUCTS[form](x, weight, scale, bias, residual=residual, config=own)
         wide = reference._wide(weight, scale, torch.float64)
@@ -147,7 +144,7 @@ def test_numbers_of_4_bits_may_come_too_large(dtype, device, monkeypatch):
         assert_close(out, truth(reference.rms_norm_linear, *given, eps=0.5))
         assert USED
         USED.clear()
-        config = WeightOnlyConfig(1, 16, 64, slices=1, num_stages=1, kernel="dense")
+        config = GemmConfig("dequantize", 1, 16, 64, num_stages=1)
         wide = reference._wide(weight, scale, torch.float64).to(dtype)
         assert_same((dense.dequantized(weight, scale, dtype, k, config),), (wide,))
         assert USED
@@ -223,11 +220,11 @@ def test_scales_may_be_a_column_and_weights_lie_anyhow(form, device):
 @every_format
 def test_a_split_sum_is_refused(form, device):
     x, norm_weight, weight, scale, bias = inputs(1, 320, 40, form, device)
-    config = MatmulConfig("gemv", 1, 8, 32, split_k=2)
+    config = GemmConfig("gemv", 1, 8, 32, split_k=2)
     for op in (rms_norm_linear, rms_norm_gated_linear):
         with pytest.raises(ValueError, match="split_k is 2, expected 1: kernel 'gemv' sums whole rows"):
             op(x, norm_weight, weight, bias, weight_scale=scale, config=config)
-    own = WeightOnlyConfig(1, 8, 32, slices=1, split_k=2, num_stages=1, kernel="gemv")
+    own = GemmConfig("gemv", 1, 8, 32, split_k=2, num_stages=1)
     with pytest.raises(ValueError, match="split_k is 2, expected 1: kernel 'gemv' sums whole rows"):
         PRODUCTS[form](x, weight, scale, bias, config=own)
 
@@ -235,7 +232,7 @@ def test_a_split_sum_is_refused(form, device):
 @pytest.mark.parametrize("op", [rms_norm_linear, rms_norm_gated_linear])
 def test_bad_arguments_are_named(op, device):
     x, g, w, s, b = inputs(2, 8, 6, "int8", device, torch.float32)
-    skinny = MatmulConfig("skinny", 16, 16, 16)
+    skinny = GemmConfig("skinny", 16, 16, 16)
 
     def call(x=x, w=w, bias=None, scale=s, config=None):
         op(x, g, w, bias, weight_scale=scale, config=config)
@@ -253,11 +250,19 @@ def test_bad_arguments_are_named(op, device):
         ({"scale": s.to("meta")}, ValueError, "weight_scale is on meta, expected .* to match x"),
         ({"w": w[:, :7]}, ValueError, r"weight has shape \(6, 7\), expected"),
         ({"bias": b[:5]}, ValueError, r"bias has shape \(5,\), expected \(6,\)"),
-        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but .*_8bit has no derivative"),
+        (
+            {"x": x.clone().requires_grad_()},
+            ValueError,
+            "x requires grad, but rms_norm_(gated_)?linear has no derivative",
+        ),
         ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'gemv' takes one row of x"),
-        ({"config": skinny}, ValueError, "config can't be launched: kernel is 'skinny', expected 'gemv'"),
+        (
+            {"config": skinny},
+            ValueError,
+            "config can't be launched: kernel is 'skinny', expected one of gemv, gemv_imma",
+        ),
     ):
-        with pytest.raises(kind, match=rf"{op.__name__}(_[48]bit)?: {message}"):
+        with pytest.raises(kind, match=rf"{op.__name__}: {message}"):
             call(**given)
 
 
@@ -278,16 +283,20 @@ def test_bad_arguments_of_4_bits_are_named(op, device):
         ({"scale": s[:, :2]}, ValueError, r"weight_scale has shape \(6, 2\), expected \(6, 3\) for groups of 32"),
         ({"scale": s[:5]}, ValueError, r"weight_scale has shape \(5, 3\), expected \(6, 3\)"),
         ({"scale": s[:, 0]}, ValueError, r"weight_scale has shape \(6,\), expected \(6, 3\)"),
-        ({"w": w[:, :40]}, ValueError, r"weight has shape \(6, 40\), expected \(N, 48\): two numbers a byte"),
+        ({"w": w[:, :40]}, ValueError, r"weight has shape \(6, 40\), expected \(N, 48\): two elements a byte"),
         ({"x": x[:, :80], "g": g[:80]}, ValueError, "x's last dimension is 80, expected a multiple of the group"),
-        ({"x": x.clone().requires_grad_()}, ValueError, "x requires grad, but .*_4bit has no derivative"),
+        (
+            {"x": x.clone().requires_grad_()},
+            ValueError,
+            "x requires grad, but rms_norm_(gated_)?linear has no derivative",
+        ),
         (
             {"config": ROW[2]},
             ValueError,
             "config can't be launched: block_k is 8, expected at least 32 for a",
         ),
     ):
-        with pytest.raises(kind, match=rf"{op.__name__}(_4bit)?: {message}"):
+        with pytest.raises(kind, match=rf"{op.__name__}: {message}"):
             call(**given)
 
 
@@ -300,49 +309,50 @@ def test_what_a_gate_needs_is_named(device):
             rms_norm_gated_linear(x, g, w, weight_scale=s, activation=activation)
 
 
-def test_the_plain_product_refuses_what_its_row_can_not_do(device):
-    config = WeightOnlyConfig(1, 4, 64, slices=1, num_stages=1, kernel="gemv")
-    for field, value in (("block_m", 2), ("slices", 4)):
-        with pytest.raises(
-            ValueError, match=f"WeightOnlyConfig: block_m is .*{value}.*, expected 1 and 1 for kernel 'gemv'"
-        ):
-            dataclasses.replace(config, **{field: value})
+def test_the_gemv_without_a_norm_refuses_what_it_can_not_do(device):
+    config = GemmConfig("gemv", 1, 4, 64, num_stages=1)
+    with pytest.raises(ValueError, match="GemmConfig: slices is 4, expected 1 for kernel 'gemv'"):
+        dataclasses.replace(config, slices=4)
     x, _, weight, scale, _ = inputs(2, 64, 16, "int8", device)
-    with pytest.raises(ValueError, match="int8_linear: config can't be used here: kernel 'gemv' takes one row of x"):
+    with pytest.raises(ValueError, match="int8_linear: config can't be launched: kernel 'gemv' takes one row of x"):
         int8_linear(x, weight, scale, config=config)
-    sm_90 = runtime.TARGETS["sm_90"]
+
+    def why(config, group, **more):
+        p = Problem(1, 4096, 4096, BF16, weight="int4" if group else "int8", group=group)
+        return choose.can_implement(dataclasses.replace(p, **more), config, runtime.TARGETS["sm_90"])
+
     short = dataclasses.replace(config, block_k=16)
-    assert of_products.can_implement(short, 64, BF16, sm_90) == (
-        "block_k is 16, expected at least 32 for kernel 'gemv' and a weight of 4 bits"
-    )
-    assert of_products.can_implement(config, 128, BF16, sm_90) is None  # as many elements as it likes
+    assert why(short, 64) == "block_k is 16, expected at least 32 for a weight of 4 bits"
+    assert why(config, 128) is None  # as many elements as it likes
     large = dataclasses.replace(config, block_n=64, block_k=1024)
-    assert re.search("more than 128 a thread", of_products.can_implement(large, 0, BF16, sm_90, 4096))
-    direct = WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, num_stages=1, kernel="direct")
-    why = of_products.can_implement(direct, 0, BF16, sm_90, 4096, fp8=True)
-    assert why == "kernel 'direct' takes weights of int8 and int4"
+    assert re.search("more than 128 a thread", why(large, 0))
+    imma = GemmConfig("gemv_imma", 1, 16, 128, num_warps=2, num_stages=1, slices=2)
+    assert why(imma, 0, weight="fp8") == "kernel 'gemv_imma' takes weights of int8 and int4"
 
 
 @pytest.mark.parametrize("target", [*runtime.TARGETS.values(), runtime.INTERPRETER], ids=lambda t: t.arch)
 def test_every_weight_has_a_configuration_that_the_kernel_takes(target):
-    for n, k in ((1, 1), (33, 40), (4608, 3584), (6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)):
-        for gated in (False, True):
-            for packed in (False, True):
-                c = choose._choose_quantized(n, k, packed, target, gated)
-                p = Problem(1, n, k, BF16, gated=gated)
-                assert product_choice.common_reason(c, target) is gemv.can_implement(p, c, target) is None
-        for fp8 in (False, True):
+    sizes = ((1, 1), (33, 40), (4608, 3584), (6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096))
+    for n, k in sizes:
+        for weight in ("int8", "fp8"):
+            for p in (Problem(1, n, k, BF16, gated=g, norm=True, weight=weight) for g in (False, True)):
+                assert choose.can_implement(p, choose.choose(p, target), target) is None
             for dtype in (torch.float32, BF16):
-                c = of_products.config(1, n, k, 0, dtype, target, True, fp8)
-                assert of_products.can_implement(c, 0, dtype, target, k, fp8=fp8) is None
-                assert not fp8 or c.kernel == "gemv"
+                p = Problem(1, n, k, dtype, weight=weight)
+                c = choose.choose(p, target)
+                assert choose.can_implement(p, c, target) is None
+                assert weight != "fp8" or c.kernel == "gemv"
     for n, k, group in ((1, 32, 32), (4608, 3584, 128), (4096, 4096, 128), (4096, 14336, 128), (28672, 4096, 128)):
+        for gated in (False, True):
+            p = Problem(1, n, k, BF16, gated=gated, norm=True, weight="int4", group=group)
+            assert choose.can_implement(p, choose.choose(p, target), target) is None
         for dtype in (torch.float32, BF16):
-            c = of_products.config(1, n, k, group, dtype, target)
-            assert of_products.can_implement(c, group, dtype, target, k) is None
+            p = Problem(1, n, k, dtype, weight="int4", group=group)
+            c = choose.choose(p, target)
+            assert choose.can_implement(p, c, target) is None
             if target.arch == "sm_90" and dtype == BF16 and k >= 1024:
                 assert c.kernel == "gemv_imma"
-            elif n < 20000 and target is not runtime.INTERPRETER:
+            elif target is not runtime.INTERPRETER:
                 assert c.kernel == "gemv"
                 assert c.block_n * c.block_k == 2 * 64 * c.num_warps * target.warp_size  # 64 bytes a thread
                 assert k % c.block_k in (0, k)
@@ -359,24 +369,24 @@ def test_a_thread_takes_as_many_bytes_whatever_the_weight(arch):
         (128256, 4096, False),
         (4608, 3584, False),
     ):
-        c = choose._choose_quantized(n, k, False, target, gated)
+        c = choose.choose(Problem(1, n, k, BF16, gated=gated, norm=True, weight="fp8"), target)
         assert c.block_n * c.block_k * (1 + gated) == 64 * threads
         assert c.num_warps * target.warp_size == threads
         assert k % c.block_k == 0
-        c = choose._choose_quantized(n, k // 2, True, target, gated)
-        assert c.block_n * c.block_k * (1 + gated) == 64 * threads
-        assert k // 2 % c.block_k == 0
+        p = Problem(1, n, k, torch.float32, gated=gated, norm=True, weight="int4", group=128)
+        c = choose.choose(p, target)
+        assert c.block_n * c.block_k * (1 + gated) == 2 * 64 * threads
+        assert k % c.block_k == 0
         assert c.num_warps * target.warp_size == threads
     # A long row is read in as many, and there without a prefetch; a short one with one, where launches overlap at all.
     for k, early in ((14336, 0), (4096, 1)):
-        c = of_products.config(1, 4096, k, 0, BF16, target, True, True)
+        c = choose.choose(Problem(1, 4096, k, BF16, weight="fp8"), target)
         assert c.prefetch == (early if arch == "sm_90" else -1)
         assert k % c.block_k == 0
-    assert of_products.config(1, 4096, 14336, 0, BF16, target, True, True).block_n == 4
+    assert choose.choose(Problem(1, 4096, 14336, BF16, weight="fp8"), target).block_n == 4
 
 
 def test_a_program_has_as_many_bytes_as_of_16_bits():
-    c = MatmulConfig("gemv", 1, 8, 512)
-    assert product_choice.of_8_bits(c, 4096) == dataclasses.replace(c, block_k=1024)
-    assert product_choice.of_8_bits(c, 3584) == dataclasses.replace(c, block_n=16)  # 1024 would not divide it
-    assert product_choice.of_8_bits(c, 4000) == dataclasses.replace(c, block_k=1024)
+    for k, expected in ((4096, (16, 1024)), (3584, (32, 512))):  # of which 1024 would not divide the second
+        c = choose.choose(Problem(1, 8192, k, BF16, weight="fp8"), runtime.TARGETS["sm_80"])
+        assert (c.block_n, c.block_k) == expected

@@ -5,10 +5,10 @@ import pytest
 import torch
 from helpers import BF16, assert_same
 
-from rooftile import MatmulConfig, launching, library, runtime
+from rooftile import GemmConfig, launching, library, runtime
 from rooftile.ops.gemm import gemv, gemv_persistent
 from rooftile.ops.gemm.norm_linear import rms_norm_linear
-from rooftile.ops.gemm.qkv_rope_cache import choose, rms_norm_qkv_rope_cache
+from rooftile.ops.gemm.qkv_rope_cache import choose_kernel, rms_norm_qkv_rope_cache
 from rooftile.ops.gemm.weight_only import quantize_int4, quantize_int8
 from rooftile.ops.kv_cache import rope_and_cache
 from rooftile.ops.kv_cache.launch import Cache
@@ -183,8 +183,8 @@ def kept(monkeypatch):
     or not."""
 
     def keep(rows, stages, k=K):
-        c = MatmulConfig("gemv_persistent", 1, rows, library.power_of_two(k), 1, 1, 4, stages)
-        monkeypatch.setattr("rooftile.ops.gemm.qkv_rope_cache.choose", lambda *_: c)
+        c = GemmConfig("gemv_persistent", 1, rows, library.power_of_two(k), 1, 1, 4, stages)
+        monkeypatch.setattr("rooftile.ops.gemm.qkv_rope_cache.choose_fused", lambda *_: c)
         return c
 
     return keep
@@ -266,8 +266,8 @@ def test_which_kernel_is_chosen(monkeypatch):
         cells = torch.empty(1, 64, 8, 128, dtype=cache or dtype, device="meta")
         place = Cache(cells, cells, ints([3], "meta"), None, None, None, None, "", "bthd")
         cos = torch.empty(64, rotary, device="meta")
-        c = choose(x, w if weight is None else w.to(weight), scale, cos, style, place)
-        return None if c is None else c.kernel
+        c = choose_kernel(x, w if weight is None else w.to(weight), scale, cos, style, place)
+        return None if c is None else c[1].kernel
 
     fp8 = torch.float8_e4m3fn
     for options in ({}, {"k": 3584}, {"k": 8192}, {"dtype": torch.float16}, {"style": "interleaved"}):

@@ -6,7 +6,7 @@ from helpers import BF16, assert_same
 from test_offsets import STRIDE, far_rows, kernels, no_plans_kept, use_kernels_without_int64
 from test_rms_norm_qkv_rope_cache import drawn, ints, launched, together
 
-from rooftile import MatmulConfig, library, runtime
+from rooftile import GemmConfig, library, runtime
 from rooftile.ops.gemm import gemv, gemv_epilogue, gemv_persistent
 from rooftile.primitives import paging
 
@@ -37,8 +37,8 @@ def take(monkeypatch):
 
     def use(kernel, k):
         block_k = 128 if kernel == "gemv" else max(32, library.power_of_two(k))
-        c = MatmulConfig(kernel, 1, 4, block_k, 1, 1, 4, 1 + (kernel == "gemv_persistent"))
-        monkeypatch.setattr("rooftile.ops.gemm.qkv_rope_cache.choose", lambda *_: c)
+        c = GemmConfig(kernel, 1, 4, block_k, 1, 1, 4, 1 + (kernel == "gemv_persistent"))
+        monkeypatch.setattr("rooftile.ops.gemm.qkv_rope_cache.choose_fused", lambda *_: c)
 
     return use
 

@@ -9,6 +9,7 @@ import torch
 from rooftile import runtime, tuning
 from rooftile.bench.tune.space import DTYPE_NAMES, TUNABLES
 from rooftile.ops.gemm import choose
+from rooftile.ops.gemm.config import GemmConfig
 from rooftile.runtime import TARGETS
 
 H100 = TARGETS["sm_90"]
@@ -74,7 +75,7 @@ def test_the_users_own_entry_comes_first_and_the_packages_serves_the_rest(folder
         ("{not json", "is no JSON"),
         ("[]", 'has no "meta"'),
         ('{"meta": 1}', 'has no "meta"'),
-        (table(schema=tuning.SCHEMA + 1), "its schema is 2, expected 1"),
+        (table(schema=tuning.SCHEMA + 1), f"its schema is {tuning.SCHEMA + 1}, expected {tuning.SCHEMA}"),
         (table(gpu="rtx4090"), "its gpu is 'rtx4090', expected 'h100'"),
         (table(op="attention"), "its op is 'attention', expected 'matmul'"),
         (table(multiprocessors=114), "its GPU had 114 multiprocessors, this one has 132"),
@@ -163,6 +164,49 @@ def test_a_table_survives_being_written(tmp_path):
     assert len([line for line in path.read_text().splitlines() if KEY in line]) == 1  # a line for each entry
 
 
+# Tables of the first schema
+
+OLD = {
+    "m1 a": ({"kernel": "row", "block_m": 1, "split_k": 1, "stream_k": False}, {"kernel": "gemv"}),
+    "m16 a": ({"kernel": "skinny", "split_k": 4, "pingpong": False}, {"kernel": "skinny", "split_k": 4}),
+    "m64 a": ({"kernel": "hopper", "block_m": 64, "split_k": 1, "stream_k": False}, {"kernel": "hopper"}),
+    "m4 a": ({"block_m": 4, "num_warps": 4}, {"kernel": "skinny", "slices": 4}),  # of a quantized weight
+    "m1 b": ({"kernel": "held", "block_m": 1}, None),
+    "m1 c": ({"kernel": "row", "split_k": 2}, None),
+    "m64 b": ({"kernel": "hopper", "split_k": 2}, None),
+    "m64 c": ({"kernel": "hopper", "split_k": 1, "stream_k": True}, None),
+    "m8 c": ({"kernel": "direct", "block_m": 8}, None),
+}
+
+
+def test_an_old_table_is_migrated_and_what_is_lost_is_said_once(folders):
+    old = table(schema=1)
+    old.entries = {key: {"config": config, "us": 1.0} for key, (config, _) in OLD.items()}
+    folders("user", old)
+    with pytest.warns(
+        RuntimeWarning, match=r"5 of its entries name a kernel or a schedule that is gone.*\(m1 b, ...\)"
+    ):
+        found = {key: tuning.lookup("matmul", key, H100) for key in OLD}
+    for key, (_, expected) in OLD.items():
+        assert (found[key] is None) == (expected is None), key
+        if expected is not None:
+            assert expected.items() <= found[key].items()
+            assert "stream_k" not in found[key]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.lookup("matmul", "m1 b", H100) is None
+
+
+def test_who_remembers_a_choice_is_told_that_tables_have_changed(folders):
+    told = []
+    tuning.when_changed(lambda: told.append(1))
+    folders("user", table())
+    assert told == [1]
+    with tuning.off():
+        assert told == [1, 1]
+    assert told == [1, 1, 1]
+
+
 # What is shipped
 
 ARCH = {"h100": "sm_90", "h200": "sm_90"}  # of each GPU that has a folder
@@ -187,7 +231,13 @@ def check_shipped(path):
         tunable = tunables[entry["layout"], entry["gated"]]
         problem = tunable.problem(entry["m"], entry["n"], entry["k"], *DTYPES[entry["dtype"]])
         assert tunable.key(problem) == key
-        assert choose.can_implement(problem, choose.tuned_config(entry["config"]), target) is None, key
+        assert choose.can_implement(problem, GemmConfig(**entry["config"]), target) is None, key
+        with pytest.MonkeyPatch.context() as patch:  # it is what the op chooses
+            patch.setattr(tuning, "lookup", lambda op, key, on: entries[key]["config"])
+            choose.choose.cache_clear()
+            assert choose.choose(problem, target) == GemmConfig(**entry["config"]), key
+    choose.choose.cache_clear()
+    for entry in entries.values():
         assert runs[entry["run"]]
         assert entry["us"] > 0
 

@@ -10,15 +10,13 @@ from helpers import BF16, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftile import runtime
+from rooftile import runtime, tuning
 from rooftile.cases.check import relative_error
-from rooftile.ops.gemm import adapters, weight_only
-from rooftile.ops.gemm import choose as product_choice
-from rooftile.ops.gemm import dequantize_weight as dense
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
-from rooftile.ops.gemm.dequantize_weight import dequantized
+from rooftile.ops.gemm import choose, dispatch
+from rooftile.ops.gemm import dequantize as dense
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
+from rooftile.ops.gemm.dequantize import dequantized
 from rooftile.ops.gemm.weight_only import (
-    WeightOnlyConfig,
     int4_linear,
     int8_linear,
     pack_int4,
@@ -147,11 +145,11 @@ def test_groups_have_scales_of_their_own_and_may_be_odd_in_number(blocks, group,
 
 
 CONFIGS = [
-    WeightOnlyConfig(1, 16, 128, slices=1, num_warps=4),
-    WeightOnlyConfig(4, 32, 128, slices=4, num_warps=4, num_stages=2),
-    WeightOnlyConfig(16, 64, 128, slices=2, num_warps=2, split_k=2),
-    WeightOnlyConfig(64, 128, 128, slices=1, num_warps=8, split_k=3),
-    WeightOnlyConfig(1, 8, 256, slices=1, num_warps=4, num_stages=1, kernel="dense"),
+    GemmConfig("skinny", 1, 16, 128, num_warps=4),
+    GemmConfig("skinny", 4, 32, 128, num_warps=4, num_stages=2, slices=4),
+    GemmConfig("skinny", 16, 64, 128, split_k=2, num_warps=2, slices=2),
+    GemmConfig("skinny", 64, 128, 128, split_k=3, num_warps=8),
+    GemmConfig("dequantize", 1, 8, 256, num_warps=4, num_stages=1),
 ]
 
 
@@ -168,8 +166,8 @@ def test_every_configuration_computes_the_same(config, device):
 
 
 DENSE = (
-    WeightOnlyConfig(1, 4, 32, slices=1, num_warps=1, num_stages=1, kernel="dense"),
-    WeightOnlyConfig(1, 1, 1024, slices=1, num_warps=8, num_stages=1, kernel="dense"),
+    GemmConfig("dequantize", 1, 4, 32, num_warps=1, num_stages=1),
+    GemmConfig("dequantize", 1, 1, 1024, num_warps=8, num_stages=1),
 )
 
 
@@ -177,7 +175,8 @@ DENSE = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 def test_a_dequantized_weight_is_what_pytorch_makes_of_it(dtype, config, device):
     if dtype == torch.float16:  # which the kernel is not chosen for; its numbers are right where they fit
-        assert weight_only.choose.can_implement(config, 0, dtype, runtime.INTERPRETER)
+        p = Problem(200, 70, 448, dtype, weight="int8")
+        assert choose.can_implement(p, config, runtime.INTERPRETER)
     for group, blocks in ((32, 5), (64, 1), (128, 4), (128, 3)):
         q, packed, scale = int4(9, group * blocks, group, device)
         for s in (scale, scale.to(dtype)):
@@ -233,7 +232,7 @@ def test_no_tma_store_into_columns_whose_row_stride_it_can_not_have(monkeypatch)
     launched = []
     monkeypatch.setattr(runtime, "target", lambda device: runtime.TARGETS["sm_90"])
     monkeypatch.setattr(dense, "dequantized", lambda w, *args: torch.empty(w.shape, dtype=BF16, device="meta"))
-    monkeypatch.setattr(adapters, "start", lambda launch, o, c: launched.append((o, c)))
+    monkeypatch.setattr(dispatch, "starter", lambda p, o, c: launched.append((o, c)) or (lambda *_: None))
     for n, kernel in ((49155, "tiled"), (49152, "hopper")):  # Granite 3's vocabulary, and Granite code's
         x, weight = torch.empty(256, 4096, dtype=BF16, device="meta"), torch.empty(n, 4096, device="meta")
         scale, out = torch.empty(n, device="meta"), torch.empty(256, n, dtype=BF16, device="meta")
@@ -243,9 +242,7 @@ def test_no_tma_store_into_columns_whose_row_stride_it_can_not_have(monkeypatch)
         assert all(o.out.stride(0) % 8 == 0 for o, c in launched if c.kernel == "hopper")
         launched.clear()
     p = Problem(256, 16384, 4096, BF16, out_aligned=False)
-    refused = product_choice.can_implement(
-        p, MatmulConfig("hopper", 128, 256, 64, 8, 1, 8, 4), runtime.TARGETS["sm_90"]
-    )
+    refused = choose.can_implement(p, GemmConfig("hopper", 128, 256, 64, 8, 1, 8, 4), runtime.TARGETS["sm_90"])
     assert refused == "kernel 'hopper' takes operands and an output whose rows begin at multiples of 16 bytes"
 
 
@@ -267,13 +264,13 @@ def test_float16_keeps_numbers_whose_scale_it_has_not(device):
         expected = reference.int8_linear(x.double(), weight, scales.double())
         assert relative_error(int8_linear(x, weight, scales), expected) < 5e-4
     config = dataclasses.replace(DENSE[0], block_k=64)
-    with pytest.raises(ValueError, match="kernel 'dense' takes float32 and bfloat16, not float16"):
+    with pytest.raises(ValueError, match="kernel 'dequantize' takes float32 and bfloat16; float16"):
         int8_linear(x, weight, scales, config=config)
 
 
 def test_a_split_sum_leaves_its_counters_zero(device):
     """A second launch on the same counters, of another size, is right too."""
-    config = WeightOnlyConfig(4, 16, 64, slices=1, split_k=4)
+    config = GemmConfig("skinny", 4, 16, 64, split_k=4)
     for n in (40, 16, 64):
         x, (weight, scale) = torch.randn(3, 256, device=device), int8(n, 256, device)
         expected = reference.int8_linear(x.double(), weight, scale.double())
@@ -339,10 +336,13 @@ def test_int8_arguments_that_do_not_fit(device_type, device):
             int8_linear(x, wrong, scale)
     for wrong in (scale[:15], scale[None], scale[0]):
         with pytest.raises(
-            ValueError, match=r"int8_linear: scale has shape .*, expected \(16,\) or \(16, 1\) to match weight's"
+            ValueError,
+            match=r"int8_linear: weight_scale has shape .*, expected \(16,\) or \(16, 1\) to match the weight's",
         ):
             int8_linear(x, weight, wrong)
-    with pytest.raises(ValueError, match=r"int8_linear: bias has shape \(15,\), expected \(16,\) to match weight's"):
+    with pytest.raises(
+        ValueError, match=r"int8_linear: bias has shape \(15,\), expected \(16,\) to match the weight's"
+    ):
         int8_linear(x, weight, scale, scale[:15])
     with pytest.raises(ValueError, match=r"int8_linear: x has shape \(\), expected at least one dimension"):
         int8_linear(x[0, 0], weight, scale)
@@ -365,16 +365,16 @@ def test_int4_arguments_that_do_not_fit(device_type, device):
         ):
             int4_linear(x[:, :k], packed, scale)
     for wrong in (packed[:, :95], packed[0], packed[None]):
-        with pytest.raises(ValueError, match=r"packed has shape .*, expected \(N, 96\): two numbers a byte"):
+        with pytest.raises(ValueError, match=r"weight has shape .*, expected \(N, 96\): two elements a byte"):
             int4_linear(x, wrong, scale)
     for wrong in (scale[:, :5], scale[:15], scale[0], scale[:, :2]):
         with pytest.raises(
             ValueError, match=r"scale has shape .*, expected \(16, 6\) or \(16, 3\) for groups of 32 or 64"
         ):
             int4_linear(x, packed, wrong)
-    with pytest.raises(ValueError, match=r"int4_linear: bias has shape \(1,\), expected \(16,\) to match packed's"):
+    with pytest.raises(ValueError, match=r"int4_linear: bias has shape \(1,\), expected \(16,\) to match the weight's"):
         int4_linear(x, packed, scale, scale[0, :1])
-    with pytest.raises(TypeError, match=r"int4_linear: packed has dtype torch.int8, expected torch.uint8"):
+    with pytest.raises(TypeError, match=r"int4_linear: weight has dtype torch.int8, expected torch.uint8"):
         int4_linear(x, packed.view(torch.int8), scale)
 
 
@@ -402,53 +402,55 @@ def test_gradients_are_refused_by_name(device):
     weight, scale = int8(16, 64, device)
     with pytest.raises(ValueError, match="int8_linear: x requires grad, but int8_linear has no derivative"):
         int8_linear(x.clone().requires_grad_(), weight, scale)
-    with pytest.raises(ValueError, match="int8_linear: scale requires grad"):
+    with pytest.raises(ValueError, match="int8_linear: weight_scale requires grad"):
         int8_linear(x, weight, scale.clone().requires_grad_())
     with torch.no_grad():
         int8_linear(x.clone().requires_grad_(), weight, scale)
 
 
 def test_configurations_that_can_not_be(device):
-    good = WeightOnlyConfig(4, 16, 64)
+    good = GemmConfig("skinny", 4, 16, 64, slices=4)
     for field, value, message in (
-        ("block_m", 3, "power of two"),
-        ("block_n", 8, "at least 16"),
+        ("block_n", 24, "power of two"),
         ("num_warps", 0, "positive integer"),
         ("num_stages", True, "positive integer"),
         ("slices", 2, "multiple of num_warps=4"),
         ("prefetch", -2, "number of steps"),
     ):
-        with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is {value}.*{message}"):
+        with pytest.raises(ValueError, match=f"GemmConfig: {field} is {value}.*{message}"):
             dataclasses.replace(good, **{field: value})
     _, packed, scale = int4(16, 128, 64, device)
-    with pytest.raises(ValueError, match="int4_linear: config can't be used here: block_k is 64, expected 128, twice"):
+    with pytest.raises(ValueError, match="int4_linear: config can't be launched: block_k is 64, expected 128, twice"):
         int4_linear(torch.randn(2, 128, device=device), packed, scale, config=good)
+    p = Problem(4, 4096, 4096, BF16, weight="int4", group=64)
     for field, value, message in (
-        ("split_k", 2, "split_k is 2, expected 1 for kernel 'dense'"),
-        ("prefetch", 0, "prefetch is 0, expected -1"),
-        ("block_k", 16, "block_k is 16, expected at least 32 for kernel 'dense' and a weight of 4 bits"),
+        ("split_k", 2, "split_k is 2, expected 1 for kernel 'dequantize'"),
+        ("prefetch", -1, "prefetch is -1, expected None for kernel 'dequantize'"),
+        ("block_k", 16, "block_k is 16, expected at least 32 for kernel 'dequantize' and a weight of 4 bits"),
         ("block_n", 1024, "more than 128 a thread"),
         ("num_stages", 2, "num_stages is 2, expected 1"),
     ):
         config = dataclasses.replace(DENSE[0], **{field: value})
         for target in (runtime.TARGETS["sm_80"], runtime.INTERPRETER):
-            assert message in (weight_only.choose.can_implement(config, 64, BF16, target) or "")
+            assert message in (choose.can_implement(p, config, target) or "")
+    for change, message in (({"block_m": 3}, "expected a power of two"), ({"block_n": 8}, "expected at least 16 each")):
+        config = dataclasses.replace(good, block_k=128, **change)
+        assert message in choose.can_implement(p, config, runtime.TARGETS["sm_80"])
 
 
-def test_a_configuration_that_was_measured_is_used(device, monkeypatch):
+def test_a_configuration_that_was_measured_is_used(monkeypatch):
     asked = []
 
     def lookup(op, key, target):
         asked.append((op, key))
-        return {"block_m": 4, "block_n": 32, "block_k": 64, "slices": 4, "num_warps": 4}
+        return {"kernel": "skinny", "block_m": 4, "block_n": 32, "block_k": 64, "slices": 4, "num_warps": 4}
 
-    monkeypatch.setattr(weight_only.tuning, "lookup", lookup)
-    weight_only._tuned.cache_clear()
-    x, (weight, scale) = torch.randn(3, 192, device=device), int8(16, 192, device)
-    out = int8_linear(x, weight, scale)
-    weight_only._tuned.cache_clear()
+    monkeypatch.setattr(tuning, "lookup", lookup)
+    choose.choose.cache_clear()
+    found = choose.choose(Problem(3, 16, 192, torch.float32, weight="int8"), runtime.TARGETS["sm_90"])
+    choose.choose.cache_clear()
     assert asked == [("int8_linear", "m4 n16 k192 float32")]
-    assert relative_error(out, reference.int8_linear(x.double(), weight, scale.double())) < 1e-6
+    assert found == GemmConfig("skinny", 4, 32, 64, num_warps=4, slices=4)
 
 
 def test_the_configuration_of_every_size_can_be_used():
@@ -457,6 +459,7 @@ def test_the_configuration_of_every_size_can_be_used():
             for group in (0, *GROUPS):
                 for m in (1, 2, 5, 16, 33, 64, 65, 4096):
                     for n, k in ((4096, 4096), (128256, 4096), (4096, 14336), (16, 128)):
-                        c = weight_only.choose.config(m, n, k, group, dtype, target)
-                        assert weight_only.choose.can_implement(c, group, dtype, target, k) is None, (target, group, m)
-                        assert (c.kernel == "dense") is (m > 128 and dtype == BF16)
+                        p = Problem(m, n, k, dtype, weight="int4" if group else "int8", group=group)
+                        c = choose.choose(p, target)
+                        assert choose.can_implement(p, c, target) is None, (target, group, m)
+                        assert (c.kernel == "dequantize") is (m > 128 and dtype == BF16)

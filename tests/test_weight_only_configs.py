@@ -13,88 +13,52 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
-from rooftile.ops.gemm import weight_only
-from rooftile.ops.gemm.weight_only import WeightOnlyConfig
+from rooftile.ops.gemm import choose, dispatch, weight_only
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, decode
 from rooftile.reference import weight_only as reference
 
 __all__ = ["far_rows"]  # a fixture
 GPUS = [target for target in runtime.TARGETS.values() if target is not runtime.INTERPRETER]
 
 
+def problem(m, n, k=4096, group=128, dtype=BF16, aligned=True, fp8=False):
+    weight = "fp8" if fp8 else "int4" if group else "int8"
+    return Problem(m, n, k, dtype, w_aligned=aligned, weight=weight, group=group)
+
+
+def refused(config, group, dtype, target, k=4096, aligned=True, *, m=1, fp8=False):
+    return choose.can_implement(problem(m, 4096, k, group, dtype, aligned, fp8), config, target)
+
+
 @pytest.mark.parametrize("target", GPUS, ids=lambda t: t.arch)
 def test_several_blocks_to_a_warp_are_refused_where_they_were_wrong(target):
     for slices in (8, 16):
-        config = WeightOnlyConfig(1, 16, 64, slices=slices, num_warps=4)
-        why = weight_only.choose.can_implement(config, 0, BF16, target)
+        config = GemmConfig("skinny", 1, 16, 64, num_warps=4, slices=slices)
+        why = refused(config, 0, BF16, target)
         assert why.startswith(f"slices is {slices} with num_warps=4 and block_m=1: the compiler sums several blocks")
         for right in (dataclasses.replace(config, num_warps=slices), dataclasses.replace(config, block_m=2)):
             if right.num_warps * target.warp_size <= target.max_threads:
-                assert weight_only.choose.can_implement(right, 0, BF16, target) is None
-
-
-DIRECT = [
-    WeightOnlyConfig(8, 16, 128, slices=4, num_warps=4, num_stages=1, kernel="direct"),
-    WeightOnlyConfig(8, 32, 128, slices=8, num_warps=8, num_stages=2, kernel="direct"),
-    WeightOnlyConfig(16, 64, 128, slices=2, num_warps=4, num_stages=3, kernel="direct"),
-    WeightOnlyConfig(16, 64, 128, slices=1, num_warps=4, num_stages=2, split_k=3, kernel="direct"),
-    WeightOnlyConfig(32, 16, 128, slices=4, num_warps=4, num_stages=2, split_k=2, prefetch=1, kernel="direct"),
-]
-
-
-def test_the_direct_kernel_refuses_what_it_can_not_do(device):
-    good, sm_90 = DIRECT[0], runtime.TARGETS["sm_90"]
-
-    def why(config=good, group=64, dtype=BF16, target=sm_90, k=256, aligned=True):
-        return weight_only.choose.can_implement(config, group, dtype, target, k, aligned)
-
-    assert why() is None
-    assert why(k=192) == "kernel 'direct' takes a K that is a multiple of block_k, not 192 with block_k=128"
-    assert why(aligned=False) == "kernel 'direct' takes a weight whose rows begin at multiples of 16 bytes"
-    assert why(dtype=torch.float32) == "kernel 'direct' takes float16 and bfloat16, not torch.float32"
-    assert "expected at most 256" in why(dataclasses.replace(good, block_n=256))
-    for target in runtime.TARGETS.values():
-        if not target.arch.startswith("sm_"):
-            assert why(target=target) == f"kernel 'direct' is for NVIDIA's GPUs, not {target.arch}"
-    for field, value, message in (
-        ("slices", 8, "a divisor of num_warps=4"),
-        ("block_n", 16, "32: 16 for each warp"),
-        ("block_m", 4, "at least 8"),
-        ("kernel", "other", "one of skinny, direct, gemv_imma, gemv"),
-    ):
-        changed = dataclasses.replace(good, block_n=32, slices=2)
-        with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is .*{message}"):
-            dataclasses.replace(changed, **{field: value})
+                assert refused(right, 0, BF16, target) is None
 
 
 def choice(m, n, k=4096, group=128, dtype=BF16, target=runtime.TARGETS["sm_90"], aligned=True):
-    return weight_only.choose.config(m, n, k, group, dtype, target, aligned)
+    return choose.choose(problem(m, n, k, group, dtype, aligned), target)
 
 
 def test_the_kernel_that_is_chosen():
-    """By sm_90's numbers, but for one row of x and groups of 64, which are by those of 8 bits; M of 1, 8, 16 and 32, of
-    a wide weight, a square one and one of few rows."""
-    letters = {"skinny": "s", "direct": "d", "gemv_imma": "x"}
-    chosen = {
-        (group, n): "".join(letters.get(choice(m, n, group=group).kernel, "r") for m in (1, 8, 16, 32))
-        for group in (0, 64, 128)
-        for n in (28672, 4096, 1024)
-    }
-    assert chosen == {
-        (0, 28672): "xdds",
-        (0, 4096): "xsss",
-        (0, 1024): "xsss",
-        (64, 28672): "ssss",
-        (64, 4096): "rsss",
-        (64, 1024): "rsss",
-        (128, 28672): "xsds",
-        (128, 4096): "xsds",
-        (128, 1024): "xsss",
-    }
-    assert choice(16, 4096).prefetch == 1
+    """On sm_90: of one row of x in digits, but for groups of 64; of M of 8, 16 and 32 in tiles."""
+    letters = {"skinny": "s", "gemv_imma": "x", "gemv": "r"}
+    for n in (28672, 4096, 1024):
+        for group, expected in ((0, "xsss"), (64, "rsss"), (128, "xsss")):
+            kernels = "".join(letters[choice(m, n, group=group).kernel] for m in (1, 8, 16, 32))
+            assert kernels == expected, (n, group)
 
 
 def digits(block_n, slices, split_k=1, warps=8, stages=2, prefetch=-1, block_k=256):
-    return WeightOnlyConfig(1, block_n, block_k, slices, split_k, warps, stages, prefetch, kernel="gemv_imma")
+    return GemmConfig(
+        "gemv_imma", 1, block_n, block_k, split_k=split_k, num_warps=warps, num_stages=stages, slices=slices,
+        prefetch=prefetch,
+    )  # fmt: skip
 
 
 DIGITS = [
@@ -112,7 +76,7 @@ def test_the_digits_kernel_refuses_what_it_can_not_do():
     good, sm_90 = DIGITS[0], runtime.TARGETS["sm_90"]
 
     def why(config=good, group=128, dtype=BF16, target=sm_90, k=4096, **more):
-        return weight_only.choose.can_implement(config, group, dtype, target, k, **more)
+        return refused(config, group, dtype, target, k, **more)
 
     assert all(why(config) is None for config in DIGITS)
     assert why(m=2) == "kernel 'gemv_imma' takes one row of x, not 2"
@@ -121,7 +85,9 @@ def test_the_digits_kernel_refuses_what_it_can_not_do():
     assert why(group=0) == "block_k is 256, expected 128 for kernel 'gemv_imma'"
     assert why(dtype=torch.float32) == "kernel 'gemv_imma' takes float16 and bfloat16, not torch.float32"
     assert why(k=4224) == "kernel 'gemv_imma' takes a K that is a multiple of block_k, not 4224 with block_k=256"
-    assert why(aligned=False) == "kernel 'gemv_imma' takes a weight whose rows begin at multiples of 16 bytes"
+    assert why(aligned=False) == (
+        "kernel 'gemv_imma' takes a weight whose rows are contiguous and begin at multiples of 16 bytes"
+    )
     assert why(digits(128, 1), k=256 * 33) == "slices x split_k is 1: a warp has 33 blocks, at most 32"
     assert why(k=1 << 16).startswith("x's digits take ")
     assert "expected at most 128" in why(digits(256, 8))
@@ -130,10 +96,9 @@ def test_the_digits_kernel_refuses_what_it_can_not_do():
             assert why(target=target) == f"kernel 'gemv_imma' is for NVIDIA's GPUs, not {target.arch}"
     for field, value, message in (
         ("slices", 16, "a divisor of num_warps=8"),
-        ("block_n", 8, "at least 16"),
-        ("block_m", 8, "1 for kernel 'gemv_imma'"),
+        ("block_n", 8, "16: 16 for each warp"),
     ):
-        with pytest.raises(ValueError, match=f"WeightOnlyConfig: {field} is {value}, expected {message}"):
+        with pytest.raises(ValueError, match=f"GemmConfig: {field} is {value}, expected {message}"):
             dataclasses.replace(good, **{field: value})
 
 
@@ -145,42 +110,31 @@ def test_one_row_goes_to_digits_where_they_were_the_fastest(group, k):
     for n in (16, 1000, 4096, 6144, 28672, 151936):
         c = choice(1, n, k=k, group=group)
         assert (c.kernel == "gemv_imma") == (bool(group) or k < 8192), (n, k, c)
-        assert weight_only.choose.can_implement(c, group, BF16, runtime.TARGETS["sm_90"], k) is None
+        assert refused(c, group, BF16, runtime.TARGETS["sm_90"], k) is None
         if c.kernel == "gemv_imma" and k >= 8192 and n >= 4096:
             assert c.split_k > 1 or n > 28671
     for change in ({"aligned": False}, {"k": k + 64}, {"dtype": torch.float32}, {"target": runtime.TARGETS["sm_80"]}):
         assert choice(1, 4096, **{"k": k, "group": group, **change}).kernel != "gemv_imma"
 
 
-@pytest.mark.parametrize("group", [0, 128])
-def test_what_the_direct_kernel_does_not_take_goes_to_the_other(group):
-    assert choice(16, 28672, group=group, dtype=torch.float16).kernel == "direct"
-    for change in ({"aligned": False}, {"k": 4096 + 128}, {"dtype": torch.float32}):
-        assert choice(16, 28672, group=group, **change).kernel == "skinny", change
-    for target in runtime.TARGETS.values():
-        if target.arch != "sm_90":
-            assert choice(16, 1 << 17, group=group, target=target).kernel == "skinny", target
-
-
 def test_without_gluon_the_other_kernel_is_chosen(monkeypatch):
-    choose = weight_only.choose
-    monkeypatch.setattr(weight_only.configs, "module", lambda kernel: None)
-    choose.config.cache_clear()
-    choose.digits.cache_clear()
-    assert choice(16, 28672).kernel == "skinny"
+    imported = choose._imported
+    monkeypatch.setattr(choose, "_imported", lambda name: None if name == "gemv_imma" else imported(name))
+    choose.choose.cache_clear()
+    choose.can_implement.cache_clear()
     assert choice(1, 4096).kernel == "gemv"
-    choose.config.cache_clear()
-    choose.digits.cache_clear()
-    why = choose.can_implement(DIRECT[0], 64, BF16, runtime.TARGETS["sm_90"], 256)
-    assert why == "kernel 'direct' is written in Gluon, which this Triton has not"
+    why = refused(DIGITS[0], 128, BF16, runtime.TARGETS["sm_90"])
+    assert why == "kernel 'gemv_imma' is written in Gluon, which this Triton has not"
+    choose.choose.cache_clear()
+    choose.can_implement.cache_clear()
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        WeightOnlyConfig(8, 16, 128, slices=2, num_warps=2, kernel="direct"),
-        WeightOnlyConfig(1, 16, 128, split_k=2),
-        WeightOnlyConfig(1, 16, 128, prefetch=1),
+        GemmConfig("gemv_imma", 1, 16, 128, num_warps=2, slices=2),
+        GemmConfig("skinny", 1, 16, 128, split_k=2, slices=4),
+        GemmConfig("skinny", 1, 16, 128, slices=4, prefetch=1),
     ],
     ids=["gluon", "counters", "early"],
 )
@@ -196,7 +150,7 @@ def test_a_launch_that_can_not_be_traced_takes_no_counters(config, monkeypatch):
         inputs = (torch.empty(1, 256, dtype=BF16), torch.empty(64, 256, dtype=torch.int8), torch.empty(64))
         assert all(isinstance(t, FunctionalTensor) for t in inputs)
         with pytest.raises(launching.Untraceable):
-            weight_only._launch("int8_linear", *inputs, None, None, weight_only.configs.encode(config))
+            weight_only._prepare("int8_linear", *inputs, None, None, config.encoded)(*inputs, None, None)
 
 
 @pytest.mark.parametrize(("m", "columns"), [(1, 96), (1, 1024), (3, 96), (130, 96)])
@@ -215,9 +169,9 @@ def test_rows_of_the_weight_far_apart(group, m, columns, far_rows, device):
 
 
 def test_a_configuration_survives_the_schema_of_an_op():
-    for config in (*CONFIGS, *DIRECT, *DIGITS):
-        assert weight_only.configs.decode(weight_only.configs.encode(config)) == config
-    assert weight_only.configs.decode("") is None
+    for config in (*CONFIGS, *DIGITS, GemmConfig("hopper", 128, 96, 64, 4, 1, 8, 7, True)):
+        assert decode(config.encoded) == config
+    assert decode(()) is None
 
 
 def check_launch(m, n, k, group, dtype, config, device):
@@ -230,7 +184,10 @@ def check_launch(m, n, k, group, dtype, config, device):
         weight, scale = int8(n, k, device)
         expected = reference.int8_linear(x.double(), weight, scale.double())
     out = torch.full((m, n), math.nan, device=device, dtype=dtype)
-    weight_only.configs.module(config.kernel).launch(x, weight, scale, bias, residual, out, config)
+    o = Operands(x, weight, out, bias, residual, weight_scale=scale)
+    p = dispatch.problem_of(o)
+    assert choose.can_implement(p, config, runtime.target(device)) is None
+    choose.module(p, config).launch(o, config)
     error = relative_error(out, expected + bias.double() + residual.double())
     assert error < {torch.float32: 3e-6, torch.float16: 5e-4, BF16: 4e-3}[dtype], (m, n, k, group, dtype, config, error)
 
@@ -244,26 +201,10 @@ def test_every_configuration_that_can_be_chosen_is_right(dtype, group, device):
     for m in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         few, many = 16 * target.multiprocessors + 8, 32 * 4 * target.multiprocessors + 8
         for n, k in ((40, 1024), (few, 1536), (many, 512), (48, 7 * (group or 96)), (1000, 9216), (6000, 1280)):
-            config = weight_only.choose.config(m, n, k, group, dtype, target)
+            config = choose.choose(problem(m, n, k, group, dtype), target)
             if (config, k) not in seen:
                 seen.add((config, k))
                 check_launch(m, n, k, group, dtype, config, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", [0, *GROUPS])
-@pytest.mark.parametrize("dtype", [torch.float16, BF16])
-def test_the_direct_kernel_is_right(dtype, group, device):
-    target, ran = runtime.target(device), 0
-    for config in DIRECT:
-        config = dataclasses.replace(config, block_k=2 * group or 128)
-        for m, n, blocks in ((1, 72, 8), (3, 50, 11), (16, 128, 6), (20, 33, 5)):
-            k = blocks * config.block_k
-            if weight_only.choose.can_implement(config, group, dtype, target, k) is None:
-                check_launch(m, n, k, group, dtype, config, device)
-                ran += 1
-    if not ran:
-        pytest.skip(f"kernel 'direct' does not run on {target.arch}")
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from rooftile.ops.gated import gelu_mul as gelu_mul
 from rooftile.ops.gated import gelu_mul_packed as gelu_mul_packed
 from rooftile.ops.gated import silu_mul as silu_mul
 from rooftile.ops.gated import silu_mul_packed as silu_mul_packed
-from rooftile.ops.gemm.config import MatmulConfig as MatmulConfig
+from rooftile.ops.gemm.config import GemmConfig as GemmConfig
 from rooftile.ops.gemm.fp8_linear import fp8_linear as fp8_linear
 from rooftile.ops.gemm.linear import gated_linear as gated_linear
 from rooftile.ops.gemm.linear import linear as linear
@@ -32,7 +32,6 @@ from rooftile.ops.gemm.matmul import matmul as matmul
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear as rms_norm_gated_linear
 from rooftile.ops.gemm.norm_linear import rms_norm_linear as rms_norm_linear
 from rooftile.ops.gemm.qkv_rope_cache import rms_norm_qkv_rope_cache as rms_norm_qkv_rope_cache
-from rooftile.ops.gemm.weight_only import WeightOnlyConfig as WeightOnlyConfig
 from rooftile.ops.gemm.weight_only import fp8_weight_linear as fp8_weight_linear
 from rooftile.ops.gemm.weight_only import int4_linear as int4_linear
 from rooftile.ops.gemm.weight_only import int8_linear as int8_linear

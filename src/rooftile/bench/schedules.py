@@ -32,12 +32,10 @@ from rooftile.bench.timer import Clock, clock
 from rooftile.bench.tune.search import PEER, Dead, Search, Seconds, brief
 from rooftile.bench.tune.space import TUNABLES, Tunable, label
 from rooftile.cases.draw import normal
-from rooftile.ops.gemm import choose, gemv_persistent
-from rooftile.ops.gemm import weight_only_choose as of_weights
-from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm import choose
+from rooftile.ops.gemm.config import GemmConfig, Problem, WeightFormat
 from rooftile.ops.gemm.packing import quantize_int4, quantize_int8, unpack_int4
 from rooftile.ops.gemm.weight_only import int4_linear, int8_linear
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 
 Ways = dict[str, list[Any]]
 
@@ -50,6 +48,11 @@ class QuantizedProblem:
     n: int
     k: int
     group: int
+
+    @property
+    def problem(self) -> Problem:
+        weight: WeightFormat = "int4" if self.group else "int8"
+        return Problem(self.m, self.n, self.k, torch.bfloat16, weight=weight, group=self.group)
 
 
 class QuantizedWeights:
@@ -66,7 +69,7 @@ class QuantizedWeights:
     def nbytes(self, p: QuantizedProblem) -> int:
         return 2 * p.m * (p.k + p.n) + p.n * p.k // (2 if p.group else 1)
 
-    def fields(self, config: WeightOnlyConfig) -> dict[str, Any]:
+    def fields(self, config: GemmConfig) -> dict[str, Any]:
         return dataclasses.asdict(config)
 
     def draw(self, p: QuantizedProblem, device: torch.device, numbers: torch.Generator) -> dict[str, Tensor]:
@@ -75,7 +78,7 @@ class QuantizedWeights:
         x = normal((p.m, p.k), torch.bfloat16, device, numbers)
         return {"x": x, "weight": q, "scale": scale, "dense": weight.bfloat16()}
 
-    def call(self, p: QuantizedProblem, inputs: Mapping[str, Tensor], config: WeightOnlyConfig) -> Tensor:
+    def call(self, p: QuantizedProblem, inputs: Mapping[str, Tensor], config: GemmConfig) -> Tensor:
         op = int4_linear if p.group else int8_linear
         return op(inputs["x"], inputs["weight"], inputs["scale"], config=config)
 
@@ -99,72 +102,40 @@ _TILES = (
     *((64, 256, 64, 4, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 6)),
 )
 _PINGPONG = ((128, 128, 64, 8, 6), (64, 256, 64, 8, 5), (64, 128, 64, 8, 7))
-_SHARED = ((128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (64, 128, 128, 4, 4), (64, 64, 128, 4, 6))
 
 
-def _hopper(tile: Sequence[int], split: int = 1, **flags: bool) -> MatmulConfig:
+def _hopper(tile: Sequence[int], pingpong: bool = False) -> GemmConfig:
     m, n, k, warps, stages = tile
-    return MatmulConfig("hopper", m, n, k, 8, split, warps, stages, **flags)
+    return GemmConfig("hopper", m, n, k, 8, 1, warps, stages, pingpong)
 
 
 def hopper_schedules(p: Problem, target: runtime.Target) -> Ways:
     """The schedules of the Hopper GEMM, and the skinny kernel where x has few rows."""
-    tiles = [t for t in _TILES if t[0] < 2 * max(p.m, 64)]
-    shared = [t for t in _SHARED if t[0] < 2 * max(p.m, 64)]
     ways: Ways = {
-        "data-parallel": [_hopper(t) for t in tiles],
+        "data-parallel": [_hopper(t) for t in _TILES if t[0] < 2 * max(p.m, 64)],
         "ping-pong": [_hopper(t, pingpong=True) for t in _PINGPONG if t[0] < 2 * max(p.m, 64)],
-        "split-K": [_hopper(t, split) for t in shared for split in (2, 4)],
     }
-    if any(field.name == "stream_k" for field in dataclasses.fields(MatmulConfig)):
-        ways["stream-K"] = [_hopper(t, stream_k=True) for t in shared]
     if p.m <= 64:
         block_m = max(16, 1 << (p.m - 1).bit_length())
-        ways["skinny"] = [MatmulConfig("skinny", block_m, 64, 128, 1, split, 4, 4) for split in (1, 2, 4)]
+        ways["skinny"] = [GemmConfig("skinny", block_m, 64, 128, 1, split, 4, 4) for split in (1, 2, 4)]
     return {name: [c for c in some if choose.can_implement(p, c, target) is None] for name, some in ways.items()}
 
 
-def gemv_kernels(p: Problem, target: runtime.Target) -> Ways:
-    """One row of x: tiles of the weight in one program each, and programs that stay and hold x."""
-    tiles = ((16, 1024, 8), (16, 512, 8), (8, 512, 4), (8, 256, 2), (16, 256, 4), (4, 2048, 4), (2, 2048, 2))
-    plain = [MatmulConfig("gemv", 1, n, k, 1, 1, warps, 1) for n, k, warps in tiles]
-    split = [dataclasses.replace(c, split_k=parts) for c in plain[:4] for parts in (2, 4)]
-    held = gemv_persistent.configs(p, target)
-    more = [dataclasses.replace(c, block_n=2 * c.block_n) for c in held]
-    ways: Ways = {"gemv": plain, "gemv, split-K": split, "gemv_persistent": [*held, *more]}
-    return {name: [c for c in some if choose.can_implement(p, c, target) is None] for name, some in ways.items()}
-
-
-def quantized_kernels(p: QuantizedProblem, target: runtime.Target) -> Ways:
-    """The kernels of a quantized weight: through shared memory, straight to registers, and of one row of x."""
-    k, group = 2 * p.group or 128, p.group
-    base = of_weights._skinny(p.m, p.n, p.k, group, target)
+def quantized_kernels(q: QuantizedProblem, target: runtime.Target) -> Ways:
+    """The kernels of a quantized weight: through shared memory, and of one row of x."""
+    p = q.problem
+    found = list(choose.candidates(p, target))
+    base = next(c for c in found if c.kernel == "skinny")
     skinny = [base, dataclasses.replace(base, split_k=2 * base.split_k), dataclasses.replace(base, num_stages=3)]
     skinny += [dataclasses.replace(base, block_n=n, split_k=split) for n in (16, 32) for split in (1, 2)]
-    block_m = max(8, 1 << (p.m - 1).bit_length())
-    direct = [
-        WeightOnlyConfig(block_m, n, k, slices, split, warps, stages, prefetch, "direct")
-        for n, slices, warps, stages, prefetch in (
-            (16, 2, 2, 1, -1),
-            (32, 1, 1, 1, -1),
-            (128, 1, 4, 1, -1),
-            (16, 4, 4, 3, 1),
-        )
-        for split in (1, 2)
-    ]
-    ways: Ways = {"skinny": skinny, "direct": direct}
-    if p.m == 1:
-        ways["gemv"] = [of_weights._row(p.n, p.k, group, torch.bfloat16, target)]
-        imma = of_weights.digits(p.n, p.k, group, torch.bfloat16, target)
-        if imma is not None:
-            ways["gemv_imma"] = [dataclasses.replace(imma, prefetch=-1)]
-            for steps in range(4):
-                ways[f"gemv_imma, prefetch {steps}"] = [dataclasses.replace(imma, prefetch=steps)]
-
-    def runs(c: WeightOnlyConfig) -> bool:
-        return of_weights.can_implement(c, group, torch.bfloat16, target, p.k, m=p.m) is None
-
-    return {name: [c for c in dict.fromkeys(some) if runs(c)] for name, some in ways.items()}
+    ways: Ways = {"skinny": skinny}
+    for kernel in ("gemv", "gemv_imma"):
+        if some := [c for c in found if c.kernel == kernel]:
+            ways[kernel] = some
+    return {
+        name: [c for c in dict.fromkeys(some) if choose.can_implement(p, c, target) is None]
+        for name, some in ways.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +165,6 @@ COMPARISONS: dict[str, Comparison] = {
         lambda: _linear((16, 64, 128, 256, 512, 2048), ("qkv", "o", "gate_up", "down"), (2048, 4096, 8192)),
         hopper_schedules,
     ),
-    "gemv": Comparison(TUNABLES["linear"], lambda: _linear((1,), ("o", "down", "lm_head")), gemv_kernels),
     "int8_linear": Comparison(QuantizedWeights("int8_linear"), lambda: _quantized(0), quantized_kernels),
     "int4_linear": Comparison(QuantizedWeights("int4_linear"), lambda: _quantized(128), quantized_kernels),
 }

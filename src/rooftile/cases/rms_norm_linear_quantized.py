@@ -1,4 +1,4 @@
-"""The norm and a product, plain or gated, of weights in int8, float8_e4m3fn and packed int4.
+"""The norm and a GEMM, plain or gated, of weights in int8, float8_e4m3fn and packed int4.
 
 Of several rows of x and a weight in fp8 the norm's result is rounded to fp8, too, which is `rms_norm_quantized` and
 `fp8_linear`; all other points are held to what is rounded once or twice.
@@ -47,22 +47,18 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     return others + n * k // 2 + n * k // group * (4 if point["weight_fp32"] else itemsize)
 
 
-# Of the gated ones of a float32 x on sm_100.
-_SPILLS = {8: 8, 4: 16}
-
-
-def _case(of: OpCase, bits: int, weight: str, **sets: Sequence[Point]) -> OpCase:
+def _case(of: OpCase, **sets: Sequence[Point]) -> OpCase:
     return dataclasses.replace(
         of,
-        name=f"{of.name}_{bits}bit",
-        formula=of.formula.replace("· weightᵀ", "· (weight · weight_scale)ᵀ") + f", weight in {weight}",
+        name=f"{of.name}_quantized",
+        formula=of.formula.replace("· weightᵀ", "· (weight · weight_scale)ᵀ") + ", weight in int8, e4m3 or int4",
         inputs=_inputs,
         grads=(),
         nbytes=_nbytes,
         tolerances={dtype: {"forward": by["forward"]} for dtype, by in plain.TOLERANCES.items()},
         sets={**sets, "decode": sets["llm"]},
         peers=(),
-        spills=_SPILLS[bits],
+        spills=16,  # of the gated ones of a float32 x on sm_100
     )
 
 
@@ -79,80 +75,72 @@ _GATED_MODELS = tuple(_gated(1, k, n) for k, n in plain._GATED_MODELS)
 CASES = (
     _case(
         _PLAIN,
-        8,
-        "int8 or e4m3",
-        tiny=_of_8_bits(
-            (_point(1, 64, 48, bias=True), _point(4, 96, 40), _point(1, 70, 33, weight="fp32", **_OFFSET)),
-        ),
-        edge=_of_8_bits(
-            (
-                _point(1, 1, 1, eps=100.0),
-                _point(1, 127, 33),
-                _point(1, 1024, 33, **_OFFSET),
-                _point(17, 130, 31),
-                _point(0, 64, 32),
-                _point(1, 64, 0),
+        tiny=(
+            *_of_8_bits(
+                (_point(1, 64, 48, bias=True), _point(4, 96, 40), _point(1, 70, 33, weight="fp32", **_OFFSET)),
+            ),
+            *(
+                _of(_point(1, 128, 48, bias=True), group=64),
+                _of(_point(4, 96, 40), group=32),
+                _of(_point(1, 160, 33, weight="fp32", **_OFFSET), group=32),
             ),
         ),
-        llm=_of_8_bits(_MODELS),
+        edge=(
+            *_of_8_bits(
+                (
+                    _point(1, 1, 1, eps=100.0),
+                    _point(1, 127, 33),
+                    _point(1, 1024, 33, **_OFFSET),
+                    _point(17, 130, 31),
+                    _point(0, 64, 32),
+                    _point(1, 64, 0),
+                ),
+            ),
+            *(
+                _of(_point(1, 32, 1, eps=100.0), group=32),
+                _of(_point(1, 384, 33), group=128),
+                _of(_point(1, 1024, 33, weight="fp32", **_OFFSET), group=128),
+                _of(_point(17, 192, 31), group=64),
+                _of(_point(0, 64, 32), group=64),
+                _of(_point(1, 64, 0), group=32),
+            ),
+        ),
+        llm=(*_of_8_bits(_MODELS), *tuple(_of(p, group=128) for p in _MODELS)),
     ),
     _case(
         _GATED,
-        8,
-        "int8 or e4m3",
-        tiny=_of_8_bits(
-            (
-                _gated(1, 64, 96, bias=True),
-                _gated(4, 96, 40, activation="gelu"),
-                _gated(1, 70, 66, weight="fp32", activation="gelu_tanh", **_OFFSET),
+        tiny=(
+            *_of_8_bits(
+                (
+                    _gated(1, 64, 96, bias=True),
+                    _gated(4, 96, 40, activation="gelu"),
+                    _gated(1, 70, 66, weight="fp32", activation="gelu_tanh", **_OFFSET),
+                ),
+            ),
+            *(
+                _of(_gated(1, 128, 96, bias=True), group=64),
+                _of(_gated(4, 96, 40, activation="gelu"), group=32),
+                _of(_gated(1, 160, 66, weight="fp32", activation="gelu_tanh", **_OFFSET), group=32),
             ),
         ),
-        edge=_of_8_bits(
-            (
-                _gated(1, 127, 66),
-                _gated(1, 1024, 66, **_OFFSET),
-                _gated(17, 130, 62),
-                _gated(0, 64, 32),
-                _gated(1, 64, 0),
-            )
-        ),
-        llm=_of_8_bits(_GATED_MODELS),
-    ),
-    _case(
-        _PLAIN,
-        4,
-        "int4, a scale for each group of K",
-        tiny=(
-            _of(_point(1, 128, 48, bias=True), group=64),
-            _of(_point(4, 96, 40), group=32),
-            _of(_point(1, 160, 33, weight="fp32", **_OFFSET), group=32),
-        ),
         edge=(
-            _of(_point(1, 32, 1, eps=100.0), group=32),
-            _of(_point(1, 384, 33), group=128),
-            _of(_point(1, 1024, 33, weight="fp32", **_OFFSET), group=128),
-            _of(_point(17, 192, 31), group=64),
-            _of(_point(0, 64, 32), group=64),
-            _of(_point(1, 64, 0), group=32),
+            *_of_8_bits(
+                (
+                    _gated(1, 127, 66),
+                    _gated(1, 1024, 66, **_OFFSET),
+                    _gated(17, 130, 62),
+                    _gated(0, 64, 32),
+                    _gated(1, 64, 0),
+                )
+            ),
+            *(
+                _of(_gated(1, 384, 66), group=128),
+                _of(_gated(1, 1024, 66, **_OFFSET), group=128),
+                _of(_gated(17, 192, 62), group=64),
+                _of(_gated(0, 64, 32), group=64),
+                _of(_gated(1, 64, 0), group=32),
+            ),
         ),
-        llm=tuple(_of(p, group=128) for p in _MODELS),
-    ),
-    _case(
-        _GATED,
-        4,
-        "int4, a scale for each group of K",
-        tiny=(
-            _of(_gated(1, 128, 96, bias=True), group=64),
-            _of(_gated(4, 96, 40, activation="gelu"), group=32),
-            _of(_gated(1, 160, 66, weight="fp32", activation="gelu_tanh", **_OFFSET), group=32),
-        ),
-        edge=(
-            _of(_gated(1, 384, 66), group=128),
-            _of(_gated(1, 1024, 66, **_OFFSET), group=128),
-            _of(_gated(17, 192, 62), group=64),
-            _of(_gated(0, 64, 32), group=64),
-            _of(_gated(1, 64, 0), group=32),
-        ),
-        llm=tuple(_of(p, group=128) for p in _GATED_MODELS),
+        llm=(*_of_8_bits(_GATED_MODELS), *tuple(_of(p, group=128) for p in _GATED_MODELS)),
     ),
 )

@@ -74,14 +74,14 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     scale_dtype = torch.float32 if point["scale_fp32"] else dtype
     drawn = {"x": normal((point["batch"], rows, k) if point["batch"] else (rows, k), dtype, device, generator)}
     if group:
-        drawn["packed"], drawn["scale"] = draw_int4(n, k, group, scale_dtype, device, generator)
+        drawn["weight"], drawn["weight_scale"] = draw_int4(n, k, group, scale_dtype, device, generator)
     elif point["fp8"]:
         numbers = 74 * normal((n, k), torch.float32, device, generator)
         drawn["weight"] = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)  # not every PyTorch stops at the largest
-        drawn["scale"] = _scale((n, 1), 74, k, scale_dtype, device, generator)
+        drawn["weight_scale"] = _scale((n, 1), 74, k, scale_dtype, device, generator)
     else:
         drawn["weight"] = (integers(256, (n, k), device, generator) - 128).to(torch.int8)
-        drawn["scale"] = _scale((n,), 74, k, scale_dtype, device, generator)
+        drawn["weight_scale"] = _scale((n,), 74, k, scale_dtype, device, generator)
     if point["has_bias"]:
         drawn["bias"] = normal((n,), torch.float32 if point["bias_fp32"] else dtype, device, generator)
     if point["has_residual"]:
@@ -123,9 +123,9 @@ def _int8pack(point: Point) -> Callable[..., Any]:
         raise Unsupported("this PyTorch has no torch._weight_int8pack_mm")
 
     def run(
-        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+        x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        out = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight, scale.to(x.dtype))
+        out = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight, weight_scale.to(x.dtype))
         return _plus(out.view(*x.shape[:-1], -1), bias, residual)
 
     return run
@@ -140,10 +140,10 @@ def _torchao(point: Point) -> Callable[..., Any]:
     product = torch.compile(torch.nn.functional.linear, fullgraph=True, dynamic=False)
 
     def run(
-        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+        x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         if weight not in kept:
-            kept[weight] = Int8Tensor(weight, scale.to(x.dtype)[:, None], [1, weight.shape[1]], x.dtype)
+            kept[weight] = Int8Tensor(weight, weight_scale.to(x.dtype)[:, None], [1, weight.shape[1]], x.dtype)
         return _plus(product(x, kept[weight]), bias, residual)
 
     return run
@@ -157,22 +157,22 @@ def _int4pack(point: Point) -> Callable[..., Any]:
         raise Unsupported("this PyTorch has no torch._weight_int4pack_mm")
     repacked = WeakTensorKeyDictionary()
 
-    def repack(x: Tensor, packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        nibbles = (unpack_int4(packed, point["group"]) + 8).to(torch.uint8)
-        scales_and_zeros = torch.stack((scale.to(x.dtype), torch.zeros_like(scale, dtype=x.dtype)), -1)
+    def repack(x: Tensor, weight: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
+        nibbles = (unpack_int4(weight, point["group"]) + 8).to(torch.uint8)
+        scales_and_zeros = torch.stack((weight_scale.to(x.dtype), torch.zeros_like(weight_scale, dtype=x.dtype)), -1)
         scales_and_zeros = scales_and_zeros.transpose(0, 1).contiguous()
         if x.device.type == "cpu":
             return torch._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1), scales_and_zeros
         return torch._convert_weight_to_int4pack(nibbles[:, ::2] << 4 | nibbles[:, 1::2], 8), scales_and_zeros
 
     def run(
-        x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+        x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         if x.device.type != "cpu" and x.dtype != torch.bfloat16:
             raise Unsupported("torch._weight_int4pack_mm takes bfloat16 alone")
-        known = repacked.get(packed)
+        known = repacked.get(weight)
         if known is None:
-            known = repacked[packed] = repack(x, packed, scale)
+            known = repacked[weight] = repack(x, weight, weight_scale)
         product = torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else torch._weight_int4pack_mm
         out = product(x.reshape(-1, x.shape[-1]), known[0], point["group"], known[1]).view(*x.shape[:-1], -1)
         return _plus(out, bias, residual)
@@ -245,7 +245,7 @@ def _of_fp8(point: Point) -> Point:
 
 _INT8_CASE = OpCase(
     name="int8_linear",
-    formula="out = (x · weightᵀ) · scale + bias + residual, weight in int8",
+    formula="out = (x · weightᵀ) · weight_scale + bias + residual, weight in int8",
     function=int8_linear,
     reference=reference.int8_linear,
     eager=reference.int8_linear_eager,
@@ -265,7 +265,7 @@ CASES = (
     dataclasses.replace(
         _INT8_CASE,
         name="fp8_weight_linear",
-        formula="out = (x · weightᵀ) · scale + bias + residual, weight in e4m3",
+        formula="out = (x · weightᵀ) · weight_scale + bias + residual, weight in e4m3",
         function=fp8_weight_linear,
         reference=reference.fp8_weight_linear,
         eager=reference.fp8_weight_linear_eager,
@@ -275,7 +275,7 @@ CASES = (
     dataclasses.replace(
         _INT8_CASE,
         name="int4_linear",
-        formula="out = x · (q · scale)ᵀ + bias + residual, q = 4 bits of packed, a scale for each group of K",
+        formula="out = x · (q · weight_scale)ᵀ + bias + residual, q = 4 bits of weight, a scale for each group of K",
         function=int4_linear,
         reference=reference.int4_linear,
         eager=reference.int4_linear_eager,

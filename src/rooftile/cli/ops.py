@@ -138,7 +138,7 @@ def bench(
 def bench_schedules(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="linear, gemv, int8_linear, int4_linear. Default: all.", show_default=False),
+        typer.Argument(help="linear, int8_linear, int4_linear. Default: all.", show_default=False),
     ] = None,
     results: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/schedules/<name>.json.")

@@ -17,12 +17,12 @@ import torch
 from rooftile import library, runtime
 from rooftile.engine import weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.projections import Dense, Int4, Projection, is_one_kernel
+from rooftile.engine.projections import Dense, Projection, is_one_kernel
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
-from rooftile.ops.gemm.dequantize_weight import rows_at_a_time
-from rooftile.ops.gemm.norm_choose import choose as choose_norm_linear
-from rooftile.ops.gemm.weight_only_choose import takes_dense
+from rooftile.ops.gemm.choose import choose, dequantizes
+from rooftile.ops.gemm.config import Problem
+from rooftile.ops.gemm.dequantize import rows_at_a_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Builder:
         """The GEMM of x with the weight of p, which reads `more` bytes beside them."""
         flops = 2 * self.batch * p.n * p.k
         written = self._rows(out)
-        if op in ("int8_linear", "int4_linear") and takes_dense(self.batch, self.dtype):
+        if op in ("int8_linear", "int4_linear") and dequantizes(self.batch, self.dtype):
             dequantized = p.n * p.k * self.size
             launches += 2 * library.cdiv(p.n, rows_at_a_time(p.n, p.k, self.size)) - 1
             more, written = more + dequantized, written + dequantized
@@ -146,9 +146,10 @@ class _Builder:
         if isinstance(p, Dense) or self._alone(p):
             op = "rms_norm_gated_linear" if gated else "rms_norm_linear"
             norm, launches = p.k * self.size, 1
-            if not isinstance(p, Dense):
-                op += "_4bit" if isinstance(p, Int4) else "_8bit"
-            elif choose_norm_linear(self.batch, n, p.k, self.dtype, True, self.target, gated) is None:
+            if (
+                isinstance(p, Dense)
+                and choose(Problem(self.batch, n, p.k, self.dtype, gated=gated, norm=True), self.target) is None
+            ):
                 launches = 2
             yield self._product(
                 f"norm and {name}", op, p, self._rows(p.k), n, more=norm, launches=launches, times=times

@@ -32,7 +32,7 @@ from rooftile.library import FLOATS
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
-from rooftile.ops.gemm.linear import Activation as ActivationName
+from rooftile.ops.gemm.config import Activation as ActivationName
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope

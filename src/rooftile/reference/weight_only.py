@@ -21,17 +21,17 @@ def _plus(out: Tensor, *terms: Tensor | None) -> Tensor:
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    return _plus((x @ weight.to(x.dtype).T) * scale.reshape(-1), bias, residual)
+    return _plus((x @ weight.to(x.dtype).T) * weight_scale.reshape(-1), bias, residual)
 
 
 def int8_linear_eager(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """As it is written without a kernel for it: the weight dequantized to x's dtype, then a linear layer."""
-    dequantized = weight.to(x.dtype) * scale.to(x.dtype).reshape(-1, 1)
+    dequantized = weight.to(x.dtype) * weight_scale.to(x.dtype).reshape(-1, 1)
     return _plus(torch.nn.functional.linear(x, dequantized, None if bias is None else bias.to(x.dtype)), residual)
 
 
@@ -47,15 +47,15 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def int4_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth."""
-    return _plus(x @ dequantize(packed, scale, x.dtype).T, bias, residual)
+    return _plus(x @ dequantize(weight, weight_scale, x.dtype).T, bias, residual)
 
 
 def int4_linear_eager(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """As it is written without a kernel for it: the weight dequantized to x's dtype, then a linear layer."""
     bias = None if bias is None else bias.to(x.dtype)
-    return _plus(torch.nn.functional.linear(x, dequantize(packed, scale, x.dtype), bias), residual)
+    return _plus(torch.nn.functional.linear(x, dequantize(weight, weight_scale, x.dtype), bias), residual)

@@ -23,7 +23,7 @@ import torch
 
 from rooftile import runtime
 
-SCHEMA = 1
+SCHEMA = 2
 PACKAGE = Path(__file__).parent
 
 
@@ -54,11 +54,13 @@ class Table:
         meta: the schema's number, the op, the GPU, and under "runs" where and when its entries were measured.
         entries: by key, under "config" the fields of a configuration, beside it what it was measured to take.
         failed: by configuration, key and version of Triton, why it was not measured.
+        dropped: keys of an earlier version's file whose configuration is gone.
     """
 
     meta: dict[str, Any]
     entries: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    dropped: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
 def read(path: Path, op: str, gpu: str) -> Table:
@@ -75,6 +77,9 @@ def read(path: Path, op: str, gpu: str) -> Table:
     if not isinstance(data, dict) or not isinstance(data.get("meta"), dict):
         raise ValueError('it has no "meta", expected what `rooftile tune` writes')
     meta = data["meta"]
+    earlier = meta.get("schema") == 1
+    if earlier:
+        meta = {**meta, "schema": SCHEMA}
     for name, expected in (("schema", SCHEMA), ("op", op), ("gpu", gpu)):
         if meta.get(name) != expected:
             raise ValueError(f"its {name} is {meta.get(name)!r}, expected {expected!r}")
@@ -89,7 +94,26 @@ def read(path: Path, op: str, gpu: str) -> Table:
                 raise ValueError(f"its entry {key!r} has {field} {value!r}, expected text, an integer or a bool")
     if not isinstance(failed, dict):
         raise ValueError('its "failed" is no object')
-    return Table(meta, entries, failed)
+    if not earlier:
+        return Table(meta, entries, failed)
+    configs = {key: migrated(entry["config"]) for key, entry in entries.items()}
+    kept = {key: {**entry, "config": configs[key]} for key, entry in entries.items() if configs[key] is not None}
+    return Table(meta, kept, failed, tuple(key for key in entries if key not in kept))
+
+
+# Kernels whose names were others in schema 1.
+KERNELS = {"row": "gemv", "held": "gemv_persistent", "digits": "gemv_imma", "dense": "dequantize"}
+
+
+def migrated(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of schema 1's configuration in this schema; None where its kernel or its schedule is gone."""
+    config = dict(config)
+    if "kernel" not in config:  # of a quantized weight, whose defaults were others
+        config = {"kernel": "skinny", "slices": 4, **config}
+    kernel = config["kernel"] = KERNELS.get(str(config.get("kernel")), config.get("kernel"))
+    gone = config.pop("stream_k", False) or kernel in ("direct", "gemv_persistent")
+    gone = gone or (kernel in ("gemv", "hopper") and config.get("split_k", 1) != 1)
+    return None if gone else config
 
 
 def other_variant(table: Table, multiprocessors: int) -> str:
@@ -145,6 +169,13 @@ def _entries(path: Path, op: str, gpu: str, multiprocessors: int | None) -> dict
     except (OSError, ValueError) as error:
         warnings.warn(f"the tuning table {path} is ignored: {error}", RuntimeWarning, stacklevel=3)
         return {}
+    if table.dropped:
+        warnings.warn(
+            f"the tuning table {path} is of an earlier version: {len(table.dropped)} of its entries name a kernel or a "
+            f"schedule that is gone, and are ignored ({table.dropped[0]}, ...); `rooftile tune` measures them anew",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return table.entries
 
 

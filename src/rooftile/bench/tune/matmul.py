@@ -1,4 +1,4 @@
-"""The search space of a matrix product: a grid for each kernel, and what of it is worth a try."""
+"""The search space of a GEMM: a grid for each kernel, and what of it is worth a try."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from rooftile.ops.gemm import choose
-from rooftile.ops.gemm import gemv_persistent as held
-from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm.config import GemmConfig, Problem
 from rooftile.runtime import Target
 
 
@@ -17,43 +16,32 @@ def _powers(low: int, high: int) -> list[int]:
     return [1 << i for i in range(low.bit_length() - 1, high.bit_length())]
 
 
-def _grid(kernel: str, **fields: Iterable[int | bool]) -> list[MatmulConfig]:
+def _grid(kernel: str, **fields: Iterable[int | bool]) -> list[GemmConfig]:
     every = itertools.product(*fields.values())
-    return [MatmulConfig(kernel, **dict(zip(fields, values, strict=True))) for values in every]  # type: ignore[arg-type]
+    return [GemmConfig(kernel, **dict(zip(fields, values, strict=True))) for values in every]  # type: ignore[arg-type]
 
 
-def _tiles(p: Problem, c: MatmulConfig) -> int:
-    rows = 1 if c.kernel in ("gemv", "gemv_persistent") else c.block_m
+def _tiles(p: Problem, c: GemmConfig) -> int:
+    rows = 1 if c.kernel == "gemv" else c.block_m
     return p.batch * math.ceil(p.m / rows) * math.ceil(p.n / c.block_n)
 
 
 @functools.cache
-def _row_grid() -> list[MatmulConfig]:
+def _row_grid() -> list[GemmConfig]:
     return _grid(
         "gemv",
         block_m=[1],
         block_n=_powers(1, 64),
         block_k=_powers(128, 4096),
         group_m=[1],
-        split_k=[1, 2, 4, 8],
+        split_k=[1],
         num_warps=[2, 4, 8],
         num_stages=[1, 2, 3, 4, 6],
     )
 
 
 @functools.cache
-def _held_grid(p: Problem, target: Target) -> list[MatmulConfig]:
-    found = held.configs(p, target)
-    widths = {c.block_k for c in found}
-    return _grid(
-        "gemv_persistent", block_m=[p.m], block_n=_powers(1, 16), block_k=widths, group_m=[1], split_k=[1],
-        num_warps=[4, 8, 16],
-        num_stages=[1, 2],
-    )  # fmt: skip
-
-
-@functools.cache
-def _skinny_grid(block_m: int) -> list[MatmulConfig]:
+def _skinny_grid(block_m: int) -> list[GemmConfig]:
     return _grid(
         "skinny",
         block_m=[block_m],
@@ -67,7 +55,7 @@ def _skinny_grid(block_m: int) -> list[MatmulConfig]:
 
 
 @functools.cache
-def _tiled_grid() -> list[MatmulConfig]:
+def _tiled_grid() -> list[GemmConfig]:
     return _grid(
         "tiled",
         block_m=_powers(16, 256),
@@ -81,7 +69,7 @@ def _tiled_grid() -> list[MatmulConfig]:
 
 
 @functools.cache
-def _hopper_grid() -> list[MatmulConfig]:
+def _hopper_grid() -> list[GemmConfig]:
     both = functools.partial(
         _grid,
         "hopper",
@@ -97,10 +85,9 @@ def _hopper_grid() -> list[MatmulConfig]:
     ]
 
 
-def _grids(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
+def _grids(p: Problem, target: Target) -> Iterator[list[GemmConfig]]:
     if p.m == 1:
         yield _row_grid()
-        yield _held_grid(p, target)
     if p.m <= 64:
         yield _skinny_grid(max(16, 1 << (p.m - 1).bit_length()))
     yield _tiled_grid()
@@ -108,7 +95,7 @@ def _grids(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
         yield _hopper_grid()
 
 
-def _useless(p: Problem, c: MatmulConfig, target: Target) -> bool:
+def _useless(p: Problem, c: GemmConfig, target: Target) -> bool:
     """Whether it can't be better than another one of the space: a split where tiles keep all multiprocessors busy."""
     return c.kernel == "tiled" and c.split_k > 1 and _tiles(p, c) >= 2 * target.multiprocessors
 
@@ -140,13 +127,13 @@ _TILED = (
 )
 
 
-def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
+def _likely(p: Problem, target: Target) -> Iterator[list[GemmConfig]]:
     """The same, of the kernels that were the fastest for such a problem."""
     units = target.multiprocessors
 
     def some(
         kernel: str, m: int, n: int, k: int, warps: int, stages: int, *, pingpong: bool = False
-    ) -> Iterator[MatmulConfig]:
+    ) -> Iterator[GemmConfig]:
         if kernel == "hopper" and p.gated and n % 64:  # half of it is no width
             return
         n = n // (1 + p.gated) if kernel in ("hopper", "tiled") else n
@@ -156,14 +143,13 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
             if split == 1 or (tiles < 2 * units and tiles * split <= 4 * units and p.k >= 4 * k * split):
                 deep = kernel == "hopper" and p.m > 8 * m and m * n >= 128 * 128
                 for group in (8, 4, 16) if deep and split == 1 else (1 if kernel in ("gemv", "skinny") else 8,):
-                    yield MatmulConfig(kernel, m, n, k, group, split, warps, stages, pingpong)  # type: ignore[arg-type]
+                    yield GemmConfig(kernel, m, n, k, group, split, warps, stages, pingpong)  # type: ignore[arg-type]
 
-    def every(kernel: str, rows: Iterable[tuple[int, ...]], *m: int) -> list[MatmulConfig]:
+    def every(kernel: str, rows: Iterable[tuple[int, ...]], *m: int) -> list[GemmConfig]:
         return [c for row in rows for c in some(kernel, *m, *row)]
 
     if p.m == 1:
         yield every("gemv", _ROW, 1)
-        yield held.configs(p, target)
     if p.m <= 64:
         yield every("skinny", _SKINNY, max(16, 1 << (p.m - 1).bit_length()))
     if target.arch == "sm_90" and (p.m > 16 or (p.x_layout, p.w_layout) != ("k", "k")):
@@ -172,10 +158,10 @@ def _likely(p: Problem, target: Target) -> Iterator[list[MatmulConfig]]:
     yield every("tiled", [t for t in _TILED if t[0] < 2 * max(p.m, 16)])
 
 
-def matmul_space(p: Problem, target: Target, exhaustive: bool) -> list[MatmulConfig]:
+def matmul_space(p: Problem, target: Target, exhaustive: bool) -> list[GemmConfig]:
     """The configurations that can run the product, the kernels in turns."""
     grids = _grids(p, target) if exhaustive or target.arch == "interpreter" else _likely(p, target)
-    by_kernel: list[list[MatmulConfig]] = []
+    by_kernel: list[list[GemmConfig]] = []
     for grid in grids:
         found = [c for c in grid if not _useless(p, c, target) and choose.can_implement(p, c, target) is None]
         by_kernel.append(found[:2] if target.arch == "interpreter" and not exhaustive else found)

@@ -17,7 +17,7 @@ from rooftile.bench.workloads import Product
 from rooftile.cases.draw import normal
 from rooftile.ops.gated import silu_mul_packed
 from rooftile.ops.gemm import choose
-from rooftile.ops.gemm.config import MatmulConfig, Problem
+from rooftile.ops.gemm.config import GemmConfig, Problem
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.gemm.matmul import matmul
 from rooftile.runtime import Target
@@ -132,7 +132,7 @@ class Products:
         return self.problem(*sizes, dtype, precision)
 
     def key(self, problem: Problem) -> str:
-        return choose.tuning_key(problem)
+        return choose.tuning_key(problem)[1]
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         return {
@@ -152,14 +152,16 @@ class Products:
         p = problem
         return p.dtype.itemsize * (p.m * p.k + p.n * p.k * (1 + p.gated) + p.m * p.n)
 
-    def default(self, problem: Problem, target: Target) -> MatmulConfig:
+    def default(self, problem: Problem, target: Target) -> GemmConfig:
         with tuning.off():
-            return choose.choose(problem, target)
+            found = choose.choose(problem, target)
+        assert found is not None, "there is no norm"
+        return found
 
-    def space(self, problem: Problem, target: Target, exhaustive: bool) -> list[MatmulConfig]:
+    def space(self, problem: Problem, target: Target, exhaustive: bool) -> list[GemmConfig]:
         return matmul_space(problem, target, exhaustive)
 
-    def binary(self, problem: Problem, config: MatmulConfig) -> Hashable:
+    def binary(self, problem: Problem, config: GemmConfig) -> Hashable:
         p, c = problem, config
         # What kernels ask of sizes at compile time: whether tiles come out even, and what Triton specialises on. An
         # answer too many costs a look on disk, one too few a compilation in the search.
@@ -168,8 +170,9 @@ class Products:
         layouts = (p.x_layout, p.w_layout)
         return (config, p.dtype, p.gated, p.activation, p.precision, layouts, even, sixteen)
 
-    def fields(self, config: MatmulConfig) -> dict[str, Any]:
-        return dataclasses.asdict(config)
+    def fields(self, config: GemmConfig) -> dict[str, Any]:
+        values = dataclasses.asdict(config)
+        return {name: value for name, value in values.items() if name not in ("slices", "prefetch")}  # of other GEMMs
 
     def draw(self, problem: Problem, device: torch.device, numbers: torch.Generator) -> dict[str, Tensor]:
         p = problem
@@ -184,7 +187,7 @@ class Products:
         weight = drawn(rows, p.k, p.w_layout == "n", max(1, p.k) ** -0.5)
         return {"x": drawn(p.m, p.k, p.x_layout == "m", 1.0), "weight": weight}
 
-    def call(self, problem: Problem, inputs: Mapping[str, Tensor], config: MatmulConfig | None) -> Tensor:
+    def call(self, problem: Problem, inputs: Mapping[str, Tensor], config: GemmConfig | None) -> Tensor:
         x, weight = inputs["x"], inputs["weight"]
         if self.gated:
             return gated_linear(x, weight, activation="silu", config=config)

@@ -25,7 +25,7 @@ from rooftile.ops.attention import arguments
 from rooftile.ops.attention.arguments import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
 from rooftile.ops.attention.problem import AttentionConfig
-from rooftile.ops.gemm.common import autocast
+from rooftile.ops.gemm.dispatch import autocast
 
 __all__ = ["AttentionConfig", "attention", "attention_varlen"]
 
@@ -50,9 +50,8 @@ def attention(
     """`softmax(scale * q k^T + ...) v` for each head, without the T x T scores in memory.
 
     Sums are float32. The result is bit-identical on every run; gradients are with `deterministic`. float32 inputs are
-    multiplied exactly. With 16-bit inputs the probabilities are rounded to their dtype before they multiply v. Kernels
-    are compiled for dtypes, head sizes, options, and whether lengths are whole blocks, not for a length, window, scale
-    or softcap.
+    multiplied exactly. With 16-bit inputs the probabilities are rounded to their dtype before they multiply v. A new
+    length, window, scale or softcap compiles nothing.
 
     Args:
         q: `(B, Hq, Tq, D)`, float32, float16 or bfloat16, with D from 1 to 256. Multiples of 8 are fastest. D that is

@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-Kernel = Literal["gemv", "gemv_persistent", "skinny", "tiled", "hopper"]
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemv_persistent", "skinny", "tiled", "hopper")
+Kernel = Literal["gemv", "gemv_persistent", "gemv_imma", "skinny", "tiled", "hopper", "dequantize"]
+KERNELS: tuple[Kernel, ...] = (
+    "gemv", "gemv_persistent", "gemv_imma", "skinny", "tiled", "hopper", "dequantize"
+)  # fmt: skip
 Precision = Literal["ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 _WIDTHS = (96, 160, 192, 224)  # that "hopper" takes besides powers of two
+_UNSET = -2  # how a prefetch of None is encoded
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulConfig:
-    """How the kernel of a product is launched.
+class GemmConfig:
+    """How the kernel of a GEMM is launched.
+
+    Kernels of one row of x: `"gemv"` multiplies and sums without tensor cores. `"gemv_persistent"` does so for up to
+    two rows, which stay in registers while whole rows of the weight pass: block_k is at least K. `"gemv_imma"` (NVIDIA,
+    weights of int8, and of int4 in groups of 128) multiplies x in three digits on the integer tensor cores.
+
+    Kernels of more rows: `"skinny"`, for up to 64, has the weight on the side of the tensor core that is 64 wide.
+    `"tiled"` takes any size, any strides and any GPU. `"hopper"` (sm_90) is persistent and copies by TMA.
+    `"dequantize"` writes a quantized weight in x's dtype, and a dense GEMM follows.
 
     Args:
-        kernel: `"gemv"`, multiply and sum, for one row of x; `"gemv_persistent"`, the same for up to two, that stay
-            in registers while whole rows of the weight pass: block_m at least the rows of x, block_k at least K,
-            split_k 1,
-            num_stages 1, or 2 for the next tile's loads ahead of this one's sums; `"skinny"`, weights on the side of
-            the matrix unit that is 64 wide, for up to 64 rows; `"tiled"`, any size, any strides, any GPU; `"hopper"`,
-            persistent, copies by the tensor memory accelerator, for sm_90.
-        block_m, block_n, block_k: the tile: rows of x, rows of the weight, elements of the sum. Powers of two, but
-            for `"hopper"` block_m may be 192, and block_n 96, 160, 192 or 224.
+        kernel: one of those.
+        block_m, block_n, block_k: the tile: rows of x, rows of the weight, elements of the sum. block_n and block_k are
+            powers of two, but for `"hopper"` block_n may be 96, 160, 192 or 224, and block_m 192. For an int4 weight
+            `"skinny"` and `"gemv_imma"` need a block_k of twice the group.
         group_m: how many tiles of rows are walked before the next tile of columns, so that both stay in the L2.
-        split_k: how many programs share one tile's sum.
-        num_warps, num_stages: warps of a program, and how deep its loads are pipelined.
+        split_k: how many CTAs share one tile's sum.
+        num_warps, num_stages: warps of a CTA, and how deep its loads are pipelined.
         pingpong: `"hopper"` alone: a tile belongs to four of the eight warps, and while they write out one, the other
             four multiply the next.
-        stream_k: `"hopper"` alone: the tiles of a wave that is not full are cut into equal shares of steps, one for
-            each multiprocessor.
+        slices: `"gemv_imma"`, and `"skinny"` of quantized weights: how many blocks of block_k elements a CTA takes at a
+            time. Each warp sums blocks of its own, and the warps' sums are added at the end.
+        prefetch: `"gemv"`, `"gemv_imma"`, and `"skinny"` of quantized weights: -1 for an ordinary launch. From 0 on the
+            kernel starts while the previous one still ends (sm_90 and later), and brings the weights of that many steps
+            into the L2 until it may go on. None is the kernel's own choice.
     """
 
     kernel: Kernel
@@ -48,50 +59,65 @@ class MatmulConfig:
     num_warps: int = 4
     num_stages: int = 3
     pingpong: bool = False
-    stream_k: bool = False
+    slices: int = 1
+    prefetch: int | None = None
+    encoded: ClassVar[tuple[int, ...]]  # of an instance, as the schema of an op takes it
 
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
-            raise ValueError(f"MatmulConfig: kernel is {self.kernel!r}, expected one of {', '.join(KERNELS)}")
-        for field in dataclasses.fields(self)[1:]:
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool):
-                if not isinstance(value, bool):
-                    raise ValueError(f"MatmulConfig: {field.name} is {value!r}, expected True or False")
-                continue
+            raise ValueError(f"GemmConfig: kernel is {self.kernel!r}, expected one of {', '.join(KERNELS)}")
+        for name in ("block_m", "block_n", "block_k", "group_m", "split_k", "num_warps", "num_stages", "slices"):
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"MatmulConfig: {field.name} is {value!r}, expected a positive integer")
-        for name in ("block_n", "block_k"):
+                raise ValueError(f"GemmConfig: {name} is {value!r}, expected a positive integer")
+        if not isinstance(self.pingpong, bool):
+            raise ValueError(f"GemmConfig: pingpong is {self.pingpong!r}, expected True or False")
+        ahead = self.prefetch
+        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < -1):
+            raise ValueError(f"GemmConfig: prefetch is {ahead!r}, expected -1, a number of steps or None")
+        for name in ("block_n", "block_k", "slices"):
             value = getattr(self, name)
             also = _WIDTHS if name == "block_n" and self.kernel == "hopper" else ()
             if value & (value - 1) and value not in also:
                 or_else = f", or one of {', '.join(map(str, also))}" if also else ""
-                raise ValueError(f"MatmulConfig: {name} is {value}, expected a power of two{or_else}")
+                raise ValueError(f"GemmConfig: {name} is {value}, expected a power of two{or_else}")
+        self._check_slices()
+        numbers = (int(getattr(self, f.name)) for f in dataclasses.fields(self)[1:-1])
+        object.__setattr__(self, "encoded", (KERNELS.index(self.kernel), *numbers, _UNSET if ahead is None else ahead))
+
+    def _check_slices(self) -> None:
+        if self.kernel == "gemv_imma":
+            if self.num_warps % self.slices:
+                raise ValueError(
+                    f"GemmConfig: slices is {self.slices}, expected a divisor of num_warps={self.num_warps}"
+                )
+            least = 16 * self.num_warps // self.slices
+            if self.block_n < least:
+                raise ValueError(f"GemmConfig: block_n is {self.block_n}, expected {least}: 16 for each warp")
+        elif self.slices > 1 and self.kernel != "skinny":
+            raise ValueError(f"GemmConfig: slices is {self.slices}, expected 1 for kernel '{self.kernel}'")
+        elif self.slices > 1 and self.slices % self.num_warps:
+            raise ValueError(
+                f"GemmConfig: slices is {self.slices}, expected 1 or a multiple of num_warps={self.num_warps}"
+            )
 
 
 @functools.cache
-def encode(config: MatmulConfig | None) -> str:
-    """A configuration as the schema of an op takes it; "" for none."""
-    if config is None:
-        return ""
-    kernel, *sizes = dataclasses.astuple(config)
-    return ",".join([kernel, *(str(int(size)) for size in sizes)])
+def _decoded(numbers: tuple[int, ...]) -> GemmConfig:
+    kernel, *values, prefetch = numbers
+    names = (field.name for field in dataclasses.fields(GemmConfig)[1:-1])
+    given: dict[str, Any] = {name: bool(v) if name == "pingpong" else v for name, v in zip(names, values, strict=True)}
+    return GemmConfig(KERNELS[kernel], **given, prefetch=None if prefetch == _UNSET else prefetch)
 
 
-@functools.cache
-def decode(text: str) -> MatmulConfig | None:
-    """The configuration that `encode` wrote."""
-    if not text:
-        return None
-    kernel, *sizes = text.split(",")
-    fields = dataclasses.fields(MatmulConfig)[1:]
-    given = {
-        field.name: bool(int(size)) if isinstance(field.default, bool) else int(size)
-        for field, size in zip(fields, sizes, strict=True)
-    }
-    return MatmulConfig(kernel, **given)  # type: ignore[arg-type]
+def decode(numbers: Sequence[int]) -> GemmConfig | None:
+    """The configuration that `GemmConfig.encoded` is; None for none."""
+    return _decoded(tuple(numbers)) if numbers else None
 
 
+# A bound kernel: called with x, w, out, bias, residual, norm_weight, x_scale and weight_scale, of which the last five
+# may be None, of the dtypes, shapes, strides and alignment that it was bound for.
+Start = Callable[..., None]
 WeightFormat = Literal["", "int8", "fp8", "int4"]
 
 
@@ -149,15 +175,16 @@ class Problem:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Operands:
-    """What a kernel's `launch` gets beside its configuration; all tensors on one device.
+    """What a kernel gets beside its configuration; all tensors are on one device.
 
     A kernel's module has two functions:
 
-        can_implement(p: Problem, c: Config, target: runtime.Target) -> str | None
+        can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None
             why this kernel can't compute p as c says; None where it can
-        launch(o: Operands, c: Config) -> None
-            write `o.out`; c is one that `can_implement` takes. Raises `launching.Untraceable`, before it allocates
-            anything, where the operands are traced and the launch can't be part of the graph
+        prepare(o: Operands, c: GemmConfig) -> Start
+            the kernel, bound for such operands, none of which is kept; c is one that `can_implement` takes. Raises
+            `launching.Untraceable` where the operands are traced and the launch can't be part of the graph. Kernels
+            whose launch depends on more than the operands have `launch(o, c)` in its place
 
     `p.k` and `c.block_k` count elements, of int4 too.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rooftile import library
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.quantize import BLOCK
 
 XScale = Literal["tensor", "row", "group"]
@@ -19,12 +19,12 @@ def scale_strides(o: Operands) -> tuple[int, int, int, int]:
     return (*x, *w)  # type: ignore[return-value]
 
 
-def adds_apart(c: MatmulConfig) -> bool:
+def adds_apart(c: GemmConfig) -> bool:
     """Whether `parts.multiply_add` makes a sum of its own every step: where that takes 64 registers of a thread."""
     return c.block_k <= 128 and c.block_m * c.block_n <= 2048 * c.num_warps
 
 
-def can_implement(p: Problem, c: MatmulConfig) -> str | None:
+def can_implement(p: Problem, c: GemmConfig) -> str | None:
     """Why no kernel of fp8_linear can compute p as c says."""
     if p.scaled_steps and BLOCK % c.block_k:
         return f"block_k is {c.block_k}, expected at most {BLOCK}, the elements of the sum that share a scale"

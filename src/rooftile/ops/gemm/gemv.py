@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.ops.gemm.gemv_epilogue import (
     CONSTANTS,
     NO_QKV,
@@ -32,7 +32,6 @@ from rooftile.ops.gemm.gemv_epilogue import (
     rotate_and_store,
     scale_and_shift,
 )
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.primitives import pdl
 from rooftile.primitives.activations import activate
 from rooftile.primitives.paging import locate_tokens
@@ -52,7 +51,6 @@ PREFETCH = 1
 NORM_GATED_PREFETCH = -1
 STYLES = ("half",)  # of RoPE
 _REGISTERS = 1 << 16  # of an SM of NVIDIA's
-Config = MatmulConfig | WeightOnlyConfig
 
 
 @triton.jit
@@ -279,31 +277,26 @@ def gemv_kernel(
         tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target, numbers: int = 1) -> str | None:
-    """Why this kernel can't compute that problem so; None where it can.
-
-    What p and c count as one are `numbers` elements: two in a byte of int4.
-    """
-    if c.pingpong or c.stream_k:
-        return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
+    """Why this kernel can't compute that problem so; None where it can. After a norm the weight may have any layout."""
     if p.m != 1 or p.batch != 1:
         return f"kernel 'gemv' takes one row of x, not {p.batch} x {p.m}"
     if c.split_k > 1:
         return f"split_k is {c.split_k}, expected 1: kernel 'gemv' sums whole rows"
-    if p.x_layout != "k" or p.w_layout != "k":
+    if p.x_layout != "k" or (p.w_layout != "k" and not p.norm):
         return "kernel 'gemv' takes operands that are contiguous along k"
+    in_a_byte = 2 if p.weight == "int4" else 1
+    if in_a_byte == 2 and c.block_k < 32:
+        return f"block_k is {c.block_k}, expected at least 32 for a weight of 4 bits"
     elements = c.block_n * c.block_k * (1 + p.gated)
-    if elements // (c.num_warps * target.warp_size) > 128:
-        return (
-            f"block_n x block_k is {numbers * elements} elements for {c.num_warps} warps, more than {128 * numbers} a "
-            "thread"
-        )
+    if elements // (c.num_warps * target.warp_size) > 128 * in_a_byte:
+        return f"block_n x block_k is {elements} elements for {c.num_warps} warps, more than {128 * in_a_byte} a thread"
     if c.num_stages > 1 and c.num_stages * elements * p.dtype.itemsize > target.shared_memory:
         return f"num_stages is {c.num_stages}: tiles of {elements} elements don't fit the shared memory"
     return None
 
 
-def _register_limit(block: int, c: Config, programs: int, target: runtime.Target) -> int:
+def _register_limit(block: int, c: GemmConfig, programs: int, target: runtime.Target) -> int:
     """The registers that a thread may have; 0 for no limit. `block` is the elements of a step.
 
     With 32 elements a thread a kernel takes 72 to 80 on sm_90. It gets 72 where with more a few CTAs would be left to
@@ -345,9 +338,9 @@ def _launcher(
     )  # fmt: skip
 
 
-def _prefetched(o: Operands, c: Config, is_qkv: bool) -> int:
+def _prefetched(o: Operands, c: GemmConfig, is_qkv: bool) -> int:
     """The blocks that a CTA prefetches, or -1 for an ordinary launch."""
-    if isinstance(c, WeightOnlyConfig):
+    if c.prefetch is not None:
         return c.prefetch
     along_k = o.w.stride(-1) == 1 or o.w.shape[-1] == 1  # a line that is prefetched lies along k
     if not along_k or not (pdl.early(o.x) if is_qkv else pdl.supported(runtime.target(o.x.device))):
@@ -355,7 +348,7 @@ def _prefetched(o: Operands, c: Config, is_qkv: bool) -> int:
     return NORM_GATED_PREFETCH if o.gated and o.norm_weight is not None else PREFETCH
 
 
-def launch(o: Operands, c: Config, qkv: QkvOutput = NO_QKV) -> None:
+def launch(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> None:
     """Compute `o.out` from one row of x, `(1, K)`.
 
     With `qkv` out is q, `(1, 1, Hq, D)`, and `c` is that of the linear kernel: half of its rows make a CTA's pairs.

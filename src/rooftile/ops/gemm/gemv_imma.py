@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import Operands
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.ops.gemm.gemv_epilogue import (
     CONSTANTS,
     NO_QKV,
@@ -42,7 +42,6 @@ from rooftile.ops.gemm.gemv_epilogue import (
     rotate_and_store,
     scale_and_shift,
 )
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 from rooftile.primitives import pdl
 from rooftile.primitives.activations import activate
 from rooftile.primitives.assembly import assembly
@@ -520,7 +519,47 @@ def _launcher(
     return launching.KernelLauncher(gemv_imma_kernel, constants, num_warps=warps, **limit, **pdl.options(early))
 
 
-def launch(o: Operands, c: WeightOnlyConfig, qkv: QkvOutput = NO_QKV) -> None:
+LONGEST = 32  # blocks that a warp multiplies: all its steps are code of their own
+
+
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
+    """Why this kernel can't compute that problem so; None where it can."""
+    if p.weight == "fp8":
+        return "kernel 'gemv_imma' takes weights of int8 and int4"
+    if not target.arch.startswith("sm_"):
+        return f"kernel 'gemv_imma' is for NVIDIA's GPUs, not {target.arch}"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"kernel 'gemv_imma' takes float16 and bfloat16, not {p.dtype}"
+    if p.weight == "int4" and p.group != 128:
+        return f"kernel 'gemv_imma' takes groups of 128, not of {p.group}"
+    block_k = 256 if p.group else 128
+    if c.block_k != block_k:
+        return f"block_k is {c.block_k}, expected {block_k} for kernel 'gemv_imma'"
+    if c.prefetch is not None and c.prefetch > 0:
+        return f"prefetch is {c.prefetch}, expected -1 or 0 for kernel 'gemv_imma'"
+    if p.m != 1:
+        return f"kernel 'gemv_imma' takes one row of x, not {p.m}"
+    if p.w_layout != "k" or not p.w_aligned:
+        return "kernel 'gemv_imma' takes a weight whose rows are contiguous and begin at multiples of 16 bytes"
+    if p.k % c.block_k:
+        return f"kernel 'gemv_imma' takes a K that is a multiple of block_k, not {p.k} with block_k={c.block_k}"
+    steps = library.cdiv(p.k // c.block_k, c.slices * c.split_k)
+    if steps > LONGEST:
+        return f"slices x split_k is {c.slices * c.split_k}: a warp has {steps} blocks, at most {LONGEST}"
+    # Eight columns of a byte, and units in float32, for each element of x that a CTA multiplies, by rounds.
+    blocks = 4 * c.num_warps
+    rounds = library.cdiv(steps * c.slices * (2 if p.group else 1), blocks)
+    most = rounds * blocks * (8 * 128 + 4) + 1024
+    if most > target.shared_memory:
+        return f"x's digits take {most} bytes of shared memory, a CTA has {target.shared_memory} on this GPU"
+    # A block of the weight: 128 bytes of each row, of 4 elements to a register.
+    held = c.block_n * c.slices // c.num_warps * (c.num_stages + 2)
+    if held > 128:
+        return f"its tiles take some {held} registers a thread for kernel 'gemv_imma', expected at most 128"
+    return None
+
+
+def launch(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> None:
     """Compute `o.out` from one row of x, `(1, K)`; all operands but w are contiguous.
 
     With `qkv` out is q, `(1, 1, Hq, D)`, and half of `c`'s rows make a CTA's pairs.
@@ -542,7 +581,7 @@ def launch(o: Operands, c: WeightOnlyConfig, qkv: QkvOutput = NO_QKV) -> None:
         partial = torch.empty(tiles * c.split_k * (c.block_n + 1), dtype=torch.float32, device=x.device)
         counters = launching.counters(tiles, x.device)
     tensors = (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, partial, counters, *qkv.tensors)
-    early = c.prefetch >= 0
+    early = c.prefetch is not None and c.prefetch >= 0
     launcher = _launcher(
         tuple(None if t is None else t.dtype for t in tensors), k, epilogue, o.eps, o.offset, o.activation, group,
         pairs, qkv.constants, c.block_n, c.slices, c.split_k, c.num_warps, c.num_stages, early,

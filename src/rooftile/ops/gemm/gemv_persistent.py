@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.ops.gemm.gemv_epilogue import (
     CONSTANTS,
     NO_QKV,
@@ -257,10 +257,8 @@ def gemv_persistent_kernel(
             tl.store(out_ptr + cols, z.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
-def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute that problem so; None where it can. It takes any layout of the weight."""
-    if c.pingpong or c.stream_k:
-        return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
     if p.m > ROWS or p.batch != 1:
         return f"kernel 'gemv_persistent' takes one or two rows of x, not {p.batch} x {p.m}"
     if c.block_m < p.m:
@@ -282,7 +280,7 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     return None
 
 
-def configs(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
+def configs(p: Problem, target: runtime.Target) -> list[GemmConfig]:
     """16 elements of x a thread, and 32 of the weight: two rows of 4096 elements a tile. Empty where that is no good.
 
     In decoding steps on an H200, against kernels "gemv" and "skinny": the gated GEMV took 116 us less of Qwen2.5-7B's
@@ -297,7 +295,7 @@ def configs(p: Problem, target: runtime.Target) -> list[MatmulConfig]:
     rows = max(1 + p.gated, 32 * threads // width)
     ahead = p.m == 1 and target.arch != "sm_120"  # for which the compiler spills it
     warps, stages = threads // target.warp_size, 1 + ahead
-    return [MatmulConfig("gemv_persistent", p.m, rows // (1 + p.gated), width, 1, 1, warps, stages)]
+    return [GemmConfig("gemv_persistent", p.m, rows // (1 + p.gated), width, 1, 1, warps, stages)]
 
 
 def is_limited(w: Tensor, target: runtime.Target) -> bool:
@@ -307,7 +305,7 @@ def is_limited(w: Tensor, target: runtime.Target) -> bool:
     return target.arch.startswith("sm_") and aligned
 
 
-def programs_for(tiles: int, c: MatmulConfig, target: runtime.Target) -> int:
+def programs_for(tiles: int, c: GemmConfig, target: runtime.Target) -> int:
     """As many CTAs as run at once where threads are held to REGISTERS, or as there are tiles."""
     each = max(1, THREADS // (c.num_warps * target.warp_size))
     return min(tiles, each * target.multiprocessors)
@@ -340,7 +338,7 @@ def _launcher(
     return launching.KernelLauncher(gemv_persistent_kernel, constants, num_warps=warps, **limit, **pdl.options(early))
 
 
-def launch(o: Operands, c: MatmulConfig, qkv: QkvOutput = NO_QKV) -> None:
+def launch(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> None:
     """Compute `o.out` from one row of x or two. The sums are float32's own, whatever `o.precision` says.
 
     With `qkv` out is q, `(1, 1, Hq, D)`, and `c` is that of the linear kernel: half of its rows make a tile's pairs.

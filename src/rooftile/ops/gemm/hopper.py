@@ -43,8 +43,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor
-from rooftile.ops.gemm import prepared
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.primitives.activations import activate
 from rooftile.primitives.gluon import async_load, async_store, next_slot, split_columns, view_as
 from rooftile.quantize import BLOCK
@@ -502,7 +501,7 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constex
 
 @functools.cache
 def tiling_of(
-    c: MatmulConfig, x_k: bool, w_k: bool, gated: bool, activation: str, x_kind: str, w_kind: str, out_size: int,
+    c: GemmConfig, x_k: bool, w_k: bool, gated: bool, activation: str, x_kind: str, w_kind: str, out_size: int,
     limit: int,
 ) -> HopperTiling:  # fmt: skip
     """What the kernel is compiled for. The output is written by 128 bytes a row at a time, of two at once if both fit.
@@ -525,14 +524,14 @@ def tiling_of(
     return tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
 
 
-def memory_reason(t: HopperTiling, p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def memory_reason(t: HopperTiling, p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     shared = t.shared_memory(p.out_size)
     if shared > target.shared_memory:
         return f"num_stages is {c.num_stages}: {shared} bytes of tiles, expected at most {target.shared_memory}"
     return None
 
 
-def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
     if target.arch != "sm_90":
         return f"kernel 'hopper' is for sm_90, not {target.arch}"
@@ -546,8 +545,6 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
         return "kernel 'hopper' takes operands and an output whose rows begin at multiples of 16 bytes"
     if not 0 < min(p.m, p.n, p.k) <= max(p.m, p.n, p.k) < 2**31:
         return f"kernel 'hopper' takes sizes from 1 to 2^31 - 1, not {p.m}, {p.n}, {p.k}"
-    if c.stream_k:
-        return "stream_k is True: no kernel has it"
     if c.split_k != 1:
         return f"split_k is {c.split_k}, expected 1 for kernel 'hopper'"
     if c.pingpong and c.num_warps != 8:
@@ -604,7 +601,7 @@ def bind(
     return launching.bind(_launcher(kernel, t, dtypes), programs, numbers=numbers, descriptors=descriptors)
 
 
-def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (M, K), w (N, K) or (2N, K), out (M, N). A residual that TMA can't load is copied."""
     if isinstance(o.x, FunctionalTensor):
         raise launching.Untraceable("TMA descriptors")
@@ -624,6 +621,3 @@ def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
         start(x, w, out, residual, bias)
 
     return run
-
-
-launch = prepared.launcher(prepare)

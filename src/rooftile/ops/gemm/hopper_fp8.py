@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm import prepared
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.fp8_common import scale_strides
 from rooftile.ops.gemm.hopper import (
     advance,
@@ -207,10 +206,19 @@ _STRIDES = ["stride_sxm", "stride_sxk", "stride_swn", "stride_swk"]
 
 @gluon.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=["sx_ptr"])
 def hopper_gemm_fp8(
-    x_desc, w_desc, out_desc, sx_ptr, sw_ptr, bias_ptr, residual_ptr,
-    stride_sxm, stride_sxk, stride_swn, stride_swk,
+    x_desc,
+    w_desc,
+    out_desc,
+    sx_ptr,
+    sw_ptr,
+    bias_ptr,
+    residual_ptr,
+    stride_sxm,
+    stride_sxk,
+    stride_swn,
+    stride_swk,
     T: gl.constexpr,
-):  # fmt: skip
+):
     """out[m, n] = sum over k of x[m, k] * x_scale * w[n, k] * w_scale, + bias[n] + residual[m, n]."""
     ring, out_ring, size = allocate(x_desc, w_desc, out_desc, T)
     scales = (sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk)
@@ -238,7 +246,7 @@ def hopper_gemm_fp8(
         )
 
 
-def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
     if target.arch != "sm_90":
         return f"kernel 'hopper' with pingpong is for sm_90, and the device is {target.arch}"
@@ -257,7 +265,7 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     return memory_reason(t, p, c, target)
 
 
-def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (M, K), w (N, K), out and residual (M, N), contiguous, and their scales."""
     if isinstance(o.x, FunctionalTensor):
         raise launching.Untraceable("TMA descriptors")
@@ -280,6 +288,3 @@ def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
         start(x, w, out, x_scale, weight_scale, bias, residual)
 
     return run
-
-
-launch = prepared.launcher(prepare)

@@ -1,26 +1,18 @@
-"""`matmul`: products of batches, and their gradients, `da = dy @ b^T` and `db = a^T @ dy`."""
+"""`matmul`: a GEMM or a batch of them, and the gradients, `da = dy @ b^T` and `db = a^T @ dy`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from rooftile import library
+from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.column_sum import column_sum
-from rooftile.ops.gemm.common import (
-    as_rows,
-    autocast,
-    check_dtype,
-    check_precision,
-    encoded,
-    mergeable,
-    product,
-    refuse_symbols,
-)
-from rooftile.ops.gemm.config import MatmulConfig, Precision
+from rooftile.ops.gemm.config import GemmConfig, Operands, Precision, Start
+from rooftile.ops.gemm.dispatch import as_rows, check_dtype, check_precision, mergeable
 
 
 def _broadcast(op: str, a_shape: Sequence[int], b_shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -62,21 +54,31 @@ def _column(b: Tensor) -> Tensor:
     return b.unsqueeze(1) if b.dim() == 1 else b
 
 
-def _multiply(
-    op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], precision: str, config: str = ""
-) -> None:
-    """`out = x @ w.mT` over batches: x (..., M, K), w (..., N, K), out (*batch, M, N), contiguous."""
-    (m, k), n = x.shape[-2:], w.shape[-2]
+def _operands(
+    x: Tensor, w: Tensor, out_shape: Sequence[int], batch: Sequence[int], copies: library.Copies
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """x and w as a kernel takes them, in two dimensions or three, and the shape that out has for it.
+
+    `out = x @ w.mT` over batches: x (..., M, K), w (..., N, K), out (*batch, M, N), contiguous.
+    """
+    m, n, count = x.shape[-2], w.shape[-2], math.prod(batch)
     if math.prod(w.shape[:-2]) == 1 and tuple(x.shape[:-2]) == tuple(batch) and mergeable(x):
-        x, w = as_rows(x), w[(0,) * (w.dim() - 2)]  # one weight for all batches: their rows are those of one product
-        product(op, x, w, out.view(x.shape[0], n), precision=precision, config=config)
-        return
-    count = math.prod(batch)
-    x, w = x.expand(*batch, m, k).reshape(count, m, k), w.expand(*batch, n, k).reshape(count, n, k)
-    out = out.view(count, m, n)
-    if count == 1:
-        x, w, out = x[0], w[0], out[0]
-    product(op, x, w, out, precision=precision, config=config)
+        # One weight for all batches: their rows are those of one GEMM.
+        rows = dispatch.rows_of(x, copies, 0)
+        return rows, w[(0,) * (w.dim() - 2)], (rows.shape[0], n)
+
+    def batched(t: Tensor) -> Tensor:
+        t = t.expand(*batch, *t.shape[-2:]).reshape(count, *t.shape[-2:])
+        return t[0] if count == 1 else t
+
+    shape = (m, n) if count == 1 else (count, m, n)
+    return dispatch.viewed(x, batched, copies, 0), dispatch.viewed(w, batched, copies, 1), shape
+
+
+def _multiply(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], precision: str) -> None:
+    """The same, into memory that is there."""
+    x, w, shape = _operands(x, w, out.shape, batch, {})
+    dispatch.gemm(op, x, w, out.view(shape), precision=precision)
 
 
 def _gradient(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], precision: str) -> None:
@@ -86,7 +88,7 @@ def _gradient(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], 
     if not summed:
         _multiply(op, x, w, out.view(*batch, *out.shape[-2:]), batch, precision)
         return
-    # Their products next to each other, in float32, and then their sum.
+    # Their GEMMs next to each other, in float32, and then the sum.
     order = [*summed, *(i for i in range(len(batch)) if i not in summed)]
     size = [batch[i] for i in order]
     x, w = (
@@ -99,18 +101,32 @@ def _gradient(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], 
     column_sum(every.view(count, out.numel()), out.view(-1))
 
 
-def _launch(a: Tensor, b: Tensor, precision: str, config: str) -> Tensor:
+def _prepare(a: Tensor, b: Tensor, precision: str, config: Sequence[int]) -> Callable[..., Tensor]:
     shape, batch = _check("matmul", a, b, precision)
-    refuse_symbols(*a.shape, *b.shape)
-    out = torch.empty(shape, dtype=a.dtype, device=a.device)
-    x, w = _row(a), _column(b)
-    if out.numel():
-        w = w.mT
-        _multiply("matmul", x, w, out.view(*batch, x.shape[-2], w.shape[-2]), batch, precision, config)
-    return out
+    dispatch.refuse_symbols(*a.shape, *b.shape)
+    strides, dtype, device = library.contiguous_strides(shape), a.dtype, a.device
+    start: Start = library.start_nothing
+    if math.prod(shape):
+        copies: library.Copies = {}
+        x, w, out_shape = _operands(_row(a), _column(b).mT, shape, batch, copies)
+        # A copy is made of what the caller gives: of the vector, or before it is transposed.
+        if 0 in copies:
+            copies[0] = lambda a, view=copies[0]: view(_row(a))  # type: ignore[misc]
+        if 1 in copies:
+            copies[1] = lambda b, view=copies[1]: view(_column(b).mT)  # type: ignore[misc]
+        o = Operands(x, w, dispatch.like(a, out_shape), precision=precision)
+        start = dispatch.bind("matmul", o, config)
+        start = library.copying(start, copies)
+
+    def run(a: Tensor, b: Tensor, *_: object) -> Tensor:
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(a, b, out, None, None, None, None, None)
+        return out
+
+    return run
 
 
-def _fake(a: Tensor, b: Tensor, precision: str, config: str) -> Tensor:
+def _fake(a: Tensor, b: Tensor, precision: str, config: Sequence[int]) -> Tensor:
     shape, _ = _check("matmul", a, b, precision)
     return torch.empty(shape, dtype=a.dtype, device=a.device)
 
@@ -143,7 +159,7 @@ def _differentiate(
     dy: Tensor, a: Tensor | None, b: Tensor | None, a_shape: Sequence[int], b_shape: Sequence[int], precision: str
 ) -> tuple[Tensor, Tensor]:
     op = "matmul_backward"
-    refuse_symbols(*a_shape, *b_shape)
+    dispatch.refuse_symbols(*a_shape, *b_shape)
     da, db = _gradients(dy, a, b, a_shape, b_shape, precision)
     _, batch = _broadcast(op, a_shape, b_shape)
     dy = dy.unsqueeze(-2) if len(a_shape) == 1 and len(b_shape) > 1 else dy
@@ -184,14 +200,14 @@ def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 matmul_op = library.define(
-    "matmul(Tensor a, Tensor b, str precision, str config) -> Tensor",
-    launch=_launch,
+    "matmul(Tensor a, Tensor b, str precision, int[] config) -> Tensor",
+    prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
 )
 
 
-def matmul(a: Tensor, b: Tensor, *, precision: Precision = "ieee", config: MatmulConfig | None = None) -> Tensor:
+def matmul(a: Tensor, b: Tensor, *, precision: Precision = "ieee", config: GemmConfig | None = None) -> Tensor:
     """`a @ b` with float32 sums, rounded once.
 
     Args:
@@ -199,8 +215,8 @@ def matmul(a: Tensor, b: Tensor, *, precision: Precision = "ieee", config: Matmu
             dimensions, as they are broadcast, can't be taken as one.
         b: `(..., K, N)` of a's dtype, or a vector `(K,)`; batch dimensions broadcast, and vectors are taken, as in
             `torch.matmul`. One b for all batches multiplies all their rows at once.
-        precision: of float32 products. `"ieee"`: exact, on the ordinary units; `"tf32"`: operands with 10 bits of
-            fraction, on the matrix unit. 16-bit types have exact products always.
+        precision: of float32 operands. `"ieee"`: exact products, without tensor cores; `"tf32"`: operands with 10 bits
+            of fraction, on tensor cores. Products of 16-bit operands are exact always.
         config: how the kernel is launched, in place of the choice that sizes and GPU make; gradients choose their own.
 
     Returns:
@@ -212,5 +228,7 @@ def matmul(a: Tensor, b: Tensor, *, precision: Precision = "ieee", config: Matmu
             are named), a device is the CPU without the interpreter, or devices differ.
         TypeError: dtypes differ, or are not one of the three.
     """
-    a, b = autocast(a, b)  # type: ignore[assignment]
-    return matmul_op(a, b, precision, encoded("matmul", config))
+    if dispatch.autocast_dtype(a) is not None:
+        a, b = dispatch.autocast(a, b)  # type: ignore[assignment]
+    how = () if config is None else dispatch.encoded("matmul", config)
+    return matmul_op(a, b, precision, how)

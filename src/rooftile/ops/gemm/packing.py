@@ -1,4 +1,4 @@
-"""Weights quantised and packed, once, when a model is loaded: plain PyTorch, on any device.
+"""Quantizing and packing weights, once, when a model is loaded: plain PyTorch, on any device.
 
 The packed layout of int4, which the kernel reads: a nibble is the number + 8. A row's elements come in blocks of two
 groups, each in `group` bytes: byte i of a block holds element i of its first group in the low nibble, and element i of
@@ -24,21 +24,21 @@ def check_group(op: str, k: int, group: int) -> None:
         raise ValueError(f"{op}: the last dimension is {k}, expected a multiple of the group of {group}")
 
 
-def check_packed(op: str, name: str, packed: Tensor, scale_name: str, scale: Tensor, k: int) -> int:
-    """The group of a packed weight for x of k columns. Raises for one that is none."""
+def check_packed(op: str, weight: Tensor, scale: Tensor, k: int) -> int:
+    """The group of a packed int4 weight for x of k columns. Raises for one that is none."""
     if k % GROUPS[0]:
         raise ValueError(f"{op}: x's last dimension is {k}, expected a multiple of the group: of 32, 64 or 128")
-    if packed.dim() != 2 or packed.shape[1] != k // 2:
+    if weight.dim() != 2 or weight.shape[1] != k // 2:
         raise ValueError(
-            f"{op}: {name} has shape {tuple(packed.shape)}, expected (N, {k // 2}): two numbers a byte, to match x's "
+            f"{op}: weight has shape {tuple(weight.shape)}, expected (N, {k // 2}): two elements a byte, to match x's "
             f"last dimension of {k}"
         )
-    n, fit = packed.shape[0], [g for g in GROUPS if k % g == 0]
+    n, fit = weight.shape[0], [g for g in GROUPS if k % g == 0]
     group = next((g for g in fit if scale.dim() == 2 and scale.shape[1] * g == k), 0)
     if group == 0 or scale.shape[0] != n:
         wanted = " or ".join(f"({n}, {k // g})" for g in fit)
         raise ValueError(
-            f"{op}: {scale_name} has shape {tuple(scale.shape)}, expected {wanted} for groups of "
+            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {wanted} for groups of "
             f"{' or '.join(map(str, fit))}"
         )
     return group

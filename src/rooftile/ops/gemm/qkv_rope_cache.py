@@ -14,23 +14,19 @@ written once. Rounding is that of the two ops: q, k and v are rounded to x's dty
 
 from __future__ import annotations
 
-import dataclasses
-from types import ModuleType
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import library
+from rooftile import launching, library, runtime
 from rooftile.ops import kv_cache
-from rooftile.ops.gemm import gemv, gemv_persistent
-from rooftile.ops.gemm import norm_layers as layers
-from rooftile.ops.gemm import norm_quantized as quantized
-from rooftile.ops.gemm.common import refuse_symbols
-from rooftile.ops.gemm.config import MatmulConfig, Operands
+from rooftile.ops.gemm import choose, dispatch, gemv, gemv_persistent
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.ops.gemm.gemv_epilogue import QkvOutput
-from rooftile.ops.gemm.norm_choose import chosen, chosen_quantized
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
+from rooftile.ops.gemm.norm_linear import check, rms_norm_linear
 from rooftile.ops.kv_cache import Layout
 from rooftile.ops.kv_cache.checks import QUANTIZED, check_rope
 from rooftile.ops.kv_cache.launch import Cache, rotate_and_append
@@ -39,33 +35,34 @@ from rooftile.ops.rope import Style, check_rotary_dim
 __all__ = ["rms_norm_qkv_rope_cache"]
 
 _OP = "rms_norm_qkv_rope_cache"
+_STYLES = {"gemv": gemv.STYLES, "gemv_persistent": gemv_persistent.STYLES, "gemv_imma": gemv.STYLES}
 
 
-def _module(kernel: str) -> ModuleType:
-    if kernel == "gemv_imma":
-        from rooftile.ops.gemm import gemv_imma  # not every Triton has Gluon
+@functools.lru_cache(4096)
+def choose_fused(p: Problem, style: str, target: runtime.Target) -> GemmConfig | None:
+    """How the one kernel is launched: the first configuration for the norm and the GEMM that has whole pairs of rows in
+    each CTA; None where there is none."""
+    for c in choose.candidates(p, target):
+        if style in _STYLES.get(c.kernel, ()) and choose.can_implement(p, c, target) is None:
+            if c.split_k == 1 and c.block_n > 1:
+                return c
+            if c.kernel != "gemv_imma":
+                return None
+    return None
 
-        return gemv_imma
-    return gemv_persistent if kernel == "gemv_persistent" else gemv
 
-
-def choose(
+def choose_kernel(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, cos: Tensor, style: str, cache: Cache
-) -> MatmulConfig | WeightOnlyConfig | None:
-    """How the one kernel is launched, by what rms_norm_linear takes for one row; None where there are several."""
+) -> tuple[Problem, GemmConfig] | None:
+    """The norm and the GEMM, and how they, RoPE and the cache are one kernel; None where they are several."""
     one_row = x.shape[0] * x.shape[1] == 1
     if not one_row or cos.shape[-1] != cache.k.shape[-1] or cache.k.dtype != x.dtype:
         return None
-    if weight_scale is None:
-        c = chosen(_OP, x, weight, "", "")
-    else:
-        c = chosen_quantized(_OP, x, weight, False, "")
-        by_digits = quantized.digits_config(x, weight, weight_scale)
-        if style in gemv.STYLES and by_digits is not None and by_digits.split_k == 1:
-            return by_digits
-    if c is None or style not in {"gemv": gemv.STYLES, "gemv_persistent": gemv_persistent.STYLES}.get(c.kernel, ()):
-        return None
-    return c if c.split_k == 1 and c.block_n > 1 else None
+    rows = library.as_rows(x)
+    out = dispatch.like(x, (1, weight.shape[0]))
+    p = dispatch.problem_of(Operands(rows, weight, out, norm_weight=rows, weight_scale=weight_scale))
+    c = choose_fused(p, style, runtime.target(x.device))
+    return None if c is None else (p, c)
 
 
 def _check_sizes(x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, layout: str) -> int:
@@ -101,7 +98,7 @@ def _checked(
 ) -> tuple[Cache, Tensor]:  # fmt: skip
     """The cache, and memory for q, (B, T, Hq, D), after all checks."""
     *of_cache, style, eps, offset = rest
-    layers.check(_OP, x, norm_weight, weight, bias, eps, offset, scale=weight_scale)
+    check(_OP, x, norm_weight, weight, weight_scale, bias, eps, offset)
     if x.dim() != 3:
         raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, {x.shape[-1]})")
     k_cache, v_cache, _, page_table, *_, layout = of_cache
@@ -125,29 +122,28 @@ def _launch(
     sin: Tensor, *rest: Any,
 ) -> Tensor:  # fmt: skip
     cache, out = _checked(x, norm_weight, weight, weight_scale, bias, cos, sin, *rest)
-    refuse_symbols(*x.shape, *weight.shape)
+    dispatch.refuse_symbols(*x.shape, *weight.shape)
     style, eps, offset = rest[-3:]
     layout, (q_heads, _) = cache.layout, out.shape[2:]
     q_out = out if layout == "bthd" else out.transpose(1, 2)
     kv_cache._check_memory(_OP, x.unsqueeze(layout.index("h")), cache)
     if out.numel() == 0:
         return q_out
-    c = choose(x, weight, weight_scale, cos, style, cache)
-    if c is not None:
-        if weight.dtype == torch.uint8 and isinstance(c, MatmulConfig):
-            c = dataclasses.replace(c, block_k=2 * c.block_k)
+    fused = choose_kernel(x, weight, weight_scale, cos, style, cache)
+    if fused is not None:
+        p, c = fused
+        if isinstance(x, FunctionalTensor) and c.kernel == "gemv_imma":
+            raise launching.Untraceable("a kernel of Gluon")
         scale, bias = (None if t is None else t.contiguous() for t in (weight_scale, bias))
         o = Operands(
             library.as_rows(x), weight, out, bias, norm_weight=norm_weight.contiguous(), weight_scale=scale, eps=eps,
             offset=offset,
         )  # fmt: skip
-        target = QkvOutput.of(cos, sin, q_heads, out.shape[-1], style, cache)
-        _module(c.kernel).launch(o, c, target)
+        found = choose.module(p, c)
+        assert found is not None, "can_implement refuses it"
+        found.launch(o, c, QkvOutput.of(cos, sin, q_heads, out.shape[-1], style, cache))
         return q_out
-    if weight_scale is None:
-        qkv = layers.launch(_OP, x, norm_weight, weight, bias, eps, offset, "")
-    else:
-        qkv = quantized._launch(_OP, x, norm_weight, weight, weight_scale, bias, eps, offset, "", "")
+    qkv = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=weight_scale, eps=eps, offset=offset)
     heads = cache.k.shape[layout.index("h")]
     q, k, v = _heads(x, qkv, (q_heads, heads, heads), layout)
     rotate_and_append(q, k, v, q_out, cos, sin, style, cache)

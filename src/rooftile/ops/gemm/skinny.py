@@ -25,8 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm import fp8_common, prepared
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm import fp8_common
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.parts import (
     UNDO,
     divisible,
@@ -100,15 +100,49 @@ def _prefetch_w(w_ptr, row, k, n_cols, n_inner, stride_wn, BLOCK_N: tl.constexpr
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _skinny_kernel(
-    x, w,  # descriptors with TMA, else pointers
-    w_ptr, norm_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
-    stride_xm, stride_xk, stride_wn, stride_wk, stride_sxm, stride_sxk, stride_swn, stride_swk, stride_rm, stride_om,
-    n_inner, n_rows, n_cols,
-    EPS: tl.constexpr, OFFSET: tl.constexpr, X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, FAST: tl.constexpr,
-    APART: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, N16: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PREFETCHED: tl.constexpr,
-):  # fmt: skip
+    x,  # a descriptor with TMA, else a pointer
+    w,
+    w_ptr,
+    norm_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    counters_ptr,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    stride_sxm,
+    stride_sxk,
+    stride_swn,
+    stride_swk,
+    stride_rm,
+    stride_om,
+    n_inner,
+    n_rows,
+    n_cols,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    FAST: tl.constexpr,
+    APART: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    N16: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+):
     DTYPE: tl.constexpr = w_ptr.dtype.element_ty
     NORM: tl.constexpr = norm_ptr is not None
     n_cols = divisible(n_cols, N16)
@@ -208,7 +242,7 @@ def _skinny_kernel(
 
 
 @functools.lru_cache(4096)
-def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConfig) -> launching.KernelLauncher:
+def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: GemmConfig) -> launching.KernelLauncher:
     """`dtypes` says which operands are there; Triton compiles for them."""
     eps, offset, x_kind, w_kind, fast, activation, gated, precision, tma, n16, even_k, prefetched = constants
     values = {
@@ -234,10 +268,8 @@ def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConf
     return launching.KernelLauncher(_skinny_kernel, values, num_warps=c.num_warps, **pdl.options(prefetched >= 0))
 
 
-def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
-    if c.pingpong or c.stream_k:
-        return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
     if p.m > c.block_m:
         return f"block_m is {c.block_m}, expected at least x's {p.m} rows for kernel 'skinny'"
     if p.batch != 1:
@@ -268,7 +300,7 @@ def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | 
     return None
 
 
-def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (M, K), w (N, K), or (2N, K) gated, out (M, N)."""
     x, w, device, residual = o.x, o.w, o.x.device, o.residual
     (n_rows, n_inner), n_cols = x.shape, o.out.shape[-1]
@@ -305,6 +337,3 @@ def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
         start(x, w, w, norm_weight, x_scale, weight_scale, bias, residual, out, partial, counters)
 
     return run
-
-
-launch = prepared.launcher(prepare)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm import fp8_common, prepared
-from rooftile.ops.gemm.config import MatmulConfig, Operands, Problem
+from rooftile.ops.gemm import fp8_common
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.parts import (
     UNDO,
     divisible,
@@ -161,16 +161,54 @@ def _tile(
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_inner"])
 def _tiled_kernel(
-    x, w,  # descriptors with TMA, else pointers
-    x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
-    stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk, stride_sxm, stride_sxk, stride_swn, stride_swk,
-    stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
-    X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, FAST: tl.constexpr, APART: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    X_EDGE: tl.constexpr, W_EDGE: tl.constexpr, M16: tl.constexpr, N16: tl.constexpr, K16: tl.constexpr,
-    EVEN_K: tl.constexpr, K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,  # a descriptor with TMA, else a pointer
+    w,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    counters_ptr,
+    stride_xb,
+    stride_xm,
+    stride_xk,
+    stride_wb,
+    stride_wn,
+    stride_wk,
+    stride_sxm,
+    stride_sxk,
+    stride_swn,
+    stride_swk,
+    stride_rb,
+    stride_rm,
+    stride_ob,
+    stride_om,
+    n_rows,
+    n_cols,
+    n_inner,
+    X_SCALE: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    FAST: tl.constexpr,
+    APART: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_EDGE: tl.constexpr,
+    W_EDGE: tl.constexpr,
+    M16: tl.constexpr,
+    N16: tl.constexpr,
+    K16: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     n_rows, n_cols, n_inner = divisible(n_rows, M16), divisible(n_cols, N16), divisible(n_inner, K16)
     if TMA:
         n_inner = K  # constant: with a runtime trip count the flattened loops have half as many instructions again
@@ -198,7 +236,7 @@ def _tiled_kernel(
 
 
 @functools.lru_cache(4096)
-def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConfig) -> launching.KernelLauncher:
+def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: GemmConfig) -> launching.KernelLauncher:
     """`dtypes` says which operands are there; Triton compiles for them."""
     x_kind, w_kind, fast, activation, gated, precision, tma, edges, by_16, even_k, known_k = constants
     values = {
@@ -228,13 +266,13 @@ def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: MatmulConf
     return launching.KernelLauncher(_tiled_kernel, values, num_warps=c.num_warps, **options)
 
 
-def shared_memory(p: Problem, c: MatmulConfig) -> int:
+def shared_memory(p: Problem, c: GemmConfig) -> int:
     """Bytes of shared memory of a CTA: the tiles being loaded, and a few for barriers."""
     tiles = (c.block_m + c.block_n * (1 + p.gated)) * c.block_k * p.dtype.itemsize
     return c.num_stages * tiles + 64
 
 
-def _tma_reason(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def _tma_reason(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why kernel "hopper" of fp8_linear can't compute p."""
     if target is not runtime.INTERPRETER and target.arch != "sm_90":
         return f"the kernel is for sm_90, and the device is {target.arch}"
@@ -247,13 +285,11 @@ def _tma_reason(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | No
     return None
 
 
-def can_implement(p: Problem, c: MatmulConfig, target: runtime.Target) -> str | None:
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
     for name in ("block_m", "block_n", "block_k"):
         if getattr(c, name) < 16:
             return f"{name} is {getattr(c, name)}, expected at least 16: the tensor core takes no smaller tile"
-    if c.pingpong or c.stream_k:
-        return f"{'pingpong' if c.pingpong else 'stream_k'} is True, which kernel 'hopper' alone has"
     if c.num_warps * target.warp_size > target.max_threads:
         most = target.max_threads // target.warp_size
         return f"num_warps is {c.num_warps}, expected at most {most}"
@@ -288,14 +324,14 @@ def _strides(t: Tensor | None) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(1024)
-def _resident(c: MatmulConfig, target: runtime.Target) -> int:
+def _resident(c: GemmConfig, target: runtime.Target) -> int:
     """How many CTAs with TMA loads the GPU holds: two an SM, if they are of four warps and their stages fit."""
     stages = c.num_stages * c.block_k * (c.block_m + c.block_n)
     two = c.num_warps <= 4 and 2 * (stages + 12_288) <= target.shared_memory
     return (2 if two else 1) * target.multiprocessors
 
 
-def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
+def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (B, M, K), w (B, N, K) or (B, 2N, K); out and residual (B, M, N), last stride 1; or no B."""
     x, w, device = o.x, o.w, o.x.device
     (m, n), k = o.out.shape[-2:], x.shape[-1]
@@ -337,6 +373,3 @@ def prepare(o: Operands, c: MatmulConfig) -> prepared.Run:
         start(x, w, x_scale, weight_scale, bias, residual, out, partial, counters)
 
     return run
-
-
-launch = prepared.launcher(prepare)

@@ -1,38 +1,34 @@
-"""Linear layers whose weights alone are quantised, for decoding: the weight is read, and it is all that is read.
+"""Linear layers whose weight alone is quantized, for decoding: reading the weight is nearly all that a step does.
 
-    int8_linear          out = (x @ weight^T) * scale + bias + residual    a scale for each row of the weight
+    int8_linear          out = (x @ weight^T) * weight_scale + bias + residual    a scale for each row of the weight
     fp8_weight_linear    the same, of a weight in float8_e4m3fn
-    int4_linear          out = x @ (q * scale)^T + bias + residual         a scale for each group of a row,
-                         q = unpack_int4(packed)
+    int4_linear          out = x @ (q * weight_scale)^T + bias + residual         a scale for each group of a row,
+                         q = unpack_int4(weight)
 
-A weight of (N, K) is read at every step of a decode, N * K bytes or half of them, beside which x, the scales and the
-output are little. Products are of x as it is and exact small numbers, sums float32; scales multiply sums, in float32,
-so that nothing is rounded before the end. But one row of x in 16 bits may be multiplied on the integer matrix unit, in
-three digits (`digits.py`), and for many rows in bfloat16 the weight is dequantised first, where each number is rounded,
-and the dense product multiplies.
+A weight of (N, K) is read at every decoding step, N * K bytes or half of them; x, the scales and the output are little
+beside it. x is multiplied as it is by exact small numbers, and scales multiply the float32 sums, so that nothing is
+rounded before the end. Two exceptions: one row of x in 16 bits may be multiplied in three digits on the integer tensor
+cores (`gemv_imma.py`), and for many rows in bfloat16 the weight is dequantized first, where each element is rounded,
+and a dense GEMM follows (`dequantize.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library, runtime, tuning
-from rooftile.ops.gemm import adapters
-from rooftile.ops.gemm import weight_only_choose as choose
-from rooftile.ops.gemm import weight_only_config as configs
-from rooftile.ops.gemm.config import Operands
+from rooftile import library
+from rooftile.ops.gemm import dispatch
+from rooftile.ops.gemm.config import GemmConfig, Operands, Start
 from rooftile.ops.gemm.packing import check_packed, pack_int4, quantize_int4, quantize_int8, unpack_int4
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
 
 __all__ = [
-    "WeightOnlyConfig",
     "fp8_weight_linear",
     "int4_linear",
     "int8_linear",
@@ -42,142 +38,100 @@ __all__ = [
     "unpack_int4",
 ]
 
-_WEIGHTS = {
-    "int8_linear": ("weight", torch.int8),
-    "fp8_weight_linear": ("weight", torch.float8_e4m3fn),
-    "int4_linear": ("packed", torch.uint8),
-}
+_WEIGHTS = {"int8_linear": torch.int8, "fp8_weight_linear": torch.float8_e4m3fn, "int4_linear": torch.uint8}
 
 
 def _check(
     op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> tuple[int, int]:
-    """The rows of the weight, and the group: 0 for 8 bits. Raises for what can't be multiplied."""
-    name, dtype = _WEIGHTS[op]
-    library.check_floating(op, x=x, scale=scale, bias=bias, residual=residual)
-    if weight.dtype != dtype:
-        raise TypeError(f"{op}: {name} has dtype {weight.dtype}, expected {dtype}")
-    for other_name, other in (("scale", scale), ("bias", bias)):
-        if other is not None and other.dtype not in (x.dtype, torch.float32):
-            raise TypeError(
-                f"{op}: {other_name} has dtype {other.dtype}, expected {x.dtype} to match x, or torch.float32"
-            )
+) -> tuple[int, ...]:
+    """The shape of the result."""
+    library.check_floating(op, x=x, weight_scale=scale, bias=bias, residual=residual)
+    if weight.dtype != _WEIGHTS[op]:
+        raise TypeError(f"{op}: weight has dtype {weight.dtype}, expected {_WEIGHTS[op]}")
+    if scale.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {x.dtype} to match x, or torch.float32")
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape (), expected at least one dimension")
     k = x.shape[-1]
     if op == "int4_linear":
-        group = check_packed(op, name, weight, "scale", scale, k)
-        n = weight.shape[0]
-    else:
-        if weight.dim() != 2 or weight.shape[1] != k:
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(weight.shape)}, expected (N, {k}) to match x's last dimension"
-            )
-        group, n = 0, weight.shape[0]
-        if scale.shape not in ((n,), (n, 1)):
-            raise ValueError(
-                f"{op}: scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match weight's rows"
-            )
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match {name}'s rows")
-    if residual is not None:
-        shape = (*x.shape[:-1], n)
-        if residual.shape != shape:
-            raise ValueError(f"{op}: residual has shape {tuple(residual.shape)}, expected {shape} to match the result")
-        if residual.dtype != x.dtype:
-            raise TypeError(f"{op}: residual has dtype {residual.dtype}, expected {x.dtype} to match x")
-    return n, group
-
-
-@functools.cache
-def _tuned(
-    op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any, aligned: bool
-) -> WeightOnlyConfig | None:
-    """What was measured for that many rows, rounded up to a power of two."""
-    entry = tuning.lookup(op, tuning_key(m, n, k, group, dtype), target)
-    if entry is None:
-        return None
-    try:
-        found = WeightOnlyConfig(**entry)
-    except (TypeError, ValueError):  # a table of another version, or one that somebody edited
-        return None
-    refused = choose.can_implement(found, group, dtype, target, k, aligned, m=m, fp8=op == "fp8_weight_linear")
-    return None if refused else found
-
-
-def tuning_key(m: int, n: int, k: int, group: int, dtype: torch.dtype) -> str:
-    """A problem as a tuned table names it: rows rounded up to a power of two."""
-    words = [f"m{library.power_of_two(max(1, m))} n{n} k{k}", str(dtype).removeprefix("torch.")]
-    return " ".join(words + [f"group{group}"] * bool(group))
-
-
-def _choose(
-    op: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, target: Any, aligned: bool, given: str
-) -> WeightOnlyConfig:
-    asked, fp8 = configs.decode(given), op == "fp8_weight_linear"
-    if asked is None:
-        m = int(library.power_of_two(max(1, m)))
-        found = _tuned(op, m, n, k, group, dtype, target, aligned)
-        return found or choose.config(m, n, k, group, dtype, target, aligned, fp8)
-    why = choose.can_implement(asked, group, dtype, target, k, aligned, m=m, fp8=fp8)
-    if why:
-        raise ValueError(f"{op}: config can't be used here: {why}")
-    return asked
-
-
-def _aligned(weight: Tensor) -> bool:
-    """Whether its rows begin at multiples of 16 bytes. What is traced has no address: memory begins at such a one."""
-    traced = isinstance(weight, (FunctionalTensor, FakeTensor))
-    return not ((weight.storage_offset() if traced else weight.data_ptr()) | weight.stride(0)) % 16
+        check_packed(op, weight, scale, k)
+    elif weight.dim() != 2 or weight.shape[1] != k:
+        raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}, expected (N, {k}) to match x's last dimension")
+    n = weight.shape[0]
+    if op != "int4_linear" and scale.shape not in ((n,), (n, 1)):
+        raise ValueError(
+            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match the weight's rows"
+        )
+    dispatch.check_bias(op, bias, x, n)
+    shape = (*x.shape[:-1], n)
+    dispatch.check_residual(op, residual, shape, x.dtype, "x")
+    return shape
 
 
 def _fake(
-    op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, config: str
-) -> Tensor:
-    n, _ = _check(op, x, weight, scale, bias, residual)
-    return torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
+    config: Sequence[int],
+) -> Tensor:  # fmt: skip
+    return torch.empty(_check(op, x, weight, scale, bias, residual), dtype=x.dtype, device=x.device)
 
 
-def _launch(
-    op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, config: str
-) -> Tensor:
-    n, group = _check(op, x, weight, scale, bias, residual)
-    k = int(x.shape[-1])
-    target = runtime.target(x.device)
-    rows = x.numel() // k if k else 0
-    if isinstance(rows, torch.SymInt):
-        raise launching.Untraceable("tiles of a symbolic number")
-    copied = weight.stride(1) != 1
-    weight = weight.contiguous() if copied else weight
-    c = _choose(op, rows, n, k, group, x.dtype, target, _aligned(weight), config)
-    if copied and c.kernel == "gemv_imma":  # it loads its first weights before the kernel ahead has ended
-        c = dataclasses.replace(c, prefetch=-1)
-    traceable = c.kernel not in ("direct", "gemv_imma", "dense") and c.split_k == 1 and c.prefetch < 0
-    if isinstance(x, FunctionalTensor) and not traceable:
-        raise launching.Untraceable("a kernel of Gluon or of the dense product, counters, or an early launch")
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
+def _prepare(
+    op: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
+    config: Sequence[int],
+) -> Callable[..., Tensor]:  # fmt: skip
+    shape = _check(op, x, weight, scale, bias, residual)
+    n, k = shape[-1], x.shape[-1]
+    dispatch.refuse_symbols(*x.shape, *weight.shape)
     if k == 0:
-        out = out.zero_() if bias is None else out.copy_(bias)
-        return out if residual is None else out.copy_(residual if bias is None else bias.float() + residual)
-    bias = None if bias is None else bias.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    kernel = configs.module(c.kernel)
-    assert kernel is not None, "no such configuration is chosen, and one that is given is refused"
-    o = Operands(
-        library.as_rows(x), weight, out.view(-1, n), bias, None if residual is None else residual.view(-1, n),
-        weight_scale=scale.contiguous(),
-    )  # fmt: skip
-    adapters.start(kernel.launch, o, c)
-    return out
+        return _nothing_to_sum
+    strides, dtype, device = library.contiguous_strides(shape), x.dtype, x.device
+    start: Start = library.start_nothing
+    if math.prod(shape):
+        copies: library.Copies = {}
+        rows = library.rows_of(x, copies, 0)
+        stored = weight
+        if weight.stride(1) != 1:
+            stored, copies[1] = weight.contiguous(), Tensor.contiguous
+        whole = dispatch.contiguous(residual, copies, 4)
+        o = Operands(
+            rows, stored, dispatch.like(x, (rows.shape[0], n)), dispatch.contiguous(bias, copies, 3),
+            None if whole is None else whole.view(-1, n), weight_scale=dispatch.contiguous(scale, copies, 7),
+        )  # fmt: skip
+        p = dispatch.problem_of(o)
+        c = dispatch.chosen(op, p, device, config)
+        assert c is not None, "there is no norm"
+        if 1 in copies and c.kernel == "gemv_imma":  # it loads weights before the previous kernel, the copy, has ended
+            c = dataclasses.replace(c, prefetch=-1)
+        start = library.copying(dispatch.starter(p, o, c), copies)
+
+    def run(
+        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, *_: object
+    ) -> Tensor:
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(x, weight, out, bias, residual, None, None, scale)
+        return out
+
+    return run
+
+
+def _nothing_to_sum(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, *_: object
+) -> Tensor:
+    """The result for a K of 0."""
+    out = torch.zeros((*x.shape[:-1], weight.shape[0]), dtype=torch.float32, device=x.device)
+    for term in (bias, residual):
+        if term is not None:
+            out += term
+    return out.to(x.dtype)
 
 
 def _define(op: str) -> Any:
-    name = _WEIGHTS[op][0]
+    schema = (
+        f"{op}(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, int[] config) -> Tensor"
+    )
     return library.define(
-        f"{op}(Tensor x, Tensor {name}, Tensor scale, Tensor? bias, Tensor? residual, str config) -> Tensor",
-        launch=functools.partial(_launch, op),
+        schema,
+        prepare=functools.partial(_prepare, op),
         fake=functools.partial(_fake, op),
     )
 
@@ -187,30 +141,22 @@ _fp8_op = _define("fp8_weight_linear")
 _int4_op = _define("int4_linear")
 
 
-def _encoded(op: str, config: WeightOnlyConfig | None) -> str:
-    if config is None:
-        return ""
-    if not isinstance(config, WeightOnlyConfig):
-        raise TypeError(f"{op}: config is a {type(config).__name__}, expected a rooftile.WeightOnlyConfig or None")
-    return configs.encode(config)
-
-
 def int8_linear(
     x: Tensor,
     weight: Tensor,
-    scale: Tensor,
+    weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    config: WeightOnlyConfig | None = None,
+    config: GemmConfig | None = None,
 ) -> Tensor:
-    """`out = (x @ weight^T) * scale + bias + residual`, for inference: x in floating point, the weight in 8 bits.
+    """`out = (x @ weight^T) * weight_scale + bias + residual`, for inference, of an int8 weight.
 
     Args:
         x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
             taken as one, or the last stride is not 1.
         weight: `(N, K)` int8, as `quantize_int8` gives it; any stride between rows.
-        scale: `(N,)` or `(N, 1)`, float32 or of x's dtype.
+        weight_scale: `(N,)` or `(N, 1)`, float32 or of x's dtype.
         bias: `(N,)`, of x's dtype or float32.
         residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
@@ -226,28 +172,29 @@ def int8_linear(
             derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    return _int8_op(x, weight, scale, bias, residual, _encoded("int8_linear", config))
+    how = () if config is None else dispatch.encoded("int8_linear", config)
+    return _int8_op(x, weight, weight_scale, bias, residual, how)
 
 
 def fp8_weight_linear(
     x: Tensor,
     weight: Tensor,
-    scale: Tensor,
+    weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    config: WeightOnlyConfig | None = None,
+    config: GemmConfig | None = None,
 ) -> Tensor:
-    """`out = (x @ weight^T) * scale + bias + residual`, for inference: x in floating point, the weight in fp8.
+    """`out = (x @ weight^T) * weight_scale + bias + residual`, for inference, of an fp8 weight.
 
-    x is multiplied as it is, where `fp8_linear` quantises it first, which costs it all but three bits and lets the
-    matrix unit multiply twice as much: that one is for many rows, this one for few, where reading the weight is all.
+    x is multiplied as it is. `fp8_linear` quantizes it first, which costs it all but three bits and lets the tensor
+    cores multiply twice as much: that one is for many rows, this one for few, where reading the weight is all.
 
     Args:
         x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
             taken as one, or the last stride is not 1.
         weight: `(N, K)` float8_e4m3fn, as `quantize_tensor(weight, Quantize())` gives it; any stride between rows.
-        scale: `(N,)` or `(N, 1)`, float32 or of x's dtype.
+        weight_scale: `(N,)` or `(N, 1)`, float32 or of x's dtype.
         bias: `(N,)`, of x's dtype or float32.
         residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
@@ -261,28 +208,29 @@ def fp8_weight_linear(
             derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    return _fp8_op(x, weight, scale, bias, residual, _encoded("fp8_weight_linear", config))
+    how = () if config is None else dispatch.encoded("fp8_weight_linear", config)
+    return _fp8_op(x, weight, weight_scale, bias, residual, how)
 
 
 def int4_linear(
     x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    config: WeightOnlyConfig | None = None,
+    config: GemmConfig | None = None,
 ) -> Tensor:
-    """`out = x @ (q * scale)^T + bias + residual`, for inference: 4 bits a weight.
+    """`out = x @ (q * weight_scale)^T + bias + residual`, for inference: 4 bits a weight.
 
-        out[m, n] = sum over k of x[m, k] * q[n, k] * scale[n, k // group] + bias[n] + residual[m, n]
+        out[m, n] = sum over k of x[m, k] * q[n, k] * weight_scale[n, k // group] + bias[n] + residual[m, n]
 
     Args:
         x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
             taken as one, or the last stride is not 1.
-        packed: `(N, K / 2)` uint8, as `quantize_int4` or `pack_int4` gives it for that group; any stride between rows.
-        scale: `(N, K / group)`, float32 or of x's dtype; contiguous, else it is copied. The group, 32, 64 or 128, is
-            what K over its columns is.
+        weight: `(N, K / 2)` uint8, as `quantize_int4` or `pack_int4` gives it for that group; any stride between rows.
+        weight_scale: `(N, K / group)`, float32 or of x's dtype; contiguous, else it is copied. The group, 32, 64 or
+            128, is what K over its columns is.
         bias: `(N,)`, of x's dtype or float32.
         residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
@@ -298,4 +246,5 @@ def int4_linear(
             requires grad (there is no derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    return _int4_op(x, packed, scale, bias, residual, _encoded("int4_linear", config))
+    how = () if config is None else dispatch.encoded("int4_linear", config)
+    return _int4_op(x, weight, weight_scale, bias, residual, how)

@@ -13,10 +13,9 @@ import functools
 import torch
 from torch import Tensor
 
-from rooftile import launching, library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.common import product
-from rooftile.ops.gemm.config import Operands
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
+from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.gemm import dispatch
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.primitives.dequantize import as_float32, int4_as_float32
 from rooftile.primitives.weights import Format, load_scales, numbers_of
 
@@ -72,13 +71,13 @@ def _dequantize_kernel(
 
 
 @functools.cache
-def _plan(dtypes: tuple[torch.dtype, ...], form: Format, c: WeightOnlyConfig) -> launching.KernelLauncher:
+def _plan(dtypes: tuple[torch.dtype, ...], form: Format, c: GemmConfig) -> launching.KernelLauncher:
     block_k = c.block_k // 2 if form.group else c.block_k
     constants = {**form.constants(), "BLOCK_N": c.block_n, "BLOCK_K": block_k}
     return launching.KernelLauncher(_dequantize_kernel, constants, num_warps=c.num_warps)
 
 
-def dequantized(w: Tensor, scale: Tensor, dtype: torch.dtype, k: int, c: WeightOnlyConfig) -> Tensor:
+def dequantized(w: Tensor, scale: Tensor, dtype: torch.dtype, k: int, c: GemmConfig) -> Tensor:
     """The weight `(N, K)` in that dtype, of int8 or float8_e4m3fn `(N, K)`, or uint8 `(N, K/2)`, contiguous along K."""
     n, columns = w.shape
     out = torch.empty((n, k), dtype=dtype, device=w.device)
@@ -95,14 +94,31 @@ def rows_at_a_time(n: int, k: int, itemsize: int) -> int:
     return library.cdiv(n, library.cdiv(n, most) * 256) * 256 if n > most else n
 
 
-def launch(o: Operands, c: WeightOnlyConfig) -> None:
-    """Dequantise the weight, some rows at a time, and multiply by the dense GEMM."""
-    assert o.weight_scale is not None
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
+    """Why this kernel can't compute that problem so; None where it can."""
+    if p.dtype == torch.float16:
+        return "kernel 'dequantize' takes float32 and bfloat16; float16 might not hold an element times its scale"
+    for name in ("block_m", "split_k", "num_stages"):
+        if getattr(c, name) != 1:
+            return f"{name} is {getattr(c, name)}, expected 1 for kernel 'dequantize'"
+    if c.prefetch is not None:
+        return f"prefetch is {c.prefetch}, expected None for kernel 'dequantize'"
+    if p.group and c.block_k < 32:
+        return f"block_k is {c.block_k}, expected at least 32 for kernel 'dequantize' and a weight of 4 bits"
+    elements = c.block_n * c.block_k
+    if elements > 128 * c.num_warps * target.warp_size:
+        return f"block_n x block_k is {elements} elements for {c.num_warps} warps, more than 128 a thread"
+    return None
+
+
+def launch(o: Operands, c: GemmConfig) -> None:
+    """Dequantize the weight, some rows at a time, and multiply by the dense GEMM."""
+    assert o.weight_scale is not None, "the weight is quantized"
     n, k = o.w.shape[0], o.x.shape[1]
     step = rows_at_a_time(n, k, o.x.element_size())
     for first in range(0, n, step):
         part = slice(first, first + step)
         weight = dequantized(o.w[part], o.weight_scale[part], o.x.dtype, k, c)
         of_part = [None if t is None else t[..., part] for t in (o.bias, o.residual)]
-        product("weight_only", o.x, weight, o.out[:, part], *of_part)
+        dispatch.gemm("dequantize", o.x, weight, o.out[:, part], *of_part)
         del weight  # before there is memory for the next

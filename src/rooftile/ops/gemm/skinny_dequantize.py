@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.parts import finish, sum_parts
-from rooftile.ops.gemm.weight_only_config import WeightOnlyConfig
+from rooftile.primitives import pdl
 from rooftile.primitives.dequantize import eight_bits_as, has_tricks, int4_as
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.quantize import writable
-from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.splitk import arrives_last, workspace
 from rooftile.primitives.weights import in_pairs, of_pair
 
 import triton  # isort: skip
@@ -63,12 +64,30 @@ def _scales(scale_ptr, rows, block, GROUPS: tl.constexpr, EVEN: tl.constexpr, PA
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _weight_only_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
-    stride_xm, stride_wn, n_rows, n_cols,
-    K: tl.constexpr, GROUP: tl.constexpr, TRICKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    counters_ptr,
+    stride_xm,
+    stride_wn,
+    n_rows,
+    n_cols,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRICKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-):  # fmt: skip
+):
     # A block's bytes in a row of the weight, the number of blocks, and how many steps each part of the sum has.
     BYTES: tl.constexpr = BLOCK_K // 2 if GROUP > 0 else BLOCK_K
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -157,8 +176,8 @@ def _weight_only_kernel(
 
 
 @functools.cache
-def _plan(
-    k: int, group: int, dtypes: tuple[torch.dtype | None, ...], tricks: bool, pairs: str, c: WeightOnlyConfig
+def _launcher(
+    k: int, group: int, dtypes: tuple[torch.dtype | None, ...], tricks: bool, pairs: str, c: GemmConfig
 ) -> launching.KernelLauncher:
     constants = {
         "K": k,
@@ -171,32 +190,59 @@ def _plan(
         "SLICES": c.slices,
         "SPLIT": c.split_k,
         "STAGES": c.num_stages,
-        "PREFETCH": c.prefetch,
+        "PREFETCH": -1 if c.prefetch is None else c.prefetch,
     }
-    options = {"launch_pdl": True} if c.prefetch >= 0 else {}
-    return launching.KernelLauncher(_weight_only_kernel, constants, num_warps=c.num_warps, **options)
+    early = c.prefetch is not None and c.prefetch >= 0
+    return launching.KernelLauncher(_weight_only_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
 
 
-def launch(
-    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, c: WeightOnlyConfig
-) -> None:
-    """Launch it: x (M, K), w int8 or float8_e4m3fn (N, K), or uint8 (N, K/2), out and residual (M, N).
+def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
+    """Why this kernel can't compute that problem so; None where it can."""
+    if p.group and c.block_k != 2 * p.group:
+        return f"block_k is {c.block_k}, expected {2 * p.group}, twice the group of {p.group}"
+    if c.block_n < 16 or c.block_k < 16:
+        return f"the tile is {c.block_n} x {c.block_k}, expected at least 16 each"
+    if target is runtime.INTERPRETER:
+        return None
+    if c.slices > c.num_warps and c.block_m == 1:
+        # Triton 3.6 for sm_90: every such configuration computes something else, and none of two rows or more.
+        return (
+            f"slices is {c.slices} with num_warps={c.num_warps} and block_m=1: the compiler sums several blocks to a "
+            "warp wrongly for one row"
+        )
+    stored = c.block_n * (c.block_k // 2 if p.group else c.block_k)
+    most = max(1, c.num_stages - 1) * c.slices * (stored + c.block_m * c.block_k * p.dtype.itemsize)
+    if most > target.shared_memory:
+        return f"its tiles take {most} bytes of shared memory, a CTA has {target.shared_memory} on this GPU"
+    return None
 
-    All but x and w are contiguous.
-    """
+
+def prepare(o: Operands, c: GemmConfig) -> Start:
+    """x (M, K), w (N, K) in int8 or fp8, or (N, K/2) in uint8, out and residual (M, N); all but x and w contiguous."""
+    x, w, scale, device = o.x, o.w, o.weight_scale, o.x.device
+    assert scale is not None, "the weight is quantized"
     (n_rows, k), n_cols = x.shape, w.shape[0]
-    group, pairs = 0, ""
+    fp8, group, pairs = w.dtype == torch.float8_e4m3fn, 0, ""
     if w.dtype == torch.uint8:
         group = int(k) // int(scale.shape[1])
         scale, pairs = in_pairs(scale)
-    elif w.dtype == torch.float8_e4m3fn:
-        w = writable(w)
-    tiles = library.cdiv(n_rows, c.block_m) * library.cdiv(n_cols, c.block_n)
-    partial = counters = None
-    if c.split_k > 1:
-        partial = torch.empty(tiles * c.split_k * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
-        counters = launching.counters(tiles, x.device)
-    dtypes = (x.dtype, w.dtype, scale.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
-    plan = _plan(int(k), group, dtypes, has_tricks(runtime.target(x.device)), pairs, c)
-    tensors = (x, w, scale, bias, residual, out, partial, counters)
-    launching.launch(plan, tiles * c.split_k, tensors, (x.stride(0), w.stride(0)), (n_rows, n_cols))
+    tiles, split = library.cdiv(n_rows, c.block_m) * library.cdiv(n_cols, c.block_n), c.split_k
+    elements = c.block_n * c.block_m
+    dtypes = (x.dtype, w.dtype, scale.dtype, *(None if t is None else t.dtype for t in (o.bias, o.residual)))
+    launcher = _launcher(int(k), group, dtypes, has_tricks(runtime.target(device)), pairs, c)
+    start = launching.bind(
+        launcher, tiles * split, strides=(x.stride(0), w.stride(0)), numbers=(n_rows, n_cols)
+    )  # fmt: skip
+
+    def run(
+        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, _norm: None, _x_scale: None,
+        scale: Tensor,
+    ) -> None:  # fmt: skip
+        partial, counters = workspace(tiles, elements, split, device)
+        if fp8:
+            w = writable(w)
+        elif pairs:
+            scale = in_pairs(scale)[0]
+        start(x, w, scale, bias, residual, out, partial, counters)
+
+    return run
