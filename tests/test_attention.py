@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import BF16, assert_same
 
+from rooftile import launching
 from rooftile.ops.attention import AttentionConfig, attention
 from rooftile.primitives.scores import split_dim
 from rooftile.reference import attention as reference
@@ -366,3 +367,22 @@ def test_gradients_are_the_portable_kernels_where_the_forward_is_told_to_be(devi
     attention(q, q, q, config=AttentionConfig("portable", 16, 16, 4, 1)).sum().backward()
     attention(q, q, q).sum().backward()
     assert asked == [True, False]
+
+
+def test_a_new_scale_window_or_length_needs_no_new_kernel(device):
+    def call(n, **options):
+        q = torch.randn(1, 2, n, 16, device=device, requires_grad=True)
+        attention(q, q, q, **options).sum().backward()
+
+    forms = ({}, {"causal": True}, {"window": (5, 9)}, {"causal": True, "window": 7, "softcap": 2.0})
+    for options in forms:
+        for n in (64, 70):  # a whole block, and not
+            call(n, **options)
+    known = set(launching._LAUNCHERS)
+    for i, options in enumerate(forms):
+        changed = {"window": 11 + i} if isinstance(options.get("window"), int) else {}
+        changed |= {"window": (6, 13)} if isinstance(options.get("window"), tuple) else {}
+        changed |= {"softcap": 3.5} if "softcap" in options else {}
+        for n in (128, 75):
+            call(n, **{**options, **changed}, scale=0.3 + i)
+    assert set(launching._LAUNCHERS) == known
