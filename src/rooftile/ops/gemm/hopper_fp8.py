@@ -206,19 +206,10 @@ _STRIDES = ["stride_sxm", "stride_sxk", "stride_swn", "stride_swk"]
 
 @gluon.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=["sx_ptr"])
 def hopper_gemm_fp8(
-    x_desc,
-    w_desc,
-    out_desc,
-    sx_ptr,
-    sw_ptr,
-    bias_ptr,
-    residual_ptr,
-    stride_sxm,
-    stride_sxk,
-    stride_swn,
-    stride_swk,
+    x_desc, w_desc, out_desc, sx_ptr, sw_ptr, bias_ptr, residual_ptr,
+    stride_sxm, stride_sxk, stride_swn, stride_swk,
     T: gl.constexpr,
-):
+):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * x_scale * w[n, k] * w_scale, + bias[n] + residual[m, n]."""
     ring, out_ring, size = allocate(x_desc, w_desc, out_desc, T)
     scales = (sx_ptr, sw_ptr, stride_sxm, stride_sxk, stride_swn, stride_swk)

@@ -100,49 +100,15 @@ def _prefetch_w(w_ptr, row, k, n_cols, n_inner, stride_wn, BLOCK_N: tl.constexpr
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _skinny_kernel(
-    x,  # a descriptor with TMA, else a pointer
-    w,
-    w_ptr,
-    norm_ptr,
-    x_scale_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    partial_ptr,
-    counters_ptr,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
-    stride_sxm,
-    stride_sxk,
-    stride_swn,
-    stride_swk,
-    stride_rm,
-    stride_om,
-    n_inner,
-    n_rows,
-    n_cols,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    X_SCALE: tl.constexpr,
-    W_SCALE: tl.constexpr,
-    FAST: tl.constexpr,
-    APART: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    N16: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-):
+    x, w,  # descriptors with TMA, else pointers
+    w_ptr, norm_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    stride_xm, stride_xk, stride_wn, stride_wk, stride_sxm, stride_sxk, stride_swn, stride_swk, stride_rm, stride_om,
+    n_inner, n_rows, n_cols,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, FAST: tl.constexpr,
+    APART: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, N16: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PREFETCHED: tl.constexpr,
+):  # fmt: skip
     DTYPE: tl.constexpr = w_ptr.dtype.element_ty
     NORM: tl.constexpr = norm_ptr is not None
     n_cols = divisible(n_cols, N16)

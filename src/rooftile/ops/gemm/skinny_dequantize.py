@@ -64,30 +64,12 @@ def _scales(scale_ptr, rows, block, GROUPS: tl.constexpr, EVEN: tl.constexpr, PA
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _weight_only_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    partial_ptr,
-    counters_ptr,
-    stride_xm,
-    stride_wn,
-    n_rows,
-    n_cols,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRICKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    stride_xm, stride_wn, n_rows, n_cols,
+    K: tl.constexpr, GROUP: tl.constexpr, TRICKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-):
+):  # fmt: skip
     # A block's bytes in a row of the weight, the number of blocks, and how many steps each part of the sum has.
     BYTES: tl.constexpr = BLOCK_K // 2 if GROUP > 0 else BLOCK_K
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
