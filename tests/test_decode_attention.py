@@ -1,14 +1,16 @@
 """What is special to decode_attention: lengths, pages, splits, quantized caches, and what is refused."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
 from rooftile.cases.check import relative_error
-from rooftile.ops.decode_attention import DecodeConfig, decode_attention
+from rooftile.ops import decode_attention as op
+from rooftile.ops.decode_attention import DecodeConfig
 from rooftile.ops.decode_attention.choose import choose, decode, encode
-from rooftile.reference.decode_attention import decode_attention as reference
+from rooftile.reference import decode_attention as reference_module
 from rooftile.runtime import TARGETS
 
 BF16 = torch.bfloat16
@@ -24,6 +26,8 @@ CONFIGS = {
     "whole": DecodeConfig(block_n=16, num_stages=2, programs_per_sm=4, combine="none"),
     "whole, in turn": DecodeConfig(block_n=16, num_stages=2, programs_per_sm=1, combine="none"),
 }
+decode_attention = functools.partial(op.decode_attention, layout="bthd")
+reference = functools.partial(reference_module.decode_attention, layout="bthd")
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -130,7 +134,7 @@ def test_pages_give_what_a_contiguous_cache_gives(page, config, device):
     assert_right(results, expected(q, k, v, lengths))
     assert relative_error(results[0], plain[0].double()) < 1e-6
     heads_first = [t.transpose(1, 2).contiguous() for t in pages]
-    again = decode_attention(q, *heads_first, lengths, page_table=table, layout="bhtd", config=config)
+    again = decode_attention(q, *heads_first, lengths, page_table=table, cache_layout="bhtd", config=config)
     assert torch.equal(again, results[0])
 
 
@@ -138,7 +142,7 @@ def test_layouts_give_bit_identical_results(device):
     q, k, v, lengths = make(device, [70, 33], dims=(80, 48))
     out = decode_attention(q, k, v, lengths)
     heads_first = [t.transpose(1, 2).contiguous() for t in (k, v)]
-    assert torch.equal(decode_attention(q, *heads_first, lengths, layout="bhtd"), out)
+    assert torch.equal(decode_attention(q, *heads_first, lengths, cache_layout="bhtd"), out)
     last = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
     assert torch.equal(decode_attention(*last, lengths), out)
 
@@ -212,7 +216,7 @@ def test_scales_by_token_of_pages(device):
     assert relative_error(out, wanted) < 3e-6
     moved = [t.transpose(1, 2).contiguous() for t in (*pages, *page_scales)]
     again = decode_attention(
-        q, *moved[:2], lengths, page_table=table, k_scale=moved[2], v_scale=moved[3], layout="bhtd"
+        q, *moved[:2], lengths, page_table=table, k_scale=moved[2], v_scale=moved[3], cache_layout="bhtd"
     )
     assert torch.equal(again, out)
 

@@ -2,11 +2,20 @@
 
 import pytest
 import torch
-from test_decode_attention import BF16, CONFIGS, SHARES, assert_right, every_config, expected, make, paged
+from test_decode_attention import (
+    BF16,
+    CONFIGS,
+    SHARES,
+    assert_right,
+    decode_attention,
+    every_config,
+    expected,
+    make,
+    paged,
+)
 
 from rooftile.cases.check import relative_error
 from rooftile.ops.attention import attention
-from rooftile.ops.decode_attention import decode_attention
 
 
 def drawn(device, batch, keys, share=0.6):

@@ -10,11 +10,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_decode_attention import every_config, make, paged
+from test_decode_attention import decode_attention, every_config, make, paged
 
 from rooftile import launching, runtime
 from rooftile.ops import decode_attention as op
-from rooftile.ops.decode_attention import decode_attention, kernel, schedule
+from rooftile.ops.decode_attention import kernel, schedule
 from rooftile.ops.decode_attention.schedule import any_differs, plan_work, work_at
 
 CAPACITY = 150
@@ -70,12 +70,12 @@ class Before:
 def before(monkeypatch):
     played = Before()
     monkeypatch.setattr(op.pdl, "supported", lambda target: True)
-    launch = launching.launch
+    bind = launching.bind
 
-    def without_options(plan, *args):
-        launch(launching.KernelLauncher(plan.kernel, plan.constants), *args)
+    def without_options(launcher, *args, **options):
+        return bind(launching.KernelLauncher(launcher.kernel, launcher.constants), *args, **options)
 
-    monkeypatch.setattr(launching, "launch", without_options)
+    monkeypatch.setattr(launching, "bind", without_options)
     for module in (kernel, schedule):
         monkeypatch.setattr(module, "pdl_launch_dependents", lambda: None)
     monkeypatch.setattr(schedule, "pdl_wait", lambda: None)

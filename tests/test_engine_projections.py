@@ -11,7 +11,7 @@ from rooftile.engine import projections
 from rooftile.engine.projections import Dense, Fp8, Int4, Int8, Projection, kind_of
 from rooftile.ops.gemm.qkv_rope_cache import choose_kernel
 from rooftile.ops.gemm.weight_only import unpack_int4
-from rooftile.ops.kv_cache.launch import Cache
+from rooftile.primitives.paging import Cache
 
 
 def dense_of(product):
@@ -67,15 +67,17 @@ class TestProducts:
         x, weight = torch.randn(rows, 96, device=device), torch.rand(96, device=device)
         cos, sin = (torch.randn(8, 16, device=device) for _ in range(2))
         found, launched = [], []
-        launch = launching.launch
+        launch = launching.Launch
         monkeypatch.setattr(
-            launching, "launch", lambda plan, *args: launched.append(plan.kernel.__name__) or launch(plan, *args)
+            launching, "Launch", lambda plan, *args: launched.append(plan.kernel.__name__) or launch(plan, *args)
         )
         for at_once in (True, False):
+            launching.forget()
             launched.clear()
             if not at_once:
                 monkeypatch.setattr(projections, "is_one_kernel", lambda *_: False)
             cache = {n: torch.zeros(rows, 8, 1, 16, device=device) for n in ("k_cache", "v_cache")}
+            cache["layout"] = "bthd"
             cache["lengths"] = torch.tensor([5, 2][:rows], dtype=torch.int32, device=device)
             q = product.into_cache(x, weight, 1e-2, cos, sin, **cache)
             found.append((q, cache["k_cache"], cache["v_cache"]))

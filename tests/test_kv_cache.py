@@ -1,11 +1,18 @@
 """append_kv and rope_and_cache: places, what is not written, errors."""
 
+import functools
+
 import pytest
 import torch
 from helpers import BF16
 
-from rooftile.ops.kv_cache import append_kv, launch, rope_and_cache
+from rooftile.ops import kv_cache as ops
+from rooftile.ops.kv_cache.kernel import prepare_append
 from rooftile.ops.rope import rope
+from rooftile.primitives.paging import Cache
+
+append_kv = functools.partial(ops.append_kv, layout="bthd")
+rope_and_cache = functools.partial(ops.rope_and_cache, layout="bthd")
 
 
 def fresh(shape, device, dtype=torch.float32):
@@ -26,7 +33,7 @@ def test_each_token_at_its_position_and_nothing_else_is_written(layout, device):
     k, v = drawn(2, 3, 2, 8, device=device), drawn(2, 3, 2, 4, device=device)
     k_cache, v_cache = fresh((2, 10, 2, 8), device), fresh((2, 10, 2, 4), device)
     laid = [x.transpose(1, 2) if layout == "bhtd" else x for x in (k, v, k_cache, v_cache)]
-    append_kv(*laid, ints([7, 2], device), layout=layout)
+    append_kv(*laid, ints([7, 2], device), layout=layout, cache_layout=layout)
     for x, cache in ((k, k_cache), (v, v_cache)):
         expected = fresh(cache.shape, device)
         expected[0, 7:10], expected[1, 2:5] = x[0], x[1]
@@ -65,8 +72,8 @@ def test_what_leads_out_of_the_cache_is_left_out_on_the_device(device):
     k_cache, v_cache = memory[1:3], fresh((2, 16, 1, 8), device)
     table = ints([[1, 7], [-1, 0], [0, 1]], device)
     lengths = ints([14, 14, 30], device)
-    cache = launch.Cache(k_cache, v_cache, lengths, table, None, None, None, "", "bthd")
-    launch.append(k, k, cache)
+    cache = Cache(k_cache, v_cache, lengths, table, None, None, None, "", "bthd")
+    prepare_append(k, k, "bthd", cache)(k, k, *cache.tensors(), *cache.indices())
     expected = fresh((2, 16, 1, 8), device)
     expected[1, 14:] = k[0, :2]
     expected[0, :2] = k[1, 2:]

@@ -11,7 +11,7 @@ from rooftile.ops.gemm.norm_linear import rms_norm_linear
 from rooftile.ops.gemm.qkv_rope_cache import choose_kernel, rms_norm_qkv_rope_cache
 from rooftile.ops.gemm.weight_only import quantize_int4, quantize_int8
 from rooftile.ops.kv_cache import rope_and_cache
-from rooftile.ops.kv_cache.launch import Cache
+from rooftile.primitives.paging import Cache
 
 K, D, CAPACITY, PAGE = 96, 16, 40, 16
 
@@ -47,12 +47,14 @@ def apart(
     parts = by_head.split((heads[0], heads[1], heads[1]), dim=2)
     if layout == "bhtd":
         parts = [t.transpose(1, 2) for t in parts]
-    return rope_and_cache(*parts, *angles, *written, lengths, layout=layout, **options)
+    return rope_and_cache(*parts, *angles, *written, lengths, layout=layout, cache_layout=layout, **options)
 
 
-def together(given, angles, written, lengths, *, heads=None, config=None, **options):
+def together(given, angles, written, lengths, *, heads=None, config=None, layout="bthd", **options):
     x, norm, weight, bias = given.values()
-    return rms_norm_qkv_rope_cache(x, norm, weight, *angles, *written, lengths, bias=bias, **options)
+    return rms_norm_qkv_rope_cache(
+        x, norm, weight, *angles, *written, lengths, bias=bias, layout=layout, cache_layout=layout, **options
+    )
 
 
 def bits(x):
@@ -80,13 +82,14 @@ def assert_the_same(given, angles, written, lengths, *, heads, **options):
 def launched(monkeypatch):
     """The kernels that were launched."""
     names = []
-    real = launching.launch
+    real = launching.Launch
 
     def launch(plan, *args):
         names.append(plan.kernel.__name__ + " qkv" * (plan.constants.get("EPILOGUE") == "qkv"))
-        real(plan, *args)
+        return real(plan, *args)
 
-    monkeypatch.setattr(launching, "launch", launch)
+    launching.forget()
+    monkeypatch.setattr(launching, "Launch", launch)
     return names
 
 

@@ -129,7 +129,7 @@ def _node(name: str, autograd: Autograd | None, mutated: tuple[int, ...]) -> typ
             ctx.set_materialize_grads(False)
             outputs = run(*args)
             if mutated:
-                outputs = tuple(args[i] for i in mutated)
+                outputs = tuple(args[i] for i in mutated if args[i] is not None)
                 ctx.mark_dirty(*outputs)
             if autograd is not None:
                 autograd.save(ctx, args, outputs)
@@ -335,8 +335,8 @@ def define(
     def below(keyset: Any, *args: Any) -> Any:
         """The op below autograd."""
         if keyset is None or _is_plain(keyset):
-            for i in mutated:
-                torch.autograd.graph.increment_version(args[i])
+            if mutated:
+                torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
             return kernel(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
@@ -367,6 +367,8 @@ def define(
             check(args)
         for i in mutated:
             argument = overload._schema.arguments[i].name
+            if args[i] is None:
+                continue
             if args[i].requires_grad and args[i].is_leaf:
                 raise ValueError(f"{name}: {argument} is a leaf that requires grad, which can't be written in place")
             if len(mutated) > 1 and args[i]._is_view():  # autograd would refuse too, after the kernel has run
@@ -399,8 +401,8 @@ def define(
                 if check is not None:
                     check(args)
                 return apply_to_plain(run[0], *args)
-            for i in mutated:
-                torch.autograd.graph.increment_version(args[i])
+            if mutated:
+                torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
             return run(*args)
         if not _nobody_listens(args, tensors, required):
             _check_arguments(overload, tensors, required, args)
@@ -408,8 +410,7 @@ def define(
         return with_gradients(None, args) if asks_for_gradients(args) else below(None, *args)
 
     def bump_versions(keyset: Any, *args: Any) -> Any:
-        for i in mutated:
-            torch.autograd.graph.increment_version(args[i])
+        torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
@@ -452,10 +453,10 @@ def named(value: object) -> str:
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
-def check_layout(op: str, layout: str) -> None:
+def check_layout(op: str, layout: str, name: str = "layout") -> None:
     """Raise ValueError unless it is one of `LAYOUTS`."""
     if layout not in LAYOUTS:
-        raise ValueError(f"{op}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"{op}: {name} is {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
 def check_tensors(op: str, **tensors: object) -> None:

@@ -191,14 +191,17 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}, expected what `rooftile bench --json` writes")
     rows = [Row(**{k: v for k, v in r.items() if k in names}) for r in data["rows"]]
-    return data["meta"], [dataclasses.replace(row, options=_renamed(row.options)) for row in rows]
+    return data["meta"], [dataclasses.replace(row, options=_renamed(row.op, row.options)) for row in rows]
 
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by their present names. Before 1.0 gelu had `approximate` for `activation`."""
+def _renamed(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their present names. Before 1.0 gelu had `approximate` for `activation`, and the caches of
+    decode_attention `layout` for `cache_layout`."""
+    if op == "decode_attention":
+        return {"cache_layout" if k == "layout" else k: v for k, v in options.items()}
     return {
         **{k: v for k, v in options.items() if k != "approximate"},
         **({"activation": _GELUS[options["approximate"]]} if "approximate" in options else {}),

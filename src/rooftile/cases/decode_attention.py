@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,7 @@ def _cache_shape(point: Point, dim: int) -> tuple[int, ...]:
     outer, inner = point["batch"], point["seq_len"]
     if point["page"]:
         outer, inner = outer * _pages(point), point["page"]
-    return (outer, heads, inner, dim) if point.options.get("layout") == "bhtd" else (outer, inner, heads, dim)
+    return (outer, heads, inner, dim) if point.options.get("cache_layout") == "bhtd" else (outer, inner, heads, dim)
 
 
 def _drawn_cache(
@@ -163,7 +164,7 @@ def _plain(point: Point, name: str) -> None:
         raise Unsupported(f"{name} is compared at full lengths")
     if point["tokens"] > 1:
         raise Unsupported(f"{name} aligns causal to the first key")
-    if point["alibi"] or point["sinks"] or point["masked"] or set(point.options) - {"layout", "scale"}:
+    if point["alibi"] or point["sinks"] or point["masked"] or set(point.options) - {"cache_layout", "scale"}:
         raise Unsupported(f"{name} has only the plain form")
 
 
@@ -184,10 +185,12 @@ def _sdpa(backend: str, packed: bool) -> Callable[[Point], Callable[..., Any]]:
         _plain(point, f"SDPA ({backend})")
         chosen = getattr(SDPBackend, backend)
 
-        def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, layout="bthd", scale=None) -> Tensor:
+        def run(
+            q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, cache_layout="bthd", scale=None
+        ) -> Tensor:
             if q.dtype == torch.float32 and backend != "EFFICIENT_ATTENTION":
                 raise Unsupported(f"SDPA ({backend}) takes float16 and bfloat16")
-            q, k, v = _heads_first(q, k_cache, v_cache, layout)
+            q, k, v = _heads_first(q, k_cache, v_cache, cache_layout)
             if k.shape[3] != v.shape[3] and backend != "EFFICIENT_ATTENTION":
                 raise Unsupported(f"SDPA ({backend}) takes keys and values of one size")
             shape = q.shape
@@ -208,8 +211,8 @@ def _flex(point: Point) -> Callable[..., Any]:
     _plain(point, "FlexAttention")
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, layout="bthd", scale=None) -> Tensor:
-        q, k, v = _heads_first(q, k_cache, v_cache, layout)
+    def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, cache_layout="bthd", scale=None) -> Tensor:
+        q, k, v = _heads_first(q, k_cache, v_cache, cache_layout)
         attend = compiled if q.is_cuda else flex_attention
         return attend(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
@@ -220,7 +223,7 @@ _SMALL = {"heads": (4, 2), "dims": (16, 16)}
 _TINY = (
     _point(3, 40, **_SMALL, ragged=True),  # type: ignore[arg-type]
     _point(2, 33, (4, 2), (32, 32)),
-    _point(2, 40, (4, 4), (24, 16), tokens=3, ragged=True, layout="bhtd", window=9, softcap=4.0),
+    _point(2, 40, (4, 4), (24, 16), tokens=3, ragged=True, cache_layout="bhtd", window=9, softcap=4.0),
     _point(2, 40, (4, 1), (80, 48), page=16, ragged=True, scale=0.2, sinks=True, alibi=True),
     _point(2, 40, (4, 2), (32, 64), cache="fp8", scales="head"),
     _point(2, 40, (4, 2), (32, 32), page=32, cache="int8", scales="token"),
@@ -233,11 +236,11 @@ _EDGE = (
     _point(5, 127, (6, 2), (16, 40), ragged=True),
     _point(0, 16, (2, 1), (16, 16)),
     _point(2, 0, (2, 1), (16, 16)),
-    _point(2, 65, (2, 2), (16, 16), page=16, ragged=True, layout="bhtd"),
+    _point(2, 65, (2, 2), (16, 16), page=16, ragged=True, cache_layout="bhtd"),
     _point(2, 40, (2, 1), (16, 40), cache="fp8", scales="tensor"),
     _point(2, 70, (2, 1), (94, 32), tokens=2, cache="int8", scales="head"),
     _point(3, 70, (6, 2), (16, 40), tokens=2, page=32, ragged=True, alibi=True, masked=True),
-    _point(2, 40, (2, 1), (32, 32), cache="fp8", scales="token", masked=True, layout="bhtd"),
+    _point(2, 40, (2, 1), (32, 32), cache="fp8", scales="token", masked=True, cache_layout="bhtd"),
 )
 _BATCHES, _LENGTHS = (1, 2, 8, 32, 64), (512, 2048, 8192, 32768)
 # A token of one or two sequences: few enough for what is compiled anew for each shape, and for the naive form.
@@ -258,9 +261,9 @@ CASES = (
     OpCase(
         name="decode_attention",
         formula="out = softmax(scale · q · kᵀ) · v, of the last tokens over a cache of keys and values",
-        function=decode_attention,
-        reference=reference.decode_attention,
-        eager=reference.eager,
+        function=functools.partial(decode_attention, layout="bthd"),
+        reference=functools.partial(reference.decode_attention, layout="bthd"),
+        eager=functools.partial(reference.eager, layout="bthd"),
         inputs=_inputs,
         outputs=("out",),
         grads=(),
@@ -275,7 +278,7 @@ CASES = (
                 _point(8, 2048),
                 _point(8, 2048, page=64),
                 _point(1, 8192, (32, 32)),
-                _point(1, 776, masked=True, layout="bhtd"),  # a step of transformers with a static cache
+                _point(1, 776, masked=True, cache_layout="bhtd"),  # a step of transformers with a static cache
             ),
             "decode": _DECODE,
             "sweep": _SWEEP,

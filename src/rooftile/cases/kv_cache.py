@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +14,15 @@ from rooftile.ops import kv_cache as ops
 from rooftile.reference import kv_cache as reference
 from rooftile.reference import rope as rope_reference
 
-_FEW = (
-    "copied to the bit; of an 8-bit cache a number in 10^4 lies so near to the middle of two that it is rounded apart"
-)
-_TIES = f"{_FEW}; of a {{}} input with few digits more lie there"
+_FEW = "copied exactly; in an 8-bit cache one element in 10^4 is so near a tie that it rounds the other way"
+_TIES = f"{_FEW}; a {{}} input with few digits has more ties"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(3e-3, _FEW)},
     torch.float16: {"forward": Tolerance(2e-2, _TIES.format("fp16"))},
     torch.bfloat16: {"forward": Tolerance(4e-2, _TIES.format("bf16"))},
 }
-_SCALE = Tolerance(1e-6, "a maximum and a quotient in float32, of numbers turned in float32")
-# Models round k when it is turned, and take its scale then; a norm that is quantised may lose as much (quantized.py).
+_SCALE = Tolerance(1e-6, "a maximum and a quotient in float32, of elements rotated in float32")
+# Models round the rotated k before they take its scale; a quantized norm may lose as much (quantized.py).
 _TURNED = {
     torch.float32: _SCALE,
     torch.float16: dataclasses.replace(_SCALE, peers=1e-3),
@@ -72,19 +71,18 @@ def _point(
         rotary = head_dim if rotary is None else rotary
         if rotary != head_dim:
             label += f" R{rotary}"
-            options["rotary_dim"] = rotary
         label += "" if table else " angles by token"
         dims |= {"q_heads": q_heads, "rotary": rotary, "table": int(table)}
     return Point(label, dims, options)
 
 
 def _laid(x: Tensor, point: Point) -> Tensor:
-    """As a projection writes it, (B, T, H, D) in memory, whatever the layout is called."""
+    """In the point's layout; in memory always (B, T, H, D), as a projection writes it."""
     return x.transpose(1, 2) if point.options.get("layout") == "bhtd" else x
 
 
 def _cache(point: Point, dim: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
-    """A cache that holds something, in its own order."""
+    """A cache with contents, in the point's layout."""
     rows, heads = point["page_size"] or max(point["capacity"], point["seq_len"]), point["k_heads"]
     blocks = point["batch"] * (_pages(point) if point["page_size"] else 1)
     middle = (heads, rows) if point.options.get("layout") == "bhtd" else (rows, heads)
@@ -124,23 +122,35 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         inputs["page_table"] = order.to(torch.int32).reshape(batch, -1)
     if point["ragged"]:
         inputs["counts"] = integers(seq_len + 1, (batch,), device, generator).to(torch.int32)
-    is_int8 = point.options.get("dtype") == "int8"  # which has scales, also where options meet another point's sizes
+    is_int8 = point.options.get("dtype") == "int8"  # int8 always has scales, also with the sizes of another point
     scales = point["scales"] or (3 if is_int8 else 0)
     shape = {1: (), 2: (heads,), 3: tuple(inputs["k_cache"].shape[:3])}.get(scales)
-    if shape is not None:  # a few numbers are past the largest that an 8-bit cache holds
+    if shape is not None:  # a few elements exceed the range of an 8-bit cache
         most = 127.0 if is_int8 else 448.0
         for name in ("k_scale", "v_scale"):
             inputs[name] = (1 + normal(shape, torch.float32, device, generator).abs()) * (2.5 / most)
     return inputs
 
 
+def in_one_layout(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the cache's layout for all tensors: a point has one layout, `"bthd"` by default."""
+
+    @functools.wraps(function)
+    def run(*args: Any, layout: str = "bthd", **inputs: Any) -> Any:
+        return function(*args, layout=layout, cache_layout=layout, **inputs)
+
+    return run
+
+
+@in_one_layout
 def _run_append(k_cache: Tensor, v_cache: Tensor, *, dtype: str | None = None, **inputs: Any) -> tuple[Tensor, ...]:
     ops.append_kv(k_cache=k_cache, v_cache=v_cache, **inputs)
     return (k_cache, v_cache, *_scales(k_cache, inputs))
 
 
+@in_one_layout
 def _run_rope(k_cache: Tensor, v_cache: Tensor, *, dtype: str | None = None, **inputs: Any) -> tuple[Tensor, ...]:
-    q = ops.rope_and_cache(k_cache=k_cache, v_cache=v_cache, **inputs)
+    q = ops.rope_and_cache(k_cache=k_cache, v_cache=v_cache, rotary_dim=inputs["cos"].shape[-1], **inputs)
     return (k_cache, v_cache, *_scales(k_cache, inputs), q)
 
 
@@ -150,9 +160,9 @@ def _scales(cache: Tensor, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def _in_place(point: Point) -> Callable[..., Any]:
-    """Eager PyTorch, assigning by index into the cache itself, where `eager` returns another cache."""
+    """Eager PyTorch, assigning by index into the cache itself; `eager` returns a new cache."""
     if "dtype" in point.options or point["ragged"]:
-        raise Unsupported("the assignment by index is written for caches in the model's dtype, all tokens written")
+        raise Unsupported("the assignment by index takes only caches of the model's dtype, without counts")
 
     layout, style = point.options.get("layout", "bthd"), point.options.get("style", "half")
 
@@ -181,7 +191,7 @@ def _elements(point: Point) -> int:
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """k and v read and written, the scales written, lengths and pages read; with a rotation q, too, and the angles."""
+    """k and v read and written, scales written, lengths and pages read; with RoPE also q and the angles."""
     batch, seq_len = point["batch"], point["seq_len"]
     stored = 1 if "dtype" in point.options else itemsize
     total = (itemsize + stored) * _elements(point) + 4 * batch
@@ -196,7 +206,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
 
 
 def _flops(point: Point, direction: Direction) -> int:
-    """A copy has none; we count a product a number, which a scale costs. Four products and two sums a pair turned."""
+    """One multiplication an element for a scale; four multiplications and two additions for a rotated pair."""
     turned = 0
     if "q_heads" in point.dims:
         turned = 3 * point["batch"] * point["seq_len"] * (point["q_heads"] + point["k_heads"]) * point["rotary"]
@@ -274,8 +284,8 @@ CASES = (
         name="append_kv",
         formula="cache[lengths + t] = k[t], v[t]",
         function=_run_append,
-        reference=reference.append_kv,
-        eager=reference.append_kv_eager,
+        reference=in_one_layout(reference.append_kv),
+        eager=in_one_layout(reference.append_kv_eager),
         inputs=_inputs,
         outputs=_WRITTEN,
         output_dtypes=_output_dtypes,
@@ -292,8 +302,8 @@ CASES = (
         name="rope_and_cache",
         formula="q, k turned by lengths + t; cache[lengths + t] = k[t], v[t]",
         function=_run_rope,
-        reference=reference.rope_and_cache,
-        eager=reference.rope_and_cache_eager,
+        reference=in_one_layout(reference.rope_and_cache),
+        eager=in_one_layout(reference.rope_and_cache_eager),
         inputs=_inputs,
         outputs=(*_WRITTEN, "q"),
         peers=(Peer("index_put_", _in_place, mutates=_WRITTEN),),

@@ -74,14 +74,16 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     return drawn | {name: t for name, t in of_cache.items() if name not in ("q", "k", "v")}
 
 
+@kv_cache.in_one_layout
 def _run(k_cache: Tensor, v_cache: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
-    q = rms_norm_qkv_rope_cache(k_cache=k_cache, v_cache=v_cache, **inputs)
+    q = rms_norm_qkv_rope_cache(k_cache=k_cache, v_cache=v_cache, rotary_dim=inputs["cos"].shape[-1], **inputs)
     return k_cache, v_cache, q
 
 
 def _apart(point: Point) -> Callable[..., Any]:
     """Rooftile's two ops, one after the other."""
 
+    @kv_cache.in_one_layout
     def run(
         x: Tensor,
         norm_weight: Tensor,
@@ -103,7 +105,8 @@ def _apart(point: Point) -> Callable[..., Any]:
         q, k, v = qkv.unflatten(-1, (sum(heads), point["head_dim"])).split(heads, dim=2)
         if options.get("layout") == "bhtd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return k_cache, v_cache, rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, lengths, **options)
+        q = rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, lengths, rotary_dim=cos.shape[-1], **options)
+        return k_cache, v_cache, q
 
     return run
 
@@ -136,8 +139,8 @@ CASES = (
         name="rms_norm_qkv_rope_cache",
         formula="[q | k | v] = rms_norm_linear(x); q, k turned by lengths + t; cache[lengths + t] = k[t], v[t]",
         function=_run,
-        reference=reference.rms_norm_qkv_rope_cache,
-        eager=reference.eager,
+        reference=kv_cache.in_one_layout(reference.rms_norm_qkv_rope_cache),
+        eager=kv_cache.in_one_layout(reference.eager),
         inputs=_inputs,
         outputs=(*_WRITTEN, "q"),
         grads=(),

@@ -19,8 +19,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.engine.modes import on, plain_mode
 from rooftile.library import check_layout
 from rooftile.ops.decode_attention.choose import LONGEST_HEAD
-from rooftile.ops.kv_cache import Layout, append_kv, rope_and_cache
-from rooftile.ops.kv_cache.checks import QUANTIZED
+from rooftile.ops.kv_cache import QUANTIZED, Layout, append_kv, rope_and_cache
 from rooftile.ops.rope import Style
 from rooftile.primitives import pdl
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
@@ -238,7 +237,8 @@ class CacheBase:
         return layer
 
     def inputs(self, layer: int) -> dict[str, Any]:
-        """The arguments of `rooftile.decode_attention` other than q: views of this layer, and the lengths."""
+        """The arguments of `rooftile.decode_attention` other than q, `(slots, T, Hq, D)`: views of this layer, and the
+        lengths."""
         layer = self._layer("inputs", layer)
         scales = [None if s is None else s[layer] if s.dim() in (2, 4) else s for s in self._scales or (None, None)]
         return {
@@ -248,7 +248,8 @@ class CacheBase:
             "page_table": self.page_table,
             "k_scale": scales[0],
             "v_scale": scales[1],
-            "layout": self.layout,
+            "layout": "bthd",
+            "cache_layout": self.layout,
         }
 
     def _step(self, op: str, layer: int, what: str, new: Tensor, axes: str) -> dict[str, Any]:
@@ -257,7 +258,8 @@ class CacheBase:
         `new` holds the tokens; errors call it `what`, and `axes` names its dimensions.
         """
         name = f"{type(self).__name__}.{op}"
-        given = self.inputs(self._layer(op, layer)) | {"lengths": self.starts, "counts": self.counts}
+        given = self.inputs(self._layer(op, layer))
+        given |= {"lengths": self.starts, "counts": self.counts, "layout": self.layout}
         if not self._advanced:
             raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
         if layer in self._appended:

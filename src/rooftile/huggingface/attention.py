@@ -218,7 +218,8 @@ def attention_forward(
     ):
         out = rooftile.decode_attention(
             query.transpose(1, 2), key, value, _lengths(key.shape[2], query.shape[0], query.device), scale=scaling,
-            window=sliding_window or None, softcap=softcap or None, sinks=s_aux, layout="bhtd",
+            window=sliding_window or None, softcap=softcap or None, sinks=s_aux, layout="bthd",
+            cache_layout="bhtd",
         )  # fmt: skip
         return out, None  # type: ignore[return-value]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -254,7 +255,9 @@ def _attention(call: _Call) -> Tensor:
     if causal and not whole and n_q <= _DECODED and call.bias is None and not call.asks_for_gradients:
         lengths = _lengths(n_k, q.shape[0], q.device)
         mask = None if mask is None else mask.bool().expand(q.shape[0], -1)
-        return rooftile.decode_attention(q, call.k, call.v, lengths, window=window, mask=mask, layout="bhtd", **common)  # type: ignore[return-value]
+        return rooftile.decode_attention(  # type: ignore[return-value]
+            q, call.k, call.v, lengths, window=window, mask=mask, layout="bthd", cache_layout="bhtd", **common
+        )
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :].bool()
     if call.bias is not None:

@@ -26,7 +26,7 @@ def _dequantized(
 
 
 def _seen(n_new: int, n_keys: int, length: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """Which keys (columns) each new token sees, and how far they are away."""
+    """Which keys (columns) each new token sees, and their distance."""
     j = torch.arange(n_keys, device=length.device)
     p = (length.clamp(0, n_keys) - n_new + torch.arange(n_new, device=length.device))[:, None]
     seen = j <= p
@@ -50,12 +50,14 @@ def decode_attention(
     mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "bthd",
+    layout: str = "bhtd",
+    cache_layout: str = "bthd",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sequence by sequence, the softmax over all keys at once; in the dtype of q: give it float64 for the truth."""
-    k_all = _dequantized(k_cache, k_scale, page_table, layout, q.dtype)
-    v_all = _dequantized(v_cache, v_scale, page_table, layout, q.dtype)
+    k_all = _dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
+    v_all = _dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
+    q = q if layout == "bthd" else q.transpose(1, 2)
     (_, n_new, heads, head_dim), (_, kv_heads, n_keys, _) = q.shape, k_all.shape
     outs, lses = [torch.zeros(0, n_new, heads, v_all.shape[3])], [torch.zeros(0, heads, n_new)]
     masks = [None] * len(q) if mask is None else mask
@@ -74,11 +76,12 @@ def decode_attention(
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(s.dtype).view(kv_heads, -1, 1))
         p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0)[..., None])
-        # What lies beyond the sequence's end may be anything.
+        # The cache may hold anything beyond the sequence's end.
         v = v.masked_fill(~seen.any(dim=0)[:, None], 0)
         outs.append((p @ v[:, None]).flatten(0, 1).transpose(0, 1)[None])
         lses.append(lse.flatten(0, 1)[None])
     out, lse = (torch.cat(parts[1:]) if len(parts) > 1 else parts[0].to(q) for parts in (outs, lses))
+    out = out if layout == "bthd" else out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 
@@ -97,15 +100,17 @@ def eager(
     mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "bthd",
+    layout: str = "bhtd",
+    cache_layout: str = "bthd",
 ) -> Tensor:
     """As Hugging Face models write it: KV heads repeated, a mask added, the softmax in float32 and rounded."""
-    k = _dequantized(k_cache, k_scale, page_table, layout, q.dtype)
-    v = _dequantized(v_cache, v_scale, page_table, layout, q.dtype)
-    n_new, n_keys = q.shape[1], k.shape[2]
-    group = q.shape[2] // k.shape[1]
+    k = _dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
+    v = _dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
+    q = q.transpose(1, 2) if layout == "bthd" else q
+    n_new, n_keys = q.shape[2], k.shape[2]
+    group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    s = (q.transpose(1, 2) @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     j = torch.arange(n_keys, device=q.device)
@@ -119,4 +124,5 @@ def eager(
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
     weights = torch.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype)[..., :n_keys]
-    return (weights.nan_to_num(0.0) @ v).transpose(1, 2)  # a row of nothing but -inf is NaN
+    out = weights.nan_to_num(0.0) @ v  # a row of nothing but -inf is NaN
+    return out.transpose(1, 2) if layout == "bthd" else out

@@ -1,4 +1,4 @@
-"""New keys and values at their places in a cache, and q and k turned by their positions on the way."""
+"""Writes of new keys and values into a cache, with RoPE of q and k."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ def append_kv(
     counts: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "bthd",
+    layout: str = "bhtd",
+    cache_layout: str = "bthd",
     dtype: str | None = None,
     nearest: Nearest = quantize.nearest,
 ) -> tuple[Tensor, ...]:
-    """The caches as they are afterwards, and the scales, `(0,)` where there are none; nothing is written in place.
+    """The resulting caches and scales, `(0,)` without scales; nothing is written in place.
 
     `dtype` names that of a quantized cache, which may be given in float64 here.
     """
-    places = _places(k, k_cache, lengths, page_table, counts, layout)
+    k, v = _token_major(k, layout), _token_major(v, layout)
+    places = _places(k, k_cache, lengths, page_table, counts, cache_layout)
     written: list[Tensor] = []
     scales: list[Tensor] = []
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if dtype is not None:
-            x, scale = _quantized(x, scale, dtype, places, layout, nearest)
-        written.append(_put(x, cache, places, layout))
+            x, scale = _quantized(x, scale, dtype, places, cache_layout, nearest)
+        written.append(_put(x, cache, places, cache_layout))
         scales.append(k.new_empty(0, dtype=torch.float32) if scale is None else scale)
     return *written, *scales
 
@@ -56,11 +58,12 @@ def rope_and_cache(
     counts: Tensor | None = None,
     rotary_dim: int | None = None,
     style: str = "half",
-    layout: str = "bthd",
+    layout: str = "bhtd",
+    cache_layout: str = "bthd",
     turn: Callable[..., tuple[Tensor, Tensor]] = rope.rope,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """`append_kv`'s results, and q turned: zeros for what is no token."""
+    """`append_kv`'s results, and q rotated: zeros for absent tokens."""
     t = layout.index("t")
     tokens = torch.arange(k.shape[t], device=k.device)
     if cos.dim() == 2:  # a table: the row of each token's position, NaN where it has none
@@ -70,16 +73,19 @@ def rope_and_cache(
     q, k = turn(q, k, cos, sin, style=style, layout=layout)
     there = (lengths[:, None] >= 0) & (tokens < (k.shape[t] if counts is None else counts[:, None]))
     q = q.where((there[:, None, :] if layout == "bhtd" else there[:, :, None])[..., None], 0.0)
-    return (*append_kv(k, v, k_cache, v_cache, lengths, counts=counts, layout=layout, **options), q)
+    return (
+        *append_kv(k, v, k_cache, v_cache, lengths, counts=counts, layout=layout, cache_layout=cache_layout, **options),
+        q,
+    )
 
 
 def append_kv_eager(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """As plain PyTorch has it: an assignment by index, of what was quantized in float32."""
+    """As plain PyTorch does it: quantized in float32, and assigned by index."""
     return append_kv(*args, nearest=_cast, **options)
 
 
 def rope_and_cache_eager(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """As Hugging Face's models and caches have it: q and k turned in their dtype, then assigned by index."""
+    """As Hugging Face does it: q and k rotated in their dtype, then assigned by index."""
     return rope_and_cache(*args, turn=rope.eager, nearest=_cast, **options)
 
 
@@ -96,11 +102,10 @@ def _places(
     k: Tensor, cache: Tensor, lengths: Tensor, page_table: Tensor | None, counts: Tensor | None, layout: str
 ) -> Tensor:
     """The row of the cache, as (blocks * rows, ...), that each token goes to: (B, T); one past the last for none."""
-    t = layout.index("t")
-    blocks, rows = cache.shape[0], cache.shape[t]
-    tokens = torch.arange(k.shape[t], device=k.device)
+    blocks, rows = cache.shape[0], cache.shape[layout.index("t")]
+    tokens = torch.arange(k.shape[1], device=k.device)
     position = lengths[:, None].long() + tokens
-    there = (lengths[:, None] >= 0) & (tokens < (k.shape[t] if counts is None else counts[:, None]))
+    there = (lengths[:, None] >= 0) & (tokens < (k.shape[1] if counts is None else counts[:, None]))
     if page_table is None:
         block = torch.arange(k.shape[0], device=k.device)[:, None].expand_as(position)
         there = there & (position < rows)
@@ -113,12 +118,12 @@ def _places(
 
 
 def _put(x: Tensor, cache: Tensor, places: Tensor, layout: str) -> Tensor:
-    """The cache with the tokens x at their places."""
+    """The cache with the tokens x, (B, T, H, D), at their places."""
     by_token = _token_major(cache, layout)
     flat = by_token.reshape(-1, *by_token.shape[2:])
     bits = {1: torch.uint8}.get(flat.element_size(), flat.dtype)  # PyTorch can't index float8 everywhere
     longer = torch.cat((flat.view(bits), flat.new_zeros((1, *flat.shape[1:])).view(bits)))
-    new = _token_major(x, layout).to(cache.dtype).reshape(-1, *flat.shape[1:]).view(bits)
+    new = x.to(cache.dtype).reshape(-1, *flat.shape[1:]).view(bits)
     longer = longer.index_put((places.reshape(-1),), new)[:-1].view(cache.dtype)
     return _token_major(longer.reshape(by_token.shape), layout)
 
@@ -126,10 +131,10 @@ def _put(x: Tensor, cache: Tensor, places: Tensor, layout: str) -> Tensor:
 def _quantized(
     x: Tensor, scale: Tensor | None, dtype: str, places: Tensor, layout: str, nearest: Nearest
 ) -> tuple[Tensor, Tensor | None]:
-    """x in the cache's numbers, and the scales as they are afterwards."""
+    """x (B, T, H, D) in the cache's dtype, and the resulting scales."""
     wide = x if x.dtype == torch.float64 else x.float()
     if scale is None or scale.dim() < 3:
-        by = 1.0 if scale is None else scale if scale.dim() == 0 or layout == "bthd" else scale[:, None]
+        by = 1.0 if scale is None else scale
         return nearest(wide / (by[..., None] if isinstance(by, Tensor) and by.dim() else by), dtype), scale
     own = (wide.abs().amax(-1) / quantize.LARGEST[dtype]).clamp(min=2.0**-126)
     return nearest(wide / own[..., None], dtype), _put(own[..., None], scale[..., None], places, layout)[..., 0]

@@ -24,19 +24,22 @@ def rms_norm_qkv_rope_cache(
     weight_scale: Tensor | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
-    layout: str = "bthd",
+    layout: str = "bhtd",
+    cache_layout: str = "bthd",
     product: Callable[..., Tensor] = rms_norm_linear.rms_norm_linear,
     rope_and_cache: Callable[..., tuple[Tensor, ...]] = kv_cache.rope_and_cache,
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """The caches as they are afterwards, and q turned; nothing is written in place."""
     qkv = product(x, norm_weight, weight, bias, weight_scale, eps=eps, offset=offset)
-    heads, head_dim = k_cache.shape[layout.index("h")], k_cache.shape[3]
+    heads, head_dim = k_cache.shape[cache_layout.index("h")], k_cache.shape[3]
     by_head = qkv.unflatten(-1, (-1, head_dim))
     by_head = by_head.transpose(1, 2) if layout == "bhtd" else by_head
     h = layout.index("h")
     q, k, v = by_head.split((by_head.shape[h] - 2 * heads, heads, heads), dim=h)
-    k_cache, v_cache, *_, q = rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, lengths, layout=layout, **options)
+    k_cache, v_cache, *_, q = rope_and_cache(
+        q, k, v, cos, sin, k_cache, v_cache, lengths, layout=layout, cache_layout=cache_layout, **options
+    )
     return k_cache, v_cache, q
 
 

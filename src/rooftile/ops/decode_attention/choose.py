@@ -228,9 +228,11 @@ class Shape:
     n_pages: int
 
 
-def shape_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None, layout: str) -> Shape:
-    batch, n_new, heads, head_dim = q.shape
-    tokens, kv_heads = (1, 2) if layout == "bthd" else (2, 1)
+def shape_of(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None, layout: str, cache_layout: str
+) -> Shape:
+    batch, heads, n_new, head_dim = (q.shape[layout.index(axis)] for axis in "bhtd")
+    tokens, kv_heads = cache_layout.index("t"), cache_layout.index("h")
     page, n_pages, capacity = 0, 0, k_cache.shape[tokens]
     if page_table is not None:
         page, n_pages = k_cache.shape[tokens], k_cache.shape[0]
@@ -238,24 +240,26 @@ def shape_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | N
     return Shape(batch, n_new, heads, k_cache.shape[kv_heads], head_dim, v_cache.shape[3], capacity, page, n_pages)
 
 
-def strides_of(t: Tensor, layout: str) -> tuple[int, int, int]:
-    """Strides of sequences (or pages), tokens and heads, in a cache or its scales by token."""
-    first, second, third = t.stride()[:3]
-    return (first, second, third) if layout == "bthd" else (first, third, second)
-
-
 def scale_kind(scale: Tensor | None) -> str:
     """Whether a scale is by "head" (a scalar has a head stride of 0) or by "token"; "" without one."""
     return "" if scale is None else "head" if scale.dim() < 2 else "token"
 
 
-def scale_strides(scale: Tensor | None, layout: str) -> tuple[int, int, int]:
+def scale_strides(scale: Tensor | None, cache_layout: str) -> tuple[int, int, int]:
+    """Strides of sequences (or pages), tokens and heads."""
     if scale is None or scale.dim() == 0:
         return 0, 0, 0
-    return strides_of(scale, layout) if scale.dim() > 1 else (0, 0, scale.stride(0))
+    if scale.dim() == 1:
+        return 0, 0, scale.stride(0)
+    batch, head, token = library.axis_strides(scale, cache_layout)
+    return batch, token, head
 
 
-def _check_options(window: int | None, softcap: float | None, scale: float | None) -> None:
+def _check_options(
+    scale: float | None, window: int | None, softcap: float | None, layout: str, cache_layout: str
+) -> None:
+    library.check_layout(_OP, layout)
+    library.check_layout(_OP, cache_layout, "cache_layout")
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and (not isinstance(value, (float, int)) or isinstance(value, bool)):
             raise TypeError(f"{_OP}: {name} is a {type(value).__name__}, expected a float or None")
@@ -265,14 +269,8 @@ def _check_options(window: int | None, softcap: float | None, scale: float | Non
         raise ValueError(f"{_OP}: softcap is {softcap}, expected 0 or more and below 2^64")
     if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
         raise TypeError(f"{_OP}: window is a {type(window).__name__}, expected an int or None")
-
-
-def check_arguments(layout: str, window: int | None, softcap: float | None, scale: float | None) -> None:
-    """Check the public function's options that the schema has in another form."""
-    _check_options(window, softcap, scale)
     if window is not None and window < 1:
         raise ValueError(f"{_OP}: window is {window}, expected at least 1: the query's own position")
-    library.check_layout(_OP, layout)
 
 
 def _expect(name: str, t: Tensor, shape: tuple[object, ...], why: str = "") -> None:
@@ -316,22 +314,27 @@ def check(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     mask: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
     layout: str,
+    cache_layout: str,
 ) -> Shape:
-    """Raise for unsupported shapes and dtypes."""
-    library.check_layout(_OP, layout)
+    """Raise for unsupported shapes, dtypes and options."""
+    _check_options(scale, window, softcap, layout, cache_layout)
     if q.dim() != 4:
-        raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions (B, T, Hq, D)")
+        expected = "B, T, Hq, D" if layout == "bthd" else "B, Hq, T, D"
+        raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions ({expected})")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dim() != 4:
             expected = (
-                ("B, S, Hkv, D" if layout == "bthd" else "B, Hkv, S, D")
+                ("B, S, Hkv, D" if cache_layout == "bthd" else "B, Hkv, S, D")
                 if page_table is None
-                else ("pages, page_size, Hkv, D" if layout == "bthd" else "pages, Hkv, page_size, D")
+                else ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
             )
             raise ValueError(f"{_OP}: {name} has shape {tuple(cache.shape)}, expected 4 dimensions ({expected})")
     _check_dtypes(q, k_cache, v_cache)
-    batch, n_new, heads, head_dim = q.shape
+    batch, heads, n_new, head_dim = (q.shape[layout.index(axis)] for axis in "bhtd")
     if n_new > MOST_TOKENS:
         raise ValueError(
             f"{_OP}: q has {n_new} tokens a sequence, expected at most {MOST_TOKENS}; attention takes any number"
@@ -344,7 +347,7 @@ def check(
     if not 1 <= v_cache.shape[3] <= LONGEST_HEAD:
         raise ValueError(f"{_OP}: v_cache has a last dimension of {v_cache.shape[3]}, expected 1 to {LONGEST_HEAD}")
     _expect("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), " to match k_cache")
-    kv_heads = k_cache.shape[2 if layout == "bthd" else 1]
+    kv_heads = k_cache.shape[cache_layout.index("h")]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{_OP}: q has {heads} heads, expected a multiple of k_cache's {kv_heads}")
     _expect("lengths", lengths, (batch,), ": one for each sequence of q")
@@ -354,17 +357,17 @@ def check(
         if k_cache.shape[0] != batch:
             raise ValueError(f"{_OP}: k_cache has {k_cache.shape[0]} sequences, expected {batch} to match q")
     else:
-        _check_pages(page_table, batch, k_cache.shape[1 if layout == "bthd" else 2])
+        _check_pages(page_table, batch, k_cache.shape[cache_layout.index("t")])
     _check_scale("k_scale", k_scale, k_cache, kv_heads)
     _check_scale("v_scale", v_scale, k_cache, kv_heads)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None and k_cache.dtype == torch.int8:
+    for name, cache_scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if cache_scale is None and k_cache.dtype == torch.int8:
             raise ValueError(f"{_OP}: {name} is None, expected scales for an int8 cache")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             library.check_floating(_OP, **{name: per_head})
             _expect(name, per_head, (heads,), ": one for each head of q")
-    s = shape_of(q, k_cache, v_cache, page_table, layout)
+    s = shape_of(q, k_cache, v_cache, page_table, layout, cache_layout)
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"{_OP}: mask has dtype {mask.dtype}, expected bool: True where a key is seen")

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.kv_cache.launch import Cache, axis_strides, unit_last
+from rooftile.library import axis_strides, unit_last
+from rooftile.primitives.paging import Cache
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -94,7 +95,6 @@ class QkvOutput:
     def of(cos: Tensor, sin: Tensor, q_heads: int, head_dim: int, style: str, cache: Cache) -> QkvOutput:
         """For tables of angles, `(positions, D)` or `(1, 1, D)`, and the cache that k and v go to."""
         kv_heads = int(cache.k.shape[cache.layout.index("h")])
-        _, _, _, page, has_counts, *_ = cache.constants(kv_heads, head_dim, head_dim)
         cos, sin = unit_last(cos), unit_last(sin)
         of_cache = (*axis_strides(cache.k, cache.layout), *axis_strides(cache.v, cache.layout))
         apart = head_dim // 2 if style == "half" else 1
@@ -102,7 +102,7 @@ class QkvOutput:
             (cache.k, cache.v, cos, sin, *cache.indices()),
             (*of_cache, cos.stride(-2), sin.stride(-2)),
             (*cache.numbers(), cos.shape[-2]),
-            (q_heads, kv_heads, head_dim, apart, page, has_counts, cos.dim() == 2),
+            (q_heads, kv_heads, head_dim, apart, cache.page_size, cache.counts is not None, cos.dim() == 2),
         )
 
     @property

@@ -27,10 +27,9 @@ from rooftile.ops.gemm import choose, dispatch, gemv, gemv_persistent
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.ops.gemm.gemv_epilogue import QkvOutput
 from rooftile.ops.gemm.norm_linear import check, rms_norm_linear
-from rooftile.ops.kv_cache import Layout
-from rooftile.ops.kv_cache.checks import QUANTIZED, check_rope
-from rooftile.ops.kv_cache.launch import Cache, rotate_and_append
+from rooftile.ops.kv_cache import QUANTIZED, Layout, cache_arguments, cache_of, check_rope, rope_into_cache
 from rooftile.ops.rope import Style, check_rotary_dim
+from rooftile.primitives.paging import Cache
 
 __all__ = ["rms_norm_qkv_rope_cache"]
 
@@ -67,7 +66,7 @@ def choose_kernel(
 
 def _check_sizes(x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, layout: str) -> int:
     """Heads of q: as many as the rows of the weight that those of k and v leave."""
-    library.check_layout(_OP, layout)
+    library.check_layout(_OP, layout, "cache_layout")
     if k_cache.dtype not in (x.dtype, *QUANTIZED):
         raise TypeError(
             f"{_OP}: k_cache has dtype {k_cache.dtype}, expected {x.dtype} to match x, float8_e4m3fn or int8"
@@ -101,20 +100,21 @@ def _checked(
     check(_OP, x, norm_weight, weight, weight_scale, bias, eps, offset)
     if x.dim() != 3:
         raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, {x.shape[-1]})")
-    k_cache, v_cache, _, page_table, *_, layout = of_cache
-    q_heads = _check_sizes(x, weight, k_cache, v_cache, page_table is not None, layout)
-    heads, head_dim = k_cache.shape[layout.index("h")], k_cache.shape[3]
+    k_cache, v_cache, _, page_table, *_, layout, cache_layout = of_cache
+    library.check_layout(_OP, layout)
+    q_heads = _check_sizes(x, weight, k_cache, v_cache, page_table is not None, cache_layout)
+    heads, head_dim = k_cache.shape[cache_layout.index("h")], k_cache.shape[3]
     # The shapes of q, k and v are checked, which are not there yet.
     qkv = x[..., :1].expand(*x.shape[:2], weight.shape[0])
     q, k, v = _heads(x, qkv, (q_heads, heads, heads), layout)
-    cache = kv_cache._cache(_OP, k, v, *of_cache)
-    check_rope(_OP, q, k, cos, sin, style, layout)
+    cache = cache_of(_OP, k, v, *of_cache)
+    check_rope(_OP, q, k, cos, sin, style, cos.shape[-1] if cos.dim() else None, layout)
     return cache, torch.empty((*x.shape[:2], q_heads, head_dim), dtype=x.dtype, device=x.device)
 
 
 def _fake(*inputs: Any) -> Tensor:
-    cache, q = _checked(*inputs)
-    return q if cache.layout == "bthd" else q.transpose(1, 2)
+    _, q = _checked(*inputs)
+    return q if inputs[-5] == "bthd" else q.transpose(1, 2)
 
 
 def _launch(
@@ -123,10 +123,12 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     cache, out = _checked(x, norm_weight, weight, weight_scale, bias, cos, sin, *rest)
     dispatch.refuse_symbols(*x.shape, *weight.shape)
-    style, eps, offset = rest[-3:]
-    layout, (q_heads, _) = cache.layout, out.shape[2:]
+    layout, _, style, eps, offset = rest[-5:]
+    q_heads = out.shape[2]
     q_out = out if layout == "bthd" else out.transpose(1, 2)
-    kv_cache._check_memory(_OP, x.unsqueeze(layout.index("h")), cache)
+    by_token = cache.scales == "token"
+    kv_cache.check_memory(_OP, cache.k, cache.v, *((cache.k_scale, cache.v_scale) if by_token else (None, None)))
+    kv_cache.check_values(_OP, x.shape[1], cache)
     if out.numel() == 0:
         return q_out
     fused = choose_kernel(x, weight, weight_scale, cos, style, cache)
@@ -144,15 +146,15 @@ def _launch(
         found.launch(o, c, QkvOutput.of(cos, sin, q_heads, out.shape[-1], style, cache))
         return q_out
     qkv = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=weight_scale, eps=eps, offset=offset)
-    heads = cache.k.shape[layout.index("h")]
+    heads = cache.k.shape[cache.layout.index("h")]
     q, k, v = _heads(x, qkv, (q_heads, heads, heads), layout)
-    rotate_and_append(q, k, v, q_out, cos, sin, style, cache)
+    rope_into_cache(_OP, q, k, v, q_out, cos, sin, *rest[:-3], style, cos.shape[-1])
     return q_out
 
 
 _op = library.define(
     f"{_OP}(Tensor x, Tensor norm_weight, Tensor weight, Tensor? weight_scale, Tensor? bias, Tensor cos, Tensor sin, "
-    f"{kv_cache._OF_CACHE}, str style, float eps, float offset) -> Tensor",
+    f"{kv_cache.CACHE_SCHEMA}, str style, float eps, float offset) -> Tensor",
     launch=_launch,
     fake=_fake,
 )
@@ -178,7 +180,8 @@ def rms_norm_qkv_rope_cache(
     offset: float = 0.0,
     rotary_dim: int | None = None,
     style: Style = "half",
-    layout: Layout = "bthd",
+    layout: Layout = "bhtd",
+    cache_layout: Layout = "bthd",
 ) -> Tensor:
     """`rope_and_cache` of `[q | k | v] = rms_norm_linear(x, norm_weight, weight, bias)`: q turned is returned.
 
@@ -191,7 +194,9 @@ def rms_norm_qkv_rope_cache(
         norm_weight: `(K,)`, of any of these dtypes.
         weight: `((Hq + 2H) * D, K)` of x's dtype: the rows of q, k and v, head by head, of H heads of k as the caches
             have.
-        cos, sin, page_table, counts, k_scale, v_scale, rotary_dim, style, layout: as `rope_and_cache` takes them.
+        cos, sin, page_table, counts, k_scale, v_scale, rotary_dim, style, cache_layout: as `rope_and_cache`
+            takes them.
+        layout: the order of the dimensions of the returned q.
         lengths: `(B,)`, int32 or int64: the tokens that each sequence has already, the new ones not among them, which
             `decode_attention` counts. Of a `KVCache` or a `PagedKVCache` that is `starts`, and its method
             `norm_qkv_rope_and_append` passes it.
@@ -200,7 +205,7 @@ def rms_norm_qkv_rope_cache(
             tokens are rounded as there. Under `torch.autocast` nothing is cast.
 
     Returns:
-        q turned, `(B, T, Hq, D)`, or `(B, Hq, T, D)` with `layout="bhtd"`; zeros where `counts` or a negative length
+        q turned, `(B, Hq, T, D)`, or `(B, T, Hq, D)` with `layout="bthd"`; zeros where `counts` or a negative length
         say that there is no token.
 
     Raises:
@@ -215,5 +220,5 @@ def rms_norm_qkv_rope_cache(
         raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, K)")
     check_rotary_dim(_OP, k_cache, cos, rotary_dim)
     new = x.unsqueeze(1 if layout == "bhtd" else 2)  # of its batch and tokens
-    rest = kv_cache._rest(_OP, new, k_cache, lengths, page_table, counts, k_scale, v_scale, layout)
+    rest = cache_arguments(_OP, new, k_cache, lengths, page_table, counts, k_scale, v_scale, layout, cache_layout)
     return _op(x, norm_weight, weight, weight_scale, bias, cos, sin, k_cache, v_cache, *rest, style, eps, offset)
