@@ -16,6 +16,7 @@ from rooftile.ops.gemm.config import GemmConfig, Problem
 from rooftile.ops.gemm.fp8_linear import fp8_linear
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.primitives import quantize
+from rooftile.primitives.rows import RowConfig
 from rooftile.quantize import Quantize
 from rooftile.reference import fp8_linear as reference
 from rooftile.reference.quantize import LARGEST
@@ -364,14 +365,14 @@ def test_rows_too_long_for_registers_give_the_same(device, monkeypatch):
     for dtype in (FP8, INT8):
         expected = quantize_tensor(x, Quantize(dtype))
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_op, "config", lambda *_: tensor_op.QuantizeConfig("loop", 64, num_warps=4))
+            patch.setattr(tensor_op, "config", lambda *_: RowConfig("loop", 64, num_warps=4))
             assert_same(quantize_tensor(x, Quantize(dtype)), expected)
 
 
 def test_many_programs_find_one_maximum(device, monkeypatch):
     x = torch.randn(40, 300, device=device)
     expected = quantize_tensor(x, Quantize(per="tensor"))
-    small = tensor_op.QuantizeConfig("tile", 64, num_warps=4, rows=2, per_sm=3)
+    small = RowConfig("tile", 64, num_warps=4, rows=2, per_sm=3)
     monkeypatch.setattr(tensor_op, "config", lambda *_: small)
     assert_same(quantize_tensor(x, Quantize(per="tensor")), expected)
 

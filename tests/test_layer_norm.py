@@ -10,6 +10,7 @@ from rooftile import runtime
 from rooftile.cases.check import relative_error
 from rooftile.ops import layer_norm as family
 from rooftile.ops.layer_norm import layer_norm
+from rooftile.primitives.rows import RowConfig
 from rooftile.reference import layer_norm as reference
 
 FEW = settings(max_examples=15)
@@ -44,13 +45,13 @@ def forced(monkeypatch, kernel, block, rows=1):
 
     The interpreter runs one program at a time, so there a split row has one split.
     """
-    one = family.LayerNormConfig("tile", 512, num_warps=4, rows=rows)
+    one = RowConfig("tile", 512, num_warps=4, rows=rows)
     if kernel != "tile":
-        one = family.LayerNormConfig("loop", block, num_warps=4, held=2 if kernel == "held" else 0)
+        one = RowConfig("loop", block, num_warps=4, held=2 if kernel == "held" else 0)
     monkeypatch.setattr(family, "config", lambda *_: one)
-    two = family.LayerNormBackwardConfig("tile", 512, 4, 1, rows)
+    two = RowConfig("tile", 512, 4, rows)
     if kernel == "held":
-        two = family.LayerNormBackwardConfig("split", 512 if INTERPRETED else block, 4, 1)
+        two = RowConfig("split", 512 if INTERPRETED else block, 4, 1)
     monkeypatch.setattr(family, "backward_config", lambda *_: two)
 
 
@@ -215,7 +216,7 @@ def test_rows_that_several_programs_share(columns, device, monkeypatch):
         published.append((sums, sums.clone()))
         return published[-1][0]
 
-    monkeypatch.setattr(family, "backward_config", lambda *_: family.LayerNormBackwardConfig("split", block, 4, 4))
+    monkeypatch.setattr(family, "backward_config", lambda *_: RowConfig("split", block, 4, per_sm=4))
     with monkeypatch.context() as patch:
         if INTERPRETED:
             patch.setattr(torch, "zeros", words)

@@ -18,6 +18,7 @@ from rooftile.ops import gated
 from rooftile.ops.rms_norm import forward as norm
 from rooftile.primitives import quantize
 from rooftile.primitives.quantize import rounded
+from rooftile.primitives.rows import RowConfig
 from rooftile.quantize import DTYPES, Quantize
 from rooftile.reference import rms_norm as norm_reference
 from rooftile.reference.quantize import LARGEST, nearest
@@ -270,11 +271,11 @@ def test_every_kernel_gives_the_same(dtype, per, held, device, monkeypatch):
         x, residual, weight = (torch.randn(n, columns, device=device).to(BF16) for n in (5, 5, 1))
         expected = results(x, residual, weight[0], q)
         with monkeypatch.context() as patch:
-            patch.setattr(norm, "quantized_config", lambda *_: norm.RmsNormConfig("loop", 32, num_warps=4, held=held))
+            patch.setattr(norm, "quantized_config", lambda *_: RowConfig("loop", 32, num_warps=4, held=held))
             if per == "row":
-                patch.setattr(gated, "quantized_config", lambda *_: gated.GatedConfig("loop", 32, num_warps=4))
+                patch.setattr(gated, "quantized_config", lambda *_: RowConfig("loop", 32, num_warps=4))
             else:  # parts of rows
-                patch.setattr(gated, "quantized_config", lambda *_: gated.GatedConfig("tile", 32, num_warps=4, rows=2))
+                patch.setattr(gated, "quantized_config", lambda *_: RowConfig("tile", 32, num_warps=4, rows=2))
             found = results(x, residual, weight[0], q)
         for a, e in zip(found, expected, strict=True):
             # Another order of summation: the last digit of a row's statistics, and then a step of some elements.

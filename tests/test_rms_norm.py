@@ -11,6 +11,7 @@ from rooftile import runtime
 from rooftile.cases.check import relative_error
 from rooftile.ops.rms_norm import backward, forward
 from rooftile.primitives.cta_exchange import split
+from rooftile.primitives.rows import RowConfig
 from rooftile.reference import rms_norm as reference
 
 FEW = settings(max_examples=15)
@@ -134,7 +135,7 @@ def test_other_wrong_arguments(device):
 @pytest.mark.parametrize("columns", [64, 100, 257])
 def test_every_forward_kernel_gives_the_formula(kernel, held, columns, device, monkeypatch):
     """The lengths that the loop is for cost the interpreter too much: it is given short rows here."""
-    forced = forward.RmsNormConfig(kernel, 512 if kernel == "tile" else 128, num_warps=4, held=held)
+    forced = RowConfig(kernel, 512 if kernel == "tile" else 128, num_warps=4, held=held)
     monkeypatch.setattr(forward, "config", lambda *_: forced)
     x, residual = torch.randn(2, 9, columns, device=device)
     weight = torch.randn(columns, device=device)
@@ -148,7 +149,7 @@ def test_every_forward_kernel_gives_the_formula(kernel, held, columns, device, m
 @pytest.mark.parametrize("columns", [64, 100, 257])
 def test_every_backward_kernel_gives_the_gradients(kernel, columns, device, monkeypatch):
     block = 512 if kernel == "tile" or runtime.MODE is runtime.Mode.INTERPRETER else 128
-    monkeypatch.setattr(backward, "config", lambda *_: backward.RmsNormBackwardConfig(kernel, block, 4, 1))
+    monkeypatch.setattr(backward, "config", lambda *_: RowConfig(kernel, block, 4, 1))
     x, residual, dy, du = torch.randn(4, 9, columns, device=device)
     weight = torch.randn(columns, device=device)
     leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]

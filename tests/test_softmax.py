@@ -16,7 +16,7 @@ from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
 from rooftile.cases.softmax import TOLERANCES
 from rooftile.ops.softmax import backward, forward, softmax
-from rooftile.ops.softmax.forward import SoftmaxConfig
+from rooftile.primitives.rows import RowConfig
 from rooftile.reference import softmax as reference
 
 INF, NAN = math.inf, math.nan
@@ -24,10 +24,10 @@ INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
 FEW = settings(max_examples=15)
 # The kernels of both directions. In the interpreter, where one program runs at a time, a split row has one part.
 KERNELS = {
-    "tile": SoftmaxConfig("tile", 512, 4, rows=4),
-    "loop": SoftmaxConfig("loop", 128, 4),
-    "loop that holds blocks": SoftmaxConfig("loop", 64, 2, held=2),
-    "split": SoftmaxConfig("split", 512 if INTERPRETED else 128, 4, per_sm=1, stages=2),
+    "tile": RowConfig("tile", 512, 4, rows=4),
+    "loop": RowConfig("loop", 128, 4),
+    "loop that holds blocks": RowConfig("loop", 64, 2, held=2),
+    "split": RowConfig("split", 512 if INTERPRETED else 128, 4, per_sm=1, stages=2),
 }
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
@@ -98,7 +98,7 @@ def test_every_kernel_gives_the_formula_and_its_gradient(kernel, columns, use, d
 
 def test_a_loop_too_long_to_be_unrolled(device, monkeypatch):
     for module in (forward, backward):
-        monkeypatch.setattr(module, "config", lambda *_: SoftmaxConfig("loop", 16, 1))
+        monkeypatch.setattr(module, "config", lambda *_: RowConfig("loop", 16, 1))
     for columns in (160, 145):
         assert_right(torch.randn(3, columns, device=device))
 

@@ -6,8 +6,8 @@ from test_softmax import INF, INTERPRETED, some, with_gradient
 
 from rooftile import runtime
 from rooftile.ops.softmax import backward, forward, softmax
-from rooftile.ops.softmax.forward import SoftmaxConfig
 from rooftile.primitives.cta_exchange import gather, publish_pair, softmax_pairs
+from rooftile.primitives.rows import RowConfig
 from rooftile.reference import softmax as reference
 
 import triton  # isort: skip
@@ -108,7 +108,7 @@ def test_rows_that_several_programs_share(columns, splits, options, device, monk
         return published[-1][0]
 
     for module in (forward, backward):
-        monkeypatch.setattr(module, "config", lambda *_: SoftmaxConfig("split", block, 1, per_sm=4, stages=2))
+        monkeypatch.setattr(module, "config", lambda *_: RowConfig("split", block, 1, per_sm=4, stages=2))
     with monkeypatch.context() as patch:
         if INTERPRETED:
             patch.setattr(torch, "zeros", words)

@@ -16,7 +16,6 @@ too long for registers is computed twice, the second time from the L2, once its 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, overload
@@ -28,6 +27,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.primitives import quantize as results
 from rooftile.primitives.activations import GELUS, Gelu, activate, activate_with_slope, check_activation
 from rooftile.primitives.quantize import divide, magnitude, rounded, scale_of
+from rooftile.primitives.rows import RowConfig, row_launcher
 from rooftile.primitives.tiles import tile_of, tiles
 from rooftile.quantize import Quantize, check_quantize
 
@@ -140,65 +140,45 @@ def _backward_kernel(
         tl.store(dgate_ptr + rows * stride_dm + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
-class GatedConfig:
-    """A launch of kernel "tile", forward or backward, or of "loop"."""
-
-    kernel: str
-    block_n: int
-    num_warps: int
-    rows: int = 1
-
-
 @functools.cache
-def config(n_cols: int, target: runtime.Target) -> GatedConfig:
+def config(n_cols: int, target: runtime.Target) -> RowConfig:
     """On an H200 (bf16) within 1 % of the best of eighteen tiles at 2048 x 4096 and at 8192 x 14336, both ways."""
     if target is runtime.INTERPRETER:
-        return GatedConfig("tile", min(4096, library.power_of_two(n_cols)), num_warps=4, rows=16)
+        return RowConfig("tile", min(4096, library.power_of_two(n_cols)), num_warps=4, rows=16)
     block_n = min(1024, library.power_of_two(n_cols))
-    return GatedConfig("tile", block_n, num_warps=8, rows=2048 // block_n)
+    return RowConfig("tile", block_n, num_warps=8, rows=2048 // block_n)
 
 
 @functools.cache
-def quantized_config(n_cols: int, itemsize: int, span: int, target: runtime.Target) -> GatedConfig:
+def quantized_config(n_cols: int, itemsize: int, span: int, target: runtime.Target) -> RowConfig:
     """On an H200 (bf16) 1.01 to 1.04 of a copy's speed at 8192 x 14336 with each kind of scale: the whole row in a tile
     if it has a scale of its own, else tiles like those of the result that is not quantized. The loop has 0.71, at
     8192 x 18944.
     """
     whole = max(library.power_of_two(n_cols), span)
     if target is runtime.INTERPRETER:
-        return GatedConfig("tile", max(min(4096, whole), span), num_warps=4, rows=16)
+        return RowConfig("tile", max(min(4096, whole), span), num_warps=4, rows=16)
     if span * itemsize > 32768:
-        return GatedConfig("loop", 4096, num_warps=16 * 32 // target.warp_size)
+        return RowConfig("loop", 4096, num_warps=16 * 32 // target.warp_size)
     block_n = max(min(2048, whole), span)
     warps = min(32, max(8, block_n // 512)) * 32 // target.warp_size
-    return GatedConfig("tile", block_n, warps, max(1, 2048 // block_n))
+    return RowConfig("tile", block_n, warps, max(1, 2048 // block_n))
 
 
 @functools.cache
 def _launcher(
-    activation: str, n_cols: int, dtype: torch.dtype, result_format: str | None, span: int, c: GatedConfig
+    activation: str, n_cols: int, dtype: torch.dtype, result_format: str | None, span: int, c: RowConfig
 ) -> launching.KernelLauncher:
-    constants = {"ACTIVATION": activation, "N": n_cols, "FORMAT": result_format}
-    if c.kernel == "loop":
-        return launching.KernelLauncher(_loop_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
-    tile = {"SPAN": span, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.KernelLauncher(_forward_kernel, {**constants, **tile}, num_warps=c.num_warps)
+    kernel = _loop_kernel if c.kernel == "loop" else _forward_kernel
+    return row_launcher(kernel, c, ACTIVATION=activation, N=n_cols, FORMAT=result_format, SPAN=span)
 
 
 @functools.cache
 def _backward_launcher(
-    activation: str, n_cols: int, dtype: torch.dtype, needs: tuple[bool, bool], c: GatedConfig
+    activation: str, n_cols: int, dtype: torch.dtype, needs: tuple[bool, bool], c: RowConfig
 ) -> launching.KernelLauncher:
-    constants = {
-        "ACTIVATION": activation,
-        "N": n_cols,
-        "NEEDS_DGATE": needs[0],
-        "NEEDS_DUP": needs[1],
-        "ROWS": c.rows,
-        "BLOCK_N": c.block_n,
-    }
-    return launching.KernelLauncher(_backward_kernel, constants, num_warps=c.num_warps)
+    more = {"NEEDS_DGATE": needs[0], "NEEDS_DUP": needs[1]}
+    return row_launcher(_backward_kernel, c, ACTIVATION=activation, N=n_cols, **more)
 
 
 def _forward(

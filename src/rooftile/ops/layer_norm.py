@@ -33,7 +33,6 @@ Kernels, chosen by the length of a row:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +41,9 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.primitives.cta_exchange import gather, publish_pair, resident, split, sum_pairs
+from rooftile.primitives.cta_exchange import gather, publish_pair, split, sum_pairs
 from rooftile.primitives.partials import accumulate, prepare_sum
+from rooftile.primitives.rows import RowConfig, row_launcher, stages_that_fit
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -227,19 +227,8 @@ def _loop_kernel(
         _finish(weight_ptr, bias_ptr, y_ptr, held[i], mean, rest, rstd, i * BLOCK_N + block, N, HAS_WEIGHT, HAS_BIAS)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
-class LayerNormConfig:
-    """A forward launch. `rows` is of the tile kernel; the loop kernel holds `held` blocks of its row in registers."""
-
-    kernel: str
-    block_n: int
-    num_warps: int
-    rows: int = 1
-    held: int = 0
-
-
 @functools.cache
-def config(n_cols: int, itemsize: int, target: runtime.Target) -> LayerNormConfig:
+def config(n_cols: int, itemsize: int, target: runtime.Target) -> RowConfig:
     """Chosen on an H200 (bf16) from some twenty configurations at each length.
 
     Fractions of a copy's speed: 0.97 at 1024 columns, 0.94 and 0.95 at 4096 and 8192, 0.91 at 16384, 0.78 at 65536 and
@@ -247,19 +236,19 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> LayerNormConfi
     """
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return LayerNormConfig("tile", block_n, num_warps=4, rows=16)
+        return RowConfig("tile", block_n, num_warps=4, rows=16)
     per_warp = target.warp_size // 32
     if block_n <= 512:
-        return LayerNormConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
+        return RowConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
     if n_cols < 2048 and n_cols != 1024:
-        return LayerNormConfig("tile", block_n, num_warps=2)
+        return RowConfig("tile", block_n, num_warps=2)
     # 1024 threads, so an SM runs one program at a time. On gfx942 they would spill a thousand bytes.
     if n_cols * itemsize > 65536 and per_warp == 1:
         held = 1 if n_cols * itemsize <= 131072 else 0
-        return LayerNormConfig("loop", 32768 // itemsize, num_warps=32, held=held)
+        return RowConfig("loop", 32768 // itemsize, num_warps=32, held=held)
     longest = {1024: (512, 2), 3072: (1024, 4), 4095: (512, 4), 4096: (1024, 4), 8192: (4096, 8)}
     block, warps = next((longest[n] for n in longest if n_cols <= n), (4096, 16))
-    return LayerNormConfig("loop", block, num_warps=warps // per_warp)
+    return RowConfig("loop", block, num_warps=warps // per_warp)
 
 
 @functools.cache
@@ -270,21 +259,16 @@ def _plan(
     bias_dtype: torch.dtype | None,
     eps: float,
     keeps_stats: bool,
-    c: LayerNormConfig,
+    c: RowConfig,
 ) -> launching.KernelLauncher:
-    flags = {
-        "EPS": eps,
-        "N": n_cols,
-        "HAS_WEIGHT": weight_dtype is not None,
-        "HAS_BIAS": bias_dtype is not None,
-        "KEEPS_STATS": keeps_stats,
-    }
-    if c.kernel == "tile":
-        return launching.KernelLauncher(
-            _tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
-        )
-    return launching.KernelLauncher(
-        _loop_kernel, {**flags, "BLOCK_N": c.block_n, "HELD": c.held}, num_warps=c.num_warps
+    return row_launcher(
+        _tile_kernel if c.kernel == "tile" else _loop_kernel,
+        c,
+        EPS=eps,
+        N=n_cols,
+        HAS_WEIGHT=weight_dtype is not None,
+        HAS_BIAS=bias_dtype is not None,
+        KEEPS_STATS=keeps_stats,
     )
 
 
@@ -501,30 +485,8 @@ def _backward_split_kernel(
         tl.store(partial_ptr + NEEDS_DW * N + cols, db, mask=col_mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
-class LayerNormBackwardConfig:
-    """A backward launch: `per_sm` programs are resident on each SM.
-
-    `max_registers` limits the registers of a thread of the split kernel, so that those programs fit.
-    """
-
-    kernel: str
-    block_n: int
-    num_warps: int
-    per_sm: int
-    rows: int = 1
-    stages: int = 1
-    max_registers: int | None = None
-
-
-def _stages(tile_bytes: int, per_sm: int, target: runtime.Target) -> int:
-    """Three stages keep two tiles of dy and x in shared memory; fewer where they do not fit."""
-    room = target.shared_memory // per_sm - 2048
-    return 1 + min(2, room // (2 * tile_bytes))
-
-
 @functools.cache
-def backward_config(n_cols: int, itemsize: int, target: runtime.Target) -> LayerNormBackwardConfig:
+def backward_config(n_cols: int, itemsize: int, target: runtime.Target) -> RowConfig:
     """Chosen on an H200 (bf16) from some twenty configurations at each length; three stages were always fastest.
 
     Fractions of a copy's speed: 0.93 at 1024 columns, 0.94 at 4096, 0.91 at 8192, 0.68 at 16384, 0.65 at 65536 and
@@ -532,47 +494,40 @@ def backward_config(n_cols: int, itemsize: int, target: runtime.Target) -> Layer
     """
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return LayerNormBackwardConfig("tile", block_n, num_warps=4, per_sm=1, rows=16)
+        return RowConfig("tile", block_n, num_warps=4, rows=16)
     if block_n <= 2048:
         rows = max(1, min(16, 8192 // itemsize // block_n))
-        return LayerNormBackwardConfig("tile", block_n, 4, 2, rows, _stages(rows * block_n * itemsize, 2, target))
+        stages = stages_that_fit(2, rows * block_n * itemsize, 2, target)
+        return RowConfig("tile", block_n, num_warps=4, rows=rows, stages=stages, per_sm=2)
     if block_n <= 8192:
         per_sm = 2 if block_n == 4096 and n_cols < 4096 else 1
         rows = max(1, 16384 // itemsize // block_n // per_sm)
         warps = 4 if per_sm == 2 else 8
-        stages = _stages(rows * block_n * itemsize, per_sm, target)
-        return LayerNormBackwardConfig("tile", block_n, warps, per_sm, rows, stages)
+        stages = stages_that_fit(2, rows * block_n * itemsize, per_sm, target)
+        return RowConfig("tile", block_n, warps, rows=rows, stages=stages, per_sm=per_sm)
     registers = 128 if target.warp_size == 32 else None  # AMD's compiler has no such limit
     small = target.warp_size == 32 and target.shared_memory < 128 << 10  # sm_86 and sm_89 would spill 148 bytes
-    return LayerNormBackwardConfig("split", (4096 if small else 8192) // itemsize, 8, 2, max_registers=registers)
+    return RowConfig("split", (4096 if small else 8192) // itemsize, 8, per_sm=2, max_registers=registers)
 
 
 @functools.cache
-def _backward_plan(
+def _backward_launcher(
     n_cols: int,
     dtypes: tuple[torch.dtype | None, ...],
     needs: tuple[bool, bool, bool],
-    c: LayerNormBackwardConfig,
+    c: RowConfig,
     splits: int,
 ) -> launching.KernelLauncher:
-    flags = {
-        "N": n_cols,
-        "HAS_WEIGHT": dtypes[1] is not None,
-        "NEEDS_DX": needs[0],
-        "NEEDS_DW": needs[1],
-        "NEEDS_DB": needs[2],
-    }
-    if c.kernel == "tile":
-        tile = {"ROWS": c.rows, "BLOCK_N": c.block_n, "STAGES": c.stages}
-        return launching.KernelLauncher(_backward_tile_kernel, {**flags, **tile}, num_warps=c.num_warps)
-    sizes = {
-        "COMPENSATED": dtypes[0] is torch.float32,
-        "SPLITS": splits,
-        "BLOCK_N": c.block_n,
-        "BLOCK_S": library.power_of_two(splits),
-    }
-    return launching.KernelLauncher(
-        _backward_split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers)
+    return row_launcher(
+        _backward_tile_kernel if c.kernel == "tile" else _backward_split_kernel,
+        c,
+        splits,
+        N=n_cols,
+        HAS_WEIGHT=dtypes[1] is not None,
+        NEEDS_DX=needs[0],
+        NEEDS_DW=needs[1],
+        NEEDS_DB=needs[2],
+        COMPENSATED=dtypes[0] is torch.float32,
     )
 
 
@@ -602,7 +557,7 @@ def prepare_backward(
     else:
         splits, lanes = split("layer_norm_backward", n_rows, n_cols, c.block_n, programs)
     weight_dtype = None if weight is None else weight.dtype
-    launcher = _backward_plan(n_cols, (x.dtype, weight_dtype), (needs_dx, needs_dw, needs_db), c, splits)
+    launcher = _backward_launcher(n_cols, (x.dtype, weight_dtype), (needs_dx, needs_dw, needs_db), c, splits)
     strides = (dy_rows.stride(0), rows.stride(0))
     start = library.copying(launching.bind(launcher, splits * lanes, strides=strides, numbers=(n_rows,)), copies)
     dw_dtype, db_dtype = (x.dtype if vector is None else vector.dtype for vector in (weight, bias))

@@ -24,6 +24,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.gated import quantized_config
 from rooftile.primitives import quantize
 from rooftile.primitives.quantize import divide, magnitude, rounded, scale_of
+from rooftile.primitives.rows import RowConfig, row_launcher
 from rooftile.primitives.tiles import tile_of, tiles
 from rooftile.quantize import BLOCK, Quantize, check_quantize
 
@@ -123,44 +124,25 @@ def _block_kernel(
     tl.store(y_ptr + rows * N + cols, rounded(x * (1.0 / scale), FORMAT, True, y_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
-class QuantizeConfig:
-    """A launch of kernel "tile", "loop" or "block". The kernel for the maximum has `per_sm` programs on an SM."""
-
-    kernel: str
-    block_n: int
-    num_warps: int
-    rows: int = 1
-    per_sm: int = 4
-    stages: int = 2
-
-
 @functools.cache
-def config(n_cols: int, itemsize: int, per: str, span: int, target: runtime.Target) -> QuantizeConfig:
+def config(n_cols: int, itemsize: int, per: str, span: int, target: runtime.Target) -> RowConfig:
     """The tiles of silu_mul's quantized result, which only has one input more."""
     if per == "block":
-        return QuantizeConfig("block", BLOCK, num_warps=8 * 32 // target.warp_size)
-    g = quantized_config(n_cols, itemsize, span, target)
-    return QuantizeConfig(g.kernel, g.block_n, g.num_warps, g.rows)
+        return RowConfig("block", BLOCK, num_warps=8 * 32 // target.warp_size)
+    return dataclasses.replace(quantized_config(n_cols, itemsize, span, target), stages=2, per_sm=4)
 
 
 @functools.cache
 def _launcher(
-    n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, most: int, c: QuantizeConfig
+    n_cols: int, input_dtype: torch.dtype, dtype: str, span: int, most: int, c: RowConfig
 ) -> launching.KernelLauncher:
-    constants = {"N": n_cols, "FORMAT": dtype}
-    if c.kernel == "block":
-        return launching.KernelLauncher(_block_kernel, {**constants, "EDGE": c.block_n}, num_warps=c.num_warps)
-    if c.kernel == "loop":
-        return launching.KernelLauncher(_loop_kernel, {**constants, "BLOCK_N": c.block_n}, num_warps=c.num_warps)
-    tile = {"SPAN": span, "MOST": most, "ROWS": c.rows, "BLOCK_N": c.block_n}
-    return launching.KernelLauncher(_tile_kernel, {**constants, **tile}, num_warps=c.num_warps)
+    kernel = {"block": _block_kernel, "loop": _loop_kernel, "tile": _tile_kernel}[c.kernel]
+    return row_launcher(kernel, c, N=n_cols, FORMAT=dtype, SPAN=span, MOST=most, EDGE=c.block_n)
 
 
 @functools.cache
-def _most_launcher(n_cols: int, input_dtype: torch.dtype, c: QuantizeConfig) -> launching.KernelLauncher:
-    constants = {"N": n_cols, "ROWS": c.rows, "BLOCK_N": c.block_n, "STAGES": c.stages}
-    return launching.KernelLauncher(_most_kernel, constants, num_warps=c.num_warps)
+def _most_launcher(n_cols: int, input_dtype: torch.dtype, c: RowConfig) -> launching.KernelLauncher:
+    return row_launcher(_most_kernel, c, N=n_cols)
 
 
 def check(op: str, x: Tensor, per: str) -> None:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.rms_norm.forward import check
-from rooftile.primitives.cta_exchange import gather, publish_pair, resident, split, sum_pairs
+from rooftile.primitives.cta_exchange import gather, publish_pair, split, sum_pairs
 from rooftile.primitives.partials import accumulate, prepare_sum
+from rooftile.primitives.rows import RowConfig, row_launcher, stages_that_fit
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -188,48 +188,28 @@ def _split_kernel(
         tl.store(partial_ptr + first * N + cols, dw, mask=col_mask)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
-class RmsNormBackwardConfig:
-    """A launch: `per_sm` programs are resident on each SM. `rows` and `stages` are of the tile kernel.
-
-    `max_registers` limits the registers of a thread of the split kernel, so that those programs fit.
-    """
-
-    kernel: str
-    block_n: int
-    num_warps: int
-    per_sm: int
-    rows: int = 1
-    stages: int = 1
-    max_registers: int | None = None
-
-
-def _stages(tile_bytes: int, per_sm: int, target: runtime.Target) -> int:
-    """Three stages keep two tiles of dy, u and du in shared memory; fewer where they do not fit."""
-    room = target.shared_memory // per_sm - 2048
-    return 1 + min(2, room // (3 * tile_bytes))
-
-
 @functools.cache
-def config(n_cols: int, itemsize: int, target: runtime.Target) -> RmsNormBackwardConfig:
+def config(n_cols: int, itemsize: int, target: runtime.Target) -> RowConfig:
     """Chosen on an H200 (bf16) from some hundred configurations at each length; three stages were always fastest."""
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return RmsNormBackwardConfig("tile", block_n, num_warps=4, per_sm=1, rows=16)
+        return RowConfig("tile", block_n, num_warps=4, rows=16)
     if block_n <= 2048:
         rows = max(1, min(16, 8192 // itemsize // block_n))
-        return RmsNormBackwardConfig("tile", block_n, 4, 2, rows, _stages(rows * block_n * itemsize, 2, target))
+        stages = stages_that_fit(3, rows * block_n * itemsize, 2, target)
+        return RowConfig("tile", block_n, num_warps=4, rows=rows, stages=stages, per_sm=2)
     if block_n <= 8192:
         rows = max(1, 16384 // itemsize // block_n)
-        return RmsNormBackwardConfig("tile", block_n, 8, 1, rows, _stages(rows * block_n * itemsize, 1, target))
+        stages = stages_that_fit(3, rows * block_n * itemsize, 1, target)
+        return RowConfig("tile", block_n, num_warps=8, rows=rows, stages=stages)
     registers = 128 if target.warp_size == 32 else None  # AMD's compiler has no such limit
     if n_cols * itemsize <= 32768:
-        return RmsNormBackwardConfig("split", 16384 // itemsize, 16, 1, max_registers=registers)
-    return RmsNormBackwardConfig("split", 8192 // itemsize, 8, 2, max_registers=registers)
+        return RowConfig("split", 16384 // itemsize, num_warps=16, max_registers=registers)
+    return RowConfig("split", 8192 // itemsize, num_warps=8, per_sm=2, max_registers=registers)
 
 
 @functools.cache
-def _plan(
+def _launcher(
     n_cols: int,
     dtypes: tuple[torch.dtype | None, ...],
     du: bool,
@@ -237,30 +217,22 @@ def _plan(
     offset: float,
     cast_first: bool,
     needs: tuple[bool, bool],
-    c: RmsNormBackwardConfig,
+    c: RowConfig,
     splits: int,
 ) -> launching.KernelLauncher:
-    flags = {
-        "EPS": eps,
-        "OFFSET": offset,
-        "N": n_cols,
-        "HAS_DU": du,
-        "HAS_WEIGHT": dtypes[1] is not None,
-        "CAST_FIRST": cast_first,
-        "NEEDS_DX": needs[0],
-        "NEEDS_DW": needs[1],
-    }
-    if c.kernel == "tile":
-        tile = {"ROWS": c.rows, "BLOCK_N": c.block_n, "STAGES": c.stages}
-        return launching.KernelLauncher(_tile_kernel, {**flags, **tile}, num_warps=c.num_warps)
-    sizes = {
-        "COMPENSATED": dtypes[0] is torch.float32,
-        "SPLITS": splits,
-        "BLOCK_N": c.block_n,
-        "BLOCK_S": library.power_of_two(splits),
-    }
-    return launching.KernelLauncher(
-        _split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers)
+    return row_launcher(
+        _tile_kernel if c.kernel == "tile" else _split_kernel,
+        c,
+        splits,
+        EPS=eps,
+        OFFSET=offset,
+        N=n_cols,
+        HAS_DU=du,
+        HAS_WEIGHT=dtypes[1] is not None,
+        CAST_FIRST=cast_first,
+        NEEDS_DX=needs[0],
+        NEEDS_DW=needs[1],
+        COMPENSATED=dtypes[0] is torch.float32,
     )
 
 
@@ -293,7 +265,7 @@ def _prepare(
         splits, lanes = split("rms_norm_backward", n_rows, n_cols, c.block_n, programs)
     weight_dtype = None if weight is None else weight.dtype
     mode = (eps, offset, rounding == "llama", (needs_dx, needs_dw))
-    launcher = _plan(n_cols, (u.dtype, weight_dtype), du is not None, *mode, c, splits)
+    launcher = _launcher(n_cols, (u.dtype, weight_dtype), du is not None, *mode, c, splits)
     strides = (dy_rows.stride(0), stride_du, rows.stride(0))
     start = library.copying(launching.bind(launcher, splits * lanes, strides=strides, numbers=(n_rows,)), copies)
     dx_shape = u.shape if needs_dx else (0,)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives import quantize
 from rooftile.primitives.quantize import divide, magnitude, rounded, scale_of
+from rooftile.primitives.rows import RowConfig, row_launcher
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -197,19 +197,8 @@ def _loop_kernel(
         tl.store(y_ptr + cols, rounded(y, FORMAT, SPAN > 0, RESULT), mask=cols < N, cache_modifier=".cs")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
-class RmsNormConfig:
-    """A launch. `rows` is of the tile kernel; the loop kernel holds `held` blocks of its row in registers."""
-
-    kernel: str
-    block_n: int
-    num_warps: int
-    rows: int = 1
-    held: int = 0
-
-
 @functools.cache
-def config(n_cols: int, itemsize: int, residual: bool, target: runtime.Target) -> RmsNormConfig:
+def config(n_cols: int, itemsize: int, residual: bool, target: runtime.Target) -> RowConfig:
     """Chosen on an H200 from some hundred configurations at each length, in bf16 and for the longest in float32 too.
 
     Fractions of a copy's speed, bf16, without and with the residual: 0.97 and 0.97 at 16384 columns, 0.96 and 0.94 at
@@ -217,41 +206,41 @@ def config(n_cols: int, itemsize: int, residual: bool, target: runtime.Target) -
     """
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return RmsNormConfig("tile", block_n, num_warps=4, rows=16)
+        return RowConfig("tile", block_n, num_warps=4, rows=16)
     per_warp = target.warp_size // 32
     if block_n <= 2048:
         warps = block_n // 256 if block_n > 1024 else 4
-        return RmsNormConfig("tile", block_n, warps, rows=max(2, 2048 // block_n))
+        return RowConfig("tile", block_n, warps, rows=max(2, 2048 // block_n))
     if residual and 3072 < n_cols < 4096:  # 3584: the last block of a loop would be half empty
-        return RmsNormConfig("tile", 4096, num_warps=4)
+        return RowConfig("tile", 4096, num_warps=4)
     if n_cols <= 4096:
         block_n = 1024 if residual and n_cols < 4096 else 2048
-        return RmsNormConfig("loop", block_n, num_warps=8 if n_cols == 4096 else 4)
+        return RowConfig("loop", block_n, num_warps=8 if n_cols == 4096 else 4)
     if n_cols * itemsize <= 65536:
-        return RmsNormConfig("loop", 4096 if n_cols <= 8192 else 8192, num_warps=16 // per_warp)
+        return RowConfig("loop", 4096 if n_cols <= 8192 else 8192, num_warps=16 // per_warp)
     # 1024 threads, so an SM runs one program at a time and the rows in flight fit the L2.
     if itemsize == 4:
         held = 3 if n_cols <= 65536 else 4
     else:
         held = 1 if residual else 2 if n_cols <= 65536 else 3
-    return RmsNormConfig("loop", 32768 // itemsize, num_warps=32 // per_warp, held=held)
+    return RowConfig("loop", 32768 // itemsize, num_warps=32 // per_warp, held=held)
 
 
 @functools.cache
-def quantized_config(n_cols: int, itemsize: int, span: int, target: runtime.Target) -> RmsNormConfig:
+def quantized_config(n_cols: int, itemsize: int, span: int, target: runtime.Target) -> RowConfig:
     """On an H200 (bf16, fractions of a copy's speed) 0.94 at 4096 columns and 0.91 at 8192 with a scale for each row,
     0.92 and 0.91 with one for each group, 1.00 and 0.98 with a given one; with the residual 0.97 to 0.99."""
     block_n = max(library.power_of_two(n_cols), span)
     if target is runtime.INTERPRETER:
-        return RmsNormConfig("tile", block_n, num_warps=4, rows=16)
+        return RowConfig("tile", block_n, num_warps=4, rows=16)
     if block_n <= 256:
-        return RmsNormConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
+        return RowConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
     row_scale = span >= n_cols
     per_warp = target.warp_size // 32
     if block_n * itemsize <= (32768 if row_scale else 8192):
         warps = min(16, block_n // (1024 if block_n > 2048 else 512)) // per_warp
-        return RmsNormConfig("tile", block_n, max(1, warps))
-    return RmsNormConfig("loop", 4096 if row_scale else max(4096, span), 8 // per_warp)
+        return RowConfig("tile", block_n, max(1, warps))
+    return RowConfig("loop", 4096 if row_scale else max(4096, span), 8 // per_warp)
 
 
 @functools.cache
@@ -264,22 +253,20 @@ def _launcher(
     cast_first: bool,
     result_format: str | None,
     span: int,
-    c: RmsNormConfig,
+    c: RowConfig,
 ) -> launching.KernelLauncher:
-    kernel, last = (_tile_kernel, {"ROWS": c.rows}) if c.kernel == "tile" else (_loop_kernel, {"HELD": c.held})
-    constants = {
-        "EPS": eps,
-        "OFFSET": offset,
-        "N": n_cols,
-        "HAS_RESIDUAL": residual,
-        "HAS_WEIGHT": dtypes[1] is not None,
-        "CAST_FIRST": cast_first,
-        "FORMAT": result_format,
-        "SPAN": span,
-        "BLOCK_N": c.block_n,
-        **last,
-    }
-    return launching.KernelLauncher(kernel, constants, num_warps=c.num_warps)
+    return row_launcher(
+        _tile_kernel if c.kernel == "tile" else _loop_kernel,
+        c,
+        EPS=eps,
+        OFFSET=offset,
+        N=n_cols,
+        HAS_RESIDUAL=residual,
+        HAS_WEIGHT=dtypes[1] is not None,
+        CAST_FIRST=cast_first,
+        FORMAT=result_format,
+        SPAN=span,
+    )
 
 
 def check(

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.softmax.forward import (
-    SoftmaxConfig,
     as_float32,
     check,
     inside,
@@ -29,7 +28,8 @@ from rooftile.ops.softmax.forward import (
     split_config,
     unrolled,
 )
-from rooftile.primitives.cta_exchange import gather, publish, resident, split, sum_words
+from rooftile.primitives.cta_exchange import gather, publish, split, sum_words
+from rooftile.primitives.rows import RowConfig, row_launcher
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -195,17 +195,17 @@ def _split_kernel(
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> SoftmaxConfig:
+def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> RowConfig:
     """Chosen on an H200 (bf16) from some ten configurations at each length. `few`: fewer rows than SMs.
 
     Fractions of a copy's speed: 1.01 to 1.04 from 1024 to 16384 columns, 0.96 at 65536, 0.92 at 131072.
     """
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return SoftmaxConfig("tile", block_n, num_warps=4, rows=16)
+        return RowConfig("tile", block_n, num_warps=4, rows=16)
     per_warp = target.warp_size // 32
     if block_n <= 512:
-        return SoftmaxConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
+        return RowConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
     if n_cols * itemsize > (32768 if few else 131072):
         c = split_config(n_cols, itemsize, target)
         if c is not None:
@@ -213,27 +213,18 @@ def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> Sof
     if n_cols * itemsize <= 65536:
         longest = {1536: (512, 4), 2048: (2048, 8), 4095: (1024, 8), 4096: (2048, 8), 8192: (4096, 16)}
         block, warps = next((longest[n] for n in longest if n_cols <= n), (8192, 32))
-        return SoftmaxConfig("loop", block, num_warps=warps // per_warp)
+        return RowConfig("loop", block, num_warps=warps // per_warp)
     # 1024 threads, so an SM runs one program at a time.
-    return SoftmaxConfig("loop", 16384 // itemsize, num_warps=32 // per_warp, held=2)
+    return RowConfig("loop", 16384 // itemsize, num_warps=32 // per_warp, held=2)
 
 
 @functools.cache
-def _plan(
-    dtype: torch.dtype, scale: float, causal: bool, even: bool, c: SoftmaxConfig, chunks: int = 0, splits: int = 1
+def _launcher(
+    dtype: torch.dtype, scale: float, causal: bool, even: bool, c: RowConfig, chunks: int = 0, splits: int = 1
 ) -> launching.KernelLauncher:
-    flags = {"SCALE": as_float32(scale)[0], "CAUSAL": causal, "EVEN": even}
-    if c.kernel == "tile":
-        return launching.KernelLauncher(
-            _tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
-        )
-    if c.kernel == "loop":
-        sizes = {"BLOCK_N": c.block_n, "CHUNKS": chunks, "HELD": c.held}
-        return launching.KernelLauncher(_loop_kernel, {**flags, **sizes}, num_warps=c.num_warps)
-    sizes = {"SPLITS": splits, "BLOCK_N": c.block_n, "BLOCK_S": library.power_of_two(splits), "STAGES": c.stages}
-    return launching.KernelLauncher(
-        _split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers)
-    )
+    kernel = {"tile": _tile_kernel, "loop": _loop_kernel, "split": _split_kernel}[c.kernel]
+    more = {"SCALE": as_float32(scale)[0], "CAUSAL": causal, "EVEN": even, "CHUNKS": chunks}
+    return row_launcher(kernel, c, splits, **more)
 
 
 def prepare(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Callable[..., Tensor]:
@@ -268,13 +259,13 @@ def _prepare_start(dy: Tensor, y: Tensor, n_cols: int, scale: float, causal: boo
     mode = (y.dtype, float(scale), causal)
     n_words = 0
     if c.kernel == "tile":
-        launcher, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
+        launcher, programs = _launcher(*mode, even, c), library.cdiv(n_rows, c.rows)
     elif c.kernel == "loop":
-        launcher, programs = _plan(*mode, even, c, unrolled(n_cols, c, causal)), n_rows
+        launcher, programs = _launcher(*mode, even, c, unrolled(n_cols, c, causal)), n_rows
     else:
         most = target.multiprocessors * c.per_sm
         splits, lanes = split("softmax_backward", n_rows, n_cols, c.block_n, most)
-        launcher, programs, n_words = _plan(*mode, even, c, splits=splits), splits * lanes, n_rows * splits
+        launcher, programs, n_words = _launcher(*mode, even, c, splits=splits), splits * lanes, n_rows * splits
     strides, numbers = (dy_rows.stride(0), rows.stride(0), n_cols), (n_rows, y.shape[-2] if causal else 1)
     return library.copying(launching.bind(launcher, programs, strides=strides, numbers=numbers), copies), n_words
 

@@ -15,7 +15,6 @@ in the sum, and so in the whole row.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -24,7 +23,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.primitives.cta_exchange import gather, publish_pair, resident, softmax_pairs, split
+from rooftile.primitives.cta_exchange import gather, publish_pair, softmax_pairs, split
+from rooftile.primitives.rows import RowConfig, row_launcher
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -75,38 +75,13 @@ def mask_row(row, n_b, n_c, stride_ma, stride_mb, stride_mc):
     return a * stride_ma + b * stride_mb + c * stride_mc
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
-class SoftmaxConfig:
-    """A launch, forward or backward.
-
-    Attributes:
-        kernel: "tile", "loop" or "split".
-        block_n: columns of a block.
-        num_warps: warps of a program.
-        rows: rows of a tile.
-        per_sm: of the split kernel: resident programs on each SM.
-        max_registers: of the split kernel: registers of a thread at most, so that those programs fit.
-        stages: of the split kernel: pipeline stages of the loop over rows.
-        held: of the loop kernel: blocks of its row that a program holds in registers.
-    """
-
-    kernel: str
-    block_n: int
-    num_warps: int
-    rows: int = 1
-    per_sm: int = 0
-    max_registers: int | None = None
-    stages: int = 1
-    held: int = 0
-
-
-def split_config(n_cols: int, itemsize: int, target: runtime.Target) -> SoftmaxConfig | None:
+def split_config(n_cols: int, itemsize: int, target: runtime.Target) -> RowConfig | None:
     """Programs that share a row and are resident all at once; None if the row is too long for that."""
     registers = target.warp_size == 32  # AMD's compiler has no such limit
     if n_cols * itemsize <= 131072:
-        c = SoftmaxConfig("split", 4096 // itemsize, 4, 1, 8, 64 if registers else None, stages=2)
+        c = RowConfig("split", 4096 // itemsize, 4, stages=2, per_sm=8, max_registers=64 if registers else None)
     else:
-        c = SoftmaxConfig("split", 8192 // itemsize, 4, 1, 4, 128 if registers else None, stages=2)
+        c = RowConfig("split", 8192 // itemsize, 4, stages=2, per_sm=4, max_registers=128 if registers else None)
     return c if n_cols <= c.block_n * target.multiprocessors * c.per_sm else None
 
 
@@ -130,7 +105,7 @@ def as_float32(scale: float) -> tuple[float, float]:
     return (scale, factor) if factor >= 2.0**-126 else (0.0, 0.0)
 
 
-def unrolled(n_cols: int, c: SoftmaxConfig, causal: bool) -> int:
+def unrolled(n_cols: int, c: RowConfig, causal: bool) -> int:
     """How many blocks the loop kernel unrolls: 0 (a loop) if there are many, or if their number differs by row."""
     chunks = library.cdiv(n_cols, c.block_n)
     return chunks if chunks <= 8 and not causal and not c.held else 0
@@ -420,7 +395,7 @@ def _split_kernel(
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> SoftmaxConfig:
+def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> RowConfig:
     """Chosen on an H200 (bf16) from some ten configurations at each length. `few`: fewer rows than SMs.
 
     Fractions of a copy's speed: 0.97 at 1024 and 3584 columns, 1.00 at 4096 and 8192, 0.98 at 16384, 0.93 at 65536,
@@ -428,55 +403,49 @@ def config(n_cols: int, itemsize: int, few: bool, target: runtime.Target) -> Sof
     """
     block_n = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
-        return SoftmaxConfig("tile", block_n, num_warps=4, rows=16)
+        return RowConfig("tile", block_n, num_warps=4, rows=16)
     per_warp = target.warp_size // 32
     if block_n <= 512:
-        return SoftmaxConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
+        return RowConfig("tile", block_n, num_warps=4, rows=2048 // block_n)
     if block_n <= 2048:
-        return SoftmaxConfig("tile", block_n, num_warps=block_n // 512)
+        return RowConfig("tile", block_n, num_warps=block_n // 512)
     if few and n_cols * itemsize > 32768:
         c = split_config(n_cols, itemsize, target)
         if c is not None:
             return c
     if n_cols <= 4096:
-        return SoftmaxConfig("loop", 1024 if n_cols < 4096 else 2048, num_warps=4 if n_cols < 4096 else 8)
+        return RowConfig("loop", 1024 if n_cols < 4096 else 2048, num_warps=4 if n_cols < 4096 else 8)
     if n_cols * itemsize <= 65536:
-        return SoftmaxConfig("loop", 4096 if n_cols <= 8192 else 8192, num_warps=16 // per_warp)
+        return RowConfig("loop", 4096 if n_cols <= 8192 else 8192, num_warps=16 // per_warp)
     # 1024 threads, so an SM runs one program at a time.
     held = 0 if n_cols * itemsize <= 131072 else 2 if itemsize == 2 else 3
-    return SoftmaxConfig("loop", 32768 // itemsize, num_warps=32 // per_warp, held=held)
+    return RowConfig("loop", 32768 // itemsize, num_warps=32 // per_warp, held=held)
 
 
 @functools.cache
-def _plan(
+def _launcher(
     dtype: torch.dtype,
     scale: float,
     causal: bool,
     has_mask: bool,
     even: bool,
-    c: SoftmaxConfig,
+    c: RowConfig,
     pack: int = 1,
     chunks: int = 0,
     splits: int = 1,
 ) -> launching.KernelLauncher:
     scale, factor = as_float32(scale)
-    flags = {
-        "SIGN": (scale > 0) - (scale < 0),
-        "FACTOR": factor or 1.0,
-        "CAUSAL": causal,
-        "HAS_MASK": has_mask,
-        "EVEN": even,
-    }
-    if c.kernel == "tile":
-        return launching.KernelLauncher(
-            _tile_kernel, {**flags, "ROWS": c.rows, "BLOCK_N": c.block_n}, num_warps=c.num_warps
-        )
-    if c.kernel == "loop":
-        sizes = {"BLOCK_N": c.block_n, "PACK": pack, "CHUNKS": chunks, "HELD": c.held}
-        return launching.KernelLauncher(_loop_kernel, {**flags, **sizes}, num_warps=c.num_warps)
-    sizes = {"SPLITS": splits, "BLOCK_N": c.block_n, "BLOCK_S": library.power_of_two(splits), "STAGES": c.stages}
-    return launching.KernelLauncher(
-        _split_kernel, {**flags, **sizes}, num_warps=c.num_warps, **resident(c.max_registers)
+    return row_launcher(
+        {"tile": _tile_kernel, "loop": _loop_kernel, "split": _split_kernel}[c.kernel],
+        c,
+        splits,
+        SIGN=(scale > 0) - (scale < 0),
+        FACTOR=factor or 1.0,
+        CAUSAL=causal,
+        HAS_MASK=has_mask,
+        EVEN=even,
+        PACK=pack,
+        CHUNKS=chunks,
     )
 
 
@@ -520,14 +489,14 @@ def _prepare_start(
     mode = (x.dtype, float(scale), causal, mask is not None)
     n_words = 0
     if c.kernel == "tile":
-        launcher, programs = _plan(*mode, even, c), library.cdiv(n_rows, c.rows)
+        launcher, programs = _launcher(*mode, even, c), library.cdiv(n_rows, c.rows)
     elif c.kernel == "loop":
         # Rows that are not aligned to 16 bytes are loaded element by element.
         pack = 16 // x.element_size() if n_cols % 16 == 0 and rows.stride(0) % 16 == 0 else 1
-        launcher, programs = _plan(*mode, even, c, pack, unrolled(n_cols, c, causal)), n_rows
+        launcher, programs = _launcher(*mode, even, c, pack, unrolled(n_cols, c, causal)), n_rows
     else:
         splits, lanes = split("softmax", n_rows, n_cols, c.block_n, target.multiprocessors * c.per_sm)
-        launcher, programs, n_words = _plan(*mode, even, c, splits=splits), splits * lanes, n_rows * splits
+        launcher, programs, n_words = _launcher(*mode, even, c, splits=splits), splits * lanes, n_rows * splits
     strides = (rows.stride(0), *mask_strides, n_cols)
     numbers = (n_rows, shape[-2] if causal else 1, *sizes)
     return library.copying(launching.bind(launcher, programs, strides=strides, numbers=numbers), copies), n_words
