@@ -19,9 +19,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,19 @@ class KernelLauncher:
         self.compiled: dict[Any, Any] = {}
         self.launches: dict[Any, Callable[..., None]] = {}  # of `launch`, by device and strides
         _LAUNCHERS.add(self)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launcher(kernel: Any, dtypes: Any, constants: Any, options: Any) -> KernelLauncher:
+    return KernelLauncher(kernel, dict(constants), **dict(options))
+
+
+def launcher(
+    kernel: Any, tensors: Iterable[Tensor | None], constants: Mapping[str, Any], **options: Any
+) -> KernelLauncher:
+    """The one launcher of a kernel for tensors of such dtypes, or None, and those hashable constants and options."""
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    return _launcher(kernel, dtypes, tuple(constants.items()), tuple(options.items()))
 
 
 class Descriptor(NamedTuple):

@@ -19,9 +19,6 @@ fp8 (`x_scale`, `weight_scale`): scales of 128 elements of the sum are applied t
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
@@ -207,33 +204,6 @@ def _skinny_kernel(
     )  # fmt: skip
 
 
-@functools.lru_cache(4096)
-def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: GemmConfig) -> launching.KernelLauncher:
-    """`dtypes` says which operands are there; Triton compiles for them."""
-    eps, offset, x_kind, w_kind, fast, activation, gated, precision, tma, n16, even_k, prefetched = constants
-    values = {
-        "EPS": eps,
-        "OFFSET": offset,
-        "X_SCALE": x_kind,
-        "W_SCALE": w_kind,
-        "FAST": fast,
-        "APART": fp8_common.adds_apart(c),
-        "ACTIVATION": activation,
-        "GATED": gated,
-        "PRECISION": precision,
-        "TMA": tma,
-        "N16": n16,
-        "EVEN_K": even_k,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "SPLIT": c.split_k,
-        "STAGES": c.num_stages,
-        "PREFETCHED": prefetched,
-    }
-    return launching.KernelLauncher(_skinny_kernel, values, num_warps=c.num_warps, **pdl.options(prefetched >= 0))
-
-
 def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
     if p.m > c.block_m:
@@ -281,17 +251,20 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
         of_w = launching.describe(w, (c.block_n, c.block_k))
         if of_x is not None and of_w is not None:
             descriptors = {0: of_x, 1: of_w}
-    dtypes = tuple(None if t is None else t.dtype for t in (x, o.norm_weight, o.bias, residual, o.out))
-    constants = (
-        o.eps, o.offset, o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, bool(descriptors),
-        n_cols % 16 == 0, n_inner % c.block_k == 0, PREFETCH if early else -1,
+    prefetched = PREFETCH if early else -1
+    constants = {
+        "EPS": o.eps, "OFFSET": o.offset, "X_SCALE": o.x_kind, "W_SCALE": o.w_kind, "FAST": o.fast,
+        "APART": fp8_common.adds_apart(c), "ACTIVATION": o.activation, "GATED": o.gated, "PRECISION": o.precision,
+        "TMA": bool(descriptors), "N16": n_cols % 16 == 0, "EVEN_K": n_inner % c.block_k == 0, "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "SPLIT": split, "STAGES": c.num_stages, "PREFETCHED": prefetched,
+    }  # fmt: skip
+    launcher = launching.launcher(
+        _skinny_kernel, (x, o.norm_weight, o.bias, residual, o.out), constants, num_warps=c.num_warps,
+        **pdl.options(early),
     )  # fmt: skip
     residual_stride = 0 if residual is None else residual.stride(0)
     strides = (*x.stride(), *w.stride(), *fp8_common.scale_strides(o), residual_stride, o.out.stride(0), n_inner)
-    start = launching.bind(
-        _launcher(dtypes, constants, c), tiles * split, strides=strides, numbers=(n_rows, n_cols),
-        descriptors=descriptors,
-    )  # fmt: skip
+    start = launching.bind(launcher, tiles * split, strides=strides, numbers=(n_rows, n_cols), descriptors=descriptors)
 
     def run(
         x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,

@@ -13,8 +13,6 @@ each of its halves half a group.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -157,27 +155,6 @@ def _weight_only_kernel(
     finish(acc, acc, bias, None, residual_ptr, out_ptr, rows, cols, n_cols, n_cols, mask, "", False)
 
 
-@functools.cache
-def _launcher(
-    k: int, group: int, dtypes: tuple[torch.dtype | None, ...], tricks: bool, pairs: str, c: GemmConfig
-) -> launching.KernelLauncher:
-    constants = {
-        "K": k,
-        "GROUP": group,
-        "TRICKS": tricks,
-        "PAIRS": pairs,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "SLICES": c.slices,
-        "SPLIT": c.split_k,
-        "STAGES": c.num_stages,
-        "PREFETCH": -1 if c.prefetch is None else c.prefetch,
-    }
-    early = c.prefetch is not None and c.prefetch >= 0
-    return launching.KernelLauncher(_weight_only_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
-
-
 def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute that problem so; None where it can."""
     if p.group and c.block_k != 2 * p.group:
@@ -210,8 +187,16 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
         scale, pairs = in_pairs(scale)
     tiles, split = library.cdiv(n_rows, c.block_m) * library.cdiv(n_cols, c.block_n), c.split_k
     elements = c.block_n * c.block_m
-    dtypes = (x.dtype, w.dtype, scale.dtype, *(None if t is None else t.dtype for t in (o.bias, o.residual)))
-    launcher = _launcher(int(k), group, dtypes, has_tricks(runtime.target(device)), pairs, c)
+    ahead = -1 if c.prefetch is None else c.prefetch
+    constants = {
+        "K": int(k), "GROUP": group, "TRICKS": has_tricks(runtime.target(device)), "PAIRS": pairs,
+        "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "SLICES": c.slices, "SPLIT": split,
+        "STAGES": c.num_stages, "PREFETCH": ahead,
+    }  # fmt: skip
+    launcher = launching.launcher(
+        _weight_only_kernel, (x, w, scale, o.bias, o.residual), constants, num_warps=c.num_warps,
+        **pdl.options(ahead >= 0),
+    )  # fmt: skip
     start = launching.bind(
         launcher, tiles * split, strides=(x.stride(0), w.stride(0)), numbers=(n_rows, n_cols)
     )  # fmt: skip

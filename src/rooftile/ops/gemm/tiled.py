@@ -11,7 +11,6 @@ holds. They walk the tiles, so that a tile's first loads are in flight while the
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,37 +196,6 @@ def _tiled_kernel(
         )  # fmt: skip
 
 
-@functools.lru_cache(4096)
-def _launcher(dtypes: tuple[Any, ...], constants: tuple[Any, ...], c: GemmConfig) -> launching.KernelLauncher:
-    """`dtypes` says which operands are there; Triton compiles for them."""
-    x_kind, w_kind, fast, activation, gated, precision, tma, edges, by_16, even_k, known_k = constants
-    values = {
-        "X_SCALE": x_kind,
-        "W_SCALE": w_kind,
-        "FAST": fast,
-        "APART": fp8_common.adds_apart(c),
-        "ACTIVATION": activation,
-        "GATED": gated,
-        "PRECISION": precision,
-        "TMA": tma,
-        "X_EDGE": edges[0],
-        "W_EDGE": edges[1],
-        "M16": by_16[0],
-        "N16": by_16[1],
-        "K16": by_16[2],
-        "EVEN_K": even_k,
-        "K": known_k,
-        "GROUP_M": c.group_m,
-        "SPLIT": c.split_k,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "STAGES": None if tma else c.num_stages,  # of flattened loops, the kernel's option decides
-    }
-    options: dict[str, Any] = {"num_stages": c.num_stages} if tma else {}
-    return launching.KernelLauncher(_tiled_kernel, values, num_warps=c.num_warps, **options)
-
-
 def shared_memory(p: Problem, c: GemmConfig) -> int:
     """Bytes of shared memory of a CTA: the tiles being loaded, and a few for barriers."""
     tiles = (c.block_m + c.block_n * (1 + p.gated)) * c.block_k * p.dtype.itemsize
@@ -302,10 +270,9 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     elements, programs = (1 + o.gated) * c.block_m * c.block_n, tiles * split
     tma = c.kernel == "hopper"
     reads_bytes = o.x_kind != "" and not tma  # on a GPU without fp8
-    edges = _edge(x, m, c.block_m), _edge(w, n, c.block_n)
+    x_edge, w_edge = _edge(x, m, c.block_m), _edge(w, n, c.block_n)
     # With a gate the second half of the weight's rows begins at n, which vectors of a masked load may not straddle.
     even_k = bool(k % c.block_k == 0)
-    by_16 = (edges[0] == "mask" and m % 16 == 0, n % 16 == 0, not even_k and k % 16 == 0)
     descriptors = {}
     if tma:
         programs = min(programs, _resident(c, runtime.target(device)))
@@ -313,17 +280,20 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
         assert of_x is not None, "can_implement takes only what TMA does"
         assert of_w is not None, "can_implement takes only what TMA does"
         descriptors = {0: of_x, 1: of_w}
-    dtypes = tuple(None if t is None else t.dtype for t in (x, o.bias, o.residual, o.out))
-    constants = (
-        o.x_kind, o.w_kind, o.fast, o.activation, o.gated, o.precision, tma, edges, by_16, even_k,
-        int(k) if tma else 0,
-    )  # fmt: skip
+    constants = {
+        "X_SCALE": o.x_kind, "W_SCALE": o.w_kind, "FAST": o.fast, "APART": fp8_common.adds_apart(c),
+        "ACTIVATION": o.activation, "GATED": o.gated, "PRECISION": o.precision, "TMA": tma, "X_EDGE": x_edge,
+        "W_EDGE": w_edge, "M16": x_edge == "mask" and m % 16 == 0, "N16": n % 16 == 0,
+        "K16": not even_k and k % 16 == 0, "EVEN_K": even_k, "K": int(k) if tma else 0, "GROUP_M": c.group_m,
+        "SPLIT": split, "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k,
+        "STAGES": None if tma else c.num_stages,  # of flattened loops, the kernel's option decides
+    }  # fmt: skip
+    options = {"num_warps": c.num_warps, **({"num_stages": c.num_stages} if tma else {})}
+    launcher = launching.launcher(_tiled_kernel, (x, o.bias, o.residual, o.out), constants, **options)
     strides = (
         *_strides(x), *_strides(w), *fp8_common.scale_strides(o), *_strides(o.residual)[:2], *_strides(o.out)[:2]
     )  # fmt: skip
-    start = launching.bind(
-        _launcher(dtypes, constants, c), programs, strides=strides, numbers=(m, n, k), descriptors=descriptors
-    )
+    start = launching.bind(launcher, programs, strides=strides, numbers=(m, n, k), descriptors=descriptors)
 
     def run(
         x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, _: None,
