@@ -80,6 +80,7 @@ def ops():
     w, q, cos, ids = torch.randn(64), torch.randn(1, 2, 16, 64), torch.randn(16, 64), torch.arange(16)
     prompt = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
     decoding = tuple(torch.randn(1, n, 2, 64) for n in (1, 256, 256))
+    many, weight = torch.randn(64, 512, dtype=torch.bfloat16), torch.randn(512, 512, dtype=torch.bfloat16)
     lengths = torch.full((1,), 256, dtype=torch.int32)
     return {
         "rms_norm": lambda: rooftile.rms_norm(x, w),
@@ -89,6 +90,9 @@ def ops():
         "silu_mul": lambda: rooftile.silu_mul(x, r),
         "gelu_mul": lambda: rooftile.gelu_mul(x, r),
         "silu_mul_packed": lambda: rooftile.silu_mul_packed(x),
+        "linear": lambda: rooftile.linear(many, weight),
+        "matmul": lambda: rooftile.matmul(many, weight),
+        "gated_linear": lambda: rooftile.gated_linear(many, weight),
         "rope": lambda: rooftile.rope(q, q, cos, cos),
         "attention": lambda: rooftile.attention(prompt, prompt, prompt, causal=True),
         "qk_norm_rope": lambda: rooftile.qk_norm_rope(q, q, w, w, cos, cos),
