@@ -82,6 +82,8 @@ def ops():
     decoding = tuple(torch.randn(1, n, 2, 64) for n in (1, 256, 256))
     many, weight = torch.randn(64, 512, dtype=torch.bfloat16), torch.randn(512, 512, dtype=torch.bfloat16)
     lengths = torch.full((1,), 256, dtype=torch.int32)
+    caches = tuple(torch.zeros(1, 16, 2, 64) for _ in range(2))
+    start = lengths[:1] - 250
     return {
         "rms_norm": lambda: rooftile.rms_norm(x, w),
         "add_rms_norm": lambda: rooftile.add_rms_norm(x, r, w),
@@ -98,6 +100,10 @@ def ops():
         "qk_norm_rope": lambda: rooftile.qk_norm_rope(q, q, w, w, cos, cos),
         "embedding": lambda: rooftile.embedding(ids, x),
         "decode_attention": lambda: rooftile.decode_attention(*decoding, lengths, layout="bthd"),
+        "append_kv": lambda: rooftile.append_kv(q[:, :, :4], q[:, :, :4], *caches, start),
+        "rope_and_cache": lambda: rooftile.rope_and_cache(
+            q[:, :, :4], q[:, :, :4], q[:, :, :4], cos, cos, *caches, start
+        ),
     }
 
 

@@ -173,7 +173,8 @@ def _decode(batch, device, length=300):
     q = torch.randn(batch, 1, 8, 64, device=device, dtype=torch.bfloat16)
     k, v = (torch.randn(batch, length, 8, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
     lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
-    return lambda: rooftile.decode_attention(q, k, v, lengths, layout="bthd")
+    config = rooftile.DecodeConfig(combine="last")  # a counter for each sequence and KV head
+    return lambda: rooftile.decode_attention(q, k, v, lengths, layout="bthd", config=config)
 
 
 @pytest.mark.gpu

@@ -138,6 +138,26 @@ def test_pages_give_what_a_contiguous_cache_gives(page, config, device):
     assert torch.equal(again, results[0])
 
 
+@pytest.mark.parametrize("cache_layout", ["bthd", "bhtd"])
+def test_layout_is_that_of_q_and_out(cache_layout, device):
+    """By default heads before tokens, as in `attention`; the memory of out is the same."""
+    q, k, v, lengths = make(device, [40, 33], tokens=3)
+    expected = decode_attention(q, k, v, lengths)
+    if cache_layout == "bhtd":
+        k, v = (t.transpose(1, 2).contiguous() for t in (k, v))
+    out = op.decode_attention(q.transpose(1, 2), k, v, lengths, cache_layout=cache_layout)
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_an_input_that_requires_grad_is_refused(device):
+    q, k, v, lengths = make(device, [40, 33])
+    with pytest.raises(ValueError, match="decode_attention: k_cache requires grad, but decode_attention has no deriv"):
+        decode_attention(q, k.requires_grad_(), v, lengths)
+    with torch.no_grad():
+        decode_attention(q, k, v, lengths)
+
+
 def test_layouts_give_bit_identical_results(device):
     q, k, v, lengths = make(device, [70, 33], dims=(80, 48))
     out = decode_attention(q, k, v, lengths)

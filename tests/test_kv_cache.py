@@ -40,6 +40,24 @@ def test_each_token_at_its_position_and_nothing_else_is_written(layout, device):
         assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("cache_layout", ["bthd", "bhtd"])
+def test_layout_is_that_of_the_new_tokens(cache_layout, device):
+    """By default heads before tokens, as in `attention`, with caches of either layout."""
+    q, k = drawn(2, 3, 4, 8, device=device), drawn(2, 3, 2, 8, device=device)
+    table, lengths = drawn(10, 8, device=device), ints([7, 2], device)
+    expected = [fresh((2, 10, 2, 8), device) for _ in range(2)]
+    wanted = rope_and_cache(q, k, k, table, table, *expected, lengths)
+    shape = (2, 10, 2, 8) if cache_layout == "bthd" else (2, 2, 10, 8)
+    caches = [fresh(shape, device) for _ in range(2)]
+    heads_first = [x.transpose(1, 2) for x in (q, k, k)]
+    turned = ops.rope_and_cache(*heads_first, table, table, *caches, lengths, cache_layout=cache_layout)
+    assert torch.equal(turned.transpose(1, 2), wanted)
+    appended = [fresh(shape, device) for _ in range(2)]
+    ops.append_kv(*heads_first[1:], *appended, lengths, cache_layout=cache_layout)
+    for cache, other in ((caches[0], expected[0]), (caches[1], expected[1]), (appended[1], expected[1])):
+        assert torch.equal(cache if cache_layout == "bthd" else cache.transpose(1, 2), other)
+
+
 def test_pages_in_any_order(device):
     k = drawn(1, 40, 1, 8, device=device, dtype=BF16)
     k_cache, v_cache = fresh((4, 16, 1, 8), device, BF16), fresh((4, 16, 1, 8), device, BF16)
@@ -133,6 +151,7 @@ def test_errors_before_anything_is_written(device):
         ((k, k, cache, cache, lengths.float()), {}, TypeError, "lengths has dtype torch.float32, expected int32"),
         ((k, k, cache, cache, lengths), {"counts": lengths[:1]}, ValueError, r"counts has shape \(1,\)"),
         ((k, k, cache, cache, lengths), {"layout": "thd"}, ValueError, "layout is 'thd', expected one of bhtd, bthd"),
+        ((k, k, cache, cache, lengths), {"cache_layout": "thd"}, ValueError, "cache_layout is 'thd', expected one of"),
         ((k, k, cache, cache, lengths), {"k_scale": one, "v_scale": one}, ValueError, "k_scale is given for a cache"),
         ((k, k, eight, eight, lengths), {}, ValueError, "the cache is int8 and has no scales"),
         ((k, k, eight, eight, lengths), {"k_scale": one}, ValueError, "k_scale and v_scale are of two kinds"),
