@@ -1,11 +1,11 @@
-"""Numbers of 8 and 4 bits as the matrix unit takes them, and those of 8 bits in float32.
+"""int8, int4 and fp8 weights as the tensor cores take them, and those of 8 bits in float32.
 
-At 4 bits an H200's memory brings 35 weights a clock to each multiprocessor, which issues 128 instructions a clock,
-counted by lanes: 3.7 a weight, for everything. A conversion from an integer runs at half of that rate or less, so on
-NVIDIA's GPUs the bits are placed into the mantissa of a number whose last bit is worth 1, two weights an instruction,
-and what that number had before is taken off: 1.4 instructions a weight for int4, and for int8 2 in bfloat16 and 1.25
-in float16. All of it is exact. float8_e4m3fn has an instruction of its own, for two numbers; where a chip has it not,
-such numbers are read as bytes (`quantize.writable`).
+At 4 bits an H200's memory brings 35 weights a clock to each SM, which issues 128 instructions a clock, counted by
+lanes: 3.7 a weight, for everything. A conversion from an integer runs at half of that rate or less. So on NVIDIA's GPUs
+the bits are placed into the mantissa of a number whose last bit is worth 1, two weights an instruction, and that number
+is subtracted: 1.4 instructions a weight for int4, and for int8 2 in bfloat16 and 1.25 in float16. All of it is exact.
+float8_e4m3fn has a conversion instruction, for two elements; where a GPU has none, fp8 is read as bytes
+(`quantize.writable`).
 """
 
 from __future__ import annotations
@@ -84,22 +84,6 @@ INT4_FP16 = _int4("f16x2", "0x64646464", "0x3c003c00", "0xe408e408")
 INT4_FP32 = assembly(_INT4_FP32)
 INT8_BF16 = assembly(_INT8_BF16)
 INT8_FP16 = assembly(_INT8_FP16)
-
-
-def _of_word(text: tl.constexpr, pairs: int) -> tl.constexpr:
-    """The assembly for one word, whose numbers are outputs one by one."""
-    text = text.value
-    for i in range(pairs, -1, -1):
-        text = text.replace(f"${i}", f"p{i}" if i < pairs else f"${2 * pairs}")
-    head = "{ .reg .b32 " + ", ".join(f"p{i}" for i in range(pairs)) + ";"
-    tail = "".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i}; " for i in range(pairs)) + "}"
-    return assembly(head + text[1:-1] + tail)
-
-
-INT4_BF16_WORD = _of_word(INT4_BF16, 4)
-INT4_FP16_WORD = _of_word(INT4_FP16, 4)
-INT8_BF16_WORD = _of_word(INT8_BF16, 2)
-INT8_FP16_WORD = _of_word(INT8_FP16, 2)
 
 
 def has_tricks(target: runtime.Target) -> bool:
