@@ -13,7 +13,7 @@ MOST = {
     **dict.fromkeys(
         ("rms_norm", "add_rms_norm", "layer_norm", "softmax", "silu_mul", "gelu_mul", "silu_mul_packed"), 5
     ),
-    "attention": 10,  # it checks its options, and asks for autocast and deterministic algorithms
+    "attention": 11,  # it checks its options, and asks for autocast and deterministic algorithms
     **dict.fromkeys(("linear", "matmul", "gated_linear"), 12),
     "rope": 6,  # it checks the tables' width
     "qk_norm_rope": 6,
