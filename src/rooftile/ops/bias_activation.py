@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives.activations import GELUS, Gelu, activate, activate_with_slope, check_activation
-from rooftile.primitives.partials import accumulate, sum_partials
+from rooftile.primitives.partials import accumulate, prepare_sum
 from rooftile.primitives.tiles import tile_of, tiles
 
 import triton  # isort: skip
@@ -265,44 +265,43 @@ def _fake_backward(
 def _prepare_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, needs_dx: bool, needs_dbias: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    _fake_backward(dy, x, bias, activation, needs_dx, needs_dbias)
-    if needs_dbias and x.numel():
-        return functools.partial(_differentiate, target=runtime.target(x.device))
-    start = _start(activation, x, bias, dy) if needs_dx else library.start_nothing
+    shapes = tuple(grad.shape for grad in _fake_backward(dy, x, bias, activation, needs_dx, needs_dbias))
+    strides = tuple(map(library.contiguous_strides, shapes))
+    dtype, dbias_dtype, device = x.dtype, x.dtype if bias is None else bias.dtype, x.device
+    sums = _prepare_dbias(dy, x, bias, activation, needs_dx) if bias is not None and needs_dbias and x.numel() else None
+    start = _start(activation, x, bias, dy) if sums is None and needs_dx else library.start_nothing
 
     def run(dy: Tensor, x: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-        dx = torch.empty(x.shape if needs_dx else (0,), dtype=x.dtype, device=x.device)
+        dx = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device=device)
+        dbias = torch.empty_strided(shapes[1], strides[1], dtype=dbias_dtype, device=device)
+        if sums is not None:
+            sums(dy, x, bias, dx, dbias)
+            return dx, dbias
         start(x, bias, dy, dx)
-        return dx, torch.zeros(
-            x.shape[-1] if needs_dbias else 0, dtype=(x if bias is None else bias).dtype, device=x.device
-        )
+        return dx, dbias.zero_() if needs_dbias else dbias
 
     return run
 
 
-def _differentiate(
-    dy: Tensor,
-    x: Tensor,
-    bias: Tensor,
-    activation: str,
-    needs_dx: bool,
-    needs_dbias: bool,
-    *,
-    target: runtime.Target,
-) -> tuple[Tensor, Tensor]:
-    """dx and dbias, by the kernel that sums over rows."""
-    dx = torch.empty(x.shape if needs_dx else (0,), dtype=x.dtype, device=x.device)
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=x.device)
-    dy, x, bias = library.as_rows(dy), library.as_rows(x), bias.contiguous()
-    n_rows, n_cols = x.shape[0], int(x.shape[1])
+def _prepare_dbias(dy: Tensor, x: Tensor, bias: Tensor, activation: str, needs_dx: bool) -> Callable[..., None]:
+    """The launches over dy, x, bias, dx and dbias."""
+    copies: library.Copies = {}
+    dy_rows, rows = library.rows_of(dy, copies, 0), library.rows_of(x, copies, 1)
+    library.contiguous_of(bias, copies, 2)
+    n_rows, n_cols, target = rows.shape[0], int(rows.shape[1]), runtime.target(x.device)
     d = dbias_config(activation, n_cols, x.element_size(), target)
     blocks, lanes = _dbias_programs(n_rows, n_cols, d, target)
-    partial = torch.empty((lanes, n_cols), dtype=torch.float32, device=x.device)
     launcher = _dbias_launcher(activation, n_cols, (x.dtype, bias.dtype), needs_dx, d)
-    tensors = (dy, x, bias, dx, partial)
-    launching.launch(launcher, blocks * lanes, tensors, (dy.stride(0), x.stride(0)), (n_rows,))
-    sum_partials(partial, dbias)
-    return dx, dbias
+    strides, device = (dy_rows.stride(0), rows.stride(0)), x.device
+    start = library.copying(launching.bind(launcher, blocks * lanes, strides=strides, numbers=(n_rows,)), copies)
+    add_up = prepare_sum(lanes, n_cols, bias.dtype)
+
+    def run(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor, dbias: Tensor) -> None:
+        partial = torch.empty_strided((lanes, n_cols), (n_cols, 1), dtype=torch.float32, device=device)
+        start(dy, x, bias, dx, partial)
+        add_up(partial, dbias, None)
+
+    return run
 
 
 _backward_op = library.define(
