@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,6 +100,8 @@ class Tiling:
         turns: the consumers take turns to start their dots.
         joined: a tile's first dot of scores is started with the previous tile's last dot of values.
         capped, has_left, has_right: see `Scoring.flags`.
+        scale: the factor of the scores, times log2(e), if it is compiled in; 0 if it is an argument. The default scale
+            of a head size is compiled in: with an argument, causal rows took 3 to 7 percent more on an H100.
     """
 
     keys: int
@@ -111,6 +114,7 @@ class Tiling:
     capped: bool
     has_left: bool
     has_right: bool
+    scale: float = 0.0
     rows: int = 64
 
     @property
@@ -469,6 +473,9 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     """The rows of every tile from mine * rows on."""
     q_ring, ring, out_ring, turns = memory
     scale, cap_factor, limits = scoring
+    if T.scale != 0:
+        scale = gl.constexpr(T.scale)
+        scoring = (scale, cap_factor, limits)
     q_tiles, q_ready, q_free = q_ring
     out = out_ring.index(mine)
     lowest = gl.full([T.rows], _LOWEST, gl.float32, gl.SliceLayout(1, T.scores))
@@ -688,6 +695,9 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
     order = work_order(batch * heads, blocks, programs, heads_in_l2)
     factor, cap, left, right = x.scoring.numbers
     scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
+    usual = 1.0 / math.sqrt(head_dim)
+    if not t.capped and math.isclose(x.scoring.scale, usual, rel_tol=1e-8):  # less than float32 can tell apart
+        t = dataclasses.replace(t, scale=usual * _LOG2E.value)
     layout = gl.NVMMASharedLayout(_swizzle_bytes(t.dim), 16, rank=4)
     blocks_of = ((x.q, t.rows), (x.k, t.keys), (x.v, t.keys), (out, t.rows))
     start = bind(
