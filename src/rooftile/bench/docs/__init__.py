@@ -22,6 +22,7 @@ from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
+from rooftile.bench.docs import schedules as docs_schedules
 from rooftile.bench.docs.tables import (
     LARGE,
     NO_RESULTS,
@@ -193,6 +194,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "matmul-summary": docs_products.summary,
     "rms_norm_linear": docs_products.rms_norm_linear,
     "tuning": docs_products.tuning_table,
+    **{
+        f"schedules-{name}": functools.partial(docs_schedules.table, name=name)
+        for name in ("linear", "gemv", "int8_linear", "int4_linear")
+    },
     "attention": docs_attention.rows,
     "attention-summary": docs_attention.summary,
     "attention-memory": docs_attention.memory,
