@@ -117,12 +117,12 @@ def test_prompts_are_written_to_their_pages_and_nowhere_else(prompts, kv_dtype, 
 def test_a_layer_appends_all_prompts_by_one_launch(prompts, monkeypatch):
     launched = []
 
-    def looked_at(plan, *args):
-        launched.append(plan.kernel.fn.__name__)
-        launch(plan, *args)
+    def looked_at(launch, *args):
+        launched.append(launch.launcher.kernel.fn.__name__)
+        call(launch, *args)
 
-    launch, runner = launching.launch, made().runner
-    monkeypatch.setattr(launching, "launch", looked_at)
+    call, runner = launching.Launch.__call__, made().runner
+    monkeypatch.setattr(launching.Launch, "__call__", looked_at)
     runner.prefill(prompts, [Sampling()] * len(prompts))
     assert launched.count("append_kernel") == SIZES["num_hidden_layers"]
 
