@@ -223,17 +223,18 @@ def test_a_cache_that_cannot_be_is_refused_before_weights_are_loaded(more, error
 @pytest.mark.parametrize(("family", "quantize"), [("llama", None), ("qwen3", "fp8"), ("qwen2", "int4")])
 def test_kernels_are_not_specialized_on_what_changes_from_step_to_step(family, quantize, monkeypatch):
     """A kernel that is remembered by its strides would go on with the number that it was compiled for."""
-    specialized, launch = set(), launching.launch
+    specialized, call = set(), launching.Launch.__call__
 
-    def looked_at(plan, programs, tensors, strides, numbers=()):
-        first = len(tensors) + len(strides)
-        names = plan.kernel.arg_names[first : first + len(numbers)]
-        spared = plan.kernel.kwargs.get("do_not_specialize") or ()
-        specialized.update((plan.kernel.fn.__name__, name) for name in names if name not in spared)
-        launch(plan, programs, tensors, strides, numbers)
+    def looked_at(launch, *given):
+        kernel, first = launch.launcher.kernel, launch.n_tensors + len(launch.strides)
+        given_names = zip(kernel.arg_names[first:], launch.numbers, strict=False)
+        names = [name for name, number in given_names if not isinstance(number, float)]  # never specialized on
+        spared = kernel.kwargs.get("do_not_specialize") or ()
+        specialized.update((kernel.fn.__name__, name) for name in names if name not in spared)
+        call(launch, *given)
 
     engine = made(family, config={"head_dim": 8} if family == "qwen3" else {}, quantize=quantize, max_batch=2)
-    monkeypatch.setattr(launching, "launch", looked_at)
+    monkeypatch.setattr(launching.Launch, "__call__", looked_at)
     engine.generate(PROMPTS[:2], max_new_tokens=2, temperature=0.7, repetition_penalty=1.1, ignore_eos=True)
     engine.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True)
     assert not specialized

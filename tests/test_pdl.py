@@ -13,19 +13,20 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from rooftile import KVCache, launching, runtime
 from rooftile.ops.embedding import _prepare as prepare_embedding
-from rooftile.ops.kv_cache import launch as kv_cache
+from rooftile.ops.kv_cache import kernel as kv_cache
 from rooftile.ops.sample import greedy
+from rooftile.primitives.paging import Cache
 
 
 def append():
-    cache = kv_cache.Cache(*caches(), torch.zeros(1, dtype=torch.int32), None, None, None, None, "", "bthd")
-    kv_cache.append(*caches(), cache)
+    cache = Cache(*caches(), torch.zeros(1, dtype=torch.int32), None, None, None, None, "", "bthd")
+    kv_cache.prepare_append(*caches(), "bthd", cache)()
 
 
 def rope():
-    cache = kv_cache.Cache(*caches(), torch.zeros(1, dtype=torch.int32), None, None, None, None, "", "bthd")
+    cache = Cache(*caches(), torch.zeros(1, dtype=torch.int32), None, None, None, None, "", "bthd")
     q, (k, v), angles = torch.empty(1, 1, 4, 16, dtype=BF16), caches(), torch.empty(4, 16)
-    kv_cache.rotate_and_append(q, k, v, torch.empty_like(q), angles, angles, "half", cache)
+    kv_cache.prepare_rope(q, k, v, torch.empty_like(q), angles, angles, "half", "bthd", cache)()
 
 
 def caches():
@@ -60,8 +61,9 @@ def launched(monkeypatch):
 
 
 def is_early(plan):
-    assert plan.constants["EARLY"] == plan.options.get("launch_pdl", False)
-    return plan.constants["EARLY"]
+    early = plan.constants["PDL" if "PDL" in plan.constants else "EARLY"]
+    assert early == plan.options.get("launch_pdl", False)
+    return early
 
 
 @pytest.mark.parametrize("step", [append, rope, embed, sample, advance])
