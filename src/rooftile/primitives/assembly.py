@@ -1,4 +1,4 @@
-"""PTX between Triton's operations."""
+"""Inline PTX."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import triton.language as tl  # isort: skip
 
 
 def assembly(text: str) -> tl.constexpr:
-    """Instructions as a constant of kernels: in one line, and so without comments. `torch.compile` writes the constants
-    of a kernel that it takes over into a string of its own source, as they are, and a line's end would be that
-    string's."""
-    assert "//" not in text, "a comment would hide what follows it"
+    """Instructions as a kernel's constant, in one line and without comments.
+
+    `torch.compile` writes a kernel's constants into a string of its own source, unescaped: no line may end there.
+    """
+    assert "//" not in text, "a comment would hide the rest of the line"
     return tl.constexpr(" ".join(text.split()))

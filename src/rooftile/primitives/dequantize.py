@@ -16,7 +16,7 @@ from rooftile.primitives.assembly import assembly
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-# The four low nibbles of a word, then the four high ones: MAGIC's number + nibble, less that number and 8.
+# The four low nibbles of a word, then the four high ones: (MAGIC's number + nibble) - (that number + 8).
 _INT4 = """{
     .reg .b32 lo, hi, one, less;
     mov.b32 one, ONE;
@@ -33,7 +33,7 @@ _INT4 = """{
     fma.rn.KIND $2, $2, one, less;
     fma.rn.KIND $3, $3, one, less;
 }"""
-# The same in float32: 128 + nibble, and left so.
+# The same in float32, as 128 + nibble: 136 is not subtracted.
 _INT4_FP32 = """{
     .reg .b32 lo, hi;
     and.b32 lo, $8, 0x0f0f0f0f;
@@ -48,7 +48,7 @@ _INT4_FP32 = """{
     prmt.b32 $6, hi, 0x43000000, 0x7244;
     prmt.b32 $7, hi, 0x43000000, 0x7344;
 }"""
-# The sign's bit is turned over, which adds 128.
+# The sign bit is flipped, which adds 128.
 _INT8_FP16 = """{
     .reg .b32 word, one, less;
     mov.b32 one, 0x3c003c00;
@@ -59,7 +59,7 @@ _INT8_FP16 = """{
     fma.rn.f16x2 $0, $0, one, less;
     fma.rn.f16x2 $1, $1, one, less;
 }"""
-# bfloat16 has seven bits: 128 + the low seven, less 128, or less 256 where the sign's bit is set.
+# bfloat16 has seven bits: 128 + the low seven, minus 128, or minus 256 where the sign bit is set.
 _INT8_BF16 = """{
     .reg .b32 low, sign, one, a, b;
     mov.b32 one, 0x3f803f80;
@@ -87,13 +87,13 @@ INT8_FP16 = assembly(_INT8_FP16)
 
 
 def has_tricks(target: runtime.Target) -> bool:
-    """Whether the target takes the assembly above; others convert integers."""
+    """Whether the target takes the PTX above; others convert integers."""
     return target.arch.startswith("sm_")
 
 
 @triton.jit
 def e4m3_of_bits(x):
-    """Bytes of e4m3 as float32: moved to where that has them, 2^120 too small."""
+    """Bytes of e4m3 as float32. Their bits, moved to the places of float32's, are 2^-120 of the value."""
     bits = x.to(tl.int32)
     number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
@@ -101,11 +101,11 @@ def e4m3_of_bits(x):
 
 @triton.jit
 def as_float32(w, TRICKS: tl.constexpr):
-    """w of any format in float32; uint8 are bytes of e4m3."""
+    """w of any format in float32; uint8 stands for bytes of e4m3."""
     if w.dtype == tl.uint8:
         y = e4m3_of_bits(w)
     elif TRICKS and w.dtype == tl.int8:
-        y = int8_as(w, tl.float16, TRICKS).to(tl.float32)  # an instruction more: three in place of a slow conversion
+        y = int8_as(w, tl.float16, TRICKS).to(tl.float32)  # three instructions in place of a slow conversion
     else:
         y = w.to(tl.float32)
     return y
@@ -113,7 +113,7 @@ def as_float32(w, TRICKS: tl.constexpr):
 
 @triton.jit
 def int8_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
-    """int8 w in DTYPE."""
+    """An int8 tile in DTYPE."""
     if TRICKS and DTYPE.is_bf16():
         y = tl.inline_asm_elementwise(INT8_BF16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
     elif TRICKS and DTYPE.is_fp16():
@@ -125,7 +125,7 @@ def int8_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
 
 @triton.jit
 def eight_bits_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
-    """w of int8 or e4m3, or its bytes, in DTYPE."""
+    """A tile of int8, of e4m3, or of e4m3's bytes, in DTYPE."""
     if w.dtype == tl.int8:
         y = int8_as(w, DTYPE, TRICKS)
     elif w.dtype == tl.uint8:
@@ -137,7 +137,7 @@ def eight_bits_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
 
 @triton.jit
 def int4_as_float32(w, TRICKS: tl.constexpr):
-    """The low nibbles of uint8 w, and the high ones, in float32, and the number that each is too large by."""
+    """The low nibbles of a uint8 tile, and the high ones, in float32, and by how much each is too large."""
     if TRICKS:
         low, high = tl.inline_asm_elementwise(
             INT4_FP32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
@@ -150,7 +150,7 @@ def int4_as_float32(w, TRICKS: tl.constexpr):
 
 @triton.jit
 def int4_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
-    """The low nibbles of uint8 w, and the high ones, less 8, in DTYPE."""
+    """The low nibbles of a uint8 tile, and the high ones, minus 8, in DTYPE."""
     if TRICKS and DTYPE.is_bf16():
         low, high = tl.inline_asm_elementwise(
             INT4_BF16, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4

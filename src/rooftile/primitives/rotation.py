@@ -1,4 +1,4 @@
-"""What rotates a head: its first R elements as pairs (a, b), and the angle that a token turns each pair by."""
+"""RoPE: the first R elements of a head as pairs (a, b), and the angles by which a token rotates them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def pair_columns(row_mask, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Where the elements of pairs lie in a head, if they are R / 2 apart and if they are neighbours, with the masks."""
+    """The columns of a head's pairs, where their elements are R / 2 apart and where they are adjacent; and the masks."""
     half = tl.arange(0, BLOCK_R // 2)[None, None, :]
     full = tl.arange(0, BLOCK_R)[None, None, :]
     return half, full, row_mask & (half < R // 2), row_mask & (full < R)
@@ -27,9 +27,9 @@ def load_pairs(
     BLOCK_R: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """The heads at x_ptr as two tiles (tokens, heads, pairs) of float32; ONCE: nobody reads them again.
+    """The heads at x_ptr as two float32 tiles (tokens, heads, pairs). ONCE: they are not read again.
 
-    Neighbours come in one vector load, split in registers.
+    Adjacent elements (NEIGHBOURS) are one vector load, split in registers.
     """
     half, full, half_mask, full_mask = columns
     EVICTION: tl.constexpr = "evict_first" if ONCE else ""
@@ -54,7 +54,7 @@ def store_pairs(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """The opposite of load_pairs, for tiles of the dtype that y_ptr points to."""
+    """Store pairs as `load_pairs` loads them, in the dtype of y_ptr."""
     half, full, half_mask, full_mask = columns
     if NEIGHBOURS:
         tl.store(y_ptr + full, tl.reshape(tl.join(a, b), (BLOCK_T, BLOCK_H, BLOCK_R)), mask=full_mask)
@@ -84,9 +84,9 @@ def load_angles(
     ANGLE_STEP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """cos and sin of the angles, or (INVERSE) of the opposite ones, as tiles (tokens, 1, pairs) of float32.
+    """cos and sin of the angles, or of their negatives (INVERSE), as float32 tiles (tokens, 1, pairs).
 
-    NaN outside the table, and in what the masks leave out.
+    Positions outside of the table, and elements that are masked out, are NaN.
     """
     if HAS_POSITIONS:
         position = tl.load(position_ptr + batch * stride_pb + tokens * stride_pt, mask=token_mask, other=0).to(tl.int64)

@@ -1,9 +1,9 @@
-"""Weights as kernels read them, most of all those of one row of x: as numbers of 32 or 16 bits, of 8 with a scale for
-each row, of 4 with a scale for each group of a row; and how their products with one row of x are summed.
+"""How kernels read a weight, and how GEMVs multiply it by one row of x.
 
-What is stored of a row are its columns: its K numbers, or of int4 K / 2 bytes with K / GROUP scales. There byte j is of
-block j // GROUP, whose low nibbles are one group and whose high ones the next; a last group that has no second is a
-block of its own, half of it low and half high.
+A weight has elements of 32 or 16 bits, of 8 bits with a scale for each row, or of 4 bits with a scale for each group of
+a row. A row is stored in columns: its K elements, or for int4 K / 2 bytes, with K / GROUP scales. Byte j of int4
+belongs to block j // GROUP. The low nibbles of a block are one group, and its high nibbles the next. A last group
+without a second one is a block of its own: half of it in the low nibbles, half in the high ones.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PAIRS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Format(NamedTuple):
-    """What a kernel is told of a weight's numbers.
+    """How a weight's elements are stored: constants of a kernel.
 
     Attributes:
         has_scale: whether each row has a scale.
-        group, groups: the numbers that share a scale, and how many scales a row has; 0 where they have none.
-        pairs: as `in_pairs` says it.
-        tricks: whether numbers become float32 by the chip's own instructions.
+        group, groups: elements that share a scale, and scales of a row; 0 where there are no groups.
+        pairs: the dtype of scales that are read in pairs, see `in_pairs`; "" where they are not.
+        tricks: whether elements become float32 by the PTX of `dequantize.py`.
     """
 
     has_scale: bool
@@ -41,8 +41,10 @@ class Format(NamedTuple):
 
     @staticmethod
     def of(w: Tensor, scale: Tensor | None, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Format]:
-        """A weight of K numbers a row, and its contiguous scales, as a kernel reads them beside an x of that dtype; and
-        their format."""
+        """The weight and its contiguous scales as a kernel reads them, and their format.
+
+        k is the elements of a row, dtype that of x.
+        """
         if scale is None:
             return w, scale, Format(False, 0, 0, "", False)
         tricks = has_tricks(runtime.target(w.device))
@@ -51,16 +53,16 @@ class Format(NamedTuple):
             return w, scale, Format(True, 0, 0, "", tricks and w.dtype == torch.int8)
         groups = scale.shape[1]
         scale, pairs = in_pairs(scale)
-        # Numbers that are too large, and sums of them less what that makes, are no match for an x in float32.
+        # The PTX gives elements that are 136 too large, and sums lose the bits that an x in float32 needs.
         return w, scale, Format(False, k // groups, groups, pairs, tricks and dtype != torch.float32)
 
     def constants(self) -> dict[str, Any]:
-        """A kernel's parameters of these names."""
+        """The kernel's constants of these names."""
         return {name.upper(): value for name, value in self._asdict().items()}
 
 
 def in_pairs(scale: Tensor) -> tuple[Tensor, str]:
-    """Scales of 16 bits as words of two, where a row has an even number of them."""
+    """Scales of 16 bits viewed as words of two, where a row has an even number of them; and their dtype, or ""."""
     if scale.shape[-1] % 2 or scale.dtype not in _PAIRS:
         return scale, ""
     if scale.storage_offset() % 2:
@@ -92,7 +94,7 @@ def block_scales(scale_ptr, rows, block, GROUPS: tl.constexpr, PAIRS: tl.constex
 
 @triton.jit
 def numbers_of(columns, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Which numbers of a row stored columns' low nibbles are, and their high ones."""
+    """The elements of a row that the low nibbles of stored columns hold, and those that the high ones hold."""
     block = columns // GROUP
     low = columns + block * GROUP
     high = low + GROUP
@@ -105,8 +107,11 @@ def numbers_of(columns, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 def load_columns(
     ptr, columns, inside, GROUP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr
 ):
-    """What stands in a vector of K elements beside stored columns of a weight: a tuple of one tile, or for GROUP > 0
-    two, beside the bytes' low nibbles and their high ones. EVEN: all columns are `inside`; else others give 0."""
+    """The elements of a vector of K that belong to stored columns of a weight, in a tuple.
+
+    It has one tile, or for GROUP > 0 two: for the low nibbles and for the high ones. EVEN says that all columns are
+    `inside`; otherwise those outside give 0.
+    """
     if GROUP == 0:
         if EVEN:
             return (tl.load(ptr + columns, eviction_policy=POLICY),)
@@ -125,12 +130,12 @@ def load_columns(
 def load_scales(
     scale_ptr, rows, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The scales of the low and the high nibbles of BLOCK_K stored columns from k on, one for each row and 16 columns,
-    all in bounds; without groups an empty tuple."""
+    """The scales of BLOCK_K stored columns from k on: of the low nibbles and of the high ones, one for each row and 16
+    columns, all in bounds. Without groups an empty tuple."""
     if GROUP == 0:
         return ()
     else:
-        # Along k first: threads then have the scales of what they sum, and none is brought to another.
+        # k is the first dimension: each thread then has the scales of its own sums.
         block = (k + tl.arange(0, BLOCK_K // 16) * 16) // GROUP
         block = tl.minimum(block, (GROUPS - 1) // 2)[:, None]
         if PAIRS != "":
@@ -144,7 +149,7 @@ def load_scales(
 
 @triton.jit
 def in_float32(x):
-    """The tiles of a tuple of one or two."""
+    """A tuple of one or two tiles in float32."""
     if len(x) == 1:
         return (x[0].to(tl.float32),)
     else:
@@ -153,16 +158,18 @@ def in_float32(x):
 
 @triton.jit
 def no_sums(w_ptr, N: tl.constexpr, K: tl.constexpr):
-    """Zeros for a thread's sums: one for each number that it loads at once, but one for all 16 bytes where numbers have
-    8 bits or 4, for sixteen would take the registers of another program."""
+    """Zeros for a thread's sums: one for each element that it loads at once.
+
+    Where elements have 8 or 4 bits, one for all 16 bytes: sixteen would take the registers of another CTA.
+    """
     SHARED: tl.constexpr = min(16, K) if w_ptr.dtype.element_ty.primitive_bitwidth == 8 else 1
     return tl.zeros((N, K // SHARED), tl.float32)
 
 
 @triton.jit
 def _sums_by_16(q, x, N: tl.constexpr, SUMS: tl.constexpr, MORE: tl.constexpr):
-    """The sums of 16 products each of q, which is MORE too large, and x."""
-    # What a thread has of x is one vector, whose sums are taken once for all of its rows.
+    """The sums of 16 products each of q, which is too large by MORE, and x."""
+    # A thread has one vector of x, and sums it once for all of its rows.
     x = tl.broadcast_to(x[None, :], q.shape)
     z = tl.sum((q * x).reshape(N, SUMS, 16), axis=2)
     if MORE > 0:
@@ -172,8 +179,8 @@ def _sums_by_16(q, x, N: tl.constexpr, SUMS: tl.constexpr, MORE: tl.constexpr):
 
 @triton.jit
 def add_products(acc, w, x, scales, TRICKS: tl.constexpr):
-    """The sums and the products of a tile of the weight with x, float32. x and scales are as `load_columns` and
-    `load_scales` give them: of int4 two each, for the low nibbles and the high ones, else one x alone."""
+    """acc plus the products of a tile of the weight and x, float32. x and scales are tuples of `load_columns` and
+    `load_scales`."""
     N: tl.constexpr = acc.shape[0]
     SUMS: tl.constexpr = acc.shape[1]
     if len(x) == 2:
