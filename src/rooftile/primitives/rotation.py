@@ -10,7 +10,7 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def pair_columns(row_mask, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The columns of a head's pairs, where their elements are R / 2 apart and where they are adjacent; and the masks."""
+    """Columns of a head's pairs, where their elements are R / 2 apart and where they are adjacent, and the masks."""
     half = tl.arange(0, BLOCK_R // 2)[None, None, :]
     full = tl.arange(0, BLOCK_R)[None, None, :]
     return half, full, row_mask & (half < R // 2), row_mask & (full < R)

@@ -20,10 +20,11 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.gemv_epilogue import (
     CONSTANTS,
     NO_QKV,
@@ -348,29 +349,41 @@ def _prefetched(o: Operands, c: GemmConfig, is_qkv: bool) -> int:
     return NORM_GATED_PREFETCH if o.gated and o.norm_weight is not None else PREFETCH
 
 
-def launch(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> None:
-    """Compute `o.out` from one row of x, `(1, K)`.
+def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
+    """For one row of x, `(1, K)`.
 
-    With `qkv` out is q, `(1, 1, Hq, D)`, and `c` is that of the linear kernel: half of its rows make a CTA's pairs.
+    With `qkv` out is q, `(1, 1, Hq, D)`, and `c` is that of the linear kernel: half of its rows make a CTA's pairs. The
+    start then takes `qkv.tensors` after its other arguments.
     """
-    x, w, out = o.x, o.w, o.out
+    x, k, dtype = o.x, o.x.shape[-1], o.x.dtype
     is_qkv = qkv is not NO_QKV
     epilogue = "qkv" if is_qkv else "gated" if o.gated else "linear"
-    n_cols = w.shape[-2] // 2 if is_qkv else out.shape[-1]
+    n_cols = o.w.shape[-2] // 2 if is_qkv else o.out.shape[-1]
     block_n = c.block_n // 2 if is_qkv else c.block_n
-    n_inner = w.shape[-1]
-    block_k = c.block_k // 2 if w.dtype == torch.uint8 else c.block_k
+    n_inner = o.w.shape[-1]
+    block_k = c.block_k // 2 if o.w.dtype == torch.uint8 else c.block_k
     programs = library.cdiv(n_cols, block_n)
     limit = 0
-    if epilogue == "linear" and o.norm_weight is None and x.dtype == w.dtype and x.element_size() == 2:  # noqa: SIM102
+    if epilogue == "linear" and o.norm_weight is None and dtype == o.w.dtype and x.element_size() == 2:  # noqa: SIM102
         if not isinstance(x, FunctionalTensor):
             limit = _register_limit(block_n * block_k, c, programs, runtime.target(x.device))
-    prefetched = _prefetched(o, c, is_qkv)
-    w, scale, form = Format.of(w, o.weight_scale, x.shape[-1], x.dtype)
-    tensors = (x, o.norm_weight, w, scale, o.bias, o.residual, out, *qkv.tensors)
+    w, scale, form = Format.of(o.w, o.weight_scale, k, dtype)
+    tensors = (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, *qkv.tensors)
     launcher = _launcher(
         tuple(None if t is None else t.dtype for t in tensors), epilogue, o.eps, o.offset, o.activation, form,
-        qkv.constants, bool(n_inner % block_k == 0), block_n, block_k, c.num_warps, c.num_stages, prefetched, limit,
+        qkv.constants, n_inner % block_k == 0, block_n, block_k, c.num_warps, c.num_stages, _prefetched(o, c, is_qkv),
+        limit,
     )  # fmt: skip
     strides = (w.stride(-2), w.stride(-1), *qkv.strides, n_inner)
-    launching.launch(launcher, programs, tensors, strides, (n_cols, *qkv.sizes))
+    start = launching.bind(launcher, programs, strides=strides, numbers=(n_cols, *qkv.sizes))
+    is_read_as_it_is = w is o.w and scale is o.weight_scale
+
+    def run(
+        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+        x_scale: Tensor | None, weight_scale: Tensor | None, *of_qkv: Tensor | None,
+    ) -> None:  # fmt: skip
+        if not is_read_as_it_is:
+            w, weight_scale, _ = Format.of(w, weight_scale, k, dtype)
+        start(x, norm_weight, w, weight_scale, bias, residual, out, *(of_qkv or NO_QKV.tensors))
+
+    return run

@@ -27,13 +27,15 @@ squares of its part of x. Where several CTAs share a tile (`SPLIT`), the last on
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.gemv_epilogue import (
     CONSTANTS,
     NO_QKV,
@@ -48,7 +50,7 @@ from rooftile.primitives.assembly import assembly
 from rooftile.primitives.gluon import keep_loads_before, view_as
 from rooftile.primitives.paging import locate_tokens
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
-from rooftile.primitives.splitk import arrives_last
+from rooftile.primitives.splitk import arrives_last, workspace
 from rooftile.primitives.weights import block_scales, in_pairs
 
 import triton  # isort: skip
@@ -559,32 +561,46 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
     return None
 
 
-def launch(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> None:
-    """Compute `o.out` from one row of x, `(1, K)`; all operands but w are contiguous.
+def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
+    """For one row of x, `(1, K)`; all operands but w are contiguous.
 
-    With `qkv` out is q, `(1, 1, Hq, D)`, and half of `c`'s rows make a CTA's pairs.
+    With `qkv` out is q, `(1, 1, Hq, D)`, and half of `c`'s rows make a CTA's pairs. The start then takes `qkv.tensors`
+    after its other arguments.
     """
-    x, w, scale = o.x, o.w, o.weight_scale
+    x, w, scale, device = o.x, o.w, o.weight_scale, o.x.device
     if isinstance(x, FunctionalTensor):
         raise launching.Untraceable("a kernel of Gluon")
     assert scale is not None, "the weight is quantized"
     epilogue = "qkv" if qkv is not NO_QKV else "gated" if o.gated else "linear"
     halved = 1 if epilogue == "linear" else 2
-    k, n_cols, group, pairs = int(x.shape[-1]), w.shape[0] // halved, 0, ""
+    k, n_cols, group, pairs, split_k = x.shape[-1], w.shape[0] // halved, 0, "", c.split_k
     if w.dtype == torch.uint8:
-        group = k // int(scale.shape[1])
+        group = k // scale.shape[1]
         scale, pairs = in_pairs(scale)
-        w = w.view(torch.int8)
     tiles = library.cdiv(n_cols, c.block_n // halved)
-    partial = counters = None
-    if c.split_k > 1:
-        partial = torch.empty(tiles * c.split_k * (c.block_n + 1), dtype=torch.float32, device=x.device)
-        counters = launching.counters(tiles, x.device)
-    tensors = (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, partial, counters, *qkv.tensors)
+    dtypes = tuple(
+        None if t is None else t.dtype for t in (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, *qkv.tensors)
+    )
     early = c.prefetch is not None and c.prefetch >= 0
-    launcher = _launcher(
-        tuple(None if t is None else t.dtype for t in tensors), k, epilogue, o.eps, o.offset, o.activation, group,
-        pairs, qkv.constants, c.block_n, c.slices, c.split_k, c.num_warps, c.num_stages, early,
-        early and pdl.weights_are_constant(),
+    constants = (
+        dtypes, k, epilogue, o.eps, o.offset, o.activation, group, pairs, qkv.constants, c.block_n, c.slices, split_k,
+        c.num_warps, c.num_stages, early,
     )  # fmt: skip
-    launching.launch(launcher, tiles * c.split_k, tensors, (w.stride(0), *qkv.strides), (n_cols, *qkv.sizes))
+    strides, sizes = (w.stride(0), *qkv.strides), (n_cols, *qkv.sizes)
+    starts: dict[bool, Callable[..., None]] = {}  # by whether the weight is constant
+
+    def run(
+        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+        x_scale: Tensor | None, weight_scale: Tensor, *of_qkv: Tensor | None,
+    ) -> None:  # fmt: skip
+        partial, counters = workspace(tiles, c.block_n + 1, split_k, device)
+        if pairs:
+            weight_scale, _ = in_pairs(weight_scale)
+        is_constant = early and pdl.weights_are_constant()
+        start = starts.get(is_constant)
+        if start is None:
+            launcher = _launcher(*constants, is_constant)
+            start = starts[is_constant] = launching.bind(launcher, tiles * split_k, strides=strides, numbers=sizes)
+        start(x, norm_weight, w, weight_scale, bias, residual, out, partial, counters, *(of_qkv or NO_QKV.tensors))
+
+    return run

@@ -5,8 +5,8 @@
     cache[lengths[b] + t] = k[b, t], v[b, t]             `rooftile.rope_and_cache`
 
 One token of one sequence, a step of decoding, is one kernel: q, k and v are not written to be read again, and a launch
-is saved. It is `held` for weights of 16 bits with rows of up to 8192, `digits` for those of int8 and int4 that
-`rms_norm_linear` takes so, `row` for others. More tokens are the kernels of the two ops.
+is saved. It is "gemv_persistent" for weights of 16 bits with rows of up to 8192, "gemv_imma" for int8 and int4 weights
+where `rms_norm_linear` takes that, and "gemv" for others. More tokens are the kernels of the two ops.
 
 Bytes of the one kernel: the weights, x, and of cos and sin one of each pair's two equal entries read; q, k and v
 written once. Rounding is that of the two ops: q, k and v are rounded to x's dtype before they are turned, and after.
@@ -15,13 +15,13 @@ written once. Rounding is that of the two ops: q, k and v are rounded to x's dty
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library, runtime
+from rooftile import library, runtime
 from rooftile.ops import kv_cache
 from rooftile.ops.gemm import choose, dispatch, gemv, gemv_persistent
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
@@ -117,45 +117,71 @@ def _fake(*inputs: Any) -> Tensor:
     return q if inputs[-5] == "bthd" else q.transpose(1, 2)
 
 
-def _launch(
+def _prepare(
     x: Tensor, norm_weight: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, cos: Tensor,
     sin: Tensor, *rest: Any,
-) -> Tensor:  # fmt: skip
+) -> Callable[..., Tensor]:  # fmt: skip
     cache, out = _checked(x, norm_weight, weight, weight_scale, bias, cos, sin, *rest)
     dispatch.refuse_symbols(*x.shape, *weight.shape)
     layout, _, style, eps, offset = rest[-5:]
-    q_heads = out.shape[2]
-    q_out = out if layout == "bthd" else out.transpose(1, 2)
-    by_token = cache.scales == "token"
-    kv_cache.check_memory(_OP, cache.k, cache.v, *((cache.k_scale, cache.v_scale) if by_token else (None, None)))
+    by_token, q_heads, kv_heads = cache.scales == "token", out.shape[2], cache.k.shape[cache.layout.index("h")]
+    shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
     kv_cache.check_values(_OP, x.shape[1], cache)
-    if out.numel() == 0:
+
+    def run(
+        x: Tensor, norm_weight: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, cos: Tensor,
+        sin: Tensor, *rest: Any,
+    ) -> Tensor:  # fmt: skip
+        """The kernels of the two ops."""
+        kv_cache.check_memory(_OP, rest[0], rest[1], *(rest[7:9] if by_token else (None, None)))
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        q_out = out if layout == "bthd" else out.transpose(1, 2)
+        if out.numel():
+            qkv = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=weight_scale, eps=eps, offset=offset)
+            q, k, v = _heads(x, qkv, (q_heads, kv_heads, kv_heads), layout)
+            rope_into_cache(_OP, q, k, v, q_out, cos, sin, *rest[:-3], style, cos.shape[-1])
         return q_out
-    fused = choose_kernel(x, weight, weight_scale, cos, style, cache)
-    if fused is not None:
-        p, c = fused
-        if isinstance(x, FunctionalTensor) and c.kernel == "gemv_imma":
-            raise launching.Untraceable("a kernel of Gluon")
-        scale, bias = (None if t is None else t.contiguous() for t in (weight_scale, bias))
-        o = Operands(
-            library.as_rows(x), weight, out, bias, norm_weight=norm_weight.contiguous(), weight_scale=scale, eps=eps,
-            offset=offset,
+
+    fused = choose_kernel(x, weight, weight_scale, cos, style, cache) if out.numel() else None
+    if fused is None:
+        return run
+    p, c = fused
+    copies = library.Copies()
+    rows = library.rows_of(x, copies, 0)
+    for place, tensor in ((3, bias), (5, norm_weight), (7, weight_scale), (12, cache.lengths), (13, cache.counts)):
+        library.contiguous_of(tensor, copies, place)
+    for place, tensor in ((10, cos), (11, sin), (14, cache.page_table)):
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            copies[place] = Tensor.contiguous
+    o = Operands(
+        rows, weight, out, bias, norm_weight=norm_weight,
+        weight_scale=None if weight_scale is None else weight_scale.contiguous(), eps=eps, offset=offset,
+    )  # fmt: skip
+    found = choose.module(p, c)
+    assert found is not None, "can_implement refuses it"
+    target = QkvOutput.of(cos, sin, q_heads, out.shape[-1], style, cache)
+    start = library.copying(found.prepare(o, c, target), copies)
+
+    def run_one_kernel(
+        x: Tensor, norm_weight: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, cos: Tensor,
+        sin: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None,
+        counts: Tensor | None, *rest: Any,
+    ) -> Tensor:  # fmt: skip
+        kv_cache.check_memory(_OP, k_cache, v_cache, None, None)
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        start(
+            x, weight, out, bias, None, norm_weight, None, weight_scale, k_cache, v_cache, cos, sin, lengths, counts,
+            page_table,
         )  # fmt: skip
-        found = choose.module(p, c)
-        assert found is not None, "can_implement refuses it"
-        found.launch(o, c, QkvOutput.of(cos, sin, q_heads, out.shape[-1], style, cache))
-        return q_out
-    qkv = rms_norm_linear(x, norm_weight, weight, bias, weight_scale=weight_scale, eps=eps, offset=offset)
-    heads = cache.k.shape[cache.layout.index("h")]
-    q, k, v = _heads(x, qkv, (q_heads, heads, heads), layout)
-    rope_into_cache(_OP, q, k, v, q_out, cos, sin, *rest[:-3], style, cos.shape[-1])
-    return q_out
+        return out if layout == "bthd" else out.transpose(1, 2)
+
+    return run_one_kernel
 
 
 _op = library.define(
     f"{_OP}(Tensor x, Tensor norm_weight, Tensor weight, Tensor? weight_scale, Tensor? bias, Tensor cos, Tensor sin, "
     f"{kv_cache.CACHE_SCHEMA}, str style, float eps, float offset) -> Tensor",
-    launch=_launch,
+    prepare=_prepare,
     fake=_fake,
 )
 
