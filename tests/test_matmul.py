@@ -388,8 +388,11 @@ def test_registers_are_held_where_a_few_keep_programs_from_running_at_once():
     block, c, sm_90 = 4096, GemmConfig("gemv", 1, 4, 1024, num_warps=4, num_stages=1), runtime.TARGETS["sm_90"]
     # A multiprocessor has room for six such programs of 80 registers a thread, and for seven of 72.
     for programs, registers in ((1, 0), (132, 0), (792, 0), (793, 72), (896, 72), (924, 72), (925, 0), (10**5, 0)):
-        assert row._register_limit(block, c, programs, sm_90) == registers
+        assert row._register_limit(BF16, block, c, programs, sm_90) == registers
     for change in ({"num_stages": 2}, {"num_warps": 8}):
-        assert row._register_limit(block, dataclasses.replace(c, **change), 896, sm_90) == 0
-    assert row._register_limit(2 * block, c, 896, sm_90) == 0
-    assert row._register_limit(block, c, 896, runtime.TARGETS["sm_80"]) == 0
+        assert row._register_limit(BF16, block, dataclasses.replace(c, **change), 896, sm_90) == 0
+    assert row._register_limit(BF16, 2 * block, c, 896, sm_90) == 0
+    assert row._register_limit(BF16, block, c, 896, runtime.TARGETS["sm_80"]) == 0
+    # For int8 64, with which there is room for eight.
+    for programs, registers in ((924, 0), (925, 64), (1024, 64), (1056, 64), (1057, 0)):
+        assert row._register_limit(torch.int8, 2 * block, c, programs, sm_90) == registers
