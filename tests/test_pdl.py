@@ -83,8 +83,8 @@ def test_a_compiler_is_given_launches_that_it_can_trace(step, launched):
     assert set(plan.options) == {"num_warps"}
 
 
-# Compiles one-row GEMMs for sm_90, with weights that may have been written by the previous kernel and with constant
-# ones. Prints for each the instructions on global memory before `griddepcontrol.wait`.
+# Compiles GEMMs of few rows and append_kv for sm_90, with weights that the previous kernel may have written and with
+# constant ones. Prints for each the instructions on global memory before `griddepcontrol.wait`.
 COMPILED = """
 import contextlib, json, re
 import torch
@@ -112,6 +112,12 @@ calls = {
     "int8": lambda: rooftile.int8_linear(x, int8, scale, residual=residual),
     "int4": lambda: rooftile.int4_linear(x, int4, scales, residual=residual),
     "int8 norm gated": lambda: rooftile.rms_norm_gated_linear(x, norm, int8, weight_scale=scale),
+    "few rows": lambda: rooftile.linear(t(4, 1024), t(512, 1024)),
+    "few rows norm": lambda: rooftile.rms_norm_linear(t(4, 1024), norm, t(512, 1024)),
+    "append": lambda: rooftile.append_kv(
+        t(1, 1, 2, 64), t(1, 1, 2, 64), *(t(1, 64, 2, 64, dtype=torch.int8) for _ in "kv"), lengths,
+        k_scale=t(1, 64, 2, dtype=torch.float32), v_scale=t(1, 64, 2, dtype=torch.float32),
+    ),
     "int8 qkv": lambda: rooftile.rms_norm_qkv_rope_cache(
         x[None], norm, int8, angles, angles, **caches, lengths=lengths, weight_scale=scale
     ),
@@ -122,7 +128,8 @@ for constant in (False, True):
         with constant_weights() if constant else contextlib.nullcontext():
             call()
         (kernel,), kernels[:] = list(kernels), []
-        before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
+        before, *after = kernel.asm["ptx"].split("griddepcontrol.wait")
+        assert len(after) == kernel.metadata.launch_pdl, name
         seen = re.findall(r"ld\\.global|st\\.global|atom|prefetch\\.global", before)
         found[f"{name}{' constant' * constant}"] = kernel.src.fn.__name__, sorted(set(seen))
 print(json.dumps(found))
@@ -136,12 +143,11 @@ def test_nothing_is_loaded_before_the_wait_but_constant_weights():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 14
+    assert len(found) == 20
     for call, (kernel, before) in found.items():
-        is_constant = call.endswith("constant")
-        assert kernel == ("gemv_imma_kernel" if "int" in call else kernel), call
-        if kernel == "gemv_imma_kernel" and is_constant:
-            assert before == ["ld.global"], call
-        else:
-            assert before == ["prefetch.global"], call
-    assert {kernel for kernel, _ in found.values()} == {"gemv_kernel", "gemv_persistent_kernel", "gemv_imma_kernel"}
+        assert (kernel == "gemv_imma_kernel") == ("int" in call), call
+        loads_early = kernel == "gemv_imma_kernel" and call.endswith("constant")
+        expected = [] if "append" in call else ["ld.global"] if loads_early else ["prefetch.global"]
+        assert before == expected, call
+    kernels = {"gemv_kernel", "gemv_persistent_kernel", "gemv_imma_kernel", "_skinny_kernel", "append_kernel"}
+    assert {kernel for kernel, _ in found.values()} == kernels
