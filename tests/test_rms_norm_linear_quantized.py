@@ -127,7 +127,7 @@ USED = []  # the tiles that came too large
 
 
 @triton.jit
-def too_large(w, TRICKS: tl.constexpr):
+def too_large(w, FAST_CONVERSIONS: tl.constexpr):
     USED.append(w.shape)
     low, high = dequantize.int4_as(w, tl.float32, False)
     return low + 136, high + 136, 136
@@ -155,7 +155,7 @@ def test_numbers_of_4_bits_may_come_too_large(dtype, device, monkeypatch):
 def test_sums_of_numbers_that_are_too_large_are_for_16_bits_alone(monkeypatch):
     """In float32 what is taken off again would cost four of its bits."""
     packed, scale = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
-    for arch, dtype, tricks in (
+    for arch, dtype, fast_conversions in (
         ("sm_90", BF16, True),
         ("sm_80", torch.float16, True),
         ("sm_90", torch.float32, False),
@@ -163,7 +163,7 @@ def test_sums_of_numbers_that_are_too_large_are_for_16_bits_alone(monkeypatch):
     ):
         monkeypatch.setattr(runtime, "target", lambda _, arch=arch: runtime.TARGETS[arch])
         _, _, form = weights.Format.of(packed, scale, 128, dtype)
-        assert form == (False, 64, 2, "", tricks)
+        assert form == (False, 64, 2, "", fast_conversions)
         _, _, form = weights.Format.of(packed.view(torch.int8), scale[:, 0], 64, dtype)
         assert form == (True, 0, 0, "", arch != "gfx942")
 

@@ -86,7 +86,7 @@ INT8_BF16 = assembly(_INT8_BF16)
 INT8_FP16 = assembly(_INT8_FP16)
 
 
-def has_tricks(target: runtime.Target) -> bool:
+def has_fast_conversions(target: runtime.Target) -> bool:
     """Whether the target takes the PTX above; others convert integers."""
     return target.arch.startswith("sm_")
 
@@ -100,23 +100,23 @@ def e4m3_of_bits(x):
 
 
 @triton.jit
-def as_float32(w, TRICKS: tl.constexpr):
+def as_float32(w, FAST_CONVERSIONS: tl.constexpr):
     """w of any format in float32; uint8 stands for bytes of e4m3."""
     if w.dtype == tl.uint8:
         y = e4m3_of_bits(w)
-    elif TRICKS and w.dtype == tl.int8:
-        y = int8_as(w, tl.float16, TRICKS).to(tl.float32)  # three instructions in place of a slow conversion
+    elif FAST_CONVERSIONS and w.dtype == tl.int8:
+        y = int8_as(w, tl.float16, FAST_CONVERSIONS).to(tl.float32)  # three instructions in place of a slow conversion
     else:
         y = w.to(tl.float32)
     return y
 
 
 @triton.jit
-def int8_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
+def int8_as(w, DTYPE: tl.constexpr, FAST_CONVERSIONS: tl.constexpr):
     """An int8 tile in DTYPE."""
-    if TRICKS and DTYPE.is_bf16():
+    if FAST_CONVERSIONS and DTYPE.is_bf16():
         y = tl.inline_asm_elementwise(INT8_BF16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
-    elif TRICKS and DTYPE.is_fp16():
+    elif FAST_CONVERSIONS and DTYPE.is_fp16():
         y = tl.inline_asm_elementwise(INT8_FP16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4)
     else:
         y = w.to(tl.float32).to(DTYPE)
@@ -124,10 +124,10 @@ def int8_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
 
 
 @triton.jit
-def eight_bits_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
+def eight_bits_as(w, DTYPE: tl.constexpr, FAST_CONVERSIONS: tl.constexpr):
     """A tile of int8, of e4m3, or of e4m3's bytes, in DTYPE."""
     if w.dtype == tl.int8:
-        y = int8_as(w, DTYPE, TRICKS)
+        y = int8_as(w, DTYPE, FAST_CONVERSIONS)
     elif w.dtype == tl.uint8:
         y = e4m3_of_bits(w).to(DTYPE)
     else:
@@ -136,9 +136,9 @@ def eight_bits_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
 
 
 @triton.jit
-def int4_as_float32(w, TRICKS: tl.constexpr):
+def int4_as_float32(w, FAST_CONVERSIONS: tl.constexpr):
     """The low nibbles of a uint8 tile, and the high ones, in float32, and by how much each is too large."""
-    if TRICKS:
+    if FAST_CONVERSIONS:
         low, high = tl.inline_asm_elementwise(
             INT4_FP32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
         )
@@ -149,13 +149,13 @@ def int4_as_float32(w, TRICKS: tl.constexpr):
 
 
 @triton.jit
-def int4_as(w, DTYPE: tl.constexpr, TRICKS: tl.constexpr):
+def int4_as(w, DTYPE: tl.constexpr, FAST_CONVERSIONS: tl.constexpr):
     """The low nibbles of a uint8 tile, and the high ones, minus 8, in DTYPE."""
-    if TRICKS and DTYPE.is_bf16():
+    if FAST_CONVERSIONS and DTYPE.is_bf16():
         low, high = tl.inline_asm_elementwise(
             INT4_BF16, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-    elif TRICKS and DTYPE.is_fp16():
+    elif FAST_CONVERSIONS and DTYPE.is_fp16():
         low, high = tl.inline_asm_elementwise(
             INT4_FP16, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )

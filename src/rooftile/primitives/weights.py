@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.primitives.dequantize import as_float32, has_tricks, int4_as_float32
+from rooftile.primitives.dequantize import as_float32, has_fast_conversions, int4_as_float32
 from rooftile.primitives.quantize import writable
 
 import triton  # isort: skip
@@ -29,15 +29,15 @@ class Format(NamedTuple):
     Attributes:
         has_scale: whether each row has a scale.
         group, groups: elements that share a scale, and scales of a row; 0 where there are no groups.
-        pairs: the dtype of scales that are read in pairs, see `in_pairs`; "" where they are not.
-        tricks: whether elements become float32 by the PTX of `dequantize.py`.
+        pairs: the dtype of scales that are read in pairs, see `view_in_pairs`; "" where they are not.
+        fast_conversions: whether elements become float32 by the PTX of `dequantize.py`.
     """
 
     has_scale: bool
     group: int
     groups: int
     pairs: str
-    tricks: bool
+    fast_conversions: bool
 
     @staticmethod
     def of(w: Tensor, scale: Tensor | None, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Format]:
@@ -47,21 +47,21 @@ class Format(NamedTuple):
         """
         if scale is None:
             return w, scale, Format(False, 0, 0, "", False)
-        tricks = has_tricks(runtime.target(w.device))
+        fast_conversions = has_fast_conversions(runtime.target(w.device))
         if w.dtype != torch.uint8:
             w = writable(w)
-            return w, scale, Format(True, 0, 0, "", tricks and w.dtype == torch.int8)
+            return w, scale, Format(True, 0, 0, "", fast_conversions and w.dtype == torch.int8)
         groups = scale.shape[1]
-        scale, pairs = in_pairs(scale)
+        scale, pairs = view_in_pairs(scale)
         # The PTX gives elements that are 136 too large, and sums lose the bits that an x in float32 needs.
-        return w, scale, Format(False, k // groups, groups, pairs, tricks and dtype != torch.float32)
+        return w, scale, Format(False, k // groups, groups, pairs, fast_conversions and dtype != torch.float32)
 
     def constants(self) -> dict[str, Any]:
         """The kernel's constants of these names."""
         return {name.upper(): value for name, value in self._asdict().items()}
 
 
-def in_pairs(scale: Tensor) -> tuple[Tensor, str]:
+def view_in_pairs(scale: Tensor) -> tuple[Tensor, str]:
     """Scales of 16 bits viewed as words of two, where a row has an even number of them; and their dtype, or ""."""
     if scale.shape[-1] % 2 or scale.dtype not in _PAIRS:
         return scale, ""
@@ -71,7 +71,7 @@ def in_pairs(scale: Tensor) -> tuple[Tensor, str]:
 
 
 @triton.jit
-def of_pair(words, PAIRS: tl.constexpr):
+def unpack_pair(words, PAIRS: tl.constexpr):
     """The two scales of each word."""
     if PAIRS == "bf16":
         first = (words << 16).to(tl.float32, bitcast=True)
@@ -86,14 +86,14 @@ def of_pair(words, PAIRS: tl.constexpr):
 def block_scales(scale_ptr, rows, block, GROUPS: tl.constexpr, PAIRS: tl.constexpr):
     """The scales of a block's two groups."""
     if PAIRS != "":
-        return of_pair(tl.load(scale_ptr + rows * (GROUPS // 2) + block), PAIRS)
+        return unpack_pair(tl.load(scale_ptr + rows * (GROUPS // 2) + block), PAIRS)
     else:
         at = scale_ptr + rows * GROUPS + 2 * block
         return tl.load(at).to(tl.float32), tl.load(at + 1).to(tl.float32)
 
 
 @triton.jit
-def numbers_of(columns, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+def elements_of(columns, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """The elements of a row that the low nibbles of stored columns hold, and those that the high ones hold."""
     block = columns // GROUP
     low = columns + block * GROUP
@@ -118,7 +118,7 @@ def load_columns(
         else:
             return (tl.load(ptr + columns, mask=inside, other=0.0, eviction_policy=POLICY),)
     else:
-        low, high = numbers_of(columns, GROUP, GROUPS)
+        low, high = elements_of(columns, GROUP, GROUPS)
         if EVEN:
             return tl.load(ptr + low, eviction_policy=POLICY), tl.load(ptr + high, eviction_policy=POLICY)
         else:
@@ -139,7 +139,7 @@ def load_scales(
         block = (k + tl.arange(0, BLOCK_K // 16) * 16) // GROUP
         block = tl.minimum(block, (GROUPS - 1) // 2)[:, None]
         if PAIRS != "":
-            first, second = of_pair(tl.load(scale_ptr + rows[None, :] * (GROUPS // 2) + block), PAIRS)
+            first, second = unpack_pair(tl.load(scale_ptr + rows[None, :] * (GROUPS // 2) + block), PAIRS)
         else:
             at = scale_ptr + rows[None, :] * GROUPS + 2 * block
             first = tl.load(at).to(tl.float32)
@@ -157,7 +157,7 @@ def in_float32(x):
 
 
 @triton.jit
-def no_sums(w_ptr, N: tl.constexpr, K: tl.constexpr):
+def zero_sums(w_ptr, N: tl.constexpr, K: tl.constexpr):
     """Zeros for a thread's sums: one for each element that it loads at once.
 
     Where elements have 8 or 4 bits, one for all 16 bytes: sixteen would take the registers of another CTA.
@@ -178,18 +178,18 @@ def _sums_by_16(q, x, N: tl.constexpr, SUMS: tl.constexpr, MORE: tl.constexpr):
 
 
 @triton.jit
-def add_products(acc, w, x, scales, TRICKS: tl.constexpr):
+def add_products(acc, w, x, scales, FAST_CONVERSIONS: tl.constexpr):
     """acc plus the products of a tile of the weight and x, float32. x and scales are tuples of `load_columns` and
     `load_scales`."""
     N: tl.constexpr = acc.shape[0]
     SUMS: tl.constexpr = acc.shape[1]
     if len(x) == 2:
-        low, high, more = int4_as_float32(w, TRICKS)
+        low, high, more = int4_as_float32(w, FAST_CONVERSIONS)
         acc += _sums_by_16(low, x[0], N, SUMS, more) * scales[0]
         acc += _sums_by_16(high, x[1], N, SUMS, more) * scales[1]
     else:
         SHARED: tl.constexpr = w.shape[1] // SUMS
-        products = as_float32(w, TRICKS) * x[0][None, :]
+        products = as_float32(w, FAST_CONVERSIONS) * x[0][None, :]
         if SHARED > 1:
             products = tl.sum(products.reshape(N, SUMS, SHARED), axis=2)
         acc += products

@@ -17,7 +17,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 from rooftile.primitives.dequantize import as_float32, int4_as_float32
-from rooftile.primitives.weights import Format, load_scales, numbers_of
+from rooftile.primitives.weights import Format, elements_of, load_scales
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -44,7 +44,7 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
-    TRICKS: tl.constexpr,
+    FAST_CONVERSIONS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -57,14 +57,14 @@ def _dequantize_kernel(
     w = tl.load(w_ptr + rows[:, None] * stride_wn + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     rows = tl.minimum(rows, n_rows - 1)  # in bounds, so that scales need no mask
     if HAS_SCALE:
-        y = as_float32(w, TRICKS) * tl.load(scale_ptr + rows).to(tl.float32)[:, None]
+        y = as_float32(w, FAST_CONVERSIONS) * tl.load(scale_ptr + rows).to(tl.float32)[:, None]
         tl.store(out_ptr + rows[:, None] * columns + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        low, high, more = int4_as_float32(w, TRICKS)
+        low, high, more = int4_as_float32(w, FAST_CONVERSIONS)
         scale, scale_high = load_scales(scale_ptr, rows, first, GROUP, GROUPS, PAIRS, BLOCK_K)
         low = _by_16(low - more, scale, BLOCK_N, BLOCK_K)
         high = _by_16(high - more, scale_high, BLOCK_N, BLOCK_K)
-        at, at_high = numbers_of(cols, GROUP, GROUPS)
+        at, at_high = elements_of(cols, GROUP, GROUPS)
         out = out_ptr + rows[:, None] * (2 * columns)
         tl.store(out + at[None, :], low.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(out + at_high[None, :], high.to(out_ptr.dtype.element_ty), mask=mask)

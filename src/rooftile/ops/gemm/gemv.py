@@ -37,7 +37,7 @@ from rooftile.primitives import pdl
 from rooftile.primitives.activations import activate
 from rooftile.primitives.paging import locate_tokens
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
-from rooftile.primitives.weights import Format, add_products, in_float32, load_columns, load_scales, no_sums
+from rooftile.primitives.weights import Format, add_products, in_float32, load_columns, load_scales, zero_sums
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -99,7 +99,7 @@ def _normed(x, norm, OFFSET: tl.constexpr):
 @triton.jit
 def _add_step(
     acc, other_acc, squares, w, other, x, norm, OFFSET: tl.constexpr, TWO: tl.constexpr, HAS_NORM: tl.constexpr,
-    TRICKS: tl.constexpr,
+    FAST_CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
     """The sums with the products of what `_load_step` gave, and with the squares of x."""
     if HAS_NORM:
@@ -113,9 +113,9 @@ def _add_step(
             y = first, second  # type: ignore[assignment]  # of another length
     else:
         y = in_float32(x)
-    acc = add_products(acc, w[0], y, w[1], TRICKS)
+    acc = add_products(acc, w[0], y, w[1], FAST_CONVERSIONS)
     if TWO:
-        other_acc = add_products(other_acc, other[0], y, other[1], TRICKS)
+        other_acc = add_products(other_acc, other[0], y, other[1], FAST_CONVERSIONS)
     return acc, other_acc, squares
 
 
@@ -159,7 +159,7 @@ def gemv_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
-    TRICKS: tl.constexpr,
+    FAST_CONVERSIONS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -219,8 +219,8 @@ def gemv_kernel(
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + rows).to(tl.float32)
 
-    acc = no_sums(w_ptr, BLOCK_N, BLOCK_K)
-    other_acc = no_sums(w_ptr, BLOCK_N, BLOCK_K)
+    acc = zero_sums(w_ptr, BLOCK_N, BLOCK_K)
+    other_acc = zero_sums(w_ptr, BLOCK_N, BLOCK_K)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     FIRST: tl.constexpr = BLOCK_K if EPILOGUE == "qkv" else 0
     if EPILOGUE == "qkv":
@@ -236,7 +236,7 @@ def gemv_kernel(
             cos_ptr, sin_ptr, exists, position, first, stride_ct, stride_st, n_angles, BY_POSITION
         )  # fmt: skip
         acc, other_acc, squares = _add_step(
-            acc, other_acc, squares, w, other, x, norm, OFFSET, TWO, HAS_NORM, TRICKS
+            acc, other_acc, squares, w, other, x, norm, OFFSET, TWO, HAS_NORM, FAST_CONVERSIONS
         )  # fmt: skip
     for k in tl.range(FIRST, n_inner, BLOCK_K, num_stages=STAGES):
         step = k
@@ -247,7 +247,7 @@ def gemv_kernel(
             GROUPS, PAIRS, EVEN_K, BLOCK_K,
         )  # fmt: skip
         acc, other_acc, squares = _add_step(
-            acc, other_acc, squares, w, other, x, norm, OFFSET, TWO, HAS_NORM, TRICKS
+            acc, other_acc, squares, w, other, x, norm, OFFSET, TWO, HAS_NORM, FAST_CONVERSIONS
         )  # fmt: skip
 
     rstd = 1.0

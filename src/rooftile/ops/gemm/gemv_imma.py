@@ -51,7 +51,7 @@ from rooftile.primitives.gluon import keep_loads_before, view_as
 from rooftile.primitives.paging import locate_tokens
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.splitk import arrives_last, workspace
-from rooftile.primitives.weights import block_scales, in_pairs
+from rooftile.primitives.weights import block_scales, view_in_pairs
 
 import triton  # isort: skip
 import triton.experimental.gluon.language as gl  # isort: skip
@@ -576,7 +576,7 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
     k, n_cols, group, pairs, split_k = x.shape[-1], w.shape[0] // halved, 0, "", c.split_k
     if w.dtype == torch.uint8:
         group = k // scale.shape[1]
-        scale, pairs = in_pairs(scale)
+        scale, pairs = view_in_pairs(scale)
     tiles = library.cdiv(n_cols, c.block_n // halved)
     dtypes = tuple(
         None if t is None else t.dtype for t in (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, *qkv.tensors)
@@ -595,7 +595,7 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
     ) -> None:  # fmt: skip
         partial, counters = workspace(tiles, c.block_n + 1, split_k, device)
         if pairs:
-            weight_scale, _ = in_pairs(weight_scale)
+            weight_scale, _ = view_in_pairs(weight_scale)
         is_constant = early and pdl.weights_are_constant()
         start = starts.get(is_constant)
         if start is None:

@@ -20,11 +20,11 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.parts import finish, sum_parts
 from rooftile.primitives import pdl
-from rooftile.primitives.dequantize import eight_bits_as, has_tricks, int4_as
+from rooftile.primitives.dequantize import eight_bits_as, has_fast_conversions, int4_as
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last, workspace
-from rooftile.primitives.weights import in_pairs, of_pair
+from rooftile.primitives.weights import view_in_pairs, unpack_pair
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -48,7 +48,7 @@ def _scales(scale_ptr, rows, block, GROUPS: tl.constexpr, EVEN: tl.constexpr, PA
             words = tl.load(scale_ptr + rows * HALF + block)
         else:
             words = tl.load(scale_ptr + rows * HALF + block, mask=block < HALF, other=0)
-        first, second = of_pair(words, PAIRS)
+        first, second = unpack_pair(words, PAIRS)
     else:
         at = scale_ptr + rows * GROUPS + 2 * block
         if EVEN:
@@ -64,7 +64,7 @@ def _scales(scale_ptr, rows, block, GROUPS: tl.constexpr, EVEN: tl.constexpr, PA
 def _weight_only_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
     stride_xm, stride_wn, n_rows, n_cols,
-    K: tl.constexpr, GROUP: tl.constexpr, TRICKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, FAST_CONVERSIONS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -124,14 +124,14 @@ def _weight_only_kernel(
                 x_high = tl.load(x_ptrs + at * BLOCK_K + half, mask=x_inside, other=0.0)
             else:
                 x_high = tl.load(x_ptrs + at * BLOCK_K + BYTES, mask=x_inside, other=0.0)
-            low, high = int4_as(w, DTYPE, TRICKS)
+            low, high = int4_as(w, DTYPE, FAST_CONVERSIONS)
             scale, scale_high = _scales(scale_ptr, w_rows, at + block, GROUPS, EVEN, PAIRS)
             if ODD:
                 scale_high = tl.where(half == BYTES, scale_high, scale)
             acc += tl.dot(low, x, input_precision="ieee") * scale
             acc += tl.dot(high, x_high, input_precision="ieee") * scale_high
         else:
-            acc = tl.dot(eight_bits_as(w, DTYPE, TRICKS), x, acc, input_precision="ieee")
+            acc = tl.dot(eight_bits_as(w, DTYPE, FAST_CONVERSIONS), x, acc, input_precision="ieee")
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)
 
@@ -184,12 +184,12 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     fp8, group, pairs = w.dtype == torch.float8_e4m3fn, 0, ""
     if w.dtype == torch.uint8:
         group = int(k) // int(scale.shape[1])
-        scale, pairs = in_pairs(scale)
+        scale, pairs = view_in_pairs(scale)
     tiles, split = library.cdiv(n_rows, c.block_m) * library.cdiv(n_cols, c.block_n), c.split_k
     elements = c.block_n * c.block_m
     ahead = -1 if c.prefetch is None else c.prefetch
     constants = {
-        "K": int(k), "GROUP": group, "TRICKS": has_tricks(runtime.target(device)), "PAIRS": pairs,
+        "K": int(k), "GROUP": group, "FAST_CONVERSIONS": has_fast_conversions(runtime.target(device)), "PAIRS": pairs,
         "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "SLICES": c.slices, "SPLIT": split,
         "STAGES": c.num_stages, "PREFETCH": ahead,
     }  # fmt: skip
@@ -209,7 +209,7 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
         if fp8:
             w = writable(w)
         elif pairs:
-            scale = in_pairs(scale)[0]
+            scale = view_in_pairs(scale)[0]
         start(x, w, scale, bias, residual, out, partial, counters)
 
     return run
