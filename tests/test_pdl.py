@@ -13,9 +13,14 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from rooftile import KVCache, launching, runtime
 from rooftile.ops.embedding import _prepare as prepare_embedding
+from rooftile.ops.gemm.weight_only import int4_linear, int8_linear
 from rooftile.ops.kv_cache import kernel as kv_cache
 from rooftile.ops.sample import greedy
 from rooftile.primitives.paging import Cache
+from rooftile.primitives.pdl import pdl_launch_dependents
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
 
 
 def append():
@@ -151,3 +156,31 @@ def test_nothing_is_loaded_before_the_wait_but_constant_weights():
         assert before == expected, call
     kernels = {"gemv_kernel", "gemv_persistent_kernel", "gemv_imma_kernel", "_skinny_kernel", "append_kernel"}
     assert {kernel for kernel, _ in found.values()} == kernels
+
+
+@triton.jit
+def write_late_kernel(y_ptr, x_ptr, clock_ptr, n, BLOCK: tl.constexpr, DELAY: tl.constexpr):
+    """Let the next kernel start, and copy x to y some time later."""
+    pdl_launch_dependents()
+    for _ in range(DELAY):
+        tl.atomic_add(clock_ptr, 1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "columns", "scales"), [(int8_linear, 4096, ()), (int4_linear, 2048, (32,))])
+def test_a_weight_that_the_previous_kernel_writes_late_is_read_as_written(op, columns, scales, device):
+    if runtime.target(device).arch != "sm_90":
+        pytest.skip("kernel 'gemv_imma' is chosen for sm_90")
+    dtype = torch.int8 if op is int8_linear else torch.uint8
+    x, scale = torch.randn(1, 4096, device=device).to(BF16), torch.rand(4096, *scales, device=device) + 0.5
+    clock = torch.zeros(1, dtype=torch.int32, device=device)
+    new = torch.randint(0, 100, (2, 4096, columns), device=device).to(dtype)
+    expected = [op(x, w, scale) for w in new]
+    weight = new[1].clone()
+    n = weight.numel()
+    plan = launching.KernelLauncher(write_late_kernel, {"BLOCK": 65536, "DELAY": 200}, num_warps=8)
+    for i in range(20):
+        launching.launch(plan, triton.cdiv(n, 65536), (weight, new[i % 2], clock), (n,))
+        assert torch.equal(op(x, weight, scale), expected[i % 2])
