@@ -24,7 +24,7 @@ from rooftile.primitives.dequantize import eight_bits_as, has_fast_conversions, 
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last, workspace
-from rooftile.primitives.weights import view_in_pairs, unpack_pair
+from rooftile.primitives.weights import unpack_pair, view_in_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
