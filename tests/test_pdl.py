@@ -96,6 +96,7 @@ import torch
 import rooftile
 from rooftile import runtime
 from rooftile.inspect import driver
+from rooftile.primitives.paging import Cache
 from rooftile.primitives.pdl import constant_weights
 
 kernels = []
@@ -120,7 +121,7 @@ calls = {
     "few rows": lambda: rooftile.linear(t(4, 1024), t(512, 1024)),
     "few rows norm": lambda: rooftile.rms_norm_linear(t(4, 1024), norm, t(512, 1024)),
     "append": lambda: rooftile.append_kv(
-        t(1, 1, 2, 64), t(1, 1, 2, 64), *(t(1, 64, 2, 64, dtype=torch.int8) for _ in "kv"), lengths,
+        t(1, 2, 1, 64), t(1, 2, 1, 64), *(t(1, 64, 2, 64, dtype=torch.int8) for _ in "kv"), lengths,
         k_scale=t(1, 64, 2, dtype=torch.float32), v_scale=t(1, 64, 2, dtype=torch.float32),
     ),
     "int8 qkv": lambda: rooftile.rms_norm_qkv_rope_cache(
