@@ -39,30 +39,11 @@ Layout = Literal["bhtd", "bthd"]
 
 @triton.jit
 def _rotate_tile(
-    x_ptr,
-    y_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xt,
-    stride_yb,
-    stride_yh,
-    stride_yt,
-    n_heads,
-    batch,
-    tokens,
-    token_mask,
-    cos,
-    sin,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr,
-    COPY_REST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    x_ptr, y_ptr, stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, n_heads, batch, tokens, token_mask,
+    cos, sin, R: tl.constexpr, D: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
+    COPY_REST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-):
+):  # fmt: skip
     heads = tl.arange(0, BLOCK_H)[None, :, None]
     tokens = tokens[:, None, None]
     x_ptr += batch * stride_xb + tokens * stride_xt + heads.to(tl.int64) * stride_xh
@@ -85,49 +66,15 @@ def _rotate_tile(
 # stride_pb is the length where position_ids are (B, T).
 @triton.jit(do_not_specialize=["seq_len", "n_positions", "stride_pb"])
 def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_qob,
-    stride_qoh,
-    stride_qot,
-    stride_kob,
-    stride_koh,
-    stride_kot,
-    stride_cb,
-    stride_ct,
-    stride_sb,
-    stride_st,
-    stride_pb,
-    stride_pt,
-    seq_len,
-    n_positions,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    INVERSE: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr,
-    COPY_REST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, position_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_qob, stride_qoh, stride_qot, stride_kob,
+    stride_koh, stride_kot, stride_cb, stride_ct, stride_sb, stride_st, stride_pb, stride_pt,
+    seq_len, n_positions,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    INVERSE: tl.constexpr, ANGLE_STEP: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
+    COPY_REST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-):
+):  # fmt: skip
     token_blocks = tl.cdiv(seq_len, BLOCK_T)
     batch = (tl.program_id(0) // token_blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)

@@ -16,18 +16,9 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def locate_tokens(
-    lengths_ptr,
-    counts_ptr,
-    table_ptr,
-    stride_tb,
-    batch,
-    tokens,
-    n_tokens,
-    capacity,
-    n_pages,
-    HAS_COUNTS: tl.constexpr,
+    lengths_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS: tl.constexpr,
     PAGE: tl.constexpr,
-):
+):  # fmt: skip
     """For each new token of a sequence: whether it exists, its position, and where it goes.
 
     The last three results are the cache's batch entry or page, the row in it, and whether that is inside the cache.

@@ -53,18 +53,9 @@ def select_length(lengths, seq, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def partition_work(
-    lengths,
-    n_seqs,
-    n_new,
-    per_seq,
-    capacity,
-    programs,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
-    SLACK: tl.constexpr,
-):
+    lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
+):  # fmt: skip
     """Partition the blocks of all sequences, of `per_seq` items each, among the programs.
 
     A split or share has at least MIN_BLOCKS blocks where possible. Splits are aligned if the busiest program then has
@@ -159,19 +150,9 @@ def partial_slot(split, first, second_slot):
 
 @triton.jit
 def work_at(
-    at,
-    stop,
-    program,
-    programs,
-    lengths,
-    partition,
-    n_new,
-    per_seq,
-    capacity,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """A program's work at position `at`: blocks `low` to `high` of one item.
 
     Returns:
@@ -216,19 +197,9 @@ def no_work(after):
 
 @triton.jit
 def plan_work(
-    lengths,
-    program,
-    n_seqs,
-    n_new,
-    per_seq,
-    capacity,
-    programs,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
-    SLACK: tl.constexpr,
-):
+    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
+):  # fmt: skip
     """A program's plan, derived from the lengths by a long chain of dependent divisions and sums.
 
     Returns:
@@ -259,19 +230,9 @@ def exp2_difference(m, top):
 
 @triton.jit
 def store_partial(
-    partial_ptr,
-    slot,
-    m,
-    total,
-    o,
-    o_second,
-    rows,
-    mask,
-    WIDTH: tl.constexpr,
-    V0: tl.constexpr,
-    V1: tl.constexpr,
+    partial_ptr, slot, m, total, o, o_second, rows, mask, WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     at = partial_ptr + slot.to(tl.int64) * (ROWS * (WIDTH + 2))
     cols = tl.arange(0, V0)[None, :]
     tl.store(at + rows[:, None] * WIDTH + cols, o, mask=mask[:, None])
@@ -292,17 +253,9 @@ def _load_partial_o(at, rows, cols, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def combine_splits(
-    partial_ptr,
-    first,
-    second_slot,
-    count,
-    rows,
-    mask,
-    V0: tl.constexpr,
-    V1: tl.constexpr,
-    ROWS: tl.constexpr,
+    partial_ptr, first, second_slot, count, rows, mask, V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr,
     COMBINE_SPLITS: tl.constexpr,
-):
+):  # fmt: skip
     """m, l and o (in two ranges of columns) of an item's rows, combined over its splits in their order."""
     WIDTH: tl.constexpr = V0 + V1
     top = tl.full(rows.shape, float("-inf"), tl.float32)
@@ -339,26 +292,10 @@ def _store_columns(out_ptr, o, row, mask, first: tl.constexpr, V: tl.constexpr, 
 
 @triton.jit
 def write_output(
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    m,
-    total,
-    o,
-    o_second,
-    seq,
-    kv_head,
-    rows,
-    mask,
-    n_new,
-    kv_heads,
-    VALUE_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    V0: tl.constexpr,
+    out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, kv_head, rows, mask, n_new, kv_heads,
+    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr,
-):
+):  # fmt: skip
     """Normalize and store the results of a KV head's query rows: row r is head r % GROUP of token r // GROUP."""
     head = kv_head * GROUP + rows % GROUP
     token = rows // GROUP
@@ -384,32 +321,13 @@ def write_output(
 
 @triton.jit(do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "programs"])
 def combine_kernel(
-    lengths_ptr,
-    sinks_ptr,
-    partial_ptr,
-    out_ptr,
-    lse_ptr,
-    n_seqs,
-    n_new,
-    kv_heads,
-    capacity,
-    programs,
-    VALUE_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    V0: tl.constexpr,
-    V1: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
-    SLACK: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    lengths_ptr, sinks_ptr, partial_ptr, out_ptr, lse_ptr,
+    n_seqs, n_new, kv_heads, capacity, programs,
+    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Combine one row of an item, if the item was split."""
     per_seq = kv_heads * ROW_TILES
     item = tl.program_id(0) // ROWS

@@ -21,33 +21,13 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def _norm_and_turn(
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xt,
-    stride_yb,
-    stride_yh,
-    stride_yt,
-    batch,
-    tokens,
-    token_mask,
-    cos,
-    sin,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS_X: tl.constexpr,
-    PAIRS_Y: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    x_ptr, weight_ptr, y_ptr,
+    stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt,
+    batch, tokens, token_mask, cos, sin,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, HEADS: tl.constexpr, HAS_WEIGHT: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, PAIRS_X: tl.constexpr, PAIRS_Y: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     tokens = tokens[:, None, None]
     rest = R + tl.arange(0, BLOCK_REST)[None, None, :]
@@ -80,53 +60,15 @@ def _norm_and_turn(
 # stride_pb is the length where position_ids are (B, T).
 @triton.jit(do_not_specialize=["seq_len", "n_positions", "stride_pb"])
 def _forward_kernel(
-    q_ptr,
-    k_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_qob,
-    stride_qoh,
-    stride_qot,
-    stride_kob,
-    stride_koh,
-    stride_kot,
-    stride_cb,
-    stride_ct,
-    stride_sb,
-    stride_st,
-    stride_pb,
-    stride_pt,
-    seq_len,
-    n_positions,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HAS_Q_WEIGHT: tl.constexpr,
-    HAS_K_WEIGHT: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
-    PAIRS_X: tl.constexpr,
-    PAIRS_Y: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, position_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_qob, stride_qoh, stride_qot, stride_kob,
+    stride_koh, stride_kot, stride_cb, stride_ct, stride_sb, stride_st, stride_pb, stride_pt,
+    seq_len, n_positions,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HAS_Q_WEIGHT: tl.constexpr,
+    HAS_K_WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr, HAS_POSITIONS: tl.constexpr, ANGLE_STEP: tl.constexpr,
+    PAIRS_X: tl.constexpr, PAIRS_Y: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     token_blocks = tl.cdiv(seq_len, BLOCK_T)
     batch = (tl.program_id(0) // token_blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -256,15 +198,9 @@ LONGEST = 512  # elements of a head, which a program holds whole
 
 @triton.jit
 def load_weight(
-    weight_ptr,
-    OFFSET: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    weight_ptr, OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     """weight + offset as the tiles that a head comes in: both of the pairs, and the rest. Without a weight, 1."""
     a = tl.full((1, 1, 1), 1.0, tl.float32)
     b = a
