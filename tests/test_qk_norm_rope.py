@@ -215,7 +215,7 @@ def test_heads_in_blocks_of_any_size_give_the_same(heads, device, monkeypatch):
     output_grads = [torch.randn_like(y) for y in inputs[:2]]
     expected = *qk_norm_rope(*inputs, rotary_dim=16), *gradients(inputs, output_grads, rotary_dim=16)
     monkeypatch.setattr(forward, "config", lambda *_: forward.QkNormRopeConfig(tokens=2, heads=heads, num_warps=4))
-    forced = backward.QkNormRopeBackwardConfig(rows=heads, num_warps=4, per_multiprocessor=1, stages=2)
+    forced = backward.QkNormRopeBackwardConfig(rows=heads, num_warps=4, programs_per_sm=1, stages=2)
     monkeypatch.setattr(backward, "config", lambda *_: forced)
     found = *qk_norm_rope(*inputs, rotary_dim=16), *gradients(inputs, output_grads, rotary_dim=16)
     torch.testing.assert_close(found, expected)

@@ -1,18 +1,18 @@
 """Rotary position embedding of q and k in one launch (Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34).
 
-Each pair (a, b) of a head's elements is turned by its token's angle:
+Each pair (a, b) of a head's elements is rotated by its token's angle:
 
     a' = a * cos - b * sin
     b' = b * cos + a * sin
 
-Three styles say which elements make a pair, and where cos and sin keep the pair's angle, for a rotary dimension R:
+The style says which elements make a pair, and where cos and sin hold the pair's angle, for a rotary dimension R:
 
     half          (x[i], x[i + R/2]),   angle at [i], the same at [i + R/2]: Llama, Qwen, Mistral, Gemma, GPT-NeoX
     interleaved   (x[2i], x[2i + 1]),   angle at [2i], the same at [2i + 1]: GPT-J, Cohere, GLM
     deepseek      read as (x[2i], x[2i + 1]), angle at [i], written as (y[i], y[i + R/2]): DeepSeek-V3
 
-Elements past R are passed through. Bytes: q and k read and written once; of cos and sin one of each pair's two equal
-entries. The backward is the same rotation by the opposite angle; nothing is saved but cos and sin.
+Elements past R are copied. Bytes: q and k are read and written once; of cos and sin one of each pair's two equal
+entries is read. The backward is the same rotation by the opposite angle; it saves cos and sin only.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _rotate_tile(
     store_pairs(y_ptr, turned_a, turned_b, pairs, R, PAIRS_OUT, BLOCK_T, BLOCK_H, BLOCK_R)
 
 
-# stride_pb is the length where position_ids are (B, T).
+# stride_pb is the sequence length if position_ids are (B, T).
 @triton.jit(do_not_specialize=["seq_len", "n_positions", "stride_pb"])
 def _rope_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, position_ptr,
@@ -98,9 +98,9 @@ def _rope_kernel(
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key: hashed by identity
 class RopeConfig:
-    """Tokens that a program turns all heads of, and its warps."""
+    """Tokens and warps of a program, which rotates all heads of its tokens."""
 
     tokens: int
     num_warps: int
@@ -108,7 +108,7 @@ class RopeConfig:
 
 @functools.cache
 def config(heads: int, rotary: int, target: runtime.Target) -> RopeConfig:
-    """For the heads of q or k, whichever has more: tiles of 2048 pairs where a token has fewer, 8 pairs a thread.
+    """At least 2048 pairs a program and 8 pairs a thread; `heads` is the larger of q's and k's.
 
     On an H200 (bf16, 32 and 8 heads of 128) all heads of a token in one program were the fastest or within 1 % of it
     from 512 to 32768 tokens, forward and backward; blocks of 16 heads lost 11 % backward.
@@ -121,21 +121,21 @@ def config(heads: int, rotary: int, target: runtime.Target) -> RopeConfig:
 
 
 def check_rotary_dim(op: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> None:
-    """Raise unless cos has as many columns as elements of a head are turned: `rotary_dim`, or all of them.
+    """Raise unless cos has `rotary_dim` columns, or head_dim columns if it is None.
 
-    Tables of half a head's width are common elsewhere (one column for each pair); taken for a partial rotary embedding
-    they would turn half of the head and say nothing.
+    Other libraries have tables of half that width, one column for each pair. Without this check they would silently
+    rotate half of each head.
     """
     if not (isinstance(q, Tensor) and isinstance(cos, Tensor) and q.dim() and cos.dim()):
-        return  # the op says what is wrong
+        return  # the op reports it
     width, head_dim = cos.shape[-1], q.shape[-1]
     if rotary_dim is not None:
         if width != rotary_dim:
             raise ValueError(f"{op}: cos has a last dimension of {width}, expected rotary_dim={rotary_dim}")
-    elif 0 < width < head_dim and width % 2 == 0:  # of any other width the op says that it can't be one
+    elif 0 < width < head_dim and width % 2 == 0:  # the op refuses any other width
         raise ValueError(
-            f"{op}: cos has a last dimension of {width}, expected head_dim={head_dim}; rotary_dim={width} turns a part "
-            "of each head"
+            f"{op}: cos has a last dimension of {width}, expected head_dim={head_dim}; rotary_dim={width} rotates "
+            "a part of each head"
         )
 
 
@@ -287,7 +287,7 @@ def _prepare(
 
 
 def dense(x: Tensor, layout: str) -> Tensor:
-    """Memory for x rotated, in (B, T, H, D) order where x (a transposed view, say) has it so, else in x's own order."""
+    """Memory for the rotated x: in (B, T, H, D) order if x is a transposed view of it, else in x's order."""
     batch, second, third, head_dim = x.shape
     if layout == "bhtd" and x.stride(1) <= x.stride(2):
         return torch.empty((batch, third, second, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
@@ -330,7 +330,7 @@ def _backward(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None,
         dk = None
     if dq is None and dk is None:
         return None, None, *none
-    # One that nobody asked for takes part with no heads at all.
+    # A gradient that is not needed takes part with no heads.
     nothing = next(d for d in (dq, dk) if d is not None).narrow(layout.index("h"), 0, 0)
     q, k = _op(
         nothing if dq is None else dq, nothing if dk is None else dk, cos, sin, position_ids, style, layout, not inverse
@@ -361,7 +361,7 @@ def _prepare_in_place(
     both = q.numel() and k.numel()
 
     def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, *_: object) -> None:
-        if both and q.data_ptr() == k.data_ptr() != 0:  # all meta tensors lie at 0
+        if both and q.data_ptr() == k.data_ptr() != 0:  # 0: meta tensors
             raise ValueError("rope_: k is the same memory as q, expected memory of its own to be written in place")
         start(q, k, q, k, cos, sin, position_ids)
 
@@ -419,9 +419,9 @@ def rope(
     Args:
         q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="bthd"`), float32, float16 or bfloat16, of any strides.
         k: the same but for the number of heads.
-        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, where R is `rotary_dim`. Each angle stands twice, as models
-            build the tables; one of the two is read.
-        rotary_dim: R, how many elements of a head are turned: even, D by default. Elements past it pass through.
+        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, where R is `rotary_dim`. Each angle is stored twice, as
+            models build the tables; one of the two is read.
+        rotary_dim: R, the number of elements of a head that are rotated: even, D by default. The others are copied.
         position_ids: `(T,)`, `(1, T)` or `(B, T)`, int32 or int64: rows of cos and sin, then `(positions, R)`.
             A position outside the table gives NaN.
         style: which elements make a pair (see the top of this file): `"half"`, `"interleaved"` or `"deepseek"`.

@@ -1,21 +1,22 @@
-"""RMSNorm of each head of q and of k, and RoPE after it, in one launch, as Qwen3 and Gemma 3 have them in attention.
+"""RMSNorm and then RoPE of each head of q and k, in one launch, as in the attention of Qwen3 and Gemma 3.
 
 For a head h of D elements, with q's weight or with k's:
 
     n = h * rstd * (weight + offset),   rstd = 1 / sqrt(mean(h^2) + eps)
-    y = n, its first R elements turned by their token's angles
+    y = n, its first R elements rotated by their token's angles
 
-(Henry et al. 2020, https://arxiv.org/abs/2010.04245, norm the heads; `rooftile.ops.rope` says what turns them, and in
-which styles.) Bytes: q and k read and written once; of cos and sin one of each pair's two equal entries.
+The norm of heads is from Henry et al. 2020, https://arxiv.org/abs/2010.04245; `rooftile.ops.rope` describes the
+rotation and its styles. Bytes: q and k are read and written once; of cos and sin one of each pair's two equal entries
+is read.
 
-The backward reads dy and h, turns dy back, recomputes rstd (so nothing is saved beside the inputs) and writes dh:
+The backward reads dy and h, rotates dy back, recomputes rstd (so only the inputs are saved) and writes dh:
 
-    g = dy, its first R elements turned by the opposite angles,   xhat = h * rstd
+    g = dy, its first R elements rotated by the opposite angles,   xhat = h * rstd
     dh = rstd * (g * (weight + offset) - xhat * mean(g * (weight + offset) * xhat))
     dweight = sum over batches, tokens and heads of g * xhat
 
-dweight is accumulated in float32 registers by a grid that stays on the chip, and reduced in a fixed order: the result
-is the same on every run.
+A persistent grid accumulates dweight in float32 registers and reduces it in a fixed order, so the result is
+bit-identical on every run.
 """
 
 from __future__ import annotations
@@ -135,17 +136,17 @@ def qk_norm_rope(
     """RMSNorm of each head of q and k, then rotary position embedding, in one launch.
 
     `rope(h / sqrt(mean(h^2) + eps) * (weight + offset))` for each head h, in float32 from end to end, and rounded once.
-    Models round in between, after the norm (Qwen3 before the weight too) and after each product of the rotation: in
-    float16 and bfloat16 their results differ from these by those roundings.
+    Models also round after the norm (Qwen3 also before the weight) and after each multiplication of the rotation, so in
+    float16 and bfloat16 their results differ by these roundings.
 
     Args:
         q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="bthd"`), float32, float16 or bfloat16, of any strides; D is
             at most 512.
         k: the same but for the number of heads.
         q_weight, k_weight: `(D,)`, of any of the three dtypes, or None for no weight (and then no offset).
-        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, where R is `rotary_dim`. Each angle stands twice, as models
-            build the tables; one of the two is read.
-        rotary_dim: R, how many elements of a head are turned: even, D by default. Elements past it are normed only.
+        cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, where R is `rotary_dim`. Each angle is stored twice, as
+            models build the tables; one of the two is read.
+        rotary_dim: R, the number of elements of a head that are rotated: even, D by default. Others are only normed.
         eps: added to the mean of squares.
         offset: added to the weights in float32; 1.0 for Gemma and Qwen3-Next.
         position_ids: `(T,)`, `(1, T)` or `(B, T)`, int32 or int64: rows of cos and sin, then `(positions, R)`.

@@ -1,7 +1,7 @@
-"""The backward kernel: a grid that stays on the chip, and keeps its part of dweight in registers.
+"""The backward kernel: a persistent grid, each program with its part of dweight in registers.
 
-A program goes through tiles of q's heads, then through tiles of k's from the other end of the grid: where one has a
-tile of q more than others, it has none of k more.
+A program loops over tiles of q's heads, then over tiles of k's heads, assigned from the grid's other end: a program
+with one tile of q more than others has no more tiles of k.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def _sum_tile(x):
-    """Over tokens and heads."""
+    """The sum over tokens and heads."""
     return tl.sum(tl.sum(x, axis=1, keep_dims=True), axis=0, keep_dims=True)
 
 
@@ -69,7 +69,7 @@ def _gradients(
             stride_cb, stride_ct, stride_sb, stride_st, stride_pb, stride_pt, n_positions,
             R, HAS_POSITIONS, True, ANGLE_STEP, BLOCK_R,
         )  # fmt: skip
-        # NaN is for positions outside the table alone: what the masks leave out is summed too.
+        # Only positions outside the table give NaN: masked elements are part of the sums.
         real = token_mask[:, None, None] & (half < R // 2)
         cos = tl.where(real, cos, 0.0)
         sin = tl.where(real, sin, 0.0)
@@ -87,7 +87,7 @@ def _gradients(
             g_rest = tl.load(dy_row + rest, mask=rest_mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             squares += tl.sum(c * c, axis=2, keep_dims=True)
 
-        # With an eps of 0 the heads that the mask leaves out would be 0 * infinity.
+        # With an eps of 0 masked heads would give 0 * infinity.
         rstd = tl.where(mask, tl.rsqrt(squares / D + EPS), 0.0)
         if NEEDS_DW:
             dw_a, lost_a = accumulate(dw_a, lost_a, g_a * (a * rstd), COMPENSATED)
@@ -119,7 +119,7 @@ def _gradients(
             tl.store(partial_ptr + rest, _sum_tile(dw_rest), mask=rest < D)
 
 
-# stride_pb is the length where position_ids are (B, T).
+# stride_pb is the sequence length if position_ids are (B, T).
 @triton.jit(do_not_specialize=["n_batches", "seq_len", "n_positions", "stride_pb"])
 def _backward_kernel(
     cos_ptr, sin_ptr, position_ptr, q_ptr, q_dy_ptr, q_weight_ptr, dq_ptr, q_partial_ptr, k_ptr, k_dy_ptr, k_weight_ptr,
@@ -155,13 +155,13 @@ def _backward_kernel(
         )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key: hashed by identity
 class QkNormRopeBackwardConfig:
-    """Heads of a tile (of one token, or of several where they have fewer), warps, programs a multiprocessor, stages."""
+    """Rows of a tile (heads of one or more tokens), warps, programs of an SM, pipeline stages."""
 
     rows: int
     num_warps: int
-    per_multiprocessor: int
+    programs_per_sm: int
     stages: int
 
     def block(self, heads: int) -> tuple[int, int]:
@@ -172,22 +172,22 @@ class QkNormRopeBackwardConfig:
 
 @functools.cache
 def config(head_dim: int, itemsize: int, target: runtime.Target) -> QkNormRopeBackwardConfig:
-    """As the norm's backward has it for short rows: tiles of 8 KiB of x and of dy, two of each on their way.
+    """As in the norm's backward for short rows: tiles of 8 KiB of x and of dy, two of each in flight.
 
     On an H200 (bf16, parts of a copy's speed) four warps have 0.80 at 8192 tokens and 0.93 at 32768 for 32 and 8 heads
     of 128, where eight have 0.69 and 0.81; heads of 256 have 0.76 in tiles of 32 KiB, one program a multiprocessor, and
     0.55 as the others are. Elsewhere four warps spill, and on AMD eight do but for tiles of 4 KiB, one on its way.
     """
     if target is runtime.INTERPRETER:
-        return QkNormRopeBackwardConfig(rows=16, num_warps=4, per_multiprocessor=1, stages=1)
+        return QkNormRopeBackwardConfig(rows=16, num_warps=4, programs_per_sm=1, stages=1)
     width = library.power_of_two(head_dim)
     if target.warp_size != 32:
-        return QkNormRopeBackwardConfig(max(1, 4096 // itemsize // width), num_warps=8, per_multiprocessor=2, stages=2)
+        return QkNormRopeBackwardConfig(max(1, 4096 // itemsize // width), num_warps=8, programs_per_sm=2, stages=2)
     tile, warps, programs = 8192, 8, 2
     if target.shared_memory >= 200 << 10:
         tile, warps, programs = (32768, 8, 1) if width > 128 else (8192, 4, 2)
     room = target.shared_memory // programs - 2048
-    stages = 1 + min(2, room // (2 * tile + 4096))  # the angles of its tokens beside a tile of x and one of dy
+    stages = 1 + min(2, room // (2 * tile + 4096))  # a tile of x, one of dy, and the angles of its tokens
     return QkNormRopeBackwardConfig(max(1, tile // itemsize // width), warps, programs, stages)
 
 
@@ -242,7 +242,7 @@ def _side(
     programs: int,
     layout: str,
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], tuple[bool, bool]]:
-    """q's side of the kernel, or k's: its tensors, their strides, and whether dx and dweight are computed."""
+    """The kernel's tensors for q or for k, their strides, and whether dx and dweight are computed."""
     if x.numel() == 0:
         dw.zero_()
         needs = (False, False)
@@ -275,7 +275,7 @@ def launch(
     needs_dqw: bool,
     needs_dkw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, and the gradients of their weights; one that is not needed comes back empty."""
+    """dq, dk, and the gradients of their weights; those that are not needed are empty."""
     asked = (needs_dq, needs_dk, needs_dqw, needs_dkw)
     dq, dk, dqw, dkw = results = fake(
         q, k, q_dy, k_dy, q_weight, k_weight, cos, sin, position_ids, eps, offset, style, layout, *asked
@@ -285,9 +285,9 @@ def launch(
     heads = int(q.shape[layout.index("h")]), int(k.shape[layout.index("h")])
     target = runtime.target(q.device)
     c = config(head_dim, q.element_size(), target)
-    # As many for one gradient as for all, so that each is the same sum in the same order.
+    # The number of programs does not depend on which gradients are needed, so each sum keeps its order.
     most = max(batch * library.cdiv(seq_len, t) * library.cdiv(n, h) for n in heads for t, h in (c.block(n),))
-    programs = min(most, target.multiprocessors * c.per_multiprocessor)
+    programs = min(most, target.multiprocessors * c.programs_per_sm)
     q_tensors, q_strides, q_needs = _side(q, q_dy, q_weight, dq, dqw, (needs_dq, needs_dqw), programs, layout)
     k_tensors, k_strides, k_needs = _side(k, k_dy, k_weight, dk, dkw, (needs_dk, needs_dkw), programs, layout)
     if not any((*q_needs, *k_needs)):

@@ -1,4 +1,4 @@
-"""The forward kernel: a program norms and turns all heads of its tokens, in blocks where they are many."""
+"""The forward kernel: a program normalizes and rotates all heads of its tokens, in blocks of heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import triton.language as tl  # isort: skip
 
 
 @triton.jit
-def _norm_and_turn(
+def _norm_and_rotate(
     x_ptr, weight_ptr, y_ptr,
     stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt,
     batch, tokens, token_mask, cos, sin,
@@ -57,7 +57,7 @@ def _norm_and_turn(
             tl.store(y_row + rest, (c * (rstd * weight_rest)).to(DTYPE), mask=mask & (rest < D))
 
 
-# stride_pb is the length where position_ids are (B, T).
+# stride_pb is the sequence length if position_ids are (B, T).
 @triton.jit(do_not_specialize=["seq_len", "n_positions", "stride_pb"])
 def _forward_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, position_ptr,
@@ -80,21 +80,21 @@ def _forward_kernel(
         R, HAS_POSITIONS, False, ANGLE_STEP, BLOCK_R,
     )  # fmt: skip
 
-    _norm_and_turn(
+    _norm_and_rotate(
         q_ptr, q_weight_ptr, q_out_ptr, stride_qb, stride_qh, stride_qt, stride_qob, stride_qoh, stride_qot,
         batch, tokens, token_mask, cos, sin, EPS, OFFSET, Q_HEADS, HAS_Q_WEIGHT,
         R, D, PAIRS_X, PAIRS_Y, BLOCK_T, BLOCK_Q, BLOCK_R, BLOCK_REST,
     )  # fmt: skip
-    _norm_and_turn(
+    _norm_and_rotate(
         k_ptr, k_weight_ptr, k_out_ptr, stride_kb, stride_kh, stride_kt, stride_kob, stride_koh, stride_kot,
         batch, tokens, token_mask, cos, sin, EPS, OFFSET, K_HEADS, HAS_K_WEIGHT,
         R, D, PAIRS_X, PAIRS_Y, BLOCK_T, BLOCK_K, BLOCK_R, BLOCK_REST,
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
+@dataclasses.dataclass(frozen=True, eq=False)  # a cache key: hashed by identity
 class QkNormRopeConfig:
-    """Tokens of a program, the most heads that it holds at once, and its warps."""
+    """Tokens of a program, the most heads that it holds at a time, and its warps."""
 
     tokens: int
     heads: int
@@ -103,7 +103,7 @@ class QkNormRopeConfig:
 
 @functools.cache
 def config(heads: int, head_dim: int, target: runtime.Target) -> QkNormRopeConfig:
-    """For the heads of q or k, whichever has more: tiles of 2048 pairs where a token has fewer, 16 pairs a thread.
+    """At least 2048 pairs a program and 16 a thread; `heads` is the larger of q's and k's.
 
     On an H200 (bf16, parts of a copy's speed): 32 and 8 heads of 128, 0.93 at 8192 tokens and 0.95 at 32768; 8 and 4 of
     256, 0.92, in blocks of 4 heads, so that none is half empty.
@@ -193,7 +193,7 @@ def _plan(
     return launching.KernelLauncher(_forward_kernel, constants, num_warps=c.num_warps)
 
 
-LONGEST = 512  # elements of a head, which a program holds whole
+LONGEST = 512  # elements of a head, which a program holds as a whole
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def load_weight(
     weight_ptr, OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     NEIGHBOURS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """weight + offset as the tiles that a head comes in: both of the pairs, and the rest. Without a weight, 1."""
+    """weight + offset in the tiles of a head: both elements of the pairs, and the rest. 1 without a weight."""
     a = tl.full((1, 1, 1), 1.0, tl.float32)
     b = a
     rest = a
@@ -246,7 +246,7 @@ def check(
 
 
 def sizes(rotary: int, head_dim: int) -> dict[str, int]:
-    """The blocks that a head is held in."""
+    """The block sizes of a head."""
     return {
         "BLOCK_R": library.power_of_two(rotary),
         "BLOCK_REST": library.power_of_two(max(1, head_dim - rotary)),
@@ -254,7 +254,7 @@ def sizes(rotary: int, head_dim: int) -> dict[str, int]:
 
 
 def pairing(style: str) -> dict[str, int]:
-    """Where a style has the angles, and whether its pairs are neighbours in x and in y."""
+    """The step between a style's angles, and whether its pairs are adjacent in x and in y."""
     return {
         "ANGLE_STEP": 2 if style == "interleaved" else 1,
         "PAIRS_X": style != "half",
