@@ -79,7 +79,7 @@ def test_ratios_stand_only_within_a_run(tmp_path):
     every = docs.TABLES["e2e"](tmp_path)
     ours = [(r["ratio"], r["to"], r["run"]) for r in rows_of(every, OURS)]
     assert ours == [("–", CUDA, "2"), ("1.250", CUDA, "1")] * 2  # decode, then prefill
-    assert "Roofs: copy 4000–4100 GB/s, read 4200 GB/s, bf16 product 800" in every
+    assert "Roofs: copy 4000–4100 GB/s, read 4200 GB/s, bf16 GEMM 800" in every
     assert "runs: 1, 2." in every
     tuned = lines_of(every.partition("**with tuned tables and without**")[2], "m")
     assert [line[5:] for line in tuned] == [[op, "4.000", "5.000", "1.250"] for op in ("decode", "prefill")]

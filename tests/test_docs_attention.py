@@ -64,7 +64,8 @@ def test_two_runs_of_one_shape_are_not_mixed_in_the_rows(results):
     assert (plain[1], plain[6:]) == ("100.0", ["0.900", "cudnn", "90.00"])
     assert (flex[1], flex[6:]) == ("110.0", ["1.100", "cudnn", "121.0", "220.0"])
     assert (
-        "`attention` (float16) forward, ratio to the best peer (over 1 is faster), 1 row: geometric mean 1.200" in made
+        "`attention` (float16) forward, speedup over the best baseline (above 1 is faster), 1 row: geometric mean 1.200"
+        in made
     )
 
 

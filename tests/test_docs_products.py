@@ -45,8 +45,8 @@ def test_a_product_is_shown_with_both_rates_and_the_roof_that_binds_it(results):
     decode = ["1x4096->4096", "10.00", "3357", "3.36", "0.900", "memory", "1.100", "compile", "12.00", "11.00"]
     assert cells_of(made, "1x4096") == [decode]
     (prefill,) = cells_of(made, "4096x4096")
-    assert (prefill[3], prefill[5], prefill[6]) == ("687", "product", "0.950")
-    assert "`linear` forward, ratio to the best peer (over 1 is faster), 2 rows: geometric mean 1.022" in made
+    assert (prefill[3], prefill[5], prefill[6]) == ("687", "GEMM", "0.950")
+    assert "`linear` forward, speedup over the best baseline (above 1 is faster), 2 rows: geometric mean 1.022" in made
     assert "rms_norm_linear" not in made
 
 
@@ -91,6 +91,6 @@ def test_what_tuning_is_worth_is_summed_over_a_layer(tmp_path, monkeypatch):
     text = table("tuning", tmp_path)
     layer = ["llama-3-8b", "1", "bf16", "48.00", "40.00", "44.00", "1.200", "1.100"]
     assert cells_of(text, "llama-3-8b") == [layer]
-    assert "geometric mean: 1.200 of the default, 1.100 of cuBLAS" in text
+    assert "geometric mean: 1.200 over the default, 1.100 over cuBLAS" in text
     assert cells_of(text, "m1 n6144 k4096")[0][-1] == "`gemv 8`"
     assert f"**{H100}**" in text

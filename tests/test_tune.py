@@ -258,13 +258,13 @@ def test_a_run_writes_what_it_found_and_says_what_it_is_worth(doubler, tmp_path)
     assert (entry["m"], entry["n"], entry["k"], entry["tried"], entry["default"]) == (8, 16, 4, 3, "default")
     assert data["meta"]["schema"] == tuning.SCHEMA
     assert set(MACHINE) | {"command"} <= set(data["meta"]["runs"][entry["run"]])
-    assert "5.000 x the default's over 1 products, 2.500 x the peer's" in shown
+    assert "5.000 over the default (1 GEMMs), 2.500 over the baseline" in shown
 
 
 def test_a_models_layer_is_summed(doubler, tmp_path):
     _, shown, data = ran(out=tmp_path, shapes=(), models=("tiny",))
     assert len(data["entries"]) == 2 * len(workloads.load("tiny")[1])
-    assert "tiny M=2 fp32, a layer's products: default 40.00 us, tuned 8.000 us (5.000 x), cuBLAS 20.00 us" in shown
+    assert "tiny M=2 fp32, a layer's GEMMs: default 40.00 us, tuned 8.000 us (5.000 x), cuBLAS 20.00 us" in shown
 
 
 def test_a_restart_skips_what_is_finished_and_again_does_not(doubler, tmp_path):

@@ -113,7 +113,7 @@ def show(console: Console, rows: Iterable[Row], measured: bool) -> None:
         if measured and ours:
             ratios = [r.ratio_to_best_peer or 0.0 for r in ours]
             mean = f"geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
-            out.print(f"ratio to the best peer over {len(ratios)} rows: {mean}", highlight=False)
+            out.print(f"speedup over the best baseline, {len(ratios)} rows: {mean}", highlight=False)
         out.print()
 
 

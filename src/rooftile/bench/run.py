@@ -278,7 +278,7 @@ def _line(rows: Sequence[Row], seconds: float) -> str:
     figures = [f"{ours.us:.2f} us"]
     figures += [f"{ours.gbs:.0f} GB/s"] if ours.gbs else []
     figures += [f"{ours.roof_fraction:.3f} of the roof"] if ours.roof_fraction else []
-    figures += [f"{ours.ratio_to_best_peer:.3f} of the best peer"] if ours.ratio_to_best_peer else []
+    figures += [f"{ours.ratio_to_best_peer:.3f} of the best baseline"] if ours.ratio_to_best_peer else []
     bad = [f"{r.impl} {r.status}" for r in rows[1:] if r.status in ("FAIL", "error")]
     return f"{head} {', '.join(figures + bad)} [{seconds:.1f} s]"
 

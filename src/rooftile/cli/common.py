@@ -1,4 +1,4 @@
-"""What all commands share: the application, the mode of the process, and values of options that several take."""
+"""Shared by all commands: the application, the mode of the process, and option values that several commands take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """`bench prefill` and the like are commands of their own: `bench` takes ops, and a whole model is none."""
+    """Makes `bench prefill` and the like separate commands: `bench` itself takes names of ops."""
 
     def resolve_command(self, ctx, args):
         name = " ".join(args[:2])
@@ -32,13 +32,13 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 console = Console()
-notices = Console(stderr=True)  # what is said beside a command's result
+notices = Console(stderr=True)  # messages other than a command's result
 
-Ops = Annotated[list[str] | None, typer.Argument(help="Ops, by name; all where none is given.", show_default=False)]
+Ops = Annotated[list[str] | None, typer.Argument(help="Names of ops. Default: all.", show_default=False)]
 
 
 def choose_mode() -> None:
-    """Run on the GPU where there is one, else in Triton's interpreter, and say so. Before Triton is imported."""
+    """Use the GPU if there is one, else Triton's interpreter, and say so. Call it before Triton is imported."""
     if os.environ.get("TRITON_INTERPRET"):
         return
     import torch
@@ -59,7 +59,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def _commands(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """LLM kernels in Triton at the roofline of the GPU: check them, measure them, compile them without one."""
@@ -72,7 +72,7 @@ class DType(str, enum.Enum):
 
 
 class QuantizeName(str, enum.Enum):
-    """How the engine's weights are kept."""
+    """The format of the engine's weights."""
 
     none = "none"
     fp8 = "fp8"
@@ -85,7 +85,7 @@ class QuantizeName(str, enum.Enum):
 
 
 class SetName(str, enum.Enum):
-    """The named sets of points, `rooftile.cases.SETS`; here so that --help needs no PyTorch."""
+    """The named sets of points, as in `rooftile.cases.SETS`; repeated here so that --help needs no PyTorch."""
 
     tiny = "tiny"
     edge = "edge"
@@ -100,7 +100,7 @@ class SetName(str, enum.Enum):
 
 
 def cases_of(ops: list[str] | None):
-    """The cases of those names; an unknown one is a usage error that lists the known ones."""
+    """The cases of those ops. An unknown name is a usage error that lists the known ones."""
     from rooftile.cases import find_cases
 
     try:
@@ -110,5 +110,5 @@ def cases_of(ops: list[str] | None):
 
 
 def names_of(values: list[str] | None) -> list[str] | None:
-    """Options given several times, or with commas, or both."""
+    """The values of an option that may be repeated, or list several values with commas."""
     return [name for value in values for name in value.split(",") if name] if values else None

@@ -1,4 +1,4 @@
-"""Commands of the engine: text, and the proof of whose its kernels are."""
+"""Commands of the engine: `generate`, and `audit`, which lists its kernels and their origin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftile.cli.common import DType, QuantizeName, app, choose_mode, console, 
 
 
 class CacheName(str, enum.Enum):
-    """What keys and values are kept in: `rooftile.bench.generate.CACHES`; here so that --help needs no PyTorch."""
+    """Dtypes of the KV cache, as in `rooftile.bench.generate.CACHES`; here so that --help needs no PyTorch."""
 
     fp8 = "fp8"
     int8 = "int8"
@@ -20,49 +20,55 @@ class CacheName(str, enum.Enum):
 
 @app.command()
 def generate(
-    path: Annotated[str, typer.Argument(help="A checkpoint's folder, or `demo`: the small model that comes along.")],
+    path: Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`, the small model in the package.")],
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", help="Repeatable: they run together. Default: all of standard input."),
+        typer.Option("--prompt", help="Repeatable; prompts run as one batch. Default: all of standard input."),
     ] = None,
     stream: Annotated[
-        bool, typer.Option("--stream", help="Print text as it comes; of several prompts one after the other.")
+        bool, typer.Option("--stream", help="Print text as it is generated; several prompts in sequence.")
     ] = False,
-    quantize: Annotated[QuantizeName, typer.Option(help="Weights of products in 8 or 4 bits.")] = QuantizeName.none,
+    quantize: Annotated[QuantizeName, typer.Option(help="Quantize the weights of the GEMMs.")] = QuantizeName.none,
     dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
-    kv_dtype: Annotated[CacheName | None, typer.Option(help="The cache in 8 bits. Default: as --dtype.")] = None,
+    kv_dtype: Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")] = None,
     max_seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt and its text, at most. Default: what is asked for.")
+        int | None, typer.Option(min=1, help="Most tokens of a prompt and its text. Default: as many as needed.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most for each prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many; 0 is no limit.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest that reach this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out what is less likely than this part of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Over 1 makes tokens that were there less likely.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 is no limit.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens that reach this probability together.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Exclude tokens less likely than this fraction of the most likely one.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, earlier tokens become less likely.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after a token that ends the text.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after an end-of-text token.")] = False,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="List each token with its log-probability, on standard error.")
     ] = False,
 ) -> None:
-    """Continue prompts, and say how fast: tokens/s, ms a step, GB/s and their share of the roof, time to the first.
+    """Continue prompts and report the speed: tokens/s, ms a step, GB/s, fraction of the roof, time to the first token.
 
-    Each prompt and its text go to standard output; all else goes to standard error.
+    Each prompt and its text go to standard output, everything else to standard error.
     """
     import sys
 
     if not prompts and sys.stdin.isatty():
-        raise typer.BadParameter("none was given, and standard input is a terminal", param_hint="--prompt")
+        raise typer.BadParameter("no prompt given, and standard input is a terminal", param_hint="--prompt")
     if not prompts:
         try:
             prompts = [sys.stdin.read().removesuffix("\n")]
             prompts[0].encode()
         except UnicodeError as error:
-            raise typer.BadParameter(f"standard input is no UTF-8: {error}", param_hint="--prompt") from None
+            raise typer.BadParameter(f"standard input is not UTF-8: {error}", param_hint="--prompt") from None
         if not prompts[0]:
-            raise typer.BadParameter("none was given, and standard input is empty", param_hint="--prompt")
+            raise typer.BadParameter("no prompt given, and standard input is empty", param_hint="--prompt")
     choose_mode()
     from rooftile.bench.generate import CACHES, Settings, run
     from rooftile.cases.check import DTYPES
@@ -99,7 +105,7 @@ def generate(
 
 
 class ImplName(str, enum.Enum):
-    """What `audit` runs, `rooftile.inspect.audit.IMPLS`; here so that --help needs no PyTorch."""
+    """What `audit` runs, as in `rooftile.inspect.audit.IMPLS`; repeated here so that --help needs no PyTorch."""
 
     engine = "engine"
     cuda = "cuda"
@@ -109,7 +115,7 @@ class ImplName(str, enum.Enum):
 @app.command()
 def audit(
     path: Annotated[
-        Path | None, typer.Argument(exists=True, help="A checkpoint's folder; random weights where none is given.")
+        Path | None, typer.Argument(exists=True, help="A checkpoint folder. Default: random weights.")
     ] = None,
     model: Annotated[
         str | None,
@@ -126,32 +132,32 @@ def audit(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of decoding. Default: 8, and in the interpreter 2.")
     ] = None,
-    quantize: Annotated[QuantizeName, typer.Option(help="The engine's weights in 8 or 4 bits.")] = QuantizeName.none,
+    quantize: Annotated[QuantizeName, typer.Option(help="Quantize the engine's weights.")] = QuantizeName.none,
     dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
     impl: Annotated[
         ImplName | None,
         typer.Option(
-            help="engine; cuda: the same model by cuBLAS, SDPA and torch.compile, which does not pass; patched: "
-            "Hugging Face's model after rooftile.patch, compiled, where the Triton kernels that Inductor made of the "
+            help="engine; cuda: the same model with cuBLAS, SDPA and torch.compile, which does not pass; patched: "
+            "Hugging Face's model after rooftile.patch, compiled; the Triton kernels that Inductor generates from the "
             "model's own code are accepted, and listed as such. Default: engine, and on a GPU cuda beside it."
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Write the profiler's trace, which Perfetto opens."),
+        typer.Option(metavar="FILE", dir_okay=False, help="Write the profiler's trace, for Perfetto."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write every kernel to this file.")
     ] = None,
 ) -> None:
-    """List every GPU kernel of prefill and decode. Exit code 1 if one that computes is not Rooftile's, in Triton.
+    """List every GPU kernel of prefill and decode. Exit code 1 if one that computes is not a Triton kernel of Rooftile.
 
-    Copies and memsets are listed. Without a GPU the launches are recorded in the interpreter, and every op of PyTorch.
+    Copies and memsets are listed. Without a GPU, launches and PyTorch ops are recorded in the interpreter.
     """
     choose_mode()
     if path is not None and model is not None:
-        raise typer.BadParameter("a folder has a model of its own: give one of them", param_hint="--model")
+        raise typer.BadParameter("a checkpoint folder names its model: give one of the two", param_hint="--model")
     from rooftile import runtime
     from rooftile.cases.check import DTYPES
     from rooftile.inspect.audit import Settings, run

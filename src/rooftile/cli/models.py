@@ -29,7 +29,7 @@ def bench_prefill(
         ),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
-    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
     impls: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,7 +41,7 @@ def bench_prefill(
     warmup: Annotated[int, typer.Option(min=0, help="Forwards before the measured ones.")] = 5,
     iters: Annotated[int, typer.Option(min=1, help="Forwards measured for each implementation.")] = 40,
     per_length: Annotated[
-        bool, typer.Option("--per-length", help="Compile for each length, in place of once for all.")
+        bool, typer.Option("--per-length", help="Compile for each length instead of once for all.")
     ] = False,
     json_file: Annotated[
         Path | None,
@@ -93,7 +93,7 @@ class OnOff(str, enum.Enum):
 
 
 def _positive(values: list[str] | None, option: str) -> list[int]:
-    """Whole numbers, given several times, or with commas, or both."""
+    """Positive integers of an option that may be repeated, or list several values with commas."""
     try:
         numbers = [int(n) for n in names_of(values) or ()]
     except ValueError as error:
@@ -130,15 +130,15 @@ def bench_e2e(
             "hf_eager), and rooftile_untuned; repeatable, or with commas. Default: all but the last.",
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
-    tuned: Annotated[OnOff, typer.Option("--tuning", help="Whether tuned tables are read.")] = OnOff.on,
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
+    tuned: Annotated[OnOff, typer.Option("--tuning", help="Read tuned tables.")] = OnOff.on,
     weights: Annotated[str, typer.Option(metavar="random|PATH", help="random, or a checkpoint folder.")] = "random",
     seconds: Annotated[
         float, typer.Option(min=0.001, help="Device time for the steps of each implementation at each batch size.")
     ] = 4.0,
     layer: Annotated[
         bool,
-        typer.Option("--layer", help="Time the kernels of one decode layer in place of models; --prompt is 44 then."),
+        typer.Option("--layer", help="Time the kernels of one decode layer instead of models; --prompt is then 44."),
     ] = False,
     json_file: Annotated[
         Path | None,
@@ -201,7 +201,7 @@ def bench_quality(
         typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/quality/byte_model.json, or add to it."),
     ] = None,
 ) -> None:
-    """What a trained model writes with each attention kernel, plain and compiled. Exit code 1 if ours is wrong."""
+    """Compare a trained model's text with each attention kernel, plain and compiled. Exit code 1 if ours is wrong."""
     choose_mode()
     from rooftile.bench.quality import Settings, run
     from rooftile.cases.check import DTYPES

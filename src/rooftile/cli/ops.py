@@ -1,4 +1,4 @@
-"""Commands over ops: check, bench, inspect, tune, and what there is to run them on."""
+"""Commands over ops: check, bench, inspect and tune; and info."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def check(
         list[SetName] | None,
         typer.Option("--set", help="Points to check; repeatable. Default: tiny and edge, and on a GPU llm."),
     ] = None,
-    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable; all where none is given.")] = None,
+    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: all.")] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the rows to this file.")
     ] = None,
 ) -> None:
-    """Check every op against its reference in float64, forward and backward. Exit code 1 if any row fails."""
+    """Check every op against its float64 reference, forward and backward. Exit code 1 if any row fails."""
     choose_mode()
     cases = cases_of(ops)
     from rooftile.cases import check_report
@@ -60,41 +60,42 @@ def bench(
     peers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Peers by name (eager, compile, torch, liger, quack); repeatable, or with commas. Default: all."
+            help="Baselines by name (eager, compile, torch, liger, quack); repeatable, or with commas. Default: all."
         ),
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Most passes before the measured ones.")] = 50,
-    iters: Annotated[int, typer.Option(min=1, help="Most passes measured for each implementation.")] = 200,
+    warmup: Annotated[int, typer.Option(min=0, help="Most warm-up passes.")] = 50,
+    iters: Annotated[int, typer.Option(min=1, help="Most measured passes of each implementation.")] = 200,
     seconds: Annotated[
-        float, typer.Option(min=0.001, help="Device time for each implementation, within --iters.")
+        float, typer.Option(min=0.001, help="Device time of each implementation, within --iters.")
     ] = 0.05,
     csv_file: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
+        Path | None, typer.Option("--csv", metavar="FILE", dir_okay=False, help="Also write the rows to this file.")
     ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart for each op and direction here.")
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart of each op and direction here.")
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<suite>/<op>.json, as results/ keeps them."),
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<suite>/<op>.json, as in results/."),
     ] = None,
     suite: Annotated[str, typer.Option(help="The suite's name under --results.")] = "rowwise",
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile ahead; 0 for none. Default: by the work there is.")
+        int | None,
+        typer.Option(min=0, help="Processes that compile ahead; 0 for none. Default: by the amount of work."),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="A line for each point, and where the time went.")
+        bool, typer.Option("--verbose", "-v", help="Print a line for each point, and where the time went.")
     ] = False,
     host: Annotated[
         bool,
-        typer.Option("--host", help="Measure the host's time for a call instead, beside the PyTorch op it replaces."),
+        typer.Option("--host", help="Measure the host time of a call instead, beside the PyTorch op that it replaces."),
     ] = False,
 ) -> None:
-    """Measure ops against their peers and the GPU's roofs. Each row is checked first; exit code 1 if ours fails."""
+    """Measure ops against their baselines and the GPU's roofs. Rows are checked first; exit code 1 if ours fails."""
     choose_mode()
     from rooftile.bench.measure import Effort
     from rooftile.bench.run import Settings, run
@@ -145,7 +146,7 @@ def bench_schedules(
     ] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
 ) -> None:
-    """Measure the schedules and kernels that can run one GEMM beside each other, each checked before it is timed."""
+    """Compare the schedules and kernels that can run one GEMM. Each is checked before it is timed."""
     choose_mode()
     from rooftile.bench.schedules import run
 
@@ -158,9 +159,9 @@ def bench_schedules(
 
 @app.command()
 def info(
-    roofs: Annotated[bool, typer.Option(help="Measure the GPU's roofs, which takes a few seconds.")] = True,
+    roofs: Annotated[bool, typer.Option(help="Measure the GPU's roofs; takes a few seconds.")] = True,
 ) -> None:
-    """The GPU, the versions, the mode, the peers installed, and the roofs measured now."""
+    """Print the GPU, versions, mode, installed baselines and measured roofs."""
     from rich.table import Table
 
     from rooftile.bench.info import lines
@@ -180,42 +181,53 @@ def inspect(
             "--arch", help="Target: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable. Default: sm_90."
         ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every op on every target.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Compile every op for every target.")] = False,
     sets: Annotated[
         list[SetName] | None,
-        typer.Option("--set", help="Points to compile; repeatable. Default: tiny and all that are of real sizes."),
+        typer.Option("--set", help="Points to compile; repeatable. Default: tiny and all sets of real sizes."),
     ] = None,
-    first: Annotated[bool, typer.Option("--first", help="Of each set of real sizes, the first point alone.")] = False,
-    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable; all where none is given.")] = None,
+    first: Annotated[bool, typer.Option("--first", help="Only the first point of each set of real sizes.")] = False,
+    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: all.")] = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too, with hashes of the SASS."
+            "--json",
+            metavar="FILE",
+            dir_okay=False,
+            help="Also write the rows to this file, with hashes of the machine code.",
         ),
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="Show whose machine code is not that of this --json file."
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="List kernels whose machine code differs from this --json file.",
         ),
     ] = None,
     renamed: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="For --against: {earlier name of an op: name now}."
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="For --against: JSON object from old op names to new ones.",
         ),
     ] = None,
 ) -> None:
-    """Compile every kernel as a target would launch it, with no GPU: registers, spills, shared memory, compile time.
+    """Compile every kernel for a target, without a GPU. Show registers, spills, shared memory and compile time.
 
-    Tuned tables are not used unless ROOFTILE_TUNING_GPU names a GPU, as in ROOFTILE_TUNING_GPU=h200.
+    Tuned tables are used only if ROOFTILE_TUNING_GPU names a GPU, such as ROOFTILE_TUNING_GPU=h200.
 
-    Exit code 1 if a kernel does not compile, spills more than its case allows, or takes more than a block can have.
+    Exit code 1 if a kernel does not compile, spills more than its case allows, or exceeds the limits of a CTA.
     """
     from rooftile import runtime
 
     if everything and (ops or archs):
-        raise typer.BadParameter("means every op on every target; give it alone", param_hint="--all")
+        raise typer.BadParameter(
+            "compiles every op for every target; it takes no ops and no --arch", param_hint="--all"
+        )
     chosen = list(dict.fromkeys(archs or ["sm_90"])) if not everything else list(runtime.TARGETS)
     unknown = [arch for arch in chosen if arch not in runtime.TARGETS]
     if unknown:
@@ -270,23 +282,28 @@ def tune(
         typer.Option("--m", min=1, help="Rows of x for --model; repeatable. Default: 1, 2, 4, ... to 4096."),
     ] = None,
     dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: bf16.")] = None,
-    precision: Annotated[str, typer.Option(help="Of float32 products: ieee or tf32.")] = "ieee",
+    precision: Annotated[str, typer.Option(help="Precision of float32 GEMMs: ieee or tf32.")] = "ieee",
     ops: Annotated[
         list[str] | None,
         typer.Option("--op", help="linear, gated_linear, matmul_nn (dx), matmul_tn (dw). Default: linear."),
     ] = None,
-    budget: Annotated[float | None, typer.Option(min=0, help="Seconds in all. Default: as long as it takes.")] = None,
-    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="All configurations, not the likely ones.")] = False,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds in all. Default: no limit.")] = None,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Try all configurations, not only the likely ones.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<op>.json, not the user's own.")
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<op>.json instead of the user's own table."),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure also what the table has already.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also measure shapes that the table already has.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile ahead. Default: by the cores.")
+        int | None, typer.Option(min=0, help="Processes that compile ahead. Default: by the number of cores.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for each product; where time went.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print a line for each GEMM, and where the time went.")
+    ] = False,
 ) -> None:
-    """Search for the fastest launch configurations, each checked before it is timed; they are used from then on."""
+    """Search for the fastest launch configurations. Each is checked before it is timed. Later calls use the results."""
     choose_mode()
     from rooftile.bench.tune import Settings, run
     from rooftile.bench.tune.problems import parse_shape

@@ -1,9 +1,9 @@
 """The tables of README.md and docs/, made from results/ and from the cases.
 
-    python -m rooftile.bench.docs README.md docs/*.md            # writes what stands between the markers anew
-    python -m rooftile.bench.docs --check README.md docs/*.md    # exit code 1 where that would change a file
+    python -m rooftile.bench.docs README.md docs/*.md            # regenerates the text between the markers
+    python -m rooftile.bench.docs --check README.md docs/*.md    # exit code 1 if that would change a file
 
-A table stands between `<!-- rooftile:table NAME -->` and `<!-- /rooftile:table -->`, each on a line of its own.
+A table is the text between `<!-- rooftile:table NAME -->` and `<!-- /rooftile:table -->`, each on its own line.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _MARKED = re.compile(r"(<!-- rooftile:table (?P<name>\S+) -->\n)(?P<body>.*?)(<!
 
 
 def ops(results: Path) -> str:
-    """Every op: its formula, its dtypes, what gets gradients, its peers."""
-    columns = ("op", "computes", "dtypes", "gradients", "peers")
+    """Every op: its formula, its dtypes, the inputs with gradients, its baselines."""
+    columns = ("op", "computes", "dtypes", "gradients", "baselines")
     return markdown(
         columns,
         (
@@ -62,7 +62,7 @@ def ops(results: Path) -> str:
 
 
 def tolerances(results: Path) -> str:
-    """The ceiling of every check, and why it is what it is. Ops that are held to the same stand in one row."""
+    """The ceiling of every check, and its reason. Ops with the same ceilings share a row."""
     ops: dict[tuple[str, ...], list[str]] = {}
     for op, what, dtype, ceiling, why in tolerance_rows():
         ops.setdefault((what, dtype, f"{ceiling:.1e}", why), []).append(f"`{op}`")
@@ -71,9 +71,9 @@ def tolerances(results: Path) -> str:
 
 
 def _speed_table(found: Sequence[list[Row]]) -> str:
-    """A line for each shape: our figures, the best peer, and the times of the other peers."""
+    """A line for each shape: our figures, the best baseline, and the times of all baselines."""
     peers = list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
-    columns = ("shape", "us>", "GB/s>", "of the roof>", "ratio>", "best peer", *(f"{name}, us>" for name in peers))
+    columns = ("shape", "us>", "GB/s>", "of the roof>", "ratio>", "best baseline", *(f"{name}, us>" for name in peers))
     return markdown(columns, (_speed_cells(group, peers) for group in found))
 
 
@@ -87,7 +87,7 @@ def _speed_cells(group: list[Row], peers: Sequence[str]) -> list[str]:
 
 
 def speed(results: Path, direction: Direction) -> str:
-    """Every row of the rowwise suite in one direction, those that lose too: a table for each op, bf16 first, and the
+    """Every row of the rowwise suite in one direction, slower ones included: a table for each op, bf16 first, and the
     other dtypes folded away."""
     parts = []
     for files in by_gpu(results, "rowwise").values():
@@ -104,7 +104,7 @@ def speed(results: Path, direction: Direction) -> str:
                 parts += ['<details markdown="1">', f"<summary>{dtype}: {closing(by_dtype[dtype])}</summary>", ""]
                 parts += [_speed_table(by_dtype[dtype]), "", "</details>", ""]
             every = [group for found in by_dtype.values() for group in found]
-            parts += [f"`{op}` {direction}, ratio to the best peer (over 1 is faster), {closing(every)}.", ""]
+            parts += [f"`{op}` {direction}, speedup over the best baseline (above 1 is faster), {closing(every)}.", ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
@@ -121,9 +121,9 @@ def _summary_cells(found: Sequence[list[Row]]) -> list[str]:
 
 
 def summary(results: Path) -> str:
-    """A line for each op and direction: how it stands to the best peer of each row, and to the roof.
+    """A line for each op and direction: its ratios to the best baseline of each row, and to the roof.
 
-    An op that no run of any suite has measured yet has a line that says so.
+    An op that no suite has measured yet has a line that says so.
     """
     columns = (
         "op", "direction", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
@@ -169,9 +169,9 @@ def _prefill_cells(row: Row) -> list[str]:
 
 
 def prefill(results: Path) -> str:
-    """Whole models over a prompt, and their norms, RoPE and SwiGLU alone."""
+    """Whole models on a prompt, and their norms, RoPE and SwiGLU alone."""
     columns = (
-        "what", "model and tokens", "dtype", "implementation", "ms>", "p20–p80>", "over eager>", "over its twin>",
+        "what", "model and tokens", "dtype", "implementation", "ms>", "p20–p80>", "over eager>", "over its baseline>",
         "peak MiB>", "note",
     )  # fmt: skip
     parts = []
@@ -211,7 +211,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 
 
 def regenerate(text: str, results: Path) -> str:
-    """The text with every marked table made anew.
+    """The text with every marked table regenerated.
 
     Raises:
         ValueError: a marker names no table, or is not closed.
@@ -232,9 +232,9 @@ def regenerate(text: str, results: Path) -> str:
 def main(
     files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Markdown files with markers.")],
     results: Annotated[Path, typer.Option(file_okay=False, help="Where results are kept.")] = Path("results"),
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 where a file is stale.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with code 1 if a file is stale.")] = False,
 ) -> None:
-    """Make the tables of the documentation anew."""
+    """Regenerate the tables of the documentation."""
     stale = []
     for path in files:
         old = path.read_text(encoding="utf-8")

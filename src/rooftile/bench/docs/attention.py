@@ -25,8 +25,8 @@ from rooftile.bench.rows import OURS, Row
 from rooftile.bench.tune.report import over
 from rooftile.cases.check import DIRECTIONS
 
-# And what each is called. All but the first at fewer lengths: FlexAttention is compiled anew for each shape, which
-# takes minutes.
+# Suites and their names. All but the first have fewer lengths: FlexAttention compiles for each shape, which takes
+# minutes.
 SUITES = {
     "attention": "",
     "attention-fp16": "float16",
@@ -37,11 +37,11 @@ SUITES = {
 MEMORY = "attention-memory"
 SWEEP = "attention-sweep"
 NAIVE = "naive"
-LARGE = 256 << 20  # bytes of cache, from which on decoding is held to the roof
+LARGE = 256 << 20  # bytes of cache; decoding with a smaller one is not compared with the roof
 
 
 def rows(results: Path) -> str:
-    """Every row of the suites, those that lose too."""
+    """Every row of the suites, slower ones included."""
     parts = [every_row(results, suite, name=name) for suite, name in SUITES.items() if by_gpu(results, suite)]
     return "\n\n".join(parts) or NO_RESULTS
 
@@ -63,7 +63,7 @@ def _summary_cells(title: str, direction: str, found: Sequence[list[Row]]) -> li
 
 
 def summary(results: Path) -> str:
-    """A line for each op and direction of each suite: how it stands to the best peer of each row, and to the roof."""
+    """A line for each op and direction of each suite: its ratios to the best baseline of each row, and to the roof."""
     columns = (
         "op", "direction", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
         "TFLOP/s, most>", "of the read roof, median (rows of 256 MiB)>",
@@ -95,7 +95,7 @@ def _cells(group: Sequence[Row], impls: Sequence[str]) -> list[str]:
 
 
 def memory(results: Path) -> str:
-    """Time and memory of one call over T, of the naive form, the blocked one and the kernel."""
+    """Time and memory of one call by length, for the naive form, the blocked form and the kernel."""
     parts = []
     for files in by_gpu(results, MEMORY).values():
         parts += machines(files)
@@ -116,8 +116,8 @@ def _sweep_cells(group: Sequence[Row] | None) -> list[str]:
 
 
 def sweep(results: Path) -> str:
-    """Time of one call beside the naive form's, and how many times as fast it is, forward and backward."""
-    figures = ("us>", f"{NAIVE}, us>", "speed-up>")
+    """Time of one call, and its speedup over the naive form, forward and backward."""
+    figures = ("us>", f"{NAIVE}, us>", "speedup>")
     columns = ("shape", "dtype", *(f"{direction}, {name}" for direction in DIRECTIONS for name in figures))
     parts = []
     for files in by_gpu(results, SWEEP).values():

@@ -49,12 +49,12 @@ class _Point:
         return [str(self.meta["model"]), weights, *(str(dims[name]) for name in ("batch", "prompt", "new"))]
 
     def of_copy(self, row: E2ERow) -> float | None:
-        """Its bandwidth, of that of a copy in its run."""
+        """Its bandwidth, as a fraction of that of a copy in its run."""
         roof = self.run(row.run).get("roof_copy_gbs")
         return row.gbs / roof if row.gbs and roof else None
 
     def run(self, date: str) -> Mapping[str, Any]:
-        """What the meta data have of one run."""
+        """The metadata of one run."""
         found: Mapping[str, Any] = self.meta.get("runs", {}).get(date, self.meta)
         return found
 
@@ -94,7 +94,7 @@ def _machines(points: Sequence[_Point]) -> list[str]:
     parts = []
     for line, found in runs.items():
         copy, read, product = (_between((run.get(n) for run in found.values()), digits) for n, digits in _ROOFS)
-        said = f"copy {copy} GB/s, read {read} GB/s, bf16 product {product} TFLOP/s"
+        said = f"copy {copy} GB/s, read {read} GB/s, bf16 GEMM {product} TFLOP/s"
         which = ", ".join(str(numbers[date]) for date in sorted(found))
         parts += [f"{', '.join(models[line])}: {line}; runs: {which}. Roofs: {said}.", ""]
     return parts
@@ -105,7 +105,7 @@ def _ms(us: float | None) -> str:
 
 
 def _time(row: E2ERow | None) -> str:
-    """Its median in milliseconds, or why it has none."""
+    """Its median in milliseconds, or its status."""
     if row is None:
         return "–"
     return _ms(row.us) if row.status == "ok" else row.status
@@ -127,7 +127,7 @@ _FIGURES = {
 
 
 def _cells(point: _Point, row: E2ERow, runs: Mapping[str, int]) -> list[str]:
-    # The first of the peers: CUDA's kernels run in the same way, or, of a patched model, the model as it was.
+    # The first baseline: CUDA's kernels run in the same way, or, for a patched model, the original one.
     peer = next((found for name in PEERS.get(row.impl, ())[:1] if (found := point.row(row.op, name))), None)
     against = [ratio(over(row, peer), 3), peer.impl if peer else "–"]
     untuned = f"{row.impl} (tuning off)" if row.options.get("tuning") == "off" else row.impl
@@ -137,7 +137,7 @@ def _cells(point: _Point, row: E2ERow, runs: Mapping[str, int]) -> list[str]:
 
 
 def _tuning(points: Iterable[_Point]) -> str:
-    """What the tuned tables are worth, end to end; nothing where no run was made without them."""
+    """The speedup by the tuned tables, end to end; empty if no run was made without them."""
     cells = []
     for point in points:
         for op in _FIGURES:
@@ -150,7 +150,7 @@ def _tuning(points: Iterable[_Point]) -> str:
 
 
 def every_row(results: Path) -> str:
-    """Every row: decoding, prompts, and both with and without tuned tables; then what each implementation is."""
+    """Every row: decoding, prompts, and both with and without tuned tables; then a list of the implementations."""
     parts = []
     for gpu, points in _points(results).items():
         runs = _runs(points)
@@ -182,7 +182,7 @@ def _summary_cells(point: _Point, hugging_face: Sequence[str], runs: Mapping[str
 
 
 def summary(results: Path) -> str:
-    """A line for each model, weights and batch: a step and the prompts, beside the same by CUDA's kernels."""
+    """A line for each model, weights and batch: a step and the prompts, beside the same with CUDA's kernels."""
     parts = []
     for every in _points(results).values():
         points = [p for p in every if p.meta["tuning"] != "off" and any(r.impl == OURS for r in p.rows)]
@@ -207,7 +207,7 @@ def summary(results: Path) -> str:
 
 
 def layers(results: Path) -> str:
-    """The kernels of one decode layer, each beside the best of CUDA's."""
+    """The kernels of one decode layer, each beside CUDA's fastest."""
     parts = []
     for path in sorted(results.glob(f"*/{SUITE}/layer-*.json")):
         meta, rows = read_json(path)

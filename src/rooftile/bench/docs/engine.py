@@ -13,7 +13,7 @@ MODEL, BATCH, CONTEXT = "llama-3-8b", 1, 512
 
 
 def read_roofs(results: Path) -> dict[str, float]:
-    """The read roof of each GPU, in GB/s, as the latest of its runs measured it."""
+    """The read roof of each GPU in GB/s, from its latest run."""
     found: dict[str, tuple[str, float]] = {}
     for path in sorted(results.glob("*/*/*.json")):
         meta = json.loads(path.read_text(encoding="utf-8")).get("meta", {})
@@ -26,7 +26,7 @@ def read_roofs(results: Path) -> dict[str, float]:
 
 
 def decode_step(results: Path) -> str:
-    """A greedy step in bfloat16: what each kernel moves, and the least time that takes at the read roof."""
+    """A greedy step in bfloat16: the bytes that each kernel moves, and their time at the read roof."""
     from rooftile.engine.config import ModelConfig
     from rooftile.engine.plan import plan
 
@@ -51,13 +51,13 @@ def decode_step(results: Path) -> str:
         cells.append([s.name, op, s.shape, *each, size(nbytes), *least(nbytes)])
     cells.append(["**the step**", *[""] * 5, str(p.launches), "", size(p.nbytes), *least(p.nbytes)])
     said = ", ".join(f"{roof:.0f} GB/s ({gpu})" for gpu, roof in roofs.items())
-    note = f"Read roofs, as measured: {said}." if roofs else "No read roof is measured yet: results/ holds none."
+    note = f"Read roofs, as measured: {said}." if roofs else "No read roof has been measured yet."
     head = f"{title}, bfloat16, batch {BATCH}, {CONTEXT} tokens in the cache; launches as chosen for an H100. {note}"
     return "\n".join([head, "", markdown(columns, cells)])
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the unit of three digits before the point, of powers of ten as bandwidths are."""
+    """Bytes in a decimal unit, with up to three digits before the point."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""The documentation's tables of matrix products: results/<gpu>/matmul/ and the tuning tables."""
+"""The documentation's tables of GEMMs: results/<gpu>/matmul/ and the tuning tables."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from rooftile.bench.tune.report import over
 from rooftile.cases.rms_norm_linear import traffic
 
 SUITE = "matmul"
-FUSED = "rms_norm_linear"  # has a table of its own
-# By rows of x: one token each of a few sequences, of many, and prompts.
+FUSED = "rms_norm_linear"  # has its own table
+# By rows of x: one token of each of a few sequences, or of many; prompts.
 REGIMES = (("M <= 16", 1, 16), ("16 < M <= 64", 17, 64), ("M > 64", 65, 1 << 62))
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def _size(row: Row, *names: str) -> int | None:
-    """A size of the row's point, under the first of the names that it has."""
+    """A size of the row's point, by the first of the names that it has."""
     return next((row.dims[name] for name in names if name in row.dims), None)
 
 
 def products(results: Path) -> str:
-    """Every row of the suite, those that lose too; but for the op that has a table of its own."""
+    """Every row of the suite, slower ones included, except the op with its own table."""
     return every_row(results, SUITE, leave_out=(FUSED,))
 
 
 def _summary_cells(op: str, direction: str, regime: str, found: Sequence[list[Row]]) -> list[str]:
     ours, ratios = ours_of(found), ratios_of(found)
-    fractions = [r.roof_fraction for r in ours if r.roof_fraction and (r.nbytes >= LARGE or bound(r) == "product")]
+    fractions = [r.roof_fraction for r in ours if r.roof_fraction and (r.nbytes >= LARGE or bound(r) == "GEMM")]
     roof = f"{statistics.median(fractions):.3f} ({len(fractions)})" if fractions else "–"
     dtypes = ", ".join(dict.fromkeys(r.dtype for r in ours))
     head = [f"`{op}`", direction, regime, dtypes, str(len(ours))]
@@ -64,7 +64,7 @@ def _summary_cells(op: str, direction: str, regime: str, found: Sequence[list[Ro
 
 
 def summary(results: Path) -> str:
-    """A line for each op, direction and regime of rows: how it stands to the best peer of each row, and to the roof."""
+    """A line for each op, direction and regime of rows: its ratios to the best baseline and to the roof."""
     columns = (
         "op", "direction", "rows of x", "dtypes", "rows>", "ratio, geometric mean>", "least>", f"at {TIE} or more>",
         "of the roof, median (rows)>",
@@ -85,7 +85,7 @@ _TRAFFIC = ("two kernels, MB>", "one, x read twice, MB>", "one, x read once, MB>
 
 
 def _traffic(row: Row) -> list[str]:
-    """Megabytes under `_TRAFFIC`: what must move by the model."""
+    """Megabytes under `_TRAFFIC`: what must move in theory."""
     m, k, n = _size(row, "rows", "m"), _size(row, "k"), _size(row, "n")
     if m is None or k is None or n is None:
         return ["–"] * len(_TRAFFIC)
@@ -94,7 +94,7 @@ def _traffic(row: Row) -> list[str]:
 
 
 def rms_norm_linear(results: Path) -> str:
-    """The norm fused into the product, at every number of rows: where it stops to be worth it, it must not be used."""
+    """The norm fused into the GEMM, by the number of rows: where it is slower it must not be used."""
     parts = []
     for files in by_gpu(results, SUITE).values():
         files = [(meta, [r for r in rows if r.op == FUSED and r.direction == "forward"]) for meta, rows in files]
@@ -110,11 +110,11 @@ def rms_norm_linear(results: Path) -> str:
             found.sort(key=lambda group: _size(group[0], "rows", "m") or 0)
             cells = ([str(_size(g[0], "rows", "m")), *figures_of(g, peers), *_traffic(g[0])] for g in found)
             parts += [f"**{k} -> {n}, {dtype}**", "", markdown(columns, cells), ""]
-            parts += [f"Ratio to the best peer (over 1 is faster), {closing(found)}.", ""]
+            parts += [f"Speedup over the best baseline (above 1 is faster), {closing(found)}.", ""]
     if not parts:
         return NO_RESULTS
-    model = "MB: what must move by the model, 3MK + K + NK + MN elements for a norm and a product behind it, "
-    one = "2MK + K + NK + MN for one kernel that reads x for the norm first, and MK less for one that reads it once."
+    model = "MB is what must move: 3MK + K + NK + MN elements for a norm and a GEMM after it; "
+    one = "2MK + K + NK + MN for one kernel that reads x first for the norm; MK less for one that reads it once."
     return "\n".join([*parts, model + one])
 
 
@@ -139,7 +139,7 @@ _TIMES = ("default, us>", "tuned, us>", "cuBLAS, us>", "over default>", "over cu
 
 
 def tuning_table(results: Path) -> str:
-    """What the shipped tables are worth: the products of a layer together, then each key."""
+    """The speedup by the packaged tables: the GEMMs of a layer together, then each key."""
     models = {name: workloads.products_of(config) for name, config in workloads.LAYERS.items() if name != "tiny"}
     parts = []
     for path in sorted(tuning.PACKAGE.glob("*/*.json")):
@@ -152,13 +152,13 @@ def tuning_table(results: Path) -> str:
             parts += [f"{machine(run)}.", ""]
         layers = tune_report.layers(entries, models)
         if layers:
-            parts += ["The four products of a layer, one after another:", ""]
+            parts += ["The four GEMMs of a layer, in sequence:", ""]
             parts += [markdown(("model", "M>", "dtype", *_TIMES), map(_layer_cells, layers)), ""]
             mean = tune_report.mean_ratio((layer.default_us, layer.us) for layer in layers)
             peer = tune_report.mean_ratio((layer.peer_us, layer.us) for layer in layers)
-            said = [f"{value[0]:.3f} of {name}" for name, value in (("the default", mean), ("cuBLAS", peer)) if value]
-            parts += [f"Speed of the tuned layer, geometric mean: {', '.join(said)}.", ""]
+            said = [f"{value[0]:.3f} over {name}" for name, value in (("the default", mean), ("cuBLAS", peer)) if value]
+            parts += [f"Speedup of the tuned layer, geometric mean: {', '.join(said)}.", ""]
         each = markdown(("key", "dtype", *_TIMES, "configuration"), _entry_cells(table.entries.items()))
-        title = f"<summary>{len(entries)} products: {tune_report.says(entries)}</summary>"
+        title = f"<summary>{len(entries)} GEMMs: {tune_report.says(entries)}</summary>"
         parts += ['<details markdown="1">', title, "", each, "", "</details>", ""]
     return "\n".join(parts).strip() or NO_RESULTS

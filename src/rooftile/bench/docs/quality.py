@@ -1,4 +1,4 @@
-"""The documentation's table of attention kernels by the text that comes of them: results/<gpu>/quality/."""
+"""The documentation's table of attention kernels by the text that they generate: results/<gpu>/quality/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooftile.bench.quality.rows import Row, rows_of
 
 
 def table(results: Path) -> str:
-    """Every kernel, those that are absent or fail too, and what the columns are."""
+    """Every kernel, also those that are absent or fail, and a caption for the columns."""
     parts = []
     for path in sorted(results.glob("*/quality/*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the tables of the documentation share: Markdown, the files of a suite by GPU, ratios in words."""
+"""Shared parts of the documentation's tables: Markdown, the files of a suite by GPU, sentences about ratios."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer, geometric_mean, groups, read_json
 
 NO_RESULTS = "*Not measured yet: results/ holds nothing for this table.*"
-LARGE = 128 << 20  # bytes, from which on a row is held to the roof: below it, starting and ending a kernel shows
-TIE = 0.98  # of the best peer's speed, or more
+LARGE = (
+    128 << 20
+)  # bytes; smaller rows are not compared with the roof, since starting and ending a kernel takes much of their time
+TIE = 0.98  # of the best baseline's speed
 
 
 def markdown(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
@@ -47,7 +49,7 @@ def machine_line(meta: Mapping[str, Any]) -> str:
     """The same, and the roofs of the run."""
     roofs = (
         f"copy {number(meta['roof_copy_gbs'], 4)} GB/s, read {number(meta['roof_read_gbs'], 4)} GB/s, "
-        f"bf16 product {number(meta['roof_tflops'])} TFLOP/s"
+        f"bf16 GEMM {number(meta['roof_tflops'])} TFLOP/s"
     )
     return f"{machine(meta)}. Roofs: {roofs}."
 
@@ -60,21 +62,21 @@ def by_gpu(results: Path, suite: str) -> dict[str, list[tuple[dict[str, Any], li
 
 
 def groups_of(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[list[Row]]:
-    """The rows of each file by op, direction, dtype and point: those of two files are of two runs, and never mixed."""
+    """The rows of each file by op, direction, dtype and point. Each file is a run; runs are never mixed."""
     return [group for _, rows in files for group in groups(rows)]
 
 
 def titled(op: str, name: str = "") -> str:
-    """An op, with the name of the suite that measured it where another has the same op."""
+    """An op, with the name of its suite if another suite has the same op."""
     return f"`{op}` ({name})" if name else f"`{op}`"
 
 
 def machines(
     files: Iterable[tuple[dict[str, Any], list[Row]]], names: Iterable[str] = itertools.repeat("")
 ) -> list[str]:
-    """A line for each run that the files come from, with the ops that it measured, each followed by an empty one.
+    """A line for each run that the files come from, with the ops that it measured, and an empty line after each.
 
-    `names` are of the suites that the files belong to.
+    `names` are the names of the files' suites.
     """
     runs: dict[str, dict[str, None]] = {}
     for (meta, rows), name in zip(files, names, strict=False):
@@ -87,7 +89,7 @@ def ours_of(found: Iterable[list[Row]]) -> list[Row]:
 
 
 def ratios_of(found: Iterable[list[Row]]) -> tuple[float, Row, list[float]] | None:
-    """The geometric mean of our ratios to the best peers, the row of the least of them, and all; None for none."""
+    """The geometric mean of our ratios to the best baselines, the row with the least, and all ratios; None if none."""
     rows = [r for r in ours_of(found) if r.ratio_to_best_peer]
     if not rows:
         return None
@@ -98,7 +100,7 @@ def ratios_of(found: Iterable[list[Row]]) -> tuple[float, Row, list[float]] | No
 def closing(found: Sequence[list[Row]]) -> str:
     ratios = ratios_of(found)
     if ratios is None:
-        return f"{len(found)} rows, none with a peer to compare with"
+        return f"{len(found)} rows, none with a baseline"
     mean, row, all_of_them = ratios
     least = f"least {row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
     rows = f"{len(all_of_them)} row{'s' if len(all_of_them) > 1 else ''}"
@@ -106,10 +108,10 @@ def closing(found: Sequence[list[Row]]) -> str:
 
 
 def bound(row: Row) -> str:
-    """What the roof of the row is."""
+    """Which roof bounds the row."""
     if not (row.roof_gbs and row.roof_tflops and row.gbs and row.tflops):
         return "–"
-    return "memory" if row.gbs / row.roof_gbs >= row.tflops / row.roof_tflops else "product"
+    return "memory" if row.gbs / row.roof_gbs >= row.tflops / row.roof_tflops else "GEMM"
 
 
 def impls_of(found: Sequence[list[Row]]) -> list[str]:
@@ -117,11 +119,11 @@ def impls_of(found: Sequence[list[Row]]) -> list[str]:
     return list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
 
 
-FIGURES = ("us>", "GB/s>", "TFLOP/s>", "of the roof>", "roof", "ratio>", "best peer")
+FIGURES = ("us>", "GB/s>", "TFLOP/s>", "of the roof>", "roof", "ratio>", "best baseline")
 
 
 def figures_of(group: list[Row], peers: Sequence[str]) -> list[str]:
-    """Our figures under `FIGURES`, and the times of those peers."""
+    """Our figures under `FIGURES`, and the times of those baselines."""
     ours, best = ours_of([group])[0], best_peer(group)
     times = {r.impl: number(r.us, 4) if r.us is not None else r.status for r in group}
     rates = [number(ours.gbs, 4), number(ours.tflops), ratio(ours.roof_fraction, 3), bound(ours)]
@@ -136,8 +138,8 @@ def speed_table(found: Sequence[list[Row]]) -> str:
 
 
 def every_row(results: Path, suite: str, leave_out: Sequence[str] = (), name: str = "") -> str:
-    """Every row of a suite, those that lose too: a table for each op and direction, bf16 first, the other dtypes
-    folded away. `name` is what the suite is called where another has the same ops."""
+    """Every row of a suite, slower ones included: a table for each op and direction, bf16 first, the other dtypes
+    folded away. `name` is the suite's name if another suite has the same ops."""
     parts = []
     for files in by_gpu(results, suite).values():
         files = [(meta, [r for r in rows if r.op not in leave_out]) for meta, rows in files]
@@ -154,5 +156,5 @@ def every_row(results: Path, suite: str, leave_out: Sequence[str] = (), name: st
                 parts += ['<details markdown="1">', f"<summary>{dtype}: {closing(by_dtype[dtype])}</summary>", ""]
                 parts += [speed_table(by_dtype[dtype]), "", "</details>", ""]
             every = [group for found in by_dtype.values() for group in found]
-            parts += [f"{what}, ratio to the best peer (over 1 is faster), {closing(every)}.", ""]
+            parts += [f"{what}, speedup over the best baseline (above 1 is faster), {closing(every)}.", ""]
     return "\n".join(parts).strip() or NO_RESULTS

@@ -1,4 +1,4 @@
-"""What tuning is worth: each product by itself, and the products of a model's layer together."""
+"""The speedup by tuning: of each GEMM, and of the GEMMs of a model's layer together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("default_us", "us", "peer_us")
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The products of one layer of a model, one after another: microseconds, None where one of them is not known."""
+    """The GEMMs of one layer of a model, in sequence: microseconds, None if one of them is unknown."""
 
     model: str
     m: int
@@ -44,7 +44,7 @@ def find(entries: Iterable[Mapping[str, Any]], n: int, k: int, gated: bool = Fal
 
 
 def layers(entries: Sequence[Mapping[str, Any]], models: Mapping[str, Sequence[Product]]) -> list[Layer]:
-    """Every model, number of rows and dtype for which all products of a layer are there, as `linear` computes them."""
+    """Every model, number of rows and dtype for which all GEMMs of a layer are known, as `linear` computes them."""
     found = []
     for model, products in models.items():
         parts = [find(entries, p.n, p.k) for p in products if p.name in LAYER]
@@ -64,12 +64,12 @@ def mean_ratio(pairs: Iterable[tuple[float | None, float | None]]) -> tuple[floa
 
 
 def says(entries: Sequence[Mapping[str, Any]]) -> str:
-    """All products in one line."""
+    """All GEMMs in one line."""
     tuned = mean_ratio((e.get("default_us"), e.get("us")) for e in entries)
     peer = mean_ratio((e.get("peer_us"), e.get("us")) for e in entries)
-    parts = [f"{tuned[0]:.3f} x the default's over {tuned[1]} products"] if tuned else []
-    parts += [f"{peer[0]:.3f} x the peer's over {peer[1]}"] if peer else []
-    return f"tuned speed, geometric mean: {', '.join(parts)}" if parts else "nothing was measured"
+    parts = [f"{tuned[0]:.3f} over the default ({tuned[1]} GEMMs)"] if tuned else []
+    parts += [f"{peer[0]:.3f} over the baseline ({peer[1]})"] if peer else []
+    return f"speedup by tuning, geometric mean: {', '.join(parts)}" if parts else "nothing was measured"
 
 
 def show(
@@ -94,7 +94,7 @@ def show(
     out.print(table)
     entries = [e for _, e in rows]
     for layer in layers(entries, models):
-        line = f"{layer.model} M={layer.m} {layer.dtype}, a layer's products: "
+        line = f"{layer.model} M={layer.m} {layer.dtype}, a layer's GEMMs: "
         line += f"default {number(layer.default_us, 4)} us, tuned {number(layer.us, 4)} us "
         line += f"({ratio(over(layer.default_us, layer.us), 3)} x), "
         line += f"{peer} {number(layer.peer_us, 4)} us ({ratio(over(layer.peer_us, layer.us), 3)} x)"
