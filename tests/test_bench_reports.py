@@ -59,6 +59,10 @@ def test_options_are_read_by_their_present_names(tmp_path):
     )
     _, (row,) = rows.read_json(tmp_path / "old.json")
     assert row.options == {"activation": "gelu_tanh"}
+    decoded = dataclasses.replace(measured(OURS, 1.0, options={"layout": "bhtd"}), op="decode_attention")
+    rows.write_json(tmp_path / "old.json", dict.fromkeys(rows.META, ""), [decoded])
+    _, (row,) = rows.read_json(tmp_path / "old.json")
+    assert row.options == {"cache_layout": "bhtd"}
 
 
 def test_results_are_not_taken_from_the_interpreter(monkeypatch, tmp_path):
