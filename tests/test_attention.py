@@ -346,9 +346,11 @@ def test_whether_gradients_are_deterministic_is_asked_of_the_caller_and_else_of_
     prepare = ops.prepare_backward
     monkeypatch.setattr(ops, "prepare_backward", lambda *args: asked.append(args[-3]) or prepare(*args))
     for deterministic in (True, False, None):
+        launching.forget()  # a call that is prepared asks no more
         attention(q, q, q, deterministic=deterministic).sum().backward()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(not before)
+    launching.forget()
     try:
         attention(q, q, q).sum().backward()
     finally:

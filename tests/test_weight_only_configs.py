@@ -187,7 +187,7 @@ def check_launch(m, n, k, group, dtype, config, device):
     o = Operands(x, weight, out, bias, residual, weight_scale=scale)
     p = dispatch.problem_of(o)
     assert choose.can_implement(p, config, runtime.target(device)) is None
-    choose.module(p, config).launch(o, config)
+    dispatch.starter(p, o, config)(x, weight, out, bias, residual, None, None, scale)
     error = relative_error(out, expected + bias.double() + residual.double())
     assert error < {torch.float32: 3e-6, torch.float16: 5e-4, BF16: 4e-3}[dtype], (m, n, k, group, dtype, config, error)
 

@@ -149,7 +149,7 @@ def bind(op: str, o: Operands, config: Sequence[int] = ()) -> Start:
         ValueError: the configuration can't be launched.
     """
     p = problem_of(o)
-    c = chosen(op, p, o.x.device, config)
+    c = chosen(op, p, o.w.device, config)
     assert c is not None, "there is no norm"
     return starter(p, o, c)
 
@@ -213,7 +213,7 @@ def gemm(
 
 
 def like(x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """What stands for a contiguous result of that shape where a launch is bound, with no memory."""
+    """What stands for a contiguous tensor of that shape where a launch is bound: it has no memory, and no GPU."""
     device = x.device if isinstance(x, FunctionalTensor) else "meta"
     return x.new_empty(tuple(shape), dtype=dtype or x.dtype, device=device)
 

@@ -308,7 +308,7 @@ def _prefetched(o: Operands, c: GemmConfig, is_qkv: bool) -> int:
     if c.prefetch is not None:
         return c.prefetch
     along_k = o.w.stride(-1) == 1 or o.w.shape[-1] == 1  # a line that is prefetched lies along k
-    if not along_k or not (pdl.early(o.x) if is_qkv else pdl.supported(runtime.target(o.x.device))):
+    if not along_k or not (pdl.early(o.x) if is_qkv else pdl.supported(runtime.target(o.w.device))):
         return -1
     return NORM_GATED_PREFETCH if o.gated and o.norm_weight is not None else PREFETCH
 
@@ -330,7 +330,7 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
     limit = 0
     is_plain = epilogue == "linear" and o.norm_weight is None and o.w.dtype in (dtype, torch.int8)
     if is_plain and not isinstance(x, FunctionalTensor):
-        limit = _register_limit(o.w.dtype, block_n * block_k, c, programs, runtime.target(x.device))
+        limit = _register_limit(o.w.dtype, block_n * block_k, c, programs, runtime.target(o.w.device))
     w, scale, form = Format.of(o.w, o.weight_scale, k, dtype)
     tensors = (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, *qkv.tensors)
     launcher = _launcher(

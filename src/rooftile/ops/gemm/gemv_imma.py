@@ -525,7 +525,7 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
     With `qkv` out is q, `(1, 1, Hq, D)`, and half of `c`'s rows make a CTA's pairs. The start then takes `qkv.tensors`
     after its other arguments.
     """
-    x, w, scale, device = o.x, o.w, o.weight_scale, o.x.device
+    x, w, scale, device = o.x, o.w, o.weight_scale, o.w.device
     if isinstance(x, FunctionalTensor):
         raise launching.Untraceable("a kernel of Gluon")
     assert scale is not None, "the weight is quantized"

@@ -313,7 +313,7 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
     n_cols = w.shape[-2] // 2 if is_qkv else o.out.shape[-1]
     block_n = c.block_n // 2 if is_qkv else c.block_n
     n_inner = x.shape[-1]
-    target = runtime.target(x.device)
+    target = runtime.target(w.device)
     along_k = w.stride(-1) == 1 or n_inner == 1  # a line that is prefetched lies along k
     early = pdl.early(x) and along_k and o.norm_weight is not None and not o.gated
     tensors = (x, o.norm_weight, w, o.bias, o.residual, o.out, *qkv.tensors)

@@ -352,16 +352,23 @@ def _add_bias(z, bias_ptr, col, n, T: gl.constexpr):
 
 
 @gluon.jit
-def write_chunk(z, out, out_desc, row, col, T: gl.constexpr):
-    """Write a chunk of the output from the buffer `out`."""
-    tma.store_wait(T.out_buffers - 1)
+def write_chunk(z, out, out_desc, row, col, j: gl.constexpr, T: gl.constexpr):
+    """Write chunk j of the output from the buffer `out`.
+
+    If the buffers don't divide the chunks, a tile's first chunk takes the buffer of the previous tile's last one, whose
+    store may still read it.
+    """
+    if j == 0 and T.chunks % T.out_buffers != 0:
+        tma.store_wait(0)
+    else:
+        tma.store_wait(T.out_buffers - 1)
     out.store(z.to(out_desc.dtype))
     fence_async_shared()
     async_store(out_desc, [row, col], out)
 
 
 @gluon.jit
-def _finish(z, z_gate, residual, out, out_desc, bias_ptr, row, col, n, T: gl.constexpr):
+def _finish(z, z_gate, residual, out, out_desc, bias_ptr, row, col, n, j: gl.constexpr, T: gl.constexpr):
     """The epilogue of a chunk: z, and z_gate for a gated GEMM."""
     if bias_ptr is not None:
         z = _add_bias(z, bias_ptr + n if T.gated else bias_ptr, col, n, T)
@@ -373,7 +380,7 @@ def _finish(z, z_gate, residual, out, out_desc, bias_ptr, row, col, n, T: gl.con
         z = activate(z, gl.constexpr(T.activation))
     if residual is not None:
         z += residual.load(T.part).to(gl.float32)
-    write_chunk(z, out, out_desc, row, col, T)
+    write_chunk(z, out, out_desc, row, col, j, T)
 
 
 @gluon.jit
@@ -428,7 +435,7 @@ def _consume(out_desc, bias_ptr, out_ring, ring, size, mine: gl.constexpr, HAS_R
             z = gl.convert_layout(chunks[UP + j], T.part)
             z_gate = gl.convert_layout(chunks[j], T.part)
             out = out_ring.index(mine * T.out_buffers + j % T.out_buffers)
-            _finish(z, z_gate, residual, out, out_desc, bias_ptr, row + LANE * T.rows, col + j * T.chunk, n, T)
+            _finish(z, z_gate, residual, out, out_desc, bias_ptr, row + LANE * T.rows, col + j * T.chunk, n, j, T)
             if HAS_RESIDUAL:
                 fence_async_shared()
                 mbarrier.arrive(free.index(slot), count=1)
@@ -590,7 +597,7 @@ def bind(
 ) -> Callable[..., None]:
     """The launch of a kernel whose first pointers are the descriptors of x, w and out, then `descriptors`."""
     tiles = library.cdiv(o.out.shape[0], t.tile_rows) * library.cdiv(o.out.shape[1], t.cols)
-    programs = min(runtime.target(o.x.device).multiprocessors, tiles)
+    programs = min(runtime.target(o.w.device).multiprocessors, tiles)
     descriptors = {
         0: described(o.x if t.x_k else o.x.T, t.x_block),
         1: described(o.w if t.w_k else o.w.T, t.w_block),
@@ -605,7 +612,7 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (M, K), w (N, K) or (2N, K), out (M, N). A residual that TMA can't load is copied."""
     if isinstance(o.x, FunctionalTensor):
         raise launching.Untraceable("TMA descriptors")
-    limit = runtime.target(o.x.device).shared_memory
+    limit = runtime.target(o.w.device).shared_memory
     t = tiling_of(c, _along_k(o.x), _along_k(o.w), o.gated, o.activation, "", "", 2, limit)
     descriptors = {}
     copies = o.residual is not None and launching.describe(o.residual, tuple(t.out_block)) is None

@@ -197,7 +197,7 @@ def _consume_fp8(out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size,
                 z = gl.convert_layout(parts[j], T.part)
                 if residual_ptr is not None:
                     z = _add_residual(z, residual_ptr, row, at, size, T)
-                write_chunk(z, out, out_desc, row, at, T)
+                write_chunk(z, out, out_desc, row, at, h * CHUNKS + j, T)
     tma.store_wait(0)
 
 
@@ -262,7 +262,7 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
         raise launching.Untraceable("TMA descriptors")
     assert o.x_scale is not None, "x is fp8"
     assert o.weight_scale is not None, "the weight is fp8"
-    limit = runtime.target(o.x.device).shared_memory
+    limit = runtime.target(o.w.device).shared_memory
     t = tiling_of(c, True, True, False, "", o.x_kind, o.w_kind, o.out.element_size(), limit)
     # Strides past 2^31 are of a view into something huge.
     copies = max(scale_strides(o)) >= 2**31 or (o.w_kind == "row" and o.weight_scale.stride(0) != 1)

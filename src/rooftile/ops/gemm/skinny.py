@@ -238,7 +238,7 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
 
 def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (M, K), w (N, K), or (2N, K) gated, out (M, N)."""
-    x, w, device, residual = o.x, o.w, o.x.device, o.residual
+    x, w, device, residual = o.x, o.w, o.w.device, o.residual
     (n_rows, n_inner), n_cols = x.shape, o.out.shape[-1]
     tiles, split = library.cdiv(n_cols, c.block_n), c.split_k
     norm, fp8 = o.norm_weight is not None, o.x_kind != ""

@@ -178,7 +178,7 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
 
 def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (M, K), w (N, K) in int8 or fp8, or (N, K/2) in uint8, out and residual (M, N); all but x and w contiguous."""
-    x, w, scale, device = o.x, o.w, o.weight_scale, o.x.device
+    x, w, scale, device = o.x, o.w, o.weight_scale, o.w.device
     assert scale is not None, "the weight is quantized"
     (n_rows, k), n_cols = x.shape, w.shape[0]
     fp8, group, pairs = w.dtype == torch.float8_e4m3fn, 0, ""

@@ -263,7 +263,7 @@ def _resident(c: GemmConfig, target: runtime.Target) -> int:
 
 def prepare(o: Operands, c: GemmConfig) -> Start:
     """x (B, M, K), w (B, N, K) or (B, 2N, K); out and residual (B, M, N), last stride 1; or no B."""
-    x, w, device = o.x, o.w, o.x.device
+    x, w, device = o.x, o.w, o.w.device
     (m, n), k = o.out.shape[-2:], x.shape[-1]
     batch = o.out.shape[0] if o.out.dim() == 3 else 1
     tiles, split = batch * library.cdiv(m, c.block_m) * library.cdiv(n, c.block_n), c.split_k
