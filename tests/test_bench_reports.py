@@ -209,7 +209,10 @@ def test_tables_are_made_from_results_and_keep_the_rows_that_lose(tmp_path):
     assert "old" not in made
     assert cells_of(made, "4x8") == [["4x8", "10.00", "100.0", "0.500", "0.800", "liger", "16.00", "8.000"]]
     assert cells_of(made, "9x9") == [["9x9", "FAIL", "–", "–", "–", "–", "–", "error"]]
-    assert "`op` forward, speedup over the best baseline (above 1 is faster), 1 row: geometric mean 0.800, least 0.800" in made
+    assert (
+        "`op` forward, speedup over the best baseline (above 1 is faster), 1 row: geometric mean 0.800, least 0.800"
+        in made
+    )
     assert "**NVIDIA H100 80GB HBM3**" in made
     assert docs.regenerate(made, tmp_path) == made
     assert docs.NO_RESULTS in regenerated(["rowwise-backward"], tmp_path)
