@@ -1,9 +1,9 @@
-"""Which device there is and what it can do, and the mode of this process.
+"""The device, its limits, and the mode of this process.
 
 A process runs in one mode, fixed before Triton is imported:
 
 - `Mode.GPU`: kernels are compiled and launched;
-- `Mode.INTERPRETER` (`TRITON_INTERPRET=1`): kernels run on the CPU, in Triton's interpreter made exact;
+- `Mode.INTERPRETER` (`TRITON_INTERPRET=1`): kernels run on the CPU, in Triton's interpreter, made exact;
 - `Mode.COMPILE` (`ROOFTILE_COMPILE_TARGET=sm_90`): kernels are compiled for that target and never launched.
 """
 
@@ -21,11 +21,11 @@ class Mode(enum.Enum):
     COMPILE = "compile"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is a key of caches on every call
+@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is a cache key of every call
 class Target:
     """What a launch configuration may depend on.
 
-    `shared_memory` is the most bytes of shared memory one block can have; `l2` is the L2 cache in bytes.
+    `shared_memory` is the most bytes of shared memory a CTA can have; `l2` is the L2 cache in bytes.
     """
 
     arch: str
@@ -36,7 +36,7 @@ class Target:
     max_threads: int = 1024
 
 
-# Targets that can be compiled for without the chip. Multiprocessors and caches are those of the part in the comment.
+# Targets for compiling without the chip. SMs and caches are those of the GPU in the comment.
 TARGETS = {
     "sm_80": Target("sm_80", 108, 166_912, 40 << 20),  # A100
     "sm_86": Target("sm_86", 84, 101_376, 6 << 20),  # RTX 3090
@@ -47,7 +47,7 @@ TARGETS = {
     "gfx942": Target("gfx942", 304, 65_536, 4 << 20, warp_size=64),  # MI300X
 }
 
-# The interpreter pays by the Triton operation, not by the element: few, large programs.
+# The interpreter's cost is by Triton operation, not by element: few, large programs are fast.
 INTERPRETER = Target("interpreter", 2, 1 << 30, 1 << 30)
 
 

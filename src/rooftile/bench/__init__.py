@@ -1,1 +1,1 @@
-"""Measuring ops against their peers and the roof of the GPU, in one run; reports; the tables of the docs."""
+"""Measurements of ops against their baselines and the GPU's roofs in one run; reports; the tables of the docs."""

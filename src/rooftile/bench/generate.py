@@ -1,4 +1,4 @@
-"""`rooftile generate`: the text as it comes, then how long it took, and how near that is to what the memory allows."""
+"""`rooftile generate`: the text as it is generated, then the time it took and its distance from the memory roof."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rooftile.engine.generation import StreamChunk
 
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-DEMO = "demo"  # in the place of a path: the byte model that comes with Rooftile
+DEMO = "demo"  # instead of a path: the byte model in the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Timing:
-    """When tokens came. Seconds are since the call; a step is one token of each prompt that lives."""
+    """When tokens came. Seconds are since the call; a step is one token of each prompt that has not ended."""
 
     begun: float = dataclasses.field(default_factory=time.perf_counter)
     first: float | None = None
@@ -64,7 +64,7 @@ class Timing:
 
     @property
     def steps(self) -> int:
-        """Of decoding: the first token of each prompt is of its prefill."""
+        """Decoding steps: prefill gives the first token of each prompt."""
         return max(self.tokens.values(), default=1) - 1
 
     @property
@@ -73,7 +73,7 @@ class Timing:
 
     @property
     def decoded_per_second(self) -> float | None:
-        """Tokens of all prompts, but for the first of each, a second."""
+        """Tokens a second of all prompts, without the first token of each."""
         return (self.count - len(self.tokens)) / (self.last - self.settled) if self.steps else None
 
 
@@ -81,7 +81,7 @@ def folder_of(path: str) -> Path:
     """The checkpoint's folder.
 
     Raises:
-        FileNotFoundError: there is none, and the message says what is expected.
+        FileNotFoundError: there is none; the message says what is expected.
     """
     if path == DEMO:
         from rooftile.demo.library_text import folder
@@ -95,9 +95,10 @@ def folder_of(path: str) -> Path:
 
 
 class Printer:
-    """Writes the texts of several prompts one behind the other, though they come a token of each at a time.
+    """Writes the texts of several prompts in sequence, although the prompts run as one batch.
 
-    With `stream` the first that has not ended is written as it comes, and of the others what had come by then.
+    With `stream`, the first prompt that has not ended is written token by token; the text of the others is kept until
+    their turn.
     """
 
     def __init__(self, prompts: Sequence[str], stream: bool, console: Console) -> None:
@@ -108,7 +109,7 @@ class Printer:
         self.at = 0
 
     def begin(self) -> None:
-        """The prompt whose text is next."""
+        """The prompt to write next."""
         if self.at < len(self.prompts):
             prompt = self.prompts[self.at]
             self.console.print(prompt, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
@@ -138,7 +139,7 @@ def _counted(n: int, what: str) -> str:
 
 
 def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_gbs: float | None) -> list[str]:
-    """What is said below the text, a line each."""
+    """The lines printed below the text."""
     prompts = len(timing.tokens)
     head = f"{_counted(timing.count, 'token')} of {_counted(prompts, 'prompt')}"
     if runtime.MODE is not runtime.Mode.GPU:
@@ -149,7 +150,7 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     seconds, rate = timing.step_seconds, timing.decoded_per_second
     if seconds is None or rate is None:
         return [*lines, "one token of each: nothing was decoded after the prompt"]
-    # Each sequence at half of its way, as long as it lives.
+    # Each sequence at half of its final length, until it ends.
     steps = timing.steps
     lengths = [n + new / 2 for n, new in zip(prompt_tokens, timing.tokens.values(), strict=True)]
     alive = [int(length * new / (steps + 1)) for length, new in zip(lengths, timing.tokens.values(), strict=True)]
@@ -172,7 +173,7 @@ def logprobs(tokenizer: Tokenizer, chunks: Sequence[Sequence[StreamChunk]]) -> l
 
 
 def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
-    """Generate, and print meanwhile."""
+    """Generate, and print the text as it comes."""
     timing = Timing()
     chunks: Iterable[StreamChunk] = engine.generate(
         list(settings.prompts),
@@ -181,7 +182,7 @@ def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
         stream=True,
         **settings.sampling,
     )
-    printer.begin()  # nothing is wrong with the options, or it had been raised
+    printer.begin()  # the options are valid, or an error had been raised
     for chunk in chunks:
         timing.add(chunk.index)
         printer.add(chunk)
@@ -189,7 +190,7 @@ def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
 
 
 def run(settings: Settings, console: Console, notices: Console) -> int:
-    """Load, generate to the one console, and say to the other how long it took; 0.
+    """Load a model, print its text to one console and the times to the other. Returns 0.
 
     Raises:
         FileNotFoundError, ValueError, TypeError: as `Engine.from_pretrained` and `Engine.generate`.

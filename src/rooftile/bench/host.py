@@ -1,4 +1,4 @@
-"""The host's time for one call of an op, beside Triton's own launcher of the same kernels with nothing around it."""
+"""The host's time for one call of an op, beside Triton's launcher of the same kernels alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rooftile.cases.check import NAMES
 
 import triton  # isort: skip
 
-BURST = 50  # calls of one or two launches each, of which the device's queue takes some thousand
+BURST = 50  # calls of one or two launches each; the device's queue holds about a thousand
 BURSTS = 40
 
 
@@ -45,7 +45,7 @@ class HostTime:
 
 
 def smallest(case: OpCase, dtype: torch.dtype) -> Point:
-    """The point that moves the least, of those that models have: there the device is quicker than the host."""
+    """The point of a model that moves the fewest bytes: there the device is faster than the host."""
 
     def nbytes(point: Point) -> int:
         return case.nbytes(point, dtype.itemsize, "forward")
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """The launches that happen meanwhile, with a call that repeats each."""
+    """Collects the launches in this context, with a call that repeats each."""
     launches: list[Launch] = []
     run = triton.JITFunction.run
 
@@ -79,7 +79,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def _launches(call: Call, what: str) -> list[Launch]:
-    """What a call launches, which must be something; it is made twice, for what is made at a first call alone."""
+    """What a call launches; at least one kernel. It is called twice, since a first call may launch more."""
     call()
     launching.forget()
     with recorded() as launches:
@@ -90,7 +90,7 @@ def _launches(call: Call, what: str) -> list[Launch]:
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
-    """One call that makes them all; the only one itself where there is one."""
+    """One call that makes all of them; if there is one, that one."""
     if len(calls) == 1:
         return calls[0]
 
@@ -111,7 +111,7 @@ def launcher_call(call: Call, what: str) -> Call:
 
 
 def measure_host(case: OpCase, point: Point, dtype: torch.dtype, clock: Clock, device: torch.device) -> HostTime:
-    """The host's times of a case's op at one point: medians over bursts, taken in turns, as a host's clock drifts too.
+    """The host's times of a case's op at one point: medians over bursts, which take turns, since a host's clock drifts.
 
     Raises:
         RuntimeError: the op launched nothing through Triton's launcher.
@@ -128,7 +128,7 @@ def measure_host(case: OpCase, point: Point, dtype: torch.dtype, clock: Clock, d
                 bursts["launcher"].append(burst_seconds(launcher, clock, BURST))
                 bursts["op"].append(burst_seconds(op, clock, BURST))
             with torch.enable_grad():
-                # An op that writes in place takes no leaf, and lengthens the graph of what it is given at each call.
+                # An op that writes in place refuses leaves, and each call lengthens the autograd graph of its inputs.
                 given = {n: t.clone() if n in case.mutates else t for n, t in leaves.items()}
                 op_grad = functools.partial(case.function, **given, **point.options)
                 bursts["op_grad"].append(burst_seconds(op_grad, clock, BURST))
@@ -138,7 +138,7 @@ def measure_host(case: OpCase, point: Point, dtype: torch.dtype, clock: Clock, d
 
 @contextlib.contextmanager
 def cold_cache() -> Iterator[None]:
-    """Triton compiles meanwhile as on a machine that has never run it."""
+    """Within this context Triton compiles as on a machine that has never run it."""
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         yield

@@ -4,7 +4,7 @@ Tensors are so small that the host takes longer to issue a call than the GPU to 
 bursts that the GPU's queue holds, and the GPU is waited for between bursts, outside of the time. Ours and the baseline
 take turns; a time is the median of the bursts.
 
-An op that replaces none of PyTorch's is held beside Triton's launcher: `kernel[grid](...)` for each kernel that it
+An op that replaces no PyTorch op is compared with Triton's launcher: `kernel[grid](...)` for each kernel that it
 launches, with the outputs allocated before.
 """
 
@@ -36,7 +36,7 @@ DIRECTIONS = ("forward", "forward with gradients", "forward and backward")
 LAUNCHER = "Triton's launcher"
 BURST = 40  # calls, each of some ten launches at most: the queue of a GPU holds a thousand
 BURSTS = 25
-# What a call may take beside its baseline: the larger of a factor and so many microseconds more.
+# The limit of a call: the larger of a factor times its baseline and some microseconds more.
 LIMITS = {False: (1.5, 8.0), True: (2.0, 15.0)}  # by whether gradients are recorded
 
 
@@ -89,7 +89,7 @@ def _rotating(device: torch.device) -> dict[str, Tensor]:
 
 
 def _eager_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Hugging Face's models turn q and k."""
+    """RoPE as Hugging Face's models compute it."""
 
     def half(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -185,7 +185,7 @@ def _calls(function: Callable[..., Any], tensors: Mapping[str, Tensor], grads: S
 
 
 def _in_turns(ours: Call, theirs: Call, timer: Clock, bursts: int, burst: int) -> tuple[float, float]:
-    """Microseconds of both, after what their first calls compile."""
+    """Microseconds of both, after their first calls have compiled."""
     for _ in range(3):
         ours()
         theirs()
@@ -199,7 +199,7 @@ def _in_turns(ours: Call, theirs: Call, timer: Clock, bursts: int, burst: int) -
 def measure(
     problem: Problem, timer: Clock, device: torch.device, bursts: int = BURSTS, burst: int = BURST
 ) -> Iterator[HostRow]:
-    """The rows of a problem, one for each direction that it has."""
+    """The rows of a problem, one for each of its directions."""
     with timer.active():
         tensors = problem.make(device)
         for direction in DIRECTIONS if problem.grads else DIRECTIONS[:1]:
@@ -213,7 +213,7 @@ def measure(
 def measure_beside_launcher(
     name: str, timer: Clock, device: torch.device, bursts: int = BURSTS, burst: int = BURST
 ) -> HostRow:
-    """An op that replaces none of PyTorch's, at its case's smallest point.
+    """An op that replaces no PyTorch op, at its case's smallest point.
 
     Raises:
         RuntimeError: the op launches nothing through Triton's launcher.
@@ -257,10 +257,10 @@ def run(
     timer: Clock | None = None,
     device: torch.device | None = None,
 ) -> int:
-    """Measure, show, and write `results/<gpu>/host/host.json`. 1 where an op could not be measured, else 0.
+    """Measure, show, and write `results/<gpu>/host/host.json`. Returns 1 if an op could not be measured, else 0.
 
     Args:
-        names: ops; all of `PROBLEMS`, and all with a case that replace none of PyTorch's, where none is given.
+        names: ops; by default all of `PROBLEMS`, and all with a case that replace no PyTorch op.
 
     Raises:
         ValueError: an op is not known, or results are asked of the interpreter.
@@ -280,7 +280,7 @@ def run(
         nonlocal code
         try:
             rows.extend(measured())
-        except Exception as error:  # an op that fails is said, and the others are measured
+        except Exception as error:  # an op that fails is reported, and the others are measured
             code = 1
             console.print(f"{name}: {type(error).__name__}: {str(error)[:200]}", style="red", markup=False)
 

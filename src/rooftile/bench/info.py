@@ -1,4 +1,4 @@
-"""What this machine is: the GPU, its driver, the versions that matter, the mode of the process, the peers installed."""
+"""The machine: the GPU, its driver, versions, the mode of the process, installed baselines."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def driver() -> str | None:
     )
 
 
-DIRTY = "-dirty"  # behind a commit: it does not say which code was measured
+DIRTY = "-dirty"  # suffix of a commit that does not identify the measured code
 
 
 def commit() -> str:
-    """ROOFTILE_COMMIT where it is set, else git's HEAD where this is a checkout; with "-dirty" where files differ."""
+    """ROOFTILE_COMMIT if set, else git's HEAD in a checkout; with "-dirty" if files differ."""
     root = Path(__file__).resolve().parents[3]
     if name := os.environ.get("ROOFTILE_COMMIT"):
         return name
@@ -77,13 +77,13 @@ def commit() -> str:
     return head or UNKNOWN
 
 
-# What two runs must have in common, whatever they measured, that their rows may stand in one file.
+# What two runs must have in common for their rows to share a file.
 SAME = ("gpu", "driver", "torch", "triton", "rooftile", "commit", "python", "peers")
 
 
 def may_join(meta: Mapping[str, Any], before: Mapping[str, Any], also: Sequence[str]) -> bool:
-    """Whether a run of that meta data may add to a file of such: the same machine, versions and known commit, and the
-    same of what is named besides."""
+    """Whether a run with that metadata may add rows to such a file: machine, versions, known commit and the named
+    fields are the same."""
     known = meta["commit"] != UNKNOWN and not meta["commit"].endswith(DIRTY)
     return known and all(before[name] == meta[name] for name in (*SAME, *also))
 
@@ -97,7 +97,7 @@ def mode() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What every result file says of where it comes from, but for the roofs."""
+    """The metadata of every result file, except the roofs."""
     interpreted = runtime.MODE is runtime.Mode.INTERPRETER
     return {
         "gpu": None if interpreted else gpu(),

@@ -1,7 +1,7 @@
 """Measuring the implementations of one op at one point against each other and against copies of the same bytes.
 
-Inputs are standard normal and rotate through enough copies that none is found in the L2 cache. The implementations take
-turns in rounds, in an order that is drawn anew for each round, so that a clock that drifts hits all of them alike.
+Inputs are standard normal and rotate through enough copies that none is in the L2 cache. The implementations take
+turns in rounds, in a new random order each round, so that clock drift affects all of them alike.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rooftile.graphs import uncollected
 ROOF = "copy"  # the name of the roof among the results
 
 WORK = 2 << 30  # bytes of one pass: half a millisecond on the fastest chips, where starting a graph takes 4 us
-MOST_COPIES = 64  # of a small input; what these leave in the L2 cache is flushed between two passes
+MOST_COPIES = 64  # of a small input; the L2 cache is flushed between two passes
 SHARE = 0.25  # of the free memory
 ROUNDS = 10
-BURST = 20  # calls on which the host's time is measured: some ten launches each are far from filling the queue
+BURST = 20  # calls to measure the host's time; some ten launches each are far from filling the queue
 BURSTS = 10
 BURSTS_SECONDS = 0.05  # of device work in all of them, about
 
@@ -50,7 +50,7 @@ class Effort:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What was measured of one implementation; `samples` are seconds a call."""
+    """The measurements of one implementation; `samples` are seconds a call."""
 
     samples: tuple[float, ...]
     host_us: float
@@ -86,7 +86,7 @@ def draw(
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """The values in the memory layout of another tensor of the same shape, as autograd brings an output's gradient."""
+    """The values in the memory layout of another tensor of the same shape, as autograd passes an output's gradient."""
     strides = torch.empty_like(like, device="meta").stride()
     if all(n == 1 or a == b for n, a, b in zip(values.shape, values.stride(), strides, strict=True)):
         return values
@@ -94,9 +94,9 @@ def laid_out(values: Tensor, like: Tensor) -> Tensor:
 
 
 def bind(variant: Variant, case: OpCase, point: Point, direction: Direction, given: InputSet) -> Call:
-    """One call of the implementation, with nothing left to prepare; a backward's forward is run here.
+    """One prepared call of the implementation; for a backward, the forward runs here.
 
-    What the implementation overwrites is copied here, once: it then overwrites its own copy again and again.
+    An input that the implementation overwrites is copied here, once. Each call then overwrites that copy.
     """
     assert variant.function is not None
     if direction == "forward":
@@ -117,9 +117,9 @@ def rotation(nbytes: int, l2: int, held: int, free: int) -> int:
 
     Args:
         nbytes: what one call moves.
-        l2: the L2 cache; a pass and the flush before it cover it four times over, in any case.
-        held: bytes of memory that each set costs, over all implementations.
-        free: bytes of memory that there are.
+        l2: the L2 cache; a pass and the flush before it cover it four times over, at least.
+        held: bytes of memory of each set, over all implementations.
+        free: bytes of free memory.
     """
     wanted = math.ceil(max(WORK, FLUSH * l2) / max(1, nbytes))
     return max(1, min(wanted, MOST_COPIES, int(SHARE * free / max(1, held))))
@@ -139,7 +139,7 @@ def host_us(call: Call, clock: Clock) -> float:
 def interleave(
     blocks: Mapping[str, Block], clock: Clock, effort: Effort, order: random.Random
 ) -> Iterator[tuple[str, list[float] | Exception]]:
-    """Samples of each block in seconds a call, or what it raised; taken in rounds, each in an order of its own."""
+    """Samples of each block in seconds a call, or the exception it raised; in rounds, each in its own random order."""
     failed: dict[str, Exception] = {}
 
     def sample(name: str, passes: int) -> list[float]:
@@ -171,7 +171,7 @@ def interleave(
 
 
 def fastest(timings: Sequence[Timing | Exception]) -> Timing | Exception:
-    """The one of the least median; an exception where there are only exceptions."""
+    """The one with the least median; an exception if there are only exceptions."""
     right = [t for t in timings if isinstance(t, Timing)]
     return min(right, key=lambda t: t.us) if right else timings[0]
 
@@ -194,7 +194,7 @@ def measure(
     device: torch.device,
     note: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Timing | Exception]:
-    """The timings of the implementations, and of the fastest copy under `ROOF` where the case is held to one; or the
+    """The timings of the implementations, and under `ROOF` of the fastest copy if that is the case's roof; or the
     exception that one raised.
 
     Args:
@@ -209,7 +209,7 @@ def measure(
     nbytes = case.nbytes(point, dtype.itemsize, direction)
 
     def forget(name: str, error: Exception) -> None:
-        results[name] = error.with_traceback(None)  # a traceback may hold what filled the memory
+        results[name] = error.with_traceback(None)  # a traceback may keep tensors alive
         gc.collect()
 
     with clock.active(), torch.set_grad_enabled(direction == "backward"):

@@ -1,4 +1,4 @@
-"""What a benchmark shows and writes: the table, CSV, plots. The JSON is in `rows.py`."""
+"""The output of a benchmark: the table, CSV, plots. The JSON is in `rows.py`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rooftile.bench.rows import OURS, Row, geometric_mean, groups
 
 NO_MEASUREMENT = "interpreter, not a measurement"
 WIDTH = 176  # of a table that is written to a file or a pipe
-WIDE = 150  # from which on all columns have room
+WIDE = 150  # the least width that shows all columns
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure with that many digits that count; a dash for none."""
+    """A figure with that many significant digits; a dash for None."""
     if value is None:
         return "–"
     if value == 0 or abs(value) >= 10 ** (digits - 1):
@@ -43,7 +43,7 @@ def _style(row: Row) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A column of figures: in every table, in measured ones, or only where there is room, or for products."""
+    """A column of figures: in every table, in measured ones, in wide ones, or for GEMMs."""
 
     name: str
     cell: Callable[[Row], str]
@@ -65,7 +65,7 @@ _COLUMNS = (
 
 
 def _notes(found: Sequence[list[Row]]) -> list[str]:
-    """What the rows that were not timed say, each message once."""
+    """The messages of the rows that were not timed, each once."""
     said: dict[tuple[str, str], list[Row]] = {}
     for row in (r for group in found for r in group if r.message):
         said.setdefault((row.status, row.message), []).append(row)
@@ -94,13 +94,13 @@ def _table(op: str, direction: str, found: Sequence[list[Row]], measured: bool, 
         for i, row in enumerate(group):
             head = (row.place, row.dtype) if i == 0 else ("", "")
             cells = [*head, row.impl, *(column.cell(row) for column in shown), row.status]
-            # Text, not str: a label may hold what rich would take for markup.
+            # Text, not str: rich would read markup in a label.
             table.add_row(*(Text(c) for c in cells), style=_style(row), end_section=row is group[-1])
     return table
 
 
 def show(console: Console, rows: Iterable[Row], measured: bool) -> None:
-    """A table for each op and direction; in a narrow terminal without the columns that can be spared."""
+    """A table for each op and direction; a narrow terminal omits some columns."""
     out = console if console.is_terminal else Console(file=console.file, width=WIDTH)
     by_table: dict[tuple[str, str], list[list[Row]]] = {}
     for group in groups(rows):
@@ -133,7 +133,7 @@ def host_cells(host: Mapping[str, Any], first_call_ms: Mapping[str, float]) -> l
 def show_host(
     console: Console, host: Mapping[str, Mapping[str, Any]], first_call_ms: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """The host's time of each op's forward beside Triton's own launcher, and what its first call costs."""
+    """The host's time of each op's forward beside Triton's own launcher, and the cost of its first call."""
     table = Table(title="host, one call", title_justify="left", title_style="bold")
     for name in ("op", "shape", "dtype"):
         table.add_column(name, no_wrap=True)
@@ -154,7 +154,7 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
             writer.writerow({**dataclasses.asdict(row), "options": json.dumps(dict(row.options))})
 
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, distinguishable for colour-blind readers.
 COLOURS = {
     "rooftile": "#D55E00",
     "eager": "#999999",
@@ -166,7 +166,7 @@ COLOURS = {
 
 
 def _draw(axes: Any, found: Sequence[list[Row]], measured: bool) -> None:
-    """Bandwidth over shapes, a line for each implementation; the interpreter's have no bandwidth, but a time."""
+    """Bandwidth over shapes, a line for each implementation; in the interpreter, time instead."""
     figure = "gbs" if measured else "us"
     places = [g[0].place for g in found]
     names = list(dict.fromkeys(r.impl for g in found for r in g if r.us is not None))
@@ -223,7 +223,7 @@ def plot(folder: Path, rows: Iterable[Row], machine: str, measured: bool) -> lis
 
 
 def _series(rows: Iterable[Row], dim: str) -> list[list[Row]]:
-    """Rows that differ in that dimension alone and in who computes them, where they have three sizes of it or more."""
+    """Rows that differ only in that dimension and in the implementation, if it has three sizes or more."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         if dim in row.dims and row.us is not None:

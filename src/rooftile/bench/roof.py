@@ -18,15 +18,15 @@ from rooftile.bench.streams import copy_calls, read_sum
 from rooftile.bench.timer import Block, Call, Clock
 
 NBYTES = 4 << 30  # read and written by the copy: a tensor of 2 GiB
-PRODUCT = 8192  # rows, columns and depth of the matrix product
-SPARED = ("product-fp32", "product-tf32", "product-fp8")  # a GPU may lack them, or the memory for them
+PRODUCT = 8192  # M, N and K of the GEMM
+SPARED = ("product-fp32", "product-tf32", "product-fp8")  # unsupported on this GPU, or out of memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofs:
-    """Bytes read plus written by a copy, and bytes read by a reduction, in GB/s; a bf16 matrix product in TFLOP/s.
+    """Bytes read plus written by a copy, and bytes read by a reduction, in GB/s; a bf16 GEMM in TFLOP/s.
 
-    `products` has matrix products by dtype, in TFLOP/s: "bf16", "fp16", "fp32", "tf32" and where there is one "fp8".
+    `products` has GEMMs by dtype, in TFLOP/s: "bf16", "fp16", "fp32", "tf32", and "fp8" if supported.
     """
 
     copy_gbs: float
@@ -39,20 +39,20 @@ class Roofs:
         return max(nbytes / (1e9 * (copy_gbs or self.copy_gbs)), flops / (1e12 * self.tflops))
 
     def product_floor_seconds(self, nbytes: int, flops: int, dtype: str) -> float:
-        """The least time for a product of matrices in that dtype (a key of `products`): its weights are read, and what
-        is written is little beside them, or beside the time that multiplying takes."""
+        """The least time for a GEMM in that dtype (a key of `products`). It counts a read of the weights, since the
+        output is small beside them or beside the time to multiply."""
         return max(nbytes / (1e9 * self.read_gbs), flops / (1e12 * self.products.get(dtype, self.tflops)))
 
 
 def product_dtype(roof: str, dtype: str, options: Mapping[str, Any]) -> str:
-    """Which of `Roofs.products` a row of a case is held to, by the case's `roof`, the row's dtype and its options."""
+    """The key of `Roofs.products` for a row, by the case's `roof`, the row's dtype and its options."""
     _, _, named = roof.partition(" ")
     return named or ("tf32" if dtype == "fp32" and options.get("precision") == "tf32" else dtype)
 
 
 @contextlib.contextmanager
 def tf32(allowed: bool = True) -> Iterator[None]:
-    """PyTorch's float32 products are cut to tf32 meanwhile, where that is allowed."""
+    """Lets PyTorch's float32 GEMMs use tf32 in this context, if supported."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     if allowed:
@@ -70,7 +70,7 @@ def _tf32_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _products(device: torch.device) -> dict[str, Call]:
-    """A product of two random matrices in each dtype."""
+    """A GEMM of two random matrices in each dtype."""
     calls: dict[str, Call] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         a, b = (torch.randn(PRODUCT, PRODUCT, device=device).to(dtype) for _ in range(2))
@@ -85,7 +85,7 @@ def _products(device: torch.device) -> dict[str, Call]:
 
 
 def measure_roofs(clock: Clock, device: torch.device, effort: Effort | None = None) -> Roofs:
-    """The roofs, on random data, medians, taken in turns; of several ways to copy and to read the fastest."""
+    """The roofs: medians on random data, taken in turns; the fastest of several ways to copy and to read."""
     nbytes = min(NBYTES, clock.free_bytes() // 8) // 8192 * 8192
     with clock.active(), torch.no_grad():
         x = torch.randn(nbytes // 8, device=device)

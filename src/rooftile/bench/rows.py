@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rooftile.tuning import gpu_slug as gpu_slug  # the folder of a GPU's results is named as that of its tables
+from rooftile.tuning import gpu_slug as gpu_slug  # a GPU's results folder has the name of its tables' folder
 
 OURS = "rooftile"
 
 
 def is_ours(impl: str) -> bool:
-    """Whether that is no peer: Rooftile, or "rooftile " and which of its kernels, beside the one that is chosen."""
+    """Whether it is Rooftile's: "rooftile", or "rooftile " and the name of a kernel other than the chosen one."""
     return impl.partition(" ")[0] == OURS
 
 
-# What a row can say of itself. "ok" alone carries times.
+# The states of a row. Only "ok" has times.
 STATUSES = ("ok", "FAIL", "absent", "unsupported", "error")
 
 
@@ -33,19 +33,19 @@ class Row:
         us, us_p20, us_p80: device time of one call, median and percentiles over the samples, in microseconds.
         host_us: median time that one call takes on the host, in microseconds.
         gbs, tflops: the least bytes and operations of the op (`OpCase.nbytes`, `.flops`) over `us`.
-        roof_fraction: the least time that the roofs of this run allow, over `us`; for what is bound by memory this is
+        roof_fraction: the least time that the roofs of this run allow, over `us`; for a memory-bound op this is
             `gbs / roof_gbs`.
         speedup_vs_eager: eager's `us` over this row's.
-        ratio_to_best_peer: the `us` of the fastest right implementation that is not ours, over this row's: over 1 is
-            faster than every peer.
+        ratio_to_best_peer: the `us` of the fastest correct baseline over this row's: above 1 is faster than every
+            baseline.
         peak_bytes: the most memory that one call adds to what was allocated before it, its results included.
-        max_error: the largest relative error of its outputs (or gradients) against the reference in float64.
-        roof_gbs: a copy that moves the same number of bytes, measured among the row's samples; for a product the
+        max_error: the largest relative error of its outputs (or gradients) against the float64 reference.
+        roof_gbs: a copy that moves the same number of bytes, measured among the row's samples; for a GEMM the
             streaming read of the run.
         method: how the device was timed: `"graph"`, `"events"`, or `"host clock"` (no measurement).
-        samples, calls: how many times were taken, each of how many calls.
-        roof: what `roof_fraction` is held to, `OpCase.roof`.
-        roof_tflops: for a product, the matrix product of the run in the dtype that it is held to.
+        samples, calls: the number of samples, and the calls in each.
+        roof: the roof of `roof_fraction`, as in `OpCase.roof`.
+        roof_tflops: for a GEMM, the run's GEMM roof in its dtype.
         dims: the point's sizes by name.
     """
 
@@ -132,7 +132,7 @@ def compare(group: Iterable[Row]) -> None:
 
 
 def best_peer(group: Iterable[Row]) -> Row | None:
-    """The fastest right implementation that is not ours."""
+    """The fastest correct baseline."""
     peers = [r for r in group if not is_ours(r.impl) and r.status == "ok" and r.us]
     return min(peers, key=lambda r: r.us or math.inf, default=None)
 
@@ -150,21 +150,21 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def _tidy(value: Any) -> Any:
-    """JSON has no NaN, and five digits are more than any of these figures bears."""
+    """A value for JSON, which has no NaN, in five digits: more than any of these figures needs."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return {k: _tidy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 def to_json(meta: Mapping[str, Any], rows: Iterable[Row]) -> str:
-    """The result file: the meta data, then one row on each line, so that a diff shows which rows moved."""
+    """The text of a result file: the metadata, then one row on each line, so that a diff shows which rows changed."""
     head = json.dumps({k: _tidy(v) for k, v in meta.items()}, indent=1)
     lines = [json.dumps({k: _tidy(v) for k, v in dataclasses.asdict(r).items()}, ensure_ascii=False) for r in rows]
     return '{"meta": ' + head + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Into another file first, which then takes its place: a run that is cut off leaves a whole one."""
+    """Write another file and then rename it, so that an interrupted run leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     to = path
     if not path.is_symlink() and (path.is_file() or not path.exists()):  # not /dev/stdout
@@ -179,7 +179,7 @@ def write_json(path: Path, meta: Mapping[str, Any], rows: Iterable[Row]) -> None
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The meta data and rows of a result file.
+    """The metadata and rows of a result file.
 
     Raises:
         ValueError: the file lacks a key that every result has.
@@ -198,7 +198,7 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def _renamed(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by their present names. Before 1.0 gelu had `approximate` for `activation`, and the caches of
+    """Options by their current names. Before 1.0 gelu had `approximate` for `activation`, and the caches of
     decode_attention `layout` for `cache_layout`."""
     if op == "decode_attention":
         return {"cache_layout" if k == "layout" else k: v for k, v in options.items()}

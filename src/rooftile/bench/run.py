@@ -31,7 +31,7 @@ from rooftile.cases.check import NAMES, check_point, points
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure and where to write; `sets`, `dtypes` and `peers` of None are the mode's own choice."""
+    """What to measure and where to write. If `sets`, `dtypes` or `peers` is None, the mode decides."""
 
     ops: Sequence[str] = ()
     sets: Sequence[str] | None = None
@@ -56,7 +56,7 @@ class Phases:
         self._name, self._since = "start", time.perf_counter()
 
     def enter(self, name: str) -> None:
-        """The phase before ends, and that one begins."""
+        """End the current phase and begin that one."""
         now = time.perf_counter()
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
         self._name, self._since = name, now
@@ -85,8 +85,8 @@ class Verdict:
 def judge(
     case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, variant: Variant, device: torch.device
 ) -> Verdict:
-    """Whether an implementation is right. Ours is held to the check's tolerances; a peer to the case's ceilings alone,
-    for it need not round as eager PyTorch does."""
+    """Whether an implementation is correct. Ours must meet the check's tolerances; a baseline only the case's ceilings,
+    since it need not round as eager PyTorch does."""
     ours = variant.name == OURS
     function = None if ours else variant.function
     checks = check_point(case, point, dtype, direction, function=function, mutates=variant.mutates, device=device)
@@ -99,7 +99,7 @@ def judge(
             continue
         if not ours and c.message.startswith("dtype "):  # Llama's own formula promotes where dtypes are mixed
             return Verdict("unsupported", most, brief(f"another result: {c.output} has {c.message}"))
-        # An exception is named before the colon; what is wrong with a result begins with no capital.
+        # An exception's name comes before the colon. A message about a wrong result begins in lower case.
         status = "error" if re.match(r"[A-Z]\w+: ", c.message) else "FAIL"
         return Verdict(status, most, brief(f"{c.output}: {c.message}" if status == "FAIL" else c.message))
     return Verdict("ok", most)
@@ -149,7 +149,7 @@ class Bench:
         return Row(*where, options=dict(point.options), nbytes=nbytes, roof=case.roof, dims=dict(point.dims))
 
     def measure_point(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
-        """Check each implementation, time those that are right, compare."""
+        """Check each implementation, time the correct ones, compare."""
         found = variants(case, point, self.settings.peers)
         rows = {v.name: self.row(case, point, dtype, direction, v.name) for v in found}
         self.phases.enter("check")
@@ -192,7 +192,7 @@ class Bench:
         row.roof_fraction = 1e6 * floor / row.us
 
     def measure_safely(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
-        """The rows of a point; what goes wrong with all of them together is written into each."""
+        """The rows of a point. An error that concerns all of them is written into each."""
         try:
             return self.measure_point(case, point, dtype, direction)
         except Exception as error:
@@ -234,7 +234,7 @@ def plan(settings: Settings) -> dict[str, tuple[OpCase, list[Point]]]:
     """The points to measure, by op.
 
     Raises:
-        ValueError: an op or a peer is not known, or no op has a point in the sets.
+        ValueError: an op or a baseline is not known, or no op has a point in the sets.
     """
     cases = find_cases(list(settings.ops) or None)
     check_names(cases, settings.peers)
@@ -247,7 +247,7 @@ def plan(settings: Settings) -> dict[str, tuple[OpCase, list[Point]]]:
 
 
 def _with_work(case: OpCase, found: Sequence[Point]) -> list[Point]:
-    """Without the empty ones, which can be checked and not timed."""
+    """The points without the empty ones, which can be checked but not timed."""
     return [p for p in found if case.nbytes(p, 1, "forward") > 0 and case.flops(p, "forward") > 0]
 
 
@@ -296,13 +296,13 @@ def _mode_defaults(settings: Settings, measures: bool) -> Settings:
 
 
 def run(settings: Settings, console: Console, device: torch.device | None = None, timer: Clock | None = None) -> int:
-    """Measure what the settings ask for, show it, write it. 1 where a row of ours is wrong or raised, else 0.
+    """Measure what the settings ask for, show it, write it. Returns 1 if a row of ours is wrong or raised, else 0.
 
-    The device and its clock are this process's own, where none are given.
+    By default the device and its clock are this process's own.
 
     Raises:
-        ValueError: an op, peer or set is not known, or results are asked of the interpreter.
-        RuntimeError: there is no GPU, and the process is not in the interpreter.
+        ValueError: an op, baseline or set is not known, or results are requested in the interpreter.
+        RuntimeError: there is no GPU, and this is not the interpreter.
     """
     device = device or runtime.default_device()
     measures = runtime.MODE is runtime.Mode.GPU if timer is None else timer.measures
@@ -331,7 +331,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
             begin(f"compiling in {jobs} processes")
             warm.warm([warm.Task(c.name, p, d, w, peers) for c, p, d, w in todo], jobs, done)
 
-    gc.freeze()  # what is alive now stays: later collections are quick
+    gc.freeze()  # objects alive now are not scanned again: later collections are quick
     with progress(console, len(todo), settings.verbose) as (begin, done):
         for i, (case, point, dtype, direction) in enumerate(todo):
             begin(f"{case.name} {direction} {NAMES[dtype]} {point}")
@@ -340,7 +340,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
             bench.rows += rows
             done(_line(rows, time.perf_counter() - since))
             ends = i + 1 == len(todo) or todo[i + 1][0] is not case
-            bench.write_results(case, charts=ends)  # now, lest a later point takes them with it
+            bench.write_results(case, charts=ends)  # now, before a failure at a later point loses them
             if ends:
                 bench.clock.release()
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Calls that do nothing but move bytes: what a copy and a read cost is the roof of everything else."""
+"""Calls that only move bytes: a copy and a read, the roofs of memory-bound kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COPIES: dict[str, Callable[[Tensor, Tensor], None]] = {"torch": torch_copy, "tri
 
 
 def copy_calls(nbytes: int, copies: int, device: torch.device) -> dict[str, list[Call]]:
-    """For each way to copy, calls that read and write `nbytes` together, each between tensors of its own."""
+    """For each way to copy, calls that read and write `nbytes` in all, each between its own tensors."""
     # A multiple of 16, which Triton needs to know that vectors fit.
     half = max(1, -(-nbytes // 64)) * 16
     sources = [torch.randn(half, device=device, dtype=torch.float16) for _ in range(copies)]

@@ -1,9 +1,8 @@
-"""Clocks: how a list of calls is timed on a device, behind one small interface.
+"""Clocks: how a list of calls is timed on a device.
 
-`DeviceClock` times on the device alone. The calls of one pass over the rotation are captured in a graph, so that
-neither the host's launches nor autograd's bookkeeping show, and each pass is preceded by a read of four times the L2
-cache, which empties it of what the last pass left and gives the host time to queue the pass behind it. `HostClock`
-serves the interpreter, whose times are no measurement.
+`DeviceClock` measures device time. The calls of one pass over the rotation are captured in a graph, so that the time
+has no launch overhead and no autograd bookkeeping. Before each pass, a read of four times the L2 cache evicts the last
+pass's data and gives the host time to queue the pass. `HostClock` serves the interpreter, whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ FLUSH = 4  # times the L2 cache: what is read between two passes
 def burst_seconds(call: Call, clock: Clock, calls: int) -> float:
     """Seconds that one call takes on the host, over a burst of them.
 
-    The device is idle before and its queue, of some thousand launches, takes the whole burst, so that the host never
-    waits for a slot: of a call that takes longer on the device, only the host's part is seen.
+    The device is idle at the start, and its queue of about a thousand launches holds the whole burst, so that the host
+    never waits for a slot. A call that takes longer on the device does not change the figure.
     """
     clock.synchronize()
     with uncollected():
@@ -52,13 +51,13 @@ class Block(Protocol):
 
 
 class Clock(Protocol):
-    """`measures` is False where times mean nothing; `l2` is the size of the L2 cache in bytes."""
+    """`measures` is False if times mean nothing; `l2` is the size of the L2 cache in bytes."""
 
     measures: bool
     l2: int
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Where everything that is timed must be allocated and run."""
+        """The context in which timed calls must allocate and run."""
         ...
 
     def block(self, calls: Sequence[Call]) -> Block: ...
@@ -74,7 +73,7 @@ class Clock(Protocol):
     def free_bytes(self) -> int: ...
 
     def release(self) -> None:
-        """Give back memory that was kept for blocks; no block may be used after it."""
+        """Free the memory kept for blocks. No block may be used afterwards."""
         ...
 
 
@@ -122,7 +121,7 @@ class HostClock:
 
 
 class _DeviceBlock:
-    """One pass between two events, behind a read that empties the L2 cache."""
+    """One pass between two events, after a read that flushes the L2 cache."""
 
     def __init__(self, clock: DeviceClock, calls: int, method: str) -> None:
         self._clock = clock
@@ -156,7 +155,7 @@ class _GraphBlock(_DeviceBlock):
 
 
 class _EventBlock(_DeviceBlock):
-    """For what can't be captured: the device is kept busy until the host has queued the pass."""
+    """For calls that can't be captured: the device is kept busy until the host has queued the pass."""
 
     def __init__(self, clock: DeviceClock, calls: Sequence[Call]) -> None:
         super().__init__(clock, len(calls), "events")
@@ -176,7 +175,7 @@ class _EventBlock(_DeviceBlock):
 
 
 class DeviceClock:
-    """Times on an accelerator, on a stream of its own, for graphs can't be captured on the default one."""
+    """Times on an accelerator, on a side stream, since graphs can't be captured on the default stream."""
 
     measures = True
 
@@ -197,11 +196,11 @@ class DeviceClock:
             yield
 
     def flush(self) -> None:
-        """Read over the L2 cache. A write would leave lines whose return to memory the next pass would pay for."""
+        """Flush the L2 cache by a read. A write would leave dirty lines for the next pass to write back."""
         torch.sum(self._lines, 1, out=self._sink)
 
     def spin(self, seconds: float) -> None:
-        """Keep the device busy for about that long: its cycles at 2 GHz."""
+        """Keep the device busy for about that long, in cycles at 2 GHz."""
         if hasattr(self.module, "_sleep"):
             self.module._sleep(int(seconds * 2e9) + 1)
 

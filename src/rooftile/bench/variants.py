@@ -1,4 +1,4 @@
-"""The implementations that are set beside each other: ours, eager PyTorch, torch.compile of it, the case's peers."""
+"""The implementations to compare: ours, eager PyTorch, torch.compile of it, the case's baselines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANYWHERE = ("eager", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An implementation at one point: a function with the arguments of the op, or why there is none.
+    """An implementation at one point: a function with the op's arguments, or the reason why there is none.
 
     `mutates` names the inputs that it overwrites. `status` is one of `rows.STATUSES`.
     """
@@ -33,7 +33,7 @@ def peer_names(case: OpCase) -> tuple[str, ...]:
 
 
 def check_names(cases: Sequence[OpCase], names: Sequence[str] | None) -> None:
-    """Raise ValueError where a peer is asked for that none of the cases has."""
+    """Raise ValueError if none of the cases has a requested baseline."""
     known = list(dict.fromkeys(name for case in cases for name in peer_names(case)))
     unknown = [n for n in names or () if n not in known]
     if unknown:
@@ -41,7 +41,7 @@ def check_names(cases: Sequence[OpCase], names: Sequence[str] | None) -> None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of a function, for the one shape that it is then called with."""
+    """torch.compile of a function, for a single shape."""
     import torch._functorch.config
 
     # A backward that may overwrite what forward saved can't be run again and again.
@@ -57,12 +57,12 @@ def _build(peer: Peer, point: Point) -> Variant:
         return Variant(peer.name, None, status="absent", message=f"not installed ({error})")
     except Unsupported as error:
         return Variant(peer.name, None, status="unsupported", message=str(error))
-    except Exception as error:  # a peer's own fault is shown in its row
+    except Exception as error:  # a baseline's own error is shown in its row
         return Variant(peer.name, None, status="error", message=f"{type(error).__name__}: {error}")
 
 
 def variants(case: OpCase, point: Point, names: Sequence[str] | None = None) -> list[Variant]:
-    """Ours first, then the peers named, or all; one that can't run here says why."""
+    """Ours first, then the named baselines, or all. One that can't run here has the reason."""
     own = (Peer("eager", lambda _: case.eager), Peer("compile", lambda _: compiled(case.eager)))
     found = [Variant(OURS, case.function, case.mutates)]
     for peer in (*own, *case.peers):

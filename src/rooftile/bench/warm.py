@@ -1,8 +1,7 @@
 """Compiling what a benchmark will run, in several processes at once, before anything is measured.
 
-A suite compiles some hundred kernels, most of them the peers'; one after the other that takes longer than to measure
-them.
-Every process runs each implementation once; what it compiles is found again on disk.
+A suite compiles some hundred kernels, most of them for the baselines. In sequence that takes longer than measuring
+them. The processes share out the implementations and run each once; the benchmark finds the binaries on disk.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _start() -> None:
 
 
 def compile_task(task: Task) -> None:
-    """Run each implementation once. What can't run says so in its row, later."""
+    """Run each implementation once. A failure shows later, in its row."""
     from rooftile.bench.measure import bind, draw
     from rooftile.bench.variants import variants
     from rooftile.cases import find_cases
@@ -69,6 +68,6 @@ def warm(tasks: Sequence[Task], jobs: int, done: Callable[[], None] = lambda: No
 
 
 def default_jobs(tasks: int) -> int:
-    """Processes to compile in: half the cores, where there is enough to do."""
+    """Processes to compile in: half the cores, if there is enough work."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, cores // 2, tasks // 4) if tasks >= FEWEST_TASKS and runtime.MODE is runtime.Mode.GPU else 0

@@ -1,4 +1,4 @@
-"""Models by name or from a Hugging Face `config.json`: the products of their layers, and what a step reads."""
+"""Models by name or from a Hugging Face `config.json`: the GEMMs of their layers, and the bytes that a step reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Product:
     """One linear layer, x (M, k) times a weight (n, k) transposed.
 
-    `gated` marks the pair of projections that an activation of the first gates: n counts the rows of both.
+    `gated` marks a pair of projections, gate and up; n counts the rows of both.
     """
 
     name: str
@@ -62,14 +62,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _sizes(3584, 18944, 28, 4, 152064, "qwen2", **_context(28, 32768, 1e6)),
     "tiny": _sizes(64, 160, 4, 2, 256, "qwen2", num_hidden_layers=2),
 }  # fmt: skip
-# With those of which no more is said than what a layer's products need.
+# Also those with only the sizes that a layer's GEMMs need.
 LAYERS: dict[str, dict[str, Any]] = MODELS | {
     "qwen3-8b": _sizes(4096, 12288, 32, 8, 151936, "qwen3", head_dim=128),
     "llama-3.2-1b": _sizes(2048, 8192, 32, 8, 128256, head_dim=64),
     "llama-3-70b": _sizes(8192, 28672, 64, 8, 128256),
 }
 
-LAYER = ("qkv", "o", "gate_up", "up", "down")  # of one layer; lm_head is once a model
+LAYER = ("qkv", "o", "gate_up", "up", "down")  # of one layer; a model has one lm_head
 
 # Sizes that make a layer another than the one below, and the least that does.
 _OTHER = {
@@ -85,10 +85,10 @@ _NOT_GATED = ("starcoder2", "gpt_neox", "phi", "opt", "bloom", "falcon", "nemotr
 
 
 def products_of(config: Mapping[str, Any]) -> list[Product]:
-    """The products of a configuration: qkv, o, gate_up (or up), down and lm_head.
+    """The GEMMs of a configuration: qkv, o, gate_up (or up), down and lm_head.
 
     Raises:
-        ValueError: it lacks a size, or its layers are others: a mixture of experts, or latent attention.
+        ValueError: a size is missing, or its layers differ: a mixture of experts, or latent attention.
     """
     if "hidden_size" not in config and isinstance(config.get("text_config"), dict):
         config = config["text_config"]
@@ -149,13 +149,13 @@ def read(name: str, known: Mapping[str, dict[str, Any]], layers: int | None = No
 
 
 def step_bytes(config: ModelConfig, weights: Weights, lengths: Sequence[float], cache_dtype: torch.dtype) -> float:
-    """The least that a step of decoding reads: the weights once, and the keys and values of sequences so long."""
+    """The least bytes that a decoding step reads: the weights, and the keys and values of sequences of that length."""
     seen = sum(n if window is None else min(n, window) for window in config.windows for n in lengths)
     return weights.nbytes + 2 * config.kv_heads * config.head_dim * cache_dtype.itemsize * seen
 
 
 def load(name: str) -> tuple[str, list[Product]]:
-    """A short name and the products, for what `read` takes.
+    """A short name and the GEMMs, for what `read` takes.
 
     Raises:
         ValueError: it takes none of that name, or the configuration is not one that `products_of` takes.

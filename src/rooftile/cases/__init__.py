@@ -13,7 +13,7 @@ _NOT_CASES = {"case", "check", "check_report", "draw"}
 
 
 def all_cases() -> dict[str, OpCase]:
-    """Every case by name. A file in this folder is found by being there."""
+    """Every case by name. Every file in this folder is imported."""
     cases: dict[str, OpCase] = {}
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_CASES):
         for case in importlib.import_module(f"{__name__}.{module}").CASES:

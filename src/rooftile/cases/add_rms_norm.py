@@ -13,7 +13,7 @@ from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.reference import add_rms_norm as reference
 
 _FORWARD = "as rms_norm, and the sum is rounded before it"
-_BACKWARD = "as rms_norm; the reference has not the sum's rounding either"
+_BACKWARD = "as rms_norm; the reference does not round the sum either"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: rms_norm.TOLERANCES[torch.float32],
     torch.float16: {"forward": Tolerance(1.5e-3, _FORWARD), "backward": Tolerance(2e-3, _BACKWARD)},

@@ -15,7 +15,7 @@ from rooftile.reference import attention as reference
 
 _FP32 = "products, exponentials and sums in float32; a score's error is as many times larger as the score"
 _FP32_BACKWARD = "the same, with the probabilities computed again and three more products"
-_ROUNDED = "float32 sums; the probabilities are rounded for the product with v, and the output"
+_ROUNDED = "float32 sums; the probabilities are rounded for the GEMM with v, and the output"
 _BACKWARD = "float32 sums; probabilities and their gradients are rounded for the products, the output, each gradient"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(2e-6, _FP32), "backward": Tolerance(5e-6, _FP32_BACKWARD)},

@@ -163,7 +163,7 @@ _SETS = {
 CASES = (
     OpCase(
         name="attention_varlen",
-        formula="attention of each of the sequences that are packed one behind the other",
+        formula="attention of each of several packed sequences",
         function=attention_varlen,
         reference=reference.attention_varlen,
         eager=reference.eager_varlen,

@@ -32,12 +32,12 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """The most that `|out - ref| / |ref|` (Frobenius norms, over a whole tensor) may be, and why that much.
+    """A ceiling of `|out - ref| / |ref|` (Frobenius norms over a whole tensor), and its reason.
 
-    A check also holds an output to twice what eager PyTorch loses in the same dtype against float64, where that is
-    more than a rounding: the ceiling alone would let a kernel be worse than what it replaces.
+    A check also limits the error to twice that of eager PyTorch in the same dtype against float64, if that is more than
+    one rounding. The ceiling alone would let a kernel be worse than what it replaces.
 
-    `peers` is a ceiling for eager PyTorch and other peers, where they round and Rooftile does not.
+    `peers` is a ceiling for eager PyTorch and other baselines, if they round where Rooftile does not.
     """
 
     ceiling: float
@@ -46,16 +46,16 @@ class Tolerance:
 
 
 class Unsupported(Exception):
-    """Raised by a peer that can't run at a point, with the reason; it is shown in the peer's row."""
+    """Raised by a baseline that can't run at a point, with the reason, which its row shows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another implementation of the same op.
+    """A baseline: another implementation of the same op.
 
     `build(point)` imports what it needs and returns a function with the arguments of the op, or raises `ImportError`
-    (shown as absent) or `Unsupported`. `mutates` names inputs that it overwrites: it is then given copies, whose
-    cost is not timed.
+    (shown as absent) or `Unsupported`. `mutates` names inputs that it overwrites: it then gets copies, which are
+    not timed.
     """
 
     name: str
@@ -65,35 +65,35 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpCase:
-    """Everything that checks, benchmarks, inspection, tests and docs know of one op.
+    """The description of one op for checks, benchmarks, inspection, tests and docs.
 
     Attributes:
         name: the op's public name, `rooftile.<name>`.
         formula: one line, for tables and docs.
         function: the public function, called as `function(**inputs, **options)`.
-        reference: the same signature in plain PyTorch; given float64 (or float32) inputs it is the truth.
+        reference: the same signature in plain PyTorch; with float64 (or float32) inputs it is the ground truth.
         eager: the same signature, the formula composed of PyTorch operations as Hugging Face models write it.
-        inputs: `inputs(point, dtype, device, generator)` draws the named inputs, standard normal where floating.
+        inputs: `inputs(point, dtype, device, generator)` draws the named inputs; floating-point ones are normal.
         outputs: names of the results, in order.
-        output_dtypes: by output's name, the dtypes of those that have not the inputs' own, at a point.
-        grads: names of the inputs that get gradients; () for an op that has a forward alone.
+        output_dtypes: by output's name, the dtypes at a point of outputs whose dtype is not the inputs'.
+        grads: names of the inputs that get gradients; () for an op without a backward.
         nbytes: `nbytes(point, itemsize, direction)`, the least bytes that must move: each input once, each output once.
         flops: `flops(point, direction)`, the least floating-point operations.
         tolerances: by dtype, then by direction, for each direction that the op has.
-        output_tolerances: by output's name, then by dtype, where one output is held closer than the rest.
+        output_tolerances: by output's name, then by dtype, if an output has a lower ceiling than the rest.
         sets: named sets of points; those of `SETS` that make sense for the op.
-        peers: beside `eager` and torch.compile of it, which every case has.
-        mutates: names of inputs that the op writes; they are drawn afresh for each call.
+        peers: baselines besides `eager` and torch.compile of it, which every case has.
+        mutates: names of inputs that the op writes; they are drawn again for each call.
         excluded: targets that the op can't be compiled for, with the reason.
-        spills: bytes of register spills that are allowed on any target.
-        odd_spills: the same of kernels for rows of odd lengths, which load one number at a time; where it is more.
-        deterministic: whether two runs on one GPU must agree to the bit; "asked" where PyTorch has to be asked for it
-            (`torch.use_deterministic_algorithms`), and other kernels run if not: both are checked.
-        over: the dimension over which time and memory of the op are charted, where a run has several sizes of it.
-        float32_floor: of float32, the error below which nothing is held to what eager PyTorch loses; where it is more
-            than that of all ops (check.rounding_floor), the case says why.
-        roof: what a row is held to: "copy", a copy of the same bytes; "product", the slower of a streaming read of the
-            bytes and a matrix product of as many operations, in the inputs' dtype or the one named.
+        spills: bytes of register spills allowed on any target.
+        odd_spills: the same for rows of odd lengths, whose kernels load one element at a time, if it is more.
+        deterministic: whether two runs on one GPU must be bit-identical; "asked" if only under
+            `torch.use_deterministic_algorithms`, and other kernels run without it: both are checked.
+        over: the dimension of the charts of time and memory, if a run has several sizes of it.
+        float32_floor: an error that float32 may always have, whatever eager PyTorch's error; if it is more than
+            that of all ops (check.rounding_floor), the case gives the reason.
+        roof: the roof of a row: "copy", a copy of the same bytes; "product", the slower of a streaming read of these
+            bytes and a GEMM of as many operations, in the inputs' dtype or the one named.
     """
 
     name: str
@@ -121,7 +121,7 @@ class OpCase:
     roof: Roof = "copy"
 
     def tolerance(self, dtype: torch.dtype, direction: Direction, output: str) -> Tolerance:
-        """What that output (or gradient, `d<input>`) is held to."""
+        """The tolerance of that output (or gradient, `d<input>`)."""
         return self.output_tolerances.get(output, {}).get(dtype, self.tolerances[dtype][direction])
 
     @property

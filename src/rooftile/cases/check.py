@@ -1,4 +1,4 @@
-"""Checking one op at one point: outputs or gradients against the reference, in float64 from the same inputs."""
+"""Check one op at one point: outputs or gradients against the float64 reference on the same inputs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class CheckRow:
         dtype: `"fp32"`, `"fp16"` or `"bf16"`.
         direction: `"forward"` or `"backward"`.
         output: the output's name, or `d<input>` for a gradient.
-        error: `|out - ref| / |ref|`, Frobenius norms; NaN where there is nothing to compare.
-        tolerance: the most that the error may be here.
+        error: `|out - ref| / |ref|`, Frobenius norms; NaN if there is nothing to compare.
+        tolerance: the largest allowed error.
         eager_error: the same error for eager PyTorch in this dtype.
         passed: the error is within the tolerance, and nothing else is wrong.
-        message: what else is wrong: a wrong shape or dtype, an input overwritten, an exception.
+        message: any other fault: a wrong shape or dtype, an input overwritten, an exception.
     """
 
     op: str
@@ -63,7 +63,7 @@ class CheckRow:
 def relative_error(out: Tensor, ref: Tensor) -> float:
     """`|out - ref| / |ref|` over whole tensors, in float64. Two empty (or zero) tensors differ by 0."""
     out, ref = out.detach(), ref.detach().to(torch.float64)
-    # Not vector_norm(ref, inf): a NaN or an infinity must come out as one, whatever the norm.
+    # Not vector_norm(ref, inf): a NaN or an infinity must stay one, whatever the norm.
     difference = float(torch.linalg.vector_norm(out.to(torch.float64) - ref))
     if difference == 0.0:
         return 0.0
@@ -71,22 +71,22 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     return difference / scale if scale else math.inf
 
 
-# A ceiling says what an op of Rooftile may lose. Its peers round more often: eager attention in bfloat16 rounds its
+# A ceiling is for an op of Rooftile. Baselines round more often: eager attention in bfloat16 rounds its
 # scores, and loses 4.8e-3 to 5.01e-3 on different processors where the ceiling is 5e-3.
 PEERS_CEILINGS = 2.0
 
 
 def _badness(out: Tensor, ref: Tensor) -> float:
-    """The relative error; infinite for what has none."""
+    """The relative error; infinite if there is none."""
     error = relative_error(out, ref) if out.shape == ref.shape else math.inf
     return math.inf if math.isnan(error) else error
 
 
 def rounding_floor(dtype: torch.dtype) -> float:
-    """What no kernel is held below, however little eager PyTorch loses.
+    """An error that every kernel may have, however small eager PyTorch's error.
 
-    For a type of 8 or 16 bits half a unit in the last place: the most that one correct rounding costs. For float32 two
-    units, which is what a GPU's own exp2 and reciprocal square root are good to.
+    For a type of 8 or 16 bits, half a unit in the last place: the largest error of one correct rounding. For float32,
+    two units: the accuracy of a GPU's exp2 and reciprocal square root.
     """
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 1 / torch.iinfo(dtype).max
     return 2 * eps if dtype == torch.float32 else eps / 2
@@ -94,7 +94,7 @@ def rounding_floor(dtype: torch.dtype) -> float:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory is filled with NaN meanwhile, inside ops too, so that an element nobody wrote shows."""
+    """Fill new memory with NaN in this context, inside ops too, so that an unwritten element shows."""
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 def run_forward(
     function: Callable[..., Any], inputs: Mapping[str, Tensor], point: Point, mutates: Sequence[str] = ()
 ) -> tuple[Tensor, ...]:
-    """The outputs; what the function overwrites is given as a copy."""
+    """The outputs. An input that the function overwrites is passed as a copy."""
     given = {n: t.clone() if n in mutates else t for n, t in inputs.items()}
     with torch.no_grad():
         return as_tuple(function(**given, **point.options))
@@ -161,7 +161,7 @@ class _Results:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What is computed at a point in one direction, by any implementation."""
+    """The computation at a point in one direction, for any implementation."""
 
     point: Point
     inputs: dict[str, Tensor]
@@ -175,7 +175,7 @@ class _Task:
         return run_backward(function, self.inputs, self.point, self.grads, self.output_grads, mutates)
 
     def run_on_copies(self, function: Callable[..., Any], mutates: Sequence[str]) -> _Results:
-        """The results from copies of everything, and which of the copies were changed by the way."""
+        """The results from copies of all inputs, and the names of the copies that were changed."""
         inputs = {n: t.clone() for n, t in self.inputs.items()}
         output_grads = tuple(g.clone() for g in self.output_grads)
         results = dataclasses.replace(self, inputs=inputs, output_grads=output_grads).run(function, mutates)
@@ -213,7 +213,7 @@ def _names(case: OpCase, point: Point, direction: Direction) -> tuple[str, ...]:
 
 
 def _verdict(out: Tensor, ref: Tensor, dtype: torch.dtype, error: float, tolerance: float) -> str:
-    """What is wrong with an output, or nothing."""
+    """The fault of an output, or ""."""
     if out.shape != ref.shape:
         return f"shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
     if out.dtype != dtype:
@@ -237,16 +237,16 @@ def check_point(
 ) -> list[CheckRow]:
     """One row for each output (forward) or gradient (backward) of the case at that point.
 
-    An error is held to `min(ceiling, max(2 * eager's error, rounding_floor))`, with the floor of the inputs' dtype or
-    of the output's, whichever is more, and of float32 the case's own where it has one. The op's own function runs in
-    poisoned memory, and an input that it changes without saying so is a fault; another's has `PEERS_CEILINGS` times
-    the ceiling, or one of its own. An exception makes FAIL rows with its message.
+    An error must be at most `min(ceiling, max(2 * eager's error, rounding_floor))`. The floor is that of the inputs'
+    dtype or of the output's, whichever is more; a case may have its own for float32. The op's own function runs in
+    poisoned memory, and an undeclared change of an input is a fault. A baseline's ceiling is `PEERS_CEILINGS` times
+    the op's, or its own. An exception makes FAIL rows with its message.
 
     Args:
-        case, point, dtype, direction: what is checked.
-        function: another implementation to check in place of the case's, such as a peer's. Its memory is not poisoned
-            (torch.compile would compile it again outside), and it may change its inputs.
-        mutates: inputs that `function` overwrites, and is given copies of; the case's own by default.
+        case, point, dtype, direction: what to check.
+        function: another implementation to check instead of the case's, such as a baseline's. Its memory is not
+            poisoned (torch.compile would compile it again outside), and it may change its inputs.
+        mutates: inputs that `function` overwrites; it gets copies. Default: the case's.
         device: where to run; by default the accelerator, or the CPU under the interpreter.
         seed: inputs, and gradients of the outputs, are a function of it.
     """
@@ -268,7 +268,7 @@ def check_point(
         with poisoned() if own else contextlib.nullcontext():
             results = task.run_on_copies(case.function if function is None else function, written)
         outs = list(results.tensors)
-        # Poisoned memory asks for deterministic kernels: those that run otherwise are checked beside them.
+        # Poisoned memory selects deterministic kernels; the other kernels are checked too.
         others = (
             list(task.run_on_copies(case.function, written).tensors) if own and case.deterministic == "asked" else []
         )
@@ -301,7 +301,7 @@ def check_point(
             ceiling = case.tolerance(dtype, direction, name).ceiling
             row(name, math.nan, ceiling, math.nan, f"{type(error).__name__}: {error}".strip())
         del error
-        gc.collect()  # a traceback may hold what filled the memory
+        gc.collect()  # a traceback may keep tensors alive
     return rows
 
 

@@ -1,4 +1,4 @@
-"""`rooftile check`: every point of the sets asked for, as a table that closes with n/m passed, and as JSON."""
+"""`rooftile check`: every point of the requested sets, as a table that ends with n/m passed, and as JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rooftile.cases.check import CheckRow, calls, check_case
 
 
 def default_sets() -> tuple[str, ...]:
-    """Real model shapes are for a GPU: the interpreter would take hours over them."""
+    """Real model shapes are for a GPU; the interpreter would take hours."""
     return ("tiny", "edge", "llm") if runtime.MODE is runtime.Mode.GPU else ("tiny", "edge")
 
 
 def check_all(
     cases: Sequence[OpCase], sets: Sequence[str], dtypes: Sequence[torch.dtype] | None, console: Console
 ) -> list[CheckRow]:
-    """The rows of all cases; on a terminal, with a progress bar. A case that lacks a set is named in a line."""
+    """The rows of all cases; on a terminal, with a progress bar. A line names each case that lacks a set."""
     for case in cases:
         absent = [s for s in sets if s not in case.sets]
         if absent:
@@ -51,7 +51,7 @@ def _shape(row: CheckRow) -> str:
 
 
 def show(rows: Sequence[CheckRow], console: Console) -> None:
-    """The table; below it what is wrong with each failure, and the count."""
+    """The table, the reason of each failure, and the count."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("op", "shape"):
         table.add_column(column, overflow="fold")

@@ -1,4 +1,4 @@
-"""Drawing inputs: standard normal numbers from a given generator, and the tables of angles that RoPE takes."""
+"""Drawing inputs: standard normal tensors from a given generator, and RoPE's tables of cos and sin."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers of that dtype; on the meta device, memory that is not there."""
+    """A standard normal tensor of that dtype; on the meta device, without values."""
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
-    # Drawn in float32, so that one seed gives one input whatever the dtype.
+    # Drawn in float32, so that a seed gives the same input in every dtype.
     return torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
 
 
 def integers(high: int, shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> Tensor:
-    """int64 numbers from 0 to high - 1, all as likely."""
+    """A uniform int64 tensor of values from 0 to high - 1."""
     if device.type == "meta":
         return torch.empty(shape, dtype=torch.int64, device=device)
     return torch.randint(high, shape, device=device, generator=generator)
@@ -24,9 +24,9 @@ def integers(high: int, shape: tuple[int, ...], device: torch.device, generator:
 def angles(
     positions: Tensor, rotary: int, dtype: torch.dtype, *, interleaved: bool = False, theta: float = 10000.0
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of `position * theta^(-2i / rotary)`, of shape `(*positions.shape, rotary)`: each angle stands twice.
+    """cos and sin of `position * theta^(-2i / rotary)`, of shape `(*positions.shape, rotary)`: each angle occurs twice.
 
-    The two are half the table apart, as Llama's tables have them, or (interleaved) next to each other, as Cohere's.
+    The two are half the table apart, as in Llama, or (interleaved) adjacent, as in Cohere.
     """
     exponents = torch.arange(0, rotary, 2, device=positions.device, dtype=torch.float32) / rotary
     angle = positions[..., None].to(torch.float32) * theta**-exponents

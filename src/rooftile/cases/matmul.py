@@ -18,7 +18,7 @@ from rooftile.reference import matmul as reference
 _FP32 = "a chain of float32 sums loses 2.4e-6 at the longest K, 18944"
 _FP32_BACKWARD = "the same over as many rows as the weight has, or tokens"
 _ROUNDED_ONCE = "float32 sums, rounded once: half a unit in the last place"
-_BACKWARD = "float32 sums; behind an activation its argument and gradient are rounded too, each gradient once"
+_BACKWARD = "float32 sums; with an activation, its argument and gradient are rounded too, each gradient once"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(5e-6, _FP32), "backward": Tolerance(1e-5, _FP32_BACKWARD)},
     torch.float16: {"forward": Tolerance(5e-4, _ROUNDED_ONCE), "backward": Tolerance(1e-3, _BACKWARD)},

@@ -14,7 +14,7 @@ from rooftile.reference import rms_norm as reference
 # One rounding to the dtype costs a relative error of about 2^-12.3 (fp16) or 2^-9.3 (bf16), as a root mean square, and
 # at most 2^-11 or 2^-8; Llama's order rounds twice, before the weight and after it.
 _FORWARD = "float32 inside; rounded at most twice (the row, the output)"
-_BACKWARD = "float32 inside, each gradient rounded once; the reference has not the forward's rounding of the row"
+_BACKWARD = "float32 inside, each gradient rounded once; the reference does not round the row in the forward"
 _FP32 = "float32 sums of a whole row, added as a tree"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(1e-6, _FP32), "backward": Tolerance(5e-6, f"{_FP32}, and over all rows")},

@@ -66,7 +66,7 @@ def generate(
             prompts = [sys.stdin.read().removesuffix("\n")]
             prompts[0].encode()
         except UnicodeError as error:
-            raise typer.BadParameter(f"standard input is not UTF-8: {error}", param_hint="--prompt") from None
+            raise typer.BadParameter(f"standard input is no UTF-8: {error}", param_hint="--prompt") from None
         if not prompts[0]:
             raise typer.BadParameter("no prompt given, and standard input is empty", param_hint="--prompt")
     choose_mode()

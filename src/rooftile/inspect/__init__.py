@@ -1,4 +1,4 @@
-"""Compiling every kernel for every target, with no GPU, and reading what it takes of the chip."""
+"""Compile every kernel for every target without a GPU, and read its resources."""
 
 from rooftile.inspect.compiling import compile_case, compile_on
 from rooftile.inspect.plan import Kernel, Row, Task, faults, first_points, plan

@@ -1,8 +1,7 @@
-"""Which calls have other machine code than in an earlier `rooftile inspect --json`.
+"""Which calls have different machine code than in an earlier `rooftile inspect --json`.
 
 `rooftile inspect --against OLD.json` compiles and compares; `python -m rooftile.inspect.compare OLD.json NEW.json`
-compares two files. Names of kernels are ignored. Both print, for each moved call, the kernels that went and those that
-came.
+compares two files. Names of kernels are ignored. Both print, for each moved call, its old kernels and its new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 Fields = Mapping[str, Any]  # a row of the JSON file
 Call = tuple[str, str, str, str]  # target, op, direction, dtype
 
-# Kernels that agree in these are one: the instructions, the launch, and the shared memory that the launch asks for.
+# Kernels that agree in these are the same: the instructions, the launch, and its shared memory.
 _IDENTITY = ("machine_code", "num_warps", "num_ctas", "shared")
 _SHOWN = ("registers", "spills", "instructions", "shared")
 
@@ -48,7 +47,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What moved, how many points did not, and by call the points that only one of the files has."""
+    """What moved, the number of points that did not, and by call the points that only one of the files has."""
 
     moves: tuple[Move, ...]
     unmoved: int
@@ -82,15 +81,15 @@ def _by_point(
 
 
 def compare(old: Sequence[Fields], new: Sequence[Fields], renamed: Mapping[str, str] | None = None) -> Comparison:
-    """Compare the rows of two JSON files, point by point; what only the older one compiled of other ops is ignored.
+    """Compare the rows of two JSON files, point by point. Ops that only the older file has are ignored.
 
-    A point that has another name in the other file (its options were renamed) is compared with all kernels that the
-    op has there: if each is among them, it has not moved.
+    A point with another name in the other file (its options were renamed) is compared with all kernels of the op
+    there. If each is among them, it has not moved.
 
     Args:
         old: the "rows" of the earlier file.
         new: those of the later one.
-        renamed: by the earlier name of an op, its name now; several may have become one.
+        renamed: new names of ops by their old names; several ops may have become one.
 
     Raises:
         ValueError: a file was written without hashes.
@@ -127,10 +126,10 @@ def compare(old: Sequence[Fields], new: Sequence[Fields], renamed: Mapping[str, 
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file of `rooftile inspect --json`.
+    """Read a file of `rooftile inspect --json`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such a file.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or not {"meta", "rows"} <= data.keys():
@@ -139,7 +138,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_renamed(path: Path | None) -> dict[str, str]:
-    """A JSON object of earlier names of ops and those of now; empty without a file.
+    """A JSON object from old names of ops to new ones; empty without a file.
 
     Raises:
         ValueError: it holds something else.
@@ -153,7 +152,7 @@ def read_renamed(path: Path | None) -> dict[str, str]:
 
 
 def notes(old: Fields, new: Fields) -> list[str]:
-    """Why two files may differ although no kernel was changed, from their "meta"."""
+    """Reasons in "meta" why two files may differ although no kernel changed."""
     return [
         f"the earlier file has {name} {old.get(name)}, the later one {new.get(name)}"
         for name in ("triton", "tuning")

@@ -1,4 +1,4 @@
-"""Compiling for targets that are not there: one process a target, a new one where a compiler failure ends it."""
+"""Compile for targets without their GPUs: one process for each target, and a new one if a compiler failure ends it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def environment(arch: str, cache: str) -> dict[str, str]:
     """The environment of a process that compiles for a target."""
     ours = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join(p for p in sys.path if p)
-    # An empty cache, so that a compile time is that of a real compilation.
+    # An empty cache, so that each compile time is of a real compilation.
     return {**ours, "ROOFTILE_COMPILE_TARGET": arch, "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
 
 
@@ -35,7 +35,7 @@ def _ending(code: int, log: str) -> dict[str, Any]:
 def _answers(
     tasks: Sequence[Task], arch: str, cache: str, done: Callable[[], None], hashed: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Kernel]]:
-    """One worker's answers, one for each task it came to; where it did not come to all, the last is how it ended."""
+    """One worker's answers, one for each task it reached. If it did not reach all, the last one says how it ended."""
     answers: list[dict[str, Any]] = []
     kernels: dict[str, Kernel] = {}
     with tempfile.TemporaryFile() as log, tempfile.TemporaryFile("w+") as questions:
@@ -60,7 +60,7 @@ def _answers(
         if len(answers) < len(tasks):
             log.seek(begun or 0)
             ending = _ending(process.returncode, log.read().decode(errors="replace"))
-            # A worker that could not even begin would not with the next task either.
+            # A worker that could not start would fail with the next task too.
             ended = 1 if begun is not None else len(tasks)
             answers += [ending] * ended
             for _ in range(ended):
@@ -75,12 +75,12 @@ def compile_on(
     done: Callable[[], None] = lambda: None,
     hashed: bool = False,
 ) -> list[Row]:
-    """Compile those calls for a target, in a process of its own, and judge each kernel.
+    """Compile those calls for a target in a separate process, and judge each kernel.
 
     Args:
         arch: a name in `rooftile.runtime.TARGETS`.
         tasks: see `plan`.
-        cases: where to look up what a case excludes and allows; all of Rooftile's by default.
+        cases: the cases, with what they exclude and allow; all of Rooftile's by default.
         done: called after each task.
         hashed: whether to hash the machine code of each kernel.
 
@@ -129,8 +129,8 @@ def compile_case(
     arch: str = "sm_90",
     source: str = "rooftile.cases",
 ) -> list[Row]:
-    """What one call of a case compiles to on a target: `compile_case(case, case.sets["llm"][0])[0].kernel.registers`.
+    """The kernels of one call of a case on a target: `compile_case(case, case.sets["llm"][0])[0].kernel.registers`.
 
-    `source` is the module whose `CASES` holds the case, for one that is not Rooftile's.
+    `source` is the module whose `CASES` holds the case, if it is not Rooftile's.
     """
     return compile_on(arch, [Task(case.name, point, NAMES[dtype], direction, source)], {case.name: case})

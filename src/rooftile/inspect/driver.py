@@ -1,7 +1,7 @@
 """A stand-in for Triton's GPU driver: the ops' own launchers compile exactly what they would launch, and nothing runs.
 
-Everything up to the driver's launch call is Triton's own path, so host code, specialization, options and grids are what
-a GPU would get. Whatever goes through `JITFunction.run` is caught, Gluon's functions with it.
+Everything up to the driver's launch call is Triton's own path. So host code, specialization, options and grids are
+those of a GPU. Every call of `JITFunction.run` is caught, Gluon's functions included.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Launcher:
 
 
 class _Binaries:
-    """Where Triton loads kernels and checks the chip's limits; those that are exceeded become verdicts, later."""
+    """Where Triton loads kernels and checks the chip's limits. Exceeded limits become verdicts later."""
 
     @staticmethod
     def get_device_properties(device: int) -> dict[str, int]:
@@ -113,9 +113,9 @@ class StandIn(DriverBase):
 
 
 def install(target: runtime.Target, launched: Callable[[Any, float], None]) -> None:
-    """Compile for `target` from now on in this process; `launched(kernel, seconds)` is told of every launch.
+    """Compile for `target` from now on in this process, and call `launched(kernel, seconds)` at every launch.
 
-    `seconds` is what the call took: at a kernel's first launch its compilation, later the look-up.
+    `seconds` is the time of the call: a kernel's compilation at its first launch, a look-up later.
     """
     driver.set_active(StandIn(triton_target(target)))
     run = JITFunction.run

@@ -1,14 +1,14 @@
-"""A hash of a kernel's machine code that a rename or a move leaves as it is.
+"""A hash of a kernel's machine code that a rename or a move does not change.
 
-The code is normalised before it is hashed:
+The code is normalized before it is hashed:
 
-- SASS: instructions without their addresses, and the constants that ptxas put beside them. Function names and labels
-  are numbered in the order in which they first appear, and so are offsets into constant bank 0 from 0x160 on, where
-  the kernel's parameters are. A parameter may so be renamed, and mostly be reordered.
+- SASS: instructions without their addresses, and the constants of the cubin. Function names and labels are numbered
+  in the order in which they first appear, and so are offsets into constant bank 0 from 0x160 on, where the kernel's
+  parameters are. So a parameter may be renamed, and in most cases reordered.
 - AMD's assembly: instructions and labels, without directives and comments. Labels and function names are numbered.
   Offsets of parameters stay: a reordered parameter changes the hash.
 
-Two kernels of one hash run the same instructions. Registers, spills and shared memory are not part of it.
+Two kernels with the same hash run the same instructions. Registers, spills and shared memory are not part of it.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def sections(disassembly: str) -> Iterator[tuple[str, str]]:
-    """The name and the text of each section in what nvdisasm prints."""
+    """The name and the text of each section in nvdisasm's output."""
     _, *parts = _SECTION.split(disassembly)
     yield from zip(parts[::2], parts[1::2], strict=True)
 
 
 def sass_of(disassembly: str) -> str:
-    """The sections of code alone, as `nvdisasm -c` prints them."""
+    """Only the sections of code, as `nvdisasm -c` prints them."""
     return "".join(text for name, text in sections(disassembly) if name.startswith(".text"))
 
 
 def of_sass(disassembly: str) -> MachineCode:
-    """Of what nvdisasm prints of a cubin, constants included."""
+    """The machine code in nvdisasm's output for a cubin, constants included."""
     parts = list(sections(disassembly))
     functions = _any_of(re.findall(r"^\s*\.type\s+(\S+),@function", disassembly, re.MULTILINE))
     numbered = (
@@ -96,7 +96,7 @@ def of_sass(disassembly: str) -> MachineCode:
 
 
 def of_amdgcn(assembly: str) -> MachineCode:
-    """Of AMD's assembly."""
+    """The machine code of AMD's assembly."""
     functions = _any_of(re.findall(r"^\s*\.type\s+(\S+),@function", assembly, re.MULTILINE))
     function, label = _Numbering("function"), _Numbering("label")
     lines, instructions = [], 0

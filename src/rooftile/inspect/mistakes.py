@@ -1,14 +1,14 @@
-"""Mistakes that compilers made in kernels for NVIDIA's GPUs, as they show in the code, with no GPU.
+"""Known compiler mistakes in kernels for NVIDIA GPUs, found in the code without a GPU.
 
-- A warpgroup's product (sm_90) takes the places of its operands in shared memory from descriptors in uniform registers.
-  Some versions of ptxas (12.8 among them) compute a descriptor from registers that nothing wrote: the product then
-  reads what lies somewhere else, or raises an illegal access, and only on a GPU, and only with some bad luck. In the
-  machine code a uniform register is read where no path from the beginning has written it, or not every path.
-- A sum or maximum of a warp's lanes (REDUX) that stands under a condition was guarded by a predicate that ptxas (12.8
-  and 12.9) had given to something else by then. So none may be guarded.
-- Triton gives the place of a barrier that is only initialised, and never used, to what is handed to a specialised warp.
-  Which of the two is written last is left to chance: it went wrong where several processes shared a GPU. So no barrier
-  may lie where plain stores write, though one that is truly dead could; nor where its place can't be told.
+- A warpgroup MMA (sm_90) gets the shared-memory addresses of its operands from descriptors in uniform registers. Some
+  versions of ptxas (12.8 among them) compute a descriptor from registers that nothing wrote. The MMA then reads other
+  memory or raises an illegal access, and only sometimes. In the machine code, a uniform register is read although not
+  every path from the entry has written it.
+- A conditional sum or maximum over a warp's lanes (REDUX) was guarded by a predicate that ptxas (12.8 and 12.9) had
+  already reused. So none may be guarded.
+- A barrier may be initialized but never used. Triton reuses its memory for data handed to a specialized warp, and the
+  order of the two writes is undefined. It failed when several processes shared a GPU. So no barrier may overlap plain
+  stores, although a truly dead one could; nor may its address be unknown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def _registers(name: str, operands: str) -> tuple[int, int]:
-    """The uniform registers that an instruction writes and those that it reads, as bits."""
+    """The uniform registers that an instruction writes, and those that it reads, as bit masks."""
     parts = [part.strip() for part in operands.split(",")]
     if "gdesc[UR" in operands:  # two registers for each operand in shared memory; the first may be in registers
         found = re.search(r"gdesc\[UR(\d+)\]", operands)
@@ -73,7 +73,7 @@ def _next(code: Sequence[Instruction], labels: dict[str, int], i: int) -> list[i
 
 
 def unwritten(sass: str) -> list[str]:
-    """The instructions that read a uniform register which some path to them has not written."""
+    """The instructions that read a uniform register that some path to them has not written."""
     code, labels = _parse(sass)
     if not any("gdesc[UR" in operands for _, _, operands in code):
         return []
@@ -96,7 +96,7 @@ def unwritten(sass: str) -> list[str]:
 
 
 def guarded(sass: str) -> list[str]:
-    """The sums and maxima of a warp that stand under a predicate."""
+    """The warp sums and maxima guarded by a predicate."""
     return [f"{name} {operands}" for predicate, name, operands in _parse(sass)[0] if predicate and "REDUX" in name]
 
 
@@ -107,7 +107,7 @@ _STORED = re.compile(r"st\.shared(?:::cta)?(?:\.v(\d))?\.b(\d+)\s+\[([^\]]+)\]")
 
 
 def _places(ptx: str) -> dict[str, int]:
-    """The registers that hold a place in shared memory which is known, and the place."""
+    """The registers that hold a known address in shared memory, and the address."""
     places = {"global_smem": 0} | dict.fromkeys(_BASE.findall(ptx), 0)
     for register, base, offset in _PLACE.findall(ptx):
         if base in places:
@@ -116,13 +116,13 @@ def _places(ptx: str) -> dict[str, int]:
 
 
 def _place(address: str, places: dict[str, int]) -> int | None:
-    """Where an address is, as `%r1+8`; None where its register is not known."""
+    """The value of an address such as `%r1+8`; None if its register is not known."""
     base, _, offset = address.replace(" ", "").partition("+")
     return places[base] + int(offset or 0) if base in places else None
 
 
 def overlaid(ptx: str) -> list[int | None]:
-    """Places in shared memory of barriers that plain stores write too; None for those whose place is not known."""
+    """Shared-memory addresses of barriers that plain stores also write; None for an unknown address."""
     places = _places(ptx)
     barriers = [_place(address, places) for address in _INITIALISED.findall(ptx)]
     stores = [(_place(at, places), int(n or 1) * int(bits) // 8) for n, bits, at in _STORED.findall(ptx)]
@@ -131,7 +131,7 @@ def overlaid(ptx: str) -> list[int | None]:
 
 
 def find(ptx: str, sass: str) -> list[str]:
-    """What is wrong with a kernel, a sentence each. `sass` may be empty where `needs_sass` is false."""
+    """The mistakes in a kernel, a sentence each. `sass` may be empty if `needs_sass` is false."""
     found: list[tuple[str, Sized]] = [
         ("instructions that read registers which nothing wrote", unwritten(sass)),
         ("sums or maxima of a warp that a predicate guards", guarded(sass)),
@@ -141,5 +141,5 @@ def find(ptx: str, sass: str) -> list[str]:
 
 
 def needs_sass(ptx: str) -> bool:
-    """Whether the machine code has to be looked at."""
+    """Whether the machine code is needed."""
     return "wgmma.mma_async" in ptx or "redux.sync" in ptx

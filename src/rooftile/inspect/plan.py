@@ -1,4 +1,4 @@
-"""What to compile, and what came of it: the records that pass between `rooftile inspect` and its worker processes."""
+"""Tasks and their results: the records that pass between `rooftile inspect` and its worker processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftile.cases import Direction, OpCase, Point
 from rooftile.cases.check import DIRECTIONS, NAMES
 from rooftile.runtime import Target
 
-# Not `edge` and `softmax`: each awkward size is a kernel of its own, together minutes, and none is a model's.
+# Not `edge` and `softmax`: each awkward size is another kernel; together they take minutes, and no model has them.
 SETS = ("tiny", "llm", "sweep", "prefill", "decode", "gemm")
 Verdict = Literal["PASS", "FAIL", "excluded"]
 
@@ -44,7 +44,7 @@ class Kernel:
 
     Attributes:
         hash: Triton's own: two launches with one hash share the binary.
-        constants: its `tl.constexpr` arguments and those that Triton made constant.
+        constants: its `tl.constexpr` arguments, and those that Triton specialized to constants.
         signature: the types of its arguments; those divisible by 16 end in ":16".
         registers, stack, spills, shared, load, store, mistakes, machine_code, instructions: see
             `rooftile.inspect.resources.Resources`.
@@ -73,9 +73,9 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A kernel as one op uses it, with the points that share it; or, without a kernel, why there is none.
+    """A kernel as one op uses it, with the points that share it; without a kernel, the reason.
 
-    `log` is what the compiler printed where it failed.
+    `log` is the compiler's output if it failed.
     """
 
     arch: str
@@ -94,12 +94,12 @@ class Row:
 
 
 def allowed_spills(case: OpCase, kernel: Kernel) -> int:
-    """Bytes that the kernel may spill: more where it has no load of more than 4 bytes."""
+    """Bytes that the kernel may spill: more if its widest load is 4 bytes or less."""
     return max(case.spills, case.odd_spills if kernel.load in ("1", "2", "4") else 0)
 
 
 def faults(kernel: Kernel, target: Target, allowed_spills: int = 0) -> list[str]:
-    """Why the kernel can't be launched on the target, or shouldn't be; empty where all is well."""
+    """Why the kernel can't or shouldn't be launched on the target; empty if it can."""
     found = []
     if kernel.spills > allowed_spills:
         found.append(f"spills {kernel.spills} bytes of registers, {allowed_spills} allowed")
@@ -116,14 +116,14 @@ def _distinct(points: Iterable[Point]) -> list[Point]:
 
 
 def _real_points(case: OpCase, sets: Sequence[str]) -> list[Point]:
-    """The case's points of real sizes, and each way of calling the op (as its tiny points do) at the first of them."""
+    """The case's points of real sizes, and the first of them with the options of each tiny point."""
     real = [p for name in sets if name != "tiny" for p in case.sets.get(name, ())]
     modes = [p.options for p in case.sets.get("tiny", ())] if "tiny" in sets else []
     return _distinct([*real, *(dataclasses.replace(p, options={**p.options, **o}) for p in real[:1] for o in modes)])
 
 
 def first_points(case: OpCase) -> OpCase:
-    """The case with one point of real sizes a set: the first. Tiny points are there for their options, and all stay."""
+    """The case with only the first point of each set of real sizes. Tiny points cover options, and all stay."""
     return dataclasses.replace(case, sets={n: p if n == "tiny" else p[:1] for n, p in case.sets.items()})
 
 
@@ -135,10 +135,10 @@ def plan(
     directions: Sequence[Direction] = DIRECTIONS,
     source: str = "rooftile.cases",
 ) -> list[Task]:
-    """The calls of those cases that are to be compiled.
+    """The calls of those cases to compile.
 
-    Real sizes are taken in all of the case's dtypes, or in those given; tiny ones, which are there for their options
-    and layouts, in the last of them.
+    Real sizes are compiled in all of the case's dtypes, or in those given; tiny ones, which cover options and layouts,
+    only in the last of them.
     """
     tasks = []
     for case in cases:

@@ -29,7 +29,7 @@ _STYLES = {"PASS": "green", "FAIL": "bold red", "excluded": "yellow"}
 
 
 def _dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
-    """The tasks in so many parts, of about as many tasks each; those of one op stay together, and in order."""
+    """The tasks in that many parts of about equal length; those of one op stay together and in order."""
     by_op: dict[str, list[Task]] = {}
     for task in tasks:
         by_op.setdefault(task.op, []).append(task)
@@ -51,8 +51,8 @@ def inspect_all(
 
     With `hashed`, the machine code of each kernel is hashed.
 
-    A process compiles for one target. Each target has one process a dtype, since dtypes share no kernels, and more
-    where that leaves cores idle: ops share few.
+    A process compiles for one target. Each target has one process for each dtype, since dtypes share no kernels. It has
+    more if cores would be idle, since ops share few kernels.
     """
     tasks = plan(cases, sets=sets, dtypes=dtypes)
     by_dtype: dict[str, list[Task]] = {}
@@ -85,7 +85,7 @@ def _short(points: Sequence[str]) -> str:
 
 
 def _reason(row: Row) -> str:
-    """What says most: the last line of the error, below the source it quotes, and the log's last that is an error."""
+    """The most useful lines: the error's last line, and the log's last error."""
     said = [line.strip() for line in row.message.splitlines() if line.strip()]
     logged = [line.strip() for line in row.log.splitlines() if re.search("error|assert|fatal", line, re.IGNORECASE)]
     return ": ".join(said[-1:] + logged[-1:])
@@ -158,7 +158,7 @@ def _findings(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """A table for each target, then what failed or was excluded and why, then a line for each target."""
+    """A table for each target, then failures and exclusions with their reasons, then a line for each target."""
     tables = [_table([r for r in rows if r.arch == arch], arch) for arch in dict.fromkeys(r.arch for r in rows)]
     tables.append(_summary(rows))
     if not console.is_terminal:  # a file is as wide as its lines

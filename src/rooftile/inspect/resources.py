@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of the chip, read from its binary and assembly; no CUDA or ROCm install is needed."""
+"""The resources of a compiled kernel, from its binary and assembly. No CUDA or ROCm install is needed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rooftile.inspect.mistakes import find, needs_sass
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """Of one kernel.
+    """The resources of one kernel.
 
     Attributes:
         registers: 32-bit vector registers a thread has.
         stack: bytes of local memory a thread has, spills included.
-        spills: bytes of registers that a thread writes to local memory or reads back, whichever is more, as they stand
-            in the code (a loop counts once).
-        shared: bytes of shared memory a block has.
-        load: bytes of the widest load from global memory, or "TMA"; "" where there is none.
+        spills: bytes of registers that a thread writes to local memory or reads back, whichever is more, counted in the
+            code (a loop counts once).
+        shared: bytes of shared memory of a CTA.
+        load: bytes of the widest load from global memory, or "TMA"; "" if there is none.
         store: the same for stores.
-        mistakes: what the compiler got wrong, a sentence each (mistakes.py).
+        mistakes: known compiler mistakes, a sentence each (mistakes.py).
         machine_code: a hash of the normalised machine code (machine_code.py); "" unless asked for.
         instructions: the number of machine instructions without NOPs; 0 unless asked for.
     """
@@ -44,7 +44,7 @@ class Resources:
 def resources(kernel: Any, hashed: bool = False) -> Resources:
     """The resources of a `triton.compiler.CompiledKernel`.
 
-    With `hashed`, its machine code is hashed too. nvdisasm takes a quarter of a second a kernel.
+    With `hashed`, its machine code is hashed too; nvdisasm takes a quarter of a second for each kernel.
     """
     if "cubin" in kernel.asm:
         return _nvidia(kernel, hashed)
@@ -80,7 +80,7 @@ def _nvidia(kernel: Any, hashed: bool) -> Resources:
         cubin.write_bytes(kernel.asm["cubin"])
         usage = _run(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
         stack = max(_field(r"\bSTACK:(\d+)", usage, "cuobjdump"))
-        # A kernel with no stack has no spills; only one that has is assembled again, for ptxas to say what they are.
+        # A kernel without a stack has no spills. One with a stack is assembled again, for ptxas to report spills.
         spills = _ptxas_spills(kernel, ptx, Path(folder)) if stack else 0
         disassembly = _run(knobs.nvidia.nvdisasm.path, cubin) if hashed or needs_sass(ptx) else ""
     return Resources(

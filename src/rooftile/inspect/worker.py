@@ -1,10 +1,10 @@
-"""`python -m rooftile.inspect.worker`: compiles what it reads on its standard input, for ROOFTILE_COMPILE_TARGET.
+"""`python -m rooftile.inspect.worker`: compiles the tasks on its standard input for ROOFTILE_COMPILE_TARGET.
 
 With `--hashed` it hashes the machine code of each kernel.
 
-One JSON task a line comes in. JSON lines go out, for each task {"begin": number, "logged": bytes of standard error},
+It reads one JSON task a line. For each task it writes JSON lines: {"begin": number, "logged": bytes of standard error},
 then {"kernel": {...}} for each new kernel, then {"done": number, "kernels": [[direction, hash], ...]}, with "error" and
-"log" where it failed. Some compiler failures abort the process: the parent knows from "begin" which task it was.
+"log" where it failed. Some compiler failures abort the process; "begin" tells the parent which task it was.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rooftile.inspect import driver
 from rooftile.inspect.plan import Kernel, Task
 from rooftile.inspect.resources import resources
 
-# The slowest kernel known takes seconds: one that takes this long would never end.
+# The slowest known kernel takes seconds; one that takes this long will not finish.
 _TASK_SECONDS = 300
 
 
 class _Recorder:
-    """Keeps what is launched: each kernel once, and for the running task the hashes it used."""
+    """Keeps each launched kernel once, and the hashes that the running task used."""
 
     def __init__(self, hashed: bool) -> None:
         self.hashed = hashed
@@ -90,7 +90,7 @@ def _call(task: Task, recorder: _Recorder) -> None:
     inputs = case.inputs(task.point, DTYPES[task.dtype], torch.device("meta"), torch.Generator())
     grads = [n for n in case.grads if n in inputs] if task.direction == "backward" else []
     try:
-        # Gradients that PyTorch has to be asked to make deterministic have kernels of their own then.
+        # Deterministic gradients, which PyTorch makes on request, have their own kernels.
         modes = (False, True) if grads and case.deterministic == "asked" else (False,)
         for deterministic in modes:
             torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -103,13 +103,13 @@ def _call(task: Task, recorder: _Recorder) -> None:
 
 
 def main() -> None:
-    # What Triton and its tools print must not mix with the answers: it joins what they write to standard error.
+    # The output of Triton and its tools must not mix with the answers, so it goes to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     recorder = _Recorder(hashed="--hashed" in sys.argv[1:])
     driver.install(runtime.target(torch.device("meta")), recorder.launched)
 
-    # Triton makes objects by the hundred thousand, and drops them of itself: looking for rings of them takes a tenth.
+    # Triton makes and frees hundreds of thousands of objects; searching them for cycles takes a tenth of the time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
 

@@ -1,8 +1,8 @@
 """Measured launch configurations, looked up by key. `rooftile tune` measures them; nothing here does.
 
-A table is a JSON file `<gpu>/<op>.json`, in the user's own folder or in this package; the user's comes first, entry by
-entry. A file that can't be used is reported once and ignored. Tables are read where kernels run on a GPU; elsewhere
-`ROOFTILE_TUNING_GPU=h200` asks for those of a GPU, and `ROOFTILE_TUNING_GPU=none` turns them off everywhere.
+A table is a JSON file `<gpu>/<op>.json`, in the user's own folder or in this package. An entry of the user's table
+takes precedence. A file that can't be used is reported once and ignored. Tables are read if kernels run on a GPU.
+Without one, `ROOFTILE_TUNING_GPU=h200` selects a GPU's tables; `ROOFTILE_TUNING_GPU=none` turns tables off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGE = Path(__file__).parent
 
 
 def gpu_slug(name: str) -> str:
-    """A GPU's name as a folder's: "NVIDIA H100 80GB HBM3" is "h100", "NVIDIA GeForce RTX 4090" is "rtx4090"."""
+    """The folder name of a GPU: "NVIDIA H100 80GB HBM3" is "h100", "NVIDIA GeForce RTX 4090" is "rtx4090"."""
     known = re.search(r"\b(?:(RTX|GTX|Arc)\s+(?:PRO\s+)?)?(MI\d+\w*|[ABGHLPTV]+\d{1,4}\w?|\d{4})\b", name)
     if known:
         return "".join(part for part in known.groups() if part).lower()
@@ -36,7 +36,7 @@ def gpu_slug(name: str) -> str:
 
 
 def user_folder() -> Path:
-    """Where `rooftile tune` writes, and where tables are looked for first."""
+    """Where `rooftile tune` writes, and where tables are looked up first."""
     if named := os.environ.get("ROOFTILE_TUNING_DIR"):
         return Path(named).expanduser()
     if named := os.environ.get("XDG_CACHE_HOME"):
@@ -48,11 +48,11 @@ def user_folder() -> Path:
 
 @dataclasses.dataclass
 class Table:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         meta: the schema's number, the op, the GPU, and under "runs" where and when its entries were measured.
-        entries: by key, under "config" the fields of a configuration, beside it what it was measured to take.
+        entries: by key; "config" has the fields of a configuration, the other fields its measurements.
         failed: by configuration, key and version of Triton, why it was not measured.
         dropped: keys of an earlier version's file whose configuration is gone.
     """
@@ -68,7 +68,7 @@ def read(path: Path, op: str, gpu: str) -> Table:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it holds no table of that op for that GPU; the message says what is wrong, and not where.
+        ValueError: it holds no table of that op for that GPU. The message has the reason, without the path.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -101,14 +101,14 @@ def read(path: Path, op: str, gpu: str) -> Table:
     return Table(meta, kept, failed, tuple(key for key in entries if key not in kept))
 
 
-# Kernels whose names were others in schema 1.
+# Kernels that had other names in schema 1.
 KERNELS = {"row": "gemv", "held": "gemv_persistent", "digits": "gemv_imma", "dense": "dequantize"}
 
 
 def migrated(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The fields of schema 1's configuration in this schema; None where its kernel or its schedule is gone."""
+    """A schema-1 configuration's fields in this schema; None if its kernel or its schedule is gone."""
     config = dict(config)
-    if "kernel" not in config:  # of a quantized weight, whose defaults were others
+    if "kernel" not in config:  # of a quantized weight, with other defaults
         config = {"kernel": "skinny", "slices": 4, **config}
     kernel = config["kernel"] = KERNELS.get(str(config.get("kernel")), config.get("kernel"))
     gone = config.pop("stream_k", False) or kernel in ("direct", "gemv_persistent")
@@ -117,9 +117,9 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def other_variant(table: Table, multiprocessors: int) -> str:
-    """Why a table is not one of a GPU with so many multiprocessors; "" where it is, or doesn't say.
+    """Why a table does not suit a GPU with that many SMs; "" if it does, or doesn't say.
 
-    A part of a GPU, or a smaller variant of one name, wants tiles of its own.
+    A partition of a GPU, or a smaller variant of the same name, needs other tiles.
     """
     measured_on = table.meta.get("multiprocessors")
     if measured_on in (None, multiprocessors):
@@ -128,7 +128,7 @@ def other_variant(table: Table, multiprocessors: int) -> str:
 
 
 def to_json(table: Table) -> str:
-    """The file's text: one entry on each line, so that a diff shows which moved."""
+    """The file's text: one entry on each line, so that a diff shows which changed."""
 
     def lines(values: Mapping[str, Any]) -> str:
         body = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
@@ -140,7 +140,7 @@ def to_json(table: Table) -> str:
 
 @functools.cache
 def _gpu(target: runtime.Target) -> str | None:
-    """Whose tables serve a target; None for nobody's."""
+    """The GPU whose tables a target uses, or None."""
     if asked := os.environ.get("ROOFTILE_TUNING_GPU"):
         return None if asked == "none" else asked
     if runtime.MODE is not runtime.Mode.GPU:
@@ -157,7 +157,7 @@ def _gpu(target: runtime.Target) -> str | None:
 
 @functools.cache
 def _entries(path: Path, op: str, gpu: str, multiprocessors: int | None) -> dict[str, dict[str, Any]]:
-    """A file's entries; none where it can't be used."""
+    """A file's entries; empty if it can't be used."""
     try:
         table = read(path, op, gpu)
         if multiprocessors is not None and (reason := other_variant(table, multiprocessors)):
@@ -197,7 +197,7 @@ _watchers: list[Callable[[], None]] = []
 
 
 def when_changed(changed: Callable[[], None]) -> None:
-    """Call that whenever `lookup` may answer otherwise than before: for who remembers what it chose."""
+    """Register a callback for changes of `lookup`'s answers. Callers that cache a choice need it."""
     _watchers.append(changed)
 
 
@@ -207,19 +207,19 @@ def _tell() -> None:
 
 
 def lookup(op: str, key: str, target: runtime.Target) -> dict[str, Any] | None:
-    """The fields of the configuration that was measured under that key, or None. They are shared: don't change them.
+    """The fields of the configuration measured under that key, or None. They are shared; don't change them.
 
     Args:
         op: the table's name.
-        key: what the op makes of a problem.
-        target: of the device that it runs on.
+        key: the op's key of a problem.
+        target: the target of the device.
     """
     return None if _off else _lookup(op, key, target)
 
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Read no table meanwhile: an op chooses as if none were there."""
+    """Read no table in this context: an op chooses as if there were none."""
     global _off
     _off += 1
     _tell()
@@ -231,7 +231,7 @@ def off() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Forget what was read: files, or the variables that name them, have changed."""
+    """Forget tables that were read, after files or the variables that name them have changed."""
     for cached in (_gpu, _entries, _lookup):
         cached.cache_clear()
     _tell()

@@ -1,4 +1,4 @@
-"""`rooftile tune`: measure launch configurations, write the fastest right ones to a table, say what that is worth."""
+"""`rooftile tune`: measure launch configurations, write the fastest correct ones to a table, report the speedup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tidy(value: float | None) -> float | None:
 
 
 class Tuning:
-    """One run: its problems, its tables, and how much time is left."""
+    """One run: its problems, its tables, and the time left."""
 
     def __init__(self, settings: Settings, console: Console, device: torch.device, timer: Clock | None) -> None:
         self.settings, self.console, self.device, self.timer = settings, console, device, timer
@@ -70,7 +70,7 @@ class Tuning:
         return self.stores[table]
 
     def bad_label(self, item: Item, name: str) -> str:
-        """What a configuration that failed is kept under: it may do well at other sizes, or by another compiler."""
+        """The key of a failed configuration: it may work at other sizes, or with another compiler."""
         return f"{name}, {item.key}, triton {self.run['triton']}"
 
     def known_bad(self, item: Item) -> dict[str, str]:
@@ -86,7 +86,7 @@ class Tuning:
                 self.store(item).table.failed.setdefault(self.bad_label(item, name), reason)
 
     def open(self, items: Sequence[Item]) -> list[Item]:
-        """The problems that are left, with their spaces."""
+        """The remaining problems, with their spaces."""
         left = [item for item in items if self.settings.again or item.key not in self.store(item).table.entries]
         if self.settings.again:
             for item in left:
@@ -142,8 +142,8 @@ class Tuning:
             self.console.print(f"{len(self.uncompiled)} of {len(tasks)} kernels were not compiled: the budget ends")
 
     def task(self, item: Item, share: int) -> Search:
-        """The search at a problem; what its neighbours found comes first. `share`: problems that are left, this one
-        included."""
+        """The search at a problem; its neighbours' winners come first. `share`: the number of problems left, with
+        this one."""
         tunable = item.tunable
         sizes = tunable.describe(item.problem)
         near = []
@@ -160,7 +160,7 @@ class Tuning:
         return Search(tunable.name, item.problem, kept, self.defaults[item], seconds, left, bad)
 
     def search(self, item: Item, task: Search, process: tune_worker.Worker | None) -> Found:
-        """Search, in the process that is given or in this one; a configuration that ends the process is left out.
+        """Search, in the given process or in this one. A configuration that ends the process is skipped.
 
         Raises:
             RuntimeError: nothing was found.
@@ -181,7 +181,7 @@ class Tuning:
         raise RuntimeError(f"{MOST_DEATHS} configurations ended the process")
 
     def finish(self, item: Item, found: Found) -> dict[str, Any]:
-        """Write what was found."""
+        """Write the result."""
         self.remember(item, found.failed)
         entry = {
             **item.tunable.describe(item.problem),
@@ -198,7 +198,7 @@ class Tuning:
         return entry
 
     def each(self, items: Sequence[Item]) -> Iterator[tuple[Item, Found | Exception]]:
-        """What comes of each problem."""
+        """The result of each problem."""
         with tune_worker.worker() as process:
             isolated = process if self.measures and self.timer is None else None
             for i, item in enumerate(items):
@@ -221,9 +221,9 @@ def line(item: Item, entry: dict[str, Any], found: Found) -> str:
 
 
 def run(settings: Settings, console: Console, device: torch.device | None = None, timer: Clock | None = None) -> int:
-    """Tune what the settings ask for. 1 where a problem has no right configuration, else 0.
+    """Tune what the settings ask for. Returns 1 if a problem has no correct configuration, else 0.
 
-    The device and its clock are this process's own, where none are given; the search then has a process to itself.
+    By default the device and its clock are this process's own, and the search has a separate process.
 
     Raises:
         ValueError: an op or a model is not known, or a table can't be written to.

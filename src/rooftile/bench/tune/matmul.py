@@ -1,4 +1,4 @@
-"""The search space of a GEMM: a grid for each kernel, and what of it is worth a try."""
+"""The search space of a GEMM: a grid for each kernel, and its likely part."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def _grids(p: Problem, target: Target) -> Iterator[list[GemmConfig]]:
 
 
 def _useless(p: Problem, c: GemmConfig, target: Target) -> bool:
-    """Whether it can't be better than another one of the space: a split where tiles keep all multiprocessors busy."""
+    """Whether another configuration is always better: this one splits K although the tiles keep all SMs busy."""
     return c.kernel == "tiled" and c.split_k > 1 and _tiles(p, c) >= 2 * target.multiprocessors
 
 
-# What is tried unless all is asked for: what was within some 5 % of the best of a few hundred configurations of its
-# kernel, for any of Llama-3-8B's products on an H200. block_n, block_k, num_warps, num_stages, or block_m before them.
+# Tried by default: configurations within some 5 % of the best of a few hundred of their kernel, for any of
+# Llama-3-8B's GEMMs on an H200. block_n, block_k, num_warps, num_stages, or block_m before them.
 _ROW = (
     *((16, 1024, 8, 1), (16, 512, 8, 1), (8, 512, 4, 1), (8, 256, 2, 1), (16, 256, 4, 1), (4, 2048, 4, 1)),
     *((2, 2048, 2, 1), (4, 1024, 2, 1), (4, 1024, 4, 1), (8, 512, 2, 1), (16, 512, 8, 4), (8, 1024, 4, 4)),
@@ -115,7 +115,7 @@ _HOPPER = (
     *((128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (256, 128, 64, 8, 4), (128, 128, 64, 8, 4), (128, 64, 64, 8, 6)),
     *((64, 32, 128, 4, 8), (64, 64, 128, 4, 6), (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (64, 256, 64, 4, 4)),
 )
-# Between powers of two, where they may come closer to a tile for each multiprocessor.
+# Between powers of two, where they may come closer to one tile for each SM.
 _BETWEEN = (
     *((128, 160, 64, 8, 6), (128, 192, 64, 8, 5), (128, 224, 64, 8, 4), (256, 160, 64, 8, 4)),
     *((192, 128, 64, 12, 5), (64, 96, 64, 4, 8), (64, 160, 64, 4, 7), (64, 192, 64, 4, 6)),
@@ -159,7 +159,7 @@ def _likely(p: Problem, target: Target) -> Iterator[list[GemmConfig]]:
 
 
 def matmul_space(p: Problem, target: Target, exhaustive: bool) -> list[GemmConfig]:
-    """The configurations that can run the product, the kernels in turns."""
+    """The configurations that can run the GEMM, alternating between kernels."""
     grids = _grids(p, target) if exhaustive or target.arch == "interpreter" else _likely(p, target)
     by_kernel: list[list[GemmConfig]] = []
     for grid in grids:

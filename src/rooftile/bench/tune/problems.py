@@ -1,4 +1,4 @@
-"""What is tuned: the problems that the settings ask for."""
+"""The problems to tune, from the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = tuple(1 << i for i in range(13))
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to tune; `rows`, `dtypes` and `out` of None are the mode's own choice."""
+    """What to tune. If `rows`, `dtypes` or `out` is None, the mode decides."""
 
     models: Sequence[str] = ()
     shapes: Sequence[tuple[int, int, int]] = ()
@@ -36,7 +36,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One problem of an op, and what it is the problem of."""
+    """One problem of an op, and the op."""
 
     tunable: Tunable
     problem: Any
@@ -60,7 +60,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 
 def products(settings: Settings) -> dict[str, list[Product]]:
-    """The products by model.
+    """The GEMMs by model.
 
     Raises:
         ValueError: a model is not known, or its configuration can't be read.
@@ -69,7 +69,7 @@ def products(settings: Settings) -> dict[str, list[Product]]:
 
 
 def plan(settings: Settings) -> list[Item]:
-    """The problems, each key once: few rows first, so that what is found serves the next.
+    """The problems, each key once: few rows first, so that each result helps with the next problem.
 
     Raises:
         ValueError: an op or a model is not known, or there is nothing to tune.

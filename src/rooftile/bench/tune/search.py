@@ -1,8 +1,8 @@
 """The search at one problem: every configuration is checked, all are timed a little, the best of them longer.
 
 The times are the benchmark's own: calls captured in a graph, inputs that rotate out of the L2 cache, the finalists in
-turns. A configuration's result must be right before it is timed: in memory that was filled with NaN, in every element,
-and the same to the bit a second time.
+turns. A configuration's result must be correct before it is timed: every element, in memory filled with NaN beforehand,
+and bit-identical in a second run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rooftile.graphs import uncollected
 
 PEER = "peer"
 FINALISTS = 4
-SEMIFINAL = 4  # one in so many goes on
-SURE = 0.995  # of the default's time: what is not faster by more stays the default
+SEMIFINAL = 4  # one in this many goes on to the finals
+SURE = 0.995  # of the default's time: a smaller gain keeps the default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search came to; times are medians in microseconds.
+    """The result of a search; times are medians in microseconds.
 
     Attributes:
-        config: the fastest right configuration.
+        config: the fastest correct configuration.
         error: its relative error against a reference in float32.
         default: the configuration that the op chooses by itself; `default_us` is None where it was wrong, or failed.
-        tried: configurations that were checked and timed, of so many that there are.
+        tried: configurations that were checked and timed, and how many there are.
         failed: by label, why a configuration was not timed.
     """
 
@@ -67,11 +67,11 @@ class Found:
 
 
 class Wrong(Exception):
-    """A configuration whose result is not right."""
+    """A configuration with a wrong result."""
 
 
 class Dead(Exception):
-    """The device answers no more: what failed took it along, and the process must end."""
+    """The device no longer works in this process, which must end."""
 
 
 def brief(error: Exception) -> str:
@@ -98,7 +98,7 @@ def verify(tunable: Tunable, problem: Any, run: Callable[[], Tensor], reference:
     if not error <= limit:  # NaN is not
         bad = int((~torch.isfinite(out.float())).sum())
         raise Wrong(f"{bad} elements are NaN or infinite" if bad else f"relative error {error:.1e}, over {limit:.1e}")
-    # A tile that is wrong among thousands does not show in a norm over all.
+    # A norm over the whole output would not show one wrong tile among thousands.
     typical = scale / reference.numel() ** 0.5
     far = difference.abs_() > 4 * limit * (reference.abs() + typical)
     if bool(far.any()):
@@ -109,7 +109,7 @@ def verify(tunable: Tunable, problem: Any, run: Callable[[], Tensor], reference:
 
 
 def _quick(block: Block, clock: Clock, seconds: float) -> float:
-    """The median of a few passes, the first left out: seconds a call."""
+    """The median of a few passes without the first: seconds a call."""
     readings = [block.enqueue() for _ in range(2 if clock.measures else 1)]
     clock.synchronize()
     taken = [read() for read in readings]
@@ -120,7 +120,7 @@ def _quick(block: Block, clock: Clock, seconds: float) -> float:
 
 
 class Search:
-    """One problem's search: its inputs and its reference, and what is known so far."""
+    """One problem's search: its inputs, its reference and the results so far."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Search:
             raise Dead(self.failed[name]) from None
 
     def attempt(self, config: Any) -> None:
-        """Check a configuration, and time it a little if it is right."""
+        """Check a configuration, and time it briefly if it is correct."""
         name = label(self.tunable, config)
         self.trying(name)
         try:
@@ -204,16 +204,16 @@ def search(
     known_bad: dict[str, str] | None = None,
     trying: Callable[[str], None] = lambda name: None,
 ) -> Found:
-    """The fastest right configuration of those in the space, the default among them.
+    """The fastest correct configuration of the space, which includes the default.
 
     Args:
         space: configurations, the likely ones first.
-        until: by `time.monotonic()`, when no more are to be begun; the default and the first are tried in any case.
-        known_bad: by label, configurations that are not to be tried, with the reason.
-        trying: told the label of what is about to run for the first time, and "" when it has.
+        until: the `time.monotonic()` after which no more are begun; the default and the first are always tried.
+        known_bad: by label, configurations to skip, with the reason.
+        trying: called with the label of a configuration before its first run, and with "" after it.
 
     Raises:
-        ValueError: no configuration gives the right result.
+        ValueError: no configuration gives a correct result.
         Dead: the device can't be used any more in this process.
     """
     began = time.monotonic()
@@ -239,7 +239,7 @@ def search(
         finalists = [*last, *([default] if default in s.times and default not in last else []), PEER]
         final = s.race(finalists, seconds.final)
         peer = final.pop(PEER, None)
-        # Once more, after all the replays: a race between warps need not show at the first run.
+        # Check again after all replays: a race between warps may not show at the first run.
         for config in sorted(final, key=lambda c: final[c]):
             try:
                 error = verify(tunable, problem, s._calls(config)[0], s.reference)

@@ -1,4 +1,4 @@
-"""What can be tuned: an op's problems, the configurations that are worth a try, and how one is run and checked."""
+"""What can be tuned: an op's problems, its configurations, and how one is run and checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = {"bf16": 4e-3, "fp16": 5e-4, "fp32": 2e-5, "tf32": 1.5e-3}
 
 
 class Tunable(Protocol):
-    """An op whose launch configuration can be searched for. Problems and configurations are hashable and compare."""
+    """An op with a tunable launch configuration. Problems and configurations are hashable and compare."""
 
     name: str
     """The op's."""
@@ -42,11 +42,11 @@ class Tunable(Protocol):
         ...
 
     def problem_in(self, product: Product, m: int, dtype: torch.dtype, precision: str) -> Any | None:
-        """The op's problem in a model's product for m rows, or None where it has none."""
+        """The op's problem for a model's GEMM with m rows, or None."""
         ...
 
     def key(self, problem: Any) -> str:
-        """What the op looks a configuration up by."""
+        """The key by which the op looks up a configuration."""
         ...
 
     def describe(self, problem: Any) -> dict[str, Any]:
@@ -56,15 +56,15 @@ class Tunable(Protocol):
     def nbytes(self, problem: Any) -> int: ...
 
     def default(self, problem: Any, target: Target) -> Any:
-        """What the op chooses where no table says otherwise."""
+        """The op's choice without a table."""
         ...
 
     def space(self, problem: Any, target: Target, exhaustive: bool) -> list[Any]:
-        """Configurations that can run it, those first that are likely to be fast."""
+        """Configurations that can run it, the likely ones first."""
         ...
 
     def binary(self, problem: Any, config: Any) -> Hashable:
-        """Problems with one answer are run by one compiled kernel."""
+        """Problems with equal values share a compiled kernel."""
         ...
 
     def fields(self, config: Any) -> dict[str, Any]:
@@ -84,12 +84,12 @@ class Tunable(Protocol):
     def call_peer(self, problem: Any, inputs: Mapping[str, Tensor]) -> Tensor: ...
 
     def limit(self, problem: Any) -> float:
-        """The most that the relative error may be."""
+        """The largest allowed relative error."""
         ...
 
 
 def label(tunable: Tunable, config: Any) -> str:
-    """A configuration in one line: "tiled 128 x 256 x 64, ..." is told by its fields' names."""
+    """A configuration in one line: "tiled 128 x 256 x 64, ..." by the names of its fields."""
     values = tunable.fields(config)
     return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in values.items())
 
@@ -98,7 +98,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 
 class Products:
-    """Matrix products; one table holds them all.
+    """GEMMs; one table holds them all.
 
     Args:
         layout: how x and the weight lie in memory: "nt" as nn.Linear has them, "nn" as the gradient of x does, "tn" as

@@ -1,4 +1,4 @@
-"""Where what was found is kept: a table's file, and the command in it."""
+"""A table's file, and the command recorded in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftile.tuning import Table
 
 
 class Store:
-    """A table's file. It is written anew after each problem, so that a run that ends early has lost none."""
+    """A table's file. It is rewritten after each problem, so that an interrupted run loses nothing."""
 
     def __init__(self, path: Path, op: str, gpu: str, multiprocessors: int, run: dict[str, Any]) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class Store:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command line as a table keeps it, which others will read: without the folders of this machine."""
+    """The command line as recorded in a table: without this machine's folders."""
     words = ["rooftile"]
     for i, argument in enumerate(arguments):
         if argument != "--out" and not argument.startswith("--out=") and arguments[i - 1 : i] != ["--out"]:

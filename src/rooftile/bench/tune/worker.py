@@ -1,7 +1,7 @@
-"""Processes of the search: what a configuration may take along with it is one of these, and it is replaced.
+"""Processes of the search. If a configuration ends its process, another one replaces it.
 
-A kernel may hang, write where it must not, or end the compiler. The process that runs it says first what it is about to
-try, so that the one that waits knows which configuration it was, and how to go on without it.
+A kernel may hang, write out of bounds, or crash the compiler. Before each run the process reports the configuration,
+so that the parent process knows which one failed and can continue without it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rooftile import runtime
 from rooftile.bench.tune.search import Dead, Found, Seconds, brief, search
 from rooftile.bench.tune.space import TUNABLES, label
 
-PATIENCE = 120.0  # seconds without a word, after which a process is taken for hung
+PATIENCE = 120.0  # seconds without an answer, after which a process counts as hung
 
 
 @dataclasses.dataclass(frozen=True)
 class Compile:
-    """Run a configuration once, so that its kernel is found on disk."""
+    """Run a configuration once, so that its kernel is in the disk cache."""
 
     op: str
     problem: Any
@@ -35,7 +35,7 @@ class Compile:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Search at a problem. `left` is the time for it in seconds; None is as long as it takes."""
+    """Search at a problem. `left` is the time for it in seconds; None is no limit."""
 
     op: str
     problem: Any
@@ -47,7 +47,7 @@ class Search:
 
 
 class Died(Exception):
-    """The process ended, or had to be; `trying` is the configuration that it was at, or ""."""
+    """The process ended, or was ended; `trying` is the configuration that it ran, or ""."""
 
     def __init__(self, reason: str, trying: str) -> None:
         super().__init__(reason)
@@ -55,7 +55,7 @@ class Died(Exception):
 
 
 def compile_one(task: Compile, device: torch.device) -> str:
-    """What went wrong, or nothing.
+    """The error, or "".
 
     Raises:
         Dead: the device can't be used any more in this process.
@@ -93,7 +93,7 @@ def run_search(task: Search, clock: Any, device: torch.device, trying: Callable[
 
 
 def _serve(pipe: Any) -> None:
-    """The process: an answer to each task, until there are no more."""
+    """The process's main loop: an answer to each task."""
     from rooftile.bench.timer import clock
 
     device = runtime.default_device()
@@ -187,7 +187,7 @@ def compile_ahead(
 ) -> None:
     """Compile the tasks in `jobs` processes, in their order, until that time by `time.monotonic()`.
 
-    `done` is told of each task what went wrong with it, or "".
+    `done` is called with each task and its error, or "".
     """
     waiting = iter(list(tasks))
     lock = threading.Lock()
