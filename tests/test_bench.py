@@ -376,7 +376,7 @@ def test_what_goes_wrong_with_a_whole_point_is_in_all_its_rows(monkeypatch):
 
 
 def test_unknown_names_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="unknown peer nobody; known peers: eager, compile"):
+    with pytest.raises(ValueError, match="unknown baseline nobody; known baselines: eager, compile"):
         bench(monkeypatch, toy(), TableClock({}), peers=["nobody"])
     with pytest.raises(ValueError, match="no point of double is in the set gemm"):
         bench(monkeypatch, toy(), TableClock({}), sets=["gemm"])

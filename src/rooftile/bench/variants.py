@@ -37,7 +37,7 @@ def check_names(cases: Sequence[OpCase], names: Sequence[str] | None) -> None:
     known = list(dict.fromkeys(name for case in cases for name in peer_names(case)))
     unknown = [n for n in names or () if n not in known]
     if unknown:
-        raise ValueError(f"unknown peer {', '.join(unknown)}; known peers: {', '.join(known)}")
+        raise ValueError(f"unknown baseline {', '.join(unknown)}; known baselines: {', '.join(known)}")
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

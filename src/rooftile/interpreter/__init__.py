@@ -17,7 +17,7 @@ _installed = False
 
 
 def install() -> None:
-    """Mends Triton's interpreter for this process; a second call does nothing.
+    """Corrects Triton's interpreter for this process. A second call does nothing.
 
     Raises ImportError where NumPy or ml_dtypes is missing, and RuntimeError where this Triton's interpreter lacks
     something that has to be mended.

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic and matrix products where the stock interpreter differs from a GPU."""
+"""Elementwise arithmetic and matrix multiplication, where the stock interpreter differs from a GPU."""
 
 import math
 
@@ -27,7 +27,7 @@ _ERF = np.frompyfunc(math.erf, 1, 1)
 
 
 def _to_tf32(data: np.ndarray) -> np.ndarray:
-    """What a tensor core sees of a float32 operand: Triton hands it over as it is, and the low 13 bits are ignored."""
+    """A float32 operand as a tensor core sees it: Triton passes it unchanged, and the low 13 bits are ignored."""
     kept = from_bits(bits(data) & np.uint32(0xFFFFE000), np.dtype(np.float32))
     return np.where(np.isfinite(data), kept, data)
 

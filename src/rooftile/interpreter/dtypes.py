@@ -19,7 +19,7 @@ _FP8 = {
 }
 _BY_TRITON = {tl.bfloat16: BFLOAT16, **_FP8}
 _LARGEST = {dtype: np.float32(ml_dtypes.finfo(dtype).max) for dtype in _FP8.values()}
-# NVIDIA's conversions make one NaN of all: the bits 0x7f (PTX ISA, cvt). The fnuz formats have a single NaN anyway.
+# NVIDIA's conversions give a single NaN: the bits 0x7f (PTX ISA, cvt). The fnuz formats have a single NaN anyway.
 _CANONICAL_NAN = {_FP8[tl.float8e4nv]: 0x7F, _FP8[tl.float8e5]: 0x7F}
 NARROW = frozenset(_BY_TRITON.values())
 _BITS: dict[int, Any] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
@@ -35,7 +35,7 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def wide(data: np.ndarray) -> np.ndarray:
-    """bfloat16 and fp8 as float32, which holds them exactly; anything else as it is."""
+    """bfloat16 and fp8 as float32, which holds them exactly; other types unchanged."""
     return data.astype(np.float32) if data.dtype in NARROW else data
 
 
@@ -60,7 +60,7 @@ def convert(data: np.ndarray, dtype: np.dtype, *, toward_zero: bool = False) -> 
         data = np.where(np.isnan(data), data, np.clip(data, -_LARGEST[dtype], _LARGEST[dtype]))
     result = data.astype(dtype)
     if toward_zero:
-        # One step back wherever rounding went away from zero: the formats are ordered as their bits are.
+        # One step back wherever rounding went away from zero: the order of values is that of their bits.
         away = np.abs(result.astype(np.float64)) > np.abs(data.astype(np.float64))
         result = from_bits(bits(result) - away.astype(_BITS[dtype.itemsize]), dtype)
     if dtype in _CANONICAL_NAN:

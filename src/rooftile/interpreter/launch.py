@@ -1,4 +1,4 @@
-"""A launch: arguments typed as the compiler types them, memory used in place, errors as they were raised."""
+"""A launch: arguments with the compiler's types, memory used in place, errors passed through."""
 
 import dataclasses
 import types
@@ -22,7 +22,7 @@ def _scalar(value: Any, kind: tl.dtype) -> Any:
 
 
 def _annotated(value: Any, annotation: Any) -> Any:
-    """A number whose parameter is annotated with a type (`stride: tl.int64`) has that type, whatever its size."""
+    """A scalar argument has the type of its parameter's annotation (`stride: tl.int64`), whatever its value."""
     if annotation is None or not isinstance(value, (bool, int, float)):
         return value
     name = jit._normalize_ty(annotation)
@@ -107,7 +107,7 @@ def install() -> None:
     def call(self, *args, **kwargs):
         launches.append(Launch(f"kernel {self.fn.__name__!r}"))
         try:
-            with np.errstate(all="ignore"):  # a GPU makes inf and NaN without a word
+            with np.errstate(all="ignore"):  # a GPU gives inf and NaN without a warning
                 return stock_call(self, *args, **kwargs)
         except error_type as error:
             root = _root(error)

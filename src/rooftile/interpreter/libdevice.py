@@ -22,7 +22,7 @@ Function = Callable[..., np.ndarray]
 
 
 def _lanewise(function: Callable[..., float], arguments: int, pole: float = math.nan) -> Function:
-    """A function of Python's math module over arrays, total where Python raises."""
+    """A function of Python's math module over arrays, with a value where Python raises."""
 
     def lane(*values: float) -> float:
         try:
@@ -93,7 +93,7 @@ def _width(x: np.ndarray) -> int:
     return 8 * x.dtype.itemsize
 
 
-# By the whole symbol: what goes by bits, or by the operands' own precision.
+# By the whole symbol: functions that depend on bits, or on the operands' precision.
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
     "llabs": np.abs,
@@ -116,7 +116,7 @@ _CONVERSION = re.compile(r"(?P<source>float|double|u?int|u?ll)2(?P<target>float|
 
 
 def _find(symbol: str) -> Function | None:
-    """The function of a libdevice symbol, over float64 (or integer) arrays; None where there is no stand-in."""
+    """The function of a libdevice symbol, over float64 (or integer) arrays; None if there is no replacement."""
     name = symbol.removeprefix("__nv_")
     if name in _EXACT:
         return _EXACT[name]

@@ -1,4 +1,4 @@
-"""What follows from types alone, worked out once: stock spends most of its time on it, at every operation of a kernel.
+"""Caches results that depend on types alone. Stock recomputes them at every operation, and spends most time on them.
 
 Nothing here changes a value, a type or an error. What is not known yet, and what stock refuses, goes to stock.
 """
@@ -16,7 +16,7 @@ _UNKNOWN = object()
 
 
 def _install_types() -> None:
-    """Block types by their element and shape; of a tensor, all but its handle, by its type."""
+    """Block types by element and shape; a tensor's fields, without its handle, by its type."""
     stock_block = original(tl.block_type, "__init__")
     stock_block_ir = original(tl.block_type, "to_ir")
     stock_tensor = original(tl.tensor, "__init__")
@@ -58,7 +58,7 @@ def _install_types() -> None:
 
 
 def _number_type(value: Any) -> Any:
-    """The type that a number in a kernel has, where that is plain."""
+    """The type of a scalar in a kernel, in the plain cases."""
     if type(value) is int and -(2**31) <= value < 2**31:
         return tl.int32
     if type(value) is float and (value == 0.0 or 1e-37 < abs(value) < 1e38):
@@ -168,7 +168,7 @@ def _install_handles() -> None:
 
 
 class _Scope:
-    """As stock's `_LangPatchScope`: attributes that are put in place together, and put back."""
+    """Like stock's `_LangPatchScope`: sets attributes together and restores them."""
 
     def __init__(self, changes: list[tuple[Any, str, Any, Any]]) -> None:
         self.changes = changes
@@ -184,7 +184,7 @@ class _Scope:
 
 
 def _install_patches() -> None:
-    """What takes the place of Triton's builtins during a launch, hundreds of attributes, is made at the first one."""
+    """The replacements of Triton's builtins during a launch, hundreds of attributes, are made at the first launch."""
     stock_patch = original(interpreter, "_patch_lang")  # by now launch.py's: the same for every kernel
     asks = original(tl.core, "builtin")(len).__code__
     absent = original(interpreter, "_MISSING")

@@ -1,4 +1,4 @@
-"""Loads, stores and atomics: the right bytes for bfloat16 and fp8, and none outside the tensors that a kernel has."""
+"""Loads, stores and atomics: correct bytes for bfloat16 and fp8, and no access outside a kernel's tensors."""
 
 import dataclasses
 import gc
@@ -17,12 +17,12 @@ from rooftile.interpreter.patching import original, replace
 
 
 class OutOfBoundsError(IndexError):
-    """A kernel touched memory outside the storages of the tensors that it was given."""
+    """A kernel accessed memory outside the storages of its tensors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The bytes [start, end) of one storage, and the argument that brought it."""
+    """The bytes [start, end) of one storage, and its argument."""
 
     start: int
     end: int
@@ -34,14 +34,14 @@ class Region:
 
 
 # A pointer carries the number of its argument's storage in its upper 16 bits, which no address in user space needs.
-# Whatever a kernel does with pointers then keeps them apart: running out of one argument into another is found as well.
+# Pointer arithmetic keeps the tag, so that an access that runs from one argument into another is found too.
 _SHIFT = np.uint64(48)
 _ADDRESS = np.uint64((1 << 48) - 1)
 
 
 @dataclasses.dataclass
 class Launch:
-    """One running kernel and the memory that is its own: region k by pointers tagged k + 1, `adopted` by untagged."""
+    """One running kernel and its memory: region k by pointers with tag k + 1, `adopted` by pointers without a tag."""
 
     kernel: str
     regions: list[Region] = dataclasses.field(default_factory=list)
@@ -56,7 +56,7 @@ class Launch:
                 self.regions.append(Region(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), argument))
 
     def tagged(self, tensor: Any) -> np.ndarray:
-        """The pointer that a kernel gets for this argument."""
+        """The kernel's pointer for this argument."""
         storage = interpreter._unwrap_tensor(tensor).untyped_storage()
         span = (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         tag = next((tag for tag, region in enumerate(self.regions, 1) if (region.start, region.end) == span), 0)
@@ -67,7 +67,7 @@ class Launch:
         return self.regions[tag - 1 : tag] if tag else self.adopted
 
     def covers(self, pointers: np.ndarray, size: int) -> np.ndarray:
-        """Which accesses of `size` bytes lie inside a storage of their own. A view may be left, its storage may not."""
+        """Which accesses of `size` bytes lie inside their storage. They may leave a view, but not its storage."""
         inside = np.zeros(pointers.shape, bool)
         tags, addresses = pointers >> _SHIFT, pointers & _ADDRESS
         for tag in np.unique(tags):
@@ -122,7 +122,7 @@ def _live_storages() -> set[tuple[int, int]]:
 
 
 def _check(access: str, pointers: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
-    """The addresses behind these pointers; raises where an active one of them lies outside its storage."""
+    """The addresses of these pointers. Raises if an active one lies outside its storage."""
     addresses = pointers & _ADDRESS
     active = pointers[mask]
     if active.size == 0:
@@ -143,7 +143,7 @@ def _check(access: str, pointers: np.ndarray, mask: np.ndarray, size: int) -> np
 
 
 def _whereabouts(launch: Launch, outside: np.ndarray, size: int) -> str:
-    """How far these accesses are from where they should be: the farthest of each argument's lowest and highest."""
+    """How far these accesses are out of bounds, by argument: the farthest below and above."""
     found = []
     for tag in np.unique(outside >> _SHIFT):
         own = outside[outside >> _SHIFT == tag] & _ADDRESS
@@ -163,7 +163,7 @@ def _lanes(mask: Any, pointers: Any) -> np.ndarray:
 
 
 def _load(addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Triton's own gather knows no bfloat16: it moves the bits."""
+    """Gather for bfloat16, which Triton's own does not support: it moves the bits."""
     if dtype not in NARROW:
         return native.load(addresses, mask, other, dtype)
     fill = bits(other)
@@ -175,7 +175,7 @@ def _store(addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
 
 
 def _narrow_rmw(rmw_op, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Atomics in a type that Triton's interpreter has none for, lane after lane: two may share an address."""
+    """Atomics in types that Triton's interpreter does not support, lane by lane, since two may share an address."""
     if rmw_op not in (ir.ATOMIC_OP.FADD, ir.ATOMIC_OP.XCHG):
         raise NotImplementedError(f"no atomic {rmw_op} for {value.dtype}")
     old = np.zeros(value.shape, value.dtype)

@@ -1,4 +1,4 @@
-"""How one attribute of Triton's interpreter is replaced, and what is said where it is not there."""
+"""Replaces attributes of Triton's interpreter, with an error if one is missing."""
 
 import types
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import triton
 
 
 def original(owner: type | types.ModuleType, name: str) -> Any:
-    """The attribute as Triton has it. Raises RuntimeError where this version has none."""
+    """Triton's attribute. Raises RuntimeError if this version has none."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -19,7 +19,7 @@ def original(owner: type | types.ModuleType, name: str) -> Any:
 
 
 def replace(owner: type | types.ModuleType, *names: str) -> Callable[[Callable], Callable]:
-    """Decorator: the function takes the place of these attributes, all of which must exist."""
+    """Decorator: the function replaces these attributes, all of which must exist."""
 
     def put(function: Callable) -> Callable:
         for name in names:

@@ -1,4 +1,4 @@
-"""The rows of a table that tokens name, times a number."""
+"""The table's rows for the given tokens, times a scale."""
 
 from __future__ import annotations
 

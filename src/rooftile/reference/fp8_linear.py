@@ -1,4 +1,4 @@
-"""A product of fp8 numbers with their scales: of one tensor, of rows, or of 128 elements of the sum."""
+"""A GEMM of fp8 operands with scales: per tensor, per row, or per 128 elements of K."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fp8_linear_eager(
     out_dtype: str = "bfloat16",
     **_: object,
 ) -> Tensor:
-    """As it is written without an fp8 product: both operands are widened to the result's dtype, and multiplied."""
+    """As written without an fp8 GEMM: both operands are converted to the result's dtype and multiplied."""
     dtype: torch.dtype = getattr(torch, out_dtype)
     if x_scale is None:
         x, x_scale = quantize_tensor_eager(x, per=_PER[weight_kind(weight, weight_scale)])

@@ -23,7 +23,7 @@ def _act_eager(z: Tensor, activation: str) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor, **_: object) -> Tensor:
-    """The product in a's dtype: give it float64 for the truth."""
+    """The GEMM in a's dtype; float64 inputs give the ground truth."""
     return a @ b
 
 

@@ -26,7 +26,7 @@ def quantize(
 
 
 def nearest(v: Tensor, dtype: str) -> Tensor:
-    """The number of that dtype that is nearest to v; of two the even one, and the largest for all that is larger."""
+    """The value of that dtype nearest to v: ties to even, saturating."""
     v = v.clamp(-LARGEST[dtype], LARGEST[dtype])
     if dtype == "int8":
         return v.nan_to_num(nan=0.0).round().to(torch.int8)

@@ -1,4 +1,4 @@
-"""RMSNorm, the product of q, k and v, RoPE, and the new keys and values at their places in a cache."""
+"""RMSNorm, the GEMM of q, k and v, RoPE, and the write of new keys and values into a cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rms_norm_qkv_rope_cache(
     rope_and_cache: Callable[..., tuple[Tensor, ...]] = kv_cache.rope_and_cache,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """The caches as they are afterwards, and q turned; nothing is written in place."""
+    """The caches afterwards, and the rotated q. Nothing is written in place."""
     qkv = product(x, norm_weight, weight, bias, weight_scale, eps=eps, offset=offset)
     heads, head_dim = k_cache.shape[cache_layout.index("h")], k_cache.shape[3]
     by_head = qkv.unflatten(-1, (-1, head_dim))

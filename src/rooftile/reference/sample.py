@@ -12,7 +12,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 32 bits of a product of numbers of 32 bits, which int64 can't hold as one."""
+    """The upper and lower 32 bits of the product of two 32-bit integers, which int64 can't hold."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _WORD
 
@@ -31,7 +31,7 @@ def philox(seed: Tensor, counter: Tensor, position: Tensor) -> tuple[Tensor, ...
 
 
 def uniform(n_cols: int, seed: Tensor, position: Tensor) -> Tensor:
-    """float32 numbers in (0, 1): row i's are a function of seed[i], position[i] and the column."""
+    """Uniform float32 values in (0, 1): row i's depend on seed[i], position[i] and the column."""
     counter = torch.arange(-(-n_cols // 4), device=seed.device)
     words = torch.stack(philox(seed[:, None], counter, position[:, None].long()), dim=-1).flatten(1)[:, :n_cols]
     return ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def unpack(packed: Tensor, group: int) -> Tensor:
-    """The numbers of a packed weight, block by block: low nibbles, then high ones, each 8 more than its number."""
+    """The elements of a packed weight, block by block: low nibbles, then high ones, each stored plus 8."""
     blocks = packed.split(group, dim=1)  # two groups each; a last one of half as many bytes is one group
     halves = [half for block in blocks for half in (block & 15, block >> 4)]
     return torch.cat([packed[:, :0], *halves], dim=1).to(torch.int8) - 8
