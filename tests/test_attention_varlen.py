@@ -99,3 +99,22 @@ def test_keys_that_are_not_packed_as_the_queries_need_starts_of_their_own(device
         attention_varlen(q, k, v, [0, 10, 40], max_seqlen_k=10)
     with pytest.raises(TypeError, match="max_seqlen_k is a str, expected an int or None"):
         attention_varlen(q, k, v, [0, 10, 40], max_seqlen_k="40")
+
+
+def test_starts_of_any_stride_say_what_is_covered(device):
+    q, k, v = (t[0].transpose(0, 1).contiguous() for t in drawn(device, n_q=40))
+    starts = torch.tensor([5, 20, 30], dtype=torch.int32, device=device)
+    strided = torch.full((3, 7), 40, dtype=torch.int32, device=device)[:, 2].copy_(starts)
+    assert not strided.is_contiguous()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        results = []
+        for given in (starts, strided):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out, lse = attention_varlen_op(*leaves, given, None, None, None, 0, 0, None, 0.0, -1, 0, "", False)
+            results.append((out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)

@@ -223,16 +223,43 @@ class Launch:
         # Numbers are not specialized on, but one past 2^31 is of another type.
         usual = not pointers & 15 and all(n < 2**31 for n in numbers)
         args = self._arguments(tensors, numbers)
-        compiled = self.compiled.get(device) if usual else None
+        compiled = self._find_compiled(device, tensors, numbers) if usual else None
         if compiled is not None:
-            return start_compiled(compiled, programs, device, (*args, *self.launcher.values))
-        compiled = self._through_triton(programs, tensors[0], args)
-        if usual:
-            self.compiled[device] = compiled
+            start_compiled(compiled, programs, device, (*args, *self.launcher.values))
+        else:
+            compiled = self._through_triton(programs, tensors[0], args)
+            if usual:
+                self.compiled[device] = compiled
+                if len(self.launcher.compiled) >= _MANY:
+                    self.launcher.compiled.clear()
+                self.launcher.compiled[self._specialization(device, tensors, numbers)] = compiled
         # Where all numbers are fixed, the caller has the alignment in a key of its own.
         if usual or (self.programs is not None and None not in self.numbers):
             self._bind(compiled, device, args)
         return None
+
+    def _find_compiled(self, device: int, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> Any:
+        """The kernel of this launch, or of another of its launcher's for which Triton would have compiled the same."""
+        found = self.compiled.get(device)
+        if found is None and self._shares():
+            found = self.launcher.compiled.get(self._specialization(device, tensors, numbers))
+            if found is not None:
+                self.compiled[device] = found
+        return found
+
+    def _specialization(self, device: int, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> Any:
+        """All that Triton compiles a kernel for beside its constants, with aligned pointers and numbers below 2^31."""
+        blocks = tuple((i, d.block, d.layout) for i, d in self.descriptors.items())
+        dtypes = tuple(getattr(t, "dtype", None) for t in tensors)
+        return device, self.strides, blocks, dtypes, tuple(map(type, numbers))
+
+    def _shares(self) -> bool:
+        """Whether launches with other numbers have the same kernel: Triton specializes on none of them."""
+        params = getattr(self.launcher.kernel, "params", None)
+        if params is None:
+            return False
+        first = self.n_tensors + len(self.strides)
+        return all(params[first + i].do_not_specialize for i, n in enumerate(self.numbers) if not isinstance(n, float))
 
     def _bind(self, compiled: Any, device: int, args: tuple[Any, ...]) -> None:
         start = self._native and self._native()

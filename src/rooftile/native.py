@@ -121,7 +121,10 @@ def bind(
         if kind not in _FORMATS:
             raise Unbindable(f"a constant of type {kind}")
         params.append(("fixed", len(fixed)))
-        fixed.extend(struct.pack("=" + _FORMATS[kind], value).ljust(8, b"\0"))
+        try:
+            fixed.extend(struct.pack("=" + _FORMATS[kind], value).ljust(8, b"\0"))
+        except struct.error as error:
+            raise Unbindable(f"{value} is no {kind}: {error}") from None
 
     for i, (kind, value) in enumerate(zip(compiled.src.signature.values(), args, strict=True)):
         if _is_constant(kind):

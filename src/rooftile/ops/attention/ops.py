@@ -66,9 +66,7 @@ def _dense(
     left: int, right: int, layout: str, config: str, deterministic: bool,
 ) -> _Arguments:  # fmt: skip
     scoring = (scale, softcap, left, right)
-    return _Arguments(
-        "attention", layout, q, k, v, mask, alibi_slopes, sinks, None, None, (0, 0), scoring, config
-    )  # fmt: skip
+    return _Arguments("attention", layout, q, k, v, mask, alibi_slopes, sinks, None, None, (0, 0), scoring, config)
 
 
 def _packed(
@@ -77,10 +75,8 @@ def _packed(
     deterministic: bool,
 ) -> _Arguments:  # fmt: skip
     scoring, longest = (scale, softcap, left, right), (longest_q, longest_k)
-    return _Arguments(
-        "attention_varlen", "thd", q, k, v, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, longest, scoring,
-        config,
-    )  # fmt: skip
+    op, vectors = "attention_varlen", (alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+    return _Arguments(op, "thd", q, k, v, None, *vectors, longest, scoring, config)
 
 
 def _clone(t: Tensor) -> Tensor:
@@ -132,16 +128,16 @@ def prepare_forward(
     module = problem.forward_module(config.kernel)
     assert module is not None
     x, copied = _usable(x, module.accepts)
-    start = _with_copies(module.prepare(x, out, config), copied, _READ, layout)
+    start = module.prepare(x, out, config)
     if x.starts_q is None:
-        return start
+        return _with_copies(start, copied, _READ, layout)
     clear = parts.prepare_zero_uncovered(out, True, x.starts_q, x.longest_q)
 
     def run(*tensors: Any) -> None:
         clear(tensors[3], tensors[4], tensors[8])
         start(*tensors)
 
-    return run
+    return _with_copies(run, copied, _READ, layout)
 
 
 def _prepared(a: _Arguments) -> tuple[Callable[..., None], Callable[[], Tensor], Callable[[], Tensor]]:
@@ -286,9 +282,8 @@ def prepare_backward(
     if not lse.is_contiguous():
         copied = [*copied, "lse"]
     start = module.prepare(x, out, dout, dlse, gradients, config, deterministic)
-    start = _with_copies(start, copied, _READ_BACKWARD, layout)
     if x.starts_q is None or x.starts_k is None:
-        return start
+        return _with_copies(start, copied, _READ_BACKWARD, layout)
     clears = []
     for name, d, starts, longest in (
         ("dq", dq, x.starts_q, x.longest_q), ("dk", dk, x.starts_k, x.longest_k), ("dv", dv, x.starts_k, x.longest_k)
@@ -302,7 +297,7 @@ def prepare_backward(
             clear(tensors[at], tensors[at], tensors[starts_at])
         start(*tensors)
 
-    return run
+    return _with_copies(run, copied, _READ_BACKWARD, layout)
 
 
 def _prepare_empty(
