@@ -257,6 +257,7 @@ def test_a_derivative_of_a_derivative_is_right_or_an_error(case, device):
 
 # With gradients a gate is an op of its own. Dense and quantized weights are arguments of one op.
 OPS = {
+    "add_rms_norm_quantized": (["rms_norm_quantized"], []),
     "gated_linear": (["linear", "silu_mul_packed"], ["silu_mul_packed_backward", "linear_backward"]),
     "rms_norm_gated_linear": (
         ["rms_norm_linear", "silu_mul_packed"],

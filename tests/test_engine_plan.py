@@ -105,7 +105,7 @@ def test_layers_of_other_windows_are_steps_of_their_own():
 
 def test_the_table_adds_up_to_the_weights_of_the_model(tmp_path):
     made = docs_engine.decode_step(tmp_path)
-    assert "No read roof is measured yet" in made
+    assert "No read roof has been measured yet" in made
     c = ModelConfig.from_hf(read("llama-3-8b", MODELS)[1])
     step = next(line for line in made.splitlines() if line.startswith("| **the step**"))
     per_layer = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336

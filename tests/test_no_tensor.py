@@ -29,7 +29,7 @@ PUBLIC = [
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_by_case(case, autocast, device):
-    op = re.sub("(_[48]bit|_quantized)$", "", case.name)
+    op = re.sub("_quantized$", "", case.name)
     seen = {"cu_seqlens_q", "cu_seqlens_k"}  # which may be lists
     for point in case.sets["tiny"]:  # no point has all that an op takes
         inputs = draw(case, point, torch.float32, device)
@@ -41,7 +41,8 @@ def test_by_case(case, autocast, device):
             if "None" not in accepted:
                 others["None"] = None
             for kind, other in others.items():
-                message = rf"^({op}(_[48]bit|_quantized)?|Quantize): {name} is (an? )?{kind}, expected .*tensor"
+                said = rf"{op}(_quantized)?|{op.removeprefix('add_')}_quantized|Quantize"
+                message = rf"^({said}): {name} is (an? )?{kind}, expected .*tensor"
                 with pytest.raises(TypeError, match=message), torch.autocast(device.type, BF16, enabled=autocast):
                     case.function(**{**inputs, name: other}, **point.options)
         seen |= inputs.keys()

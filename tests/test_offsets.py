@@ -14,7 +14,8 @@ import torch
 from helpers import BF16, assert_same
 
 import rooftile
-from rooftile import library, runtime
+from rooftile import launching, library, runtime
+from rooftile.primitives import tiles
 
 ROWS, STRIDE = 4, 2**30 + 64
 COLS = 48
@@ -169,8 +170,8 @@ def files_with_kernels(family):
     return [module for module in files if any(n.endswith("_kernel") for n in kernels(module))]
 
 
-def use_kernels_without_int64(module, monkeypatch, tmp_path):
-    """Puts copies of the module's kernels in their place, with every cast to 64 bits struck out."""
+def without_int64(module, monkeypatch, tmp_path):
+    """A copy of the module with every cast to 64 bits struck out."""
     source = inspect.getsource(module)
     assert ".to(tl.int64)" in source
     name = f"narrow_{module.__name__.replace('.', '_')}"
@@ -182,6 +183,14 @@ def use_kernels_without_int64(module, monkeypatch, tmp_path):
         patch.setitem(sys.modules, name, narrow)
         patch.setattr(library, "define", lambda *args, **kwargs: None)  # ops are registered once
         spec.loader.exec_module(narrow)
+    return narrow
+
+
+def use_kernels_without_int64(module, monkeypatch, tmp_path):
+    """Puts copies of the module's kernels in their place, with every cast to 64 bits struck out, `tile_of`'s too."""
+    narrow = without_int64(module, monkeypatch, tmp_path)
+    if hasattr(narrow, "tile_of"):
+        narrow.tile_of = without_int64(tiles, monkeypatch, tmp_path).tile_of
     assert kernels(narrow).keys() == kernels(module).keys()
     for kernel_name, kernel in kernels(narrow).items():
         monkeypatch.setattr(module, kernel_name, kernel)
@@ -192,8 +201,9 @@ def no_plans_kept():
     """Plans hold the kernels that they launch: none are kept from before, and none of this test's afterwards."""
 
     def clear():
+        launching.forget()
         for name, module in list(sys.modules.items()):
-            if name.startswith("rooftile.ops."):
+            if name.startswith(("rooftile.ops.", "rooftile.primitives.")):
                 for value in list(vars(module).values()):
                     if hasattr(value, "cache_clear"):
                         value.cache_clear()

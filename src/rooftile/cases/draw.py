@@ -32,3 +32,8 @@ def angles(
     angle = positions[..., None].to(torch.float32) * theta**-exponents
     angle = angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotary_dim(cos: Tensor) -> int | None:
+    """How many elements of a head those tables turn; None of what is no tensor, which the op refuses."""
+    return cos.shape[-1] if isinstance(cos, Tensor) else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
-from rooftile.cases.draw import angles, integers, normal
+from rooftile.cases.draw import angles, integers, normal, rotary_dim
 from rooftile.ops import kv_cache as ops
 from rooftile.reference import kv_cache as reference
 from rooftile.reference import rope as rope_reference
@@ -150,7 +150,7 @@ def _run_append(k_cache: Tensor, v_cache: Tensor, *, dtype: str | None = None, *
 
 @in_one_layout
 def _run_rope(k_cache: Tensor, v_cache: Tensor, *, dtype: str | None = None, **inputs: Any) -> tuple[Tensor, ...]:
-    q = ops.rope_and_cache(k_cache=k_cache, v_cache=v_cache, rotary_dim=inputs["cos"].shape[-1], **inputs)
+    q = ops.rope_and_cache(k_cache=k_cache, v_cache=v_cache, rotary_dim=rotary_dim(inputs["cos"]), **inputs)
     return (k_cache, v_cache, *_scales(k_cache, inputs), q)
 
 

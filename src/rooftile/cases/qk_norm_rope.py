@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.cases import rope
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
-from rooftile.cases.draw import normal
+from rooftile.cases.draw import normal, rotary_dim
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.reference import qk_norm_rope as reference
 
@@ -118,7 +118,7 @@ _EDGE = (
 
 def _by_name(q: Tensor, k: Tensor, *, cos: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
     """The op with `rotary_dim` from its tables."""
-    return qk_norm_rope(q, k, cos=cos, rotary_dim=cos.shape[-1], **inputs)
+    return qk_norm_rope(q, k, cos=cos, rotary_dim=rotary_dim(cos), **inputs)
 
 
 CASES = (

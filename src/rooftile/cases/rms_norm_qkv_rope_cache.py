@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.cases import kv_cache, weight_only
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance
-from rooftile.cases.draw import normal
+from rooftile.cases.draw import normal, rotary_dim
 from rooftile.ops.gemm.norm_linear import rms_norm_linear
 from rooftile.ops.gemm.packing import GROUPS
 from rooftile.ops.gemm.qkv_rope_cache import rms_norm_qkv_rope_cache
@@ -76,7 +76,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
 
 @kv_cache.in_one_layout
 def _run(k_cache: Tensor, v_cache: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
-    q = rms_norm_qkv_rope_cache(k_cache=k_cache, v_cache=v_cache, rotary_dim=inputs["cos"].shape[-1], **inputs)
+    q = rms_norm_qkv_rope_cache(k_cache=k_cache, v_cache=v_cache, rotary_dim=rotary_dim(inputs["cos"]), **inputs)
     return k_cache, v_cache, q
 
 
@@ -105,7 +105,7 @@ def _apart(point: Point) -> Callable[..., Any]:
         q, k, v = qkv.unflatten(-1, (sum(heads), point["head_dim"])).split(heads, dim=2)
         if options.get("layout") == "bhtd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        q = rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, lengths, rotary_dim=cos.shape[-1], **options)
+        q = rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, lengths, rotary_dim=rotary_dim(cos), **options)
         return k_cache, v_cache, q
 
     return run

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
-from rooftile.cases.draw import angles, integers, normal
+from rooftile.cases.draw import angles, integers, normal, rotary_dim
 from rooftile.ops.rope import rope, rope_
 from rooftile.reference import rope as reference
 
@@ -200,8 +201,9 @@ _SETS = {
 def _by_name(function: Callable[..., Any]) -> Callable[..., Any]:
     """The op with `rotary_dim` from its tables: options meet other points' sizes."""
 
+    @functools.wraps(function)
     def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-        return function(q, k, cos, sin, rotary_dim=cos.shape[-1], **options)
+        return function(q, k, cos, sin, rotary_dim=rotary_dim(cos), **options)
 
     return run
 

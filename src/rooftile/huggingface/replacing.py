@@ -417,10 +417,10 @@ def _gradients(dy: Tensor, x: Tensor | None, weights: Sequence[Tensor], biased: 
     backward = torch.ops.rooftile.linear_backward
     bias = dy.new_empty(dy.shape[-1]) if biased else None  # its shape and dtype are all that is asked of it
     weight = joined(weights) if weights else None
-    dx, dw, db = backward(dy, x, weight, bias, None, "", False, "ieee")
+    dx, dw, db = backward(dy, x, weight, bias, "ieee")
     if weights and weight is None:
         pieces = dy.split([w.shape[0] for w in weights], dim=-1)
-        each = [backward(p, None, w, None, None, "", False, "ieee")[0] for p, w in zip(pieces, weights, strict=True)]
+        each = [backward(p, None, w, None, "ieee")[0] for p, w in zip(pieces, weights, strict=True)]
         dx = sum(each[1:], each[0])
     return dx, dw, db
 

@@ -122,6 +122,7 @@ def add_rms_norm(
     """
     if quantize is not None:
         check_quantize("add_rms_norm", quantize)
+        library.check_tensors("add_rms_norm", residual=residual)  # which the op does without
         q = quantize
         mode = (eps, offset, rounding, q.dtype_name, q.per, q.group_size)
         y, u, scale = forward.quantized_op(x, residual, weight, q.scale, *mode)
