@@ -4,7 +4,9 @@ The host has zeroed the memory. Each program publishes the complement of its res
 its row are there. A result may be zero, but its complement is zero for one NaN alone, which is never published.
 
 A word is its own flag: nothing else is read once it is there. So relaxed atomics at GPU scope are enough on both sides,
-a relaxed exchange to publish and a volatile load (which PTX defines as a relaxed one) to poll, without a fence.
+without a fence. To publish is an unsigned maximum with the zero word: nobody reads its result, so it becomes a reduction
+(RED) that the program does not wait for, where an exchange would return the old word. To poll is a volatile load, which
+PTX defines as a relaxed one.
 
 Every program waits for others, so the whole grid has to be resident: it is launched as a cooperative grid, which the
 driver refuses if it does not fit.
@@ -27,12 +29,16 @@ def _canonical(value):
 
 
 @triton.jit
+def _write(word_ptr, bits, mask, WORD: tl.constexpr):
+    pointer = word_ptr.to(tl.pointer_type(WORD), bitcast=True)
+    word = (~bits).to(WORD, bitcast=True)
+    tl.atomic_max(pointer, word, mask=tl.full((), mask, tl.int1), sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def publish(word_ptr, value, mask):
     """One float32 in a 32-bit word."""
-    value = _canonical(value)
-    tl.atomic_xchg(
-        word_ptr, ~value.to(tl.int32, bitcast=True), mask=tl.full((), mask, tl.int1), sem="relaxed", scope="gpu"
-    )
+    _write(word_ptr, _canonical(value).to(tl.int32, bitcast=True), mask, tl.uint32)
 
 
 @triton.jit
@@ -40,7 +46,7 @@ def publish_pair(word_ptr, a, b, mask):
     """Two float32 in a 64-bit word: both are there, or neither."""
     a = _canonical(a).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     b = _canonical(b).to(tl.int32, bitcast=True).to(tl.int64)
-    tl.atomic_xchg(word_ptr, ~((b << 32) | a), mask=tl.full((), mask, tl.int1), sem="relaxed", scope="gpu")
+    _write(word_ptr, (b << 32) | a, mask, tl.uint64)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from rooftile.ops.gemm.config import PRECISIONS, GemmConfig, Operands, Precision
 
 FORMATS: dict[torch.dtype, WeightFormat] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
 _AUTOCAST = ("cuda", "cpu", "xpu")
+View = Callable[[Tensor], Tensor]
 
 
 def check_precision(op: str, precision: str) -> None:
@@ -152,6 +153,21 @@ def bind(op: str, o: Operands, config: Sequence[int] = ()) -> Start:
     c = chosen(op, p, o.w.device, config)
     assert c is not None, "there is no norm"
     return starter(p, o, c)
+
+
+def bind_views(
+    op: str, x: Tensor, w: Tensor, views: tuple[View, View], shape: Sequence[int], dtype: torch.dtype, precision: str,
+    config: Sequence[int] = (),
+) -> Start:  # fmt: skip
+    """As `bind`, of `views` of x and w into a contiguous tensor of that shape and dtype.
+
+    The start takes x and w as they are here. Where a view of one of them is a copy, each start makes one.
+    """
+    copies: library.Copies = {}
+    o = Operands(
+        viewed(x, views[0], copies, 0), viewed(w, views[1], copies, 1), like(x, shape, dtype), precision=precision
+    )  # fmt: skip
+    return library.copying(bind(op, o, config), copies)
 
 
 def starter(p: Problem, o: Operands, c: GemmConfig) -> Start:

@@ -111,25 +111,42 @@ def _gradients(
     )
 
 
-def _differentiate(
+def _transposed(t: Tensor) -> Tensor:
+    return as_rows(t).mT
+
+
+def _prepare_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, precision: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     op = "linear_backward"
     dispatch.refuse_symbols(*dy.shape)
-    dx, dw, db = _gradients(dy, x, weight, bias, precision)
-    dz = as_rows(dy)
-    if weight is not None:
-        dispatch.gemm(op, dz, weight.mT, as_rows(dx), precision=precision)
-    if x is not None:
-        dispatch.gemm(op, dz.mT, as_rows(x).mT, dw, precision=precision)
-    if bias is not None:
-        column_sum(dz, db)
-    return dx, dw, db
+    memory = [
+        (g.shape, library.contiguous_strides(g.shape), g.dtype) for g in _gradients(dy, x, weight, bias, precision)
+    ]
+    dx_shape, dw_shape = memory[0][0], memory[1][0]
+    device, of_dx, of_dw = dy.device, library.start_nothing, library.start_nothing
+    if weight is not None and dx_shape.numel():
+        rows = dx_shape[:-1].numel(), dx_shape[-1]
+        of_dx = dispatch.bind_views(op, dy, weight, (as_rows, lambda w: w.mT), rows, dy.dtype, precision)
+    if x is not None and dw_shape.numel():
+        of_dw = dispatch.bind_views(op, dy, x, (_transposed, _transposed), dw_shape, dy.dtype, precision)
+
+    def run(
+        dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, _: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dx, dw, db = (torch.empty_strided(s, t, dtype=dtype, device=device) for s, t, dtype in memory)
+        of_dx(dy, weight, dx, None, None, None, None, None)
+        of_dw(dy, x, dw, None, None, None, None, None)
+        if bias is not None:
+            column_sum(as_rows(dy), db)
+        return dx, dw, db
+
+    return run
 
 
 _backward_op = library.define(
     "linear_backward(Tensor dy, Tensor? x, Tensor? weight, Tensor? bias, str precision) -> (Tensor, Tensor, Tensor)",
-    launch=_differentiate,
+    prepare=_prepare_backward,
     fake=_gradients,
 )
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.column_sum import column_sum
-from rooftile.ops.gemm.config import GemmConfig, Operands, Precision, Start
-from rooftile.ops.gemm.dispatch import as_rows, check_dtype, check_precision, mergeable
+from rooftile.ops.gemm.config import GemmConfig, Precision, Start
+from rooftile.ops.gemm.dispatch import View, as_rows, check_dtype, check_precision, mergeable
 
 
 def _broadcast(op: str, a_shape: Sequence[int], b_shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -54,51 +54,63 @@ def _column(b: Tensor) -> Tensor:
     return b.unsqueeze(1) if b.dim() == 1 else b
 
 
-def _operands(
-    x: Tensor, w: Tensor, out_shape: Sequence[int], batch: Sequence[int], copies: library.Copies
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """x and w as a kernel takes them, in two dimensions or three, and the shape that out has for it.
+def _bind(
+    op: str, x: Tensor, w: Tensor, views: tuple[View, View], batch: Sequence[int], dtype: torch.dtype, precision: str,
+    config: Sequence[int] = (),
+) -> Start:  # fmt: skip
+    """The kernel for `out = x' @ w'.mT` over batches, out (*batch, M, N) and contiguous, bound to x and w as they are.
 
-    `out = x @ w.mT` over batches: x (..., M, K), w (..., N, K), out (*batch, M, N), contiguous.
+    x' (..., M, K) and w' (..., N, K) are `views` of x and w. What is no view of them is copied at each start.
     """
-    m, n, count = x.shape[-2], w.shape[-2], math.prod(batch)
-    if math.prod(w.shape[:-2]) == 1 and tuple(x.shape[:-2]) == tuple(batch) and mergeable(x):
-        # One weight for all batches: their rows are those of one GEMM.
-        rows = dispatch.rows_of(x, copies, 0)
-        return rows, w[(0,) * (w.dim() - 2)], (rows.shape[0], n)
+    seen_x, seen_w = (view(t) for view, t in zip(views, (x, w), strict=True))
+    m, n, count = seen_x.shape[-2], seen_w.shape[-2], math.prod(batch)
 
     def batched(t: Tensor) -> Tensor:
         t = t.expand(*batch, *t.shape[-2:]).reshape(count, *t.shape[-2:])
         return t[0] if count == 1 else t
 
-    shape = (m, n) if count == 1 else (count, m, n)
-    return dispatch.viewed(x, batched, copies, 0), dispatch.viewed(w, batched, copies, 1), shape
+    def first(t: Tensor) -> Tensor:
+        return t[(0,) * (t.dim() - 2)]
+
+    of_x, of_w, shape = batched, batched, (m, n) if count == 1 else (count, m, n)
+    if math.prod(seen_w.shape[:-2]) == 1 and tuple(seen_x.shape[:-2]) == tuple(batch) and mergeable(seen_x):
+        # One weight for all batches: their rows are those of one GEMM.
+        of_x, of_w, shape = as_rows, first, (count * m, n)
+    whole = (lambda t: of_x(views[0](t)), lambda t: of_w(views[1](t)))
+    return dispatch.bind_views(op, x, w, whole, shape, dtype, precision, config)
 
 
-def _multiply(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], precision: str) -> None:
-    """The same, into memory that is there."""
-    x, w, shape = _operands(x, w, out.shape, batch, {})
-    dispatch.gemm(op, x, w, out.view(shape), precision=precision)
-
-
-def _gradient(op: str, x: Tensor, w: Tensor, out: Tensor, batch: Sequence[int], precision: str) -> None:
-    """`x @ w.mT`, summed over the batch dimensions that out, (..., M, N) and contiguous, was broadcast along."""
-    own = (*(1 for _ in range(len(batch) - out.dim() + 2)), *out.shape[:-2])
+def _bind_gradient(
+    x: Tensor, w: Tensor, views: tuple[View, View], shape: Sequence[int], batch: Sequence[int], precision: str
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """As `_bind`, but summed over the batch dimensions that the gradient, (..., M, N), was broadcast along."""
+    op, dtype, device = "matmul_backward", x.dtype, x.device
+    own = (*(1 for _ in range(len(batch) - len(shape) + 2)), *shape[:-2])
     summed = [i for i, (mine, whole) in enumerate(zip(own, batch, strict=True)) if mine != whole]
     if not summed:
-        _multiply(op, x, w, out.view(*batch, *out.shape[-2:]), batch, precision)
-        return
+        start = _bind(op, x, w, views, batch, dtype, precision)
+        return lambda x, w, out: start(x, w, out, None, None, None, None, None)
     # Their GEMMs next to each other, in float32, and then the sum.
     order = [*summed, *(i for i in range(len(batch)) if i not in summed)]
     size = [batch[i] for i in order]
-    x, w = (
-        t.expand(*batch, *t.shape[-2:]).permute(*order, len(batch), len(batch) + 1).reshape(*size, *t.shape[-2:])
-        for t in (x, w)
-    )
-    every = torch.empty((*size, *out.shape[-2:]), dtype=torch.float32, device=out.device)
-    _multiply(op, x, w, every, size, precision)
-    count = math.prod(size[: len(summed)])
-    column_sum(every.view(count, out.numel()), out.view(-1))
+
+    def ordered(view: View) -> View:
+        def of(t: Tensor) -> Tensor:
+            t = view(t)
+            t = t.expand(*batch, *t.shape[-2:]).permute(*order, len(batch), len(batch) + 1)
+            return t.reshape(*size, *t.shape[-2:])
+
+        return of
+
+    start = _bind(op, x, w, (ordered(views[0]), ordered(views[1])), size, torch.float32, precision)
+    parts = math.prod(size[: len(summed)]), math.prod(shape)
+
+    def run(x: Tensor, w: Tensor, out: Tensor) -> None:
+        every = torch.empty(parts, dtype=torch.float32, device=device)
+        start(x, w, every, None, None, None, None, None)
+        column_sum(every, out.view(-1))
+
+    return run
 
 
 def _prepare(a: Tensor, b: Tensor, precision: str, config: Sequence[int]) -> Callable[..., Tensor]:
@@ -107,16 +119,7 @@ def _prepare(a: Tensor, b: Tensor, precision: str, config: Sequence[int]) -> Cal
     strides, dtype, device = library.contiguous_strides(shape), a.dtype, a.device
     start: Start = library.start_nothing
     if math.prod(shape):
-        copies: library.Copies = {}
-        x, w, out_shape = _operands(_row(a), _column(b).mT, shape, batch, copies)
-        # A copy is made of what the caller gives: of the vector, or before it is transposed.
-        if 0 in copies:
-            copies[0] = lambda a, view=copies[0]: view(_row(a))  # type: ignore[misc]
-        if 1 in copies:
-            copies[1] = lambda b, view=copies[1]: view(_column(b).mT)  # type: ignore[misc]
-        o = Operands(x, w, dispatch.like(a, out_shape), precision=precision)
-        start = dispatch.bind("matmul", o, config)
-        start = library.copying(start, copies)
+        start = _bind("matmul", a, b, (_row, lambda b: _column(b).mT), batch, dtype, precision, config)
 
     def run(a: Tensor, b: Tensor, *_: object) -> Tensor:
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -155,30 +158,44 @@ def _gradients(
     )
 
 
-def _differentiate(
+def _prepare_backward(
     dy: Tensor, a: Tensor | None, b: Tensor | None, a_shape: Sequence[int], b_shape: Sequence[int], precision: str
-) -> tuple[Tensor, Tensor]:
-    op = "matmul_backward"
+) -> Callable[..., tuple[Tensor, Tensor]]:
     dispatch.refuse_symbols(*a_shape, *b_shape)
     da, db = _gradients(dy, a, b, a_shape, b_shape, precision)
-    _, batch = _broadcast(op, a_shape, b_shape)
-    dy = dy.unsqueeze(-2) if len(a_shape) == 1 and len(b_shape) > 1 else dy
-    dy = dy.unsqueeze(-1) if len(b_shape) == 1 else dy
-    dy = dy.unsqueeze(-2) if dy.dim() < 2 else dy
+    _, batch = _broadcast("matmul_backward", a_shape, b_shape)
+    row, column = len(a_shape) == 1, len(b_shape) == 1
+    shapes, dtype, device = (tuple(da.shape), tuple(db.shape)), dy.dtype, dy.device
+
+    def matrices(dy: Tensor) -> Tensor:
+        dy = dy.unsqueeze(-1) if column else dy
+        return dy.unsqueeze(-2) if row else dy
+
+    bind_da, bind_db = None, None
     if b is not None and da.numel():
-        _gradient(op, dy, _column(b), _row(da), batch, precision)
+        bind_da = _bind_gradient(dy, b, (matrices, _column), _row(da).shape, batch, precision)
     if a is not None and db.numel():
+        views: tuple[View, View] = (lambda a: _row(a).mT, lambda dy: matrices(dy).mT)
+        of: Sequence[int] = batch
         if len(b_shape) <= 2 and dy.numel():  # the rows of all batches are one sum
-            _gradient(op, as_rows(_row(a)).mT, as_rows(dy).mT, _column(db), (), precision)
-        else:
-            _gradient(op, _row(a).mT, dy.mT, _column(db), batch, precision)
-    return da, db
+            views, of = (lambda a: as_rows(_row(a)).mT, lambda dy: as_rows(matrices(dy)).mT), ()
+        bind_db = _bind_gradient(a, dy, views, _column(db).shape, of, precision)
+
+    def run(dy: Tensor, a: Tensor | None, b: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+        da, db = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+        if bind_da is not None:
+            bind_da(dy, b, da)  # type: ignore[arg-type]
+        if bind_db is not None:
+            bind_db(a, dy, db)  # type: ignore[arg-type]
+        return da, db
+
+    return run
 
 
 _backward_op = library.define(
     "matmul_backward(Tensor dy, Tensor? a, Tensor? b, SymInt[] a_shape, SymInt[] b_shape, str precision) "
     "-> (Tensor, Tensor)",
-    launch=_differentiate,
+    prepare=_prepare_backward,
     fake=_gradients,
 )
 
@@ -187,7 +204,7 @@ def _save(ctx, inputs, output) -> None:
     """Each operand is kept where the gradient of the other needs it."""
     a, b, ctx.precision, _ = inputs
     needs_da, needs_db = ctx.needs_input_grad[1:3]
-    ctx.shapes = a.shape, b.shape
+    ctx.shapes = tuple(a.shape), tuple(b.shape)
     ctx.save_for_backward(a if needs_db else None, b if needs_da else None)
 
 
