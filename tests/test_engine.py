@@ -193,7 +193,8 @@ def test_quantized_weights(quantize, llama, tmp_path, device):
 @pytest.mark.gpu
 def test_int8_logits_of_a_vocabulary_that_is_no_multiple_of_16_bytes(tmp_path, device):
     """Granite 3's: rows of the logits begin at multiples of 2 bytes, and many rows are dequantized in parts."""
-    model = built("Granite code", vocab_size=49155, hidden_size=2048, max_position_embeddings=512)
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 512}
+    model = built("Granite code", vocab_size=49155, **sizes)
     engine = rooftile.Engine.from_pretrained(
         saved(model, tmp_path), dtype=BF16, quantize="int8", max_batch=1, max_seq_len=256, page_size=16, device=device,
         cuda_graphs=False, progress=False,

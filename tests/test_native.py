@@ -148,7 +148,10 @@ def driver(module, monkeypatch):
     monkeypatch.setattr(native, "module", lambda: module)
     monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
     monkeypatch.setattr(launching, "_current_device", lambda: made_up.device)
-    return made_up
+    yield made_up
+    if torch.cuda.is_available():  # the module of this process's own launches: what it asks is kept in C
+        module.use_driver(None)
+        native.configure(module, torch._C._cuda_getCurrentRawStream)
 
 
 class Kernel:

@@ -4,9 +4,9 @@ The host has zeroed the memory. Each program publishes the complement of its res
 its row are there. A result may be zero, but its complement is zero for one NaN alone, which is never published.
 
 A word is its own flag: nothing else is read once it is there. So relaxed atomics at GPU scope are enough on both sides,
-without a fence. To publish is an unsigned maximum with the zero word: nobody reads its result, so it becomes a reduction
-(RED) that the program does not wait for, where an exchange would return the old word. To poll is a volatile load, which
-PTX defines as a relaxed one.
+without a fence. To publish is an unsigned maximum with the zero word. Nobody reads its result, so it becomes a
+reduction (RED), which the program does not wait for; an exchange would return the old word. To poll is a volatile load,
+which PTX defines as a relaxed one.
 
 Every program waits for others, so the whole grid has to be resident: it is launched as a cooperative grid, which the
 driver refuses if it does not fit.
