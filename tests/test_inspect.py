@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rooftile import cli
 from rooftile.cases import Point, all_cases, find_cases
-from rooftile.inspect import Task, compile_case, compile_on, faults, first_points, plan, report
+from rooftile.inspect import Task, compile_case, compile_on, faults, plan, report
 from rooftile.inspect.compiling import environment
 from rooftile.inspect.plan import allowed_spills
 from rooftile.runtime import TARGETS
@@ -46,22 +46,25 @@ def failures(rows):
 # Every op
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_op_compiles(arch):
-    """Each op at a real size for one of the targets, and in a decode step for that on which the kernels were measured.
-
-    `.ci/run` compiles each for all targets, and with its options; `rooftile inspect --all` is the whole of it.
-    """
-    cases = find_cases()
-    tasks = plan(
-        map(first_points, cases[list(TARGETS).index(arch) :: len(TARGETS)]), sets=["llm"], dtypes=[torch.bfloat16]
-    )
-    if arch == "sm_90":
-        tasks += plan(map(first_points, cases), sets=["decode"], dtypes=[torch.bfloat16])
+    """Each op at a real size for one of the targets. `.ci/run` compiles each for all targets, and with its options."""
+    own = find_cases()[list(TARGETS).index(arch) :: len(TARGETS)]
+    tasks = plan(own, sets=["llm"], dtypes=[torch.bfloat16], first=True)
     rows = compile_on(arch, tasks)
     assert not failures(rows)
     compiled = {(r.op, r.direction) for r in rows if r.kernel}
     assert compiled >= {(t.op, t.direction) for t in tasks if arch not in all_cases()[t.op].excluded}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(8))
+def test_every_tiny_size_compiles(part):
+    """For the target on which the kernels were measured. `.ci/run` leaves out those that differ in sizes alone."""
+    rows = compile_on("sm_90", plan(find_cases()[part::8], sets=["tiny"], dtypes=[torch.bfloat16]))
+    assert not failures(rows)
+    assert any(r.verdict == "PASS" for r in rows)
 
 
 def test_a_plan_has_every_option_at_a_real_size():
@@ -72,14 +75,39 @@ def test_a_plan_has_every_option_at_a_real_size():
             assert {**size.options, **tiny.options} in [p.options for p in planned]
 
 
+def test_a_plan_of_first_points_has_every_option_and_every_set_of_tensors():
+    def tensors(case, point):
+        inputs = case.inputs(point, torch.bfloat16, torch.device("meta"), torch.Generator())
+        return [(name, t.dtype, t.dim()) for name, t in inputs.items()]
+
+    for case in find_cases():
+        size = case.sets["llm"][0]
+        planned = [t.point for t in plan([case], sets=["tiny", "llm"], dtypes=[torch.bfloat16], first=True)]
+        at_size = [p.options for p in planned if p.dims == size.dims]
+        given = [tensors(case, p) for p in planned]
+        for tiny in case.sets["tiny"]:
+            assert {**size.options, **tiny.options} in at_size
+            assert tensors(case, tiny) in given
+        small = [tensors(case, p) for p in case.sets["tiny"] if p in planned]
+        assert len(small) == len(set(map(str, small)))
+
+
 def test_tasks_are_dealt_to_processes_by_op():
-    tasks = plan(find_cases(["silu_mul", "softmax", "linear"]), sets=["llm"])
-    for parts in (1, 2, 5):
-        dealt = report._dealt(tasks, parts)
-        assert len(dealt) == min(parts, 3)
-        assert sorted(map(repr, tasks)) == sorted(repr(t) for some in dealt for t in some)
-        ops = [{t.op for t in some} for some in dealt]
-        assert sum(map(len, ops)) == 3
+    cases = find_cases(["silu_mul", "softmax", "linear"])
+    tasks = plan(cases, sets=["llm"])
+    queue = report._Queue(tasks, all_cases())
+    first, second = iter(queue), iter(queue)
+    dealt = [[], []]
+    for task in first:
+        dealt[0].append(task)
+        if other := next(second, None):
+            dealt[1].append(other)
+    dealt[1] += second
+    assert sorted(map(repr, tasks)) == sorted(repr(t) for some in dealt for t in some)
+    ops = [{t.op for t in some} for some in dealt]
+    assert dealt[0][0].op == "linear"
+    assert not ops[0] & ops[1]
+    assert all(ops)
 
 
 # Lengths

@@ -186,7 +186,13 @@ def inspect(
         list[SetName] | None,
         typer.Option("--set", help="Points to compile; repeatable. Default: tiny and all sets of real sizes."),
     ] = None,
-    first: Annotated[bool, typer.Option("--first", help="Only the first point of each set of real sizes.")] = False,
+    first: Annotated[
+        bool,
+        typer.Option(
+            "--first",
+            help="Only the first point of each set of real sizes; beside it only tiny points with other tensors.",
+        ),
+    ] = False,
     dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: all.")] = None,
     json_file: Annotated[
         Path | None,
@@ -236,7 +242,7 @@ def inspect(
         )
     cases = cases_of(ops)
     from rooftile.cases.check import DTYPES
-    from rooftile.inspect import compare, first_points, report
+    from rooftile.inspect import compare, report
     from rooftile.inspect.plan import SETS
 
     try:
@@ -244,12 +250,10 @@ def inspect(
         new_names = compare.read_renamed(renamed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if first:
-        cases = [first_points(case) for case in cases]
     names = [s.value for s in sets] if sets else SETS
     chosen_dtypes = [DTYPES[d.value] for d in dtypes] if dtypes else None
     hashed = json_file is not None or against is not None
-    rows = report.inspect_all(cases, chosen, console, names, chosen_dtypes, hashed)
+    rows = report.inspect_all(cases, chosen, console, names, chosen_dtypes, hashed, first)
     report.show(rows, console)
     if json_file is not None:
         report.write_json(rows, json_file)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any
 
 import torch
 
@@ -32,45 +33,56 @@ def _ending(code: int, log: str) -> dict[str, Any]:
     return {"error": f"the compiler ended its process ({how})", "log": log.strip()[-20_000:], "kernels": []}
 
 
-def _answers(
-    tasks: Sequence[Task], arch: str, cache: str, done: Callable[[], None], hashed: bool
-) -> tuple[list[dict[str, Any]], dict[str, Kernel]]:
-    """One worker's answers, one for each task it reached. If it did not reach all, the last one says how it ended."""
-    answers: list[dict[str, Any]] = []
-    kernels: dict[str, Kernel] = {}
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile("w+") as questions:
-        questions.writelines(json.dumps(task.as_json()) + "\n" for task in tasks)
-        questions.seek(0)
-        command = (sys.executable, "-m", "rooftile.inspect.worker", *(["--hashed"] if hashed else []))
-        with subprocess.Popen(
-            command, stdin=questions, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(arch, cache)
-        ) as process:
-            assert process.stdout is not None
-            begun = None
-            for line in process.stdout:
-                fields = json.loads(line)
-                if "begin" in fields:
-                    begun = fields["logged"]
-                elif "kernel" in fields:
-                    kernel = Kernel(**fields["kernel"])
-                    kernels[kernel.hash] = kernel
-                else:
-                    answers.append(fields)
-                    done()
-        if len(answers) < len(tasks):
-            log.seek(begun or 0)
-            ending = _ending(process.returncode, log.read().decode(errors="replace"))
-            # A worker that could not start would fail with the next task too.
-            ended = 1 if begun is not None else len(tasks)
-            answers += [ending] * ended
-            for _ in range(ended):
-                done()
-    return answers, kernels
+class _Worker:
+    """A process that compiles for a target, one task at a time, and puts the kernels into `kernels` by their hash.
+
+    Attributes:
+        begun: whether it has begun a task.
+        ended: whether its process has ended.
+    """
+
+    def __init__(self, arch: str, cache: str, kernels: dict[str, Kernel], hashed: bool, log: IO[bytes]) -> None:
+        self.begun = self.ended = False
+        self._kernels = kernels
+        self._log = log
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "rooftile.inspect.worker", *(["--hashed"] if hashed else [])),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment(arch, cache),
+        )
+
+    def __call__(self, task: Task) -> dict[str, Any]:
+        """The worker's answer, or how its process ended. One that could not start gives all tasks this answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        logged = 0
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(task.as_json()) + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            fields = json.loads(line)
+            if "begin" in fields:
+                self.begun, logged = True, fields["logged"]
+            elif "kernel" in fields:
+                kernel = Kernel(**fields["kernel"])
+                self._kernels.setdefault(kernel.hash, kernel)
+            else:
+                return fields
+        self.ended = True
+        self._log.seek(logged)
+        return _ending(self._process.wait(), self._log.read().decode(errors="replace"))
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
 
 
 def compile_on(
     arch: str,
-    tasks: Sequence[Task],
+    tasks: Iterable[Task],
     cases: Mapping[str, OpCase] | None = None,
     done: Callable[[], None] = lambda: None,
     hashed: bool = False,
@@ -79,7 +91,7 @@ def compile_on(
 
     Args:
         arch: a name in `rooftile.runtime.TARGETS`.
-        tasks: see `plan`.
+        tasks: see `plan`. The next is taken when the one before it is compiled.
         cases: the cases, with what they exclude and allow; all of Rooftile's by default.
         done: called after each task.
         hashed: whether to hash the machine code of each kernel.
@@ -89,25 +101,31 @@ def compile_on(
     """
     cases = all_cases() if cases is None else cases
     rows: list[Row] = []
-    for op in dict.fromkeys(t.op for t in tasks if arch in cases[t.op].excluded):
-        rows.append(Row(arch, op, "", "", (), None, "excluded", cases[op].excluded[arch]))
-    left = [t for t in tasks if arch not in cases[t.op].excluded]
+    order: dict[str, int] = {}
     kernels: dict[str, Kernel] = {}
     uses: dict[tuple[str, str, str, str], list[str]] = {}
     failures: dict[tuple[str, str, str, str], list[str]] = {}
     logs: dict[tuple[str, str, str, str], str] = {}
-    with tempfile.TemporaryDirectory() as cache:
-        while left:
-            answers, compiled = _answers(left, arch, cache, done, hashed)
-            kernels = {**compiled, **kernels}
-            for task, answer in zip(left, answers, strict=False):
-                for direction, key in answer["kernels"]:
-                    uses.setdefault((task.op, direction, task.dtype, key), []).append(str(task.point))
-                if "error" in answer:
-                    failure = (task.op, str(task.direction), task.dtype, str(answer["error"]))
-                    failures.setdefault(failure, []).append(str(task.point))
-                    logs.setdefault(failure, answer["log"])
-            left = left[len(answers) :]
+    with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as workers:
+        worker: _Worker | None = None
+        for task in tasks:
+            excluded = cases[task.op].excluded.get(arch)
+            if excluded and task.op not in order:
+                rows.append(Row(arch, task.op, "", "", (), None, "excluded", excluded))
+            order.setdefault(task.op, len(order))
+            if excluded:
+                continue
+            if worker is None or (worker.ended and worker.begun):
+                worker = _Worker(arch, cache, kernels, hashed, workers.enter_context(tempfile.TemporaryFile()))
+                workers.callback(worker.close)
+            answer = worker(task)
+            done()
+            for direction, key in answer["kernels"]:
+                uses.setdefault((task.op, direction, task.dtype, key), []).append(str(task.point))
+            if "error" in answer:
+                failure = (task.op, str(task.direction), task.dtype, str(answer["error"]))
+                failures.setdefault(failure, []).append(str(task.point))
+                logs.setdefault(failure, answer["log"])
     for failed, points in failures.items():
         op, direction, dtype, message = failed
         rows.append(Row(arch, op, direction, dtype, tuple(points), None, "FAIL", message, logs[failed]))
@@ -117,8 +135,7 @@ def compile_on(
         rows.append(
             Row(arch, op, direction, dtype, distinct, kernels[key], "FAIL" if found else "PASS", "; ".join(found))
         )
-    order = list(dict.fromkeys(t.op for t in tasks))
-    return sorted(rows, key=lambda r: (order.index(r.op), r.direction != "forward", r.kernel.name if r.kernel else ""))
+    return sorted(rows, key=lambda r: (order[r.op], r.direction != "forward", r.kernel.name if r.kernel else ""))
 
 
 def compile_case(

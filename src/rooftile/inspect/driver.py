@@ -6,6 +6,9 @@ those of a GPU. Every call of `JITFunction.run` is caught, Gluon's functions inc
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -112,12 +115,34 @@ class StandIn(DriverBase):
         return compile_once
 
 
+def _keep_ptxas_log() -> None:
+    """Put what ptxas says of a kernel (its registers and spills) into the kernel's metadata, as `ptxas_log`."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    make_cubin = CUDABackend.make_cubin
+
+    def logged(self: Any, src: str, metadata: dict[str, Any], *args: Any) -> bytes:
+        with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
+            knobs.nvidia.dump_ptxas_log = True
+            try:
+                cubin = make_cubin(self, src, metadata, *args)
+            except Exception:
+                sys.stderr.write(printed.getvalue())
+                raise
+        metadata["ptxas_log"] = printed.getvalue()
+        return cubin
+
+    CUDABackend.make_cubin = logged
+
+
 def install(target: runtime.Target, launched: Callable[[Any, float], None]) -> None:
     """Compile for `target` from now on in this process, and call `launched(kernel, seconds)` at every launch.
 
     `seconds` is the time of the call: a kernel's compilation at its first launch, a look-up later.
     """
     driver.set_active(StandIn(triton_target(target)))
+    _keep_ptxas_log()
     run = JITFunction.run
 
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -74,9 +74,9 @@ def _next(code: Sequence[Instruction], labels: dict[str, int], i: int) -> list[i
 
 def unwritten(sass: str) -> list[str]:
     """The instructions that read a uniform register that some path to them has not written."""
-    code, labels = _parse(sass)
-    if not any("gdesc[UR" in operands for _, _, operands in code):
+    if "gdesc[UR" not in sass:
         return []
+    code, labels = _parse(sass)
     registers = [_registers(name, operands) for _, name, operands in code]
     written = [_ALL] * len(code)  # before each instruction, on every path to it
     reached = [False] * len(code)
@@ -97,7 +97,8 @@ def unwritten(sass: str) -> list[str]:
 
 def guarded(sass: str) -> list[str]:
     """The warp sums and maxima guarded by a predicate."""
-    return [f"{name} {operands}" for predicate, name, operands in _parse(sass)[0] if predicate and "REDUX" in name]
+    code, _ = _parse("\n".join(line for line in sass.splitlines() if "REDUX" in line))
+    return [f"{name} {operands}" for predicate, name, operands in code if predicate]
 
 
 _INITIALISED = re.compile(r"mbarrier\.init\S*\s+\[([^\]]+)\]")

@@ -115,16 +115,27 @@ def _distinct(points: Iterable[Point]) -> list[Point]:
     return list({f"{sorted(p.dims.items())} {sorted(p.options.items())}": p for p in points}.values())
 
 
-def _real_points(case: OpCase, sets: Sequence[str]) -> list[Point]:
-    """The case's points of real sizes, and the first of them with the options of each tiny point."""
-    real = [p for name in sets if name != "tiny" for p in case.sets.get(name, ())]
+def _real_points(case: OpCase, sets: Sequence[str], first: bool) -> list[Point]:
+    """The case's points of real sizes, or the first of each set; and the first with the options of each tiny point."""
+    real = [p for name in sets if name != "tiny" for p in case.sets.get(name, ())[: 1 if first else None]]
     modes = [p.options for p in case.sets.get("tiny", ())] if "tiny" in sets else []
     return _distinct([*real, *(dataclasses.replace(p, options={**p.options, **o}) for p in real[:1] for o in modes)])
 
 
-def first_points(case: OpCase) -> OpCase:
-    """The case with only the first point of each set of real sizes. Tiny points cover options, and all stay."""
-    return dataclasses.replace(case, sets={n: p if n == "tiny" else p[:1] for n, p in case.sets.items()})
+def _with_other_tensors(case: OpCase, points: Iterable[Point], others: Iterable[Point]) -> list[Point]:
+    """Those points whose input tensors, by name, dtype and rank, are those of no other point nor of a point before."""
+
+    def tensors(point: Point) -> tuple[tuple[str, torch.dtype, int], ...]:
+        inputs = case.inputs(point, case.dtypes[-1], torch.device("meta"), torch.Generator())
+        return tuple((name, t.dtype, t.dim()) for name, t in inputs.items())
+
+    seen = set(map(tensors, others))
+    found = []
+    for point in points:
+        if (given := tensors(point)) not in seen:
+            found.append(point)
+            seen.add(given)
+    return found
 
 
 def plan(
@@ -134,20 +145,25 @@ def plan(
     dtypes: Sequence[torch.dtype] | None = None,
     directions: Sequence[Direction] = DIRECTIONS,
     source: str = "rooftile.cases",
+    first: bool = False,
 ) -> list[Task]:
     """The calls of those cases to compile.
 
     Real sizes are compiled in all of the case's dtypes, or in those given; tiny ones, which cover options and layouts,
-    only in the last of them.
+    only in the last of them. With `first`, only the first point of each set of real sizes is compiled, with each tiny
+    point's options; and of the tiny points, if there are real ones, only those that are given other tensors.
     """
     tasks = []
     for case in cases:
         chosen = [dtype for dtype in case.dtypes if dtypes is None or dtype in dtypes]
+        tiny = list(case.sets.get("tiny", ())) if "tiny" in sets else []
+        real = _real_points(case, sets, first)
+        if first and tiny and real:
+            tiny = _with_other_tensors(case, tiny, real)
         for dtype in chosen:
-            tiny = case.sets.get("tiny", ()) if "tiny" in sets and dtype == chosen[-1] else ()
             tasks += [
                 Task(case.name, point, NAMES[dtype], direction, source)
-                for point in _distinct([*tiny, *_real_points(case, sets)])
+                for point in _distinct([*(tiny if dtype == chosen[-1] else ()), *real])
                 for direction in directions
                 if direction in case.directions
             ]

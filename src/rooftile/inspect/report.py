@@ -6,8 +6,9 @@ import datetime
 import json
 import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,26 @@ from rooftile.inspect.plan import SETS, Row, Task, plan
 _STYLES = {"PASS": "green", "FAIL": "bold red", "excluded": "yellow"}
 
 
-def _dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
-    """The tasks in that many parts of about equal length; those of one op stay together and in order."""
-    by_op: dict[str, list[Task]] = {}
-    for task in tasks:
-        by_op.setdefault(task.op, []).append(task)
-    dealt: list[list[Task]] = [[] for _ in range(min(parts, len(by_op)))]
-    for some in sorted(by_op.values(), key=len, reverse=True):
-        min(dealt, key=len).extend(some)
-    return dealt
+class _Queue:
+    """The tasks for one target and dtype, dealt to processes op by op: each takes the next op when it is done with one.
+
+    Ops with more work go first, by a guess: GEMMs and attention take several times as long as row-wise ops.
+    """
+
+    def __init__(self, tasks: Iterable[Task], cases: Mapping[str, OpCase]) -> None:
+        by_op: dict[str, list[Task]] = {}
+        for task in tasks:
+            by_op.setdefault(task.op, []).append(task)
+        self._left = sorted(by_op.items(), key=lambda item: len(item[1]) * (1 if cases[item[0]].roof == "copy" else 4))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Task]:
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                _, tasks = self._left.pop()
+            yield from tasks
 
 
 def inspect_all(
@@ -46,22 +58,23 @@ def inspect_all(
     sets: Sequence[str] = SETS,
     dtypes: Sequence[torch.dtype] | None = None,
     hashed: bool = False,
+    first: bool = False,
 ) -> list[Row]:
     """Every call of those cases, sets and dtypes, compiled for those targets; on a terminal, with a progress bar.
 
-    With `hashed`, the machine code of each kernel is hashed.
+    With `hashed`, the machine code of each kernel is hashed. `first`: see `plan`.
 
-    A process compiles for one target. Each target has one process for each dtype, since dtypes share no kernels. It has
-    more if cores would be idle, since ops share few kernels.
+    A process compiles for one target and one dtype, since dtypes share no kernels. A core that has none left helps with
+    those that are not done: ops share few kernels.
     """
-    tasks = plan(cases, sets=sets, dtypes=dtypes)
+    tasks = plan(cases, sets=sets, dtypes=dtypes, first=first)
     by_dtype: dict[str, list[Task]] = {}
     for task in tasks:
         by_dtype.setdefault(task.dtype, []).append(task)
     cores = os.cpu_count() or 1
-    parts = -(-cores // max(1, len(archs) * len(by_dtype)))
-    jobs = [(arch, some) for arch in archs for same in by_dtype.values() for some in _dealt(same, parts)]
     by_name = {case.name: case for case in cases}
+    queues = [(arch, _Queue(same, by_name)) for arch in archs for same in by_dtype.values()]
+    jobs = queues * cores
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
@@ -69,9 +82,9 @@ def inspect_all(
     ):
         bars = {arch: progress.add_task(arch, total=len(tasks)) for arch in archs}
 
-        def compile_job(job: tuple[str, list[Task]]) -> list[Row]:
-            arch, some = job
-            return compile_on(arch, some, by_name, lambda: progress.advance(bars[arch]), hashed)
+        def compile_job(job: tuple[str, _Queue]) -> list[Row]:
+            arch, queue = job
+            return compile_on(arch, queue, by_name, lambda: progress.advance(bars[arch]), hashed)
 
         rows: list[Row] = []
         for found in pool.map(compile_job, jobs):

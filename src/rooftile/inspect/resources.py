@@ -80,40 +80,19 @@ def _nvidia(kernel: Any, hashed: bool) -> Resources:
         cubin.write_bytes(kernel.asm["cubin"])
         usage = _run(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
         stack = max(_field(r"\bSTACK:(\d+)", usage, "cuobjdump"))
-        # A kernel without a stack has no spills. One with a stack is assembled again, for ptxas to report spills.
-        spills = _ptxas_spills(kernel, ptx, Path(folder)) if stack else 0
-        disassembly = _run(knobs.nvidia.nvdisasm.path, cubin) if hashed or needs_sass(ptx) else ""
+        only_code = () if hashed else ("-c",)  # faster
+        disassembly = _run(knobs.nvidia.nvdisasm.path, *only_code, cubin) if hashed or needs_sass(ptx) else ""
     return Resources(
         registers=max(_field(r"\bREG:(\d+)", usage, "cuobjdump")),
         stack=stack,
-        spills=spills,
+        # A kernel without a stack has no spills.
+        spills=max(_field(r"(\d+) bytes spill (?:stores|loads)", kernel.metadata.ptxas_log, "ptxas")) if stack else 0,
         shared=kernel.metadata.shared,
         load=_widest(_ptx_widths("ld", ptx), _has_tma(ptx, "load")),
         store=_widest(_ptx_widths("st", ptx), _has_tma(ptx, "store")),
         mistakes=find(ptx, machine_code.sass_of(disassembly) if needs_sass(ptx) else ""),
         **_hash_fields(machine_code.of_sass(disassembly) if hashed else None),
     )
-
-
-def _ptxas_spills(kernel: Any, ptx: str, folder: Path) -> int:
-    from triton import knobs
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    from rooftile.launching import NEWEST_ASSEMBLER
-
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    arch = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
-    assert arch is not None, "PTX always names its target"
-    options = getattr(kernel.metadata, "ptx_options", None) or ""
-    fused = [] if getattr(kernel.metadata, "enable_fp_fusion", True) else ["--fmad=false"]
-    newest = NEWEST_ASSEMBLER in options.split()
-    ptxas = knobs.nvidia.ptxas_blackwell if newest else get_ptxas(kernel.metadata.target.arch)
-    log = _run(
-        ptxas.path, "-v", "-lineinfo", *fused, *options.split(),
-        f"--gpu-name={arch[1]}", source, "-o", folder / "again.cubin",
-    )  # fmt: skip
-    return max(_field(r"(\d+) bytes spill (?:stores|loads)", log, "ptxas"))
 
 
 def _ptx_widths(instruction: str, ptx: str) -> list[int]:
