@@ -7,6 +7,7 @@ The made-up GPU has a driver of functions that do nothing, and its tensors are i
 """
 
 import ctypes
+import itertools
 import json
 import os
 import sys
@@ -104,6 +105,7 @@ def ops():
         "rope_and_cache": lambda: rooftile.rope_and_cache(
             q[:, :, :4], q[:, :, :4], q[:, :, :4], cos, cos, *caches, start
         ),
+        "sample": lambda positions=itertools.count(): rooftile.sample(x, temperature=0.5, positions=next(positions)),
     }
 
 

@@ -21,6 +21,7 @@ MOST = {
     "decode_attention": 6,  # it allocates out and lse
     "append_kv": 8,  # it sorts its scales, and bumps the caches' versions
     "rope_and_cache": 9,
+    "sample": 25,  # it checks seven parameters, and sorts them into tensors and numbers
 }
 
 

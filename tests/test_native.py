@@ -375,6 +375,13 @@ class TestPrepared:
         prepared.made = made
         return prepared
 
+    def test_varying_arguments_are_given_to_the_call_and_not_remembered(self, driver, x):
+        made = []
+        prepared = library.Prepared(lambda x, i: (made.append(i), lambda x, i: i)[1], varying=1)
+        assert [prepared(x, i) for i in (5, 6, 2**40)] == [5, 6, 2**40]
+        assert made == [5]
+        assert prepared.find(x)(x, 7) == 7
+
     def test_a_kind_of_call_is_prepared_once(self, prepared, x):
         for scale in (1.0, 2.0, 1.0):
             assert prepared(x, scale) == (x, scale)

@@ -28,8 +28,8 @@ what a kind of call needs and returns `run(*args)`, which does the rest:
 `run` is remembered by one key: of each tensor the dtype, shape, strides, device and the last four bits of its address,
 and of every other argument its value. It is called with other tensors of the same key, and must keep none of those that
 `prepare` was given. `prepare` may read nothing else that changes, but for tuning tables: a change of theirs forgets
-prepared calls, as `launching.forget` does. Only a call that succeeded is remembered. An argument that takes a new value
-at every call has no place in such an op.
+prepared calls, as `launching.forget` does. Only a call that succeeded is remembered. Arguments that take a new value at
+every call, such as positions, come last, and `varying` says how many they are: the key leaves their values out.
 
 `Prepared(prepare)` remembers in the same way what is no op by itself, such as the norm that another op launches before
 its GEMM.
@@ -251,11 +251,13 @@ class Prepared:
     """`prepare(*args)(*args)`, of which the first part is done once for all calls of a kind.
 
     On a GPU what `prepare` returned is remembered by the arguments, until `launching.forget`. `find` gives it for a
-    call to which nobody else listens, as `Calls` of native.c says; nothing before the first call.
+    call to which nobody else listens, as `Calls` of native.c says; nothing before the first call. The last `varying`
+    arguments are not among those that it is remembered by, and `find` is not given them.
     """
 
-    def __init__(self, prepare: Callable[..., Callable[..., Any]]) -> None:
+    def __init__(self, prepare: Callable[..., Callable[..., Any]], varying: int = 0) -> None:
         self._prepare = prepare
+        self.n_keyed = -varying or None
         self._calls: Any = None
         self.find: Callable[..., Any] = _find_nothing
 
@@ -268,14 +270,15 @@ class Prepared:
             self.find = self._calls.find
             launching.when_forgotten(self._calls.clear)
             tuning.when_changed(self._calls.clear)
-        run = self._calls.get(*args)
+        keyed = args[: self.n_keyed]
+        run = self._calls.get(*keyed)
         if run is not None:
             return run(*args)
         run = self._prepare(*args)
         result = run(*args)
         if len(self._calls) >= _MANY:
             self._calls.clear()
-        self._calls.store(run, *args)
+        self._calls.store(run, *keyed)
         return result
 
 
@@ -304,6 +307,7 @@ def define(
     fake: Callable[..., Any],
     launch: Callable[..., Any] | None = None,
     prepare: Callable[..., Callable[..., Any]] | None = None,
+    varying: int = 0,
     autograd: Autograd | None = None,
 ) -> Callable[..., Any]:
     """Register `rooftile::<schema>` and return the callable op.
@@ -312,6 +316,7 @@ def define(
         schema: name, arguments and results as PyTorch writes them; what is written in place is marked `(a!)`.
         launch: allocates outputs and launches kernels; called below autograd, on the device of its tensors.
         prepare: in the place of `launch`: returns what does so for such arguments, and is remembered.
+        varying: how many of the last arguments, none of them tensors, `prepare` does not depend on.
         fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
         autograd: the derivative. Without one the op refuses an input that requires grad, in grad mode.
     """
@@ -323,7 +328,7 @@ def define(
     )
     tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
     required = tuple(i for i in tensors if str(overload._schema.arguments[i].type) == "Tensor")
-    prepared = None if prepare is None else Prepared(prepare)
+    prepared = None if prepare is None else Prepared(prepare, varying)
     if prepare is not None:
 
         def launch(*args: Any) -> Any:
@@ -393,7 +398,7 @@ def define(
         # The dispatcher is for those who listen: compilers, modes, subclasses. Where nobody does, it is left out: 6 us.
         if torch.compiler.is_compiling():
             return overload(*args)
-        run = None if prepared is None else prepared.find(*args)
+        run = None if prepared is None else prepared.find(*args[: prepared.n_keyed])
         if run is not None:
             if type(run) is tuple:
                 if mutated:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -180,27 +181,25 @@ def _mark_seen(seen: Tensor, ids: Tensor, row_of: Tensor) -> None:
 # The ops
 
 
-def _run(
+def _bind(
     tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters, writes_seen: bool
-) -> None:
-    """Launch a kernel over checked tensors."""
+) -> Callable[..., None]:
+    """The kernel for checked tensors such as these, to be called with them and parameters."""
     n_rows, n_cols = logits.shape
     if isinstance(n_rows, torch.SymInt) or isinstance(n_cols, torch.SymInt):
         raise launching.Untraceable("a grid that depends on the sizes")
     if n_rows == 0:
-        return
-    if not how.penalized and not writes_seen:
-        seen = None
-    if how.greedy:
-        greedy.launch(tokens, logprobs, logits, seen, how.repetition_penalty, writes_seen)
-    else:
-        draw.launch(tokens, logprobs, logits, seen, how, writes_seen)
+        return library.start_nothing
+    if how.penalized or writes_seen:
+        return (greedy if how.greedy else draw).prepare(tokens, logprobs, logits, seen, how, writes_seen)
+    start = (greedy if how.greedy else draw).prepare(tokens, logprobs, logits, None, how, False)
+    return lambda tokens, logprobs, logits, seen, how: start(tokens, logprobs, logits, None, how)
 
 
 def _how(rest: tuple[Any, ...]) -> Parameters:
     """The parameters. A schema has two arguments for each: an optional tensor, and a number for all rows."""
     tensors, numbers = rest[: len(PARAMETERS)], rest[len(PARAMETERS) :]
-    return Parameters(*(n if t is None else t for t, n in zip(tensors, numbers, strict=True)))
+    return Parameters(*[n if t is None else t for t, n in zip(tensors, numbers, strict=True)])
 
 
 def _fake_sample(logits: Tensor, seen: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -210,10 +209,17 @@ def _fake_sample(logits: Tensor, seen: Tensor | None, *rest: Any) -> tuple[Tenso
     return tokens, torch.empty((n,), dtype=torch.float32, device=logits.device)
 
 
-def _launch_sample(logits: Tensor, seen: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    tokens, logprobs = _fake_sample(logits, seen, *rest)
-    _run(tokens, logprobs, logits, seen, _how(rest), writes_seen=False)
-    return tokens, logprobs
+def _prepare_sample(logits: Tensor, seen: Tensor | None, *rest: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    start = _bind(*_fake_sample(logits, seen, *rest), logits, seen, _how(rest), writes_seen=False)
+    n_rows, device = logits.shape[0], logits.device
+
+    def run(logits: Tensor, seen: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty((n_rows,), dtype=torch.int64, device=device)
+        logprobs = torch.empty((n_rows,), dtype=torch.float32, device=device)
+        start(tokens, logprobs, logits, seen, _how(rest))
+        return tokens, logprobs
+
+    return run
 
 
 def _checked(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
@@ -224,9 +230,17 @@ def _checked(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, res
     return given
 
 
-def _launch_in_place(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, *rest: Any) -> None:
+def _prepare_in_place(
+    tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, *rest: Any
+) -> Callable[..., None]:
     given = _checked(tokens, logprobs, logits, seen, rest)
-    _run(tokens, logprobs, logits, given, _how(rest), writes_seen=given is not None)
+    writes_seen = given is not None
+    start = _bind(tokens, logprobs, logits, given, _how(rest), writes_seen)
+
+    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, *rest: Any) -> None:
+        start(tokens, logprobs, logits, seen if writes_seen else None, _how(rest))
+
+    return run
 
 
 def _fake_in_place(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, *rest: Any) -> None:
@@ -239,12 +253,14 @@ _NUMBERS = ", ".join(f"{kind} {name}_of_all" for name, kind in _KINDS.items())
 
 _sample = library.define(
     f"sample(Tensor logits, Tensor? seen, {_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)",
-    launch=_launch_sample,
+    prepare=_prepare_sample,
+    varying=2,
     fake=_fake_sample,
 )
 _sample_in_place = library.define(
     f"sample_(Tensor(a!) tokens, Tensor(b!) logprobs, Tensor logits, Tensor(c!) seen, {_TENSORS}, {_NUMBERS}) -> ()",
-    launch=_launch_in_place,
+    prepare=_prepare_in_place,
+    varying=2,
     fake=_fake_in_place,
 )
 _mark = library.define(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -500,23 +501,34 @@ def _launcher(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: Draw
     return launching.KernelLauncher(sample_kernel, constants, num_warps=c.num_warps, **resident(c.max_registers))
 
 
-def launch(
+def prepare(
     tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters, writes_seen: bool
-) -> None:
-    """Launch it over checked tensors. `seen` is None unless it is read or written."""
-    n_rows, n_cols = logits.shape
-    logits = library.as_rows(logits)
-    c = config(n_rows < FEW, runtime.target(logits.device))
+) -> Callable[..., None]:
+    """The launch over such tensors, which are checked, to be called with them. `seen` is None unless it is used."""
+    copies: library.Copies = {}
+    rows = library.rows_of(logits, copies, 0)
+    (n_rows, n_cols), device = rows.shape, logits.device
+    c = config(n_rows < FEW, runtime.target(device))
     splits, groups = c.programs(n_rows, n_cols)
-    words = torch.empty(n_rows * 2 * splits * WORDS.value, dtype=torch.int64, device=logits.device)
-    counters = launching.counters(2 * n_rows, logits.device)
-    tensors = [v.contiguous() if isinstance(v, Tensor) else None for v in how]
-    numbers = [0 if isinstance(v, Tensor) else v for v in how]  # typed by the kernel
+    tensors = [v if isinstance(v, Tensor) else None for v in how]
+    for i, tensor in enumerate(tensors):
+        library.contiguous_of(tensor, copies, 4 + i)
+    # Typed by the kernel. Seeds and positions are given by each call.
+    numbers = [0 if isinstance(v, Tensor) else v for v in how[:-2]]
     dtypes = (logits.dtype, tokens.dtype, *(None if t is None else t.dtype for t in (seen, *tensors)))
-    launching.launch(
+    start = launching.bind(
         _launcher(dtypes, writes_seen, c),
         splits * groups,
-        (logits, seen, tokens, logprobs, *tensors, words, counters),
-        (logits.stride(0), 0 if seen is None else seen.stride(0), n_cols),
-        (n_rows, splits, groups, *numbers),  # type: ignore[arg-type]
+        strides=(rows.stride(0), 0 if seen is None else seen.stride(0), n_cols),
+        numbers=(n_rows, splits, groups, *numbers, None, None),
     )
+    start = library.copying(start, copies)
+
+    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters) -> None:
+        words = torch.empty(n_rows * 2 * splits * WORDS.value, dtype=torch.int64, device=device)
+        of_rows = [v if isinstance(v, Tensor) else None for v in how]
+        varying = [0 if isinstance(v, Tensor) else v for v in how[-2:]]
+        counters = launching.counters(2 * n_rows, device)
+        start(logits, seen, tokens, logprobs, *of_rows, words, counters, *varying)
+
+    return run

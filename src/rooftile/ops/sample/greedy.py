@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.sample.parts import LOG2E, LOWEST, finish, given, key_of, load_logits, with_index
+from rooftile.ops.sample.parts import LOG2E, LOWEST, Parameters, finish, given, key_of, load_logits, with_index
 from rooftile.primitives import pdl
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 from rooftile.primitives.splitk import arrives_last
@@ -99,33 +100,31 @@ def _launcher(
     return launching.KernelLauncher(_greedy_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
 
 
-def launch(
-    tokens: Tensor,
-    logprobs: Tensor,
-    logits: Tensor,
-    seen: Tensor | None,
-    penalty: Tensor | float,
-    writes_seen: bool,
-) -> None:
-    """Launch it over checked tensors. `seen` is None unless it is read or written."""
-    logits = library.as_rows(logits)
-    n_rows, n_cols = logits.shape
-    c = config(runtime.target(logits.device))
+def prepare(
+    tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters, writes_seen: bool
+) -> Callable[..., None]:
+    """The launch over such tensors, which are checked, to be called with them. `seen` is None unless it is used."""
+    copies: library.Copies = {}
+    rows = library.rows_of(logits, copies, 0)
+    (n_rows, n_cols), device = rows.shape, logits.device
+    c = config(runtime.target(device))
     slices = library.cdiv(n_cols, c.block)
-    best = torch.empty(n_rows * slices, dtype=torch.int64, device=logits.device)
-    top = torch.empty(n_rows * slices * 2, dtype=torch.float32, device=logits.device)
-    counters = launching.counters(n_rows, logits.device)
+    penalty = how.repetition_penalty
     of_row, number = (penalty, 1.0) if isinstance(penalty, Tensor) else (None, penalty)
-    dtypes = (
-        logits.dtype,
-        tokens.dtype,
-        None if seen is None else seen.dtype,
-        None if of_row is None else of_row.dtype,
-    )
-    launching.launch(
+    library.contiguous_of(of_row, copies, 2)
+    dtypes = tuple(None if t is None else t.dtype for t in (logits, tokens, seen, of_row))
+    start = launching.bind(
         _launcher(dtypes, writes_seen, library.power_of_two(slices), pdl.early(logits), c),
         n_rows * slices,
-        (logits, seen, of_row, tokens, logprobs, best, top, counters),
-        (logits.stride(0), 0 if seen is None else seen.stride(0), n_cols),
-        (slices, number),  # type: ignore[arg-type]
+        strides=(rows.stride(0), 0 if seen is None else seen.stride(0), n_cols),
+        numbers=(slices, number),
     )
+    start = library.copying(start, copies)
+
+    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters) -> None:
+        best = torch.empty(n_rows * slices, dtype=torch.int64, device=device)
+        top = torch.empty(n_rows * slices * 2, dtype=torch.float32, device=device)
+        penalty = None if of_row is None else how.repetition_penalty
+        start(logits, seen, penalty, tokens, logprobs, best, top, launching.counters(n_rows, device))
+
+    return run
