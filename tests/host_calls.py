@@ -84,7 +84,7 @@ def ops():
     many, weight = torch.randn(64, 512, dtype=torch.bfloat16), torch.randn(512, 512, dtype=torch.bfloat16)
     lengths = torch.full((1,), 256, dtype=torch.int32)
     caches = tuple(torch.zeros(1, 16, 2, 64) for _ in range(2))
-    start = lengths[:1] - 250
+    start, positions = lengths[:1] - 250, itertools.count()
     return {
         "rms_norm": lambda: rooftile.rms_norm(x, w),
         "add_rms_norm": lambda: rooftile.add_rms_norm(x, r, w),
@@ -105,7 +105,7 @@ def ops():
         "rope_and_cache": lambda: rooftile.rope_and_cache(
             q[:, :, :4], q[:, :, :4], q[:, :, :4], cos, cos, *caches, start
         ),
-        "sample": lambda positions=itertools.count(): rooftile.sample(x, temperature=0.5, positions=next(positions)),
+        "sample": lambda: rooftile.sample(x, temperature=0.5, positions=next(positions)),
     }
 
 
