@@ -252,15 +252,28 @@ def test_each_run_that_a_table_comes_from_is_named(tmp_path):
     assert (made.count("aaaaaaaaaa"), made.count("bbbbbbbbbb")) == (1, 1)
 
 
-def test_the_hosts_time_and_the_first_call_have_a_table(tmp_path):
+def test_the_hosts_time_and_the_first_call_are_shown():
     host = {"op": {"shape": "4x8", "dtype": "bf16", "launcher_us": 5.0, "op_us": 9.0, "op_grad_us": 16.0}}
-    first = {"op": {"forward": 321.0, "backward": 654.0}}
-    write_results(tmp_path, [], host=host, first_call_ms=first)
-    (cells,) = cells_of(regenerated(["host"], tmp_path), "`op`")
-    assert cells == ["`op`", "4x8", "bf16", "5.0", "9.0", "4.0", "16.0", "11.0", "321", "654"]
     console = Console(file=io.StringIO())
-    report.show_host(console, host, first)
-    assert all(figure in console.file.getvalue() for figure in cells[1:])
+    report.show_host(console, host, {"op": {"forward": 321.0, "backward": 654.0}})
+    shown = console.file.getvalue()
+    assert all(figure in shown for figure in ("4x8", "bf16", "5.0", "9.0", "4.0", "16.0", "11.0", "321", "654"))
+
+
+def test_the_hosts_time_beside_the_baselines_has_a_table(tmp_path):
+    write_results(tmp_path, [])
+    (path,) = tmp_path.glob("*/*/*.json")
+    meta = json.loads(path.read_text())["meta"]
+    rows = [
+        {"op": "op", "shape": "4x8", "direction": "forward", "baseline": "F.op", "us": us, "baseline_us": 10.0}
+        for us in (15.0, 30.0)
+    ]
+    (tmp_path / "h100" / "host").mkdir(parents=True)
+    text = json.dumps({"meta": meta, "rows": [{**row, "limit_us": 18.0} for row in rows]})
+    (tmp_path / "h100" / "host" / "host.json").write_text(text)
+    within, over = cells_of(regenerated(["host"], tmp_path), "`op`")
+    assert within == ["`op`", "4x8", "forward", "15.0", "F.op", "10.0", "1.50", "18.0", ""]
+    assert over[3:] == ["30.0", "F.op", "10.0", "3.00", "18.0", "over"]
 
 
 @pytest.mark.parametrize("name", list(docs.TABLES))

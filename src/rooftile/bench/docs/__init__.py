@@ -9,6 +9,7 @@ A table is the text between `<!-- rooftile:table NAME -->` and `<!-- /rooftile:t
 from __future__ import annotations
 
 import functools
+import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,13 +30,14 @@ from rooftile.bench.docs.tables import (
     TIE,
     by_gpu,
     closing,
+    machine,
     machine_line,
     machines,
     markdown,
     ours_of,
     ratios_of,
 )
-from rooftile.bench.report import HOST_COLUMNS, host_cells, number, ratio
+from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer, groups
 from rooftile.cases import Direction, all_cases
 from rooftile.cases.check import NAMES, tolerance_rows
@@ -145,17 +147,20 @@ def summary(results: Path) -> str:
 
 
 def host(results: Path) -> str:
-    """The host's time for one call beside Triton's own launcher of the same kernels; what the first call costs."""
-    columns = ("op", "shape", "dtype", *(f"{name}>" for name in HOST_COLUMNS))
+    """The host's time to issue one call, beside the PyTorch op that it replaces (`rooftile bench --host`)."""
+    columns = ("op", "shape", "call", "us>", "baseline", "its us>", "ratio>", "limit us>", "over")
     parts = []
-    for files in (*by_gpu(results, "rowwise").values(), *by_gpu(results, "matmul").values()):
-        cells = []
-        for meta, _ in files:
-            for op, h in meta.get("host", {}).items():
-                figures = host_cells(h, meta.get("first_call_ms", {}).get(op, {}))
-                cells.append([f"`{op}`", h["shape"], h["dtype"], *figures])
-        if cells:
-            parts += [*machines(files), markdown(columns, cells), ""]
+    for path in sorted(results.glob("*/host/host.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        cells = [
+            [
+                f"`{row['op']}`", row["shape"], row["direction"], number(row["us"]), row["baseline"],
+                number(row["baseline_us"]), ratio(row["us"] / row["baseline_us"]), number(row["limit_us"]),
+                "over" if row["us"] > row["limit_us"] else "",
+            ]
+            for row in found["rows"]
+        ]  # fmt: skip
+        parts += [machine(found["meta"]) + ".", "", markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
