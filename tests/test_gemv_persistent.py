@@ -23,6 +23,11 @@ ROWS = pytest.mark.parametrize(
         (2, GemmConfig("gemv_persistent", 2, 4, 128, 1, 1, 4, 2)),
     ],
 )
+# Of each dtype, and in bfloat16 each of those.
+ROWS_AND_DTYPES = pytest.mark.parametrize(
+    ("rows", "config", "dtype"),
+    [(*rows, BF16) for rows in ROWS.args[1]] + [(*ROWS.args[1][-1], dtype) for dtype in DTYPES[:2]],
+)
 K, N = 77, 33
 CEILING = {torch.float32: 2e-6, torch.float16: 1e-3, BF16: 8e-3}
 
@@ -55,8 +60,7 @@ def test_programs_that_have_several_tiles(programs, rows, config, device, monkey
     assert min(asked) > 2 * programs
 
 
-@ROWS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ROWS_AND_DTYPES
 def test_a_weight_that_is_not_along_k(rows, config, dtype, device):
     """Contiguous along n, and along neither."""
     x, along_k = drawn(rows, K, dtype=dtype, device=device), drawn(2 * N, K, dtype=dtype, device=device)
@@ -70,8 +74,7 @@ def test_a_weight_that_is_not_along_k(rows, config, dtype, device):
         assert_close(gated, truth(rms_norm_gated_linear, x, norm_weight, along_k, bias))
 
 
-@ROWS
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@ROWS_AND_DTYPES
 def test_a_bias_of_float32(rows, config, dtype, device):
     """Plain and gated, and added as it is: in x's dtype the last of these would be all one number."""
     x, weight = drawn(rows, K, dtype=dtype, device=device), drawn(2 * N, K, dtype=dtype, device=device)

@@ -46,13 +46,15 @@ PRODUCTS = (
     "matmul", "linear", "gated_linear", "rms_norm_linear", "rms_norm_gated_linear", "attention", "attention_varlen",
 )  # fmt: skip
 OF_VALUES = ("test_schema", "test_faketensor")
-OF_TENSORS = ("test_autograd_registration", "test_aot_dispatch_dynamic")
+OF_TENSORS = ("test_autograd_registration",)
+TRACED = ("test_aot_dispatch_dynamic",)
 
 
 @every_case
 def test_opcheck(case, device):
-    """Values at each point; what is traced, once for each set of tensors that the op is given."""
-    traced = set()
+    """Values at each point; what PyTorch registers, for each set of tensors by dtype and rank; and a trace of the
+    forward op, for each set of tensors that it is given: backward ops are traced with it by torch.compile below."""
+    done = set()
     for point in case.sets["tiny"]:
         forward_call, *rest = calls(case, device, [point])
         checked = [forward_call] if case.name.startswith("rope") else [forward_call, *rest]  # its backward is itself
@@ -60,10 +62,11 @@ def test_opcheck(case, device):
             # PyTorch's test of the schema multiplies what it is given, which float8 can't be.
             narrow = any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.itemsize == 1 for a in args)
             tests = OF_VALUES[1:] if narrow else OF_VALUES
-            tensors = (op, *((a.dtype, a.dim()) if isinstance(a, torch.Tensor) else a is None for a in args))
-            if tensors not in traced:
-                traced.add(tensors)
-                tests = (*tests, *OF_TENSORS)
+            ranks = (op, *((a.dtype, a.dim()) if isinstance(a, torch.Tensor) else a is None for a in args))
+            given = (op, *(isinstance(a, torch.Tensor) for a in args))
+            tests += () if ranks in done else OF_TENSORS
+            tests += () if given in done or op is not forward_call[0] else TRACED
+            done |= {ranks, given}
             torch.library.opcheck(op, args, test_utils=tests)
 
 
@@ -289,7 +292,7 @@ def test_autocast_changes_nothing(case, device):
 
 
 CPU_CALLS = """
-import torch
+import torch, rooftile
 from rooftile.cases import find_cases
 from rooftile.cases.check import generator
 cpu = torch.device("cpu")
@@ -302,10 +305,15 @@ for case in find_cases():
     except ValueError as error:
         print(error)
     assert all(torch.equal(inputs[n], before[n]) for n in inputs)
+try:
+    torch.compile(rooftile.rms_norm, backend="aot_eager", fullgraph=True)(torch.randn(4, 64))
+except ValueError as error:
+    print(error)
 """
 
 
 def test_tensors_on_the_cpu_without_the_interpreter():
+    """In a compiled graph too: launches are not traced into it, and the op, which stays whole, says what it needs."""
     environment = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "ROOFTILE_COMPILE_TARGET")}
     run = subprocess.run(
         [sys.executable, "-c", CPU_CALLS], env=environment, capture_output=True, text=True, check=False
@@ -317,20 +325,9 @@ def test_tensors_on_the_cpu_without_the_interpreter():
         "run on the CPU, slowly)"
         for case, name in zip(CASES, first, strict=True)
     ]
-    assert run.stdout.splitlines() == expected
-
-
-def test_compiled_for_the_cpu_without_the_interpreter():
-    """The launches are not traced into such a graph: the op stays in it, and says what it needs."""
-    code = (
-        "import torch, rooftile\n"
-        "try: torch.compile(rooftile.rms_norm, backend='aot_eager', fullgraph=True)(torch.randn(4, 64))\n"
-        "except ValueError as error: print(error)\n"
-    )
-    environment = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "ROOFTILE_COMPILE_TARGET")}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("rms_norm: x is on the CPU, expected a GPU (set TRITON_INTERPRET=1")
+    *eager, compiled = run.stdout.splitlines()
+    assert eager == expected
+    assert compiled.startswith("rms_norm: x is on the CPU, expected a GPU (set TRITON_INTERPRET=1")
 
 
 def test_transforms_that_differentiate_are_refused_by_name(device):
