@@ -12,6 +12,9 @@ WITH = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or $(OLD)' && $(PY
 # Files whose tables are generated from the cases and results/.
 TABLES = README.md $(wildcard docs/*.md)
 
+# Python's processes, some dozens in the tests, share what one has compiled to bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint format types docs docs-check clean
 
 demo:

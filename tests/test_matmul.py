@@ -58,7 +58,8 @@ def test_every_kernel_is_the_same_function(config, dtype, device):
     for k, n in ((64, 48), (77, 33)):
         x, residual = drawn(rows, k, dtype=dtype, device=device), drawn(rows, n, dtype=dtype, device=device)
         weight, bias = drawn(2 * n, k, dtype=dtype, device=device), drawn(2 * n, dtype=dtype, device=device)
-        for activation, with_bias, with_residual in itertools.product(ACTIVATIONS, (False, True), (False, True)):
+        with_or_without = (False, True) if n == 33 else (True,)
+        for activation, with_bias, with_residual in itertools.product(ACTIVATIONS, *[with_or_without] * 2):
             given = (x, weight[:n], bias[:n] if with_bias else None)
             options = {"activation": activation, "residual": residual if with_residual else None}
             assert_close(linear(*given, **options, config=config), truth(linear, *given, **options))

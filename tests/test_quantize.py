@@ -267,7 +267,7 @@ def results(x, residual, weight, q):
 def test_every_kernel_gives_the_same(dtype, per, held, device, monkeypatch):
     """The lengths that the loops are for cost the interpreter too much: they are given short rows here."""
     q = option(dtype, per, device)
-    for columns in (64, 100, 257):
+    for columns in (64, 257):
         x, residual, weight = (torch.randn(n, columns, device=device).to(BF16) for n in (5, 5, 1))
         expected = results(x, residual, weight[0], q)
         with monkeypatch.context() as patch:

@@ -193,18 +193,20 @@ def kept(monkeypatch):
     return keep
 
 
-@pytest.mark.parametrize(("paged", "layout"), [(False, "bthd"), (True, "bthd"), (True, "bhtd")])
 @pytest.mark.parametrize("style", gemv_persistent.STYLES)
 @pytest.mark.parametrize(
-    ("dtype", "heads", "head_dim", "k", "bias", "rows", "stages"),
+    ("dtype", "heads", "head_dim", "k", "bias", "rows", "stages", "paged", "layout"),
     [
-        (BF16, (6, 2), 64, 96, True, 2, 2),  # one pair a tile
-        (BF16, (3, 1), 80, 128, False, 4, 2),  # a tile of pairs of two heads
-        (torch.float16, (2, 2), 128, 130, True, 16, 1),
-        (BF16, (5, 1), 6, 96, True, 16, 2),  # a tile of q, k and v, and one past the last
+        (BF16, (6, 2), 64, 96, True, 2, 2, False, "bthd"),  # one pair a tile
+        (BF16, (6, 2), 64, 96, True, 2, 2, True, "bthd"),
+        (BF16, (6, 2), 64, 96, True, 2, 2, True, "bhtd"),
+        (BF16, (3, 1), 80, 128, False, 4, 2, True, "bhtd"),  # a tile of pairs of two heads
+        (torch.float16, (2, 2), 128, 130, True, 16, 1, False, "bthd"),
+        (BF16, (5, 1), 6, 96, True, 16, 2, False, "bthd"),  # a tile of q, k and v, and one past the last
+        (BF16, (5, 1), 6, 96, True, 16, 2, True, "bhtd"),
     ],
 )
-def test_x_that_is_held(paged, layout, style, dtype, heads, head_dim, k, bias, rows, stages, kept, launched, device):
+def test_x_that_is_held(style, dtype, heads, head_dim, k, bias, rows, stages, paged, layout, kept, launched, device):
     given, angles = drawn(device, dtype, heads, head_dim, bias=bias, k=k)
     if style == "interleaved":
         angles = tuple(t[:, : head_dim // 2].repeat_interleave(2, 1) for t in angles)

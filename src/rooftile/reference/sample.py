@@ -41,12 +41,15 @@ def gumbel(u: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-u))
 
 
-@torch.compiler.assume_constant_result
 @functools.lru_cache(maxsize=2)
 def _noise_of(n_cols: int, seed: int, position: int, device: torch.device) -> Tensor:
     """One row of noise, drawn once: what is timed beside the kernel need not draw it."""
     seeds, positions = (torch.full((1,), x, device=device) for x in (seed, position))
     return gumbel(uniform(n_cols, seeds, positions))
+
+
+# As `torch.compiler.assume_constant_result` does, which imports torch._dynamo: that takes as long as PyTorch itself.
+_noise_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _column(value: Any, like: Tensor) -> Tensor:
