@@ -54,6 +54,7 @@ def test_none_by_signature(name, argument, device):
     given = {n: None if n == argument else torch.zeros(1, device=device) for f, n in PUBLIC if f == name}
     more = {"quantize": rooftile.Quantize(torch.int8, per="row")} if name == "quantize_tensor" else {}
     more |= {"q_weight": None, "k_weight": None} if name == "qk_norm_rope" else {}
+    more |= {"lr": 1e-3, "step": 1} if name == "adamw_" else {}
     with pytest.raises(TypeError, match=f"^{name}: {argument} is None, expected .*tensor"):
         getattr(rooftile, name)(**given, **more)
 

@@ -11,6 +11,7 @@ from rooftile.huggingface import PatchHandle as PatchHandle
 from rooftile.huggingface import patch as patch
 from rooftile.huggingface import register_attention as register_attention
 from rooftile.huggingface import unpatch as unpatch
+from rooftile.ops.adamw import adamw_ as adamw_
 from rooftile.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from rooftile.ops.attention import AttentionConfig as AttentionConfig
 from rooftile.ops.attention import attention as attention

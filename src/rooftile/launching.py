@@ -452,7 +452,11 @@ def _more(n: int, device: int, stream: int) -> Tensor:
 
 
 def _zeros(n: int, device: int) -> Tensor:
-    """Zeros that stay, whatever the caller is within.
+    return _outside(lambda: torch.zeros(n, dtype=torch.int32, device="cuda"), device)
+
+
+def _outside(make: Callable[[], Tensor], device: int) -> Tensor:
+    """What `make` gives, whatever the caller is within.
 
     A thread of its own is outside of the memory pools and modes of the caller: torch.compile's CUDA graphs would take
     the memory back. Its stream is captured by nobody, and its calls are allowed while others capture.
@@ -462,12 +466,26 @@ def _zeros(n: int, device: int) -> Tensor:
         with torch.cuda.device(device):
             _allow_while_capturing()
             with torch.cuda.stream(torch.cuda.Stream(device)):
-                zeros = torch.zeros(n, dtype=torch.int32, device="cuda")
+                made = make()
                 torch.cuda.current_stream().synchronize()
-        return zeros
+        return made
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(allocate).result()
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A table of numbers on the device. The host does not wait for the copy, which is ordered on the current stream.
+
+    While a CUDA graph is captured the copy is made at once, outside of the graph. The caller keeps the table as long as
+    the graph.
+    """
+    host = torch.as_tensor(values, dtype=dtype)
+    if runtime.MODE is not runtime.Mode.GPU:
+        return host.to(device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _outside(lambda: host.to(device), device.index or 0)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _allow_while_capturing() -> None:
