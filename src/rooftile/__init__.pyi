@@ -1,6 +1,7 @@
 """The public names, each with the module that it lives in. `__init__.py` reads this file too."""
 
 from rooftile import nn as nn
+from rooftile import optim as optim
 from rooftile.engine import Completion as Completion
 from rooftile.engine import Engine as Engine
 from rooftile.engine import KVCache as KVCache
