@@ -19,7 +19,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx, args):
         name = " ".join(args[:2])
-        two_words = name in ("bench prefill", "bench e2e", "bench quality", "bench schedules")
+        two_words = name in ("bench prefill", "bench e2e", "bench quality", "bench schedules", "bench optim")
         return super().resolve_command(ctx, [name, *args[2:]] if two_words else args)
 
 

@@ -157,6 +157,31 @@ def bench_schedules(
     raise typer.Exit(code)
 
 
+@app.command("bench optim")
+def bench_optim(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Lists of parameters, such as 50M or Llama-3.2-1B. Default: all.", show_default=False),
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/training/adamw.json.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+) -> None:
+    """Time a step of AdamW over a list of parameters beside torch.optim.AdamW. Exit code 1 if ours is wrong."""
+    choose_mode()
+    from rooftile.bench.optim import run
+
+    try:
+        code = run(names or (), console, results, json_file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
 @app.command()
 def info(
     roofs: Annotated[bool, typer.Option(help="Measure the GPU's roofs; takes a few seconds.")] = True,
