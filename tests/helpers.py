@@ -64,7 +64,9 @@ def offset(x):
 
 
 def transposed(x):
-    """x with a last stride other than 1."""
+    """x with a last stride other than 1; a scalar as it is."""
+    if x.dim() == 0:
+        return x
     if x.dim() == 1:
         return torch.stack((x, torch.full_like(x, torch.nan)), dim=1)[:, 0]
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)

@@ -137,6 +137,17 @@ def run_silu_mul_packed(lay, device):
     return results
 
 
+def run_kl_div(lay, device):
+    log_p, target, dloss = normal(device).float().log_softmax(-1), normal(device).float().softmax(-1), normal(device)
+    results = []
+    for place in (torch.clone, lay):
+        leaves = [place(t.to(BF16)).requires_grad_() for t in (log_p, target)]
+        loss = rooftile.kl_div(*leaves, reduction="none")
+        total = rooftile.kl_div(*(leaf.detach() for leaf in leaves), reduction="sum")
+        results.append((total, loss.detach(), *torch.autograd.grad(loss, leaves, place(dloss))))
+    return results
+
+
 # Each with the family whose kernels it runs.
 RUNS = {
     run_rms_norm: "rms_norm",
@@ -146,6 +157,7 @@ RUNS = {
     run_rope_in_place: "rope",
     run_silu_mul: "gated",
     run_silu_mul_packed: "gated",
+    run_kl_div: "kl_div",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
 

@@ -41,6 +41,7 @@ from rooftile.ops.gemm.weight_only import pack_int4 as pack_int4
 from rooftile.ops.gemm.weight_only import quantize_int4 as quantize_int4
 from rooftile.ops.gemm.weight_only import quantize_int8 as quantize_int8
 from rooftile.ops.gemm.weight_only import unpack_int4 as unpack_int4
+from rooftile.ops.kl_div import kl_div as kl_div
 from rooftile.ops.kv_cache import append_kv as append_kv
 from rooftile.ops.kv_cache import rope_and_cache as rope_and_cache
 from rooftile.ops.layer_norm import layer_norm as layer_norm

@@ -1,4 +1,7 @@
-"""Gradients of parameters: each program of a backward keeps a partial sum, and one more kernel adds them."""
+"""Sums over programs: each program keeps a partial sum, and one more kernel adds them, always in the same order.
+
+`prepare_sum` adds the rows of a matrix, for gradients of parameters; `prepare_total` adds numbers, for a loss.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +88,24 @@ def sum_partials(partial: Tensor, out: Tensor, second: Tensor | None = None) -> 
     launcher = _launcher(int(out.shape[0]), dtypes)
     programs = len(dtypes) * library.cdiv(launcher.constants["N"], launcher.constants["BLOCK_N"])
     launching.launch(launcher, programs, (partial, out, second), (), (partial.shape[0],))
+
+
+@triton.jit(do_not_specialize=["n_partials", "scale"])
+def _total_kernel(partial_ptr, out_ptr, n_partials, scale, BLOCK: tl.constexpr):
+    """out is scale times the sum of all partial sums."""
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, n_partials, BLOCK, num_stages=1):
+        index = start + tl.arange(0, BLOCK)
+        acc += tl.load(partial_ptr + index, mask=index < n_partials, other=0.0)
+    tl.store(out_ptr, (tl.sum(acc, axis=0) * scale).to(out_ptr.dtype.element_ty))
+
+
+@functools.cache
+def _total_launcher(dtype: torch.dtype) -> launching.KernelLauncher:
+    return launching.KernelLauncher(_total_kernel, {"BLOCK": 4096}, num_warps=16)
+
+
+def prepare_total(n_partials: int, scale: float, dtype: torch.dtype) -> Callable[..., None]:
+    """The launch over `(n_partials,)` float32 numbers and an output of one element of that dtype: `scale` times their
+    sum, added in a fixed order by one program."""
+    return launching.bind(_total_launcher(dtype), 1, numbers=(n_partials, float(scale)))
