@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rooftile import launching, library, runtime
 from rooftile.primitives.cta_exchange import resident
 
@@ -33,6 +36,17 @@ class RowConfig:
     stages: int = 1
     per_sm: int = 1
     max_registers: int | None = None
+
+
+def row_length(x: Tensor) -> int:
+    """The length of a row, which decides its kernel.
+
+    If it is symbolic, the op stays whole in the graph and chooses on each call: a traced launch would serve one length.
+    """
+    n_cols = x.shape[-1]
+    if isinstance(n_cols, torch.SymInt):
+        raise launching.Untraceable("rows of a symbolic length")
+    return n_cols
 
 
 def row_launcher(kernel: Any, c: RowConfig, splits: int = 1, **constants: Any) -> launching.KernelLauncher:

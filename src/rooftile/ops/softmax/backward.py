@@ -24,12 +24,11 @@ from rooftile.ops.softmax.forward import (
     kept_columns,
     narrowed,
     read_columns,
-    row_length,
     split_config,
     unrolled,
 )
 from rooftile.primitives.cta_exchange import gather, publish, split, sum_words
-from rooftile.primitives.rows import RowConfig, row_launcher
+from rooftile.primitives.rows import RowConfig, row_launcher, row_length
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives.cta_exchange import gather, publish_pair, softmax_pairs, split
-from rooftile.primitives.rows import RowConfig, row_launcher
+from rooftile.primitives.rows import RowConfig, row_launcher, row_length
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -83,17 +83,6 @@ def split_config(n_cols: int, itemsize: int, target: runtime.Target) -> RowConfi
     else:
         c = RowConfig("split", 8192 // itemsize, 4, stages=2, per_sm=4, max_registers=128 if registers else None)
     return c if n_cols <= c.block_n * target.multiprocessors * c.per_sm else None
-
-
-def row_length(x: Tensor) -> int:
-    """The length of a row, which decides its kernel.
-
-    If it is symbolic, the op stays whole in the graph and chooses on each call: a traced launch would serve one length.
-    """
-    n_cols = x.shape[-1]
-    if isinstance(n_cols, torch.SymInt):
-        raise launching.Untraceable("rows of a symbolic length")
-    return n_cols
 
 
 def as_float32(scale: float) -> tuple[float, float]:
