@@ -46,7 +46,9 @@ def compiled(launch, programs, first, args):
         tensordesc_meta=[{**meta, "block_size": list(arg.block_shape)} for arg in described],
     )
     source = types.SimpleNamespace(signature=dict(zip(names, kinds, strict=True)))
-    return types.SimpleNamespace(metadata=metadata, packed_metadata=(4, 1, 0), src=source, function=1, run=print)
+    return types.SimpleNamespace(
+        metadata=metadata, packed_metadata=(4, 1, 0), src=source, function=1, run=lambda *_: None
+    )
 
 
 def make_up_a_gpu(arch="sm_90"):
@@ -90,6 +92,8 @@ def ops():
         "add_rms_norm": lambda: rooftile.add_rms_norm(x, r, w),
         "layer_norm": lambda: rooftile.layer_norm(x, w, w),
         "softmax": lambda: rooftile.softmax(x),
+        "kl_div": lambda: rooftile.kl_div(x, r),
+        "cross_entropy": lambda: rooftile.cross_entropy(x, ids),
         "silu_mul": lambda: rooftile.silu_mul(x, r),
         "gelu_mul": lambda: rooftile.gelu_mul(x, r),
         "silu_mul_packed": lambda: rooftile.silu_mul_packed(x),

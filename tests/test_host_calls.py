@@ -15,6 +15,8 @@ MOST = {
     ),
     "attention": 11,  # it checks its options, and asks for autocast and deterministic algorithms
     **dict.fromkeys(("linear", "matmul", "gated_linear"), 12),
+    "kl_div": 5,
+    "cross_entropy": 7,  # it asks whether a gradient is wanted, and lists its results
     "rope": 6,  # it checks the tables' width
     "qk_norm_rope": 6,
     "embedding": 8,  # it may move ids, or look at them on the CPU

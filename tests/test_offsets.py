@@ -148,6 +148,17 @@ def run_kl_div(lay, device):
     return results
 
 
+def run_cross_entropy(lay, device):
+    logits, target = normal(device), torch.tensor([3, 47, -100, 0], device=device)
+    results = []
+    for place in (torch.clone, lay):
+        far = place(logits).requires_grad_()
+        mean, losses = rooftile.cross_entropy(far, target), rooftile.cross_entropy(far, target, reduction="none")
+        grads = [torch.autograd.grad(loss.sum(), far)[0] for loss in (mean, losses)]
+        results.append((mean.detach(), losses.detach(), *grads))
+    return results
+
+
 # Each with the family whose kernels it runs.
 RUNS = {
     run_rms_norm: "rms_norm",
@@ -158,6 +169,7 @@ RUNS = {
     run_silu_mul: "gated",
     run_silu_mul_packed: "gated",
     run_kl_div: "kl_div",
+    run_cross_entropy: "cross_entropy",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
 

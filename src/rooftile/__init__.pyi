@@ -19,6 +19,8 @@ from rooftile.ops.attention import attention as attention
 from rooftile.ops.attention import attention_varlen as attention_varlen
 from rooftile.ops.bias_activation import bias_gelu as bias_gelu
 from rooftile.ops.bias_activation import bias_silu as bias_silu
+from rooftile.ops.cross_entropy import TokenStats as TokenStats
+from rooftile.ops.cross_entropy import cross_entropy as cross_entropy
 from rooftile.ops.decode_attention import DecodeConfig as DecodeConfig
 from rooftile.ops.decode_attention import decode_attention as decode_attention
 from rooftile.ops.embedding import embedding as embedding

@@ -102,6 +102,10 @@ def _looking_up(device: torch.device) -> dict[str, Tensor]:
     return {**_random(weight=(1024, 512))(device), "ids": torch.arange(16, device=device)}
 
 
+def _classifying(device: torch.device) -> dict[str, Tensor]:
+    return {**_random(x=(16, 1024))(device), "target": torch.arange(16, device=device)}
+
+
 def _gated(x: Tensor, weight: Tensor) -> Tensor:
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -124,6 +128,14 @@ PROBLEMS = (
     Problem(
         "softmax", "16 x 1024", "torch.softmax", _random(x=(16, 1024)),
         lambda x: rooftile.softmax(x), lambda x: torch.softmax(x, -1), ("x",),
+    ),
+    Problem(
+        "kl_div", "16 x 1024", "F.kl_div", _random(x=(16, 1024), t=(16, 1024)),
+        lambda x, t: rooftile.kl_div(x, t, reduction="sum"), lambda x, t: F.kl_div(x, t, reduction="sum"), ("x",),
+    ),
+    Problem(
+        "cross_entropy", "16 x 1024", "F.cross_entropy", _classifying,
+        lambda x, target: rooftile.cross_entropy(x, target), lambda x, target: F.cross_entropy(x, target), ("x",),
     ),
     Problem(
         "silu_mul", "16 x 1024", "F.silu, mul", _random(g=(16, 1024), u=(16, 1024)),
