@@ -131,6 +131,8 @@ CASES = (
             "llm": tuple(_point(r, v, reduction="sum") for r, v in ((8192, 32000), (4096, 128256), (2048, 262144))),
             "sweep": tuple(_point(4096, v, reduction="sum") for v in (4096, 16384, 50257, 65536, 151936)),
         },
+        # With a soft cap, whose tanh takes registers that the row was to stay in.
+        spills=64,
         over="vocabulary",
         peers=(Peer("torch", _torch), Peer("liger", _liger), Peer("quack", _quack)),
     ),

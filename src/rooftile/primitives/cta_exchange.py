@@ -98,9 +98,10 @@ def split(op: str, n_rows: int, n_cols: int, block: int, programs: int) -> tuple
     return splits, min(n_rows, programs // splits)
 
 
-def resident(max_registers: int | None) -> dict[str, Any]:
-    """The options of a launch whose programs wait for one another; none in the interpreter: it runs one at a time."""
+def resident(max_registers: int | None, cooperative: bool = True) -> dict[str, Any]:
+    """The options of a launch with so few registers a thread, and (cooperative) of programs that wait for one another;
+    none in the interpreter: it runs one at a time."""
     if runtime.MODE is runtime.Mode.INTERPRETER:
         return {}
     limit = {} if max_registers is None else {"maxnreg": max_registers}
-    return {"launch_cooperative_grid": True, **limit}
+    return {"launch_cooperative_grid": True, **limit} if cooperative else limit

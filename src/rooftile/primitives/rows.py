@@ -63,7 +63,7 @@ def row_launcher(kernel: Any, c: RowConfig, splits: int = 1, **constants: Any) -
         "BLOCK_S": library.power_of_two(splits),
         **constants,
     }
-    options = resident(c.max_registers) if c.kernel == "split" else {}
+    options = resident(c.max_registers, cooperative=c.kernel == "split")
     taken = {name: known[name] for name in kernel.arg_names if name.isupper()}
     return launching.KernelLauncher(kernel, taken, num_warps=c.num_warps, **options)
 

@@ -422,16 +422,22 @@ def check(
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, gradient: bool, target: runtime.Target) -> RowConfig:
-    """Blocks of 32 bytes a thread. A gradient's row is held in registers up to 64 KB, and a part of a longer one."""
+def config(n_cols: int, itemsize: int, options: Options, target: runtime.Target) -> RowConfig:
+    """Blocks of 32 bytes a thread. Two blocks of a row stay in registers for its gradient: as many as fit those of two
+    programs of 512 threads on an SM, or of one of 1024 threads where the rows of two would be too much for the L2.
+    """
     whole = library.power_of_two(n_cols)
     if target is runtime.INTERPRETER:
         return RowConfig("loop", min(whole, 8192), num_warps=4)
-    most = 32768 if gradient and n_cols * itemsize > 65536 else 16384
-    block_n = max(min(whole, most // itemsize), 128)
-    warps = max(1, block_n * itemsize // 1024)
-    held = 0 if not gradient else min(library.cdiv(n_cols, block_n), 4 if most == 16384 else 2)
-    return RowConfig("loop", block_n, num_warps=max(1, warps * 32 // target.warp_size), held=held)
+    gradient = options.gradient == "now"
+    long = gradient and n_cols * itemsize > 65536
+    block_n = max(min(whole, (32768 if long else 16384) // itemsize), 128)
+    warps = max(1, block_n * itemsize // 1024 * 32 // target.warp_size)
+    held = min(2, library.cdiv(n_cols, block_n)) if gradient else 0
+    # Smoothing and a soft cap need more registers; AMD's compiler has no such limit.
+    plain = not options.label_smoothing and not options.softcap and target.warp_size == 32
+    limit = 64 if held and plain and not long else None
+    return RowConfig("loop", block_n, num_warps=warps, held=held, max_registers=limit)
 
 
 def elements_at_once(rows: Rows, n_cols: int, itemsize: int) -> int:
@@ -490,7 +496,7 @@ def prepare(
         library.contiguous_of(tensor, small, place)
     dtypes = tuple(None if t is None else t.dtype for t in (logits, target, weight, token_weights))
     now, later = options.gradient == "now", options.gradient == "later"
-    c = config(n_cols, logits.element_size(), now, runtime.target(device))
+    c = config(n_cols, logits.element_size(), options, runtime.target(device))
     pack = elements_at_once(rows, n_cols, logits.element_size())
     launcher = _launcher(dtypes, options, n_cols % c.block_n == 0, pack, c)
     strides = (rows.stride_outer, rows.stride_inner, n_cols)
