@@ -7,8 +7,10 @@ import torch
 from helpers import BF16
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from rooftile import runtime
+from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
 from rooftile.cases.kl_div import TOLERANCES
 from rooftile.ops import kl_div as ops
@@ -150,6 +152,20 @@ def test_an_expanded_gradient_of_each_element(device):
     leaf = x.clone().requires_grad_()
     kl_div(leaf, t, reduction="none").sum().backward()
     torch.testing.assert_close(leaf.grad, -t)
+
+
+def test_a_symbolic_shape_leaves_the_op_whole(device):
+    """A mean divides by the number of elements, which a launch in a graph would fix."""
+    shapes = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = shapes.from_tensor(torch.randn(4, 64, device=device), symbolic_context=sizes)
+    with shapes:
+        for launch in (
+            lambda: ops.prepare(x, x, "mean", False),
+            lambda: ops.prepare_backward(x[0, 0], None, x, "mean", False, True, False),
+        ):
+            with pytest.raises(launching.Untraceable, match="symbolic shape"):
+                launch()
 
 
 def test_wrong_arguments(device):

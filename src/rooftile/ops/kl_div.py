@@ -163,6 +163,12 @@ def _divisor(input: Tensor, reduction: str) -> int:
     return input.numel() if reduction == "mean" else 1
 
 
+def _refuse_symbols(x: Tensor) -> None:
+    """A launch has the number of elements in it: with a symbolic one the op stays whole in the graph."""
+    if any(isinstance(n, torch.SymInt) for n in x.shape):
+        raise launching.Untraceable("a symbolic shape")
+
+
 def _rows(tensors: dict[int, Tensor], copies: library.Copies) -> tuple[int, int, tuple[int, ...]]:
     """Rows, columns and row strides of tensors of one shape, by their places in a launch.
 
@@ -178,6 +184,7 @@ def _rows(tensors: dict[int, Tensor], copies: library.Copies) -> tuple[int, int,
 def prepare(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> Callable[..., Tensor]:
     """What gives the loss of such an input and target."""
     check("kl_div", input, target, reduction, log_target)
+    _refuse_symbols(input)
     reduces = reduction != "none"
     dtype, device = input.dtype, input.device
     shape = () if reduces else input.shape
@@ -230,6 +237,7 @@ def prepare_backward(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """What gives dinput and dtarget; a gradient that is not needed is empty."""
     found = fake_backward(dloss, input, target, reduction, log_target, needs_dinput, needs_dtarget)
+    _refuse_symbols(target)
     shapes = tuple(grad.shape for grad in found)
     strides = tuple(map(library.contiguous_strides, shapes))
     dtype, device = target.dtype, target.device
