@@ -435,17 +435,15 @@ def test_weights_that_require_grad(device):
 def test_the_backward_ops_refuse_what_does_not_match(device):
     logits, target = drawn(4, classes=8, device=device)
     factors, loss = torch.ones(4, 4, device=device), logits[0, 0]
-    rows = torch.ops.rooftile.cross_entropy_rows_backward
-    with pytest.raises(
-        ValueError, match=r"cross_entropy_rows_backward: dloss has shape \(3,\), expected \(\) or \(4,\)"
-    ):
+    rows = torch.ops.rooftile.cross_entropy_backward
+    with pytest.raises(ValueError, match=r"cross_entropy_backward: dloss has shape \(3,\), expected \(\) or \(4,\)"):
         rows(logits[:3, 0], logits, target, None, factors, 0.0, False)
-    with pytest.raises(ValueError, match=r"cross_entropy_rows_backward: factors has shape \(3, 4\), expected \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"cross_entropy_backward: factors has shape \(3, 4\), expected \(4, 4\)"):
         rows(loss, logits, target, None, factors[:3], 0.0, False)
-    with pytest.raises(ValueError, match="cross_entropy_backward: dlogits is not contiguous"):
-        torch.ops.rooftile.cross_entropy_backward(logits.T, loss, loss)
-    with pytest.raises(ValueError, match=r"cross_entropy_backward: dloss has shape \(4,\), expected \(\)"):
-        torch.ops.rooftile.cross_entropy_backward(logits, logits[:, 0], loss)
+    with pytest.raises(ValueError, match="scale_gradient_backward: gradient is not contiguous"):
+        torch.ops.rooftile.scale_gradient_backward(logits.T, loss, loss)
+    with pytest.raises(ValueError, match=r"scale_gradient_backward: dloss has shape \(4,\), expected \(\)"):
+        torch.ops.rooftile.scale_gradient_backward(logits, logits[:, 0], loss)
     with pytest.raises(ValueError, match="cross_entropy: gradient is 'none', expected 'now' or 'later'"):
         torch.ops.rooftile.cross_entropy(
             logits.requires_grad_(), target, None, None, -100, 0.0, 0.0, 0.0, "sum", "none", False

@@ -12,11 +12,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from rooftile import launching, runtime
 from rooftile.cases.check import relative_error
-from rooftile.cases.kl_div import TOLERANCES
-from rooftile.ops import kl_div as ops
-from rooftile.ops.kl_div import REDUCTIONS, kl_div
+from rooftile.cases.divergence import KL_TOLERANCES as TOLERANCES
+from rooftile.ops import divergence as ops
+from rooftile.ops.divergence import REDUCTIONS, kl_div
 from rooftile.primitives.rows import RowConfig
-from rooftile.reference import kl_div as reference
+from rooftile.reference import divergence as reference
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 both_targets = pytest.mark.parametrize("log_target", [False, True], ids=["target", "log target"])
@@ -161,8 +161,8 @@ def test_a_symbolic_shape_leaves_the_op_whole(device):
     x = shapes.from_tensor(torch.randn(4, 64, device=device), symbolic_context=sizes)
     with shapes:
         for launch in (
-            lambda: ops.prepare(x, x, "mean", False),
-            lambda: ops.prepare_backward(x[0, 0], None, x, "mean", False, True, False),
+            lambda: ops.prepare_kl(x, x, "mean", False),
+            lambda: ops.prepare_kl_backward(x[0, 0], None, x, "mean", False, True, False),
         ):
             with pytest.raises(launching.Untraceable, match="symbolic shape"):
                 launch()

@@ -148,6 +148,17 @@ def run_kl_div(lay, device):
     return results
 
 
+def run_jsd(lay, device):
+    log_q, log_p, dloss = normal(device).float().log_softmax(-1), normal(device).float().log_softmax(-1), normal(device)
+    results = []
+    for place in (torch.clone, lay):
+        q, p = (place(t.to(BF16)).requires_grad_() for t in (log_q, log_p))
+        now, later = rooftile.jsd(q, p.detach()), rooftile.jsd(q, p, reduction="none")
+        grads = (*torch.autograd.grad(now, q), *torch.autograd.grad(later, (q, p), place(dloss)))
+        results.append((now.detach(), later.detach(), *grads))
+    return results
+
+
 def run_cross_entropy(lay, device):
     logits, target = normal(device), torch.tensor([3, 47, -100, 0], device=device)
     results = []
@@ -168,7 +179,8 @@ RUNS = {
     run_rope_in_place: "rope",
     run_silu_mul: "gated",
     run_silu_mul_packed: "gated",
-    run_kl_div: "kl_div",
+    run_kl_div: "divergence",
+    run_jsd: "divergence",
     run_cross_entropy: "cross_entropy",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))

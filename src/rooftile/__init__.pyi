@@ -23,6 +23,8 @@ from rooftile.ops.cross_entropy import TokenStats as TokenStats
 from rooftile.ops.cross_entropy import cross_entropy as cross_entropy
 from rooftile.ops.decode_attention import DecodeConfig as DecodeConfig
 from rooftile.ops.decode_attention import decode_attention as decode_attention
+from rooftile.ops.divergence import jsd as jsd
+from rooftile.ops.divergence import kl_div as kl_div
 from rooftile.ops.embedding import embedding as embedding
 from rooftile.ops.gated import gelu_mul as gelu_mul
 from rooftile.ops.gated import gelu_mul_packed as gelu_mul_packed
@@ -43,7 +45,6 @@ from rooftile.ops.gemm.weight_only import pack_int4 as pack_int4
 from rooftile.ops.gemm.weight_only import quantize_int4 as quantize_int4
 from rooftile.ops.gemm.weight_only import quantize_int8 as quantize_int8
 from rooftile.ops.gemm.weight_only import unpack_int4 as unpack_int4
-from rooftile.ops.kl_div import kl_div as kl_div
 from rooftile.ops.kv_cache import append_kv as append_kv
 from rooftile.ops.kv_cache import rope_and_cache as rope_and_cache
 from rooftile.ops.layer_norm import layer_norm as layer_norm

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
-from rooftile import library, runtime
+from rooftile import library
 from rooftile.ops.cross_entropy import backward, forward
+from rooftile.primitives.loss_gradient import gradient_when, scaled
 
 __all__ = ["TokenStats", "cross_entropy"]
 
@@ -67,13 +67,9 @@ def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | No
         return None, *rest
     if not ctx.now:
         logits, target, weight, factors = ctx.saved_tensors
-        return backward.rows_op(dloss, logits, target, weight, factors, ctx.softcap, ctx.smooths), *rest
+        return backward.op(dloss, logits, target, weight, factors, ctx.softcap, ctx.smooths), *rest
     loss, dlogits = ctx.saved_tensors
-    # A graph that is kept may be walked again, and needs the buffer as it is; so may one that is being traced.
-    if type(dlogits) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
-        dlogits = dlogits.clone()
-    backward.scale_op(dlogits, dloss, loss)
-    return dlogits, *rest
+    return scaled(dlogits, dloss, loss), *rest
 
 
 _op = library.define(
@@ -84,18 +80,6 @@ _op = library.define(
     fake=forward.fake,
     autograd=library.Autograd(_save, _backward, _check),
 )
-
-
-def _gradient(logits: Tensor, reduction: str) -> str:
-    """How the logits get their gradient: see `forward.Options`.
-
-    Without a reduction it depends on a number for each row that only the backward has. In float16 that of a mean would
-    underflow before a loss scaler's factor reaches it. A compiled graph can't write the forward's buffer in place.
-    """
-    if not (torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad):
-        return "none"
-    compiled = runtime.MODE is runtime.Mode.GPU and torch.compiler.is_compiling()
-    return "later" if reduction == "none" or logits.dtype is torch.float16 or compiled else "now"
 
 
 Reduction = Literal["mean", "sum", "none"]
@@ -189,6 +173,8 @@ def cross_entropy(
         TypeError: a dtype is none of those named.
     """
     cap = 0.0 if softcap is None else softcap
-    args = (ignore_index, label_smoothing, z_loss, cap, reduction, _gradient(logits, reduction), return_stats)
+    learns = isinstance(logits, Tensor) and logits.requires_grad
+    gradient = gradient_when(learns, reduction, logits.dtype) if learns else "none"
+    args = (ignore_index, label_smoothing, z_loss, cap, reduction, gradient, return_stats)
     loss, _, _, *stats = _op(logits, target, weight, token_weights, *args)
     return (loss, TokenStats(*stats)) if return_stats else loss

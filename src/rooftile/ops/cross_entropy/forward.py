@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.primitives.loss_gradient import GRADIENTS
 from rooftile.primitives.partials import prepare_total
 from rooftile.primitives.rows import RowConfig, row_launcher, row_length
 
@@ -34,7 +35,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NO_COLUMN = tl.constexpr(2**31 - 1)
 
 REDUCTIONS = ("mean", "sum", "none")
-GRADIENTS = ("none", "now", "later")
 TARGETS = (torch.int64, torch.int32)
 FACTORS = 4  # what the backward needs of a row: maximum, and the factors of exponentials, target and smoothing
 STRIDE = tl.constexpr(FACTORS)
@@ -366,8 +366,8 @@ class Options:
 
     Attributes:
         softcap: 0 is none.
-        gradient: of logits: "none"; "now" for the forward to write it; "later" for the forward to write what the
-            backward needs of each row.
+        gradient: of logits: one of `loss_gradient.GRADIENTS`. For "later" the forward writes what the backward needs of
+            each row.
         stats: whether log-probability, entropy and argmax of each row are wanted.
     """
 
