@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import importlib.util
 
 import hypothesis
@@ -48,6 +49,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    """What there is now stays. To search it for cycles again and again takes a twentieth of the time."""
+    if not HAS_GPU:  # where cycles may hold memory that other tests need
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def test_text_is_a_few_kilobytes_of_ascii() -> None:
     assert int(tokens.max()) < 128
 
 
+@pytest.mark.nightly  # `make demo` does the same with every model
 @pytest.mark.parametrize("title", ["Llama", "T5 v1.1", "GPT-2", "BERT", "Gemma 3"])
 def test_demo_compares_a_model(title: str) -> None:
     model = next(m for m in MODELS if m.title == title)
