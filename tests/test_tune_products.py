@@ -15,6 +15,7 @@ from rooftile.bench.tune.search import Search, Seconds, verify
 from rooftile.bench.tune.space import LIMITS, TUNABLES, label
 from rooftile.cli import app
 from rooftile.ops.gemm import choose
+from rooftile.ops.gemm.config import GemmConfig
 
 pytestmark = pytest.mark.nightly
 
@@ -29,7 +30,7 @@ def test_every_configuration_of_the_space_is_one_that_its_kernel_takes(op, m):
     space = tunable.space(problem, SM_90, False)
     assert 8 <= len(space) == len(set(space)) <= 64
     assert all(choose.can_implement(problem, c, SM_90) is None for c in space)
-    assert all(choose.tuned_config(tunable.fields(c)) == c for c in space)
+    assert all(GemmConfig(**tunable.fields(c)) == c for c in space)
     wider = tunable.space(problem, SM_90, True)
     assert set(space) <= set(wider)
     assert len(wider) > 5 * len(space)
@@ -197,7 +198,7 @@ def test_on_a_gpu_a_product_is_tuned_and_the_table_is_used_from_then_on(tmp_path
         assert 0 < entry["error"] < LIMITS["bf16"]
         assert entry["tried"] > entry["space"] // 2
         assert tuning.lookup("matmul", tunable.key(problem), target) == entry["config"]
-        tuned, default = choose.tuned_config(entry["config"]), tunable.default(problem, target)
+        tuned, default = GemmConfig(**entry["config"]), tunable.default(problem, target)
         assert choose.choose(problem, target) == tuned
         # Another process than the search's, with other inputs' memory, must come to the times that stand in the table.
         timer = clock(device)

@@ -139,7 +139,7 @@ CASES = (
                 _point(96, wide=True, amsgrad=True),
             ),
             "edge": (_point(1), _point(0), _point(4099), _point(8192, maximize=True), _point(17, master=True)),
-            "llm": tuple(_point(n * 10**6) for n in (1, 10, 50)),
+            "llm": (*(_point(n * 10**6) for n in (1, 10, 50)), _point(4096)),  # the last as a norm's weight
             "memory": (_point(500 * 10**6),),
         },
         peers=tuple(Peer(f"torch {how}", _pytorch(how), mutates=_WRITTEN) for how in ("foreach", "fused")),

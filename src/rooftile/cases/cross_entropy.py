@@ -128,7 +128,9 @@ CASES = (
         sets={
             "tiny": (_point(4, 128), _point(17, 256), *_MODES),
             "edge": tuple(_point(r, v, reduction="sum") for r, v in _AWKWARD),
-            "llm": tuple(_point(r, v, reduction="sum") for r, v in ((8192, 32000), (4096, 128256), (2048, 262144))),
+            "llm": tuple(
+                _point(r, v, reduction="sum") for r, v in ((8192, 32000), (4096, 128256), (2048, 262144), (32, 4096))
+            ),
             "sweep": tuple(_point(4096, v, reduction="sum") for v in (4096, 16384, 50257, 65536, 151936)),
         },
         # With a soft cap, whose tanh takes registers that the row was to stay in.

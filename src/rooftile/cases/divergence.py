@@ -141,7 +141,7 @@ CASES = (
             "tiny": (_point(4, 128), _point(33, 256, reduction="batchmean"), *_KL_MODES),
             "edge": (*(_point(r, c, reduction="batchmean") for r, c in _AWKWARD), _point(0, 64, reduction="sum")),
             # Sums: averages of so small gradients would be 0 in float16.
-            "llm": tuple(_point(4096, v, reduction="sum") for v in _VOCABULARIES),
+            "llm": (*(_point(4096, v, reduction="sum") for v in _VOCABULARIES), _point(32, 4096, reduction="sum")),
             "sweep": tuple(_point(2048, v, reduction="sum", log_target=True) for v in _VOCABULARIES),
         },
         over="cols",
@@ -162,7 +162,7 @@ CASES = (
         sets={
             "tiny": (_point(4, 128), _point(33, 256), *_JSD_MODES),
             "edge": tuple(_point(r, c) for r, c in _AWKWARD),
-            "llm": tuple(_point(4096, v, reduction="sum") for v in _VOCABULARIES),
+            "llm": (*(_point(4096, v, reduction="sum") for v in _VOCABULARIES), _point(32, 4096, reduction="sum")),
             "sweep": tuple(_point(2048, v) for v in _VOCABULARIES),
         },
         over="cols",

@@ -152,6 +152,7 @@ _GELU = {
     "tiny": (_gated_point(4, 128, activation="gelu"), _gated_point(5, 200, **_TANH, **_GROUP)),
     "edge": (_gated_point(17, 127, **_TANH, **_INT8),),
     "llm": (_gated_point(8192, 14336, **_TANH),),
+    "decode": (_gated_point(1, 14336, **_TANH),),
 }
 
 CASES = (
