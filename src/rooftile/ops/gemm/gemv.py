@@ -16,7 +16,6 @@ group multiplies its sum.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -275,34 +274,6 @@ def _register_limit(weight: torch.dtype, block: int, c: GemmConfig, programs: in
     return least if more < programs <= fewer else 0
 
 
-@functools.cache
-def _launcher(
-    dtypes: tuple[torch.dtype | None, ...], epilogue: str, eps: float, offset: float, activation: str, form: Format,
-    of_qkv: tuple[int, ...], even_k: bool, block_n: int, block_k: int, warps: int, stages: int, prefetched: int,
-    register_limit: int,
-) -> launching.KernelLauncher:  # fmt: skip
-    options: dict[str, Any] = {"maxnreg": register_limit} if register_limit else {}
-    constants = {
-        "EPILOGUE": epilogue,
-        "EPS": eps,
-        "OFFSET": offset,
-        "ACTIVATION": activation,
-        "HAS_NORM": dtypes[1] is not None,
-        **form.constants(),
-        "HAS_BIAS": dtypes[4] is not None,
-        "HAS_RESIDUAL": dtypes[5] is not None,
-        **dict(zip(CONSTANTS, of_qkv, strict=True)),
-        "EVEN_K": even_k,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "STAGES": stages,
-        "PREFETCH": prefetched,
-    }
-    return launching.KernelLauncher(
-        gemv_kernel, constants, num_warps=warps, **options, **pdl.options(prefetched >= 0)
-    )  # fmt: skip
-
-
 def _prefetched(o: Operands, c: GemmConfig, is_qkv: bool) -> int:
     """The blocks that a CTA prefetches, or -1 for an ordinary launch."""
     if c.prefetch is not None:
@@ -333,11 +304,18 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
         limit = _register_limit(o.w.dtype, block_n * block_k, c, programs, runtime.target(o.w.device))
     w, scale, form = Format.of(o.w, o.weight_scale, k, dtype)
     tensors = (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, *qkv.tensors)
-    launcher = _launcher(
-        tuple(None if t is None else t.dtype for t in tensors), epilogue, o.eps, o.offset, o.activation, form,
-        qkv.constants, n_inner % block_k == 0, block_n, block_k, c.num_warps, c.num_stages, _prefetched(o, c, is_qkv),
-        limit,
-    )  # fmt: skip
+    prefetched = _prefetched(o, c, is_qkv)
+    constants = {
+        "EPILOGUE": epilogue, "EPS": o.eps, "OFFSET": o.offset, "ACTIVATION": o.activation,
+        "HAS_NORM": o.norm_weight is not None, **form.constants(), "HAS_BIAS": o.bias is not None,
+        "HAS_RESIDUAL": o.residual is not None, **dict(zip(CONSTANTS, qkv.constants, strict=True)),
+        "EVEN_K": n_inner % block_k == 0, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": c.num_stages,
+        "PREFETCH": prefetched,
+    }  # fmt: skip
+    options: dict[str, Any] = {"maxnreg": limit} if limit else {}
+    launcher = launching.launcher(
+        gemv_kernel, tensors, constants, num_warps=c.num_warps, **options, **pdl.options(prefetched >= 0)
+    )
     strides = (w.stride(-2), w.stride(-1), *qkv.strides, n_inner)
     start = launching.bind(launcher, programs, strides=strides, numbers=(n_cols, *qkv.sizes))
     is_read_as_it_is = w is o.w and scale is o.weight_scale

@@ -26,7 +26,6 @@ squares of its part of x. Where several CTAs share a tile (`SPLIT`), the last on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -433,38 +432,6 @@ def gemv_imma_kernel(
         gl.store(out_ptr + col, z.to(out_ptr.dtype.element_ty), mask=col < n_cols)
 
 
-@functools.cache
-def _launcher(
-    dtypes: tuple[torch.dtype | None, ...], k: int, epilogue: str, eps: float, offset: float, activation: str,
-    group: int, pairs: str, of_qkv: tuple[int, ...], block_n: int, slices: int, split_k: int, warps: int, stages: int,
-    early: bool, constant_weight: bool,
-) -> launching.KernelLauncher:  # fmt: skip
-    constants = {
-        "K": k,
-        "EPILOGUE": epilogue,
-        "EPS": eps,
-        "OFFSET": offset,
-        "ACTIVATION": activation,
-        "HAS_NORM": dtypes[1] is not None,
-        "GROUP": group,
-        "PAIRS": pairs,
-        "HAS_BIAS": dtypes[4] is not None,
-        "HAS_RESIDUAL": dtypes[5] is not None,
-        **dict(zip(CONSTANTS, of_qkv, strict=True)),
-        "BLOCK_N": block_n,
-        "SLICES": slices,
-        "SPLIT": split_k,
-        "AHEAD": stages - 1,
-        "EARLY": early,
-        "CONSTANT_WEIGHT": constant_weight,
-    }
-    # Two CTAs of eight warps fit an SM with 128 registers a thread. Where warps have 16 rows and all steps the
-    # assembler would take up to 178, but not for a gate of int8; elsewhere it takes fewer, and spills with a limit.
-    limited = slices == 1 and warps <= 8 and (group or epilogue != "gated")
-    limit: dict[str, Any] = {"maxnreg": 128} if limited else {}
-    return launching.KernelLauncher(gemv_imma_kernel, constants, num_warps=warps, **limit, **pdl.options(early))
-
-
 LONGEST = 32  # blocks that a warp multiplies: all its steps are code of their own
 
 
@@ -520,16 +487,19 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
     k, n_cols, group, pairs, split_k = x.shape[-1], w.shape[0] // halved, 0, "", c.split_k
     if w.dtype == torch.uint8:
         group = k // scale.shape[1]
-        scale, pairs = view_in_pairs(scale)
+        _, pairs = view_in_pairs(scale)
     tiles = library.cdiv(n_cols, c.block_n // halved)
-    dtypes = tuple(
-        None if t is None else t.dtype for t in (x, o.norm_weight, w, scale, o.bias, o.residual, o.out, *qkv.tensors)
-    )
     early = c.prefetch is not None and c.prefetch >= 0
-    constants = (
-        dtypes, k, epilogue, o.eps, o.offset, o.activation, group, pairs, qkv.constants, c.block_n, c.slices, split_k,
-        c.num_warps, c.num_stages, early,
-    )  # fmt: skip
+    constants = {
+        "K": k, "EPILOGUE": epilogue, "EPS": o.eps, "OFFSET": o.offset, "ACTIVATION": o.activation,
+        "HAS_NORM": o.norm_weight is not None, "GROUP": group, "PAIRS": pairs, "HAS_BIAS": o.bias is not None,
+        "HAS_RESIDUAL": o.residual is not None, **dict(zip(CONSTANTS, qkv.constants, strict=True)),
+        "BLOCK_N": c.block_n, "SLICES": c.slices, "SPLIT": split_k, "AHEAD": c.num_stages - 1, "EARLY": early,
+    }  # fmt: skip
+    # Two CTAs of eight warps fit an SM with 128 registers a thread. Where warps have 16 rows and all steps the
+    # assembler would take up to 178, but not for a gate of int8; elsewhere it takes fewer, and spills with a limit.
+    limited = c.slices == 1 and c.num_warps <= 8 and (group or epilogue != "gated")
+    options: dict[str, Any] = {"num_warps": c.num_warps, **({"maxnreg": 128} if limited else {}), **pdl.options(early)}
     strides, sizes = (w.stride(0), *qkv.strides), (n_cols, *qkv.sizes)
     starts: dict[bool, Callable[..., None]] = {}  # by whether the weight is constant
 
@@ -543,7 +513,10 @@ def prepare(o: Operands, c: GemmConfig, qkv: QkvOutput = NO_QKV) -> Start:
         is_constant = early and pdl.weights_are_constant()
         start = starts.get(is_constant)
         if start is None:
-            launcher = _launcher(*constants, is_constant)
+            tensors = (x, norm_weight, w, weight_scale, bias, residual, out, *of_qkv)
+            launcher = launching.launcher(
+                gemv_imma_kernel, tensors, {**constants, "CONSTANT_WEIGHT": is_constant}, **options
+            )
             start = starts[is_constant] = launching.bind(launcher, tiles * split_k, strides=strides, numbers=sizes)
         start(x, norm_weight, w, weight_scale, bias, residual, out, partial, counters, *(of_qkv or NO_QKV.tensors))
 
