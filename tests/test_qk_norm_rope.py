@@ -306,6 +306,12 @@ def test_wrong_dtypes(device):
         qk_norm_rope(q, k, *others, eps=None)
     with pytest.raises(TypeError, match="qk_norm_rope: offset is a Tensor, expected a number"):
         qk_norm_rope(q, k, *others, offset=torch.tensor(1.0))
+    weight, *tables = others[1:]
+    for name, weights in (("q_weight", (None, weight)), ("k_weight", (weight, None))):
+        with pytest.raises(
+            ValueError, match=rf"qk_norm_rope: offset is 1\.0 and {name} is None, expected an offset of 0"
+        ):
+            qk_norm_rope(q, k, *weights, *tables, offset=1.0)
 
 
 def test_the_backward_op_refuses_gradients_that_do_not_match(device):

@@ -143,7 +143,7 @@ def qk_norm_rope(
         q: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="bthd"`), float32, float16 or bfloat16, of any strides; D is
             at most 512.
         k: the same but for the number of heads.
-        q_weight, k_weight: `(D,)`, of any of the three dtypes, or None for no weight (and then no offset).
+        q_weight, k_weight: `(D,)`, of any of the three dtypes, or None for no weight; then `offset` must be 0.
         cos, sin: `(T, R)`, `(1, T, R)` or `(B, T, R)`, where R is `rotary_dim`. Each angle is stored twice, as
             models build the tables; one of the two is read.
         rotary_dim: R, the number of elements of a head that are rotated: even, D by default. Others are only normed.
@@ -158,8 +158,8 @@ def qk_norm_rope(
         `(q, k)` normed and rotated, in new memory of the same order. cos and sin get no gradient.
 
     Raises:
-        ValueError: a shape, style or layout does not fit; cos or sin requires grad; devices differ or are the CPU
-            without the interpreter.
+        ValueError: a shape, style or layout does not fit; there is an offset and a weight is None; cos or sin requires
+            grad; devices differ or are the CPU without the interpreter.
         TypeError: a dtype is not one of those named; eps or offset is not a number.
     """
     check_rotary_dim("qk_norm_rope", q, cos, rotary_dim)

@@ -243,6 +243,8 @@ def check(
             raise ValueError(
                 f"{op}: {name} has shape {tuple(weight.shape)}, expected ({head_dim},) to match the head_dim"
             )
+        if weight is None and offset != 0.0:
+            raise ValueError(f"{op}: offset is {offset} and {name} is None, expected an offset of 0 without a weight")
 
 
 def sizes(rotary: int, head_dim: int) -> dict[str, int]:
