@@ -344,7 +344,12 @@ def test_whether_gradients_are_deterministic_is_asked_of_the_caller_and_else_of_
     q = torch.randn(1, 1, 8, 16, device=device, requires_grad=True)
     asked = []
     prepare = ops.prepare_backward
-    monkeypatch.setattr(ops, "prepare_backward", lambda *args: asked.append(args[-3]) or prepare(*args))
+
+    def ask(*args, deterministic, **options):
+        asked.append(deterministic)
+        return prepare(*args, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(ops, "prepare_backward", ask)
     for deterministic in (True, False, None):
         launching.forget()  # a call that is prepared asks no more
         attention(q, q, q, deterministic=deterministic).sum().backward()

@@ -44,7 +44,7 @@ def launched(q, k, v, out, lse, dout, dlse, x, s, c=SMALL, wanted=("dq", "dk", "
     }
     made.setdefault("dsinks", None)
     gradients = tuple(made[name] for name in ("dq", "dk", "dv", "dsinks"))
-    start = ops.prepare_backward(x, out, lse, dout, dlse, gradients, c)
+    start = ops.prepare_backward(x, out, lse, dout, dlse, gradients, config=c)
     start(q, k, v, out, lse, dout, dlse, *gradients, *x.tensors)
     return made
 

@@ -78,7 +78,7 @@ class Drawn:
             self.q, self.k, self.v, self.s, sinks=self.sinks, longest_q=self.q.shape[2], longest_k=self.k.shape[2]
         )
         of_rows = (self.out, self.lse, self.dout, self.dlse)
-        start = ops.prepare_backward(x, *of_rows, found, config(self.q.shape[3]), deterministic)
+        start = ops.prepare_backward(x, *of_rows, found, config=config(self.q.shape[3]), deterministic=deterministic)
         start(self.q, self.k, self.v, *of_rows, *found, *x.tensors)
         return found
 

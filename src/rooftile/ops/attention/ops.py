@@ -256,6 +256,7 @@ def prepare_backward(
     dout: Tensor,
     dlse: Tensor | None,
     gradients: tuple[Tensor | None, ...],
+    *,
     config: AttentionConfig | None = None,
     deterministic: bool = False,
     portable: bool = False,
@@ -333,7 +334,8 @@ def _prepare_backward(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     )
     assert lse is not None
     start = prepare_backward(
-        a.inputs(), out, lse, dout, dlse, wanted, None, b.deterministic, b.portable, a.layout
+        a.inputs(), out, lse, dout, dlse, wanted,
+        deterministic=b.deterministic, portable=b.portable, layout=a.layout,
     )  # fmt: skip
     new = tuple(map(_allocator, memory))
     needs_dq, needs_dk, needs_dv, needs_dsinks = b.needs
