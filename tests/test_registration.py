@@ -116,6 +116,11 @@ def op_of(case):
     return re.sub("^(rms_norm(_gated)?_linear)_quantized$", r"\1", case.name)
 
 
+def called(case):
+    """The public function of a case, which its errors name."""
+    return case.name.removesuffix("_quantized")
+
+
 @every_case
 def test_fake_results_match_real_ones(case, device):
     """Shape, dtype and strides, on meta tensors that hold nothing."""
@@ -279,7 +284,7 @@ def test_inputs_on_two_devices(case, device):
         mixed = {**inputs, name: inputs[name].to("meta")}
         first = next(iter(inputs))
         with pytest.raises(
-            ValueError, match=f"{op_of(case)}: {name} is on meta, expected {inputs[first].device} to match {first}"
+            ValueError, match=f"^{called(case)}: {name} is on meta, expected {inputs[first].device} to match {first}"
         ):
             case.function(**mixed, **point.options)
     assert_same(forward(case, point, inputs), forward(case, point, draw(case, point, BF16, device)))
@@ -291,8 +296,7 @@ def test_dtypes_that_are_not_taken(case, device):
     inputs = draw(case, point, torch.float32, device)
     for name in (n for n, t in inputs.items() if t.is_floating_point()):
         for dtype in (torch.float64, torch.int32):
-            called = op_of(case)
-            with pytest.raises(TypeError, match=f"{called}: {name} has dtype torch.{str(dtype)[6:]}, expected"):
+            with pytest.raises(TypeError, match=f"^{called(case)}: {name} has dtype torch.{str(dtype)[6:]}, expected"):
                 case.function(**{**inputs, name: inputs[name].to(dtype)}, **point.options)
 
 
@@ -335,7 +339,7 @@ def test_tensors_on_the_cpu_without_the_interpreter():
     assert run.returncode == 0, run.stderr
     first = [next(iter(draw(case, case.sets["tiny"][0], BF16, torch.device("meta")))) for case in CASES]
     expected = [
-        f"{op_of(case)}: {name} is on the CPU, expected a GPU (set TRITON_INTERPRET=1 before the first Rooftile op to "
+        f"{called(case)}: {name} is on the CPU, expected a GPU (set TRITON_INTERPRET=1 before the first Rooftile op to "
         "run on the CPU, slowly)"
         for case, name in zip(CASES, first, strict=True)
     ]

@@ -67,30 +67,32 @@ class Autograd:
     check: Callable[[tuple[Any, ...]], None] | None = None
 
 
-def _device(overload: Any, tensors: tuple[int, ...], args: tuple[Any, ...]) -> torch.device:
+Called = Callable[[tuple[Any, ...]], str]  # the public function's name, by the op's arguments
+
+
+def _device(overload: Any, called: Called, tensors: tuple[int, ...], args: tuple[Any, ...]) -> torch.device:
     """The device of the op's tensors (their places in args are known), which must be one."""
     device = args[0].device
     for i in tensors:
         if args[i] is not None and args[i].device != device:
             schema = overload._schema
             raise ValueError(
-                f"{schema.name.partition('::')[2]}: {schema.arguments[i].name} is on {args[i].device}, expected "
-                f"{device} to match {schema.arguments[0].name}"
+                f"{called(args)}: {schema.arguments[i].name} is on {args[i].device}, expected {device} to match "
+                f"{schema.arguments[0].name}"
             )
     return device
 
 
-def _guarded(overload: Any, tensors: tuple[int, ...], launch: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(overload: Any, called: Called, tensors: tuple[int, ...], launch: Callable[..., Any]) -> Callable[..., Any]:
     """`launch`, on the device of its tensors, which must be one that this process can launch kernels on."""
 
     def kernel(*args: Any) -> Any:
-        device = _device(overload, tensors, args)
+        device = _device(overload, called, tensors, args)
         if runtime.MODE is not runtime.Mode.GPU:
             return launch(*args)
         if device.type == "cpu":
-            schema = overload._schema
             raise ValueError(
-                f"{schema.name.partition('::')[2]}: {schema.arguments[0].name} is on the CPU, expected a GPU "
+                f"{called(args)}: {overload._schema.arguments[0].name} is on the CPU, expected a GPU "
                 "(set TRITON_INTERPRET=1 before the first Rooftile op to run on the CPU, slowly)"
             )
         # A guard costs 2 us, so it is taken only where the current device is another.
@@ -169,11 +171,13 @@ def _nobody_listens(args: tuple[Any, ...], tensors: tuple[int, ...], required: t
     return True
 
 
-def _check_arguments(overload: Any, tensors: tuple[int, ...], required: tuple[int, ...], args: tuple[Any, ...]) -> None:
+def _check_arguments(
+    overload: Any, called: Called, tensors: tuple[int, ...], required: tuple[int, ...], args: tuple[Any, ...]
+) -> None:
     """What the dispatcher would say of None, a list or an array is about its own types."""
     for i in tensors:
         if i in required or args[i] is not None:
-            check_tensors(overload._schema.name.partition("::")[2], **{overload._schema.arguments[i].name: args[i]})
+            check_tensors(called(args), **{overload._schema.arguments[i].name: args[i]})
 
 
 def _has_tangent(tensor: Tensor | None) -> bool:
@@ -309,6 +313,7 @@ def define(
     prepare: Callable[..., Callable[..., Any]] | None = None,
     varying: int = 0,
     autograd: Autograd | None = None,
+    called: Called | None = None,
 ) -> Callable[..., Any]:
     """Register `rooftile::<schema>` and return the callable op.
 
@@ -318,10 +323,12 @@ def define(
         prepare: in the place of `launch`: returns what does so for such arguments, and is remembered.
         varying: how many of the last arguments, none of them tensors, `prepare` does not depend on.
         fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
-        autograd: the derivative. Without one the op refuses an input that requires grad, in grad mode.
+        autograd: the derivative. Without one the op raises ValueError for an input that requires grad, in grad mode.
+        called: the public function that makes such a call, for errors; by default it has the op's name.
     """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
+    called = called or (lambda args: name)
     overload = getattr(torch.ops.rooftile, name).default
     mutated = tuple(
         i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
@@ -335,7 +342,7 @@ def define(
             return prepare(*args)(*args)
 
     assert launch is not None, "an op has a launch or a prepare"
-    kernel = _guarded(overload, tensors, prepared or launch)
+    kernel = _guarded(overload, called, tensors, prepared or launch)
 
     def below(keyset: Any, *args: Any) -> Any:
         """The op below autograd."""
@@ -352,7 +359,7 @@ def define(
 
     def refuse_gradients(args: tuple[Any, ...]) -> None:
         for i in tensors:
-            refuse_gradient(name, overload._schema.arguments[i].name, args[i])
+            refuse_gradient(called(args), overload._schema.arguments[i].name, args[i], name)
 
     check = None if autograd is None else autograd.check
     if autograd is None and not name.endswith("_backward"):
@@ -410,7 +417,7 @@ def define(
                 torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
             return run(*args)
         if not _nobody_listens(args, tensors, required):
-            _check_arguments(overload, tensors, required, args)
+            _check_arguments(overload, called, tensors, required, args)
             return overload(*args)
         return with_gradients(None, args) if asks_for_gradients(args) else below(None, *args)
 
@@ -425,8 +432,8 @@ def define(
     else:
 
         def on_one_device(*args: Any) -> Any:  # a meta tensor among others brings a call here
-            _check_arguments(overload, tensors, required, args)
-            _device(overload, tensors, args)
+            _check_arguments(overload, called, tensors, required, args)
+            _device(overload, called, tensors, args)
             return fake(*args)
 
         torch.library.register_fake(f"rooftile::{name}", on_one_device, lib=_LIBRARY)
@@ -488,11 +495,11 @@ def check_same(op: str, name: str, tensor: Tensor, other_name: str, other: Tenso
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}, expected {other.dtype} to match {other_name}")
 
 
-def refuse_gradient(op: str, name: str, tensor: Tensor | None) -> None:
-    """Raise ValueError if the tensor requires grad."""
+def refuse_gradient(op: str, name: str, tensor: Tensor | None, what: str | None = None) -> None:
+    """Raise ValueError if the tensor requires grad. `what` has no derivative; by default the op."""
     if tensor is not None and tensor.requires_grad:
         raise ValueError(
-            f"{op}: {name} requires grad, but {op} has no derivative; call it under torch.no_grad(), or pass "
+            f"{op}: {name} requires grad, but {what or op} has no derivative; call it under torch.no_grad(), or pass "
             f"{name}.detach()"
         )
 

@@ -416,8 +416,9 @@ def _define(op: str) -> tuple[Callable[..., Any], ...]:
         library.define(
             f"{op}_quantized(Tensor gate, Tensor up, Tensor? scale, str activation, str dtype, str per, "
             "int group_size) -> (Tensor, Tensor)",
-            prepare=functools.partial(_prepare_quantized, f"{op}_quantized"),
-            fake=functools.partial(_fake_quantized, f"{op}_quantized"),
+            prepare=functools.partial(_prepare_quantized, op),
+            fake=functools.partial(_fake_quantized, op),
+            called=lambda args: op,
         ),
     )
 

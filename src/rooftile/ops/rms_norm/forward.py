@@ -355,8 +355,9 @@ def _prepare_launch(
 launch = library.Prepared(_prepare_launch)
 
 
-def _quantized_name(residual: Tensor | None) -> str:
-    return "rms_norm_quantized" if residual is None else "add_rms_norm_quantized"
+def _called(residual: Tensor | None) -> str:
+    """The public function that was called, for errors."""
+    return "rms_norm" if residual is None else "add_rms_norm"
 
 
 def _prepare_quantized(
@@ -369,7 +370,7 @@ def _prepare_quantized(
     rounding: str,
     *quantized: Any,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    start = prepare(_quantized_name(residual), x, residual, weight, eps, offset, rounding, quantized)
+    start = prepare(_called(residual), x, residual, weight, eps, offset, rounding, quantized)
     allocate = quantize.allocator(*quantize.empty(x, *quantized))
     u_shape = (0,) if residual is None else x.shape
 
@@ -394,12 +395,11 @@ def _fake_quantized(
     rounding: str,
     *quantized: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check(_quantized_name(residual), x, residual, weight, eps, offset, rounding)
+    check(_called(residual), x, residual, weight, eps, offset, rounding)
     y, scales = quantize.empty(x, *quantized)
     return y, torch.empty((0,) if residual is None else x.shape, dtype=x.dtype, device=x.device), scales
 
 
-launch_quantized = library.Prepared(_prepare_quantized)  # y, u and the scales, for other ops that norm
 # add_rms_norm shares it. u is `(0,)` without a residual, and the scales are if the scale is given: an op may not return
 # one of its arguments.
 quantized_op = library.define(
@@ -407,4 +407,5 @@ quantized_op = library.define(
     "str rounding, str dtype, str per, int group_size) -> (Tensor, Tensor, Tensor)",
     prepare=_prepare_quantized,
     fake=_fake_quantized,
+    called=lambda args: _called(args[1]),
 )
