@@ -75,8 +75,8 @@ def ptx(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kernel", "bits"), [("words", 32), ("pairs", 64)])
-def test_a_word_that_others_poll_is_published_by_a_relaxed_atomic(ptx, kernel, bits):
-    assert ptx[kernel] == [f"atom.global.gpu.relaxed.max.u{bits}"]
+def test_a_word_that_others_poll_is_published_by_a_relaxed_store(ptx, kernel, bits):
+    assert ptx[kernel] == [f"st.relaxed.gpu.global.b{bits}"]
 
 
 def test_words_are_polled_by_volatile_loads(ptx):

@@ -101,9 +101,9 @@ def test_rows_that_several_programs_share(columns, splits, options, device, monk
             sums = torch.stack([p.sum(-1) for p in (dy * expected[0]).split(block, -1)], -1)
             complement = bits(sums.float())
         assert (dtype, complement.dtype, *size) == (complement.dtype, dtype, 29 * splits)
-        # Words of sums are less by the last bits, so that one which nobody wrote over shows; a sum of 0 stays one.
-        off = (sums != 0).to(dtype) * (3 << 32 if dtype is torch.int64 else 3)
-        before = (~complement - off).flatten()
+        # The last bit of sums is off, so that a word which nobody wrote over shows; a sum of 0 stays one.
+        off = (sums != 0).to(dtype) * (1 << 32 if dtype is torch.int64 else 1)
+        before = ~(complement ^ off).flatten()
         published.append((before, before.clone()))
         return published[-1][0]
 

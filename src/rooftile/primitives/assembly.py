@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+import torch
+
+from rooftile import runtime  # before Triton: runtime fixes the mode of the process
 
 import triton.language as tl  # isort: skip
+
+
+def _has_ptx() -> bool:
+    if runtime.MODE is runtime.Mode.GPU:
+        return torch.version.cuda is not None
+    return runtime.target(torch.device("cpu")).arch.startswith("sm_")
+
+
+HAS_PTX = tl.constexpr(_has_ptx())  # whether kernels of this process become PTX
 
 
 def assembly(text: str) -> tl.constexpr:
