@@ -3,7 +3,7 @@
 The list update reads a table in device memory. A row holds the addresses of a parameter's tensors, its size, its kind
 (dtypes and options) and its group; a kernel casts an address to a pointer of that kind. So one launch serves any mix
 of shapes, dtypes and groups: the kernel has one branch for each kind that the list has. The elements of all tensors
-are divided into chunks of BLOCK. A second table holds the tensor of each chunk, and a persistent grid walks the chunks.
+are divided into chunks of BLOCK, one a program. A second table holds the tensor of each chunk.
 A whole chunk at aligned addresses is loaded in vectors of 16 bytes without masks; any other, one element at a time.
 
 Gradients have a vector of addresses of their own, since they move at each step where `zero_grad` sets them to None. An
@@ -56,8 +56,6 @@ def _adamw_list_kernel(
     N_KINDS: tl.constexpr,
     CLASSES: tl.constexpr,
     SKIPS: tl.constexpr,
-    LATE: tl.constexpr,
-    POLICY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """KINDS holds N_KINDS kinds of 8 bits each. SKIPS: a norm that is not finite leaves everything as it is."""
@@ -74,34 +72,31 @@ def _adamw_list_kernel(
         if SKIPS:
             goes = goes & (norm < float("inf"))
 
-    if goes:
-        for chunk in tl.range(tl.program_id(0), n_chunks, tl.num_programs(0), num_stages=1):
-            tensor = tl.load(chunks_ptr + chunk).to(tl.int64)
-            row_ptr = table_ptr + tensor * _ROW
-            g_at = tl.load(grads_ptr + tensor)
-            if g_at != 0:
-                start = (chunk - tl.load(row_ptr + _FIRST)) * BLOCK
-                size = tl.load(row_ptr + _SIZE)
-                kind = tl.load(row_ptr + _KIND)
-                addresses = (
-                    tl.load(row_ptr + _PARAM),
-                    g_at,
-                    tl.load(row_ptr + _EXP_AVG),
-                    tl.load(row_ptr + _EXP_AVG_SQ),
-                    tl.load(row_ptr + _MAX_EXP_AVG_SQ),
-                    tl.load(row_ptr + _MASTER),
-                )
-                step = tl.load(tl.load(row_ptr + _STEP).to(tl.pointer_type(tl.float32))) + 1.0
-                random = (tl.load(row_ptr + _SEED), step.to(tl.int32), tl.load(row_ptr + _SERIAL).to(tl.int32))
+    chunk = tl.program_id(0)
+    if goes & (chunk < n_chunks):
+        tensor = tl.load(chunks_ptr + chunk).to(tl.int64)
+        row_ptr = table_ptr + tensor * _ROW
+        g_at = tl.load(grads_ptr + tensor)
+        if g_at != 0:
+            start = (chunk - tl.load(row_ptr + _FIRST)) * BLOCK
+            size = tl.load(row_ptr + _SIZE)
+            kind = tl.load(row_ptr + _KIND)
+            addresses = (
+                tl.load(row_ptr + _PARAM),
+                g_at,
+                tl.load(row_ptr + _EXP_AVG),
+                tl.load(row_ptr + _EXP_AVG_SQ),
+                tl.load(row_ptr + _MAX_EXP_AVG_SQ),
+                tl.load(row_ptr + _MASTER),
+            )
+            step = tl.load(tl.load(row_ptr + _STEP).to(tl.pointer_type(tl.float32))) + 1.0
+            random = (tl.load(row_ptr + _SEED), step.to(tl.int32), tl.load(row_ptr + _SERIAL).to(tl.int32))
 
-                group_ptr = hyper_ptr + tl.load(row_ptr + _GROUP) * HYPER
-                if LATE:
-                    hyper = (group_ptr, scale, step)
-                else:
-                    hyper = read_group(group_ptr, scale, step)
-                for i in tl.static_range(N_KINDS):
-                    if kind == (KINDS >> 8 * i) & 255:
-                        update_chunk(addresses, start, size, hyper, random, (KINDS >> 8 * i) & 255, LATE, POLICY, BLOCK)
+            group_ptr = hyper_ptr + tl.load(row_ptr + _GROUP) * HYPER
+            hyper = read_group(group_ptr, scale, step)
+            for i in tl.static_range(N_KINDS):
+                if kind == (KINDS >> 8 * i) & 255:
+                    update_chunk(addresses, start, size, hyper, random, (KINDS >> 8 * i) & 255, BLOCK)
 
     if arrives_last(counter_ptr, tl.num_programs(0)) & goes:
         for first in tl.range(0, n_tensors, 128):
@@ -118,12 +113,12 @@ def _squares(g_at, start, size, CODE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS:
     squares = tl.zeros((BLOCK,), tl.float32)
     if (start + BLOCKS * BLOCK <= size) & (g_at & 15 == 0):
         for i in tl.static_range(BLOCKS):
-            g = load(g_at, start + i * BLOCK + tl.arange(0, BLOCK), None, CODE, True, "")
+            g = load(g_at, start + i * BLOCK + tl.arange(0, BLOCK), None, CODE, True)
             squares += g * g
     else:
         for first in tl.range(start, tl.minimum(start + BLOCKS * BLOCK, size), BLOCK, num_stages=1):
             offsets = first + tl.arange(0, BLOCK)
-            g = load(g_at, offsets, offsets < size, CODE, False, "")
+            g = load(g_at, offsets, offsets < size, CODE, False)
             squares += g * g
     return tl.sum(squares, axis=0)
 
@@ -271,12 +266,10 @@ class ListUpdate:
         for a parameter that is left as it is."""
         return launching.upload(grads, torch.int64, self.device)
 
-    def _programs(self, chunks: int) -> int:
-        return max(1, min(chunks, self.target.multiprocessors * self.config.per_sm))
-
     def norm(self, addresses: Tensor) -> Tensor:
         """The sum of squares of each class of gradients, float64; of classes that nothing is in, 0."""
-        c, programs = self.config, self._programs(self.n_norm_chunks)
+        c = self.config
+        programs = max(1, min(self.n_norm_chunks, self.target.multiprocessors * c.per_sm))
         partial = torch.empty(programs * self.classes, dtype=torch.float32, device=self.device)
         sums = torch.empty(self.classes, dtype=torch.float64, device=self.device)
         constants = {
@@ -322,13 +315,11 @@ class ListUpdate:
             "N_KINDS": len(self.kinds),
             "CLASSES": self.classes,
             "SKIPS": self.skips,
-            "LATE": c.late,
-            "POLICY": c.policy,
             "BLOCK": c.block,
         }
         tensors = (*([self.table] * 5), self.table if self.clips else None, scale, found_inf)
         launcher = launching.launcher(_adamw_list_kernel, tensors, constants, num_warps=c.num_warps)
-        return launching.bind(launcher, self._programs(self.n_chunks), numbers=(self.n_chunks, len(self.entries)))
+        return launching.bind(launcher, max(1, self.n_chunks), numbers=(self.n_chunks, len(self.entries)))
 
 
 def _address(t: Tensor | None) -> int:

@@ -47,20 +47,20 @@ def _pointer(address, CODE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def load(address, offsets, mask, CODE: tl.constexpr, ALIGNED: tl.constexpr, POLICY: tl.constexpr):
+def load(address, offsets, mask, CODE: tl.constexpr, ALIGNED: tl.constexpr):
     ptrs = _pointer(address, CODE, ALIGNED) + offsets
     if ALIGNED:
-        return tl.load(ptrs, eviction_policy=POLICY).to(tl.float32)
+        return tl.load(ptrs).to(tl.float32)
     else:
         return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(address, offsets, x, mask, CODE: tl.constexpr, ALIGNED: tl.constexpr, POLICY: tl.constexpr):
+def _store(address, offsets, x, mask, CODE: tl.constexpr, ALIGNED: tl.constexpr):
     ptrs = _pointer(address, CODE, ALIGNED) + offsets
     x = x.to(ptrs.dtype.element_ty)
     if ALIGNED:
-        tl.store(ptrs, x, eviction_policy=POLICY)
+        tl.store(ptrs, x)
     else:
         tl.store(ptrs, x, mask=mask)
 
@@ -131,15 +131,10 @@ def _update(
     hyper,
     random,
     KIND: tl.constexpr,
-    LATE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    POLICY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one tensor, from element `start` on.
-
-    With LATE, `hyper` is what `read_group` takes, else its result.
-    """
+    """One chunk of one tensor, from element `start` on. `hyper` is what `read_group` returned."""
     p_at, g_at, m_at, v_at, max_at, master_at = addresses
     P: tl.constexpr = KIND % 3
     G: tl.constexpr = KIND // 3 % 3
@@ -150,13 +145,10 @@ def _update(
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < size
 
-    g = load(g_at, offsets, mask, G, ALIGNED, POLICY)
-    m = load(m_at, offsets, mask, S, ALIGNED, POLICY)
-    v = load(v_at, offsets, mask, S, ALIGNED, POLICY)
-    w = load(w_at, offsets, mask, W, ALIGNED, POLICY)
-    if LATE:  # while the loads are under way
-        group_ptr, factor, step = hyper
-        hyper = read_group(group_ptr, factor, step)
+    g = load(g_at, offsets, mask, G, ALIGNED)
+    m = load(m_at, offsets, mask, S, ALIGNED)
+    v = load(v_at, offsets, mask, S, ALIGNED)
+    w = load(w_at, offsets, mask, W, ALIGNED)
     scale, keep, step_size, root, rate1, beta2, rate2, eps = hyper
 
     g *= scale
@@ -164,20 +156,20 @@ def _update(
     v = beta2 * v + rate2 * g * g
     largest = v
     if FLAGS & 1:
-        largest = load(max_at, offsets, mask, S, ALIGNED, POLICY)
+        largest = load(max_at, offsets, mask, S, ALIGNED)
         largest = tl.maximum(largest, v, propagate_nan=tl.PropagateNan.ALL)
     w = w * keep - step_size * m / (tl.sqrt(largest) * root + eps)
 
-    _store(m_at, offsets, m, mask, S, ALIGNED, POLICY)
-    _store(v_at, offsets, v, mask, S, ALIGNED, POLICY)
+    _store(m_at, offsets, m, mask, S, ALIGNED)
+    _store(v_at, offsets, v, mask, S, ALIGNED)
     if FLAGS & 1:
-        _store(max_at, offsets, largest, mask, S, ALIGNED, POLICY)
+        _store(max_at, offsets, largest, mask, S, ALIGNED)
     if FLAGS & 2:
-        _store(master_at, offsets, w, mask, 0, ALIGNED, POLICY)
+        _store(master_at, offsets, w, mask, 0, ALIGNED)
     if FLAGS & 4:
         seed, step, serial = random
         w = _round_stochastically(w, _random_bits(seed, step, serial, start, BLOCK))
-    _store(p_at, offsets, w, mask, P, ALIGNED, POLICY)
+    _store(p_at, offsets, w, mask, P, ALIGNED)
 
 
 @triton.jit
@@ -188,8 +180,6 @@ def update_chunk(
     hyper,
     random,
     KIND: tl.constexpr,
-    LATE: tl.constexpr,
-    POLICY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A whole chunk in vectors, where all addresses are aligned to them; any other by parts, an element at a time."""
@@ -197,34 +187,33 @@ def update_chunk(
     p_at, g_at, m_at, v_at, max_at, master_at = addresses
     low = p_at | g_at | m_at | v_at | max_at | master_at
     if (start + BLOCK <= size) & (low & 15 == 0):
-        _update(addresses, start, size, hyper, random, KIND, LATE, True, POLICY, BLOCK)
+        _update(addresses, start, size, hyper, random, KIND, True, BLOCK)
     else:
         for first in tl.range(start, tl.minimum(start + BLOCK, size), PART, num_stages=1):
-            _update(addresses, first, size, hyper, random, KIND, LATE, False, POLICY, PART)
+            _update(addresses, first, size, hyper, random, KIND, False, PART)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdamWConfig:
-    """A launch: elements of a chunk, warps of a program, and resident programs on each SM.
-
-    `blocks` chunks are one of the norm. `late`: the bias corrections are computed while the loads are under way, which
-    takes registers. `policy` is how vectors are evicted from the cache.
-    """
+    """Launches: elements of a chunk, and warps of a program. Of the norm `blocks` chunks are one, and each SM has
+    `per_sm` programs."""
 
     block: int
     num_warps: int
-    per_sm: int
     blocks: int = 4
-    late: bool = False
-    policy: str = ""
+    per_sm: int = 4
 
 
 @functools.cache
 def config(itemsize: int, target: runtime.Target) -> AdamWConfig:
-    """By the bytes of the widest element: a thread holds 32 bytes of its tensor, two vectors."""
+    """By the bytes of the widest element: a thread holds 32 bytes of its tensor, two vectors.
+
+    A step over 50M elements in float32 took 482 us on an H100, 495 with four programs an SM that walk the chunks, 491
+    with two of twice the size; over a model of 1.2 billion in bfloat16 6011, 6508 and 6386.
+    """
     if target is runtime.INTERPRETER:
         return AdamWConfig(4096, num_warps=4, per_sm=1)
-    return AdamWConfig(8192 // itemsize, num_warps=256 // target.warp_size, per_sm=4)
+    return AdamWConfig(8192 // itemsize, num_warps=256 // target.warp_size)
 
 
 def widest(param: Tensor, exp_avg: Tensor, master: Tensor | None) -> int:

@@ -51,7 +51,6 @@ def _adamw_kernel(
     sign_bits,
     seed,
     KIND: tl.constexpr,
-    POLICY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -90,7 +89,7 @@ def _adamw_kernel(
         master_at,
     )
     random = (seed.to(tl.int64), t.to(tl.int32), 0)
-    update_chunk(addresses, start, size, hyper, random, KIND, False, POLICY, BLOCK)
+    update_chunk(addresses, start, size, hyper, random, KIND, BLOCK)
 
 
 def _bits(x: float) -> int:
@@ -155,7 +154,7 @@ def _launch(
     c = parts.config(parts.widest(param, exp_avg, master), runtime.target(param.device))
     kind = kind_of(param.dtype, grad.dtype, exp_avg.dtype, flags)
     tensors = (flat[0], laid_as(grad, param), *flat[1:], lr_tensor, step_tensor)
-    constants = {"KIND": kind, "POLICY": c.policy, "BLOCK": c.block}
+    constants = {"KIND": kind, "BLOCK": c.block}
     group = Group(lr, beta1, beta2, eps, weight_decay, maximize).row()
     numbers = (param.numel(), step, *(_bits(x) for x in (group[0], *group[2:])), seed or 0)
     launcher = launching.launcher(_adamw_kernel, tensors, constants, num_warps=c.num_warps)
