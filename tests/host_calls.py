@@ -67,7 +67,7 @@ def make_up_a_gpu(arch="sm_90"):
     native.module = lambda: module
     target = runtime.TARGETS[arch]
     runtime.target = lambda device: target
-    library._guarded = lambda overload, tensors, launch: launch
+    library._guarded = lambda *args: args[-1]  # the launch
     launching._current_device = lambda: 0
     launching._stream = lambda device: 0
     launching._zeros = lambda n, device: torch.zeros(n, dtype=torch.int32)

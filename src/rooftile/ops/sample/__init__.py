@@ -222,29 +222,21 @@ def _prepare_sample(logits: Tensor, seen: Tensor | None, *rest: Any) -> Callable
     return run
 
 
-def _checked(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
-    """Check all; the words of seen tokens, or None if they have no dimension."""
-    given = seen if seen.dim() else None
-    _check("sample_", logits, given, _how(rest))
-    _check_outputs("sample_", tokens, logprobs, logits)
-    return given
-
-
 def _prepare_in_place(
-    tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, *rest: Any
+    tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, *rest: Any
 ) -> Callable[..., None]:
-    given = _checked(tokens, logprobs, logits, seen, rest)
-    writes_seen = given is not None
-    start = _bind(tokens, logprobs, logits, given, _how(rest), writes_seen)
+    _fake_in_place(tokens, logprobs, logits, seen, *rest)
+    start = _bind(tokens, logprobs, logits, seen, _how(rest), writes_seen=seen is not None)
 
-    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, *rest: Any) -> None:
-        start(tokens, logprobs, logits, seen if writes_seen else None, _how(rest))
+    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, *rest: Any) -> None:
+        start(tokens, logprobs, logits, seen, _how(rest))
 
     return run
 
 
-def _fake_in_place(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor, *rest: Any) -> None:
-    _checked(tokens, logprobs, logits, seen, rest)
+def _fake_in_place(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, *rest: Any) -> None:
+    _check("sample_", logits, seen, _how(rest))
+    _check_outputs("sample_", tokens, logprobs, logits)
 
 
 _TENSORS = ", ".join(f"Tensor? {name}" for name in PARAMETERS)
@@ -258,7 +250,7 @@ _sample = library.define(
     fake=_fake_sample,
 )
 _sample_in_place = library.define(
-    f"sample_(Tensor(a!) tokens, Tensor(b!) logprobs, Tensor logits, Tensor(c!) seen, {_TENSORS}, {_NUMBERS}) -> ()",
+    f"sample_(Tensor(a!) tokens, Tensor(b!) logprobs, Tensor logits, Tensor(c!)? seen, {_TENSORS}, {_NUMBERS}) -> ()",
     prepare=_prepare_in_place,
     varying=2,
     fake=_fake_in_place,
@@ -371,9 +363,7 @@ def sample_(
         As `sample`, also for tokens and logprobs. Nothing is written then.
     """
     how = (temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
-    library.check_tensors("sample_", logits=logits)
-    none = torch.empty((), dtype=torch.int32, device=logits.device) if seen is None else seen
-    _sample_in_place(tokens, logprobs, logits, none, *_arguments("sample_", how))
+    _sample_in_place(tokens, logprobs, logits, seen, *_arguments("sample_", how))
 
 
 def mark_seen_(seen: Tensor, ids: Tensor, row_of: Tensor) -> None:
