@@ -93,12 +93,12 @@ def test_a_kernel_is_in_a_graph_if_its_launch_was_a_graphs(name):
     assert not any(row.in_graphs for row in prefill.rows)
 
 
-def test_time_is_counted_once_and_adds_up_with_the_gaps():
+def test_time_is_counted_once_and_adds_up_with_the_idle_time():
     prefill, decode = of_both(trace())
-    assert (prefill.wall_us, prefill.gaps_us) == (80.0, 28.0)
+    assert (prefill.wall_us, prefill.idle_us) == (80.0, 28.0)
     assert {r.name: r.us for r in decode.rows} == {"_skinny_kernel": 20.0, "decode_kernel": 4.0, "_greedy_kernel": 12.0}
     for phase in (prefill, decode):
-        assert sum(r.us for r in phase.rows) + phase.gaps_us == phase.wall_us
+        assert sum(r.us for r in phase.rows) + phase.idle_us == phase.wall_us
         assert sum(us for _, us in phase.by_block().values()) == phase.wall_us
 
 
@@ -112,7 +112,7 @@ def test_operations_of_a_block_are_told_apart():
     prefill, decode = (phase.by_block() for phase in of_both(trace()))
     assert prefill["attention"] == (1, 20.0)
     assert prefill["copies"] == (1, 2.0)
-    assert {name: n for name, (n, _) in decode.items()} == {"products": 2, "attention": 2, "sampling": 2, "gaps": 0}
+    assert {name: n for name, (n, _) in decode.items()} == {"GEMMs": 2, "attention": 2, "sampling": 2, "idle": 0}
 
 
 def test_a_foreign_kernel_is_found_and_named():
@@ -121,7 +121,7 @@ def test_a_foreign_kernel_is_found_and_named():
     assert found.faults == ["decode: nvjet_tst_64x8_64x16_4x1_v_bz_TNT is foreign, 1 runs"]
     assert not Audit("engine", of_both(trace())).faults
     (row,) = found.phases[1].foreign()
-    assert (row.block, row.us) == ("products", 3.0)
+    assert (row.block, row.us) == ("GEMMs", 3.0)
 
 
 def test_inductors_triton_is_accepted_of_a_patched_model_alone():
@@ -173,15 +173,15 @@ def test_namesakes_are_told_apart_by_what_they_take_of_the_chip():
         ("triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_0", "Inductor", "norms"),
         ("triton_poi_fused_mul_silu_8", "Inductor", "activation"),
         ("triton_poi_fused_add_cat_index_put_mul_neg_2", "Inductor", "RoPE + cache write"),
-        ("gemv_persistent_kernel", "Rooftile", "products"),
-        ("triton_tem_fused_mm_3", "Inductor", "products"),
+        ("gemv_persistent_kernel", "Rooftile", "GEMMs"),
+        ("triton_tem_fused_mm_3", "Inductor", "GEMMs"),
         ("triton_red_fused_argmax_4", "Inductor", "sampling"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "foreign", "attention"),
         ("void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64>>", "foreign", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::Params)", "foreign", "attention"),
-        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "foreign", "products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "foreign", "products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "foreign", "products"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "foreign", "GEMMs"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "foreign", "GEMMs"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "foreign", "GEMMs"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "foreign", "other"),
     ],
 )
@@ -231,7 +231,7 @@ def test_ours_is_shown_beside_theirs():
     (line,) = (
         line.split()
         for line in shown.splitlines()
-        if line.split()[:1] == ["gaps"] and len(line.split()) == 5 and line.split()[1] == "7.000"
+        if line.split()[:1] == ["idle"] and len(line.split()) == 5 and line.split()[1] == "7.000"
     )
-    assert line == ["gaps", "7.000", "28.0%", "5.500", "22.0%"]  # of 25 us a step
+    assert line == ["idle", "7.000", "28.0%", "5.500", "22.0%"]  # of 25 us a step
     assert "nvjet_tst_64x8" in json.dumps(Audit("cuda", of_both(theirs)).as_json())

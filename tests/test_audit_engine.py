@@ -72,7 +72,7 @@ def test_the_engine_asks_for_nothing_but_tritons_kernels():
     assert not found.faults
     assert [phase.name for phase in found.phases] == ["prefill", "decode", "generate, sampled"]
     blocks = found.phases[1].by_block()
-    assert {"products", "attention", "RoPE + cache write", "embedding", "sampling"} <= set(blocks)
+    assert {"GEMMs", "attention", "RoPE + cache write", "embedding", "sampling"} <= set(blocks)
     assert found.phases[1].waits == 0, "nothing in a step waits for the device"
     assert all(launch.place for phase in found.phases for launch in phase.rows if launch.kind == "Rooftile")
 

@@ -65,6 +65,14 @@ def test_options_are_read_by_their_present_names(tmp_path):
     assert row.options == {"cache_layout": "bhtd"}
 
 
+@pytest.mark.parametrize(("old", "present"), [("product", "gemm"), ("product fp8", "gemm fp8"), ("copy", "copy")])
+def test_roofs_are_read_by_their_present_names(old, present, tmp_path):
+    row = dataclasses.replace(measured(OURS, 1.0), roof=old)
+    rows.write_json(tmp_path / "old.json", dict.fromkeys(rows.META, ""), [row])
+    _, (row,) = rows.read_json(tmp_path / "old.json")
+    assert row.roof == present
+
+
 def test_results_are_not_taken_from_the_interpreter(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="--results is for measurements"):
         bench(monkeypatch, toy(), HostClock(), results=tmp_path)

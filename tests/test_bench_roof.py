@@ -11,7 +11,7 @@ from toys import CPU, LARGE, ROOFS, SMALL, TableClock, bench, copy, copy_otherwi
 from rooftile.bench import streams
 from rooftile.bench.host import first_call_ms, measure_host, recorded, smallest
 from rooftile.bench.measure import BURST, FLUSH, Timing, fastest, host_us, rotation
-from rooftile.bench.roof import Roofs, measure_roofs, product_dtype
+from rooftile.bench.roof import Roofs, gemm_dtype, measure_roofs
 from rooftile.bench.rows import OURS
 from rooftile.cases import find_cases
 
@@ -44,7 +44,7 @@ def test_the_fraction_is_of_the_faster_copy(monkeypatch, quicker):
 def test_the_roofs_of_the_gpu_are_the_faster_of_two_ways(monkeypatch, quicker):
     monkeypatch.setattr(streams, "COPIES", {"torch": copy, "triton": copy_otherwise})
     monkeypatch.setattr("rooftile.bench.roof.read_sum", double)
-    monkeypatch.setattr("rooftile.bench.roof.PRODUCT", 8)
+    monkeypatch.setattr("rooftile.bench.roof.GEMM_SIZE", 8)
     seconds = {copy: 9e-6, copy_otherwise: 9e-6, double: 3e-6, torch.sum: 5e-6} | {quicker: 2e-6}
     roofs = measure_roofs(TableClock(seconds), CPU)
     nbytes = TableClock({}).free_bytes() // 8
@@ -53,32 +53,32 @@ def test_the_roofs_of_the_gpu_are_the_faster_of_two_ways(monkeypatch, quicker):
 
 
 def test_a_product_is_held_to_the_slower_of_a_read_and_a_multiplication(monkeypatch):
-    roofs = Roofs(copy_gbs=1000.0, read_gbs=2000.0, tflops=100.0, products={"fp32": 5.0, "fp8": 400.0})
-    assert roofs.product_floor_seconds(nbytes=2 * 10**9, flops=1, dtype="fp32") == pytest.approx(1e-3)
-    assert roofs.product_floor_seconds(nbytes=1, flops=10**10, dtype="fp32") == pytest.approx(2e-3)
-    assert roofs.product_floor_seconds(nbytes=1, flops=10**12, dtype="fp8") == pytest.approx(2.5e-3)
-    assert roofs.product_floor_seconds(nbytes=1, flops=10**12, dtype="fp16") == pytest.approx(1e-2)
+    roofs = Roofs(copy_gbs=1000.0, read_gbs=2000.0, tflops=100.0, gemms={"fp32": 5.0, "fp8": 400.0})
+    assert roofs.gemm_floor_seconds(nbytes=2 * 10**9, flops=1, dtype="fp32") == pytest.approx(1e-3)
+    assert roofs.gemm_floor_seconds(nbytes=1, flops=10**10, dtype="fp32") == pytest.approx(2e-3)
+    assert roofs.gemm_floor_seconds(nbytes=1, flops=10**12, dtype="fp8") == pytest.approx(2.5e-3)
+    assert roofs.gemm_floor_seconds(nbytes=1, flops=10**12, dtype="fp16") == pytest.approx(1e-2)
 
 
 @pytest.mark.parametrize(
     ("roof", "dtype", "options", "expected"),
     [
-        ("product", "bf16", {}, "bf16"),
-        ("product", "fp32", {}, "fp32"),
-        ("product", "fp32", {"precision": "tf32"}, "tf32"),
-        ("product", "bf16", {"precision": "tf32"}, "bf16"),
-        ("product fp8", "bf16", {}, "fp8"),
+        ("gemm", "bf16", {}, "bf16"),
+        ("gemm", "fp32", {}, "fp32"),
+        ("gemm", "fp32", {"precision": "tf32"}, "tf32"),
+        ("gemm", "bf16", {"precision": "tf32"}, "bf16"),
+        ("gemm fp8", "bf16", {}, "fp8"),
     ],
 )
-def test_a_product_is_held_to_one_in_its_own_dtype(roof, dtype, options, expected):
-    assert product_dtype(roof, dtype, options) == expected
+def test_the_roof_of_a_gemm_is_one_in_its_own_dtype(roof, dtype, options, expected):
+    assert gemm_dtype(roof, dtype, options) == expected
 
 
 def test_no_copy_is_timed_for_a_product(monkeypatch):
     monkeypatch.setattr(streams, "COPIES", {})
     clock = TableClock({double: 4e-6})
     _, found, _ = bench(
-        monkeypatch, dataclasses.replace(toy(), roof="product"), clock, dtypes=[torch.float32], peers=["eager"]
+        monkeypatch, dataclasses.replace(toy(), roof="gemm"), clock, dtypes=[torch.float32], peers=["eager"]
     )
     ours = of(found, OURS)
     assert ours.roof_gbs == ROOFS.read_gbs
@@ -95,15 +95,15 @@ def test_weights_of_one_token_rotate_past_the_cache():
 
 
 def test_roofs_that_a_gpu_lacks_are_left_out(monkeypatch):
-    monkeypatch.setattr("rooftile.bench.roof.PRODUCT", 8)
+    monkeypatch.setattr("rooftile.bench.roof.GEMM_SIZE", 8)
     monkeypatch.setattr("rooftile.bench.roof.read_sum", double)
     monkeypatch.setattr(streams, "COPIES", {"torch": copy})
 
     def missing(a, b, out):
         raise RuntimeError("no tf32 here")
 
-    monkeypatch.setattr("rooftile.bench.roof._tf32_product", missing)
-    assert set(measure_roofs(TableClock({}), CPU).products) == {"bf16", "fp16", "fp32"}
+    monkeypatch.setattr("rooftile.bench.roof._tf32_gemm", missing)
+    assert set(measure_roofs(TableClock({}), CPU).gemms) == {"bf16", "fp16", "fp32"}
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 100, 4098, 100_000])

@@ -271,7 +271,7 @@ def test_a_restart_skips_what_is_finished_and_again_does_not(doubler, tmp_path):
     ran(out=tmp_path)
     doubler.ran.clear()
     _, shown, data = ran(out=tmp_path, shapes=((8, 16, 4), (9, 16, 4)))
-    assert "1 of 2 products are in the table already" in shown
+    assert "1 of 2 GEMMs are in the table already" in shown
     assert [data["entries"][f"m{m} n16 k4"]["run"] for m in (8, 9)] == [0, 1]
     assert doubler.ran
     doubler.ran.clear()
@@ -365,7 +365,7 @@ def test_a_problem_without_a_right_configuration_makes_the_run_fail_and_not_end(
 def test_without_time_nothing_is_begun_and_it_is_said(doubler, tmp_path):
     console = Console(file=io.StringIO(), width=200)
     assert tune.run(settings(out=tmp_path, budget=0.0), console, CPU, ConfigClock({})) == 0
-    assert "1 products are left: the budget ended" in console.file.getvalue()
+    assert "1 GEMMs are left: the budget ended" in console.file.getvalue()
 
 
 def test_a_file_of_something_else_is_not_written_over(doubler, tmp_path):

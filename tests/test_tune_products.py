@@ -59,7 +59,7 @@ def test_a_product_is_what_its_reference_says(op, device):
 
 
 def test_a_layers_gradients_are_products_of_its_sizes():
-    product = workloads.Product("qkv", 6144, 4096)
+    product = workloads.GemmShape("qkv", 6144, 4096)
     sizes = {}
     for op in ("linear", "matmul_nn", "matmul_tn"):
         p = TUNABLES[op].problem_in(product, 256, torch.bfloat16, "ieee")
@@ -70,7 +70,7 @@ def test_a_layers_gradients_are_products_of_its_sizes():
         "matmul_tn": (6144, 4096, 256, "m", "n"),
     }
     assert TUNABLES["gated_linear"].problem_in(product, 256, torch.bfloat16, "ieee") is None
-    pair = workloads.Product("gate_up", 28672, 4096, gated=True)
+    pair = workloads.GemmShape("gate_up", 28672, 4096, gated=True)
     assert TUNABLES["gated_linear"].problem_in(pair, 1, torch.bfloat16, "ieee").n == 14336
 
 
@@ -140,7 +140,7 @@ def test_a_configuration_that_says_too_little_is_refused(tmp_path, content, mess
 
 def test_a_model_that_names_experts_and_has_none_is_read():
     none = {"num_local_experts": 1, "num_experts": 0, "n_routed_experts": None, "kv_lora_rank": None}
-    assert workloads.products_of({**workloads.MODELS["tiny"], **none}) == workloads.load("tiny")[1]
+    assert workloads.gemm_shapes({**workloads.MODELS["tiny"], **none}) == workloads.load("tiny")[1]
 
 
 # The command

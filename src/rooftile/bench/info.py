@@ -135,10 +135,10 @@ def lines(roofs: bool = True) -> list[tuple[str, str]]:
     from rooftile.bench.timer import clock
 
     measured = measure_roofs(clock(device), device)
-    products = ", ".join(f"{dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in measured.products.items())
+    gemms = ", ".join(f"{dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in measured.gemms.items())
     return [
         *found,
         ("copy roof", f"{measured.copy_gbs:.0f} GB/s, read plus written"),
         ("read roof", f"{measured.read_gbs:.0f} GB/s"),
-        ("product roof", f"{products}, 8192 x 8192 x 8192"),
+        ("GEMM roof", f"{gemms}, 8192 x 8192 x 8192"),
     ]

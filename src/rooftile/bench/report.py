@@ -47,7 +47,7 @@ class _Column:
 
     name: str
     cell: Callable[[Row], str]
-    when: Literal["always", "measured", "wide", "product"] = "measured"
+    when: Literal["always", "measured", "wide", "gemm"] = "measured"
 
 
 _COLUMNS = (
@@ -55,7 +55,7 @@ _COLUMNS = (
     _Column("p20–p80", lambda r: "–" if r.us is None else f"{number(r.us_p20, 4)}–{number(r.us_p80, 4)}", "wide"),
     _Column("host us", lambda r: number(r.host_us), "wide"),
     _Column("GB/s", lambda r: number(r.gbs, 4)),
-    _Column("TFLOP/s", lambda r: number(r.tflops), "product"),
+    _Column("TFLOP/s", lambda r: number(r.tflops), "gemm"),
     _Column("of roof", lambda r: ratio(r.roof_fraction)),
     _Column("vs eager", lambda r: ratio(r.speedup_vs_eager)),
     _Column("vs best", lambda r: ratio(r.ratio_to_best_peer)),
@@ -83,9 +83,9 @@ def _table(op: str, direction: str, found: Sequence[list[Row]], measured: bool, 
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("shape", "dtype", "impl"):
         table.add_column(name, no_wrap=True)
-    kinds = {"measured", "wide", "product"} if wide else {"measured"}
+    kinds = {"measured", "wide", "gemm"} if wide else {"measured"}
     if found[0][0].roof != "copy":
-        kinds.add("product")
+        kinds.add("gemm")
     shown = [c for c in _COLUMNS if c.when == "always" or (measured and c.when in kinds)]
     for column in shown:
         table.add_column(column.name, justify="right", no_wrap=True)

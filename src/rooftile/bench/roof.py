@@ -18,34 +18,34 @@ from rooftile.bench.streams import copy_calls, read_sum
 from rooftile.bench.timer import Block, Call, Clock
 
 NBYTES = 4 << 30  # read and written by the copy: a tensor of 2 GiB
-PRODUCT = 8192  # M, N and K of the GEMM
-SPARED = ("product-fp32", "product-tf32", "product-fp8")  # unsupported on this GPU, or out of memory
+GEMM_SIZE = 8192  # M, N and K of the GEMM
+SPARED = ("gemm-fp32", "gemm-tf32", "gemm-fp8")  # unsupported on this GPU, or out of memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofs:
     """Bytes read plus written by a copy, and bytes read by a reduction, in GB/s; a bf16 GEMM in TFLOP/s.
 
-    `products` has GEMMs by dtype, in TFLOP/s: "bf16", "fp16", "fp32", "tf32", and "fp8" if supported.
+    `gemms` has GEMMs by dtype, in TFLOP/s: "bf16", "fp16", "fp32", "tf32", and "fp8" if supported.
     """
 
     copy_gbs: float
     read_gbs: float
     tflops: float
-    products: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    gemms: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def floor_seconds(self, nbytes: int, flops: int, copy_gbs: float | None = None) -> float:
         """The least time for those bytes and operations; `copy_gbs` is that of a copy of the same bytes, if known."""
         return max(nbytes / (1e9 * (copy_gbs or self.copy_gbs)), flops / (1e12 * self.tflops))
 
-    def product_floor_seconds(self, nbytes: int, flops: int, dtype: str) -> float:
-        """The least time for a GEMM in that dtype (a key of `products`). It counts a read of the weights, since the
+    def gemm_floor_seconds(self, nbytes: int, flops: int, dtype: str) -> float:
+        """The least time for a GEMM in that dtype (a key of `gemms`). It counts a read of the weights, since the
         output is small beside them or beside the time to multiply."""
-        return max(nbytes / (1e9 * self.read_gbs), flops / (1e12 * self.products.get(dtype, self.tflops)))
+        return max(nbytes / (1e9 * self.read_gbs), flops / (1e12 * self.gemms.get(dtype, self.tflops)))
 
 
-def product_dtype(roof: str, dtype: str, options: Mapping[str, Any]) -> str:
-    """The key of `Roofs.products` for a row, by the case's `roof`, the row's dtype and its options."""
+def gemm_dtype(roof: str, dtype: str, options: Mapping[str, Any]) -> str:
+    """The key of `Roofs.gemms` for a row, by the case's `roof`, the row's dtype and its options."""
     _, _, named = roof.partition(" ")
     return named or ("tf32" if dtype == "fp32" and options.get("precision") == "tf32" else dtype)
 
@@ -64,21 +64,21 @@ def tf32(allowed: bool = True) -> Iterator[None]:
             matmul.fp32_precision = before
 
 
-def _tf32_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+def _tf32_gemm(a: Tensor, b: Tensor, out: Tensor) -> None:
     with tf32():
         torch.mm(a, b, out=out)
 
 
-def _products(device: torch.device) -> dict[str, Call]:
+def _gemms(device: torch.device) -> dict[str, Call]:
     """A GEMM of two random matrices in each dtype."""
     calls: dict[str, Call] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
-        a, b = (torch.randn(PRODUCT, PRODUCT, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).to(dtype) for _ in range(2))
         calls[name] = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
-    calls["tf32"] = functools.partial(_tf32_product, a, b, torch.empty_like(a))
+    calls["tf32"] = functools.partial(_tf32_gemm, a, b, torch.empty_like(a))
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
         one = torch.ones((), device=device)
-        x, w = (torch.randn(PRODUCT, PRODUCT, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        x, w = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).to(torch.float8_e4m3fn) for _ in range(2))
         scaled = functools.partial(torch._scaled_mm, x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
         calls["fp8"] = scaled
     return calls
@@ -93,7 +93,7 @@ def measure_roofs(clock: Clock, device: torch.device, effort: Effort | None = No
             **{("copy", name): copy for name, copy in copy_calls(nbytes, 1, device).items()},
             ("read", "torch"): [functools.partial(torch.sum, x.view(1024, -1), 1)],
             ("read", "triton"): [functools.partial(read_sum, x)],
-            **{(f"product-{dtype}", "torch"): [call] for dtype, call in _products(device).items()},
+            **{(f"gemm-{dtype}", "torch"): [call] for dtype, call in _gemms(device).items()},
         }
         blocks: dict[str, Block] = {}
         for (roof, way), some in calls.items():
@@ -106,14 +106,14 @@ def measure_roofs(clock: Clock, device: torch.device, effort: Effort | None = No
                 seconds[roof] = min(spread(samples)[0], seconds.get(roof, float("inf")))
             elif roof not in SPARED:
                 raise samples
-    products = {
-        roof.partition("-")[2]: 2 * PRODUCT**3 / taken / 1e12
+    gemms = {
+        roof.partition("-")[2]: 2 * GEMM_SIZE**3 / taken / 1e12
         for roof, taken in seconds.items()
-        if roof.startswith("product-")
+        if roof.startswith("gemm-")
     }
     return Roofs(
         copy_gbs=nbytes / seconds["copy"] / 1e9,
         read_gbs=x.nbytes / seconds["read"] / 1e9,
-        tflops=products["bf16"],
-        products=products,
+        tflops=gemms["bf16"],
+        gemms=gemms,
     )

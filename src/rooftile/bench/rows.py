@@ -191,7 +191,12 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}, expected what `rooftile bench --json` writes")
     rows = [Row(**{k: v for k, v in r.items() if k in names}) for r in data["rows"]]
-    return data["meta"], [dataclasses.replace(row, options=_renamed(row.op, row.options)) for row in rows]
+    for row in rows:
+        row.options, row.roof = (
+            _renamed(row.op, row.options),
+            row.roof.replace("product", "gemm"),
+        )  # its name before 1.0
+    return data["meta"], rows
 
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}

@@ -21,7 +21,7 @@ from rooftile import runtime
 from rooftile.bench import report, warm
 from rooftile.bench.info import machine
 from rooftile.bench.measure import ROOF, Effort, Timing, measure
-from rooftile.bench.roof import Roofs, measure_roofs, product_dtype
+from rooftile.bench.roof import Roofs, gemm_dtype, measure_roofs
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug, write_json
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.variants import Variant, check_names, peer_names, variants
@@ -121,7 +121,7 @@ class Bench:
         self.meta["roof_copy_gbs"] = self.roofs and self.roofs.copy_gbs
         self.meta["roof_read_gbs"] = self.roofs and self.roofs.read_gbs
         self.meta["roof_tflops"] = self.roofs and self.roofs.tflops
-        self.meta["roof_products"] = self.roofs and dict(self.roofs.products)
+        self.meta["roof_products"] = self.roofs and dict(self.roofs.gemms)
         if not self.clock.measures:
             self.meta["note"] = report.NO_MEASUREMENT
 
@@ -186,9 +186,9 @@ class Bench:
         if row.roof == "copy":
             floor = self.roofs.floor_seconds(row.nbytes, flops, roof_gbs)
         else:
-            dtype = product_dtype(row.roof, row.dtype, row.options)
-            row.roof_gbs, row.roof_tflops = self.roofs.read_gbs, self.roofs.products.get(dtype, self.roofs.tflops)
-            floor = self.roofs.product_floor_seconds(row.nbytes, flops, dtype)
+            dtype = gemm_dtype(row.roof, row.dtype, row.options)
+            row.roof_gbs, row.roof_tflops = self.roofs.read_gbs, self.roofs.gemms.get(dtype, self.roofs.tflops)
+            floor = self.roofs.gemm_floor_seconds(row.nbytes, flops, dtype)
         row.roof_fraction = 1e6 * floor / row.us
 
     def measure_safely(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class GemmShape:
     """One linear layer, x (M, k) times a weight (n, k) transposed.
 
     `gated` marks a pair of projections, gate and up; n counts the rows of both.
@@ -84,7 +84,7 @@ _ALL_BIAS = ("starcoder2", "gpt_neox", "phi", "opt", "bloom")
 _NOT_GATED = ("starcoder2", "gpt_neox", "phi", "opt", "bloom", "falcon", "nemotron", "gptj")
 
 
-def products_of(config: Mapping[str, Any]) -> list[Product]:
+def gemm_shapes(config: Mapping[str, Any]) -> list[GemmShape]:
     """The GEMMs of a configuration: qkv, o, gate_up (or up), down and lm_head.
 
     Raises:
@@ -94,7 +94,7 @@ def products_of(config: Mapping[str, Any]) -> list[Product]:
         config = config["text_config"]
     for name, (least, what) in _OTHER.items():
         if isinstance(config.get(name), int) and config[name] >= least:
-            raise ValueError(f"the configuration has {name} {config[name]}: {what}, of other products; give --shape")
+            raise ValueError(f"the configuration has {name} {config[name]}: {what}, of other GEMMs; give --shape")
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if missing := [name for name in needed if not isinstance(config.get(name), int) or config[name] < 1]:
         raise ValueError(f"the configuration has no {', '.join(missing)}")
@@ -106,15 +106,15 @@ def products_of(config: Mapping[str, Any]) -> list[Product]:
     mlp_bias = bool(config.get("mlp_bias", model in _ALL_BIAS))
     qkv_bias = attention_bias or model in _QKV_BIAS
     if model in _NOT_GATED:
-        up = Product("up", inner, hidden, mlp_bias)
+        up = GemmShape("up", inner, hidden, mlp_bias)
     else:
-        up = Product("gate_up", 2 * inner, hidden, mlp_bias, gated=True)
+        up = GemmShape("gate_up", 2 * inner, hidden, mlp_bias, gated=True)
     return [
-        Product("qkv", (heads + 2 * kv_heads) * head_dim, hidden, qkv_bias),
-        Product("o", hidden, heads * head_dim, attention_bias),
+        GemmShape("qkv", (heads + 2 * kv_heads) * head_dim, hidden, qkv_bias),
+        GemmShape("o", hidden, heads * head_dim, attention_bias),
         up,
-        Product("down", hidden, inner, mlp_bias),
-        Product("lm_head", config["vocab_size"], hidden),
+        GemmShape("down", hidden, inner, mlp_bias),
+        GemmShape("lm_head", config["vocab_size"], hidden),
     ]
 
 
@@ -154,14 +154,14 @@ def step_bytes(config: ModelConfig, weights: Weights, lengths: Sequence[float], 
     return weights.nbytes + 2 * config.kv_heads * config.head_dim * cache_dtype.itemsize * seen
 
 
-def load(name: str) -> tuple[str, list[Product]]:
+def load(name: str) -> tuple[str, list[GemmShape]]:
     """A short name and the GEMMs, for what `read` takes.
 
     Raises:
-        ValueError: it takes none of that name, or the configuration is not one that `products_of` takes.
+        ValueError: it takes none of that name, or the configuration is not one that `gemm_shapes` takes.
     """
     title, config = read(name, LAYERS)
     try:
-        return title, products_of(config)
+        return title, gemm_shapes(config)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

@@ -173,7 +173,7 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
-        roof="product",
+        roof="gemm",
         # The online softmax adds in the order of the keys, and eager's GEMMs add in a tree. The lse from which the
         # backward computes the probabilities is rounded.
         float32_floor=1e-6,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Direction = Literal["forward", "backward"]
-Roof = Literal["copy", "product", "product fp8", "product int8"]
+Roof = Literal["copy", "gemm", "gemm fp8"]
 SETS = ("tiny", "edge", "llm", "sweep", "prefill", "prompt", "decode", "gemm", "softmax", "memory")
 
 
@@ -92,7 +92,7 @@ class OpCase:
         over: the dimension of the charts of time and memory, if a run has several sizes of it.
         float32_floor: an error that float32 may always have, whatever eager PyTorch's error; if it is more than
             that of all ops (check.rounding_floor), the case gives the reason.
-        roof: the roof of a row: "copy", a copy of the same bytes; "product", the slower of a streaming read of these
+        roof: the roof of a row: "copy", a copy of the same bytes; "gemm", the slower of a streaming read of these
             bytes and a GEMM of as many operations, in the inputs' dtype or the one named.
     """
 

@@ -285,7 +285,7 @@ CASES = (
         },
         # What a part begins and ends with; the loop over keys has none.
         spills=256,
-        roof="product",
+        roof="gemm",
         # The softmax as it goes adds in the order of the keys, where eager's products add in a tree; and the lse from
         # which the backward has the probabilities is rounded.
         float32_floor=1e-6,

@@ -141,7 +141,7 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
-        roof="product fp8",
+        roof="gemm fp8",
         sets={
             "tiny": (
                 _point(5, 128, 48, "row"),

@@ -213,7 +213,7 @@ CASES = (
         nbytes=_product_nbytes,
         flops=_product_flops,
         tolerances=TOLERANCES,
-        roof="product",
+        roof="gemm",
         sets=_MATMUL_SETS,
     ),
     OpCase(
@@ -228,7 +228,7 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
-        roof="product",
+        roof="gemm",
         sets=_LINEAR_SETS,
     ),
     OpCase(
@@ -243,7 +243,7 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
-        roof="product",
+        roof="gemm",
         sets=_GATED_SETS,
         peers=(Peer("cublas+silu_mul", _apart),),
     ),

@@ -151,7 +151,7 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
-        roof="product",
+        roof="gemm",
         sets={
             "tiny": (
                 _point(4, 64, 48, bias=True),
@@ -182,7 +182,7 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
-        roof="product",
+        roof="gemm",
         spills=16,  # of a toy in kernel "gemv_persistent" on sm_86
         sets={
             "tiny": (

@@ -147,7 +147,7 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
-        roof="product",
+        roof="gemm",
         spills=16,  # of toys alone, with 64 of the weight's rows a tile; what is of a model's size has none
         sets={
             "tiny": (

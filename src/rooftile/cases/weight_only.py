@@ -256,7 +256,7 @@ _INT8_CASE = OpCase(
     flops=_flops,
     tolerances=TOLERANCES,
     sets=_INT8,
-    roof="product",
+    roof="gemm",
     peers=(Peer("torch int8pack", _int8pack), Peer("torchao", _torchao)),
 )
 

@@ -195,7 +195,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "rowwise-backward": functools.partial(speed, direction="backward"),
     "prefill": prefill,
     "host": host,
-    "matmul": docs_products.products,
+    "matmul": docs_products.matmul,
     "matmul-summary": docs_products.summary,
     "rms_norm_linear": docs_products.rms_norm_linear,
     "tuning": docs_products.tuning_table,

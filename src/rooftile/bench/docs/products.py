@@ -45,7 +45,7 @@ def _size(row: Row, *names: str) -> int | None:
     return next((row.dims[name] for name in names if name in row.dims), None)
 
 
-def products(results: Path) -> str:
+def matmul(results: Path) -> str:
     """Every row of the suite, slower ones included, except the op with its own table."""
     return every_row(results, SUITE, leave_out=(FUSED,))
 
@@ -140,7 +140,7 @@ _TIMES = ("default, us>", "tuned, us>", "cuBLAS, us>", "over default>", "over cu
 
 def tuning_table(results: Path) -> str:
     """The speedup by the packaged tables: the GEMMs of a layer together, then each key."""
-    models = {name: workloads.products_of(config) for name, config in workloads.LAYERS.items() if name != "tiny"}
+    models = {name: workloads.gemm_shapes(config) for name, config in workloads.LAYERS.items() if name != "tiny"}
     parts = []
     for path in sorted(tuning.PACKAGE.glob("*/*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -71,7 +71,7 @@ class Batch:
         dims = {"batch": self.batch, "prompt": self.run.prompt, "new": self.run.new, "layers": self.model.config.layers}
         run = str(self.run.meta["date"])
         row = E2ERow(op, "forward", self.title, NAMES[s.dtype], name, options=options, dims=dims, run=run)
-        row.roof = "read" if op == "decode" else "product"
+        row.roof = "read" if op == "decode" else "gemm"
         row.status, row.message = "error", NOT_REACHED  # until it is: what is written on the way says so
         return row
 
@@ -223,8 +223,8 @@ class Batch:
             row.host_us = 1e6 * spread(host)[0]
             flops = model.prefill_flops(self.batch, run.prompt)
             row.tflops, row.gbs = flops / row.us / 1e6, row.nbytes / row.us / 1e3
-            row.roof_gbs, row.roof_tflops = run.roofs.read_gbs, run.roofs.products.get(row.dtype, run.roofs.tflops)
-            row.roof_fraction = 1e6 * run.roofs.product_floor_seconds(row.nbytes, flops, row.dtype) / row.us
+            row.roof_gbs, row.roof_tflops = run.roofs.read_gbs, run.roofs.gemms.get(row.dtype, run.roofs.tflops)
+            row.roof_fraction = 1e6 * run.roofs.gemm_floor_seconds(row.nbytes, flops, row.dtype) / row.us
 
     def compare(self, rows: Mapping[str, E2ERow]) -> None:
         if not self.run.clock.measures:

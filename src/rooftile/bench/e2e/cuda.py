@@ -109,7 +109,7 @@ def _packed(q: Tensor, k: Tensor) -> Tensor:
     return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
 
 
-def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _two_gemms(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     scores = (_packed(q, k) @ k.mT).float() * scale
     weights = torch.where(mask, scores, float("-inf")).softmax(-1).to(v.dtype)
     return (weights @ v).reshape(q.shape)
@@ -126,7 +126,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
 
 
 WAYS: dict[str, tuple[Way, SDPBackend | None]] = {
-    "two GEMMs and softmax": (_by_products, None),
+    "two GEMMs and softmax": (_two_gemms, None),
     "SDPA (efficient)": (_sdpa_packed, SDPBackend.EFFICIENT_ATTENTION),
     "SDPA (cuDNN)": (_sdpa, SDPBackend.CUDNN_ATTENTION),
     "SDPA (cuDNN), heads packed": (_sdpa_packed, SDPBackend.CUDNN_ATTENTION),

@@ -19,7 +19,7 @@ from rooftile.bench.run import Phases, progress
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.tune import report as tune_report
 from rooftile.bench.tune import worker as tune_worker
-from rooftile.bench.tune.problems import Item, Settings, plan, products, with_defaults
+from rooftile.bench.tune.problems import Item, Settings, plan, shapes_by_model, with_defaults
 from rooftile.bench.tune.search import Found, Seconds
 from rooftile.bench.tune.space import TUNABLES, label
 from rooftile.bench.tune.store import Store, command
@@ -121,7 +121,7 @@ class Tuning:
         if not jobs:
             return
         until = None if self.left is None else time.monotonic() + COMPILING * self.left
-        self.phases.enter("compile ahead")
+        self.phases.enter("compile")
         by_task = {id(task): (binary, item) for binary, (item, task) in tasks.items()}
         if until is not None:
             self.uncompiled = set(tasks)
@@ -235,7 +235,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
     items = plan(settings)
     todo = tuned.open(items)
     if len(todo) < len(items):
-        console.print(f"{len(items) - len(todo)} of {len(items)} products are in the table already; --again for all")
+        console.print(f"{len(items) - len(todo)} of {len(items)} GEMMs are in the table already; --again for all")
     wrong: list[tuple[Item, Exception]] = []
     tuned.compile_ahead(todo)
     tuned.phases.enter("search")
@@ -250,7 +250,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
                 done(line(item, tuned.finish(item, found), found))
     tuned.phases.enter("report")
     tuning.forget()
-    models = products(settings)
+    models = shapes_by_model(settings)
     for op in settings.ops:
         rows = [(item.of, entry) for item in items if item.tunable.name == op and (entry := _entry(tuned, item))]
         title = f"{op}, tuned" + ("" if tuned.measures else f" ({NO_MEASUREMENT})")
@@ -260,7 +260,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
         console.print(f"{item.tunable.name} {item.of} [{item.key}]: {error}", style="red", markup=False)
     unfinished = [item for item in items if _entry(tuned, item) is None]
     if len(unfinished) > len(wrong):
-        console.print(f"{len(unfinished) - len(wrong)} products are left: the budget ended. Run it again to go on.")
+        console.print(f"{len(unfinished) - len(wrong)} GEMMs are left: the budget ended. Run it again to go on.")
     for store in tuned.stores.values():
         console.print(f"written to {store.path}", soft_wrap=True, highlight=False)
     if settings.verbose:

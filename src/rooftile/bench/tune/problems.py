@@ -11,7 +11,7 @@ import torch
 
 from rooftile.bench import workloads
 from rooftile.bench.tune.space import TUNABLES, Tunable
-from rooftile.bench.workloads import Product
+from rooftile.bench.workloads import GemmShape
 
 ROWS = tuple(1 << i for i in range(13))
 
@@ -59,7 +59,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return int(sizes[0]), int(sizes[1]), int(sizes[2])
 
 
-def products(settings: Settings) -> dict[str, list[Product]]:
+def shapes_by_model(settings: Settings) -> dict[str, list[GemmShape]]:
     """The GEMMs by model.
 
     Raises:
@@ -82,7 +82,7 @@ def plan(settings: Settings) -> list[Item]:
         raise ValueError("give --model or --shape: there is nothing to tune")
     assert settings.rows is not None
     assert settings.dtypes is not None
-    models = products(settings)
+    models = shapes_by_model(settings)
     found: dict[tuple[str, str], Item] = {}
     for op in settings.ops:
         tunable = TUNABLES[op]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile.bench.report import WIDTH, number, ratio
-from rooftile.bench.workloads import LAYER, Product
+from rooftile.bench.workloads import LAYER, GemmShape
 
 KINDS = ("default_us", "us", "peer_us")
 
@@ -43,11 +43,11 @@ def find(entries: Iterable[Mapping[str, Any]], n: int, k: int, gated: bool = Fal
     }
 
 
-def layers(entries: Sequence[Mapping[str, Any]], models: Mapping[str, Sequence[Product]]) -> list[Layer]:
+def layers(entries: Sequence[Mapping[str, Any]], models: Mapping[str, Sequence[GemmShape]]) -> list[Layer]:
     """Every model, number of rows and dtype for which all GEMMs of a layer are known, as `linear` computes them."""
     found = []
-    for model, products in models.items():
-        parts = [find(entries, p.n, p.k) for p in products if p.name in LAYER]
+    for model, shapes in models.items():
+        parts = [find(entries, p.n, p.k) for p in shapes if p.name in LAYER]
         if not parts:
             continue
         for m, dtype in sorted(set.intersection(*(set(p) for p in parts)), key=lambda at: (at[1], at[0])):
@@ -75,7 +75,7 @@ def says(entries: Sequence[Mapping[str, Any]]) -> str:
 def show(
     console: Console,
     rows: Sequence[tuple[str, Mapping[str, Any]]],
-    models: Mapping[str, Sequence[Product]],
+    models: Mapping[str, Sequence[GemmShape]],
     title: str,
     peer: str,
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftile import tuning
 from rooftile.bench.roof import tf32
 from rooftile.bench.tune.matmul import matmul_space
-from rooftile.bench.workloads import Product
+from rooftile.bench.workloads import GemmShape
 from rooftile.cases.draw import normal
 from rooftile.ops.gated import silu_mul_packed
 from rooftile.ops.gemm import choose
@@ -41,7 +41,7 @@ class Tunable(Protocol):
         """The problem of an output (m, n) whose elements are sums of k."""
         ...
 
-    def problem_in(self, product: Product, m: int, dtype: torch.dtype, precision: str) -> Any | None:
+    def problem_in(self, shape: GemmShape, m: int, dtype: torch.dtype, precision: str) -> Any | None:
         """The op's problem for a model's GEMM with m rows, or None."""
         ...
 
@@ -124,10 +124,10 @@ class Products:
             w_layout="k" if self.layout[1] == "t" else "n",
         )
 
-    def problem_in(self, product: Product, m: int, dtype: torch.dtype, precision: str) -> Problem | None:
-        if self.gated and not product.gated:
+    def problem_in(self, shape: GemmShape, m: int, dtype: torch.dtype, precision: str) -> Problem | None:
+        if self.gated and not shape.gated:
             return None
-        n, k = product.n // (1 + self.gated), product.k
+        n, k = shape.n // (1 + self.gated), shape.k
         sizes = {"nt": (m, n, k), "nn": (m, k, n), "tn": (n, k, m)}[self.layout]
         return self.problem(*sizes, dtype, precision)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Impl = Literal["engine", "cuda", "patched"]
 IMPLS: tuple[Impl, ...] = ("engine", "cuda", "patched")
-NEW = 2  # tokens of what is generated with sampling: of the prompt, and of a step behind it
+NEW = 2  # tokens generated with sampling: one of the prompt, one of a step
 
 # Compute kernels that are not Rooftile's and are accepted all the same: what torch.compile made of the patched model's
 # own code is in Triton, too.
@@ -39,7 +39,7 @@ class Settings:
     Attributes:
         model: a name, a config.json, or a folder; with `weights` a checkpoint folder, whose weights are loaded.
         impl: by default the engine, and on a GPU the CUDA path beside it.
-        prompt, steps: tokens of each prompt, and steps of decoding behind it.
+        prompt, steps: tokens of each prompt, and decoding steps after it.
         layers: cut the model to its first layers.
         trace: the profiler's trace is written there.
     """

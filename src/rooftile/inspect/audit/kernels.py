@@ -1,4 +1,4 @@
-"""Whose a GPU kernel is, and what part of a transformer's block it computes, told by its name."""
+"""Which library a GPU kernel comes from, and what part of a transformer block it computes, by its name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PACKAGE = Path(__file__).parents[2]
 
 Kind = Literal["Rooftile", "Inductor", "copy", "foreign"]
 
-PRODUCTS, ATTENTION, NORMS, ROPE = "products", "attention", "norms", "RoPE + cache write"
+GEMMS, ATTENTION, NORMS, ROPE = "GEMMs", "attention", "norms", "RoPE + cache write"
 ACTIVATION, EMBEDDING, SAMPLING, COPIES, OTHER = "activation", "embedding", "sampling", "copies", "other"
-BLOCKS = (PRODUCTS, ATTENTION, NORMS, ROPE, ACTIVATION, EMBEDDING, SAMPLING, COPIES, OTHER)
+BLOCKS = (GEMMS, ATTENTION, NORMS, ROPE, ACTIVATION, EMBEDDING, SAMPLING, COPIES, OTHER)
 
 # The families of ops, by the name of their file or folder; the first that fits.
 _FAMILIES = (
-    (r"gemm", PRODUCTS),
+    (r"gemm", GEMMS),
     (r"attention", ATTENTION),
     (r"rope|kv_cache", ROPE),
     (r"norm", NORMS),
@@ -33,7 +33,7 @@ _FAMILIES = (
 # it fuses, so what is dearest stands first. A norm's name may say embedding too: it is the first layer's.
 _OTHERS = (
     (r"flash|fmha|sdpa|attention|flex|splitkv|mem_?eff", ATTENTION),
-    (r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|splitk|matmul|triton_(tem|mm|bmm)|_(add)?b?mm_|dot_kernel", PRODUCTS),
+    (r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|splitk|matmul|triton_(tem|mm|bmm)|_(add)?b?mm_|dot_kernel", GEMMS),
     (r"argmax|topk|sort|multinomial|exponential|softmax|distribution|gumbel|scan", SAMPLING),
     (r"rsqrt|norm|mean|pow_", NORMS),
     (r"silu|gelu|swiglu|sigmoid", ACTIVATION),
@@ -83,7 +83,7 @@ class Launched:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Whose a kernel is. `op` and `place` are empty for those of others."""
+    """Which library a kernel comes from. `op` and `place` are empty unless it is Rooftile's."""
 
     kind: Kind
     block: str
@@ -146,7 +146,7 @@ def origin_of(
     shared: int = 0,
     registers: int = 0,
 ) -> Origin:
-    """Whose the kernel of that name is.
+    """Which library the kernel of that name comes from.
 
     Args:
         name: as the profiler has it.

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rooftile.bench.report import number
 from rooftile.inspect.audit.kernels import BLOCKS
-from rooftile.inspect.audit.trace import GAPS, Phase
+from rooftile.inspect.audit.trace import IDLE, Phase
 
 if TYPE_CHECKING:
     from rooftile.inspect.audit import Audit
@@ -49,7 +49,7 @@ def _kernels(audit: Audit, phase: Phase) -> Table:
     each = "a step" if phase.steps > 1 else "in all"
     wall = "" if phase.wall_us is None else f", {number(phase.wall_us / phase.steps, 4)} us {each}"
     table = _table(f"{TITLES[audit.impl]}, {phase.name}{wall}")
-    table.add_column("whose", no_wrap=True)
+    table.add_column("from", no_wrap=True)
     table.add_column("kernel", no_wrap=True)
     table.add_column(each, justify="right", no_wrap=True)
     for name in ("us", "share") if timed else ():
@@ -62,8 +62,8 @@ def _kernels(audit: Audit, phase: Phase) -> Table:
         if row.us is not None and phase.wall_us:
             cells += [number(row.us / phase.steps, 4), f"{row.us / phase.wall_us:.1%}"]
         table.add_row(*cells, row.block, row.op, row.place)
-    if phase.gaps_us is not None and phase.wall_us:
-        table.add_row("", GAPS, "", number(phase.gaps_us / phase.steps, 4), f"{phase.gaps_us / phase.wall_us:.1%}")
+    if phase.idle_us is not None and phase.wall_us:
+        table.add_row("", IDLE, "", number(phase.idle_us / phase.steps, 4), f"{phase.idle_us / phase.wall_us:.1%}")
     return table
 
 
@@ -79,7 +79,7 @@ def _blocks(audits: Sequence[Audit], name: str) -> Table | None:
         for column in (TITLES[audit.impl], "share", "kernels"):
             table.add_column(column, justify="right", no_wrap=True)
     by_block = [(phase, phase.by_block()) for _, phase in found]
-    for block in (*BLOCKS, GAPS):
+    for block in (*BLOCKS, IDLE):
         if not any(block in blocks for _, blocks in by_block):
             continue
         cells = [block]

@@ -1,7 +1,8 @@
 """What ran on the GPU, read from a trace of PyTorch's profiler (Chrome's trace format, which Perfetto opens).
 
-Time is counted once: where two kernels overlap, as with programmatic dependent launch, it is the earlier one's. What no
-kernel and no copy covers, from the first of a phase to its last, are its gaps. So all parts of a phase add up to it.
+Time is counted once: where two kernels overlap, as with programmatic dependent launch, it is the earlier one's. The
+time between the first and the last of a phase in which neither a kernel nor a copy runs is its idle time. So all parts
+of a phase add up to it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from rooftile.inspect.audit.kernels import BLOCKS, COPIES, Kind, Launched, Origin, origin_of
 
 MARK = "rooftile.audit "  # before the name of a phase, in annotations
-GAPS = "gaps"
+IDLE = "idle"
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _GRAPH = "GraphLaunch"  # in the name of the call that replays one, of the runtime or of the driver
@@ -45,7 +46,7 @@ class Phase:
     Attributes:
         steps: how many forwards it has.
         wall_us: from the first kernel's start to the last one's end, None where nothing was timed.
-        gaps_us: what of that no kernel covers.
+        idle_us: the part of it in which no kernel runs.
         waits: calls by which the host waited for the GPU.
         problems: why the trace does not prove anything.
     """
@@ -54,7 +55,7 @@ class Phase:
     steps: int = 1
     rows: list[Row] = dataclasses.field(default_factory=list)
     wall_us: float | None = None
-    gaps_us: float | None = None
+    idle_us: float | None = None
     waits: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -63,15 +64,15 @@ class Phase:
         return [row for row in self.rows if row.kind not in ("Rooftile", "copy", *accepted)]
 
     def by_block(self) -> dict[str, tuple[int, float | None]]:
-        """Count and time of each operation of a block, and of the gaps where time is known."""
+        """Count and time of each operation of a block, and the idle time where time is known."""
         found: dict[str, tuple[int, float | None]] = {}
         for block in BLOCKS:
             rows = [row for row in self.rows if row.block == block]
             if rows:
                 times = [row.us for row in rows if row.us is not None]
                 found[block] = (sum(row.count for row in rows), sum(times) if times else None)
-        if self.gaps_us is not None:
-            found[GAPS] = (0, self.gaps_us)
+        if self.idle_us is not None:
+            found[IDLE] = (0, self.idle_us)
         return found
 
 
@@ -119,10 +120,10 @@ def _spans(events: Iterable[dict[str, Any]]) -> list[tuple[float, float, str]]:
     return sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"])[len(MARK) :]) for e in marks)
 
 
-def _within(spans: Sequence[tuple[float, float, str]], moment: float, behind: bool = False) -> str | None:
-    """The phase of that moment; with `behind`, of what runs on after the host has left it, too."""
+def _within(spans: Sequence[tuple[float, float, str]], moment: float, after: bool = False) -> str | None:
+    """The phase of that moment; with `after` also of what still runs after the host has left it."""
     at = bisect.bisect_right([begin for begin, _, _ in spans], moment) - 1
-    return spans[at][2] if at >= 0 and (behind or moment <= spans[at][1]) else None
+    return spans[at][2] if at >= 0 and (after or moment <= spans[at][1]) else None
 
 
 def _threads(args: dict[str, Any]) -> int:
@@ -147,23 +148,23 @@ def _origin(event: _Event, launched: Collection[Launched], strict: bool) -> Orig
 
 
 def _measure(phase: Phase, events: Sequence[_Event], launched: Collection[Launched], strict: bool) -> None:
-    """Rows, times and gaps of a phase."""
+    """Rows and times of a phase."""
     rows: dict[tuple[str, Origin], Row] = {}
     covered = min(e.start for e in events)
-    first, gaps = covered, 0.0
+    first, idle = covered, 0.0
     for event in sorted(events, key=lambda e: (e.start, e.end)):
         origin = _origin(event, launched, strict)
         row = rows.setdefault(
             (event.name, origin), Row(event.name, origin.kind, origin.block, origin.op, origin.place, us=0.0)
         )
-        gaps += max(0.0, event.start - covered)
+        idle += max(0.0, event.start - covered)
         assert row.us is not None
         row.us += max(0.0, event.end - max(event.start, covered))
         row.count += 1
         row.in_graphs += event.in_graph
         covered = max(covered, event.end)
     phase.rows = sorted(rows.values(), key=lambda r: -(r.us or 0.0))
-    phase.wall_us, phase.gaps_us = covered - first, gaps
+    phase.wall_us, phase.idle_us = covered - first, idle
 
 
 def phases(
@@ -176,7 +177,8 @@ def phases(
     """The phases of a trace, each with its kernels.
 
     A kernel belongs to the phase in which the host launched it, or the graph that it is part of; where the trace does
-    not say who launched it, to that in which it began, or behind which. What was launched outside of all is left out.
+    not say who launched it, to the last phase that began before it. What was launched outside of all phases is left
+    out.
 
     Args:
         events: of the trace.
@@ -195,7 +197,7 @@ def phases(
         args, start = e.get("args", {}), float(e["ts"])
         call = calls.get(args.get("correlation"))
         seen.add(args.get("correlation"))
-        name = _within(spans, start, behind=True) if call is None else _within(spans, float(call["ts"]))
+        name = _within(spans, start, after=True) if call is None else _within(spans, float(call["ts"]))
         if name in by_phase:
             end = start + float(e.get("dur", 0.0))
             launch = "" if call is None else str(call["name"])
