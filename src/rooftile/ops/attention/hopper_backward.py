@@ -87,6 +87,7 @@ def prepare(
     dq, dk, dv, dsinks = gradients
     batch, heads, n_q, head_dim = x.q.shape
     dim, n_k, s = padded(head_dim), x.k.shape[2], x.scoring
+    factor = s.default_factor(head_dim)
     with_keys = dk is not None or dv is not None
     with_sums = with_keys and dq is not None and not deterministic
     float32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
@@ -97,7 +98,7 @@ def prepare(
     if with_keys or dq is not None:
         make_stats = row_sums.prepare_stats(out, dout, dlse, with_sums, c.block_m, dim)
     if with_keys:
-        t = hopper_backward_dkdv.tiling(dim, masked, s, c.num_stages, with_sums)
+        t = hopper_backward_dkdv.tiling(dim, masked, s, c.num_stages, with_sums, factor)
         stats = torch.empty(padded_rows * 2, **float32)
         like = (x.k if dk is None else dk, x.v if dv is None else dv)
         make_dkdv = hopper_backward_dkdv.prepare_dkdv(t, x, dout, stats, *like)
@@ -105,7 +106,7 @@ def prepare(
         assert dq is not None
         finish = row_sums.prepare_finish(dq, s.scale, c.block_m, dim)
     elif dq is not None:
-        t_dq = hopper_backward_dq.tiling(dim, masked, s, c.num_stages)
+        t_dq = hopper_backward_dq.tiling(dim, masked, s, c.num_stages, factor)
         make_dq = hopper_backward_dq.prepare_dq(t_dq, x, dout, dq)
 
     def run(

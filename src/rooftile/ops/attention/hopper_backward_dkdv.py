@@ -380,7 +380,7 @@ def keys_gradients(
 
 
 @functools.cache
-def tiling(dim: int, masked: bool, s: Scoring, stages: int, with_dq: bool) -> KeysTiling:
+def tiling(dim: int, masked: bool, s: Scoring, stages: int, with_dq: bool, factor: float = 0.0) -> KeysTiling:
     """What the kernel of dk and dv is compiled for, for that padded head_dim.
 
     On an H200, with dq, causal heads of 64 are faster with dv started early (455 TF/s instead of 437), and all else is
@@ -390,9 +390,9 @@ def tiling(dim: int, masked: bool, s: Scoring, stages: int, with_dq: bool) -> Ke
     """
     if with_dq:
         early = dim == 64 and s.right >= 0 and not s.softcap
-        return KeysTiling(dim, *s.flags, masked, ROWS[dim], ROWS[dim], stages, True, early)
+        return KeysTiling(dim, *s.flags, masked, ROWS[dim], factor, ROWS[dim], stages, True, early)
     loose = dim == 128 and not s.softcap
-    return KeysTiling(dim, *s.flags, masked, ROWS[dim], ROWS[dim], stages + 1, False, loose, loose)
+    return KeysTiling(dim, *s.flags, masked, ROWS[dim], factor, ROWS[dim], stages + 1, False, loose, loose)
 
 
 @functools.cache

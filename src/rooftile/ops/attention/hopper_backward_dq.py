@@ -241,14 +241,14 @@ def queries_gradient(
 
 
 @functools.cache
-def tiling(dim: int, masked: bool, s: Scoring, stages: int) -> QueriesTiling:
+def tiling(dim: int, masked: bool, s: Scoring, stages: int, factor: float = 0.0) -> QueriesTiling:
     """What the kernel of dq is compiled for, for that padded head_dim.
 
     Heads of 128 take 64 keys a step and defer a dot: 764 TF/s (of three dots) on an H200. With 128 keys the registers
     hold no second step: 724. Heads of 64 take 128 keys; ptxas serialises their dots if one is deferred.
     """
     keys = 64 if dim == 128 else 128
-    return QueriesTiling(dim, *s.flags, masked, ROWS[dim], keys, stages * (128 // keys), keys == 64)
+    return QueriesTiling(dim, *s.flags, masked, ROWS[dim], factor, keys, stages * (128 // keys), keys == 64)
 
 
 @functools.cache

@@ -54,6 +54,7 @@ class BackwardTiling:
         capped, has_left, has_right: see `Scoring.flags`.
         masked: a query may not see all keys of a block, or the last block of keys is not whole.
         stat_rows: queries of a block of the rows' lse and delta in memory, (batch, heads, blocks, 2, stat_rows).
+        factor: `Scoring.default_factor`; if it is 0, the factor is an argument.
     """
 
     dim: int
@@ -62,6 +63,7 @@ class BackwardTiling:
     has_right: bool
     masked: bool
     stat_rows: int
+    factor: float
 
     @property
     def acc(self) -> gl.NVMMADistributedLayout:
@@ -109,6 +111,8 @@ def probabilities(s, lse, key, p_first, n_k, scoring, KEY_AXIS: gl.constexpr, T:
     KEYS: gl.constexpr = s.shape[KEY_AXIS]
     ROWS: gl.constexpr = s.shape[1 - KEY_AXIS]
     factor, cap, left, right = scoring
+    if T.factor != 0:
+        factor = gl.constexpr(T.factor)
     slope = s
     if T.capped:
         t = _tanh(s * factor)

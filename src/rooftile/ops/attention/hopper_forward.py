@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -100,8 +99,7 @@ class Tiling:
         turns: the consumers take turns to start their dots.
         joined: a tile's first dot of scores is started with the previous tile's last dot of values.
         capped, has_left, has_right: see `Scoring.flags`.
-        scale: the factor of the scores, times log2(e), if it is compiled in; 0 if it is an argument. The default scale
-            of a head size is compiled in: an argument is a register, the third operand of each FFMA of the softmax.
+        scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
     """
 
     keys: int
@@ -695,9 +693,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
     order = work_order(batch * heads, blocks, programs, heads_in_l2)
     factor, cap, left, right = x.scoring.numbers
     scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
-    usual = 1.0 / math.sqrt(head_dim)
-    if not t.capped and math.isclose(x.scoring.scale, usual, rel_tol=1e-8):  # less than float32 can tell apart
-        t = dataclasses.replace(t, scale=usual * _LOG2E.value)
+    t = dataclasses.replace(t, scale=x.scoring.default_factor(head_dim))
     layout = gl.NVMMASharedLayout(_swizzle_bytes(t.dim), 16, rank=4)
     blocks_of = ((x.q, t.rows), (x.k, t.keys), (x.v, t.keys), (out, t.rows))
     start = bind(

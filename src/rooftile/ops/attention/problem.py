@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Literal
@@ -95,6 +96,17 @@ class Scoring:
     def numbers(self) -> tuple[float, float, int, int]:
         """What kernels are given: `primitives.scores.score_factors`, left and right. A new one costs no compilation."""
         return *score_factors(self.scale, self.softcap), self.left, self.right
+
+    def default_factor(self, head_dim: int) -> float:
+        """The factor of scores without a cap, if `scale` is the default one; else 0.
+
+        The Hopper kernels have it compiled in: an argument is a register, the third operand of each FFMA of the
+        softmax. A difference that float32 can't hold is none.
+        """
+        usual = 1.0 / math.sqrt(head_dim)
+        if self.softcap or not math.isclose(self.scale, usual, rel_tol=1e-8):
+            return 0.0
+        return score_factors(usual, 0.0)[0]
 
 
 @dataclasses.dataclass(frozen=True)
