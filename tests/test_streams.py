@@ -107,7 +107,9 @@ def test_a_launch_has_its_inputs_device_as_the_current_one(monkeypatch):
     monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
     monkeypatch.setattr(launching, "_current_device", lambda: current[-1])
     monkeypatch.setattr(launching, "_on_device", on)
-    guarded = library._guarded(torch.ops.rooftile.softmax.default, (0,), lambda *args: list(current))
+    guarded = library._guarded(
+        torch.ops.rooftile.softmax.default, lambda args: "softmax", (0,), lambda *args: list(current)
+    )
     assert guarded(OnTheOther()) == [0, 1]
     assert current == [0]
     current[:] = [1]
