@@ -110,7 +110,7 @@ def test_weights_and_moments_are_within_1e5_of_pytorchs(size, device, capsys):
             assert_agree(first, second)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=5),
     amsgrad=st.booleans(),
