@@ -77,7 +77,7 @@ def relaid(inputs, how):
 
 
 def assert_same(actual, expected):
-    """Equal to the bit; on a GPU to a unit in the last place, where another layout may reduce in another order."""
+    """Bit-identical; on a GPU to a unit in the last place, where another layout may reduce in another order."""
     assert len(actual) == len(expected)
     for a, e in zip(actual, expected, strict=True):
         assert a.shape == e.shape

@@ -255,8 +255,8 @@ def test_after_a_capture_that_failed_all_is_given_back_and_the_next_works(device
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_of_prompts_give_what_plain_launches_give(family, device):
-    """To the bit, in logits, tokens and log-probabilities: for prompts alone and together, of other lengths in the same
-    shape, in slots and pages that others have left, between steps of decoding."""
+    """Bit-identical, in logits, tokens and log-probabilities: for prompts alone and together, of other lengths in the
+    same shape, in slots and pages that others have left, between steps of decoding."""
     config = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
     options = {"dtype": torch.bfloat16, "max_seq_len": 256, "page_size": 16, "device": device, "config": config}
     runners = [made(family, cuda_graphs=graphs, **options).runner for graphs in (True, False)]

@@ -242,7 +242,7 @@ def test_kernels_are_not_specialized_on_what_changes_from_step_to_step(family, q
 
 @pytest.mark.gpu
 def test_graphs_give_what_plain_launches_give(device):
-    """To the bit, with sequences that live while a graph is recorded, that join, and that leave."""
+    """Bit-identical, with sequences that live while a graph is recorded, that join, and that leave."""
     engines = [made(device=device, cuda_graphs=graphs, config={"num_hidden_layers": 2}) for graphs in (True, False)]
     for options in ({}, {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2, "seed": list(range(7))}):
         prompts = [*PROMPTS, [7] * 11, [8, 9], [1] * 3]

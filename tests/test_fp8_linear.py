@@ -158,7 +158,7 @@ def test_scales_and_operands_of_any_strides(device):
     given = operands(5, 256, 144, "block", "block", device)
     expected = fp8_linear(**given)
 
-    def assert_near(found):  # another kernel may take them, and add in another order: not to the bit of a small sum
+    def assert_near(found):  # another kernel may take them, and add in another order: small sums are not bit-identical
         of = expected[0] if found.dim() == 1 else expected
         assert found.shape == of.shape
         assert (found - of).norm() <= torch.finfo(of.dtype).eps / 2 * of.norm()

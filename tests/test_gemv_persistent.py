@@ -1,4 +1,4 @@
-"""Kernel "gemv_persistent" of one row or two: what it adds, weights of any layout, what it refuses."""
+"""Kernel "gemv_persistent" of one row or two: its sums, weights of any layout, what it rejects."""
 
 import re
 
@@ -8,7 +8,7 @@ from helpers import BF16
 from test_matmul import ACTIVATIONS, drawn
 
 from rooftile.cases.check import relative_error
-from rooftile.ops.gemm import gemv_persistent as held
+from rooftile.ops.gemm import gemv_persistent
 from rooftile.ops.gemm.config import GemmConfig
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
 from rooftile.reference import rms_norm_linear as reference
@@ -44,7 +44,7 @@ def assert_close(found, expected):
 @ROWS
 @pytest.mark.parametrize("programs", [1, 3])
 def test_programs_that_have_several_tiles(programs, rows, config, device, monkeypatch):
-    """To the bit as where each has one, of which the interpreter has as many as there are tiles."""
+    """Bit-identical to one tile a program, which the interpreter takes otherwise."""
     x, weight = drawn(rows, K, dtype=BF16, device=device), drawn(2 * N, K, dtype=BF16, device=device)
     norm_weight, bias = drawn(K, device=device), drawn(2 * N, device=device)
 
@@ -53,9 +53,9 @@ def test_programs_that_have_several_tiles(programs, rows, config, device, monkey
         return plain, rms_norm_gated_linear(x, norm_weight, weight, bias, config=config)
 
     asked = []
-    monkeypatch.setattr(held, "programs_for", lambda tiles, *_: asked.append(tiles) or tiles)
+    monkeypatch.setattr(gemv_persistent, "programs_for", lambda tiles, *_: asked.append(tiles) or tiles)
     expected = run()
-    monkeypatch.setattr(held, "programs_for", lambda *_: programs)
+    monkeypatch.setattr(gemv_persistent, "programs_for", lambda *_: programs)
     assert all(torch.equal(*pair) for pair in zip(run(), expected, strict=True))
     assert min(asked) > 2 * programs
 
@@ -108,7 +108,7 @@ def test_a_bias_of_float32(rows, config, dtype, device):
     ],
     ids=lambda value: value if isinstance(value, str) else "gemv_persistent",
 )
-def test_rows_that_cannot_be_held_are_refused(config, reason, device):
+def test_rows_that_do_not_fit_the_registers_are_refused(config, reason, device):
     x, weight = drawn(2, 32, device=device), drawn(16, 32, device=device)
     with pytest.raises(ValueError, match=rf"config can't be launched: .*{re.escape(reason)}"):
         rms_norm_linear(x, drawn(32, device=device), weight, config=config)

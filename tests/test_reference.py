@@ -124,7 +124,7 @@ def test_eager_rope_agrees_with_the_reference(style):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 class TestHuggingFace:
-    """`eager` is what the models do, to the bit."""
+    """`eager` is bit-identical to what the models do."""
 
     @pytest.fixture(autouse=True)
     def _models(self):

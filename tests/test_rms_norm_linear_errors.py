@@ -7,8 +7,7 @@ from helpers import BF16
 from test_rms_norm_linear import inputs
 
 from rooftile import launching, runtime
-from rooftile.ops.gemm import choose, skinny
-from rooftile.ops.gemm import gemv_persistent as held
+from rooftile.ops.gemm import choose, gemv_persistent, skinny
 from rooftile.ops.gemm.config import GemmConfig, Problem
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
 
@@ -67,13 +66,13 @@ def test_bad_arguments_are_named(device):
             call()
 
 
-def test_more_rows_than_32_bits_count_are_not_held():
+def test_more_rows_than_32_bits_count_are_refused():
     c = GemmConfig("gemv_persistent", 1, 1, 16, num_stages=1)
     for n, gated in ((2**31, False), (2**30, True)):
-        assert "expected fewer than 2^31" in held.can_implement(
+        assert "expected fewer than 2^31" in gemv_persistent.can_implement(
             Problem(1, n, 16, BF16, gated=gated), c, runtime.INTERPRETER
         )
-        assert held.can_implement(Problem(1, n - 1, 16, BF16, gated=gated), c, runtime.INTERPRETER) is None
+        assert gemv_persistent.can_implement(Problem(1, n - 1, 16, BF16, gated=gated), c, runtime.INTERPRETER) is None
 
 
 def test_what_the_compiler_fails_at_is_refused():

@@ -128,7 +128,7 @@ def test_rows_with_options_of_their_own(device):
     logits = (torch.randn(n, 131, device=device) * 3).to(BF16)
     seen = torch.randint(-(2**31), 2**31 - 1, (n, 5), device=device).to(torch.int32)
     tokens, logprobs = agrees(logits, seen=seen, **given)
-    # Alone, and beside other rows, each row is the same to the bit.
+    # Alone, and beside other rows, each row is bit-identical.
     for i in ([2], [5, 4]):
         some = {name: value[i] for name, value in given.items()}
         alone = sample(logits[i], seen=seen[i], **some)
@@ -269,7 +269,7 @@ def side_by_side(monkeypatch, programs):
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU rows are shared as they are")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_rows_that_several_programs_share(dtype, device, monkeypatch):
-    """Each row by two programs: to the bit what one program makes of it."""
+    """Each row by two programs: bit-identical to one program's."""
     logits = (torch.randn(5, 150, device=device) * 2).round(decimals=1).to(dtype)
     logits[1:, 100:] = 9.0  # equals on both sides of column 128, where the second program's begin
     given = {

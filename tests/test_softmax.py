@@ -114,7 +114,7 @@ def test_rows_sum_to_one(kernel, use, device):
 @every_kernel
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.125])
 def test_a_number_added_to_a_row_changes_nothing(kernel, scale, use, device):
-    """To the bit: the difference from the maximum is taken first. These are exact: a unit at 10^4 is 2^-10."""
+    """Bit-identical: the difference from the maximum is taken first. These are exact: a unit at 10^4 is 2^-10."""
     use(kernel)
     x = torch.randint(-500, 500, (5, 257), device=device) / 128
     assert torch.equal(softmax(x + 1e4, scale=scale), softmax(x, scale=scale))

@@ -78,7 +78,7 @@ def test_the_users_own_entry_comes_first_and_the_packages_serves_the_rest(folder
         (table(schema=tuning.SCHEMA + 1), f"its schema is {tuning.SCHEMA + 1}, expected {tuning.SCHEMA}"),
         (table(gpu="rtx4090"), "its gpu is 'rtx4090', expected 'h100'"),
         (table(op="attention"), "its op is 'attention', expected 'matmul'"),
-        (table(multiprocessors=114), "its GPU had 114 multiprocessors, this one has 132"),
+        (table(multiprocessors=114), "its GPU had 114 SMs, this one has 132"),
         (json.dumps({"meta": table().meta}), 'has no "entries"'),
         (json.dumps({"meta": table().meta, "entries": {"k": 1}}), "its entry 'k' has no \"config\""),
         (table(block_n=[16]), f"its entry {KEY!r} has block_n [16], expected text, an integer or a bool"),
@@ -256,7 +256,7 @@ def test_a_shipped_table_is_read_and_its_kernels_take_every_entry(path):
         ({"kernel": "gemv"}, "is None"),  # which takes one row
         ({"block_n": 1 << 12}, "is None"),
         ({"num_warps": [4]}, "is ignored"),
-        ({"multiprocessors": 60}, "had 60 multiprocessors"),
+        ({"multiprocessors": 60}, "had 60 SMs"),
         ({"command": "rooftile tune --model /home/me/x"}, "not in"),
     ],
 )

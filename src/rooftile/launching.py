@@ -129,7 +129,7 @@ def bind(
         launcher: the kernel. Its first pointer is never None.
         programs: of the grid; None where each call says how many, as its last argument.
         strides: the integers that Triton specializes on; None for those that the kernel's constants leave unused.
-        numbers: those that it does not. For each that is None a call gives an int behind the tensors.
+        numbers: those that it does not. For each that is None a call gives an int after the tensors.
         descriptors: which pointers are TMA descriptors, by their place among the pointers. Calls give tensors.
     """
     found = Launch(launcher, programs, strides, numbers, descriptors or {})

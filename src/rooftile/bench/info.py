@@ -118,7 +118,7 @@ def lines(roofs: bool = True) -> list[tuple[str, str]]:
     found = [("gpu", gpu() or "none"), ("mode", mode())]
     if device is not None and runtime.MODE is runtime.Mode.GPU:
         target = runtime.target(device)
-        size = f"{target.multiprocessors} multiprocessors, {target.l2 / 2**20:.0f} MiB of L2"
+        size = f"{target.multiprocessors} SMs, {target.l2 / 2**20:.0f} MiB of L2"
         found += [("architecture", f"{target.arch}, {size}"), ("driver", driver() or UNKNOWN)]
     found += [("rooftile", f"{rooftile.__version__}, commit {commit()}"), ("python", platform.python_version())]
     found += [("torch", torch.__version__), ("triton", version("triton") or "not installed")]

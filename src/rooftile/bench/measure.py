@@ -103,7 +103,7 @@ def bind(variant: Variant, case: OpCase, point: Point, direction: Direction, giv
         own = {n: t.clone() if n in variant.mutates else t for n, t in given.tensors.items()}
         return functools.partial(variant.function, **own, **point.options)
     grads = [n for n in case.grads if n in given.tensors]
-    # Views of the same memory, so that the rotation is held once for all implementations.
+    # Views of the same memory, so that all implementations share one rotation.
     leaves = {n: t.detach().requires_grad_(n in grads) for n, t in given.tensors.items()}
     own = {n: t.clone() if n in variant.mutates else t for n, t in leaves.items()}
     outputs = as_tuple(variant.function(**own, **point.options))

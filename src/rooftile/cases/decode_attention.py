@@ -150,7 +150,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
 
 
 def _flops(point: Point, direction: Direction) -> int:
-    """Two products."""
+    """Two GEMMs."""
     rows = point["batch"] * point["tokens"] * point["heads"]
     return 2 * rows * point["seq_len"] * (point["head_dim"] + point["value_dim"])
 
@@ -286,7 +286,7 @@ CASES = (
         # What a part begins and ends with; the loop over keys has none.
         spills=256,
         roof="gemm",
-        # The softmax as it goes adds in the order of the keys, where eager's products add in a tree; and the lse from
+        # The softmax as it goes adds in the order of the keys, where eager's GEMMs add in a tree; and the lse from
         # which the backward has the probabilities is rounded.
         float32_floor=1e-6,
         peers=(

@@ -35,5 +35,5 @@ def angles(
 
 
 def rotary_dim(cos: Tensor) -> int | None:
-    """How many elements of a head those tables turn; None of what is no tensor, which the op refuses."""
+    """How many elements of a head those tables turn; None for what is no tensor, which the op rejects."""
     return cos.shape[-1] if isinstance(cos, Tensor) else None

@@ -105,7 +105,7 @@ def _scaled_mm(point: Point) -> Callable[..., Tensor]:
     if point["kind"] == 2 and (not torch.cuda.is_available() or point["k"] % 512 or point["n"] % BLOCK):
         raise Unsupported("torch._scaled_mm takes blocks on Hopper alone, and whole ones, by four along the sum")
 
-    def product(
+    def multiply(
         x: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
@@ -122,7 +122,7 @@ def _scaled_mm(point: Point) -> Callable[..., Tensor]:
         dtype: torch.dtype = getattr(torch, out_dtype)
         return _scaled_mm(x, weight.T, x_scale, weight_scale, bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
 
-    return product
+    return multiply
 
 
 _LLAMA = ((4096, 6144), (4096, 28672), (14336, 4096))

@@ -76,7 +76,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
 
 
 def _flops(point: Point, direction: Direction) -> int:
-    """Two for each product and its sum; two such products backward."""
+    """Two for each product and its sum; two such GEMMs backward."""
     return (2 if direction == "forward" else 4) * point["rows"] * point["n"] * point["k"]
 
 
@@ -128,7 +128,7 @@ _GATED_SETS = {
 
 
 def _apart(point: Point) -> Callable[..., Any]:
-    """PyTorch's product, and Rooftile's kernel for the gate behind it."""
+    """PyTorch's GEMM, then Rooftile's kernel for the gate."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Any = "silu") -> Tensor:
         gate_up = torch.nn.functional.linear(x, weight, bias)
@@ -142,7 +142,7 @@ def _apart(point: Point) -> Callable[..., Any]:
 # matmul
 
 
-def _product(
+def _matmul(
     rows: int, k: int, n: int, layout: str = "nn", *, batch: int = 0, shared: bool = False, **options: object
 ) -> Point:
     """`layout`: of a and b, "t" for one that lies in memory transposed. `shared`: one b for all batches."""
@@ -174,7 +174,7 @@ def _operands(point: Point, dtype: torch.dtype, device: torch.device, generator:
     }
 
 
-def _product_nbytes(point: Point, itemsize: int, direction: Direction) -> int:
+def _matmul_nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     """Forward: a, b and the output; backward: dy, a, b and two gradients."""
     batch = max(1, point["batch"])
     b_batch = 1 if point["shared"] else batch
@@ -183,21 +183,21 @@ def _product_nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     return itemsize * (out + (operands if direction == "forward" else 2 * operands))
 
 
-def _product_flops(point: Point, direction: Direction) -> int:
+def _matmul_flops(point: Point, direction: Direction) -> int:
     batch = max(1, point["batch"])
     return (2 if direction == "forward" else 4) * batch * point["rows"] * point["n"] * point["k"]
 
 
 _MATMUL_SETS = {
     "tiny": (
-        _product(8, 64, 48),
-        _product(33, 128, 40, "nt"),
-        _product(17, 40, 24, "tn", batch=2),
-        _product(5, 64, 16, batch=3, shared=True),
+        _matmul(8, 64, 48),
+        _matmul(33, 128, 40, "nt"),
+        _matmul(17, 40, 24, "tn", batch=2),
+        _matmul(5, 64, 16, batch=3, shared=True),
     ),
-    "edge": tuple(_product(m, k, n) for m, k, n in _EDGE),
-    "llm": (_product(2048, 2048, 2048), _product(4096, 4096, 4096, "nt")),
-    "gemm": tuple(_product(n, n, n, layout) for n in (2048, 4096, 8192) for layout in ("nn", "nt", "tn")),
+    "edge": tuple(_matmul(m, k, n) for m, k, n in _EDGE),
+    "llm": (_matmul(2048, 2048, 2048), _matmul(4096, 4096, 4096, "nt")),
+    "gemm": tuple(_matmul(n, n, n, layout) for n in (2048, 4096, 8192) for layout in ("nn", "nt", "tn")),
 }
 
 CASES = (
@@ -210,8 +210,8 @@ CASES = (
         inputs=_operands,
         outputs=("y",),
         grads=("a", "b"),
-        nbytes=_product_nbytes,
-        flops=_product_flops,
+        nbytes=_matmul_nbytes,
+        flops=_matmul_flops,
         tolerances=TOLERANCES,
         roof="gemm",
         sets=_MATMUL_SETS,

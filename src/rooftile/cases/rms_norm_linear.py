@@ -29,11 +29,11 @@ TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
 
 
 class Traffic(NamedTuple):
-    """Elements that norm and product move between memory and the chip.
+    """Elements that norm and GEMM move between memory and the chip.
 
     Attributes:
         unfused: two kernels: x read, the normalised x written and read, the weights, the output.
-        two_reads: one kernel that reads x for the mean of squares, then again for the product.
+        two_reads: one kernel that reads x for the mean of squares, then again for the GEMM.
         fused: one kernel that adds up the squares beside the products, as `rms_norm_linear` does up to 32 rows.
     """
 
@@ -85,13 +85,13 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
 
 
 def _flops(point: Point, direction: Direction) -> int:
-    """Two for each product and its sum, and the norm's four for each x; backward two such products, the norm's nine."""
+    """Two for each product and its sum, and the norm's four for each x; backward two such GEMMs, the norm's nine."""
     x = point["rows"] * point["k"]
     return x * (2 * point["n"] + 4 if direction == "forward" else 4 * point["n"] + 9)
 
 
 def _cublas(point: Point) -> Callable[..., Any]:
-    """Rooftile's norm, and PyTorch's product behind it."""
+    """Rooftile's norm, then PyTorch's GEMM."""
 
     def run(
         x: Tensor,
@@ -109,7 +109,7 @@ def _cublas(point: Point) -> Callable[..., Any]:
 
 
 def _apart(point: Point) -> Callable[..., Any]:
-    """Rooftile's norm, and its gated product behind it: two kernels at every size."""
+    """Rooftile's norm, then its gated GEMM: two kernels at every size."""
 
     def run(
         x: Tensor,

@@ -1,7 +1,7 @@
 """The norm and a GEMM, plain or gated, of weights in int8, float8_e4m3fn and packed int4.
 
 Of several rows of x and a weight in fp8 the norm's result is rounded to fp8, too, which is `rms_norm_quantized` and
-`fp8_linear`; all other points are held to what is rounded once or twice.
+`fp8_linear`; all other points have the tolerance of one or two roundings.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _int8pack(point: Point) -> Callable[..., Any]:
 
 
 def _torchao(point: Point) -> Callable[..., Any]:
-    """torchao's weight-only product, compiled as its documentation says: Inductor's kernel over the same int8 weight.
+    """torchao's weight-only GEMM, compiled as its documentation says: Inductor's kernel over the same int8 weight.
     (In int4 torchao's kernel is PyTorch's own, below.)"""
     from torchao.quantization import Int8Tensor
 
@@ -280,7 +280,7 @@ CASES = (
         reference=reference.int4_linear,
         eager=reference.int4_linear_eager,
         sets=_INT4,
-        # float32 on sm_86, of 64 registers for two programs a multiprocessor.
+        # float32 on sm_86, of 64 registers for two programs an SM.
         spills=8,
         peers=(Peer("torch int4pack", _int4pack),),
     ),

@@ -85,7 +85,7 @@ def bench(
     suite: Annotated[str, typer.Option(help="The suite's name under --results.")] = "rowwise",
     jobs: Annotated[
         int | None,
-        typer.Option(min=0, help="Processes that compile ahead; 0 for none. Default: by the amount of work."),
+        typer.Option(min=0, help="Processes that compile in advance; 0 for none. Default: by the amount of work."),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print a line for each point, and where the time went.")
@@ -144,7 +144,7 @@ def bench_schedules(
     results: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/schedules/<name>.json.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile ahead; 0 for none.")] = 12,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile in advance; 0 for none.")] = 12,
 ) -> None:
     """Compare the schedules and kernels that can run one GEMM. Each is checked before it is timed."""
     choose_mode()
@@ -326,7 +326,7 @@ def tune(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also measure shapes that the table already has.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile ahead. Default: by the number of cores.")
+        int | None, typer.Option(min=0, help="Processes that compile in advance. Default: by the number of cores.")
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print a line for each GEMM, and where the time went.")

@@ -151,7 +151,7 @@ class Text:
         # decode differently at the beginning of a text.
         self._recent: list[int] = []
         self._known, self._read = 0, ""
-        self._seen = ""  # with what is held back
+        self._seen = ""  # with the text not yet released
         self.text = ""
         self.stopped = False
 
@@ -168,7 +168,7 @@ class Text:
         return self._release(self._certain())
 
     def end(self) -> str:
-        """Release what was held back: the beginning of a stop string, or of a character."""
+        """Release the rest: the beginning of a stop string, or of a character."""
         if self.stopped:
             return ""
         self._seen += self._decode(self._recent)[len(self._read) :]

@@ -12,7 +12,7 @@ A line `...` matches any statements, which stay where they are:
 
 `rebuild` parses the method, replaces each match, and compiles the result with the *same, live* globals; names that the
 rules bring in are closure variables. Nothing else changes: line numbers in tracebacks, defaults and all other lines are
-the model's own. `rebuild` refuses, with the reason, a method that no rule matches, one that uses elsewhere what a
+the model's own. `rebuild` rejects, with the reason, a method that no rule matches, one that uses elsewhere what a
 replacement no longer assigns, and one without source. So another version of the model's code is left alone instead of
 being changed wrongly.
 """

@@ -10,7 +10,7 @@ activation and writes two:
     dup = dy * act(gate)
     dgate = dy * up * act'(gate)
 
-The forward can quantize its result for the GEMM that follows. A row with one scale is then held whole in a tile. A row
+The forward can quantize its result for the GEMM that follows. A row with one scale then stays whole in a tile. A row
 too long for registers is computed twice, the second time from the L2, once its scale is known.
 """
 

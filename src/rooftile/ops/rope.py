@@ -132,7 +132,7 @@ def check_rotary_dim(op: str, q: Tensor, cos: Tensor, rotary_dim: int | None) ->
     if rotary_dim is not None:
         if width != rotary_dim:
             raise ValueError(f"{op}: cos has a last dimension of {width}, expected rotary_dim={rotary_dim}")
-    elif 0 < width < head_dim and width % 2 == 0:  # the op refuses any other width
+    elif 0 < width < head_dim and width % 2 == 0:  # the op rejects any other width
         raise ValueError(
             f"{op}: cos has a last dimension of {width}, expected head_dim={head_dim}; rotary_dim={width} rotates "
             "a part of each head"

@@ -9,7 +9,7 @@ Triton has no relaxed store. Its atomics return the old word: with one layer_nor
 180 bytes of registers and took 1.5 times as long on an H100. They serve where there is no PTX.
 
 Every program waits for others, so the whole grid has to be resident: it is launched as a cooperative grid, which the
-driver refuses if it does not fit.
+driver rejects if it does not fit.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def weights_are_constant() -> bool:
 
 @triton.jit
 def pdl_launch_dependents():
-    """The kernel behind may start, as soon as every program has said so."""
+    """The next kernel may start as soon as every program has called this."""
     cuda.gdc_launch_dependents()
 
 

@@ -23,7 +23,7 @@ Window = int | tuple[int | None, int | None]
 def sees(p: Tensor, j: Tensor, causal: bool, window: Window | None) -> Tensor:
     """Whether queries at the positions p see the keys j; the two broadcast."""
     left, right = window if isinstance(window, (tuple, list)) else (window, window)
-    if isinstance(window, int):  # the key at its own position, and the others before (and behind)
+    if isinstance(window, int):  # the key at its own position, and those before (and after) it
         left = right = window - 1
     seen = torch.ones(torch.broadcast_shapes(p.shape, j.shape), dtype=torch.bool, device=p.device)
     if left is not None and left >= 0:

@@ -124,7 +124,7 @@ def other_variant(table: Table, multiprocessors: int) -> str:
     measured_on = table.meta.get("multiprocessors")
     if measured_on in (None, multiprocessors):
         return ""
-    return f"its GPU had {measured_on} multiprocessors, this one has {multiprocessors}"
+    return f"its GPU had {measured_on} SMs, this one has {multiprocessors}"
 
 
 def to_json(table: Table) -> str:

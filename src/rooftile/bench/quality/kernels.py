@@ -156,7 +156,7 @@ NAIVE = "naive"
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """All of them, the naive one first: the others are held to what it loses."""
+    """All of them, the naive one first: its loss is the limit for the others."""
     interpreted = runtime.MODE is runtime.Mode.INTERPRETER
     flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
     return (

@@ -40,7 +40,7 @@ def caption(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
     lengths = next((", ".join(row.lengths) for row in rows if row.lengths), "none")
     return (
         f"The byte model in {meta['dtype']}, by transformers, with each kernel as its attention. Loss: nats a byte on "
-        f"{meta['text_bytes']:,} bytes that were held out, in windows of {meta['window']}; in float32 it is "
+        f"{meta['text_bytes']:,} held-out bytes, in windows of {meta['window']}; in float32 it is "
         f"{meta['loss_fp32']:.4f}. Surprise: nats a byte, to the model in float32, of {meta['new']} bytes that were "
         f"continued greedily after prompts of {', '.join(map(str, meta['prompts']))} bytes; of its own it is "
         f"{meta['surprise_fp32']:.4f}. As float32: the share of them, in eager, before the first that differs. "

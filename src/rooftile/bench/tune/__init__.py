@@ -54,7 +54,7 @@ class Tuning:
         self.spaces: dict[Item, list[Any]] = {}
         self.defaults: dict[Item, Any] = {}
         self.uncompiled: set[Any] = set()
-        self.broken: set[Any] = set()  # binaries that failed ahead of the search, and would at the next problem too
+        self.broken: set[Any] = set()  # binaries that failed before the search, and would at the next problem too
 
     @property
     def left(self) -> float | None:

@@ -62,7 +62,7 @@ def _order(x: Tensor) -> list[tuple[int, int]]:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether elements lie one behind the other, in whatever order of the dimensions."""
+    """Whether the elements are contiguous in memory, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(_order(x)):
         if stride != expected:

@@ -1,1 +1,1 @@
-"""Matrix products (GEMM) of every kind: one folder, a mainloop for each regime, prologues and epilogues as parts."""
+"""GEMMs of every kind: one folder, a mainloop for each regime, prologues and epilogues as parts."""

@@ -218,7 +218,7 @@ def _on_tensor_cores(p: Problem) -> bool:
 
 
 def _split(tiles: int, total: int, steps: int, target: runtime.Target) -> int:
-    """Programs that share a tile: as many as have `steps` of the `total` each, where multiprocessors would be idle."""
+    """Programs that share a tile: as many as have `steps` of the `total` each, where SMs would be idle."""
     idle = target.multiprocessors // max(1, tiles)
     return max(1, min(8, idle, total // steps))
 
@@ -226,7 +226,7 @@ def _split(tiles: int, total: int, steps: int, target: runtime.Target) -> int:
 def _one_row(p: Problem, target: runtime.Target) -> GemmConfig:
     """Loads of 16 bytes straight into registers, four to eight a thread, in many small programs.
 
-    Measured on an H200 for Llama-3-8B's products, of 330 configurations: with copies through shared memory (stages over
+    Measured on an H200 for Llama-3-8B's GEMMs, of 330 configurations: with copies through shared memory (stages over
     1) all were 2 to 6 % slower, and a sum split over programs paid nowhere.
     """
     if p.n >= 16384:
@@ -244,10 +244,10 @@ def _one_row(p: Problem, target: runtime.Target) -> GemmConfig:
 
 
 def _skinny(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
-    """64 rows of the weight, 256 bytes along each, or 512 where that leaves no more programs than multiprocessors.
+    """64 rows of the weight, 256 bytes along each, or 512 where that leaves no more programs than SMs.
 
-    From an H200, of some 60 configurations a shape, 4 and 16 rows. Where programs are a few more than multiprocessors,
-    three stages were 8 % ahead of four: they leave room for the next kernel's first programs.
+    From an H200, of some 60 configurations a shape, 4 and 16 rows. Where there are a few more programs than SMs,
+    three stages were 8 % faster than four: they leave room for the next kernel's first programs.
     """
     block_m = max(16, library.power_of_two(p.m))
     small = target.shared_memory < 128 << 10
@@ -273,7 +273,7 @@ def _skinny(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
 
 
 def _shared(tiles: int, steps: int, target: runtime.Target) -> int:
-    """Programs that share a tile: a power of two, up to one and a half for each multiprocessor, of 8 steps at least."""
+    """Programs that share a tile: a power of two, up to one and a half for each SM, of 8 steps at least."""
     split = 1
     while 4 * split * tiles <= 3 * target.multiprocessors and steps >= 16 * split and split < 8:
         split *= 2
@@ -285,8 +285,8 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
 
     From an H200, of some 20 configurations a shape (speed over that of cuBLAS): up to 64 rows 0.96 to 1.06; 128 and
     256 rows by 4096 columns 0.86 and 0.97 in tiles of 64 x 128, ping-pong; by 6144 columns 0.90 and 0.91; thousands of
-    rows 1.00 to 1.05. A gate is hidden behind the other tile's GEMM: 1.00 and 1.06 for 1024 and 4096 rows, without
-    ping-pong 0.98 and 0.97. Where few tiles have long sums, on an H100, small tiles were ahead of split-K and of
+    rows 1.00 to 1.05. The other tile's GEMM hides a gate: 1.00 and 1.06 for 1024 and 4096 rows, without
+    ping-pong 0.98 and 0.97. Where few tiles have long sums, on an H100, small tiles were faster than split-K and of
     stream-K: 64 rows of 14336 -> 4096 took 44.4 us in tiles of 64 x 32, and 46.3 split in two; 128 rows 46.2 in tiles
     of 64 x 64, and 52.4 split (results/h100/schedules).
     """
@@ -315,8 +315,8 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
         yield GemmConfig("hopper", block_m, block_n // halved, block_k, 8, 1, warps, stages, pingpong=turns)
 
 
-# Speed where all multiprocessors work, over that of the first, on an H200: block_m, block_n, block_k, num_warps,
-# num_stages, pingpong. From products of 128 to 2048 rows by 3584 to 6144 columns, where cuBLAS has tiles of such widths
+# Speed where all SMs work, over that of the first, on an H200: block_m, block_n, block_k, num_warps,
+# num_stages, pingpong. From GEMMs of 128 to 2048 rows by 3584 to 6144 columns, where cuBLAS has tiles of such widths
 # too: 512 x 4096 -> 6144 in tiles of 128 x 192 is 1.01 of it and in tiles of 64 x 128 0.87, 256 x 3584 -> 4608 in tiles
 # of 64 x 160 0.92 and in tiles of 128 x 128 0.75. The smallest is for 128 rows or fewer.
 _HOPPER_TILES = (
@@ -329,7 +329,7 @@ _HOPPER_TILES = (
 
 
 def _filled(tiles: int, units: int) -> float:
-    """The share of multiprocessors that work, on average over the rounds that so many tiles take."""
+    """The share of SMs that work, on average over the rounds that so many tiles take."""
     return tiles / (library.cdiv(tiles, units) * units) if tiles else 1.0
 
 
@@ -365,7 +365,7 @@ def _tiled(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     rows = max(16, library.power_of_two(max(1, p.m)))
     # No taller than the problem, and below 64 rows no shorter: the weight would be read again for each tile of rows.
     fitting = [t for t in tiles if min(rows, 64) <= t[0] <= rows] or [tiles[-1]]
-    # As large as leaves few multiprocessors without a tile; else the smallest, and its sum is shared out.
+    # As large as leaves few SMs without a tile; else the smallest, with split-K.
     busy = [t for t in fitting if 4 * _programs(p, t) >= 3 * target.multiprocessors]
     for block_m, block_n, block_k, warps in (*busy, *reversed(fitting)):
         programs = _programs(p, (block_m, block_n, block_k, warps))
@@ -439,9 +439,9 @@ def _one_row_of_norm(p: Problem, target: runtime.Target) -> GemmConfig:
 
 
 def _skinny_of_norm(p: Problem, along_k: bool, target: runtime.Target) -> list[GemmConfig]:
-    """64 rows of the weight, 256 bytes along each, in stages that leave room for two programs a multiprocessor.
+    """64 rows of the weight, 256 bytes along each, in stages that leave room for two programs an SM.
 
-    Where tiles leave multiprocessors idle, up to four programs share one's sum. A weight that is not contiguous along k
+    Where tiles leave SMs idle, up to four programs share one's sum. A weight that is not contiguous along k
     is read along n, 256 bytes too; one whose rows are not aligned, element by element, in tiles that fit the registers.
     A gated tile has 64 rows of the gate and as many of up, or half of each where a stage of those leaves no room.
     """
@@ -451,9 +451,9 @@ def _skinny_of_norm(p: Problem, along_k: bool, target: runtime.Target) -> list[G
         rounds = library.cdiv(p.n, 64) / target.multiprocessors
         if p.gated:  # in a decoding step of Llama-3-8B four stages, which leave less room beside them, were slower
             preferred = [GemmConfig("skinny", 16, 64, 128, 1, 1, 4, 3)]
-        elif rounds <= 0.5 and p.k % 256 == 0:  # the best of 60 on an H200 for 3584 -> 3584, 2 % ahead of the next
+        elif rounds <= 0.5 and p.k % 256 == 0:  # the best of 60 on an H200 for 3584 -> 3584, 2 % faster than the next
             preferred = [GemmConfig("skinny", 16, 64, 256, 1, 2, 4, 4)]
-        elif rounds <= 1 and p.k % 256 == 0:  # 4096 -> 6144: 2.8 us of 140 a layer ahead of the above
+        elif rounds <= 1 and p.k % 256 == 0:  # 4096 -> 6144: 2.8 us of 140 a layer less than the above
             preferred = [GemmConfig("skinny", 16, 64, 128, 1, 4, 4, 3)]
     block_n, block_k = (64, 128) if along_k else (128, 64)
     if p.gated and (not along_k or target.shared_memory < 128 << 10):
@@ -577,7 +577,7 @@ def _one_row_of_4_bits(p: Problem, target: runtime.Target) -> GemmConfig:
 def _imma(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     """Kernel "gemv_imma", where it is the fastest for one row.
 
-    Microseconds on an H200, each kernel behind 11 to 31 of its kind with weights of their own, bfloat16, groups of 128;
+    Microseconds on an H200, each kernel after 11 to 31 of its kind with other weights, bfloat16, groups of 128;
     with a norm but for K x 4096, the first gated:
 
                             gemv_imma   gemv
@@ -623,11 +623,11 @@ def _dequantize(p: Problem, target: runtime.Target) -> GemmConfig:
 def _skinny_quantized(p: Problem, target: runtime.Target) -> GemmConfig:
     m, n, group = _rows_rounded(p), p.n, p.group
     block_m, block_k = library.power_of_two(m), 2 * group or 128
-    if target.warp_size == 64:  # AMD's matrix unit has no side shorter than 16, and a block 64 KiB of shared memory
+    if target.warp_size == 64:  # AMD's matrix core has no side shorter than 16, and a block has 64 KiB of shared memory
         # A tile of 64 rows would spill a few bytes of two warps.
         warps = 2 if block_m < 64 else 4
         return GemmConfig("skinny", min(64, max(16, block_m)), 32, block_k, num_warps=warps, num_stages=2)
-    # x fills the matrix unit: warps beside one another share it, where slices would each take their own.
+    # x fills the tensor core: adjacent warps share it, where each slice would load its own.
     stages = 3 if target.shared_memory > 120_000 else 2
     wgmma = target.arch == "sm_90"  # others would hold a tile of 64 rows in more registers than there are
     if m > 64 and wgmma:
@@ -647,7 +647,7 @@ def _skinny_quantized(p: Problem, target: runtime.Target) -> GemmConfig:
         # Of 309 on an H100, 4096 -> 28672 with a cold L2: 53.2 us for 53.9 with 4 rows, 54.2 for 56.4 with 8, 56.3 for
         # 59.5 with 16.
         slices, stages = 4 if m <= 4 else 2, 2
-    # And within what shared memory allows to two programs a multiprocessor, or else to one.
+    # And within what shared memory allows to two programs an SM, or else to one.
     room = target.shared_memory - 4096
 
     def step() -> int:
@@ -657,7 +657,7 @@ def _skinny_quantized(p: Problem, target: runtime.Target) -> GemmConfig:
         stages -= 1
     while (stages - 1) * step() > room:
         block_m //= 2
-    # Tiles that would leave multiprocessors without work are shared out.
+    # Split-K where the tiles would leave SMs without work.
     tiles, steps, split = library.cdiv(n, block_n), library.cdiv(p.k, slices * block_k), 1
     while tiles * split < target.multiprocessors and 2 * split <= steps and split < 8:
         split *= 2
@@ -689,7 +689,7 @@ def _split_of_fp8(tiles: int, steps: int, programs: int, most: int) -> int:
 
 
 def _skinny_of_fp8(p: Problem, target: runtime.Target) -> GemmConfig:
-    """Two or three programs a multiprocessor keep its loads under way. Measured on an H200, in us:
+    """Two or three programs an SM keep its loads in flight. Measured on an H200, in us:
 
     M  4096->6144              4096->28672            14336->4096
     1  64x256: 9.4             64x128, 4 stages: 30.9 64x128 split by 4: 17.6
@@ -703,7 +703,7 @@ def _skinny_of_fp8(p: Problem, target: runtime.Target) -> GemmConfig:
     block_m = 16 if p.m <= 16 else 32 if few else 64
     block_n, block_k = 64, 128 if p.aligned else 64
     tiles, steps = library.cdiv(p.n, block_n), library.cdiv(p.k, block_k)
-    # Steps of 256 where every multiprocessor has about one tile, but where scales belong to 128 elements.
+    # Steps of 256 where every SM has about one tile, unless scales belong to 128 elements.
     if roomy and few and p.aligned and not p.scaled_steps and 7 <= 10 * tiles // target.multiprocessors < 30:
         return GemmConfig("skinny", block_m, block_n, 256, 1, 1, num_warps=4, num_stages=6)
     full = tiles >= 3 * target.multiprocessors
@@ -727,7 +727,7 @@ def _tiled_of_fp8(p: Problem, target: runtime.Target) -> GemmConfig:
 def _hopper_of_fp8(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     """Measured on an H200, in TF/s, at M = 2048 (4096->6144, 4096->28672, 14336->4096), 4096^3 and 8192^3:
 
-    sums left in the matrix unit: 128x256 of 8 warps          1429 1451 1536 1446 1270
+    sums left in the tensor core: 128x256 of 8 warps          1429 1451 1536 1446 1270
     promoted: 128x256, what is added overlaps (pingpong)      1280 1137 1350 1261 1147
               192x128 of 12 warps, the same                   1270 1180 1245 1206 1253
               128x128 of 4 warps, two programs at once        1097 1084 1146 1125 1087

@@ -1,4 +1,4 @@
-"""What stands beside the products of a backward: sums over rows, and an activation with its residual.
+"""Besides the GEMMs of a backward: sums over rows, and an activation with its residual.
 
 Sums are float32 and in a fixed order: the result is the same on every run.
 """
@@ -78,26 +78,26 @@ def _activate_add_kernel(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a key of caches on every call: by identity
-class Config:
-    """The tile of a step of a program, its warps, and the programs a multiprocessor where rows are shared out."""
+class ColumnSumConfig:
+    """The tile of a step of a program, its warps, and the programs an SM where rows are shared out."""
 
     rows: int
     block_n: int
     num_warps: int
-    per_multiprocessor: int = 1
+    per_sm: int = 1
 
 
 @functools.cache
-def config(n_cols: int, itemsize: int, target: runtime.Target) -> Config:
+def config(n_cols: int, itemsize: int, target: runtime.Target) -> ColumnSumConfig:
     """16 bytes a thread, as `bias_gelu`'s sum over rows has them, of which these are the sizes."""
     if target is runtime.INTERPRETER:
-        return Config(rows=16, block_n=min(4096, library.power_of_two(n_cols)), num_warps=4)
+        return ColumnSumConfig(rows=16, block_n=min(4096, library.power_of_two(n_cols)), num_warps=4)
     block_n = max(32, min(1024 // itemsize, library.power_of_two(n_cols)))
-    return Config(rows=max(1, 8192 // itemsize // block_n), block_n=block_n, num_warps=4, per_multiprocessor=4)
+    return ColumnSumConfig(rows=max(1, 8192 // itemsize // block_n), block_n=block_n, num_warps=4, per_sm=4)
 
 
 @functools.cache
-def _sum_plan(dtypes: tuple[torch.dtype, torch.dtype], c: Config) -> launching.KernelLauncher:
+def _sum_plan(dtypes: tuple[torch.dtype, torch.dtype], c: ColumnSumConfig) -> launching.KernelLauncher:
     constants = {"COMPENSATED": dtypes[0] is torch.float32, "ROWS": c.rows, "BLOCK_N": c.block_n}
     return launching.KernelLauncher(_column_sum_kernel, constants, num_warps=c.num_warps)
 
@@ -118,7 +118,7 @@ def column_sum(x: Tensor, out: Tensor) -> None:
     blocks = library.cdiv(n_cols, c.block_n)
     lanes = 1
     if n_cols <= _SHARED_COLUMNS:
-        lanes = max(1, min(target.multiprocessors * c.per_multiprocessor // blocks, library.cdiv(n_rows, 4 * c.rows)))
+        lanes = max(1, min(target.multiprocessors * c.per_sm // blocks, library.cdiv(n_rows, 4 * c.rows)))
     to = out if lanes == 1 else torch.empty((lanes, n_cols), dtype=torch.float32, device=x.device)
     plan = _sum_plan((x.dtype, to.dtype), c)
     launching.launch(plan, blocks * lanes, (x, to), (x.stride(0), x.stride(1)), (n_rows, n_cols))
@@ -127,7 +127,7 @@ def column_sum(x: Tensor, out: Tensor) -> None:
 
 
 @functools.cache
-def _add_plan(dtypes: tuple[torch.dtype, ...], activation: str, c: Config) -> launching.KernelLauncher:
+def _add_plan(dtypes: tuple[torch.dtype, ...], activation: str, c: ColumnSumConfig) -> launching.KernelLauncher:
     constants = {"ACTIVATION": activation, "ROWS": c.rows, "BLOCK_N": c.block_n}
     return launching.KernelLauncher(_activate_add_kernel, constants, num_warps=c.num_warps)
 

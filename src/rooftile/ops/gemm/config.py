@@ -72,9 +72,9 @@ class GemmConfig:
                 raise ValueError(f"GemmConfig: {name} is {value!r}, expected a positive integer")
         if not isinstance(self.pingpong, bool):
             raise ValueError(f"GemmConfig: pingpong is {self.pingpong!r}, expected True or False")
-        ahead = self.prefetch
-        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < -1):
-            raise ValueError(f"GemmConfig: prefetch is {ahead!r}, expected -1, a number of steps or None")
+        prefetch = self.prefetch
+        if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < -1):
+            raise ValueError(f"GemmConfig: prefetch is {prefetch!r}, expected -1, a number of steps or None")
         for name in ("block_n", "block_k", "slices"):
             value = getattr(self, name)
             also = _WIDTHS if name == "block_n" and self.kernel == "hopper" else ()
@@ -83,7 +83,9 @@ class GemmConfig:
                 raise ValueError(f"GemmConfig: {name} is {value}, expected a power of two{or_else}")
         self._check_slices()
         numbers = (int(getattr(self, f.name)) for f in dataclasses.fields(self)[1:-1])
-        object.__setattr__(self, "encoded", (KERNELS.index(self.kernel), *numbers, _UNSET if ahead is None else ahead))
+        object.__setattr__(
+            self, "encoded", (KERNELS.index(self.kernel), *numbers, _UNSET if prefetch is None else prefetch)
+        )
 
     def _check_slices(self) -> None:
         if self.kernel == "gemv_imma":

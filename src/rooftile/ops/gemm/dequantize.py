@@ -1,7 +1,7 @@
-"""The product of many rows of x: the weight is dequantised to x's dtype once, and the dense product multiplies.
+"""The GEMM of many rows of x: the weight is dequantized to x's dtype once, and a dense GEMM follows.
 
 The other kernels dequantise a weight as often as there are tiles of x's rows. Here it is done once, and costs the way
-to memory and back, 4 bytes for each number in 16 bits; the dense product then has the matrix unit at its full rate.
+to memory and back, 4 bytes for each element of 16 bits; the dense GEMM then runs the tensor cores at their full rate.
 What is multiplied is rounded to x's dtype with its scale, as a dense weight would be. Some rows of the weight are
 dequantised at a time, so that beside it there is never more than AT_A_TIME, or 256 rows.
 """
@@ -22,7 +22,7 @@ from rooftile.primitives.weights import Format, elements_of, load_scales
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-# Bytes of the weight in x's dtype: half of the largest product of Llama-3-8B, 4096 -> 28672, and the whole of others.
+# Bytes of the weight in x's dtype: half of the largest GEMM of Llama-3-8B, 4096 -> 28672, and the whole of others.
 AT_A_TIME = 128 << 20
 
 
@@ -89,7 +89,7 @@ def dequantized(w: Tensor, scale: Tensor, dtype: torch.dtype, k: int, c: GemmCon
 
 
 def rows_at_a_time(n: int, k: int, itemsize: int) -> int:
-    """Rows of the weight: all, or equal parts of whole tiles of the product, 256 rows."""
+    """Rows of the weight: all, or equal parts of whole tiles of the GEMM, 256 rows."""
     most = max(1, AT_A_TIME // (256 * max(1, k * itemsize))) * 256
     return library.cdiv(n, library.cdiv(n, most) * 256) * 256 if n > most else n
 

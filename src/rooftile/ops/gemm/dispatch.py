@@ -173,7 +173,7 @@ def bind_views(
 def starter(p: Problem, o: Operands, c: GemmConfig) -> Start:
     """That configuration's kernel, bound."""
     found = choose.module(p, c)
-    assert found is not None, "can_implement refuses it"
+    assert found is not None, "can_implement rejects it"
     if isinstance(o.x, FunctionalTensor) and (c.split_k > 1 or c.kernel in ("hopper", "gemv_imma", "dequantize")):
         raise launching.Untraceable("counters, TMA descriptors, or a kernel of Gluon")
     prepare: Callable[[Operands, GemmConfig], Start] | None = getattr(found, "prepare", None)

@@ -466,9 +466,9 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
     if most > target.shared_memory:
         return f"x's digits take {most} bytes of shared memory, a CTA has {target.shared_memory} on this GPU"
     # A block of the weight: 128 bytes of each row, of 4 elements to a register.
-    held = c.block_n * c.slices // c.num_warps * (c.num_stages + 2)
-    if held > 128:
-        return f"its tiles take some {held} registers a thread for kernel 'gemv_imma', expected at most 128"
+    registers = c.block_n * c.slices // c.num_warps * (c.num_stages + 2)
+    if registers > 128:
+        return f"its tiles take some {registers} registers a thread for kernel 'gemv_imma', expected at most 128"
     return None
 
 

@@ -232,32 +232,32 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
 
 
 def configs(p: Problem, target: runtime.Target) -> list[GemmConfig]:
-    """16 elements of x a thread, and 32 of the weight: two rows of 4096 elements a tile. Empty where that is no good.
+    """16 elements of x a thread, and 32 of the weight: two rows of 4096 elements a tile. Empty where others are faster.
 
     In decoding steps on an H200, against kernels "gemv" and "skinny": the gated GEMV took 116 us less of Qwen2.5-7B's
-    3990, 142 of Llama-3-8B's 4090 and 197 of Granite-8B-code's 4450; q, k and v up to 115 less; o, which has no norm,
-    so that a tuned table decides, 15 to 29. With two rows of x the gated one took 52 to 170 less. It does not load the
-    next tile ahead, because the second row takes those registers. Others with two rows took more.
+    3990, 142 of Llama-3-8B's 4090 and 197 of Granite-8B-code's 4450; q, k and v took up to 115 less. With two rows of x
+    the gated one took 52 to 170 less. It does not load the
+    next tile early, because the second row takes those registers. Other GEMVs of two rows took longer.
     """
     width = library.power_of_two(p.k)
     if p.dtype.itemsize != 2 or width > 8192 or p.m > (ROWS if p.gated else 1):
         return []
     threads = max(128, width // 16)
     rows = max(1 + p.gated, 32 * threads // width)
-    ahead = p.m == 1 and target.arch != "sm_120"  # for which the compiler spills it
-    warps, stages = threads // target.warp_size, 1 + ahead
+    next_too = p.m == 1 and target.arch != "sm_120"  # for which the compiler spills the next tile
+    warps, stages = threads // target.warp_size, 1 + next_too
     return [GemmConfig("gemv_persistent", p.m, rows // (1 + p.gated), width, 1, 1, warps, stages)]
 
 
 def is_limited(w: Tensor, target: runtime.Target) -> bool:
-    """Whether threads are held to REGISTERS. A weight whose rows are not aligned, or not contiguous, is loaded element
-    by element, each into a register: more than that."""
+    """Whether threads are limited to REGISTERS. A weight whose rows are not aligned, or not contiguous, is loaded
+    element by element, each into a register: more than that."""
     aligned = w.stride(-1) == 1 and w.stride(-2) % 16 == 0 and w.data_ptr() % 16 == 0
     return target.arch.startswith("sm_") and aligned
 
 
 def programs_for(tiles: int, c: GemmConfig, target: runtime.Target) -> int:
-    """As many CTAs as run at once where threads are held to REGISTERS, or as there are tiles."""
+    """As many CTAs as run at once where threads are limited to REGISTERS, or as there are tiles."""
     each = max(1, THREADS // (c.num_warps * target.warp_size))
     return min(tiles, each * target.multiprocessors)
 

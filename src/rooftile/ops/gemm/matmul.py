@@ -237,7 +237,7 @@ def matmul(a: Tensor, b: Tensor, *, precision: Precision = "ieee", config: GemmC
         config: how the kernel is launched, in place of the choice that sizes and GPU make; gradients choose their own.
 
     Returns:
-        the product in a's dtype, contiguous. Under `torch.autocast` a and b are cast to its dtype first, as
+        `a @ b` in a's dtype, contiguous. Under `torch.autocast` a and b are cast to its dtype first, as
         `torch.matmul`'s are.
 
     Raises:

@@ -368,7 +368,7 @@ def rms_norm_gated_linear(
             `torch.cat((gate_proj.weight, up_proj.weight))`. Any strides.
         bias: `(2N,)`, of x's dtype or float32.
         weight_scale: `(2N,)` or `(2N, 1)` of a weight of 8 bits, `(2N, K / group)` of one of 4, as in
-            `rms_norm_linear`; with more rows of x than one, norm, product and gate are a kernel each.
+            `rms_norm_linear`; with more rows of x than one, norm, GEMM and gate are a kernel each.
         eps: added to the mean of squares.
         offset: added to norm_weight in float32; 1.0 for Gemma.
         activation: the gate's, `"silu"`, `"gelu"` or `"gelu_tanh"`; where gradients will be asked for, g and u are
@@ -378,7 +378,7 @@ def rms_norm_gated_linear(
 
 
     Returns:
-        `(..., N)` in x's dtype, contiguous. Sums are float32. x is rounded once between norm and product: by the one
+        `(..., N)` in x's dtype, contiguous. Sums are float32. x is rounded once between norm and GEMM: by the one
         kernel before rstd scales it (not at all by `"gemv"` and `"gemv_persistent"`), else after. Under
         `torch.autocast` as `rms_norm_linear`.
 

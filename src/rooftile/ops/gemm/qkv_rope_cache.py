@@ -1,4 +1,4 @@
-"""What stands between the hidden states and decode attention: the norm, the product of q, k and v, RoPE, the cache.
+"""From the hidden states to decode attention: the norm, the GEMM of q, k and v, RoPE, the write into the cache.
 
     [q | k | v] = rms_norm(x) @ weight^T + bias          `rooftile.rms_norm_linear`
     q, k turned by the angles of their positions,
@@ -158,7 +158,7 @@ def _prepare(
         weight_scale=None if weight_scale is None else weight_scale.contiguous(), eps=eps, offset=offset,
     )  # fmt: skip
     found = choose.module(p, c)
-    assert found is not None, "can_implement refuses it"
+    assert found is not None, "can_implement rejects it"
     target = QkvOutput.of(cos, sin, q_heads, out.shape[-1], style, cache)
     start = library.copying(found.prepare(o, c, target), copies)
 

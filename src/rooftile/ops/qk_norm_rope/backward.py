@@ -175,7 +175,7 @@ def config(head_dim: int, itemsize: int, target: runtime.Target) -> QkNormRopeBa
     """As in the norm's backward for short rows: tiles of 8 KiB of x and of dy, two of each in flight.
 
     On an H200 (bf16, parts of a copy's speed) four warps have 0.80 at 8192 tokens and 0.93 at 32768 for 32 and 8 heads
-    of 128, where eight have 0.69 and 0.81; heads of 256 have 0.76 in tiles of 32 KiB, one program a multiprocessor, and
+    of 128, where eight have 0.69 and 0.81; heads of 256 have 0.76 in tiles of 32 KiB, one program an SM, and
     0.55 as the others are. Elsewhere four warps spill, and on AMD eight do but for tiles of 4 KiB, one on its way.
     """
     if target is runtime.INTERPRETER:
