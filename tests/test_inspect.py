@@ -296,7 +296,12 @@ def test_the_exit_code_says_whether_all_passed(monkeypatch, name, code, closing)
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("--arch", "sm_75"), "sm_120"), (("no_such_op",), "rms_norm"), (("rms_norm", "--all"), "--all")],
+    [
+        (("--arch", "sm_75"), "sm_120"),
+        (("no_such_op",), "rms_norm"),
+        (("rms_norm", "--all"), "--all"),
+        (("softmax", "--first", "--set", "gemm", "--dtype", "bf16"), "none of softmax has gemm"),
+    ],
 )
 def test_wrong_arguments_are_refused_and_the_right_ones_named(arguments, named):
     result = run(*arguments)

@@ -167,6 +167,15 @@ def test_the_command_refuses_what_it_can_not_do(arguments, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_a_gpu_the_command_refuses_at_once(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    done = CliRunner().invoke(app, ["tune", "--shape", "1,48,64", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert done.stderr == "rooftile tune: there is no GPU here to measure on.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="shows what the interpreter says of itself")
 def test_the_command_in_the_interpreter_tunes_and_calls_it_no_measurement(tmp_path):
     arguments = ["tune", "--shape", "1,48,64", "--shape", "16x24x32", "--op", "linear,gated_linear"]

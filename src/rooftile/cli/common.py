@@ -11,6 +11,9 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rooftile.cases import OpCase
     from rooftile.engine.engine import Quantization
 
 
@@ -37,13 +40,17 @@ notices = Console(stderr=True)  # messages other than a command's result
 Ops = Annotated[list[str] | None, typer.Argument(help="Names of ops. Default: all.", show_default=False)]
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True) is not None
+
+
 def choose_mode() -> None:
     """Use the GPU if there is one, else Triton's interpreter, and say so. Call it before Triton is imported."""
     if os.environ.get("TRITON_INTERPRET"):
         return
-    import torch
-
-    if torch.accelerator.current_accelerator(check_available=True) is None:
+    if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"
         notices.print("No GPU here: kernels run on the CPU, in Triton's interpreter.", style="yellow")
 
@@ -107,6 +114,13 @@ def cases_of(ops: list[str] | None):
         return find_cases(ops)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="OPS") from None
+
+
+def refuse_absent(cases: Sequence[OpCase], sets: Sequence[str]) -> None:
+    """A usage error unless one of the cases has one of those sets."""
+    if not any(case.sets.get(name) for case in cases for name in sets):
+        names = ", ".join(case.name for case in cases)
+        raise typer.BadParameter(f"none of {names} has {' or '.join(sets)}", param_hint="--set")
 
 
 def names_of(values: list[str] | None) -> list[str] | None:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import enum
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, Ops, SetName, app, cases_of, choose_mode, console, names_of
+from rooftile.cli.common import (
+    DType,
+    Ops,
+    SetName,
+    app,
+    cases_of,
+    choose_mode,
+    console,
+    has_gpu,
+    names_of,
+    notices,
+    refuse_absent,
+)
 
 
 @app.command()
@@ -30,10 +43,7 @@ def check(
     from rooftile.cases.check import DTYPES
 
     names = [s.value for s in sets] if sets else list(check_report.default_sets())
-    if not any(case.sets.get(name) for case in cases for name in names):
-        raise typer.BadParameter(
-            f"none of {', '.join(c.name for c in cases)} has {' or '.join(names)}", param_hint="--set"
-        )
+    refuse_absent(cases, names)
     rows = check_report.check_all(cases, names, [DTYPES[d.value] for d in dtypes] if dtypes else None, console)
     check_report.show(rows, console)
     if json_file is not None:
@@ -275,8 +285,9 @@ def inspect(
         new_names = compare.read_renamed(renamed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    names = [s.value for s in sets] if sets else SETS
+    names = [s.value for s in sets] if sets else list(SETS)
     chosen_dtypes = [DTYPES[d.value] for d in dtypes] if dtypes else None
+    refuse_absent(cases, names)
     hashed = json_file is not None or against is not None
     rows = report.inspect_all(cases, chosen, console, names, chosen_dtypes, hashed, first)
     report.show(rows, console)
@@ -333,7 +344,9 @@ def tune(
     ] = False,
 ) -> None:
     """Search for the fastest launch configurations. Each is checked before it is timed. Later calls use the results."""
-    choose_mode()
+    if not os.environ.get("TRITON_INTERPRET") and not has_gpu():
+        notices.print("rooftile tune: there is no GPU here to measure on.", style="red")
+        raise typer.Exit(2)
     from rooftile.bench.tune import Settings, run
     from rooftile.bench.tune.problems import parse_shape
     from rooftile.cases.check import DTYPES
