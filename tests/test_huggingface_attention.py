@@ -1,6 +1,7 @@
 """`attn_implementation="rooftile"`: the same tokens, logits and gradients as eager attention, in every family."""
 
 import copy
+import logging
 from collections import Counter
 
 import pytest
@@ -266,6 +267,19 @@ def test_dropout_is_left_to_others(title):
     ids, mask = padded(12, 2, "left")
     found = [model.train()(ids, attention_mask=mask).logits[mask.bool()] for model in (eager, ours)]
     assert error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("of_config", [False, True], ids=["of the call", "of the configuration"])
+def test_weights_that_are_not_returned_are_warned_of(of_config, caplog):
+    model = build("Llama")
+    model.config._attn_implementation = "eager"
+    model.config.output_attentions = of_config
+    logging.Logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING"), patch(model, attention=True), torch.no_grad():
+        model(tokens(4, 1))
+        assert ("does not support output_attentions=True" in caplog.text) == of_config
+        model(tokens(4, 1), output_attentions=True)
+    assert caplog.text.count("does not support output_attentions=True") == 1
 
 
 def test_a_padded_batch_takes_no_square_mask():

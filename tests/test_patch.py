@@ -97,6 +97,14 @@ def test_ops_run_as_often_as_the_handle_counts(title: str, expected: dict[str, i
     assert Counter(op._schema.name.partition("::")[2] for op, _, _ in ops.calls) == expected
 
 
+@pytest.mark.parametrize("switch", ["rms_norm", "add_rms_norm", "layer_norm", "mlp", "rope", "attention", "linear"])
+def test_a_switch_that_is_no_bool_is_refused(switch: str) -> None:
+    model = build("Llama")
+    with pytest.raises(TypeError, match=f"patch: {switch} is 'no', expected True or False"):
+        rooftile.patch(model, **{switch: "no"})
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_qwen25_7b_counts() -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -40,7 +40,8 @@ def register_attention() -> None:
 
     Padded batches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), grouped heads, training, and generation with
     dynamic and static caches give the same results as the model's eager attention, except that a query whose keys are
-    all masked (a padded one, say) gives zeros.
+    all masked (a padded one, say) gives zeros. Attention's weights are not returned: `output_attentions=True` gives a
+    warning and no weights.
 
     Raises:
         ImportError: transformers is not installed, or is older than 4.56, which has no such registry.
@@ -189,6 +190,15 @@ class _Call:
         return seen
 
 
+def _warn_of_weights() -> None:
+    from transformers.utils import logging
+
+    logging.get_logger(__name__).warning_once(
+        f'attn_implementation="{NAME}" does not support output_attentions=True: no attention weights are returned; '
+        'set attn_implementation="eager" for them'
+    )
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -205,6 +215,8 @@ def attention_forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a module, `(B, Tq, Hq, Dv)`. transformers calls it, with its own arguments."""
+    if options.get("output_attentions"):
+        _warn_of_weights()
     if (
         query.shape[2] == 1  # a decoded token: the host's time counts
         and attention_mask is None
@@ -331,6 +343,8 @@ class Switch:
             if hasattr(config, "_attn_implementation_internal"):
                 self._before.append((config, config._attn_implementation_internal))
                 config._attn_implementation_internal = NAME
+                if getattr(config, "output_attentions", False):
+                    _warn_of_weights()
 
     def undo(self) -> None:
         """Restore each configuration, except for those that were set to another implementation since."""

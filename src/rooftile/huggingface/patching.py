@@ -238,7 +238,8 @@ def patch(
         rope: replace the rotation of q and k by one launch, which includes per-head norms of q and k.
         attention: compute attention by `rooftile.attention` and `rooftile.decode_attention`, as
             `attn_implementation="rooftile"` does (see `rooftile.register_attention`). This changes the model's
-            configuration, and so every model that shares the configuration object.
+            configuration, and so every model that shares the configuration object. `output_attentions=True` then gives
+            a warning and no weights.
         linear: compute every `torch.nn.Linear` of the model by `rooftile.linear`: the projections of q, k and v as one
             GEMM, gate and up with their activation as one kernel. Their weights are moved next to each other in memory,
             group by group: parameters stay the same objects with the same values, and memory grows by one group during
@@ -250,11 +251,18 @@ def patch(
         context manager.
 
     Raises:
-        TypeError: `model` is not a `torch.nn.Module`.
+        TypeError: `model` is not a `torch.nn.Module`, or a switch is not a bool.
         ValueError: it has no module of a known family, or is patched or compiled already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
+    switches = {
+        "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm, "mlp": mlp, "rope": rope,
+        "attention": attention, "linear": linear,
+    }  # fmt: skip
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"patch: {name} is {value!r}, expected True or False")
     wanted = {RMS_NORM: rms_norm, ADD_RMS_NORM: add_rms_norm, LAYER_NORM: layer_norm}
     plan = PatchPlan(
         wanted
