@@ -390,6 +390,16 @@ def test_what_cannot_be_built(llama, more, error, message):
         rooftile.Engine.from_config(llama.config, **more)
 
 
+def test_a_path_is_for_from_pretrained_which_takes_a_folder(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"Engine: weights and runner are absent; Engine.from_pretrained\(folder\) loads"
+    ):
+        rooftile.Engine(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"from_pretrained: path is the file .*config.json, expected the checkpoint's"):
+        rooftile.Engine.from_pretrained(tmp_path / "config.json")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 def test_random_weights(llama, dtype, device):
     """The same from the same seed, and finite through the model."""

@@ -62,8 +62,10 @@ class TestKVCache:
     def test_out_of_step(self, device):
         cache = KVCache(2, 6, 1, 8, layers=2, device=device)
         k = drawn(2, 1, 1, 8, device=device, dtype=BF16)
-        with pytest.raises(RuntimeError, match="layer 0 has the tokens of this step; call extend or reserve"):
+        with pytest.raises(RuntimeError, match=r"KVCache\.append: nothing is reserved; call extend first"):
             cache.append(0, k, k)
+        with pytest.raises(RuntimeError, match=r"KVCache\.attend: nothing is reserved; call extend first"):
+            cache.attend(0, k)
         with pytest.raises(RuntimeError, match="no new tokens were reserved; call reserve first"):
             cache.advance()
         cache.reserve(1)

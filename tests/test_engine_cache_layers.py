@@ -34,9 +34,10 @@ def test_a_forgotten_append(cache, device):
         cache.attend(0, x)
 
 
-def test_no_step_no_complaint(cache, device):
+def test_a_step_without_tokens_is_a_step_and_none_is_not(cache, device):
     x = torch.randn(1, 1, 1, 8, device=device)
-    cache.attend(0, x)  # nothing was reserved
+    with pytest.raises(RuntimeError, match=r"KVCache.attend: nothing is reserved; call extend first"):
+        cache.attend(0, x)
     cache.extend(1)
     for layer in range(2):
         cache.append(layer, x, x)

@@ -323,7 +323,7 @@ class TestErrors:
     def test_what_is_asked_for(self, one):
         with pytest.raises(TypeError, match=r"dtype is torch.int8, expected float32, float16 or bfloat16"):
             load(one, "cpu", torch.int8)
-        with pytest.raises(ValueError, match=r"quantize is 'int3', expected None, 'fp8', 'int8', 'int4'"):
+        with pytest.raises(ValueError, match=r"Engine: quantize is 'int3', expected None, 'fp8', 'int8', 'int4'"):
             load(one, "cpu", quantize="int3")
         odd = ModelConfig.from_hf(LLAMA_3_8B | {"intermediate_size": 100})
         with pytest.raises(

@@ -134,6 +134,7 @@ class CacheBase:
             )
         self._counts = [0] * slots  # what `counts` holds
         self._new = 0  # the largest of them
+        self._begun = False  # the first step
         self._advanced = True
         self._captured = False  # a graph advances, and the host does not see when
         self._appended = set(range(kv.layers))  # the layers that have appended in this step
@@ -175,7 +176,7 @@ class CacheBase:
         if counts != self._counts:
             self._send(self.counts, counts)
         self._counts, self._new = counts, max(counts, default=0)
-        self._advanced, self._appended = False, set()
+        self._begun, self._advanced, self._appended = True, False, set()
 
     def _drop(self, rows: slice) -> None:
         """Take those sequences out of the current step."""
@@ -236,6 +237,10 @@ class CacheBase:
             raise IndexError(f"{type(self).__name__}.{op}: layer is {layer!r}, expected 0 to {self.layers - 1}")
         return layer
 
+    def _check_begun(self, name: str) -> None:
+        if not self._begun:
+            raise RuntimeError(f"{name}: nothing is reserved; call extend first")
+
     def inputs(self, layer: int) -> dict[str, Any]:
         """The arguments of `rooftile.decode_attention` other than q, `(slots, T, Hq, D)`: views of this layer, and the
         lengths."""
@@ -259,6 +264,7 @@ class CacheBase:
         """
         name = f"{type(self).__name__}.{op}"
         given = self.inputs(self._layer(op, layer))
+        self._check_begun(name)
         given |= {"lengths": self.starts, "counts": self.counts, "layout": self.layout}
         if not self._advanced:
             raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
@@ -321,14 +327,15 @@ class CacheBase:
         have no meaning. `options` are passed on.
 
         Raises:
-            RuntimeError: the layer has not appended in this step. It is not raised after a CUDA graph has captured
-                `advance`: the host does not see what a replay does.
+            RuntimeError: there was no step yet, or the layer has not appended in this one. The latter is not raised
+                after a CUDA graph has captured `advance`: the host does not see what a replay does.
             IndexError: there is no such layer.
             ValueError, TypeError: a sequence has fewer than T tokens in the step; or as `rooftile.decode_attention`.
         """
         from rooftile.ops.decode_attention import decode_attention
 
         given = self.inputs(self._layer("attend", layer))
+        self._check_begun(f"{type(self).__name__}.attend")
         if layer not in self._appended and any(self._counts) and not self._captured:
             missing = "append" if self._advanced else "advance, then append"
             raise RuntimeError(

@@ -46,7 +46,18 @@ class Engine:
         max_seq_len: the most tokens of a sequence, prompt and new.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, runner: Runner) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights | None = None,
+        tokenizer: Tokenizer | None = None,
+        runner: Runner | None = None,
+    ) -> None:
+        if weights is None or runner is None:
+            raise TypeError(
+                "Engine: weights and runner are absent; Engine.from_pretrained(folder) loads a checkpoint, and "
+                "Engine.from_config(config) makes a model with random weights"
+            )
         self.config, self.weights, self.tokenizer, self.runner = config, weights, tokenizer, runner
         self.max_batch, self.max_seq_len = runner.max_batch, runner.max_seq_len
         self._generating = False
@@ -84,11 +95,13 @@ class Engine:
 
         Raises:
             FileNotFoundError: the folder or a file is missing.
-            ValueError: the engine does not compute this model, or a tensor or file is not valid; the message names it.
-                Nothing has been loaded then.
+            ValueError: path is a file, the engine does not compute this model, or a tensor or file is not valid; the
+                message names it. Nothing has been loaded then.
             TypeError: a dtype is not one of those.
         """
         folder = Path(path).expanduser()
+        if folder.is_file():
+            raise ValueError(f"Engine.from_pretrained: path is the file {folder}, expected the checkpoint's folder")
         config = ModelConfig.from_hf(folder)
         options = _options(
             config, dtype, quantize, max_seq_len, max_batch=max_batch, page_size=page_size, pages=pages,

@@ -302,5 +302,5 @@ KINDS: dict[str | None, type[Projection]] = {None: Dense, "fp8": Fp8, "int8": In
 def kind_of(quantize: str | None, *, lm_head: bool = False) -> type[Projection]:
     """The format of the weights. With int4, lm_head is int8: its errors go straight into the logits."""
     if quantize not in KINDS:
-        raise ValueError(f"quantize is {quantize!r}, expected None, {', '.join(repr(k) for k in KINDS if k)}")
+        raise ValueError(f"Engine: quantize is {quantize!r}, expected None, {', '.join(repr(k) for k in KINDS if k)}")
     return Int8 if lm_head and quantize == "int4" else KINDS[quantize]
