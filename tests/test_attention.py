@@ -262,9 +262,9 @@ def test_shapes_that_do_not_fit(device):
 
     refused("q has 3 heads, expected a multiple of the 2 heads of k and v", q[:, :3], k, v)
     refused(r"q has shape \(4, 8, 16\), expected 4 dimensions \(batch, heads, tokens, head_dim\)", q[0], k, v)
-    refused(r"k has shape \(1, 2, 9, 16\), expected \(2, 'kv_heads', 'keys', 16\) to match q", q, k[:1], v)
+    refused(r"k has shape \(1, 2, 9, 16\), expected \(2, kv_heads, keys, 16\) to match q", q, k[:1], v)
     refused(r"k has shape \(2, 2, 9, 8\), expected", q, k[..., :8], v)
-    refused(r"v has shape \(2, 2, 8, 16\), expected \(2, 2, 9, 'value_dim'\) to match k", q, k, v[:, :, :8])
+    refused(r"v has shape \(2, 2, 8, 16\), expected \(2, 2, 9, value_dim\) to match k", q, k, v[:, :, :8])
     wide = q.new_zeros(2, 4, 8, 264)
     refused("q has a head_dim of 264, expected 1 to 256", wide, wide, wide)
     for shape in ((8,), (8, 8), (3, 1, 8, 9), (2, 2, 8, 9), (1, 2, 4, 8, 9)):
@@ -292,7 +292,7 @@ def test_options_that_make_no_sense(device):
     for softcap in (-1.0, 1e-40, INF, NAN):
         refused(ValueError, "softcap is .*, expected a positive number", softcap=softcap)
     refused(TypeError, "scale is a str, expected a number or None", scale="1")
-    refused(TypeError, "causal is a int, expected a bool", causal=1)
+    refused(TypeError, "causal is an int, expected a bool", causal=1)
     refused(
         TypeError, "mask has dtype torch.uint8, expected", mask=torch.ones(40, 40, device=device, dtype=torch.uint8)
     )

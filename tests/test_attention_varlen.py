@@ -91,6 +91,16 @@ def test_starts_on_the_cpu_that_are_wrong(where, device):
         attention_varlen(q, k, v, 40)
 
 
+def test_tensors_that_are_not_packed_are_named_before_their_tokens_are_counted(device):
+    q, k, v = drawn(device, n_q=40)
+    with pytest.raises(
+        ValueError, match=r"attention_varlen: q has shape .*, expected 3 dimensions \(tokens, heads, head"
+    ):
+        attention_varlen(q, k, v, [0, 10, 40])
+    with pytest.raises(ValueError, match=r"attention_varlen: k has shape .*, expected 3 dimensions"):
+        attention_varlen(q[0].transpose(0, 1), k, v, [0, 10, 40])
+
+
 def test_keys_that_are_not_packed_as_the_queries_need_starts_of_their_own(device):
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in drawn(device, n_q=40))
     with pytest.raises(ValueError, match="cu_seqlens_k is None and k has 30 tokens, expected 40, as many as q"):

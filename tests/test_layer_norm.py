@@ -259,7 +259,7 @@ def test_other_wrong_arguments(device):
     for name in ("x", "weight", "bias"):
         with pytest.raises(TypeError, match=f"layer_norm: {name} has dtype torch.float64, expected float32"):
             layer_norm(**{"x": x, name: torch.randn(8, device=device, dtype=torch.float64)})
-    with pytest.raises(TypeError, match="layer_norm: eps is a NoneType, expected a number"):
+    with pytest.raises(TypeError, match="layer_norm: eps is None, expected a number"):
         layer_norm(x, eps=None)
     with pytest.raises(TypeError, match="positional"):
         layer_norm(x, None, None, 1e-5)

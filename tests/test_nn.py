@@ -172,8 +172,16 @@ def test_tables_and_biases_are_made_again_after_the_meta_device() -> None:
 def test_arguments_that_do_not_fit_are_refused_when_a_module_is_made() -> None:
     for make, error, message in (
         (lambda: nn.RMSNorm((4, 8)), ValueError, "RMSNorm: hidden_size is"),
-        (lambda: nn.RMSNorm(8, eps=None), TypeError, "RMSNorm: eps is a NoneType"),
+        (lambda: nn.RMSNorm(8, eps=None), TypeError, "RMSNorm: eps is None"),
         (lambda: nn.RMSNorm(8, 1e-6, False, offset=1.0), ValueError, "RMSNorm: offset is 1.0, expected 0 without a"),
+        (
+            lambda: nn.RMSNorm(8, rounding="x"),
+            ValueError,
+            "RMSNorm: rounding is 'x', expected one of llama, gemma, none",
+        ),
+        (lambda: nn.RoPE(64, style="gptj"), ValueError, "RoPE: style is 'gptj', expected one of half, interleaved"),
+        (lambda: nn.QKNormRoPE(8, style="x"), ValueError, "QKNormRoPE: style is 'x', expected one of half"),
+        (lambda: nn.QKNormRoPE(8, layout="x"), ValueError, "QKNormRoPE: layout is 'x', expected one of bhtd, bthd"),
         (lambda: nn.GeluMul("fast"), ValueError, "GeluMul: activation is 'fast'"),
         (lambda: nn.BiasGELU(8, "fast"), ValueError, "BiasGELU: activation is 'fast'"),
     ):

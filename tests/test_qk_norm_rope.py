@@ -275,7 +275,7 @@ def test_wrong_shapes(device):
     wrong = [
         ({"q": q[0]}, r"q has shape \(4, 5, 16\), expected 4 dimensions bhtd"),
         ({"q": long, "k": long, "rotary_dim": 16}, "q has a head_dim of 520, expected at most 512"),
-        ({"k": k[:1]}, r"k has shape \(1, 2, 5, 16\), expected \(2, 'k_heads', 5, 16\) to match q in bhtd"),
+        ({"k": k[:1]}, r"k has shape \(1, 2, 5, 16\), expected \(2, k_heads, 5, 16\) to match q in bhtd"),
         ({"k": k[..., :8]}, r"k has shape \(2, 2, 5, 8\), expected"),
         ({"q_weight": weight[:8]}, r"q_weight has shape \(8,\), expected \(16,\) to match the head_dim"),
         ({"k_weight": weight[None]}, r"k_weight has shape \(1, 16\), expected \(16,\) to match the head_dim"),
@@ -285,7 +285,7 @@ def test_wrong_shapes(device):
         ({"cos": cos.repeat(1, 2), "sin": sin.repeat(1, 2)}, "cos has a rotary dimension of 32, expected"),
         ({"sin": sin[:4]}, r"sin has shape \(4, 16\), expected \(5, 16\) to match cos"),
         ({"position_ids": ids[:4]}, r"position_ids has shape \(4,\), expected \(5,\), \(1, 5\) or"),
-        ({"layout": "bthd"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, 'k_heads', 16\)"),
+        ({"layout": "bthd"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, k_heads, 16\)"),
         ({"layout": "BTHD"}, "layout is 'BTHD', expected one of bhtd, bthd"),
         ({"style": "neox"}, "style is 'neox', expected one of half, interleaved, deepseek"),
     ]
@@ -302,7 +302,7 @@ def test_wrong_dtypes(device):
         qk_norm_rope(q, k, *others[:3], others[3].to(BF16))
     with pytest.raises(TypeError, match=r"qk_norm_rope: position_ids has dtype torch.float32, expected int32 or int64"):
         qk_norm_rope(q, k, *others, position_ids=torch.zeros(5, device=device))
-    with pytest.raises(TypeError, match="qk_norm_rope: eps is a NoneType, expected a number"):
+    with pytest.raises(TypeError, match="qk_norm_rope: eps is None, expected a number"):
         qk_norm_rope(q, k, *others, eps=None)
     with pytest.raises(TypeError, match="qk_norm_rope: offset is a Tensor, expected a number"):
         qk_norm_rope(q, k, *others, offset=torch.tensor(1.0))

@@ -346,8 +346,12 @@ def test_a_quantised_result_has_no_gradient_and_says_so(device):
 def test_wrong_options_are_named():
     scale = torch.ones(1)
     for error, message, options in (
-        (TypeError, "dtype is torch.float16, expected one of torch.float8_e4m3fn, ", {"dtype": torch.float16}),
-        (TypeError, "dtype is int8, expected", {"dtype": "int8"}),
+        (
+            TypeError,
+            "dtype is torch.float16, expected a torch.dtype, one of torch.float8_e4m3fn, ",
+            {"dtype": torch.float16},
+        ),
+        (TypeError, "dtype is 'int8', expected", {"dtype": "int8"}),
         (ValueError, "per is 'token', expected one of row, group, tensor", {"per": "token"}),
         (ValueError, "per='row' with a scale, expected none: it is computed", {"scale": scale}),
         (

@@ -24,3 +24,5 @@ def test_what_is_no_quantize_is_named(device):
             call(x, quantize=INT8)
     with pytest.raises(TypeError, match="Quantize: scale is a float, expected a float32 tensor"):
         Quantize(INT8, "tensor", 0.05)
+    with pytest.raises(TypeError, match=r"Quantize: dtype is 'int8', expected a torch.dtype, one of .*torch.int8"):
+        Quantize("int8")

@@ -1,5 +1,6 @@
 """rms_norm: rounding modes, shapes, errors."""
 
+import numpy
 import pytest
 import torch
 from helpers import BF16, Calls, assert_same
@@ -174,10 +175,14 @@ def test_splits_cover_the_row_and_stay_resident():
 
 def test_eps_and_offset_must_be_numbers(device):
     x = torch.randn(4, 8, device=device)
-    with pytest.raises(TypeError, match="rms_norm: eps is a NoneType, expected a number"):
+    with pytest.raises(TypeError, match="rms_norm: eps is None, expected a number"):
         rooftile.rms_norm(x, eps=None)
     with pytest.raises(TypeError, match="add_rms_norm: offset is a Tensor, expected a number"):
         rooftile.add_rms_norm(x, x, offset=torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"rms_norm: eps is a numpy.float32, expected .*Python's, such as float\(eps\)"):
+        rooftile.rms_norm(x, eps=numpy.float32(1e-6))
+    expected = rooftile.rms_norm(x, eps=1e-6)
+    assert torch.equal(rooftile.rms_norm(x, eps=numpy.float64(1e-6)), expected)
 
 
 def test_an_input_that_is_negated_lazily(device):

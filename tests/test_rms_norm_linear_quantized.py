@@ -244,7 +244,7 @@ def test_bad_arguments_are_named(op, device):
             TypeError,
             "weight has dtype torch.float32, expected torch.int8, torch.float8_e4m3fn or",
         ),
-        ({"scale": None}, TypeError, "weight has dtype torch.int8, expected float32, float16 or bfloat16"),
+        ({"scale": None}, TypeError, "weight has dtype torch.int8 and no scale, expected weight_scale= for it"),
         ({"scale": s.half()}, TypeError, "weight_scale has dtype torch.float16, expected torch.float32"),
         ({"scale": s[:5]}, ValueError, r"weight_scale has shape \(5,\), expected \(6,\) or \(6, 1\) to match"),
         ({"scale": s[None]}, ValueError, r"weight_scale has shape \(1, 6\), expected"),
@@ -254,9 +254,9 @@ def test_bad_arguments_are_named(op, device):
         (
             {"x": x.clone().requires_grad_()},
             ValueError,
-            "x requires grad, but rms_norm_(gated_)?linear has no derivative",
+            "x requires grad, but rms_norm_(gated_)?linear with a quantized weight has no derivative",
         ),
-        ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'gemv' takes one row of x"),
+        ({"config": ROW[0]}, ValueError, "config can't be launched: kernel 'gemv' takes one row of x, not 1 x "),
         (
             {"config": skinny},
             ValueError,
@@ -275,7 +275,7 @@ def test_bad_arguments_of_4_bits_are_named(op, device):
         op(x, g, w, b, weight_scale=scale, config=config)
 
     for given, kind, message in (
-        ({"scale": None}, TypeError, "weight has dtype torch.uint8, expected float32, float16 or bfloat16"),
+        ({"scale": None}, TypeError, "weight has dtype torch.uint8 and no scale, expected weight_scale= for it"),
         (
             {"scale": s.half()},
             TypeError,
@@ -289,7 +289,7 @@ def test_bad_arguments_of_4_bits_are_named(op, device):
         (
             {"x": x.clone().requires_grad_()},
             ValueError,
-            "x requires grad, but rms_norm_(gated_)?linear has no derivative",
+            "x requires grad, but rms_norm_(gated_)?linear with a quantized weight has no derivative",
         ),
         (
             {"config": ROW[2]},

@@ -200,7 +200,14 @@ def test_wrong_shapes(device):
     ids = torch.arange(5, device=device)
     wrong = [
         ((q[0], k, cos, sin), {}, r"q has shape \(4, 5, 16\), expected 4 dimensions bhtd"),
-        ((q, k[0], cos, sin), {}, r"k has shape \(2, 5, 16\), expected \(2, 'k_heads', 5, 16\) to match q in bhtd"),
+        ((q, k[0], cos, sin), {}, r"k has shape \(2, 5, 16\), expected \(2, k_heads, 5, 16\) to match q in bhtd"),
+        (
+            (q, k, cos.repeat(2, 1), sin.repeat(2, 1)),
+            {},
+            r"cos has shape \(10, 16\), expected .*; of a longer table, "
+            r"pass cos\[:5\] and sin\[:5\], or position_ids=",
+        ),
+        ((q[:1], k[:1], cos[:4], sin[:4]), {}, r"cos has shape \(4, 16\), expected \(5, R\) or \(1, 5, R\)$"),
         ((q, k[:1], cos, sin), {}, r"k has shape \(1, 2, 5, 16\), expected"),
         ((q, k[:, :, :4], cos, sin), {}, r"k has shape \(2, 2, 4, 16\), expected"),
         ((q, k[..., :8], cos, sin), {}, r"k has shape \(2, 2, 5, 8\), expected"),
@@ -210,7 +217,7 @@ def test_wrong_shapes(device):
         ((q, k, cos[:, :7], sin[:, :7]), {}, "cos has a rotary dimension of 7, expected an even one from 2 to"),
         ((q, k, cos.repeat(1, 2), sin.repeat(1, 2)), {}, "cos has a rotary dimension of 32, expected"),
         ((q, k, cos, sin[:4]), {}, r"sin has shape \(4, 16\), expected \(5, 16\) to match cos"),
-        ((q, k, cos, sin), {"layout": "bthd"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, 'k_heads', 16\)"),
+        ((q, k, cos, sin), {"layout": "bthd"}, r"k has shape \(2, 2, 5, 16\), expected \(2, 4, k_heads, 16\)"),
         ((q, k, cos, sin), {"layout": "BTHD"}, "layout is 'BTHD', expected one of bhtd, bthd"),
         ((q, k, cos, sin), {"style": "neox"}, "style is 'neox', expected one of half, interleaved, deepseek"),
         ((q, k, cos, sin), {"position_ids": ids[:4]}, r"position_ids has shape \(4,\), expected \(5,\), \(1, 5\) or"),

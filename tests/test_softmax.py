@@ -317,9 +317,9 @@ def test_other_wrong_arguments(device):
         with pytest.raises(ValueError, match=r"softmax: scale is .*, expected a finite number"):
             softmax(x, scale=scale)
     for scale in (None, torch.tensor(1.0)):
-        with pytest.raises(TypeError, match=r"softmax: scale is a .*, expected a number"):
+        with pytest.raises(TypeError, match=r"softmax: scale is (None|a Tensor), expected a number"):
             softmax(x, scale=scale)
-    with pytest.raises(TypeError, match="softmax: causal is a int, expected a bool"):
+    with pytest.raises(TypeError, match="softmax: causal is an int, expected a bool"):
         softmax(x, causal=1)
     with pytest.raises(TypeError, match="positional"):
         softmax(x, 0.5)

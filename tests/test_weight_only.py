@@ -400,6 +400,8 @@ def test_packing_refuses_what_it_can_not_pack(device):
 def test_gradients_are_refused_by_name(device):
     x = torch.randn(2, 64, device=device)
     weight, scale = int8(16, 64, device)
+    with pytest.raises(TypeError, match=r"int8_linear: weight_scale has dtype torch.float16, expected torch.float32$"):
+        int8_linear(x, weight, scale.half())
     with pytest.raises(ValueError, match="int8_linear: x requires grad, but int8_linear has no derivative"):
         int8_linear(x.clone().requires_grad_(), weight, scale)
     with pytest.raises(ValueError, match="int8_linear: weight_scale requires grad"):

@@ -40,6 +40,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -314,6 +315,7 @@ def define(
     varying: int = 0,
     autograd: Autograd | None = None,
     called: Called | None = None,
+    underivable: str | None = None,
 ) -> Callable[..., Any]:
     """Register `rooftile::<schema>` and return the callable op.
 
@@ -325,6 +327,7 @@ def define(
         fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
         autograd: the derivative. Without one the op raises ValueError for an input that requires grad, in grad mode.
         called: the public function that makes such a call, for errors; by default it has the op's name.
+        underivable: what has no derivative, for errors of an op without one; by default the op's name.
     """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -359,7 +362,7 @@ def define(
 
     def refuse_gradients(args: tuple[Any, ...]) -> None:
         for i in tensors:
-            refuse_gradient(called(args), overload._schema.arguments[i].name, args[i], name)
+            refuse_gradient(called(args), overload._schema.arguments[i].name, args[i], underivable or name)
 
     check = None if autograd is None else autograd.check
     if autograd is None and not name.endswith("_backward"):
@@ -465,10 +468,31 @@ def named(value: object) -> str:
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
+def shown(shape: Sequence[int | str]) -> str:
+    """A shape of numbers and names: (1, heads, 8)."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def or_float32(x: Tensor) -> str:
+    """The dtypes of what may have x's dtype or float32, for errors."""
+    return f"{'' if x.dtype == torch.float32 else f'{x.dtype} to match x, or '}torch.float32"
+
+
 def check_layout(op: str, layout: str, name: str = "layout") -> None:
     """Raise ValueError unless it is one of `LAYOUTS`."""
     if layout not in LAYOUTS:
         raise ValueError(f"{op}: {name} is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+
+
+def check_numbers(op: str, **given: object) -> None:
+    """Raise TypeError unless each is an int or a float of Python, as an op's schema takes them."""
+    for name, value in given.items():
+        if isinstance(value, (float, int)):
+            continue
+        if isinstance(value, numbers.Real):
+            kind = f"{type(value).__module__}.{type(value).__name__}"
+            raise TypeError(f"{op}: {name} is a {kind}, expected a number of Python's, such as float({name})")
+        raise TypeError(f"{op}: {name} is {named(value)}, expected a number")
 
 
 def check_tensors(op: str, **tensors: object) -> None:

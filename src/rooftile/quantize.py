@@ -51,7 +51,9 @@ class Quantize:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise TypeError(f"Quantize: dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}")
+            raise TypeError(
+                f"Quantize: dtype is {self.dtype!r}, expected a torch.dtype, one of {', '.join(map(str, DTYPES))}"
+            )
         if self.per not in get_args(Per):
             raise ValueError(f"Quantize: per is {self.per!r}, expected one of {', '.join(get_args(Per))}")
         if self.scale is not None and self.per != "tensor":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rooftile.library import check_layout, check_tensors
+from rooftile.library import check_layout, check_numbers, check_tensors
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
 from rooftile.ops.rms_norm import Rounding, rms_norm
-from rooftile.ops.rope import Layout, Style, rope
+from rooftile.ops.rms_norm.forward import check_rounding
+from rooftile.ops.rope import Layout, Style, check_style, rope
 from rooftile.ops.softmax import softmax
 
 
@@ -41,8 +42,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         if not isinstance(hidden_size, int) or hidden_size < 1:
             raise ValueError(f"RMSNorm: hidden_size is {hidden_size!r}, expected a positive integer: one dimension")
-        if not isinstance(eps, (float, int)):
-            raise TypeError(f"RMSNorm: eps is a {type(eps).__name__}, expected a number")
+        check_numbers("RMSNorm", eps=eps, offset=offset)
+        check_rounding("RMSNorm", rounding)
         if not elementwise_affine and offset != 0.0:
             raise ValueError(f"RMSNorm: offset is {offset}, expected 0 without a weight to add it to")
         self.hidden_size = hidden_size
@@ -128,6 +129,7 @@ class RoPE(nn.Module):
         if rotary_dim < 2 or rotary_dim % 2:
             raise ValueError(f"RoPE: rotary_dim is {rotary_dim}, expected an even number of 2 or more")
         check_layout("RoPE", layout)
+        check_style("RoPE", style)
         self.rotary_dim = rotary_dim
         self.max_positions = max_positions
         self.base = base
@@ -193,6 +195,8 @@ class QKNormRoPE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_layout("QKNormRoPE", layout)
+        check_style("QKNormRoPE", style)
         self.q_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
         self.k_norm = RMSNorm(head_dim, eps, elementwise_affine, offset=offset, device=device, dtype=dtype)
         self.rotary_dim = rotary_dim

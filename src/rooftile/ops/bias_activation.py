@@ -209,7 +209,7 @@ def _check(op: str, x: Tensor, bias: Tensor | None) -> None:
             f"{op}: bias has shape {tuple(bias.shape)}, expected ({x.shape[-1]},) to match x's last dimension"
         )
     if bias.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {x.dtype} to match x, or torch.float32")
+        raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {library.or_float32(x)}")
 
 
 def _start(activation: str, x: Tensor, bias: Tensor | None, dy: Tensor | None = None) -> Callable[..., None]:

@@ -90,8 +90,7 @@ def _output(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
     library.check_floating("embedding", weight=weight)
     if weight.dim() != 2:
         raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (V, H)")
-    if not isinstance(scale, (float, int)):
-        raise TypeError(f"embedding: scale is a {type(scale).__name__}, expected a number")
+    library.check_numbers("embedding", scale=scale)
     if not math.isfinite(scale):
         raise ValueError(f"embedding: scale is {scale}, expected a finite number")
     return torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)

@@ -83,8 +83,7 @@ def inverse_std(m2, EPS: tl.constexpr, N: tl.constexpr):
 
 def check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 0.0) -> None:
     library.check_floating(op, x=x, weight=weight, bias=bias)
-    if not isinstance(eps, (float, int)):
-        raise TypeError(f"{op}: eps is a {type(eps).__name__}, expected a number")
+    library.check_numbers(op, eps=eps)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected at least one dimension, the last of 1 or more")
     for name, vector in (("weight", weight), ("bias", bias)):

@@ -120,6 +120,12 @@ def config(heads: int, rotary: int, target: runtime.Target) -> RopeConfig:
     return RopeConfig(tokens, num_warps=min(1024 // target.warp_size, max(1, tokens * pairs // (8 * target.warp_size))))
 
 
+def check_style(op: str, style: str) -> None:
+    """Raise ValueError unless it is one of `STYLES`."""
+    if style not in STYLES:
+        raise ValueError(f"{op}: style is {style!r}, expected one of {', '.join(STYLES)}")
+
+
 def check_rotary_dim(op: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> None:
     """Raise unless cos has `rotary_dim` columns, or head_dim columns if it is None.
 
@@ -220,20 +226,27 @@ def _plan(
     return launching.KernelLauncher(_rope_kernel, constants, num_warps=c.num_warps)
 
 
+def _either(*options: str) -> str:
+    """ "a, b or c", each once."""
+    *first, last = dict.fromkeys(options)
+    return f"{', '.join(first)} or {last}"
+
+
 def check(
     op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, style: str, layout: str
 ) -> None:
     library.check_floating(op, q=q, k=k, cos=cos, sin=sin)
     library.check_layout(op, layout)
-    if style not in STYLES:
-        raise ValueError(f"{op}: style is {style!r}, expected one of {', '.join(STYLES)}")
+    check_style(op, style)
     if q.dim() != 4:
         raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected 4 dimensions {layout}")
     t = layout.index("t")
     batch, seq_len, head_dim = q.shape[0], q.shape[t], q.shape[3]
     if k.dim() != 4 or (k.shape[0], k.shape[t], k.shape[3]) != (batch, seq_len, head_dim):
         expected = tuple("k_heads" if d == "h" else n for d, n in zip(layout, q.shape, strict=True))
-        raise ValueError(f"{op}: k has shape {tuple(k.shape)}, expected {expected} to match q in {layout}")
+        raise ValueError(
+            f"{op}: k has shape {tuple(k.shape)}, expected {library.shown(expected)} to match q in {layout}"
+        )
     if k.dtype != q.dtype:
         raise TypeError(f"{op}: k has dtype {k.dtype}, expected {q.dtype} to match q")
     library.check_same(op, "sin", sin, "cos", cos)
@@ -244,18 +257,17 @@ def check(
         )
     if position_ids is None:
         if tuple(cos.shape[:-1]) not in ((seq_len,), (1, seq_len), (batch, seq_len)):
-            raise ValueError(
-                f"{op}: cos has shape {tuple(cos.shape)}, expected ({seq_len}, R), (1, {seq_len}, R) or "
-                f"({batch}, {seq_len}, R)"
-            )
+            accepted = _either(f"({seq_len}, R)", f"(1, {seq_len}, R)", f"({batch}, {seq_len}, R)")
+            longer = cos.dim() in (2, 3) and cos.shape[-2] > seq_len
+            rows = f"[:{seq_len}]" if cos.dim() == 2 else f"[:, :{seq_len}]"
+            hint = f"; of a longer table, pass cos{rows} and sin{rows}, or position_ids=" if longer else ""
+            raise ValueError(f"{op}: cos has shape {tuple(cos.shape)}, expected {accepted}{hint}")
         return
     if cos.dim() != 2 and not (cos.dim() == 3 and cos.shape[0] == 1):
         raise ValueError(f"{op}: cos has shape {tuple(cos.shape)}, expected (positions, R) with position_ids")
     if tuple(position_ids.shape) not in ((seq_len,), (1, seq_len), (batch, seq_len)):
-        raise ValueError(
-            f"{op}: position_ids has shape {tuple(position_ids.shape)}, expected ({seq_len},), (1, {seq_len}) or "
-            f"({batch}, {seq_len})"
-        )
+        accepted = _either(f"({seq_len},)", f"(1, {seq_len})", f"({batch}, {seq_len})")
+        raise ValueError(f"{op}: position_ids has shape {tuple(position_ids.shape)}, expected {accepted}")
     if position_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: position_ids has dtype {position_ids.dtype}, expected int32 or int64")
 

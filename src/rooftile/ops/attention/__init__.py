@@ -153,6 +153,8 @@ def attention_varlen(
     text = "" if config is None else arguments.encoded(op, config)
     exact = arguments.is_deterministic(op, deterministic)
     library.check_tensors(op, q=q, k=k)
+    for name, t in (("q", q), ("k", k)):
+        arguments.check_dimensions(op, name, t, "thd")
     starts_q, longest_q = arguments.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     if cu_seqlens_k is None:
         arguments.check_alike(op, q, k, longest_q, max_seqlen_k)

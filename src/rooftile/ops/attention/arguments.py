@@ -27,10 +27,10 @@ def scoring_arguments(
     if window is None and softcap is None and scale is None and type(causal) is bool:
         return None, 0.0, -1, 0 if causal else -1
     if not isinstance(causal, bool):
-        raise TypeError(f"{op}: causal is a {type(causal).__name__}, expected a bool")
+        raise TypeError(f"{op}: causal is {library.named(causal)}, expected a bool")
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (not isinstance(number, (float, int)) or isinstance(number, bool)):
-            raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number or None")
+            raise TypeError(f"{op}: {name} is {library.named(number)}, expected a number or None")
     if scale is not None and not abs(scale) < 2.0**127:
         raise ValueError(f"{op}: scale is {scale}, expected a finite number below 2^127")
     if softcap and not 2.0**-64 <= softcap < 2.0**64:
@@ -146,7 +146,7 @@ def check_longest(op: str, name: str, longest: int | None) -> None:
     if longest is None or isinstance(longest, torch.SymInt):
         return
     if not isinstance(longest, int) or isinstance(longest, bool):
-        raise TypeError(f"{op}: {name} is a {type(longest).__name__}, expected an int or None")
+        raise TypeError(f"{op}: {name} is {library.named(longest)}, expected an int or None")
     if longest < 0:
         raise ValueError(f"{op}: {name} is {longest}, expected 0 or more")
 
@@ -168,10 +168,8 @@ def check_tensors(
     library.check_floating(op, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
     if layout != "thd":
         library.check_layout(op, layout)
-    names = ", ".join({"b": "batch", "h": "heads", "t": "tokens", "d": "head_dim"}[d] for d in layout)
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != len(layout):
-            raise ValueError(f"{op}: {name} has shape {tuple(t.shape)}, expected {len(layout)} dimensions ({names})")
+        check_dimensions(op, name, t, layout)
         if t.dtype != q.dtype:
             raise TypeError(f"{op}: {name} has dtype {t.dtype}, expected {q.dtype} to match q")
         if not 1 <= t.shape[-1] <= LONGEST_HEAD:
@@ -181,10 +179,10 @@ def check_tensors(
         expected = tuple(
             n if d in "bd" else {"h": "kv_heads", "t": "keys"}[d] for d, n in zip(layout, q.shape, strict=True)
         )
-        raise ValueError(f"{op}: k has shape {tuple(k.shape)}, expected {expected} to match q")
+        raise ValueError(f"{op}: k has shape {tuple(k.shape)}, expected {library.shown(expected)} to match q")
     if v.shape[:-1] != k.shape[:-1]:
         expected = (*k.shape[:-1], "value_dim")
-        raise ValueError(f"{op}: v has shape {tuple(v.shape)}, expected {expected} to match k")
+        raise ValueError(f"{op}: v has shape {tuple(v.shape)}, expected {library.shown(expected)} to match k")
     q_heads, kv_heads = q.shape[heads], k.shape[heads]
     if q_heads % kv_heads if kv_heads else q_heads:
         raise ValueError(f"{op}: q has {q_heads} heads, expected a multiple of the {kv_heads} heads of k and v")
@@ -207,6 +205,12 @@ def check_tensors(
             f"{op}: mask has shape {tuple(mask.shape)}, expected one that broadcasts to {scores}, (batch, heads of q, "
             "queries, keys)"
         )
+
+
+def check_dimensions(op: str, name: str, t: Tensor, layout: str) -> None:
+    if t.dim() != len(layout):
+        names = ", ".join({"b": "batch", "h": "heads", "t": "tokens", "d": "head_dim"}[d] for d in layout)
+        raise ValueError(f"{op}: {name} has shape {tuple(t.shape)}, expected {len(layout)} dimensions ({names})")
 
 
 def check_starts(op: str, starts_q: Tensor, starts_k: Tensor | None) -> None:

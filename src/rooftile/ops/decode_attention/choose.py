@@ -262,13 +262,13 @@ def _check_options(
     library.check_layout(_OP, cache_layout, "cache_layout")
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and (not isinstance(value, (float, int)) or isinstance(value, bool)):
-            raise TypeError(f"{_OP}: {name} is a {type(value).__name__}, expected a float or None")
+            raise TypeError(f"{_OP}: {name} is {library.named(value)}, expected a number or None")
     if scale is not None and not abs(scale) < 2.0**127:
         raise ValueError(f"{_OP}: scale is {scale}, expected a finite value below 2^127")
     if softcap is not None and not 0 <= softcap < 2.0**64:
         raise ValueError(f"{_OP}: softcap is {softcap}, expected 0 or more and below 2^64")
     if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
-        raise TypeError(f"{_OP}: window is a {type(window).__name__}, expected an int or None")
+        raise TypeError(f"{_OP}: window is {library.named(window)}, expected an int or None")
     if window is not None and window < 1:
         raise ValueError(f"{_OP}: window is {window}, expected at least 1: the query's own position")
 

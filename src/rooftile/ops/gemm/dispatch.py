@@ -40,7 +40,7 @@ def check_bias(op: str, bias: Tensor | None, x: Tensor, n: int, *others: torch.d
     if bias.shape != (n,):
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match the weight's rows")
     if bias.dtype not in (x.dtype, torch.float32, *others):
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {x.dtype} to match x, or torch.float32")
+        raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {library.or_float32(x)}")
 
 
 def check_residual(op: str, residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: str) -> None:

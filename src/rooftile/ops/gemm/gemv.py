@@ -242,7 +242,7 @@ def gemv_kernel(
 def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute that problem so; None where it can. After a norm the weight may have any layout."""
     if p.m != 1 or p.batch != 1:
-        return f"kernel 'gemv' takes one row of x, not {p.batch} x {p.m}"
+        return f"kernel 'gemv' takes one row of x, not {p.batch} x {p.m} (batch x rows)"
     if c.split_k > 1:
         return f"split_k is {c.split_k}, expected 1: kernel 'gemv' sums whole rows"
     if p.x_layout != "k" or (p.w_layout != "k" and not p.norm):

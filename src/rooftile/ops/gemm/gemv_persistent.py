@@ -211,7 +211,7 @@ def gemv_persistent_kernel(
 def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute that problem so; None where it can. It takes any layout of the weight."""
     if p.m > ROWS or p.batch != 1:
-        return f"kernel 'gemv_persistent' takes one or two rows of x, not {p.batch} x {p.m}"
+        return f"kernel 'gemv_persistent' takes one or two rows of x, not {p.batch} x {p.m} (batch x rows)"
     if c.block_m < p.m:
         return f"block_m is {c.block_m}, expected at least {p.m}"
     if p.x_layout != "k":

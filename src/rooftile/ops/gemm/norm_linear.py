@@ -65,15 +65,15 @@ def check(
     """The shape of the result. With a scale the weight has 8 bits, or is packed int4."""
     library.check_floating(op, x=x, norm_weight=norm_weight, bias=bias)
     if scale is None:
+        if weight.dtype in _QUANTIZED:
+            raise TypeError(f"{op}: weight has dtype {weight.dtype} and no scale, expected weight_scale= for it")
         library.check_floating(op, weight=weight)
     elif weight.dtype not in _QUANTIZED:
         raise TypeError(
             f"{op}: weight has dtype {weight.dtype}, expected {', '.join(map(str, _QUANTIZED[:-1]))} or "
             f"{_QUANTIZED[-1]} (int4, packed) where it has a scale"
         )
-    for name, number in (("eps", eps), ("offset", offset)):
-        if not isinstance(number, (float, int)):
-            raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number")
+    library.check_numbers(op, eps=eps, offset=offset)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected at least one dimension, the last of 1 or more")
     k = x.shape[-1]
@@ -103,8 +103,8 @@ def _check_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
     """The dtype, and but for int4 the shape."""
     n, packed = weight.shape[0], weight.dtype == torch.uint8
     if scale.dtype != torch.float32 and not (packed and scale.dtype == x.dtype):
-        other = f"{x.dtype} to match x, or " if packed else ""
-        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {other}torch.float32")
+        accepted = library.or_float32(x) if packed else "torch.float32"
+        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {accepted}")
     if not packed and scale.shape not in ((n,), (n, 1)):
         raise ValueError(
             f"{op}: weight_scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match the weight's rows"
@@ -239,7 +239,7 @@ _backward_op = library.define(
 def _check_derivative(inputs: tuple[Any, ...]) -> None:
     if inputs[3] is not None:
         for name, value in zip(("x", "norm_weight", "weight", "weight_scale", "bias"), inputs, strict=False):
-            library.refuse_gradient("rms_norm_linear", name, value)
+            library.refuse_gradient("rms_norm_linear", name, value, "rms_norm_linear with a quantized weight")
 
 
 def _save(ctx, inputs, output) -> None:
@@ -286,6 +286,7 @@ _gated_op = library.define(
     _GATED,
     prepare=_prepare_gated,
     fake=lambda *args: _fake("rms_norm_gated_linear", *args),
+    underivable="rms_norm_gated_linear with a quantized weight",
 )
 
 

@@ -49,7 +49,7 @@ def _check(
     if weight.dtype != _WEIGHTS[op]:
         raise TypeError(f"{op}: weight has dtype {weight.dtype}, expected {_WEIGHTS[op]}")
     if scale.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {x.dtype} to match x, or torch.float32")
+        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {library.or_float32(x)}")
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape (), expected at least one dimension")
     k = x.shape[-1]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rooftile import library
 from rooftile.ops.kv_cache.kernel import prepare_append, prepare_rope
-from rooftile.ops.rope import STYLES, Style, check_rotary_dim, dense
+from rooftile.ops.rope import Style, check_rotary_dim, check_style, dense
 from rooftile.primitives.paging import Cache
 
 Layout = Literal["bthd", "bhtd"]
@@ -133,8 +133,7 @@ def check_rope(
 ) -> None:
     check_rotary_dim(op, q, cos, rotary_dim)
     library.check_floating(op, q=q, cos=cos, sin=sin)
-    if style not in STYLES:
-        raise ValueError(f"{op}: style is {style!r}, expected one of {', '.join(STYLES)}")
+    check_style(op, style)
     t = layout.index("t")
     batch, tokens, head_dim = k.shape[0], k.shape[t], k.shape[3]
     if q.dim() != 4 or (q.shape[0], q.shape[t], q.shape[3]) != (batch, tokens, head_dim):

@@ -232,9 +232,7 @@ def check(
 ) -> None:
     rope.check(op, q, k, cos, sin, position_ids, style, layout)
     library.check_floating(op, q_weight=q_weight, k_weight=k_weight)
-    for name, number in (("eps", eps), ("offset", offset)):
-        if not isinstance(number, (float, int)):
-            raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number")
+    library.check_numbers(op, eps=eps, offset=offset)
     head_dim = q.shape[3]
     if head_dim > LONGEST:
         raise ValueError(f"{op}: q has a head_dim of {head_dim}, expected at most {LONGEST}")

@@ -280,9 +280,7 @@ def check(
 ) -> None:
     """Raise unless the arguments of an op are valid."""
     library.check_floating(op, x=x, weight=weight)
-    for name, number in (("eps", eps), ("offset", offset)):
-        if not isinstance(number, (float, int)):
-            raise TypeError(f"{op}: {name} is a {type(number).__name__}, expected a number")
+    library.check_numbers(op, eps=eps, offset=offset)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected at least one dimension, the last of 1 or more")
     if residual is not None:
@@ -293,6 +291,11 @@ def check(
         )
     if weight is None and offset != 0.0:
         raise ValueError(f"{op}: offset is {offset}, expected 0 without a weight to add it to")
+    check_rounding(op, rounding)
+
+
+def check_rounding(op: str, rounding: str) -> None:
+    """Raise ValueError unless it is one of `ROUNDINGS`."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"{op}: rounding is {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
 

@@ -124,12 +124,11 @@ def mask_layout(mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int
 def check(op: str, name: str, x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
     """Raise unless the arguments of an op are valid; `name` is the name of its argument x."""
     library.check_floating(op, **{name: x})
-    if not isinstance(scale, (float, int)):
-        raise TypeError(f"{op}: scale is a {type(scale).__name__}, expected a number")
+    library.check_numbers(op, scale=scale)
     if not abs(scale) < 2.0**127:
         raise ValueError(f"{op}: scale is {scale}, expected a finite number below 2^127")
     if not isinstance(causal, bool):
-        raise TypeError(f"{op}: causal is a {type(causal).__name__}, expected a bool")
+        raise TypeError(f"{op}: causal is {library.named(causal)}, expected a bool")
     if x.dim() < 1 + causal:
         expected = "at least two dimensions (..., T, S), as causal is set" if causal else "at least one dimension"
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {expected}")
