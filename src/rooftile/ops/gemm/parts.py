@@ -1,19 +1,15 @@
-"""Parts of the GEMM mainloops: what is done before (prologue) and after (epilogue) the tensor cores multiply.
+"""Parts of the GEMM mainloops for few and many rows, up to the sum; `epilogue.py` has what comes after it.
 
-A mainloop calls those parts that its constants select. Each part takes explicit pointers or tiles. `rows` and `cols`
-are indices of the output, expanded to the dimensions of its tile: `(1, M)` and `(N, 1)` where a mainloop computes the
-transposed tile, else `(M, 1)` and `(1, N)`.
+A mainloop calls those parts that its constants select. Each part takes explicit pointers or tiles.
 
+    tiles             `divisible`, `grouped_tile`
     prologue          `norm_weights`, `near_one`: RMSNorm of x. `operand`: fp8 for GPUs that have none
     each step         `multiply_add`, with the scales of the step
-    split-K           `sum_parts`
-    epilogue          `scale_tile`, then `finish`: bias, activation, gate, residual, and the store
 """
 
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.primitives.activations import activate
 from rooftile.quantize import BLOCK
 
 import triton  # isort: skip
@@ -115,58 +111,3 @@ def w_step_scale(scale_ptr, cols, first, k, stride_sn, stride_sk, BLOCK_N: tl.co
         return tl.load(at + (first // EDGE).to(tl.int64) * stride_sn)
     else:
         return tl.load(at + (cols // EDGE).to(tl.int64) * stride_sn)
-
-
-@triton.jit
-def sum_parts(part_ptrs, SIZE: tl.constexpr, SPLIT: tl.constexpr, UNROLL: tl.constexpr):
-    """The sum of a tile's SPLIT parts, `SIZE` elements apart, in their order: whichever CTA adds them.
-
-    UNROLL: all parts are loaded before the first is waited for, which takes the registers of as many tiles.
-    """
-    if UNROLL:
-        acc = tl.zeros(part_ptrs.shape, tl.float32)
-        for part in tl.static_range(SPLIT):
-            acc += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
-    else:
-        acc = tl.load(part_ptrs, cache_modifier=".cg")
-        for part in tl.range(1, SPLIT, num_stages=1):
-            acc += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
-    return acc
-
-
-@triton.jit
-def scale_tile(
-    acc, x_scale_ptr, w_scale_ptr, rows, cols, stride_sm, stride_sn, X_SCALE: tl.constexpr, W_SCALE: tl.constexpr
-):
-    """acc times the scales that belong to the whole sum. `rows` and `cols` are in bounds."""
-    if X_SCALE == "tensor":
-        acc *= tl.load(x_scale_ptr)
-    elif X_SCALE == "row":
-        acc *= tl.load(x_scale_ptr + rows.to(tl.int64) * stride_sm)
-    if W_SCALE == "tensor":
-        acc *= tl.load(w_scale_ptr)
-    elif W_SCALE == "row":
-        acc *= tl.load(w_scale_ptr + cols.to(tl.int64) * stride_sn)
-    return acc
-
-
-@triton.jit
-def finish(
-    acc, up, bias, up_bias, residual_ptr, out_ptr, rows, cols, stride_rm, stride_om, mask,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Store `act(acc + bias) + residual`, or gated `act(acc + bias) * (up + up_bias) + residual`, rounded once.
-
-    `bias`, `up_bias` and `residual_ptr` may be None. `rows` are 64 bits wide.
-    """
-    if bias is not None:
-        acc += bias
-        if GATED:
-            up += up_bias
-    if ACTIVATION != "":
-        acc = activate(acc, ACTIVATION)
-    if GATED:
-        acc *= up
-    if residual_ptr is not None:
-        acc += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask).to(tl.float32)
-    tl.store(out_ptr + rows * stride_om + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)

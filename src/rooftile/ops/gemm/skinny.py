@@ -24,18 +24,8 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm import fp8_common
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
-from rooftile.ops.gemm.parts import (
-    UNDO,
-    divisible,
-    finish,
-    multiply_add,
-    near_one,
-    norm_weights,
-    scale_tile,
-    sum_parts,
-    w_step_scale,
-    x_step_scale,
-)
+from rooftile.ops.gemm.epilogue import finish, scale_tile, sum_parts
+from rooftile.ops.gemm.parts import UNDO, divisible, multiply_add, near_one, norm_weights, w_step_scale, x_step_scale
 from rooftile.primitives import pdl, quantize
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.splitk import arrives_last, workspace

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
-from rooftile.ops.gemm.parts import finish, sum_parts
+from rooftile.ops.gemm.epilogue import finish, sum_parts
 from rooftile.primitives import pdl
 from rooftile.primitives.dequantize import eight_bits_as, has_fast_conversions, int4_as
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch

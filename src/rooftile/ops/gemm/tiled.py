@@ -18,17 +18,8 @@ from torch import Tensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gemm import fp8_common
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
-from rooftile.ops.gemm.parts import (
-    UNDO,
-    divisible,
-    finish,
-    grouped_tile,
-    multiply_add,
-    scale_tile,
-    sum_parts,
-    w_step_scale,
-    x_step_scale,
-)
+from rooftile.ops.gemm.epilogue import finish, scale_tile, sum_parts
+from rooftile.ops.gemm.parts import UNDO, divisible, grouped_tile, multiply_add, w_step_scale, x_step_scale
 from rooftile.primitives import quantize
 from rooftile.primitives.splitk import arrives_last, workspace
 
