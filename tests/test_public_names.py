@@ -1,6 +1,8 @@
 """The public names of `rooftile`: listed once, in its stub, and imported at their first use."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,18 @@ def test_every_name_is_the_object_of_its_home():
     for home, alias in IMPORTS:
         module = __import__(home, fromlist=[alias.name])
         assert getattr(rooftile, alias.name) is getattr(module, alias.name)
+
+
+def test_the_table_of_ops_names_a_function_for_each():
+    from rooftile.bench.docs import op_and_call
+    from rooftile.cases import all_cases
+
+    for name in all_cases():
+        *_, function, argument = re.fullmatch(r"`(\w+)`(?:: `(\w+)` with `(\w+)=`)?", op_and_call(name)).groups()
+        assert (function or name) in rooftile.__all__
+        assert argument is None or argument in inspect.signature(getattr(rooftile, function)).parameters
+    assert op_and_call("rms_norm_quantized") == "`rms_norm_quantized`: `rms_norm` with `quantize=`"
+    assert op_and_call("rms_norm_linear_quantized").endswith(": `rms_norm_linear` with `weight_scale=`")
 
 
 def test_an_unknown_name_is_an_attribute_error():

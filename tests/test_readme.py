@@ -1,4 +1,5 @@
-"""The README's examples run as they stand, its commands exist, and so does every file that the documentation names."""
+"""The examples of the README and of docs/attention.md run as they stand, the commands exist, and so does every file
+that the documentation names."""
 
 import json
 import re
@@ -15,7 +16,8 @@ from rooftile import cli, runtime
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+RUN = [README, (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")]  # the engine's needs a checkpoint
+EXAMPLES = [code for page in RUN for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
 COMMANDS = re.findall(r"^    rooftile (.+?)(?:\s+#.*)?$", README, re.MULTILINE)
 
 

@@ -9,6 +9,7 @@ A table is the text between `<!-- rooftile:table NAME -->` and `<!-- /rooftile:t
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import re
 import statistics
@@ -18,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+import rooftile
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
@@ -52,7 +54,7 @@ def ops(results: Path) -> str:
         columns,
         (
             (
-                f"`{c.name}`",
+                op_and_call(c.name),
                 c.formula,
                 ", ".join(NAMES[d] for d in c.dtypes),
                 ", ".join(c.grads),
@@ -61,6 +63,16 @@ def ops(results: Path) -> str:
             for _, c in sorted(all_cases().items())
         ),
     )
+
+
+def op_and_call(name: str) -> str:
+    """The op's name in commands and tables; if no function has it, also the function and its argument."""
+    if hasattr(rooftile, name):
+        return f"`{name}`"
+    function = name.removesuffix("_quantized")
+    arguments = inspect.signature(getattr(rooftile, function)).parameters
+    argument = next(a for a in ("weight_scale", "quantize") if a in arguments)
+    return f"`{name}`: `{function}` with `{argument}=`"
 
 
 def tolerances(results: Path) -> str:
