@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from helpers import BF16, assert_same
@@ -292,6 +293,7 @@ def test_options_that_make_no_sense(device):
     for softcap in (-1.0, 1e-40, INF, NAN):
         refused(ValueError, "softcap is .*, expected a positive number", softcap=softcap)
     refused(TypeError, "scale is a str, expected a number or None", scale="1")
+    refused(TypeError, r"scale is a numpy\.float32, expected a number or None", scale=numpy.float32(1))
     refused(TypeError, "causal is an int, expected a bool", causal=1)
     refused(
         TypeError, "mask has dtype torch.uint8, expected", mask=torch.ones(40, 40, device=device, dtype=torch.uint8)

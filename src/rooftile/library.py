@@ -464,7 +464,7 @@ LAYOUTS = ("bhtd", "bthd")  # of heads and tokens: batch, head, token, head dime
 
 def named(value: object) -> str:
     """What came, where something else was expected: "None", "a list", "an int"."""
-    kind = type(value).__name__
+    kind = f"{'numpy.' if type(value).__module__ == 'numpy' else ''}{type(value).__name__}"
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
@@ -490,8 +490,7 @@ def check_numbers(op: str, **given: object) -> None:
         if isinstance(value, (float, int)):
             continue
         if isinstance(value, numbers.Real):
-            kind = f"{type(value).__module__}.{type(value).__name__}"
-            raise TypeError(f"{op}: {name} is a {kind}, expected a number of Python's, such as float({name})")
+            raise TypeError(f"{op}: {name} is {named(value)}, expected a number of Python's, such as float({name})")
         raise TypeError(f"{op}: {name} is {named(value)}, expected a number")
 
 
