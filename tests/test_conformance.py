@@ -259,6 +259,7 @@ def test_a_derivative_of_a_derivative_is_right_or_an_error(case, device):
 OPS = {
     "add_rms_norm_quantized": (["rms_norm_quantized"], []),
     "gated_linear": (["linear", "silu_mul_packed"], ["silu_mul_packed_backward", "linear_backward"]),
+    "linear_cross_entropy": (["linear_cross_entropy"], ["scale_gradient_backward"] * 3),  # hidden, weight, bias
     "rms_norm_gated_linear": (
         ["rms_norm_linear", "silu_mul_packed"],
         ["silu_mul_packed_backward", "rms_norm_linear_backward"],

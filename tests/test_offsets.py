@@ -15,6 +15,7 @@ from helpers import BF16, assert_same
 
 import rooftile
 from rooftile import launching, library, runtime
+from rooftile.ops.cross_entropy import forward as cross_entropy
 from rooftile.primitives import tiles
 
 ROWS, STRIDE = 4, 2**30 + 64
@@ -170,6 +171,19 @@ def run_cross_entropy(lay, device):
     return results
 
 
+def run_cross_entropy_in_place(lay, device):
+    """As the fused head has it: the gradient takes the place of the logits."""
+    logits, target = normal(device), torch.tensor([3, 47, -100, 0], device=device)
+    options = cross_entropy.Options(-100, 0.0, 0.0, 0.0, "sum", "now", False)
+    results = []
+    for place in (torch.clone, lay):
+        far, losses = place(logits), torch.empty(ROWS, device=device)
+        start = cross_entropy.bind_rows(far, target, None, None, options, in_place=True)
+        start(far, target, None, None, None, losses, None, None, None, None, None)
+        results.append((losses, far.clone()))
+    return results
+
+
 # Each with the family whose kernels it runs.
 RUNS = {
     run_rms_norm: "rms_norm",
@@ -182,6 +196,7 @@ RUNS = {
     run_kl_div: "divergence",
     run_jsd: "divergence",
     run_cross_entropy: "cross_entropy",
+    run_cross_entropy_in_place: "cross_entropy",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
 
@@ -190,6 +205,16 @@ every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.re
 def test_rows_past_two_to_the_31_are_right(run, far_rows, device):
     near, far = run(far_rows, device)
     assert_same(far, near)
+
+
+def test_the_fused_head_reads_hidden_states_that_far_apart(far_rows, device):
+    hidden, weight, target = normal(device), normal(device), torch.tensor([3, 1, -100, 0], device=device)
+    results = []
+    for place in (torch.clone, far_rows):
+        leaves = place(hidden).requires_grad_(), weight.clone().requires_grad_()
+        loss = rooftile.linear_cross_entropy(*leaves, target, chunk_bytes=2 * 16 * 2)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    assert_same(*results)
 
 
 def kernels(module):

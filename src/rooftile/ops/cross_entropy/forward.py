@@ -207,6 +207,7 @@ def _row_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     FACTORED: tl.constexpr,
     STATS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -289,7 +290,8 @@ def _row_kernel(
         tl.store(argmax_ptr + row, tl.where(counts, tl.minimum(best, n_cols - 1), -1).to(tl.int64))
 
     if GRADIENT:
-        dlogits_ptr += row * n_cols
+        # In place, each block is read before it is written, and no other program has the row.
+        dlogits_ptr = logits_ptr if IN_PLACE else dlogits_ptr + row * n_cols
         for i in tl.range(0, blocks - HELD, num_stages=1):
             cols = (blocks - 1 - i) * BLOCK_N + block
             raw = _load(logits_ptr, cols, n_cols, counts, EVEN, "evict_first")
@@ -400,6 +402,10 @@ def check(
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected ({classes},) to match logits' last dimension"
         )
+    check_options(op, options)
+
+
+def check_options(op: str, options: Options) -> None:
     if isinstance(options.ignore_index, bool) or not isinstance(options.ignore_index, int):
         raise TypeError(f"{op}: ignore_index is {library.named(options.ignore_index)}, expected an int")
     for name in ("label_smoothing", "z_loss", "softcap"):
@@ -448,7 +454,7 @@ def elements_at_once(rows: Rows, n_cols: int, itemsize: int) -> int:
 
 @functools.cache
 def _launcher(
-    dtypes: tuple[torch.dtype | None, ...], options: Options, even: bool, pack: int, c: RowConfig
+    dtypes: tuple[torch.dtype | None, ...], options: Options, in_place: bool, even: bool, pack: int, c: RowConfig
 ) -> launching.KernelLauncher:
     _, _, weight, token_weight = dtypes
     return row_launcher(
@@ -461,6 +467,7 @@ def _launcher(
         HAS_WEIGHT=weight is not None,
         HAS_TOKEN_WEIGHT=token_weight is not None,
         GRADIENT=options.gradient == "now",
+        IN_PLACE=in_place,
         FACTORED=options.gradient == "later",
         STATS=options.stats,
         EVEN=even,
@@ -470,8 +477,56 @@ def _launcher(
 
 @functools.cache
 def _divisor_launcher(dtypes: tuple[torch.dtype | None, ...]) -> launching.KernelLauncher:
-    constants = {"HAS_WEIGHT": dtypes[2] is not None, "HAS_TOKEN_WEIGHT": dtypes[3] is not None, "BLOCK": 2048}
+    constants = {"HAS_WEIGHT": dtypes[1] is not None, "HAS_TOKEN_WEIGHT": dtypes[2] is not None, "BLOCK": 2048}
     return launching.KernelLauncher(_inverse_divisor_kernel, constants, num_warps=16)
+
+
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if t is None else t.dtype for t in tensors)
+
+
+def bind_rows(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weights: Tensor | None,
+    options: Options,
+    *,
+    in_place: bool = False,
+) -> Callable[..., None]:
+    """The launch over all rows, of which there is at least one.
+
+    It is called with those tensors, one over the divisor (for "mean"), the losses of the rows in float32, the gradient
+    of logits, the factors, and the three statistics; None for what the options do not ask for.
+
+    Args:
+        in_place: the gradient takes the place of the logits; the launch is given None for it.
+    """
+    copies: library.Copies = {}
+    rows = rows_layout(logits, copies, 0)
+    assert not (in_place and copies), "the rows of logits that are written in place lie two strides apart"
+    for place, tensor in ((1, target), (2, weight), (3, token_weights)):
+        library.contiguous_of(tensor, copies, place)
+    n_cols = row_length(logits)
+    c = config(n_cols, logits.element_size(), options, runtime.target(logits.device))
+    pack = elements_at_once(rows, n_cols, logits.element_size())
+    dtypes = _dtypes(logits, target, weight, token_weights)
+    launcher = _launcher(dtypes, options, in_place, n_cols % c.block_n == 0, pack, c)
+    strides = (rows.stride_outer, rows.stride_inner, n_cols)
+    start = launching.bind(launcher, rows.n, strides=strides, numbers=(rows.inner, options.ignore_index))
+    return library.copying(start, copies)
+
+
+def bind_divisor(
+    target: Tensor, weight: Tensor | None, token_weights: Tensor | None, n_cols: int, ignore_index: int
+) -> Callable[..., None]:
+    """The launch over those tensors and a float32 number, which becomes one over what "mean" divides by."""
+    copies: library.Copies = {}
+    for place, tensor in enumerate((target, weight, token_weights)):
+        library.contiguous_of(tensor, copies, place)
+    launcher = _divisor_launcher(_dtypes(target, weight, token_weights))
+    start = launching.bind(launcher, 1, numbers=(target.numel(), n_cols, ignore_index))
+    return library.copying(start, copies)
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -485,36 +540,22 @@ def prepare(
     options = Options(*args)
     check(logits, target, weight, token_weights, options)
     outputs = [(shape, library.contiguous_strides(shape), dtype) for shape, dtype in _outputs(logits, target, options)]
-    device = logits.device
-    n_cols = row_length(logits)
-    if not target.numel():
+    device, n_rows = logits.device, target.numel()
+    if not n_rows:
         return lambda *_: tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, _, dtype in outputs)
-    copies: library.Copies = {}
-    rows = rows_layout(logits, copies, 0)
-    small: library.Copies = {}
-    for place, tensor in ((1, target), (2, weight), (3, token_weights)):
-        library.contiguous_of(tensor, small, place)
-    dtypes = tuple(None if t is None else t.dtype for t in (logits, target, weight, token_weights))
     now, later = options.gradient == "now", options.gradient == "later"
-    c = config(n_cols, logits.element_size(), options, runtime.target(device))
-    pack = elements_at_once(rows, n_cols, logits.element_size())
-    launcher = _launcher(dtypes, options, n_cols % c.block_n == 0, pack, c)
-    strides = (rows.stride_outer, rows.stride_inner, n_cols)
-    start = launching.bind(launcher, rows.n, strides=strides, numbers=(rows.inner, options.ignore_index))
-    start = library.copying(start, {**copies, **small})
-    divide = add_up = library.start_nothing
     mean, reduces = options.reduction == "mean", options.reduction != "none"
+    start = bind_rows(logits, target, weight, token_weights, options)
+    divide = add_up = library.start_nothing
     if mean:
-        numbers = (rows.n, n_cols, options.ignore_index)
-        divide = launching.bind(_divisor_launcher(dtypes), 1, numbers=numbers)
-        divide = library.copying(divide, {place - 1: copy for place, copy in small.items()})
+        divide = bind_divisor(target, weight, token_weights, row_length(logits), options.ignore_index)
     if reduces:
-        add_up = prepare_total(rows.n, 1.0, torch.float32)
+        add_up = prepare_total(n_rows, 1.0, torch.float32)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None, token_weights: Tensor | None, *_: object) -> Outputs:
         results = [torch.empty_strided(shape, st, dtype=dtype, device=device) for shape, st, dtype in outputs]
         loss, dlogits, factors, *stats = results
-        losses = torch.empty_strided((rows.n,), (1,), dtype=torch.float32, device=device) if reduces else loss
+        losses = torch.empty_strided((n_rows,), (1,), dtype=torch.float32, device=device) if reduces else loss
         inverse = torch.empty_strided((1,), (1,), dtype=torch.float32, device=device) if mean else None
         if inverse is not None:
             divide(target, weight, token_weights, inverse)
