@@ -152,11 +152,10 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)  # type: ignore[assignment]
     text = "" if config is None else arguments.encoded(op, config)
     exact = arguments.is_deterministic(op, deterministic)
-    library.check_tensors(op, q=q, k=k)
-    for name, t in (("q", q), ("k", k)):
-        arguments.check_dimensions(op, name, t, "thd")
+    library.check_tensors(op, q=q, k=k, v=v)
     starts_q, longest_q = arguments.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     if cu_seqlens_k is None:
+        arguments.check_dimensions(op, "k", k, "thd")
         arguments.check_alike(op, q, k, longest_q, max_seqlen_k)
         starts_k, longest_k = None, max_seqlen_k or longest_q
     else:

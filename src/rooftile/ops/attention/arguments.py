@@ -99,6 +99,7 @@ def checked_starts(op: str, side: str, starts: Any, like: Tensor, longest: int |
         values = starts.tolist() if known and starts.dim() == 1 and starts.dtype == torch.int32 else None
     else:
         raise TypeError(f"{op}: {name} is {library.named(starts)}, expected an int32 tensor or a list of ints")
+    check_dimensions(op, side, like, "thd")
     if starts.device.type == "cpu" and like.device.type != "cpu" and starts.dtype == torch.int32:
         starts = _to_device(starts, like.device)
     if values is None:
