@@ -261,7 +261,10 @@ def test_a_gate_keeps_its_argument_or_is_not_differentiated(device):
     own = {t.data_ptr() for t in (x, norm_weight, weight)}
     assert [t.shape for t in kept if t.data_ptr() not in own] == [(8, 32)]
     op = torch.ops.rooftile.rms_norm_gated_linear
-    with pytest.raises(ValueError, match="rms_norm_gated_linear: x requires grad, but rms_norm_gated_linear has no"):
+    with pytest.raises(
+        ValueError,
+        match="rms_norm_gated_linear: x requires grad, but rms_norm_gated_linear with a quantized weight has no",
+    ):
         op(x, norm_weight, weight, None, None, 1e-6, 0.0, "silu", [])
 
 
