@@ -4,7 +4,7 @@
 # Both set up what they need in .venv, or use `python3` as it is where it has everything. Another Python: make PYTHON=...
 
 PYTHON ?= python3
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 OLD = sys.exit("[set-up] %s is Python %d.%d; Rooftile needs 3.10 or newer. Name another one: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2]))
 WITH = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or $(OLD)' && $(PYTHON) tools/setup_env.py
