@@ -226,7 +226,7 @@ def test_every_tile_is_taken_once_and_no_program_is_late(device):
 def test_new_lengths_windows_and_scales_neither_wait_nor_compile(device):
     """A prompt of another length with every request: nothing is computed on the host, copied or compiled for it."""
     if device.type != "cuda":
-        pytest.skip("needs a GPU")
+        pytest.skip("asks CUDA whether the host waits")
 
     def call(n_q, n_k, packed, **options):
         q, k, v = (torch.randn(2, 4, n, 128, dtype=BF16, device=device, requires_grad=True) for n in (n_q, n_k, n_k))

@@ -48,6 +48,6 @@ def test_the_limit_is_the_larger_of_a_factor_and_a_margin(direction, baseline_us
 
 def test_results_are_for_measurements(tmp_path, device):
     if device.type != "cpu":
-        pytest.skip("a GPU measures")
+        pytest.skip("on a GPU the command measures, for a minute")
     with pytest.raises(ValueError, match="the interpreter makes none"):
         host_ops.run(["softmax"], Console(file=io.StringIO()), tmp_path)

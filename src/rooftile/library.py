@@ -315,7 +315,6 @@ def define(
     varying: int = 0,
     autograd: Autograd | None = None,
     called: Called | None = None,
-    underivable: str | None = None,
 ) -> Callable[..., Any]:
     """Register `rooftile::<schema>` and return the callable op.
 
@@ -327,7 +326,6 @@ def define(
         fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
         autograd: the derivative. Without one the op raises ValueError for an input that requires grad, in grad mode.
         called: the public function that makes such a call, for errors; by default it has the op's name.
-        underivable: what has no derivative, for errors of an op without one; by default the op's name.
     """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -362,7 +360,7 @@ def define(
 
     def refuse_gradients(args: tuple[Any, ...]) -> None:
         for i in tensors:
-            refuse_gradient(called(args), overload._schema.arguments[i].name, args[i], underivable or name)
+            refuse_gradient(called(args), overload._schema.arguments[i].name, args[i], name)
 
     check = None if autograd is None else autograd.check
     if autograd is None and not name.endswith("_backward"):

@@ -31,6 +31,7 @@ from rooftile.ops.gemm.config import Precision
 from rooftile.primitives.loss_gradient import scaled
 from rooftile.primitives.partials import prepare_total, sum_partials
 
+_NAME = "linear_cross_entropy"
 CHUNK_BYTES = 256 << 20  # of a chunk's logits, unless more rows are needed
 LEAST_ROWS = 1024  # fewer leave a GEMM with too few operations a byte of the weight: an H100's ridge is near 300
 MOST_CHUNKS = 4  # where each chunk rounds the gradient of the weight
@@ -409,7 +410,6 @@ def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | No
     return tuple(grads)
 
 
-_NAME = "linear_cross_entropy"
 _TENSORS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weights"
 _NUMBERS = (
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, str gradient, bool stats, "

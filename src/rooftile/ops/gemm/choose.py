@@ -20,7 +20,7 @@ import torch
 
 from rooftile import library, runtime, tuning
 from rooftile.ops.gemm import gemv_persistent
-from rooftile.ops.gemm.config import GemmConfig, Kernel, Problem
+from rooftile.ops.gemm.config import MOST_IMMA_BLOCKS, GemmConfig, Kernel, Problem
 from rooftile.primitives import pdl
 
 # The module of each kernel, by what it multiplies.
@@ -478,7 +478,6 @@ def _skinny_of_norm(p: Problem, along_k: bool, target: runtime.Target) -> list[G
 # int4 and 28.7 with int8 where every tile of 64 rows dequantizes, and 15.8 and 17.2 so; 12.8 with a dense weight. What
 # tiles take is nearly in proportion to the rows; where the two meet was not measured.
 DENSE_ROWS = 128
-_LONGEST = 32  # blocks that a warp of kernel "gemv_imma" multiplies
 
 
 def dequantizes(m: int, dtype: torch.dtype) -> bool:
@@ -598,14 +597,14 @@ def _imma(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     blocks, ctas = p.k // block_k, 2 * target.multiprocessors
     if p.k >= 8192:  # shared out, so that no CTA makes the digits of all of x
         block_n, slices = 128, 1
-        split = max(library.cdiv(blocks, _LONGEST), min(blocks // 4, ctas // library.cdiv(n, block_n)), 1)
+        split = max(library.cdiv(blocks, MOST_IMMA_BLOCKS), min(blocks // 4, ctas // library.cdiv(n, block_n)), 1)
     elif n <= 16 * target.multiprocessors or (n <= 16 * ctas and not p.group):
         block_n, slices = 16, 8
     elif n <= 16 * ctas:  # in a whole step 20 us of 1550 less than twice as many CTAs; alone it was slower than those
         block_n, slices = 32, 4
     elif n <= 32 * ctas:
         block_n, slices, stages = (32, 8, 2) if p.group else (32, 4, 3)
-    elif n < 65536 and blocks <= _LONGEST:
+    elif n < 65536 and blocks <= MOST_IMMA_BLOCKS:
         block_n, slices, stages = 128, 1, 3 if p.gated else 2  # what the registers allow without a gate
     else:
         block_n, slices, stages = 64, 2, 2

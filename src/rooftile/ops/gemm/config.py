@@ -16,6 +16,7 @@ KERNELS: tuple[Kernel, ...] = (
     "gemv", "gemv_persistent", "gemv_imma", "skinny", "tiled", "hopper", "dequantize"
 )  # fmt: skip
 Precision = Literal["ieee", "tf32"]
+MOST_IMMA_BLOCKS = 32  # blocks of K that a warp of kernel "gemv_imma" multiplies: all its steps are code of their own
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 _WIDTHS = (96, 160, 192, 224)  # that "hopper" takes besides powers of two
 _UNSET = -2  # how a prefetch of None is encoded

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
+from rooftile.ops.gemm.config import MOST_IMMA_BLOCKS, GemmConfig, Operands, Problem, Start
 from rooftile.ops.gemm.gemv_epilogue import (
     CONSTANTS,
     NO_QKV,
@@ -432,9 +432,6 @@ def gemv_imma_kernel(
         gl.store(out_ptr + col, z.to(out_ptr.dtype.element_ty), mask=col < n_cols)
 
 
-LONGEST = 32  # blocks that a warp multiplies: all its steps are code of their own
-
-
 def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute that problem so; None where it can."""
     if p.weight == "fp8":
@@ -457,8 +454,8 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
     if p.k % c.block_k:
         return f"kernel 'gemv_imma' takes a K that is a multiple of block_k, not {p.k} with block_k={c.block_k}"
     steps = library.cdiv(p.k // c.block_k, c.slices * c.split_k)
-    if steps > LONGEST:
-        return f"slices x split_k is {c.slices * c.split_k}: a warp has {steps} blocks, at most {LONGEST}"
+    if steps > MOST_IMMA_BLOCKS:
+        return f"slices x split_k is {c.slices * c.split_k}: a warp has {steps} blocks, at most {MOST_IMMA_BLOCKS}"
     # Eight columns of a byte, and units in float32, for each element of x that a CTA multiplies, by rounds.
     blocks = 4 * c.num_warps
     rounds = library.cdiv(steps * c.slices * (2 if p.group else 1), blocks)

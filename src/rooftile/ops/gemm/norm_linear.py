@@ -236,10 +236,16 @@ _backward_op = library.define(
 )
 
 
+def _refuse_gradients(op: str, *tensors: Tensor | None) -> None:
+    """Raise ValueError if one of the tensors of a call with a quantized weight requires grad."""
+    for name, tensor in zip(("x", "norm_weight", "weight", "weight_scale", "bias"), tensors, strict=True):
+        if isinstance(tensor, Tensor):
+            library.refuse_gradient(op, name, tensor, f"{op} with a quantized weight")
+
+
 def _check_derivative(inputs: tuple[Any, ...]) -> None:
     if inputs[3] is not None:
-        for name, value in zip(("x", "norm_weight", "weight", "weight_scale", "bias"), inputs, strict=False):
-            library.refuse_gradient("rms_norm_linear", name, value, "rms_norm_linear with a quantized weight")
+        _refuse_gradients("rms_norm_linear", *inputs[:5])
 
 
 def _save(ctx, inputs, output) -> None:
@@ -286,7 +292,6 @@ _gated_op = library.define(
     _GATED,
     prepare=_prepare_gated,
     fake=lambda *args: _fake("rms_norm_gated_linear", *args),
-    underivable="rms_norm_gated_linear with a quantized weight",
 )
 
 
@@ -397,6 +402,8 @@ def rms_norm_gated_linear(
             library.check_tensors("rms_norm_gated_linear", x=x, norm_weight=norm_weight, weight=weight)
             _fake("rms_norm_gated_linear", x, norm_weight, weight, None, bias, eps, offset, activation, how)
             return gate(_linear_op(x, norm_weight, weight, None, bias, eps, offset, how), activation)
+    elif torch.is_grad_enabled():
+        _refuse_gradients("rms_norm_gated_linear", x, norm_weight, weight, weight_scale, bias)
     return _gated_op(x, norm_weight, weight, weight_scale, bias, eps, offset, activation, how)
 
 
