@@ -1,5 +1,6 @@
 """The public names, each with the module that it lives in. `__init__.py` reads this file too."""
 
+from rooftile import losses as losses
 from rooftile import nn as nn
 from rooftile import optim as optim
 from rooftile.engine import Completion as Completion

@@ -1,0 +1,272 @@
+"""rooftile.losses: each formula against all logits in float64, its gradients, what does not count, errors."""
+
+import math
+
+import pytest
+import torch
+from helpers import BF16
+
+from rooftile import losses
+from rooftile.cases.check import relative_error
+from rooftile.cases.linear_cross_entropy import TOLERANCES
+from rooftile.reference import losses as reference
+
+BATCH, LENGTH, HIDDEN, CLASSES = 4, 7, 24, 37
+INF, NAN = math.inf, math.nan
+
+
+def drawn(device, *, spread=1.0, dtype=torch.float32, ignored=0.3):
+    """Hidden states, weight, labels (some of them ignored) and bias."""
+    hidden = torch.randn(BATCH, LENGTH, HIDDEN, device=device).to(dtype)
+    weight = (spread * torch.randn(CLASSES, HIDDEN, device=device) * HIDDEN**-0.5).to(dtype)
+    labels = torch.randint(CLASSES, (BATCH, LENGTH), device=device)
+    labels = torch.where(torch.rand(BATCH, LENGTH, device=device) < ignored, -100, labels)
+    return hidden, weight, labels, torch.randn(CLASSES, device=device).to(dtype)
+
+
+def doubled(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def with_gradients(function, tensors, given, options):
+    """The loss and the gradients of hidden, weight and bias."""
+    hidden, weight, labels, bias = tensors
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight, bias)]
+    found = function(leaves[0], leaves[1], labels, *given, leaves[2], **options)
+    loss = found.loss if isinstance(found, losses.PolicyLoss) else found
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def assert_right(name, tensors, *given, **options):
+    found = with_gradients(getattr(losses, name), tensors, given, options)
+    wide = {n: doubled(v) for n, v in options.items()}
+    truth = with_gradients(getattr(reference, name), tuple(map(doubled, tensors)), tuple(map(doubled, given)), wide)
+    tolerances = TOLERANCES[tensors[0].dtype]
+    for i, (a, e) in enumerate(zip(found, truth, strict=True)):
+        assert a.shape == e.shape
+        assert torch.isfinite(a).all()
+        # Losses are differences of log-probabilities, which are up to ten times as large.
+        assert relative_error(a, e) <= (1 if i else 10) * tolerances["backward" if i else "forward"].ceiling, (
+            i,
+            options,
+        )
+    return found
+
+
+def near(tensors, *, by=0.3, **options):
+    """Log-probabilities of tokens as another policy has them."""
+    logps = losses.token_logps(*tensors, **options)
+    return logps + by * torch.randn_like(logps)
+
+
+PREFERENCES = [
+    ("dpo_loss", {}),
+    ("dpo_loss", {"beta": 0.5, "label_smoothing": 0.1, "ref": True, "chunk_bytes": 5 * 48 * 4}),
+    ("dpo_loss", {"loss_type": "hinge", "beta": 0.1, "ref": True}),
+    ("dpo_loss", {"loss_type": "ipo", "beta": 0.3, "ref": True}),
+    ("orpo_loss", {"beta": 0.7}),
+    ("simpo_loss", {"beta": 1.5, "gamma": 0.3, "label_smoothing": 0.2, "softcap": 4.0}),
+    ("kto_loss", {}),
+    ("kto_loss", {"kl": 0.4, "beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.6, "ref": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), PREFERENCES, ids=lambda value: str(value).replace(" ", ""))
+def test_preferences(name, options, device):
+    tensors = drawn(device)
+    options = dict(options)
+    if options.pop("ref", False):
+        options["ref_logps"] = near(tensors).sum(-1)
+    given = (torch.tensor([True, False, False, True], device=device),) if name == "kto_loss" else ()
+    assert_right(name, tensors, *given, **options)
+    if name == "kto_loss" and "kl" in options:
+        for kl in (torch.tensor(0.4, device=device), -1.0, torch.tensor(-1.0, device=device)):
+            assert_right(name, tensors, *given, **{**options, "kl": kl})
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_grpo(loss_type, level, device):
+    """Off the policy, so that ratios are clipped on either side, with all terms."""
+    tensors = drawn(device)
+    options = {
+        "mask": torch.rand(BATCH, LENGTH, device=device) < 0.8,
+        "old_logps": near(tensors, temperature=0.8),
+        "ref_logps": near(tensors, temperature=0.8),
+        "importance_sampling_ratio": torch.rand(BATCH, LENGTH, device=device) + 0.5,
+        "beta": 0.04,
+        "epsilon_low": 0.1,
+        "epsilon_high": 0.28,
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
+        "temperature": 0.8,
+    }
+    if loss_type == "dr_grpo":
+        options["max_completion_length"] = 11
+    if loss_type == "dapo":
+        options["num_items_in_batch"] = torch.tensor(50, device=device)
+    advantages = torch.tensor([1.0, -0.5, -1.2, 0.7], device=device)
+    assert_right("grpo_loss", tensors, advantages, **options)
+
+
+def test_grpo_on_the_policy(device):
+    """Ratios are 1, and have gradients all the same."""
+    tensors = drawn(device, ignored=0.0)
+    advantages = torch.tensor([1.0, -0.7, 0.5, -0.5], device=device)
+    loss, *grads = assert_right("grpo_loss", tensors, advantages)
+    torch.testing.assert_close(loss, -advantages.mean())
+    assert grads[0].norm() > 1e-2
+    old = losses.token_logps(*tensors)
+    for a, e in zip(assert_right("grpo_loss", tensors, advantages, old_logps=old), (loss, *grads), strict=True):
+        torch.testing.assert_close(a, e)
+    per_token = advantages[:, None] * torch.rand(BATCH, LENGTH, device=device)
+    assert_right("grpo_loss", tensors, per_token, delta=0.9, importance_sampling_ratio=per_token[:, :1].abs())
+
+
+def test_bfloat16(device):
+    tensors = drawn(device, dtype=BF16, ignored=0.0)
+    assert_right("dpo_loss", tensors, beta=0.5)
+    advantages = torch.tensor([1.0, 0.3, 0.5, 2.0], device=device)
+    assert_right("grpo_loss", tensors, advantages, temperature=0.5, softcap=5.0)
+
+
+def test_a_temperature_with_a_soft_cap_and_another_ignored_label(device):
+    tensors = drawn(device)
+    tensors[2].masked_fill_(tensors[2] == -100, 3)
+    options = {"temperature": 0.7, "softcap": 2.0, "ignore_index": 3}
+    found = losses.token_logps(*tensors, **options)
+    truth = reference.token_logps(*map(doubled, tensors), **options)
+    assert relative_error(found, truth) < TOLERANCES[torch.float32]["forward"].ceiling
+    assert (found[tensors[2] == 3] == 0).all()
+
+
+def arguments(name, tensors, device):
+    """What each loss is called with, all of its tensors given."""
+    if name == "grpo_loss":
+        more = {n: near(tensors) for n in ("old_logps", "ref_logps")}
+        more["importance_sampling_ratio"] = torch.rand(BATCH, LENGTH, device=device)
+        return (torch.randn(BATCH, device=device),), {"beta": 0.1, **more}
+    if name == "kto_loss":
+        return (torch.tensor([True, False] * 2, device=device),), {"ref_logps": near(tensors).sum(-1)}
+    return (), {"ref_logps": near(tensors).sum(-1)} if name == "dpo_loss" else {}
+
+
+every_loss = pytest.mark.parametrize("name", ["dpo_loss", "orpo_loss", "simpo_loss", "kto_loss", "grpo_loss"])
+
+
+@every_loss
+def test_nothing_that_counts_is_a_loss_of_0_with_gradients_of_0(name, device):
+    tensors = drawn(device, ignored=1.0)
+    given, options = arguments(name, tensors, device)
+    kinds = {"grpo_loss": ("grpo", "bnpo", "dr_grpo", "dapo"), "dpo_loss": ("sigmoid", "hinge", "ipo")}
+    for kind in kinds.get(name, ("",)):
+        more = {"loss_type": kind} if kind else {}
+        for found in with_gradients(getattr(losses, name), tensors, given, {**options, **more}):
+            assert (found == 0).all()
+
+
+@every_loss
+def test_a_sequence_without_labels_is_left_out(name, device):
+    """Of a pair, with the other sequence; GRPO divides by the number of sequences all the same."""
+    tensors = drawn(device)
+    tensors[2][1] = -100
+    given, options = arguments(name, tensors, device)
+    if name == "grpo_loss":
+        options["loss_type"] = "grpo"
+    assert_right(name, tensors, *given, **options)
+
+
+def test_what_stands_at_masked_tokens_does_not_matter(device):
+    tensors = drawn(device, ignored=0.0)
+    given, options = arguments("grpo_loss", tensors, device)
+    mask = torch.rand(BATCH, LENGTH, device=device) < 0.6
+    expected = with_gradients(losses.grpo_loss, tensors, given, {**options, "mask": mask})
+    advantages = given[0][:, None].expand(BATCH, LENGTH)
+    for bad in (NAN, INF, -INF):
+        spoiled = {n: t.masked_fill(~mask, bad) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
+        spoiled["mask"] = mask.long()
+        found = with_gradients(losses.grpo_loss, tensors, (advantages.masked_fill(~mask, bad),), spoiled)
+        for a, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_a_sequence_that_is_certain_has_a_finite_odds_ratio(device):
+    hidden, weight, labels, bias = drawn(device, ignored=0.0)
+    labels[:] = 5
+    bias[5] = 60.0
+    for value in with_gradients(losses.orpo_loss, (hidden, weight, labels, bias), (), {}):
+        assert torch.isfinite(value).all()
+
+
+@every_loss
+def test_the_log_probabilities_that_come_back_are_those_of_the_policy(name, device):
+    tensors = drawn(device)
+    given, options = arguments(name, tensors, device)
+    hidden, weight, labels, bias = (t.requires_grad_() if t.is_floating_point() else t for t in tensors)
+    loss, logps = getattr(losses, name)(hidden, weight, labels, *given, bias, **options)
+    assert loss.requires_grad
+    assert not logps.requires_grad
+    with torch.no_grad():
+        whole = losses.token_logps if name == "grpo_loss" else losses.sequence_logps
+        torch.testing.assert_close(logps, whole(hidden, weight, labels, bias))
+
+
+def test_references_get_no_gradients(device):
+    tensors = drawn(device)
+    for name in ("dpo_loss", "kto_loss", "grpo_loss"):
+        given, options = arguments(name, tensors, device)
+        learned = {n: t.requires_grad_() if isinstance(t, torch.Tensor) else t for n, t in options.items()}
+        hidden, weight, labels, bias = tensors
+        getattr(losses, name)(hidden.clone().requires_grad_(), weight, labels, *given, bias, **learned).loss.backward()
+        assert all(t.grad is None for t in learned.values() if isinstance(t, torch.Tensor))
+
+
+def test_one_graph(device):
+    tensors = drawn(device)
+    given, options = arguments("grpo_loss", tensors, device)
+
+    def step(hidden, weight, labels, advantages, bias, **options):
+        return losses.grpo_loss(hidden, weight, labels, advantages, bias, **options).loss
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    found = with_gradients(compiled, tensors, given, options)
+    for a, e in zip(found, with_gradients(step, tensors, given, options), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_wrong_arguments(device):
+    hidden, weight, labels, bias = drawn(device)
+    yes = torch.ones(BATCH, dtype=torch.bool, device=device)
+    advantages = torch.ones(BATCH, device=device)
+    short = labels[:, 1:]
+    three = hidden, weight, labels
+    grpo = *three, advantages
+    wrong = [
+        ("dpo_loss", (hidden[:3], weight, labels[:3]), {}, r"hidden has shape \(3, 7, 24\), expected \(2B, T, H\)"),
+        ("orpo_loss", (hidden[0], weight, labels[0]), {}, r"hidden has shape \(7, 24\), expected \(2B, T, H\)"),
+        ("simpo_loss", (hidden, weight, short), {}, r"labels has shape \(4, 6\), expected \(4, 7\)"),
+        ("dpo_loss", three, {"ref_logps": advantages[1:]}, r"ref_logps has shape \(3,\), expected \(4,\)"),
+        ("dpo_loss", three, {"beta": 0.0}, "beta is 0.0, expected a finite number above 0"),
+        ("dpo_loss", three, {"label_smoothing": 0.6}, "label_smoothing is 0.6, expected a number from"),
+        ("dpo_loss", three, {"loss_type": "kto"}, "loss_type is 'kto', expected one of sigmoid, ipo, hinge"),
+        ("dpo_loss", three, {"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing is 0.1, expected 0"),
+        ("orpo_loss", three, {"beta": -1.0}, "beta is -1.0, expected a number 0 or more"),
+        ("simpo_loss", three, {"gamma": NAN}, "gamma is nan, expected a number 0 or more"),
+        ("kto_loss", (hidden, weight, labels, yes[:2]), {}, r"desirable has shape \(2,\), expected \(4,\)"),
+        ("kto_loss", (hidden, weight, labels, yes), {"kl": bias}, r"kl has shape \(37,\), expected \(\)"),
+        ("grpo_loss", (hidden, weight, labels, yes[:1]), {}, r"advantages has shape \(1,\), expected \(4,\) or"),
+        ("grpo_loss", grpo, {"mask": short}, r"mask has shape \(4, 6\), expected \(4, 7\)"),
+        ("grpo_loss", grpo, {"beta": 0.1}, r"ref_logps is None, expected a tensor of shape \(4, 7\)"),
+        ("grpo_loss", grpo, {"loss_type": "ppo"}, "loss_type is 'ppo', expected one of grpo"),
+        ("grpo_loss", grpo, {"num_items_in_batch": 0}, "num_items_in_batch is 0, expected a finite"),
+        ("token_logps", three, {"temperature": 0.0}, "temperature is 0.0, expected a finite number above 0"),
+    ]  # fmt: skip
+    for name, args, options, message in wrong:
+        with pytest.raises(ValueError, match=f"^{name}: {message}"):
+            getattr(losses, name)(*args, **options)
+    with pytest.raises(TypeError, match=r"kto_loss: desirable has dtype torch\.float32, expected torch\.bool"):
+        losses.kto_loss(hidden, weight, labels, advantages)
+    with pytest.raises(TypeError, match="dpo_loss: beta is a Tensor, expected a number"):
+        losses.dpo_loss(hidden, weight, labels, beta=torch.tensor(0.1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'returns'"):
+        losses.dpo_loss(hidden, weight, labels, returns=True)
