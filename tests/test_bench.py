@@ -192,6 +192,23 @@ def test_the_flush_reads_four_times_the_l2_cache(clocked):
     assert clock._sink.sum() == clock._lines.numel()
 
 
+def test_what_waits_for_the_device_is_never_captured(clocked):
+    clock, device = clocked
+    modes, captures = [], []
+    device.set_sync_debug_mode = modes.append
+    begin = device.CUDAGraph.capture_begin
+    device.CUDAGraph.capture_begin = lambda *given, **options: (captures.append(1), begin(*given, **options))
+
+    def waits():
+        if modes and modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    assert clock.block([waits]).method == "events"
+    assert (modes, captures) == (["error", "default"], [])
+    assert clock.block([device.call()]).method == "graph"
+    assert modes[-1] == "default"
+
+
 def test_what_refuses_capture_is_timed_by_events_while_the_device_is_kept_busy(clocked):
     clock, device = clocked
     block = clock.block([device.call(captures=False), device.call()])

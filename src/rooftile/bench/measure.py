@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rooftile.bench import rows
+from rooftile.bench.rows import TOGETHER, Measured
 from rooftile.bench.streams import copy_calls
 from rooftile.bench.timer import FLUSH, Block, Call, Clock, burst_seconds
 from rooftile.bench.variants import Variant
@@ -33,7 +34,7 @@ WORK = 2 << 30  # bytes of one pass: half a millisecond on the fastest chips, wh
 MOST_COPIES = 64  # of a small input; the L2 cache is flushed between two passes
 SHARE = 0.25  # of the free memory
 ROUNDS = 10
-BURST = 20  # calls to measure the host's time; some ten launches each are far from filling the queue
+BURST = 20  # calls at most to measure the host's time; some ten launches each are far from filling the queue
 BURSTS = 10
 BURSTS_SECONDS = 0.05  # of device work in all of them, about
 
@@ -57,12 +58,18 @@ class Timing:
     peak_bytes: int
     method: str
     calls: int
+    extra_bytes: int = 0
 
     @property
     def us(self) -> tuple[float, float, float]:
         """Median, 20th and 80th percentile in microseconds."""
         median, low, high = rows.spread(self.samples)
         return 1e6 * median, 1e6 * low, 1e6 * high
+
+
+def one_of(direction: Measured) -> Direction:
+    """The direction of a case that checks what is timed, and counts its bytes: see `OpCase.together`."""
+    return "forward" if direction == "forward" else "backward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +81,7 @@ class InputSet:
 
 
 def draw(
-    case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, device: torch.device, seed: int
+    case: OpCase, point: Point, dtype: torch.dtype, direction: Measured, device: torch.device, seed: int
 ) -> InputSet:
     numbers = torch.Generator(device).manual_seed(seed)
     tensors = case.inputs(point, dtype, device, numbers)
@@ -93,16 +100,19 @@ def laid_out(values: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
 
 
-def bind(variant: Variant, case: OpCase, point: Point, direction: Direction, given: InputSet) -> Call:
+def bind(variant: Variant, case: OpCase, point: Point, direction: Measured, given: InputSet) -> Call:
     """One prepared call of the implementation; for a backward, the forward runs here.
 
-    An input that the implementation overwrites is copied here, once. Each call then overwrites that copy.
+    An input that the implementation overwrites is copied here, once. Each call then overwrites that copy. Forward and
+    backward together build a new graph in each call and don't retain it; the gradient of a loss is the implicit 1.
     """
     assert variant.function is not None
     if direction == "forward":
         own = {n: t.clone() if n in variant.mutates else t for n, t in given.tensors.items()}
         return functools.partial(variant.function, **own, **point.options)
     grads = [n for n in case.grads if n in given.tensors]
+    if direction == TOGETHER:
+        return _together(variant, point, grads, given)
     # Views of the same memory, so that all implementations share one rotation.
     leaves = {n: t.detach().requires_grad_(n in grads) for n, t in given.tensors.items()}
     own = {n: t.clone() if n in variant.mutates else t for n, t in leaves.items()}
@@ -110,6 +120,22 @@ def bind(variant: Variant, case: OpCase, point: Point, direction: Direction, giv
     wanted = [leaves[n] for n in grads]
     output_grads = tuple(laid_out(g, y) for g, y in zip(given.output_grads, outputs, strict=True))
     return functools.partial(torch.autograd.grad, outputs, wanted, output_grads, retain_graph=True)
+
+
+def _together(variant: Variant, point: Point, grads: Sequence[str], given: InputSet) -> Call:
+    """A call of forward and backward. What it overwrites is a leaf of its own: no copy is timed."""
+    assert variant.function is not None
+    tensors = {n: t.clone() if n in variant.mutates else t for n, t in given.tensors.items()}
+    leaves = {n: t.detach().requires_grad_(n in grads) for n, t in tensors.items()}
+    forward = functools.partial(variant.function, **leaves, **point.options)
+    wanted = [leaves[n] for n in grads]
+
+    def step(forward: Call) -> tuple[Tensor, ...]:
+        outputs = as_tuple(forward())
+        output_grads = [None if y.ndim == 0 else g for g, y in zip(given.output_grads, outputs, strict=True)]
+        return torch.autograd.grad(outputs, wanted, output_grads)
+
+    return functools.partial(step, forward)
 
 
 def rotation(nbytes: int, l2: int, held: int, free: int) -> int:
@@ -132,8 +158,9 @@ def host_us(call: Call, clock: Clock) -> float:
     call()
     clock.synchronize()
     whole = time.perf_counter() - start
-    bursts = max(3, min(BURSTS, int(BURSTS_SECONDS / (BURST * whole))))
-    return 1e6 * statistics.median(burst_seconds(call, clock, BURST) for _ in range(bursts))
+    burst = max(2, min(BURST, int(BURSTS_SECONDS / whole)))
+    bursts = max(3, min(BURSTS, int(BURSTS_SECONDS / (burst * whole))))
+    return 1e6 * statistics.median(burst_seconds(call, clock, burst) for _ in range(bursts))
 
 
 def interleave(
@@ -180,6 +207,7 @@ def fastest(timings: Sequence[Timing | Exception]) -> Timing | Exception:
 class _Probe:
     host_us: float
     peak_bytes: int
+    extra_bytes: int
     held_bytes: int
 
 
@@ -187,7 +215,7 @@ def measure(
     case: OpCase,
     point: Point,
     dtype: torch.dtype,
-    direction: Direction,
+    direction: Measured,
     variants: Sequence[Variant],
     clock: Clock,
     effort: Effort,
@@ -206,13 +234,13 @@ def measure(
     probes: dict[str, _Probe] = {}
     blocks: dict[str, Block] = {}
     roofs: dict[str, Block] = {}
-    nbytes = case.nbytes(point, dtype.itemsize, direction)
+    nbytes = case.nbytes(point, dtype.itemsize, one_of(direction))
 
     def forget(name: str, error: Exception) -> None:
         results[name] = error.with_traceback(None)  # a traceback may keep tensors alive
         gc.collect()
 
-    with clock.active(), torch.set_grad_enabled(direction == "backward"):
+    with clock.active(), torch.set_grad_enabled(direction != "forward"):
         note("probe")
         first = draw(case, point, dtype, direction, device, seed=1)
         for variant in variants:
@@ -222,7 +250,12 @@ def measure(
                 held = clock.allocated_bytes() - before
                 call()
                 taken = host_us(call, clock) if clock.measures else 0.0
-                probes[variant.name] = _Probe(taken, clock.peak_bytes(call), held)
+                before = clock.allocated_bytes()
+                results_of_one = call()
+                kept = clock.allocated_bytes() - before
+                del results_of_one
+                peak = clock.peak_bytes(call)
+                probes[variant.name] = _Probe(taken, peak, peak - kept, held)
                 del call
             except Exception as error:
                 forget(variant.name, error)
@@ -249,9 +282,10 @@ def measure(
                 if isinstance(samples, Exception):
                     forget(name, samples)
                 else:
-                    probe = probes.get(name, _Probe(0.0, 0, 0))
+                    probe = probes.get(name, _Probe(0.0, 0, 0, 0))
                     block = blocks[name]
-                    results[name] = Timing(tuple(samples), probe.host_us, probe.peak_bytes, block.method, block.calls)
+                    memory = (probe.peak_bytes, block.method, block.calls, probe.extra_bytes)
+                    results[name] = Timing(tuple(samples), probe.host_us, *memory)
     copied = [results.pop(name) for name in roofs]
     if copied:
         results[ROOF] = fastest(copied)

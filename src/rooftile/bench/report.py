@@ -60,6 +60,7 @@ _COLUMNS = (
     _Column("vs eager", lambda r: ratio(r.speedup_vs_eager)),
     _Column("vs best", lambda r: ratio(r.ratio_to_best_peer)),
     _Column("peak MiB", lambda r: "–" if r.peak_bytes is None else number(r.peak_bytes / 2**20), "wide"),
+    _Column("above", lambda r: "–" if r.extra_bytes is None else number(r.extra_bytes / 2**20), "wide"),
     _Column("max error", lambda r: "–" if r.max_error is None else f"{r.max_error:.1e}", "always"),
 )
 
@@ -165,6 +166,11 @@ COLOURS = {
 }
 
 
+def _plain(direction: str) -> str:
+    """A direction in a file's name."""
+    return direction.replace("+", "-")
+
+
 def _draw(axes: Any, found: Sequence[list[Row]], measured: bool) -> None:
     """Bandwidth over shapes, a line for each implementation; in the interpreter, time instead."""
     figure = "gbs" if measured else "us"
@@ -215,7 +221,7 @@ def plot(folder: Path, rows: Iterable[Row], machine: str, measured: bool) -> lis
             _draw(axes, found, measured)
             axes.set_title(f"{op} {direction}, {dtype}, {machine if measured else NO_MEASUREMENT}", fontsize=11)
         panels[0, 0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        path = folder / f"{op}-{direction}.png"
+        path = folder / f"{op}-{_plain(direction)}.png"
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
         paths.append(path)
@@ -270,7 +276,7 @@ def plot_over(folder: Path, rows: Iterable[Row], dim: str, machine: str) -> list
         figure.suptitle(f"{first.op} {first.direction}, {first.dtype} {options}, {machine}", fontsize=11)
         sizes = "-".join(f"{k}{v}" for k, v in first.dims.items() if k in ("batch", "heads", "head_dim"))
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{first.op}-{first.direction}-{first.dtype}-{sizes}.png"
+        path = folder / f"{'-'.join(filter(None, (first.op, _plain(first.direction), first.dtype, sizes)))}.png"
         if path in paths:  # they differ in options, or in a size that is not named
             path = path.with_stem(f"{path.stem}-{sum(p.stem.startswith(path.stem) for p in paths) + 1}")
         figure.savefig(path, dpi=110)

@@ -9,11 +9,16 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rooftile.tuning import gpu_slug as gpu_slug  # a GPU's results folder has the name of its tables' folder
 
 OURS = "rooftile"
+
+# What a row times. Forward and backward together is a call that builds a new graph and asks for its gradients once.
+Measured = Literal["forward", "backward", "forward+backward"]
+TOGETHER: Measured = "forward+backward"
+EACH: tuple[Measured, ...] = ("forward", "backward")
 
 
 def is_ours(impl: str) -> bool:
@@ -39,6 +44,7 @@ class Row:
         ratio_to_best_peer: the `us` of the fastest correct baseline over this row's: above 1 is faster than every
             baseline.
         peak_bytes: the most memory that one call adds to what was allocated before it, its results included.
+        extra_bytes: what of `peak_bytes` is not the memory of its results: above its inputs and outputs.
         max_error: the largest relative error of its outputs (or gradients) against the float64 reference.
         roof_gbs: a copy that moves the same number of bytes, measured among the row's samples; for a GEMM the
             streaming read of the run.
@@ -76,6 +82,7 @@ class Row:
     roof: str = "copy"
     roof_tflops: float | None = None
     dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    extra_bytes: int | None = None
 
     @property
     def place(self) -> str:

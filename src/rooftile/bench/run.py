@@ -20,9 +20,9 @@ from rich.table import Table
 from rooftile import runtime
 from rooftile.bench import report, warm
 from rooftile.bench.info import machine
-from rooftile.bench.measure import ROOF, Effort, Timing, measure
+from rooftile.bench.measure import ROOF, Effort, Timing, measure, one_of
 from rooftile.bench.roof import Roofs, gemm_dtype, measure_roofs
-from rooftile.bench.rows import OURS, Row, compare, gpu_slug, write_json
+from rooftile.bench.rows import EACH, OURS, TOGETHER, Measured, Row, compare, gpu_slug, write_json
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.variants import Variant, check_names, peer_names, variants
 from rooftile.cases import Direction, OpCase, Point, find_cases
@@ -31,12 +31,13 @@ from rooftile.cases.check import NAMES, check_point, points
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure and where to write. If `sets`, `dtypes` or `peers` is None, the mode decides."""
+    """What to measure and where to write. If `sets`, `dtypes` or `peers` is None, the mode decides. `host`: measure
+    first calls and the host's times too."""
 
     ops: Sequence[str] = ()
     sets: Sequence[str] | None = None
     dtypes: Sequence[torch.dtype] | None = None
-    directions: Sequence[Direction] = ("forward", "backward")
+    directions: Sequence[Measured] = EACH
     peers: Sequence[str] | None = None
     effort: Effort = dataclasses.field(default_factory=Effort)
     csv: Path | None = None
@@ -46,6 +47,7 @@ class Settings:
     suite: str = "rowwise"
     jobs: int | None = None
     verbose: bool = False
+    host: bool = True
 
 
 class Phases:
@@ -82,14 +84,25 @@ class Verdict:
     message: str = ""
 
 
+CUTS = (1, 4, 16)  # of the rows, for a check that does not fit into memory
+
+
+def _rows(point: Point, divisor: int) -> dict[str, int]:
+    return {"rows": max(1, point["rows"] // divisor)} if "rows" in point.dims else {}
+
+
 def judge(
     case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, variant: Variant, device: torch.device
 ) -> Verdict:
     """Whether an implementation is correct. Ours must meet the check's tolerances; a baseline only the case's ceilings,
-    since it need not round as eager PyTorch does."""
+    since it need not round as eager PyTorch does. Where float64 does not fit into memory, fewer rows are checked."""
     ours = variant.name == OURS
     function = None if ours else variant.function
-    checks = check_point(case, point, dtype, direction, function=function, mutates=variant.mutates, device=device)
+    for divisor in CUTS:
+        checked = dataclasses.replace(point, dims={**point.dims, **_rows(point, divisor)})
+        checks = check_point(case, checked, dtype, direction, function=function, mutates=variant.mutates, device=device)
+        if not any(c.message.startswith("OutOfMemoryError") for c in checks):
+            break
     errors = [c.error for c in checks if math.isfinite(c.error)]
     most = max(errors) if errors else None
     for c in checks:
@@ -143,14 +156,15 @@ class Bench:
                 )
         self.meta["first_call_ms"], self.meta["host"] = first, host
 
-    def row(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, name: str) -> Row:
-        nbytes = case.nbytes(point, dtype.itemsize, direction)
+    def row(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Measured, name: str) -> Row:
+        nbytes = case.nbytes(point, dtype.itemsize, one_of(direction))
         where = (case.name, direction, point.label, NAMES[dtype], name)
         return Row(*where, options=dict(point.options), nbytes=nbytes, roof=case.roof, dims=dict(point.dims))
 
-    def measure_point(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
+    def measure_point(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Measured) -> list[Row]:
         """Check each implementation, time the correct ones, compare."""
-        found = variants(case, point, self.settings.peers)
+        found = variants(case, point, self.settings.peers, reruns=direction != TOGETHER)
+        side = one_of(direction)
         rows = {v.name: self.row(case, point, dtype, direction, v.name) for v in found}
         self.phases.enter("check")
         for variant in found:
@@ -158,7 +172,7 @@ class Bench:
             row.status, row.message = variant.status, variant.message
             if variant.function is not None:
                 with self.clock.active():
-                    verdict = judge(case, point, dtype, direction, variant, self.device)
+                    verdict = judge(case, point, dtype, side, variant, self.device)
                 row.status, row.max_error, row.message = verdict.status, verdict.max_error, verdict.message
         right = [v for v in found if rows[v.name].status == "ok"]
         timings = measure(
@@ -167,7 +181,10 @@ class Bench:
         roof = timings.get(ROOF)
         roof_gbs = None if not isinstance(roof, Timing) else rows[OURS].nbytes / roof.us[0] / 1e3
         for variant in right:
-            self.fill(rows[variant.name], case.flops(point, direction), timings[variant.name], roof_gbs)
+            row = rows[variant.name]
+            self.fill(row, case.flops(point, side), timings[variant.name], roof_gbs)
+            if direction == TOGETHER and variant.mutates and row.status == "ok":
+                row.message = f"overwrites {', '.join(variant.mutates)}; a call reads what the previous one wrote"
         if self.clock.measures:
             compare(rows.values())
         return list(rows.values())
@@ -181,7 +198,7 @@ class Bench:
         row.method, row.samples, row.calls = timing.method, len(timing.samples), timing.calls
         if self.roofs is None:
             return
-        row.host_us, row.peak_bytes = timing.host_us, timing.peak_bytes
+        row.host_us, row.peak_bytes, row.extra_bytes = timing.host_us, timing.peak_bytes, timing.extra_bytes
         row.gbs, row.tflops, row.roof_gbs = row.nbytes / row.us / 1e3, flops / row.us / 1e6, roof_gbs
         if row.roof == "copy":
             floor = self.roofs.floor_seconds(row.nbytes, flops, roof_gbs)
@@ -191,7 +208,7 @@ class Bench:
             floor = self.roofs.gemm_floor_seconds(row.nbytes, flops, dtype)
         row.roof_fraction = 1e6 * floor / row.us
 
-    def measure_safely(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Direction) -> list[Row]:
+    def measure_safely(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Measured) -> list[Row]:
         """The rows of a point. An error that concerns all of them is written into each."""
         try:
             return self.measure_point(case, point, dtype, direction)
@@ -311,17 +328,17 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
     assert settings.dtypes is not None
     bench = Bench(settings, console, timer or clock(device), device)
     bench.measure_roofs()
-    if bench.clock.measures:
+    if bench.clock.measures and settings.host:
         bench.measure_host(work, settings.dtypes[0])
 
     todo = [
-        (case, point, dtype, direction)
+        (case.together() if direction == TOGETHER else case, point, dtype, direction)
         for case, found in work.values()
         for point in found
         for dtype in settings.dtypes
         if dtype in case.dtypes
         for direction in settings.directions
-        if direction in case.directions
+        if direction == "forward" or case.grads
     ]
     jobs = warm.default_jobs(len(todo)) if settings.jobs is None else settings.jobs
     if jobs:
@@ -339,7 +356,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
             rows = bench.measure_safely(case, point, dtype, direction)
             bench.rows += rows
             done(_line(rows, time.perf_counter() - since))
-            ends = i + 1 == len(todo) or todo[i + 1][0] is not case
+            ends = i + 1 == len(todo) or todo[i + 1][0].name != case.name
             bench.write_results(case, charts=ends)  # now, before a failure at a later point loses them
             if ends:
                 bench.clock.release()

@@ -208,7 +208,7 @@ class DeviceClock:
         for call in calls:  # what compiles, tunes or allocates at its first call does so here
             call()
         self.synchronize()
-        if not hasattr(self.module, "CUDAGraph"):
+        if not hasattr(self.module, "CUDAGraph") or self._synchronizes(calls[0]):
             return _EventBlock(self, calls)
         self._keep_pool()
         try:
@@ -216,6 +216,19 @@ class DeviceClock:
         except RuntimeError:  # it synchronizes, or allocates by itself
             self.synchronize()
             return _EventBlock(self, calls)
+
+    def _synchronizes(self, call: Call) -> bool:
+        """Whether the call waits for the device. A capture that fails there may leave the allocator in its pool."""
+        if not hasattr(self.module, "set_sync_debug_mode"):
+            return False
+        self.module.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError:
+            return True
+        finally:
+            self.module.set_sync_debug_mode("default")
+        return False
 
     def _keep_pool(self) -> None:
         """One memory pool for all graphs, kept by a graph that never runs: no two passes run at once, and none of them

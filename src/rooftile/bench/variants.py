@@ -40,12 +40,12 @@ def check_names(cases: Sequence[OpCase], names: Sequence[str] | None) -> None:
         raise ValueError(f"unknown baseline {', '.join(unknown)}; known baselines: {', '.join(known)}")
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of a function, for a single shape."""
+def compiled(function: Callable[..., Any], reruns: bool = True) -> Callable[..., Any]:
+    """torch.compile of a function, for a single shape. `reruns`: a backward runs several times after one forward."""
     import torch._functorch.config
 
     # A backward that may overwrite what forward saved can't be run again and again.
-    torch._functorch.config.donated_buffer = False
+    torch._functorch.config.donated_buffer = not reruns
     torch._dynamo.reset()
     return torch.compile(function, dynamic=False, fullgraph=True)
 
@@ -61,9 +61,9 @@ def _build(peer: Peer, point: Point) -> Variant:
         return Variant(peer.name, None, status="error", message=f"{type(error).__name__}: {error}")
 
 
-def variants(case: OpCase, point: Point, names: Sequence[str] | None = None) -> list[Variant]:
-    """Ours first, then the named baselines, or all. One that can't run here has the reason."""
-    own = (Peer("eager", lambda _: case.eager), Peer("compile", lambda _: compiled(case.eager)))
+def variants(case: OpCase, point: Point, names: Sequence[str] | None = None, reruns: bool = True) -> list[Variant]:
+    """Ours first, then the named baselines, or all. One that can't run here has the reason. `reruns`: as `compiled`."""
+    own = (Peer("eager", lambda _: case.eager), Peer("compile", lambda _: compiled(case.eager, reruns)))
     found = [Variant(OURS, case.function, case.mutates)]
     for peer in (*own, *case.peers):
         if names is not None and peer.name not in names:

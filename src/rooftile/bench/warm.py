@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rooftile import runtime
-from rooftile.cases import Direction, Point
+from rooftile.bench.rows import TOGETHER, Measured
+from rooftile.cases import Point
 
 FEWEST_TASKS = 12  # under which the processes' own start, some ten seconds, is not worth it
 
@@ -25,7 +26,7 @@ class Task:
     op: str
     point: Point
     dtype: torch.dtype
-    direction: Direction
+    direction: Measured
     peers: tuple[str, ...] | None
 
 
@@ -44,16 +45,20 @@ def compile_task(task: Task) -> None:
     from rooftile.cases import find_cases
 
     (case,) = find_cases([task.op])
+    case = case.together() if task.direction == TOGETHER else case
     device = runtime.default_device()
     given = draw(case, task.point, task.dtype, task.direction, device, seed=0)
-    with torch.set_grad_enabled(task.direction == "backward"):
-        for variant in variants(case, task.point, task.peers):
+    with torch.set_grad_enabled(task.direction != "forward"):
+        for variant in variants(case, task.point, task.peers, task.direction != TOGETHER):
             if variant.function is None:
                 continue
             try:
                 bind(variant, case, task.point, task.direction, given)()
             except Exception:
                 continue
+    del given
+    if device.type != "cpu":
+        torch.get_device_module(device.type).empty_cache()  # the other processes need memory too
 
 
 def warm(tasks: Sequence[Task], jobs: int, done: Callable[[], None] = lambda: None) -> None:

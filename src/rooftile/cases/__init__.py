@@ -5,9 +5,20 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from rooftile.cases.case import SETS, Direction, OpCase, Peer, Point, Tolerance, Unsupported
+from rooftile.cases.case import SETS, Direction, OpCase, Peer, Point, Tolerance, Training, Unsupported
 
-__all__ = ["SETS", "Direction", "OpCase", "Peer", "Point", "Tolerance", "Unsupported", "all_cases", "find_cases"]
+__all__ = [
+    "SETS",
+    "Direction",
+    "OpCase",
+    "Peer",
+    "Point",
+    "Tolerance",
+    "Training",
+    "Unsupported",
+    "all_cases",
+    "find_cases",
+]
 
 _NOT_CASES = {"case", "check", "check_report", "draw"}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Direction = Literal["forward", "backward"]
 Roof = Literal["copy", "gemm", "gemm fp8"]
-SETS = ("tiny", "edge", "llm", "sweep", "prefill", "prompt", "decode", "gemm", "softmax", "memory")
+SETS = ("tiny", "edge", "llm", "sweep", "prefill", "prompt", "decode", "gemm", "softmax", "memory", "training")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,19 @@ class Peer:
     mutates: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Forward and backward in one call, as a training step makes it.
+
+    `grads` names the inputs whose gradients it asks for. `nbytes(point, itemsize)` and `flops(point)` are the least
+    of both together: a loss need not read its inputs again for the gradient.
+    """
+
+    grads: tuple[str, ...]
+    nbytes: Callable[[Point, int], int]
+    flops: Callable[[Point], int]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpCase:
     """The description of one op for checks, benchmarks, inspection, tests and docs.
@@ -92,6 +105,7 @@ class OpCase:
         over: the dimension of the charts of time and memory, if a run has several sizes of it.
         float32_floor: an error that float32 may always have, whatever eager PyTorch's error; if it is more than
             that of all ops (check.rounding_floor), the case gives the reason.
+        training: what a call of forward and backward does, if not all gradients and the sums of both directions.
         roof: the roof of a row: "copy", a copy of the same bytes; "gemm", the slower of a streaming read of these
             bytes and a GEMM of as many operations, in the inputs' dtype or the one named.
     """
@@ -118,6 +132,7 @@ class OpCase:
     deterministic: bool | Literal["asked"] = True
     over: str = ""
     float32_floor: float = 0.0
+    training: Training | None = None
     roof: Roof = "copy"
 
     def tolerance(self, dtype: torch.dtype, direction: Direction, output: str) -> Tolerance:
@@ -127,6 +142,24 @@ class OpCase:
     @property
     def directions(self) -> tuple[Direction, ...]:
         return ("forward", "backward") if self.grads else ("forward",)
+
+    def together(self) -> OpCase:
+        """The case of forward and backward in one call: its gradients, bytes and operations, in any direction."""
+        if self.training is None:
+            nbytes, flops = self.nbytes, self.flops
+            both = Training(
+                self.grads,
+                lambda p, itemsize: nbytes(p, itemsize, "forward") + nbytes(p, itemsize, "backward"),
+                lambda p: flops(p, "forward") + flops(p, "backward"),
+            )
+        else:
+            both = self.training
+        return dataclasses.replace(
+            self,
+            grads=both.grads,
+            nbytes=lambda point, itemsize, direction: both.nbytes(point, itemsize),
+            flops=lambda point, direction: both.flops(point),
+        )
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
+from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Training, Unsupported
 from rooftile.cases.draw import integers, normal
 from rooftile.ops.cross_entropy import cross_entropy
 from rooftile.reference import cross_entropy as reference
@@ -73,6 +73,7 @@ def _torch(point: Point) -> Callable[..., Any]:
 
 
 def _liger(point: Point) -> Callable[..., Any]:
+    """It writes the gradient over the logits."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     if point["has_token_weights"]:
@@ -109,6 +110,8 @@ _MODES = (
     _point(9, 64, tokens=True, z_loss=1e-2, softcap=2.0),
     _point(9, 64, weight=True, tokens=True, label_smoothing=0.3, z_loss=1e-2, softcap=3.0, reduction="none"),
 )
+# Sums, as transformers' Trainer asks for them: it divides by the number of tokens in the whole batch.
+_TRAINING = tuple(_point(r, v, reduction="sum") for r, v in ((8192, 32000), (4096, 128256), (2048, 262144)))
 _AWKWARD = ((1, 1), (3, 7), (17, 127), (2, 257), (9, 1025), (1, 4099), (0, 64))
 
 CASES = (
@@ -125,17 +128,19 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
+        training=Training(
+            ("logits",), lambda p, itemsize: _nbytes(p, itemsize, "backward"), lambda p: _flops(p, "backward")
+        ),
         sets={
             "tiny": (_point(4, 128), _point(17, 256), *_MODES),
             "edge": tuple(_point(r, v, reduction="sum") for r, v in _AWKWARD),
-            "llm": tuple(
-                _point(r, v, reduction="sum") for r, v in ((8192, 32000), (4096, 128256), (2048, 262144), (32, 4096))
-            ),
+            "llm": (*_TRAINING, _point(32, 4096, reduction="sum")),
             "sweep": tuple(_point(4096, v, reduction="sum") for v in (4096, 16384, 50257, 65536, 151936)),
+            "training": _TRAINING,
         },
         # With a soft cap, whose tanh takes registers that the row was to stay in.
         spills=64,
         over="vocabulary",
-        peers=(Peer("torch", _torch), Peer("liger", _liger), Peer("quack", _quack)),
+        peers=(Peer("torch", _torch), Peer("liger", _liger, ("logits",)), Peer("quack", _quack)),
     ),
 )

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
+from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Training, Unsupported
 from rooftile.cases.draw import normal
 from rooftile.ops.divergence import jsd, kl_div
 from rooftile.reference import divergence as reference
@@ -123,6 +124,13 @@ _JSD_MODES = (
 )
 _AWKWARD = ((1, 1), (3, 7), (17, 127), (2, 257), (65, 1025))
 _VOCABULARIES = (4096, 32000, 65536, 128256, 131072)
+_TRAINING = tuple(_point(4096, 2**n, reduction="batchmean") for n in range(12, 18))
+# The target is a teacher's: it gets no gradient.
+_DISTILLATION = Training(
+    ("input",),
+    lambda p, itemsize: _whole(p, itemsize, 3),
+    lambda p: _kl_flops(p, "forward") + 2 * p["rows"] * p["cols"],
+)
 
 CASES = (
     OpCase(
@@ -137,12 +145,14 @@ CASES = (
         nbytes=_kl_nbytes,
         flops=_kl_flops,
         tolerances=KL_TOLERANCES,
+        training=_DISTILLATION,
         sets={
             "tiny": (_point(4, 128), _point(33, 256, reduction="batchmean"), *_KL_MODES),
             "edge": (*(_point(r, c, reduction="batchmean") for r, c in _AWKWARD), _point(0, 64, reduction="sum")),
             # Sums: averages of so small gradients would be 0 in float16.
             "llm": (*(_point(4096, v, reduction="sum") for v in _VOCABULARIES), _point(32, 4096, reduction="sum")),
             "sweep": tuple(_point(2048, v, reduction="sum", log_target=True) for v in _VOCABULARIES),
+            "training": _TRAINING,
         },
         over="cols",
         peers=(Peer("liger", _kl_liger),),
@@ -159,11 +169,15 @@ CASES = (
         nbytes=_jsd_nbytes,
         flops=_jsd_flops,
         tolerances=JSD_TOLERANCES,
+        training=dataclasses.replace(
+            _DISTILLATION, flops=lambda p: _jsd_flops(p, "forward") + 3 * p["rows"] * p["cols"]
+        ),
         sets={
             "tiny": (_point(4, 128), _point(33, 256), *_JSD_MODES),
             "edge": tuple(_point(r, c) for r, c in _AWKWARD),
             "llm": (*(_point(4096, v, reduction="sum") for v in _VOCABULARIES), _point(32, 4096, reduction="sum")),
             "sweep": tuple(_point(2048, v) for v in _VOCABULARIES),
+            "training": _TRAINING,
         },
         over="cols",
         # Terms of both signs, several times as large as their sum, of logarithms that are rounded at their own size.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
+from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Training, Unsupported
 from rooftile.cases.draw import integers, normal
 from rooftile.ops.linear_cross_entropy import linear_cross_entropy
 from rooftile.reference import linear_cross_entropy as reference
@@ -150,6 +150,11 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
+        training=Training(
+            ("hidden", "weight", "bias"),
+            lambda p, itemsize: _nbytes(p, itemsize, "backward"),
+            lambda p: _flops(p, "backward"),
+        ),
         sets={
             "tiny": (_point(4, 64, 128, bias=True), _point(17, 64, 256), *_MODES),
             "edge": tuple(_point(*sizes, reduction="sum") for sizes in _AWKWARD),
@@ -158,6 +163,9 @@ CASES = (
                 for sizes in ((16384, 4096, 32000), (8192, 4096, 128256), (4096, 2048, 128256))
             ),
             "sweep": tuple(_point(8192, 2048, v, reduction="sum") for v in (32000, 50257, 65536, 128256, 262144)),
+            "training": tuple(
+                _point(*sizes, reduction="sum") for sizes in ((16384, 4096, 32000), (8192, 4096, 128256))
+            ),
         },
         spills=64,  # as cross_entropy, and the portable GEMM
         over="vocabulary",

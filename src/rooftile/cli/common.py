@@ -22,7 +22,14 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx, args):
         name = " ".join(args[:2])
-        two_words = name in ("bench prefill", "bench e2e", "bench quality", "bench schedules", "bench optim")
+        two_words = name in (
+            "bench prefill",
+            "bench e2e",
+            "bench quality",
+            "bench schedules",
+            "bench optim",
+            "bench training",
+        )
         return super().resolve_command(ctx, [name, *args[2:]] if two_words else args)
 
 
@@ -104,6 +111,7 @@ class SetName(str, enum.Enum):
     gemm = "gemm"
     softmax = "softmax"
     memory = "memory"
+    training = "training"
 
 
 def cases_of(ops: list[str] | None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -56,6 +56,7 @@ class DirectionName(str, enum.Enum):
     forward = "forward"
     backward = "backward"
     both = "both"
+    together = "forward+backward"
 
 
 @app.command()
@@ -66,7 +67,7 @@ def bench(
         typer.Option("--set", help="Points to measure; repeatable. Default: llm, and in the interpreter tiny."),
     ] = None,
     dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: bf16.")] = None,
-    direction: Annotated[DirectionName, typer.Option(help="Which pass to measure.")] = DirectionName.both,
+    direction: Annotated[DirectionName, typer.Option(help="What to time; both: each alone.")] = DirectionName.both,
     peers: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,8 +109,8 @@ def bench(
     """Measure ops against their baselines and the GPU's roofs. Rows are checked first; exit code 1 if ours fails."""
     choose_mode()
     from rooftile.bench.measure import Effort
+    from rooftile.bench.rows import EACH, Measured
     from rooftile.bench.run import Settings, run
-    from rooftile.cases import Direction
     from rooftile.cases.check import DTYPES
 
     if host:
@@ -120,9 +121,7 @@ def bench(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         raise typer.Exit(code)
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    if direction is not DirectionName.both:
-        directions = ("forward",) if direction is DirectionName.forward else ("backward",)
+    directions = EACH if direction is DirectionName.both else (cast(Measured, direction.value),)
     settings = Settings(
         ops=tuple(ops or ()),
         sets=[s.value for s in sets] if sets else None,
@@ -187,6 +186,40 @@ def bench_optim(
 
     try:
         code = run(names or (), console, results, json_file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+@app.command("bench training")
+def bench_training(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(help="losses, optim, plots. Default: all that measure.", show_default=False),
+    ] = None,
+    ops: Annotated[
+        list[str] | None, typer.Option("--op", help="Losses by name; repeatable, or with commas. Default: all.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/training/: JSON and charts.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compile in advance; 0 for none. Default: by the amount of work."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print a line for each point, and where the time went.")
+    ] = False,
+) -> None:
+    """Measure what training needs: losses forward and backward, and AdamW. Exit code 1 if ours is wrong.
+
+    plots draws the charts of earlier results again, without a GPU.
+    """
+    choose_mode()
+    from rooftile.bench.training import run_parts
+
+    try:
+        code = run_parts(parts or (), console, results, names_of(ops) or (), jobs, verbose)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)
