@@ -26,6 +26,7 @@ from rooftile.bench.docs import engine as docs_engine
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import schedules as docs_schedules
+from rooftile.bench.docs import training as docs_training
 from rooftile.bench.docs.tables import (
     LARGE,
     NO_RESULTS,
@@ -224,6 +225,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "e2e-summary": docs_e2e.summary,
     "e2e-layer": docs_e2e.layers,
     "quality": docs_quality.table,
+    "training": docs_training.table,
 }
 
 

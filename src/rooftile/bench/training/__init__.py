@@ -1,0 +1,83 @@
+"""`rooftile bench training`: the rows of results/<gpu>/training/, in parts that each fit into a short session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from rooftile import runtime
+from rooftile.bench import optim, report, run
+from rooftile.bench.measure import Effort
+from rooftile.bench.rows import TOGETHER, read_json
+from rooftile.cases import all_cases
+
+SUITE = "training"
+PARTS = ("losses", "optim", "plots")
+# Distillation is often in float32: log-probabilities near 0 have few digits in bfloat16.
+FLOAT32_TOO = ("kl_div", "jsd")
+SECONDS = 0.3  # of each implementation: ten calls of the slowest, and more
+
+
+def losses(ops: Sequence[str], console: Console, results: Path | None, jobs: int | None, verbose: bool) -> int:
+    """Forward and backward of each loss, or of those named, at the points of its set `training`.
+
+    Returns 1 if a row of ours is wrong or raised, else 0.
+    """
+    known = [name for name, case in all_cases().items() if SUITE in case.sets]
+    if unknown := sorted(set(ops) - set(known)):
+        raise ValueError(f"unknown loss {', '.join(unknown)}; known losses: {', '.join(known)}")
+    code = 0
+    wanted = [name for name in known if name in ops or not ops]
+    for float32 in (False, True):
+        settings = run.Settings(
+            ops=[name for name in wanted if (name in FLOAT32_TOO) == float32],
+            sets=(SUITE,) if runtime.MODE is runtime.Mode.GPU else None,
+            dtypes=(torch.bfloat16, torch.float32) if float32 else (torch.bfloat16,),
+            directions=(TOGETHER,),
+            effort=Effort(seconds=SECONDS),
+            results=results,
+            suite=SUITE,
+            jobs=jobs,
+            verbose=verbose,
+            host=False,
+        )
+        if settings.ops:
+            code |= run.run(settings, console)
+    return code
+
+
+def plots(console: Console, results: Path) -> None:
+    """Draw again what the rows under that folder show. No GPU is needed."""
+    for path in sorted(results.glob(f"*/{SUITE}/*.json")):
+        meta, rows = read_json(path)
+        case = all_cases().get(path.stem)
+        drawn = report.plot_over(path.parent, rows, case.over, str(meta["gpu"])) if case and case.over else []
+        for chart in drawn:
+            console.print(str(chart), highlight=False, soft_wrap=True)
+
+
+def run_parts(
+    parts: Sequence[str], console: Console, results: Path | None = None, ops: Sequence[str] = (),
+    jobs: int | None = None, verbose: bool = False,
+) -> int:  # fmt: skip
+    """Run those parts, or all that measure. Returns 1 if a row of ours is wrong or raised, else 0.
+
+    Raises:
+        ValueError: a part or a loss is not known, plots have no results, or results are requested in the interpreter.
+    """
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise ValueError(f"unknown part {', '.join(unknown)}; known parts: {', '.join(PARTS)}")
+    code = 0
+    wanted = parts or PARTS[:-1]
+    if "losses" in wanted:
+        code |= losses(ops, console, results, jobs, verbose)
+    if "optim" in wanted:
+        code |= optim.run((), console, results)
+    if "plots" in wanted:
+        if results is None:
+            raise ValueError("plots are drawn from results; give --results")
+        plots(console, results)
+    return code
