@@ -280,9 +280,13 @@ def test_tokens_depend_on_the_seed_and_not_on_the_company(engine):
     assert len({tuple(c.tokens) for c in seeds}) == 3
 
 
-def test_a_token_is_drawn_at_the_position_that_it_gets(engine):
+def test_a_token_is_drawn_at_the_position_that_it_gets(llama, tmp_path):
+    engine = rooftile.Engine.from_pretrained(
+        saved(llama, tmp_path), dtype=torch.float32, max_batch=1, max_seq_len=32, cuda_graphs=False, progress=False
+    )
     with logits_of_steps(engine) as steps:
         tokens = engine.generate(PROMPTS[0], max_new_tokens=4, temperature=1.2, seed=7, ignore_eos=True)[0].tokens
+    assert len(steps) == len(tokens) - 1
     for i, logits in enumerate(steps, start=1):
         assert rooftile.sample(logits, temperature=1.2, seeds=7, positions=len(PROMPTS[0]) + i)[0].tolist() == [
             tokens[i]
