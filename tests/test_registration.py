@@ -97,13 +97,18 @@ def test_every_registered_op_is_checked(device):
     for case in CASES:
         point = next((p for p in case.sets["tiny"] if p.options.get("reduction") == "none"), None)
         called += [] if point is None else [op._schema.name for op, _, _ in calls(case, device, [point])]
-    # With gradients, as calls are made here, a gate is an op of its own; without, it is these.
+    # With gradients, as calls are made here, a gate is an op of its own; without, it is these. Statistics are
+    # asked for without a loss's point.
     with torch.no_grad():
         x, weight = torch.randn(2, 32, device=device), torch.randn(16, 32, device=device)
         for op, args in (
             (torch.ops.rooftile.gated_linear, (x, weight, None, "silu", "ieee", [])),
             (torch.ops.rooftile.rms_norm_gated_linear, (x, x[0], weight, None, None, 1e-6, 0.0, "silu", [])),
             (torch.ops.rooftile.activate_add, (x, x, "silu")),
+            (
+                torch.ops.rooftile.cross_entropy_with_stats,
+                (x, torch.arange(2, device=device), None, None, -100, 0.0, 0.0, 0.0, "mean", "none"),
+            ),
         ):
             torch.library.opcheck(op.default, args)
             called.append(op.default._schema.name)

@@ -135,15 +135,16 @@ def _prepare_rows(
     return run
 
 
-def _prepare_divisor(
-    target: Tensor, weight: Tensor | None, token_weights: Tensor | None, inverse: Tensor, n_cols: int, ignore_index: int
-) -> Callable[..., None]:
-    start = forward.bind_divisor(target, weight, token_weights, n_cols, ignore_index)
-    return lambda target, weight, token_weights, inverse, *_: start(target, weight, token_weights, inverse)
+def _prepare_mean(
+    target: Tensor, weight: Tensor | None, token_weights: Tensor | None, losses: Tensor | None, out: Tensor,
+    n_cols: int, ignore_index: int,
+) -> Callable[..., None]:  # fmt: skip
+    start = forward.bind_mean(target, weight, token_weights, losses is not None, n_cols, ignore_index)
+    return lambda target, weight, token_weights, losses, out, *_: start(target, weight, token_weights, losses, out)
 
 
 _losses_of_rows = library.Prepared(_prepare_rows)
-_invert_divisor = library.Prepared(_prepare_divisor)
+_mean = library.Prepared(_prepare_mean)
 _add_up = library.Prepared(lambda losses, loss: prepare_total(losses.numel(), 1.0, torch.float32))
 
 
@@ -230,9 +231,9 @@ def _walk(
     sums = torch.empty((len(starts), n_cols), dtype=torch.float32, device=device) if needs[2] else None
     buffer = torch.empty((size, stride), dtype=dtype, device=device)[:, :n_cols]
     inverse = None
-    if options.reduction == "mean" and n_rows:
-        inverse = torch.empty(1, dtype=torch.float32, device=device)
-        _invert_divisor(target, class_weight, token_weights, inverse, n_cols, ignored)
+    if options.reduction == "mean" and now and n_rows:
+        inverse = torch.empty((), dtype=torch.float32, device=device)
+        _mean(target, class_weight, token_weights, None, inverse, n_cols, ignored)
     flags = dataclasses.astuple(options)
 
     for i, first in enumerate(starts):
@@ -307,22 +308,34 @@ def _launch(
             results[0].copy_(losses.view(target.shape) if options.reduction == "none" else losses.sum())
             results[6].fill_(-1)
         return results
-    tokens = _flat(token_weights)
+    leading = target.shape
+    target, tokens, class_weight = target.reshape(-1).contiguous(), _flat(token_weights), _contiguous(class_weight)
     row_options = options if options.gradient == "now" else dataclasses.replace(options, gradient="none")
     found, gradients = _walk(
-        _NAME, dispatch.as_rows(hidden), weight, target.reshape(-1).contiguous(), _contiguous(bias),
-        _contiguous(class_weight), tokens, tokens, row_options, how,
-    )  # fmt: skip
+        _NAME,
+        dispatch.as_rows(hidden),
+        weight,
+        target,
+        _contiguous(bias),
+        class_weight,
+        tokens,
+        tokens,
+        row_options,
+        how,
+    )
     losses, *stats = found
     if options.reduction == "none":
-        loss = losses.view(target.shape)
+        loss = losses.view(leading)
     else:
         loss = torch.empty((), dtype=torch.float32, device=hidden.device)
-        _add_up(losses, loss)
+        if options.reduction == "mean":
+            _mean(target, class_weight, tokens, losses, loss, weight.shape[0], options.ignore_index)
+        else:
+            _add_up(losses, loss)
     dhidden, dweight, dbias = gradients
     if how.needs[0] and options.gradient == "now":
         dhidden = dhidden.view(hidden.shape)
-    stats = [t.view(target.shape) for t in stats] or [
+    stats = [t.view(leading) for t in stats] or [
         torch.empty(0, dtype=dtype, device=hidden.device) for dtype in (torch.float32, torch.float32, torch.int64)
     ]
     return (loss, dhidden, dweight, dbias, *stats)  # type: ignore[return-value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,9 +93,9 @@ def _adamw_kernel(
     update_chunk(addresses, start, size, hyper, random, KIND, BLOCK)
 
 
-def _bits(x: float) -> int:
-    """The bits of x in float32, as a signed integer."""
-    return struct.unpack("=i", struct.pack("=f", x))[0]
+def _bits(numbers: Sequence[float]) -> tuple[int, ...]:
+    """The bits of each number in float32, as a signed integer."""
+    return struct.unpack(f"={len(numbers)}i", struct.pack(f"={len(numbers)}f", *numbers))
 
 
 def _check(
@@ -106,7 +107,7 @@ def _check(
     master: Tensor | None,
     lr: Tensor | None,
     step: Tensor | None,
-    seed: int | None,
+    stochastic: bool,
 ) -> None:
     moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
     library.check_floating("adamw_", param=param, grad=grad, **moments)
@@ -123,56 +124,52 @@ def _check(
     for name, t in {"lr": lr, "step": step}.items():
         if t is not None and t.numel() != 1:
             raise ValueError(f"adamw_: {name} has shape {tuple(t.shape)}, expected one number")
-    if seed is not None and (param.dtype != torch.bfloat16 or master is not None):
+    if stochastic and (param.dtype != torch.bfloat16 or master is not None):
         raise ValueError("adamw_: seed is for a param in bfloat16 without a master copy")
 
 
-def _launch(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    master: Tensor | None,
-    lr_tensor: Tensor | None,
-    step_tensor: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    maximize: bool,
-    seed: int | None,
-) -> None:
-    _check(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, lr_tensor, step_tensor, seed)
+def _prepare(*args: Any) -> Callable[..., None]:
+    param, grad, exp_avg, _, max_exp_avg_sq, master, *_, stochastic = args = args[:TENSORS_AND_FLAG]
+    _check(*args)
     if not param.numel():
-        return
-    written = [param, exp_avg, exp_avg_sq, max_exp_avg_sq, master]
-    flat = [None if t is None else laid_as(t, param) for t in written]
-    flags = AMSGRAD * (max_exp_avg_sq is not None) + MASTER * (master is not None) + STOCHASTIC * (seed is not None)
+        return library.start_nothing
+    flags = AMSGRAD * (max_exp_avg_sq is not None) + MASTER * (master is not None) + STOCHASTIC * stochastic
     c = parts.config(parts.widest(param, exp_avg, master), runtime.target(param.device))
-    kind = kind_of(param.dtype, grad.dtype, exp_avg.dtype, flags)
-    tensors = (flat[0], laid_as(grad, param), *flat[1:], lr_tensor, step_tensor)
-    constants = {"KIND": kind, "BLOCK": c.block}
-    group = Group(lr, beta1, beta2, eps, weight_decay, maximize).row()
-    numbers = (param.numel(), step, *(_bits(x) for x in (group[0], *group[2:])), seed or 0)
-    launcher = launching.launcher(_adamw_kernel, tensors, constants, num_warps=c.num_warps)
-    launching.launch(launcher, library.cdiv(param.numel(), c.block), tensors, (), numbers)
-    for t, copy in zip(written, flat, strict=True):
-        if t is not None and copy is not None and copy is not t:
-            t.copy_(copy)
+    constants = {"KIND": kind_of(param.dtype, grad.dtype, exp_avg.dtype, flags), "BLOCK": c.block}
+    launcher = launching.launcher(_adamw_kernel, args[:-1], constants, num_warps=c.num_warps)
+    programs = library.cdiv(param.numel(), c.block)
+    start = launching.bind(launcher, programs, numbers=(param.numel(), *(None,) * 11))
+    shaped = args[:6]
+    copied = [t is not None and laid_as(t, param) is not t for t in shaped]
+
+    def run(*args: Any) -> None:
+        lr, beta1, beta2, eps, weight_decay, step, maximize, seed = args[TENSORS_AND_FLAG:]
+        row = Group(lr, beta1, beta2, eps, weight_decay, maximize).row()
+        numbers = (step, *_bits((row[0], *row[2:])), seed)
+        tensors = args[: TENSORS_AND_FLAG - 1]
+        if not any(copied):
+            start(*tensors, *numbers)
+            return
+        flat = [laid_as(t, args[0]) if copy else t for t, copy in zip(args[:6], copied, strict=True)]
+        start(*flat, *tensors[6:], *numbers)
+        for i in (0, 2, 3, 4, 5):
+            if copied[i]:
+                args[i].copy_(flat[i])
+
+    return run
 
 
-def _fake(param: Tensor, *args: Any) -> None:
-    _check(*[param, *args[:7], args[-1]])
+def _fake(*args: Any) -> None:
+    _check(*args[:TENSORS_AND_FLAG])
 
 
+TENSORS_AND_FLAG = 9  # arguments on which the launch depends; the rest are numbers
 _op = library.define(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-    "Tensor(e!)? master, Tensor? lr_tensor, Tensor? step_tensor, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, bool maximize, int? seed) -> ()",
-    launch=_launch,
+    "Tensor(e!)? master, Tensor? lr_tensor, Tensor? step_tensor, bool stochastic, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, int step, bool maximize, int seed) -> ()",
+    prepare=_prepare,
+    varying=8,
     fake=_fake,
 )
 
@@ -244,5 +241,5 @@ def adamw_(
         raise ValueError(f"adamw_: seed is {seed}, expected 0 to 2^31 - 1")
     lr_tensor, lr = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     step_tensor, step = (step, 1) if isinstance(step, Tensor) else (None, step)
-    numbers = (float(lr), beta1, beta2, eps, weight_decay, step, maximize, seed)
-    _op(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, lr_tensor, step_tensor, *numbers)
+    numbers = (float(lr), beta1, beta2, eps, weight_decay, step, maximize, seed or 0)
+    _op(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, lr_tensor, step_tensor, seed is not None, *numbers)

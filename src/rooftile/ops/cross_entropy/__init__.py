@@ -14,6 +14,8 @@ where that factor is 1. Without a reduction, in float16 and in compiled graphs t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
@@ -48,21 +50,21 @@ def _check(inputs) -> None:
 
 def _save(ctx, inputs, outputs) -> None:
     logits, target, weight, _, *args = inputs
-    options = forward.Options(*args)
+    options = forward.Options(*(*args, False))
     if options.gradient == "none":
         raise ValueError("cross_entropy: gradient is 'none', expected 'now' or 'later' for logits that need one")
-    loss, dlogits, factors, *_ = outputs
+    loss, saved, *_ = outputs
     ctx.mark_non_differentiable(*outputs[1:])
     ctx.now = options.gradient == "now"
     ctx.softcap, ctx.smooths = options.softcap, options.label_smoothing > 0
     if ctx.now:
-        ctx.save_for_backward(loss, dlogits)
+        ctx.save_for_backward(loss, saved)
     else:
-        ctx.save_for_backward(logits, target, weight, factors)
+        ctx.save_for_backward(logits, target, weight, saved)
 
 
 def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    rest = (None,) * 10
+    rest = (None,) * 9
     if dloss is None:
         return None, *rest
     if not ctx.now:
@@ -72,14 +74,25 @@ def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | No
     return scaled(dlogits, dloss, loss), *rest
 
 
-_op = library.define(
-    "cross_entropy(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weights, int ignore_index, "
-    "float label_smoothing, float z_loss, float softcap, str reduction, str gradient, bool stats) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    prepare=forward.prepare,
-    fake=forward.fake,
-    autograd=library.Autograd(_save, _backward, _check),
+_SCHEMA = (
+    "cross_entropy{}(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weights, int ignore_index, "
+    "float label_smoothing, float z_loss, float softcap, str reduction, str gradient) -> (Tensor, Tensor{})"
 )
+
+
+def _define(name: str, results: str, stats: bool) -> Callable[..., tuple[Tensor, ...]]:
+    return library.define(
+        _SCHEMA.format(name, results),
+        prepare=functools.partial(forward.prepare, stats),
+        fake=functools.partial(forward.fake, stats),
+        autograd=library.Autograd(_save, _backward, _check),
+        called=lambda args: "cross_entropy",
+    )
+
+
+# Two ops, since each tensor that nobody asks for would cost the host some 3 us.
+_op = _define("", "", False)
+_op_with_stats = _define("_with_stats", ", Tensor, Tensor, Tensor", True)
 
 
 Reduction = Literal["mean", "sum", "none"]
@@ -172,9 +185,13 @@ def cross_entropy(
             three; a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is none of those named.
     """
+    if not isinstance(return_stats, bool):
+        raise TypeError(f"cross_entropy: return_stats is {library.named(return_stats)}, expected a bool")
     cap = 0.0 if softcap is None else softcap
     learns = isinstance(logits, Tensor) and logits.requires_grad
     gradient = gradient_when(learns, reduction, logits.dtype) if learns else "none"
-    args = (ignore_index, label_smoothing, z_loss, cap, reduction, gradient, return_stats)
-    loss, _, _, *stats = _op(logits, target, weight, token_weights, *args)
-    return (loss, TokenStats(*stats)) if return_stats else loss
+    args = (ignore_index, label_smoothing, z_loss, cap, reduction, gradient)
+    if not return_stats:
+        return _op(logits, target, weight, token_weights, *args)[0]
+    loss, _, *stats = _op_with_stats(logits, target, weight, token_weights, *args)
+    return loss, TokenStats(*stats)

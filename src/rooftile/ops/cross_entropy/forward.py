@@ -81,11 +81,12 @@ def class_weights(weight_ptr, cols, mask, HAS_WEIGHT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "ignore_index"])
-def _inverse_divisor_kernel(
+def _mean_kernel(
     target_ptr,
     weight_ptr,
     token_weight_ptr,
-    inverse_ptr,
+    loss_ptr,
+    out_ptr,
     n_rows,
     n_cols,
     ignore_index,
@@ -93,8 +94,12 @@ def _inverse_divisor_kernel(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One over the weights of all rows that count, added by one program; 0 if they are 0, as where there are none."""
+    """The sum of the losses, or 1 without them, over the weights of all rows that count; 0 where those add up to 0.
+
+    One program adds them, always in the same order.
+    """
     acc = tl.zeros((BLOCK,), tl.float32)
+    losses = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, n_rows, BLOCK, num_stages=1):
         rows = start + tl.arange(0, BLOCK)
         target = tl.load(target_ptr + rows, mask=rows < n_rows, other=0)
@@ -107,8 +112,13 @@ def _inverse_divisor_kernel(
         if HAS_TOKEN_WEIGHT:
             weight *= tl.load(token_weight_ptr + rows, mask=counts, other=0.0).to(tl.float32)
         acc += weight
+        if loss_ptr is not None:
+            losses += tl.load(loss_ptr + rows, mask=rows < n_rows, other=0.0)
     total = tl.sum(acc, axis=0)
-    tl.store(inverse_ptr, tl.where(total == 0.0, 0.0, 1.0 / total))
+    mean = 1.0 / total
+    if loss_ptr is not None:
+        mean *= tl.sum(losses, axis=0)
+    tl.store(out_ptr, tl.where(total == 0.0, 0.0, mean))
 
 
 @triton.jit
@@ -230,11 +240,12 @@ def _row_kernel(
     own = tl.where(counts, 1.0, 0.0)
     if HAS_WEIGHT:
         own = tl.load(weight_ptr + target, mask=known, other=0.0).to(tl.float32)
-    scale = tl.where(counts, 1.0, 0.0)
+    share = tl.where(counts, 1.0, 0.0)
     if HAS_TOKEN_WEIGHT:
-        scale = tl.load(token_weight_ptr + row, mask=counts, other=0.0).to(tl.float32)
+        share = tl.load(token_weight_ptr + row, mask=counts, other=0.0).to(tl.float32)
+    scale = share
     if MEAN:
-        scale = tl.where(counts, scale * tl.load(inverse_ptr), 0.0)
+        scale = tl.where(counts, share * tl.load(inverse_ptr), 0.0)
 
     held = ()
     for i in tl.static_range(HELD):
@@ -272,7 +283,7 @@ def _row_kernel(
     if Z_LOSS > 0:
         loss += Z_LOSS * lse * lse
         along += 2.0 * Z_LOSS * lse
-    tl.store(loss_ptr + row, tl.where(counts, scale * loss, 0.0))
+    tl.store(loss_ptr + row, tl.where(counts, share * loss, 0.0))
     factor = tl.where(counts, scale * along / total, 0.0)
     at_target *= scale
     if FACTORED:
@@ -463,7 +474,7 @@ def _launcher(
         SMOOTHING=float(options.label_smoothing),
         Z_LOSS=float(options.z_loss),
         SOFTCAP=float(options.softcap),
-        MEAN=options.reduction == "mean",
+        MEAN=options.reduction == "mean" and options.gradient != "none",
         HAS_WEIGHT=weight is not None,
         HAS_TOKEN_WEIGHT=token_weight is not None,
         GRADIENT=options.gradient == "now",
@@ -476,9 +487,9 @@ def _launcher(
 
 
 @functools.cache
-def _divisor_launcher(dtypes: tuple[torch.dtype | None, ...]) -> launching.KernelLauncher:
+def _mean_launcher(dtypes: tuple[torch.dtype | None, ...], of_losses: bool) -> launching.KernelLauncher:
     constants = {"HAS_WEIGHT": dtypes[1] is not None, "HAS_TOKEN_WEIGHT": dtypes[2] is not None, "BLOCK": 2048}
-    return launching.KernelLauncher(_inverse_divisor_kernel, constants, num_warps=16)
+    return launching.KernelLauncher(_mean_kernel, constants, num_warps=16)
 
 
 def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
@@ -496,8 +507,9 @@ def bind_rows(
 ) -> Callable[..., None]:
     """The launch over all rows, of which there is at least one.
 
-    It is called with those tensors, one over the divisor (for "mean"), the losses of the rows in float32, the gradient
-    of logits, the factors, and the three statistics; None for what the options do not ask for.
+    It is called with those tensors, one over the divisor (for a gradient of "mean"), the losses of the rows in float32,
+    by which "mean" has not divided yet, the gradient of logits, the factors, and the three statistics; None for what
+    the options do not ask for.
 
     Args:
         in_place: the gradient takes the place of the logits; the launch is given None for it.
@@ -517,27 +529,35 @@ def bind_rows(
     return library.copying(start, copies)
 
 
-def bind_divisor(
-    target: Tensor, weight: Tensor | None, token_weights: Tensor | None, n_cols: int, ignore_index: int
+def bind_mean(
+    target: Tensor,
+    weight: Tensor | None,
+    token_weights: Tensor | None,
+    losses: bool,
+    n_cols: int,
+    ignore_index: int,
 ) -> Callable[..., None]:
-    """The launch over those tensors and a float32 number, which becomes one over what "mean" divides by."""
+    """The launch over those tensors, the losses of the rows or None, and a float32 number.
+
+    The number becomes the mean of the losses, or, without them, one over what "mean" divides by.
+    """
     copies: library.Copies = {}
     for place, tensor in enumerate((target, weight, token_weights)):
         library.contiguous_of(tensor, copies, place)
-    launcher = _divisor_launcher(_dtypes(target, weight, token_weights))
+    launcher = _mean_launcher(_dtypes(target, weight, token_weights), losses)
     start = launching.bind(launcher, 1, numbers=(target.numel(), n_cols, ignore_index))
     return library.copying(start, copies)
 
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, ...]
 
 
 def prepare(
-    logits: Tensor, target: Tensor, weight: Tensor | None, token_weights: Tensor | None, *args: Any
+    stats: bool, logits: Tensor, target: Tensor, weight: Tensor | None, token_weights: Tensor | None, *args: Any
 ) -> Callable[..., Outputs]:
-    """What gives the loss, the gradient of logits, the factors of the rows for the backward, and the statistics; those
-    that are not asked for are empty."""
-    options = Options(*args)
+    """What gives the loss, what the backward needs (the gradient of logits, the factors of the rows, or nothing), and
+    the statistics, if they are asked for."""
+    options = Options(*(*args, stats))
     check(logits, target, weight, token_weights, options)
     outputs = [(shape, library.contiguous_strides(shape), dtype) for shape, dtype in _outputs(logits, target, options)]
     device, n_rows = logits.device, target.numel()
@@ -545,25 +565,33 @@ def prepare(
         return lambda *_: tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, _, dtype in outputs)
     now, later = options.gradient == "now", options.gradient == "later"
     mean, reduces = options.reduction == "mean", options.reduction != "none"
+    divides = mean and (now or later)
     start = bind_rows(logits, target, weight, token_weights, options)
-    divide = add_up = library.start_nothing
+    invert = add_up = library.start_nothing
+    of = target, weight, token_weights
+    if divides:
+        invert = bind_mean(*of, False, row_length(logits), options.ignore_index)
     if mean:
-        divide = bind_divisor(target, weight, token_weights, row_length(logits), options.ignore_index)
-    if reduces:
+        average = bind_mean(*of, True, row_length(logits), options.ignore_index)
+    elif reduces:
         add_up = prepare_total(n_rows, 1.0, torch.float32)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None, token_weights: Tensor | None, *_: object) -> Outputs:
         results = [torch.empty_strided(shape, st, dtype=dtype, device=device) for shape, st, dtype in outputs]
-        loss, dlogits, factors, *stats = results
+        loss, saved, *stats = results
         losses = torch.empty_strided((n_rows,), (1,), dtype=torch.float32, device=device) if reduces else loss
-        inverse = torch.empty_strided((1,), (1,), dtype=torch.float32, device=device) if mean else None
-        if inverse is not None:
-            divide(target, weight, token_weights, inverse)
-        written = (dlogits if now else None, factors if later else None, *(stats if options.stats else (None,) * 3))
-        start(logits, target, weight, token_weights, inverse, losses, *written)
-        if reduces:
+        inverse = torch.empty_strided((), (), dtype=torch.float32, device=device) if divides else None
+        if divides:
+            invert(target, weight, token_weights, None, inverse)
+        start(
+            logits, target, weight, token_weights, inverse, losses, saved if now else None, saved if later else None,
+            *(stats or (None,) * 3),
+        )  # fmt: skip
+        if mean:
+            average(target, weight, token_weights, losses, loss)
+        elif reduces:
             add_up(losses, loss)
-        return tuple(results)  # type: ignore[return-value]
+        return tuple(results)
 
     return run
 
@@ -571,21 +599,19 @@ def prepare(
 def _outputs(logits: Tensor, target: Tensor, options: Options) -> tuple[tuple[Sequence[int], torch.dtype], ...]:
     """Shapes and dtypes of the op's results; a loss without rows is 0, and so is all else."""
     leading = target.shape
-    stats = leading if options.stats else (0,)
-    return (
-        (leading if options.reduction == "none" else (), torch.float32),
-        (logits.shape if options.gradient == "now" else (0,), logits.dtype),
-        ((target.numel() if options.gradient == "later" else 0, FACTORS), torch.float32),
-        (stats, torch.float32),
-        (stats, torch.float32),
-        (stats, torch.int64),
-    )
+    saved = {
+        "none": ((0,), torch.float32),
+        "now": (logits.shape, logits.dtype),
+        "later": ((target.numel(), FACTORS), torch.float32),
+    }
+    stats = ((leading, torch.float32), (leading, torch.float32), (leading, torch.int64)) if options.stats else ()
+    return ((leading if options.reduction == "none" else (), torch.float32), saved[options.gradient], *stats)
 
 
-def fake(logits: Tensor, target: Tensor, weight: Tensor | None, token_weights: Tensor | None, *args: Any) -> Outputs:
-    options = Options(*args)
+def fake(
+    stats: bool, logits: Tensor, target: Tensor, weight: Tensor | None, token_weights: Tensor | None, *args: Any
+) -> Outputs:
+    options = Options(*(*args, stats))
     check(logits, target, weight, token_weights, options)
     device = logits.device
-    return tuple(  # type: ignore[return-value]
-        torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _outputs(logits, target, options)
-    )
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _outputs(logits, target, options))
