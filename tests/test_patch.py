@@ -21,31 +21,32 @@ import rooftile
 from rooftile.demo.models import inputs
 from rooftile.huggingface import families, patching, rewrite
 
+HEAD = {"head + cross entropy": 1}
 # By kind, in two layers.
 COUNTS = {
-    "Llama": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
-    "Qwen2": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
-    "Qwen3": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 2, "QK-norm + RoPE": 2},
-    "Mistral": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
-    "Granite": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
-    "Gemma": {"RMSNorm": 5, "residual add + RMSNorm": 2, "GeGLU": 2, "RoPE": 2},
-    "DeepSeek-V3": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 3, "RoPE": 2},
-    "Gemma 2": {"RMSNorm": 9, "residual add + RMSNorm": 2, "GeGLU": 2, "RoPE": 2},
-    "Gemma 3": {"RMSNorm": 13, "residual add + RMSNorm": 2, "GeGLU": 2, "QK-norm + RoPE": 2},
-    "T5": {"RMSNorm": 12},
-    "T5 v1.1": {"RMSNorm": 12, "GeGLU": 4},
-    "GPT-2": {"LayerNorm": 5, "bias + activation": 2},
-    "BERT": {"LayerNorm": 6, "bias + activation": 3},
-    "GPT-NeoX": {"LayerNorm": 5, "bias + activation": 2, "RoPE": 2},
-    "StarCoder2": {"LayerNorm": 5, "bias + activation": 2, "RoPE": 2},
-    "OPT": {"LayerNorm": 5, "bias + activation": 2},
-    "RoBERTa": {"LayerNorm": 6, "bias + activation": 2},
-    "Phi-3": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
-    "SmolLM3": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
-    "OLMo2": {"RMSNorm": 9, "SwiGLU": 2, "RoPE": 2},
-    "Mixtral": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2},
-    "Qwen2-MoE": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 4, "RoPE": 2},
-    "Qwen3-MoE": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 2, "QK-norm + RoPE": 2},
+    "Llama": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "Qwen2": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "Qwen3": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 2, "QK-norm + RoPE": 2, **HEAD},
+    "Mistral": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "Granite": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "Gemma": {"RMSNorm": 5, "residual add + RMSNorm": 2, "GeGLU": 2, "RoPE": 2, **HEAD},
+    "DeepSeek-V3": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 3, "RoPE": 2, **HEAD},
+    "Gemma 2": {"RMSNorm": 9, "residual add + RMSNorm": 2, "GeGLU": 2, "RoPE": 2, **HEAD},
+    "Gemma 3": {"RMSNorm": 13, "residual add + RMSNorm": 2, "GeGLU": 2, "QK-norm + RoPE": 2, **HEAD},
+    "T5": {"RMSNorm": 12, **HEAD},
+    "T5 v1.1": {"RMSNorm": 12, "GeGLU": 4, **HEAD},
+    "GPT-2": {"LayerNorm": 5, "bias + activation": 2, **HEAD},
+    "BERT": {"LayerNorm": 6, "bias + activation": 3, **HEAD},
+    "GPT-NeoX": {"LayerNorm": 5, "bias + activation": 2, "RoPE": 2, **HEAD},
+    "StarCoder2": {"LayerNorm": 5, "bias + activation": 2, "RoPE": 2, **HEAD},
+    "OPT": {"LayerNorm": 5, "bias + activation": 2, **HEAD},
+    "RoBERTa": {"LayerNorm": 6, "bias + activation": 2, **HEAD},
+    "Phi-3": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "SmolLM3": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "OLMo2": {"RMSNorm": 9, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "Mixtral": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 2, "RoPE": 2, **HEAD},
+    "Qwen2-MoE": {"RMSNorm": 5, "residual add + RMSNorm": 2, "SwiGLU": 4, "RoPE": 2, **HEAD},
+    "Qwen3-MoE": {"RMSNorm": 9, "residual add + RMSNorm": 2, "SwiGLU": 2, "QK-norm + RoPE": 2, **HEAD},
 }
 
 
@@ -97,7 +98,9 @@ def test_ops_run_as_often_as_the_handle_counts(title: str, expected: dict[str, i
     assert Counter(op._schema.name.partition("::")[2] for op, _, _ in ops.calls) == expected
 
 
-@pytest.mark.parametrize("switch", ["rms_norm", "add_rms_norm", "layer_norm", "mlp", "rope", "attention", "linear"])
+@pytest.mark.parametrize(
+    "switch", ["rms_norm", "add_rms_norm", "layer_norm", "mlp", "rope", "linear_cross_entropy", "attention", "linear"]
+)
 def test_a_switch_that_is_no_bool_is_refused(switch: str) -> None:
     model = build("Llama")
     with pytest.raises(TypeError, match=f"patch: {switch} is 'no', expected True or False"):
@@ -124,6 +127,7 @@ def test_qwen25_7b_counts() -> None:
         "residual add + RMSNorm": 28,
         "SwiGLU": 28,
         "RoPE": 28,
+        "head + cross entropy": 1,
     }
     assert handle.modules["RMSNorm"][-1] == "model.norm"
     assert [(left.count, left.kind) for left in handle.left] == [(28, "residual add")]

@@ -54,11 +54,11 @@ def tokens(n: int = 12, batch: int = 1) -> torch.Tensor:
 
 
 def run(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, loss and gradients."""
+    """Logits (None of a patched model in training), loss and gradients."""
     model.zero_grad()
     out = model(**inputs(model, ids)[0])
     out.loss.backward()
-    return out.logits.detach(), out.loss.detach(), gradients(model)
+    return out.logits if out.logits is None else out.logits.detach(), out.loss.detach(), gradients(model)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ place. `rewrite.py` describes the notation and applies them.
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,19 @@ class Layer:
     without: str = ""
 
 
-Part = Norm | LayerNorm | Gated | Activated | Attention | Layer
+@dataclasses.dataclass(frozen=True)
+class LossHead:
+    """A model class that computes the loss of its logits.
+
+    `layer` is the path of the linear layer that makes the logits. What it is in, the model calls, and returns the
+    layer's result as it is. `without` is the reason where the class's loss is not computed with the logits.
+    """
+
+    layer: str = "lm_head"
+    without: str = ""
+
+
+Part = Norm | LayerNorm | Gated | Activated | Attention | Layer | LossHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +111,14 @@ class Family:
 
 
 def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, **more: Part) -> Family:
-    """A family with the five classes of a Llama-like file; `more` adds classes or overrides some."""
+    """A family with the six classes of a Llama-like file; `more` adds classes or overrides some."""
     parts: dict[str, Part] = {
         f"{prefix}RMSNorm": norm or Norm(),
         f"{prefix}MLP": Gated(),
         f"{prefix}Attention": Attention(),
         f"{prefix}DecoderLayer": Layer(),
         f"{prefix}Experts": Gated(method="_apply_gate", layers=()),
+        f"{prefix}ForCausalLM": LossHead(),
     }
     return Family(title, module, parts | more)
 
@@ -115,6 +129,7 @@ QK_NORM = Attention(qk_norm=True)
 QUERY_KEY_VALUE = ("query", "key", "value")
 ADD_LAST = Layer("its add comes last: the norm after it belongs to the next layer")
 NORM_FIRST = Layer("it adds after the norm: no norm follows the add")
+TWO_LOSSES = LossHead(without="it has two losses of its own")
 
 FAMILIES = (
     _decoder("Llama", "llama", "Llama"),
@@ -136,7 +151,14 @@ FAMILIES = (
     ),
     _decoder("Gemma", "gemma", "Gemma", norm=GEMMA_NORM),
     _decoder("Gemma 2", "gemma2", "Gemma2", norm=GEMMA_NORM),
-    _decoder("Gemma 3", "gemma3", "Gemma3", norm=GEMMA_NORM, Gemma3Attention=QK_NORM),
+    _decoder(
+        "Gemma 3",
+        "gemma3",
+        "Gemma3",
+        norm=GEMMA_NORM,
+        Gemma3Attention=QK_NORM,
+        Gemma3ForConditionalGeneration=LossHead(),
+    ),
     _decoder(
         "DeepSeek-V3",
         "deepseek_v3",
@@ -156,12 +178,41 @@ FAMILIES = (
             "T5LayerFF": ADD_LAST,
             "T5LayerSelfAttention": ADD_LAST,
             "T5LayerCrossAttention": ADD_LAST,
+            "T5ForConditionalGeneration": LossHead(),
         },
     ),
-    Family("GPT-2", "gpt2", {"GPT2MLP": Activated()}),
-    Family("GPT-NeoX", "gpt_neox", {"GPTNeoXMLP": Activated(), "GPTNeoXAttention": Attention(layers=())}),
-    Family("StarCoder2", "starcoder2", {"Starcoder2MLP": Activated(), "Starcoder2Attention": Attention()}),
-    Family("OPT", "opt", {"OPTDecoderLayer": Activated("activation_fn"), "OPTAttention": Attention({})}),
+    Family(
+        "GPT-2",
+        "gpt2",
+        {"GPT2MLP": Activated(), "GPT2LMHeadModel": LossHead(), "GPT2DoubleHeadsModel": TWO_LOSSES},
+    ),
+    Family(
+        "GPT-NeoX",
+        "gpt_neox",
+        {
+            "GPTNeoXMLP": Activated(),
+            "GPTNeoXAttention": Attention(layers=()),
+            "GPTNeoXForCausalLM": LossHead(),
+        },
+    ),
+    Family(
+        "StarCoder2",
+        "starcoder2",
+        {
+            "Starcoder2MLP": Activated(),
+            "Starcoder2Attention": Attention(),
+            "Starcoder2ForCausalLM": LossHead(),
+        },
+    ),
+    Family(
+        "OPT",
+        "opt",
+        {
+            "OPTDecoderLayer": Activated("activation_fn"),
+            "OPTAttention": Attention({}),
+            "OPTForCausalLM": LossHead(),
+        },
+    ),
     Family(
         "BERT",
         "bert",
@@ -170,6 +221,9 @@ FAMILIES = (
             "BertPredictionHeadTransform": Activated("transform_act_fn"),
             "BertSelfAttention": Attention({}, layers=QUERY_KEY_VALUE),
             "BertCrossAttention": Attention({}, layers=QUERY_KEY_VALUE[1:]),
+            "BertForMaskedLM": LossHead("cls.predictions.decoder"),
+            "BertLMHeadModel": LossHead("cls.predictions.decoder"),
+            "BertForPreTraining": TWO_LOSSES,
         },
     ),
     Family(
@@ -179,6 +233,8 @@ FAMILIES = (
             "RobertaIntermediate": Activated("intermediate_act_fn"),
             "RobertaSelfAttention": Attention({}, layers=QUERY_KEY_VALUE),
             "RobertaCrossAttention": Attention({}, layers=QUERY_KEY_VALUE[1:]),
+            "RobertaForMaskedLM": LossHead("lm_head.decoder"),
+            "RobertaForCausalLM": LossHead("lm_head.decoder"),
         },
     ),
 )
@@ -339,4 +395,90 @@ Y = A * B
             f"Y = gated_gemm({act}, {gate}, {up}, X)",
         ),
         Rule(f"{act}({gate}(X)) * {up}(X)", f"gated_gemm({act}, {gate}, {up}, X)"),
+    )
+
+
+def loss_head() -> tuple[Rule, ...]:
+    """Logits and loss as the families write them; where the fused loss is None, the model's own lines run."""
+    shifted = [
+        f"LOSS = self.loss_function({arguments}, **KWARGS)"
+        for arguments in (
+            "logits=LOGITS, labels=LABELS, vocab_size=SIZE",
+            "LOGITS, LABELS, vocab_size=SIZE",
+            "LOGITS, LABELS, SIZE",
+        )
+    ]
+    rules = [
+        _loss_head(make, change, loss, f"causal_loss(self, HEAD, HIDDEN, LABELS, KWARGS{argument})")
+        for make in ("HEAD(HIDDEN)", "HEAD(HIDDEN).contiguous()")
+        for change, argument in (
+            ("", ""),
+            ("LOGITS = LOGITS / DIVISOR", ", divisor=DIVISOR"),
+            (
+                """
+if CAP is not None:
+    LOGITS = LOGITS / CAP
+    LOGITS = torch.tanh(LOGITS)
+    LOGITS = LOGITS * CAP
+""",
+                ", softcap=CAP",
+            ),
+        )
+        for loss in shifted
+    ]
+    move = "LABELS = LABELS.to(LOGITS.device)"
+    unshifted = (  # T5, BERT, RoBERTa
+        f"""
+LOSS_FCT = CrossEntropyLoss(ignore_index=-100)
+{move}
+LOSS = LOSS_FCT(LOGITS.view(-1, LOGITS.size(-1)), LABELS.view(-1))
+""",
+        """
+LOSS_FCT = CrossEntropyLoss()
+LOSS = LOSS_FCT(LOGITS.view(-1, SIZE), LABELS.view(-1))
+""",
+        f"""
+{move}
+LOSS_FCT = CrossEntropyLoss()
+LOSS = LOSS_FCT(LOGITS.view(-1, SIZE), LABELS.view(-1))
+""",
+    )
+    rules += [_loss_head("HEAD(HIDDEN)", "", loss, "token_loss(HEAD, HIDDEN, LABELS)") for loss in unshifted]
+    return tuple(rules)
+
+
+def _loss_head(make: str, change: str, loss: str, fused: str) -> Rule:
+    """`make` and `change` compute the logits, `loss` their loss, and `fused` the loss without them."""
+    own = f"""
+LOGITS = {make}
+{change.strip()}
+LOSS = None
+if LABELS is not None:
+{textwrap.indent(loss.strip(), "    ")}
+"""
+    return Rule(
+        own,
+        f"""
+LOGITS = None
+LOSS = {fused}
+if LOSS is None:
+{textwrap.indent(own.strip(), "    ")}
+""",
+    )
+
+
+def passed_on(layer: str) -> tuple[Rule, ...]:
+    """A module whose forward ends with that layer's, which gets what is asked of the head."""
+    call = f"self.{layer}"
+    return (
+        Rule(
+            f"""
+Y = {call}(X)
+return Y
+""",
+            f"""
+Y = ask({call}, X, asked)
+return Y
+""",
+        ),
     )

@@ -30,6 +30,7 @@ from rooftile.huggingface.planning import (
     BIAS_ACTIVATION,
     GATED,
     GEGLU,
+    HEAD_LOSS,
     HOOKED,
     KINDS,
     LAYER_NORM,
@@ -90,9 +91,9 @@ class PatchHandle:
             `"bias + activation"` for an activation after a linear layer (a plain layer's bias is fused too), and two
             that are fused with RMSNorms, which `"RMSNorm"` counts too (unless `rms_norm=False`):
             `"residual add + RMSNorm"` for adds followed by a norm, and `"QK-norm + RoPE"` for rotations of normalized q
-            and k (which `"RoPE"` does not count). `"attention"`
-            counts modules whose attention is Rooftile's, `"linear"` all linear layers, and `"q, k, v in one GEMM"`
-            and `"gate, up in one GEMM"` the modules that make one GEMM of several of those.
+            and k (which `"RoPE"` does not count). `"head + cross entropy"` counts the heads that compute the loss
+            without logits, `"attention"` the modules whose attention is Rooftile's, `"linear"` all linear layers, and
+            `"q, k, v in one GEMM"` and `"gate, up in one GEMM"` the modules that make one GEMM of several of those.
         modules: for each kind, the names of the modules where it was replaced.
         left: what was not replaced, with the reasons.
         active: False after `undo`.
@@ -111,8 +112,9 @@ class PatchHandle:
         self.replaced: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.modules: dict[str, tuple[str, ...]] = dict.fromkeys(KINDS, ())
         for new in replacements:
-            self.replaced[new.kind] += new.count
-            self.modules[new.kind] += (new.name,)
+            if new.count:
+                self.replaced[new.kind] += new.count
+                self.modules[new.kind] += (new.name,)
             if new.also:
                 self.replaced[new.also] += 1
                 self.modules[new.also] += (new.name,)
@@ -126,6 +128,11 @@ class PatchHandle:
         self._memory = memory
         # For `unpatch`. Not set by Module.__setattr__, because it is not a part of the model.
         model.__dict__[_HANDLE] = self
+
+    @staticmethod
+    def of(model: nn.Module) -> PatchHandle | None:
+        """The handle of the patch of that model, or of a model inside it; None if nothing is patched."""
+        return next(_handles(model), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchHandle:
         """A copied model carries the patch, with a handle of its own."""
@@ -218,10 +225,11 @@ def patch(
     layer_norm: bool = True,
     mlp: bool = True,
     rope: bool = True,
+    linear_cross_entropy: bool = True,
     attention: bool = False,
     linear: bool = False,
 ) -> PatchHandle:
-    """Replace norms, MLP activations, RoPE, attention and GEMMs of *this* Hugging Face model by Rooftile's kernels.
+    """Compute norms, activations, RoPE, the loss, attention and GEMMs of *this* model by Rooftile's kernels.
 
     Args:
         model: a transformers model or a module that contains one (a PEFT model, say), of a family that Rooftile knows.
@@ -236,6 +244,12 @@ def patch(
         mlp: replace `act(gate) * up`, and `act(linear(x))` in MLPs without a gate, where `act` is SiLU, GELU or GELU's
             tanh form. In the latter the linear layer's bias is added in the activation's kernel.
         rope: replace the rotation of q and k by one launch, which includes per-head norms of q and k.
+        linear_cross_entropy: in training, where the model gets labels, compute its loss by
+            `rooftile.linear_cross_entropy`, without the logits: `logits` of the output is None. In evaluation logits
+            are returned. `model(..., skip_logits=False)` asks for them in training too, and `skip_logits=True` for the
+            loss alone in evaluation. The loss is the same as transformers': `num_items_in_batch`, `shift_labels`,
+            `ignore_index`, soft caps and scaling of logits, and tied weights are kept. A loss that you set as
+            `model.loss_function` is left.
         attention: compute attention by `rooftile.attention` and `rooftile.decode_attention`, as
             `attn_implementation="rooftile"` does (see `rooftile.register_attention`). This changes the model's
             configuration, and so every model that shares the configuration object. `output_attentions=True` then gives
@@ -258,12 +272,14 @@ def patch(
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
     switches = {
         "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm, "mlp": mlp, "rope": rope,
-        "attention": attention, "linear": linear,
+        "linear_cross_entropy": linear_cross_entropy, "attention": attention, "linear": linear,
     }  # fmt: skip
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"patch: {name} is {value!r}, expected True or False")
-    wanted = {RMS_NORM: rms_norm, ADD_RMS_NORM: add_rms_norm, LAYER_NORM: layer_norm}
+    wanted = {
+        RMS_NORM: rms_norm, ADD_RMS_NORM: add_rms_norm, LAYER_NORM: layer_norm, HEAD_LOSS: linear_cross_entropy,
+    }  # fmt: skip
     plan = PatchPlan(
         wanted
         | dict.fromkeys((SWIGLU, GEGLU, GATED, BIAS_ACTIVATION), mlp)

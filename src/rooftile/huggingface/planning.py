@@ -7,15 +7,25 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from rooftile.huggingface import families, replacing
-from rooftile.huggingface.families import Activated, Attention, Gated, Layer, LayerNorm, Norm, Part, part_of
+from rooftile.huggingface import families, loss_head, replacing
+from rooftile.huggingface.families import (
+    Activated,
+    Attention,
+    Gated,
+    Layer,
+    LayerNorm,
+    LossHead,
+    Norm,
+    Part,
+    part_of,
+)
 from rooftile.huggingface.memory import ALIGNMENT, joined
 from rooftile.huggingface.replacing import KNOWN, Activation, ops_of
 from rooftile.huggingface.rewrite import NotRewritable, Rebuilt, Rule, Together, rebuild
@@ -25,8 +35,9 @@ LINEAR, QKV, GATE_UP = "linear", "q, k, v in one GEMM", "gate, up in one GEMM"
 RMS_NORM, ADD_RMS_NORM, LAYER_NORM = "RMSNorm", "residual add + RMSNorm", "LayerNorm"
 SWIGLU, GEGLU, BIAS_ACTIVATION = "SwiGLU", "GeGLU", "bias + activation"
 ROPE, QK_NORM_ROPE, ATTENTION = "RoPE", "QK-norm + RoPE", "attention"
+HEAD_LOSS = "head + cross entropy"
 KINDS = (
-    *(RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, BIAS_ACTIVATION, ROPE, QK_NORM_ROPE, ATTENTION),
+    *(RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, BIAS_ACTIVATION, ROPE, QK_NORM_ROPE, HEAD_LOSS, ATTENTION),
     *(LINEAR, QKV, GATE_UP),
 )
 GATED = "gated activation"  # one that is neither SwiGLU nor GeGLU
@@ -188,10 +199,15 @@ class PatchPlan:
         self.left: Counter[tuple[str, str, str]] = Counter()
         # Norms that their layer or attention computes; modules() yields it before them.
         self._fused: set[nn.Module] = set()
+        # Linear layers whose models ask them for the loss; modules() yields the model before them.
+        self._heads: set[nn.Module] = set()
         # One function per class, not per module: torch.compile traces a code object once.
         self._functions: dict[object, Any] = {}
 
     def add(self, name: str, module: nn.Module, part: Part) -> None:
+        if isinstance(part, LossHead):
+            self._add_loss(name, module, part)
+            return
         joint = self._joint(module, part)
         new = self._replacement(name, module, part, joint)
         if new is not None:
@@ -204,20 +220,70 @@ class PatchPlan:
 
     def add_linear(self, name: str, module: nn.Module) -> None:
         """Replace a linear layer's forward, or note why it stays."""
-        if self.layers is None:
-            return
+        is_head = module in self._heads
         if not isinstance(module, nn.Linear):
-            if reason := notice_other(module):
+            if self.layers is not None and (reason := notice_other(module)):
                 self.left[LINEAR, type(module).__name__, reason] += 1
             return
-        try:
-            self.layers.check(module)
-            method, current = _method(module, None)
-        except NotRewritable as reason:
-            self.left[LINEAR, type(module).__name__, str(reason)] += 1
+        what, current = type(module), type(module).forward
+        linear = False
+        if self.layers is not None:
+            try:
+                self.layers.check(module)
+                _, current = _method(module, None)
+                current = self._once((what, LINEAR), functools.partial(replacing.linear_forward, current))
+                linear = True
+            except NotRewritable as reason:
+                self.left[LINEAR, what.__name__, str(reason)] += 1
+        if is_head:
+            current = self._once((what, HEAD_LOSS, linear), functools.partial(loss_head.head_forward, current))
+        if linear or is_head:
+            kinds = (LINEAR, HEAD_LOSS if is_head else "") if linear else (HEAD_LOSS, "")
+            self.replacements.append(Replacement(module, name, "forward", current, kinds[0], 1, kinds[1]))
+
+    def _add_loss(self, name: str, model: nn.Module, part: LossHead) -> None:
+        """Let a model ask its head for the loss, or note why not."""
+        if not self.wanted[HEAD_LOSS]:
+            self.left[HEAD_LOSS, type(model).__name__, "switched off by the caller"] += 1
             return
-        function = self._once((type(module), LINEAR), lambda: replacing.linear_forward(current))
-        self.replacements.append(Replacement(module, name, method, function, LINEAR, 1))
+        try:
+            new, head = self._loss(name, model, part)
+        except NotRewritable as reason:
+            self.left[HEAD_LOSS, type(model).__name__, str(reason)] += 1
+            return
+        self.replacements += new
+        self._heads.add(head)
+
+    def _loss(self, name: str, model: nn.Module, part: LossHead) -> tuple[list[Replacement], nn.Module]:
+        """The replaced forwards from the model down to the module that calls the head, and the head.
+
+        Raises:
+            NotRewritable: why the model's own loss stays.
+        """
+        if part.without:
+            raise NotRewritable(part.without)
+        _, current = _method(model, part)
+        made = self._once((type(model), HEAD_LOSS), functools.partial(_asking, current))
+        if made.shifts and (reason := loss_head.why_other_loss(model)):
+            raise NotRewritable(reason)
+        new = [Replacement(model, name, "forward", made.function, HEAD_LOSS, 0)]
+        module: Any = model
+        path = name
+        for layer in part.layer.split("."):
+            outer, module, path = module, getattr(module, layer, None), f"{path}.{layer}".lstrip(".")
+            if outer is not model:
+                _, current = _method(outer, None)
+                function = self._once((type(outer), layer), functools.partial(_passing_on, current, layer))
+                new.append(Replacement(outer, path.rpartition(".")[0], "forward", function, HEAD_LOSS, 0))
+            if module is not None and loss_head.has_foreign_hooks(module):
+                raise NotRewritable(f"its {part.layer} has hooks")
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            cls = type(module)
+            raise NotRewritable(f"its {part.layer} is a {cls.__module__}.{cls.__name__}, expected a torch.nn.Linear")
+        with _named(part.layer):
+            _method(module, None)
+            _check_head(module)
+        return new, module
 
     def _replacement(self, name: str, module: nn.Module, part: Part, joint: _Joined | None) -> Replacement | None:
         what = type(module).__name__
@@ -335,6 +401,45 @@ def _first(current: Callable[..., Any], found: Joint, key: tuple[object, ...]) -
         with contextlib.suppress(NotRewritable):
             return _Joined(found.kind, key, some, found.names, rebuild(current, some, found.names))
     return _Joined(found.kind, key, last, found.names, rebuild(current, last, found.names))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    """A model's forward that asks its head for the loss; `shifts` if it is the model's `loss_function`."""
+
+    function: Callable[..., Any]
+    shifts: bool
+
+
+def _asking(current: Callable[..., Any]) -> _Asking:
+    names = {"causal_loss": loss_head.causal_loss(loss_head.transformers_loss()), "token_loss": loss_head.token_loss}
+    new = rebuild(current, families.loss_head(), names)
+    function, _ = _finished(loss_head.unless_logits_are_wanted(new.function, current), None)
+    return _Asking(function, "KWARGS" in new.places[0])
+
+
+def _passing_on(current: Callable[..., Any], layer: str) -> Callable[..., Any]:
+    new = rebuild(current, families.passed_on(layer), {"ask": loss_head.ask}, "asked")
+    return loss_head.can_be_asked(_finished(new, None)[0])
+
+
+@contextlib.contextmanager
+def _named(layer: str) -> Iterator[None]:
+    """Reasons that say which layer they are about."""
+    try:
+        yield
+    except NotRewritable as reason:
+        raise NotRewritable(f"its {layer}: {reason}") from None
+
+
+def _check_head(layer: nn.Linear) -> None:
+    weight: Any = layer.weight
+    # FSDP's are DTensors now, and plain tensors when the layer is called.
+    sharded = type(weight).__module__.startswith("torch.distributed.tensor")
+    if type(weight) not in (Tensor, nn.Parameter) and not sharded:
+        raise NotRewritable(f"its weight is a {type(weight).__name__}, not a plain parameter")
+    if weight.dtype not in FLOATS:
+        raise NotRewritable(f"its weight has dtype {weight.dtype}, expected float32, float16 or bfloat16")
 
 
 def _kinds(module: nn.Module, part: Part) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _PLAIN = (Tensor, nn.Parameter)  # neither quantized nor distributed
 _AUTOCAST = ("cuda", "cpu", "xpu")
 # Private to PyTorch: whether a hook was registered for all modules.
-_has_global_hook: Callable[[], object] = getattr(nn_module, "_has_any_global_hook", lambda: False)
+has_global_hook: Callable[[], object] = getattr(nn_module, "_has_any_global_hook", lambda: False)
 # Private too, and a tenth of the time of a question about x's device.
 _is_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -72,7 +72,7 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "_hf_hook" in module.__dict__
-        or _has_global_hook()
+        or has_global_hook()
     )
 
 
@@ -355,7 +355,7 @@ def _gathered_in_graph(layers: tuple[Any, ...], x: Tensor) -> _Gathered | None:
 def _gathered(layers: tuple[Any, ...], x: Tensor) -> _Gathered | None:
     """The same without a Python call for each question: this is the host's time of every token."""
     dtype = x.dtype
-    if type(x) not in _PLAIN or dtype not in FLOATS or x.dim() == 0 or _has_global_hook():
+    if type(x) not in _PLAIN or dtype not in FLOATS or x.dim() == 0 or has_global_hook():
         return None
     weights: list[Tensor] = []
     biases: list[Tensor] = []

@@ -28,6 +28,10 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Bindings = dict[str, ast.expr]
+# Decorators of transformers that a method may have.
+_WRAPPING = ("can_return_tuple",)
+_DOCUMENTING = ("auto_docstring",)
+_MANY = 6  # rules, which a reason does not list
 
 
 class NotRewritable(Exception):
@@ -279,23 +283,34 @@ class _Results(ast.NodeTransformer):
         return node
 
 
-def rebuild(function: Callable[..., object], rules: Sequence[Rule | Together], names: Mapping[str, object]) -> Rebuilt:
+def rebuild(
+    function: Callable[..., object],
+    rules: Sequence[Rule | Together],
+    names: Mapping[str, object],
+    parameter: str = "",
+) -> Rebuilt:
     """`function` with the rules applied in order, wherever they match. `names` are the objects that the rules refer to.
+
+    Args:
+        parameter: a keyword-only parameter that the new function has besides, None by default.
 
     Raises:
         NotRewritable: no rule matches, a name that a replacement no longer assigns is used elsewhere, there is no
-            source, or the function is not a plain one (it is decorated or has closure variables).
+            source, or the function is not a plain one (it has closure variables, or decorators other than
+            transformers' `can_return_tuple` and `auto_docstring`).
     """
-    if not isinstance(function, types.FunctionType):
+    inner = inspect.unwrap(function)
+    if not isinstance(function, types.FunctionType) or not isinstance(inner, types.FunctionType):
         raise NotRewritable("it is not a plain Python function")
-    if function.__closure__ or hasattr(function, "__wrapped__"):
+    if inner.__closure__:
         raise NotRewritable("it is wrapped by a decorator or has closure variables")
     try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        definition = ast.parse(textwrap.dedent(inspect.getsource(inner))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
         raise NotRewritable(f"its source can't be read ({error})") from error
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-        raise NotRewritable("it is not a plain, undecorated function")
+    if not isinstance(definition, ast.FunctionDef):
+        raise NotRewritable("it is not a plain function")
+    definition.decorator_list = _wrappers(function, definition)
     places: list[Bindings] = []
     for rule in rules:
         if isinstance(rule, Together):
@@ -307,8 +322,28 @@ def rebuild(function: Callable[..., object], rules: Sequence[Rule | Together], n
             raise NotRewritable(f"its code uses {', '.join(again)} after the lines `{_one_line(rule)}`")
         places += apply.places
     if not places:
-        raise NotRewritable("its code has no line like `" + "` or `".join(_one_line(rule) for rule in rules) + "`")
-    return Rebuilt(_compile(function, definition, names), tuple(places))
+        few = rules if len(rules) < _MANY else rules[:1]
+        variants = "" if few is rules else ", nor a variant of it"
+        raise NotRewritable("its code has no line like `" + "` or `".join(map(_one_line, few)) + "`" + variants)
+    if parameter:
+        definition.args.kwonlyargs.append(ast.arg(parameter))
+        definition.args.kw_defaults.append(ast.Constant(None))
+    return Rebuilt(_compile(inner, definition, names), tuple(places))
+
+
+def _wrappers(function: types.FunctionType, definition: ast.FunctionDef) -> list[ast.expr]:
+    """The decorators that the new function gets too; those that only write its documentation are dropped."""
+    decorators = [d for d in definition.decorator_list if ast.unparse(d).partition("(")[0] not in _DOCUMENTING]
+    for decorator in decorators:
+        name = ast.unparse(decorator)
+        wrap = inspect.unwrap(function).__globals__.get(name)
+        # A wrapper that this decorator made: its code is a constant of the decorator's.
+        if name not in _WRAPPING or function.__code__ not in getattr(wrap, "__code__", function.__code__).co_consts:
+            raise NotRewritable(f"it is wrapped by a decorator, {name}")
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    if hasattr(function, "__wrapped__"):
+        raise NotRewritable("it is wrapped by a decorator or has closure variables")
+    return decorators
 
 
 def _one_line(rule: Rule | Together) -> str:
@@ -331,6 +366,9 @@ def _compile(
     scope: dict[str, Callable[..., types.FunctionType]] = {}
     exec(compile(module, function.__code__.co_filename, "exec", dont_inherit=True), function.__globals__, scope)
     new = scope["bind"](**names)
-    new.__defaults__, new.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    new.__qualname__, new.__doc__ = function.__qualname__, function.__doc__
+    inner = inspect.unwrap(new)
+    inner.__defaults__ = function.__defaults__
+    inner.__kwdefaults__ = {**(inner.__kwdefaults__ or {}), **(function.__kwdefaults__ or {})} or None
+    for made in {new, inner}:
+        made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
     return new

@@ -1,0 +1,185 @@
+"""A model's loss from its last hidden states, without the logits: `rooftile.linear_cross_entropy` in its head.
+
+The model's forward asks its head for the loss: it calls the head's module with an `Asked`, and the module returns the
+loss instead of logits. So what surrounds a module's call (FSDP, which gathers the weight there, or accelerate's
+offloading) happens as before. Whether a module can be asked is decided on every call. Where it can't (an adapter has
+taken its place, a hook expects logits), the model's own lines run. Where the head finds only when it is called that its
+weight is not a plain tensor, it computes the loss from logits.
+
+The losses are transformers': `ForCausalLMLoss`, which shifts the labels and divides the sum by `num_items_in_batch` if
+that is given, and `torch.nn.CrossEntropyLoss`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rooftile.huggingface.replacing import has_global_hook, is_hooked, is_ours, takes
+from rooftile.ops.linear_cross_entropy import linear_cross_entropy
+
+_OURS = "_rooftile_loss_head"  # of a forward that can be asked for the loss
+_HOOKED = "_old_forward"
+IGNORED = -100  # transformers' ignore_index
+
+
+class Asked(NamedTuple):
+    """The loss that is asked of a head. A tuple, so that FSDP's and accelerate's hooks see the tensors in it.
+
+    Attributes:
+        target: of each token, in the order of the hidden states.
+        num_items: what the sum of the losses is divided by; None is the mean of those that count. No floating-point
+            tensor: FSDP would cast it.
+    """
+
+    target: Tensor
+    num_items: Tensor | int | None = None
+    ignore_index: int = IGNORED
+    softcap: float | None = None
+
+
+# The head's side.
+
+
+def head_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of a `torch.nn.Linear` that can be asked for the loss; `original` makes logits."""
+
+    def forward(self: Any, input: Tensor, asked: Asked | None = None) -> Tensor:
+        if asked is None:
+            return original(self, input)
+        weight, bias = self.weight, self.bias
+        if takes(input, weight, bias):
+            return _fused(input, weight, bias, asked)
+        return _of_logits(original(self, input), asked)
+
+    forward._rooftile = True  # type: ignore[attr-defined]
+    return can_be_asked(forward)
+
+
+def can_be_asked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    setattr(forward, _OURS, True)
+    return forward
+
+
+def ask(module: nn.Module, x: Tensor, asked: Asked | None) -> Tensor:
+    """What the module returns of x, or the loss that is asked for."""
+    if asked is None:
+        return module(x)
+    return module(x, asked=asked) if is_head(module) else _of_logits(module(x), asked)
+
+
+def is_head(module: nn.Module) -> bool:
+    """Whether that module can be asked for the loss, and no hook of somebody else's expects logits of it."""
+    forward: Any = module.__dict__.get(_HOOKED) or module.__dict__.get("forward")
+    return is_ours(forward) and hasattr(forward.__func__, _OURS) and not has_foreign_hooks(module)
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Hooks other than FSDP's, which take any arguments and results, and accelerate's, which are no PyTorch hooks."""
+    if not is_hooked(module):
+        return False
+    if module._backward_hooks or module._backward_pre_hooks or has_global_hook():
+        return True
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)
+
+
+def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) -> Tensor:
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    target = asked.target.to(hidden.device).reshape(-1)
+    options: dict[str, Any] = {"ignore_index": asked.ignore_index, "softcap": asked.softcap}
+    loss: Tensor
+    if asked.num_items is None:
+        loss = linear_cross_entropy(hidden, weight, target, bias, **options)
+    else:
+        items = _on_device(asked.num_items, hidden)
+        # The weight of each token instead of a division: then the gradients need no other pass.
+        share = (1.0 / items.float()).reshape(1).expand(target.shape)
+        loss = linear_cross_entropy(hidden, weight, target, bias, token_weights=share, reduction="sum", **options)
+        if items.dim():
+            loss = loss.reshape(items.shape)
+    # Models and Trainers add to the loss and multiply it in place; the graph keeps the op's result.
+    return loss.clone()
+
+
+def _of_logits(logits: Tensor, asked: Asked) -> Tensor:
+    logits = logits.float()
+    if asked.softcap is not None:
+        logits = torch.tanh(logits / asked.softcap) * asked.softcap
+    reduction = "mean" if asked.num_items is None else "sum"
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, -2), asked.target.to(logits.device).reshape(-1),
+        ignore_index=asked.ignore_index, reduction=reduction,
+    )  # fmt: skip
+    return loss if asked.num_items is None else loss / _on_device(asked.num_items, loss)
+
+
+def _on_device(number: Tensor | int, like: Tensor) -> Tensor:
+    """As a tensor on that device; the host does not wait."""
+    return number.to(like.device) if isinstance(number, Tensor) else like.new_full((), number, dtype=torch.int64)
+
+
+# The model's side. Where the result is None, the model's own lines run.
+
+
+def token_loss(head: nn.Module, hidden: Tensor, labels: Tensor | None) -> Tensor | None:
+    """The mean over the tokens with a label: `torch.nn.CrossEntropyLoss`."""
+    return None if labels is None or not is_head(head) else head(hidden, asked=Asked(labels))
+
+
+def causal_loss(shifted_loss: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """transformers' `ForCausalLMLoss`, which is `shifted_loss`."""
+
+    def causal_loss(
+        model: Any, head: nn.Module, hidden: Tensor, labels: Tensor | None, options: Mapping[str, Any], *,
+        divisor: float | None = None, softcap: float | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Of logits divided by `divisor` and capped at `softcap`."""
+        if labels is None or not is_head(head) or model.loss_function is not shifted_loss:
+            return None
+        items = options.get("num_items_in_batch")
+        after = items if isinstance(items, Tensor) and items.is_floating_point() else None
+        ignore_index = options.get("ignore_index", IGNORED)
+        target = options.get("shift_labels")
+        if target is None:
+            target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if divisor is not None:
+            hidden = hidden / divisor
+        loss = head(hidden, asked=Asked(target, items if after is None else 1, ignore_index, softcap))
+        return loss if after is None else loss / after.to(loss.device)
+
+    return causal_loss
+
+
+def unless_logits_are_wanted(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's forward: `ours` returns no logits where it returns the loss. They are wanted in evaluation, and where
+    the caller says `skip_logits=False`."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        skip = self.training if skip_logits is None else skip_logits
+        return (ours if skip else original)(self, *args, **kwargs)
+
+    return forward
+
+
+# What the plan asks.
+
+
+def transformers_loss() -> Any:
+    """transformers' loss of a causal language model."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss
+
+
+def why_other_loss(model: Any) -> str:
+    """Why the model's own loss must be computed, or an empty string."""
+    chosen = hasattr(model, "_loss_function") or getattr(model, "loss_type", None) is not None
+    if chosen and (loss := model.loss_function) is not transformers_loss():  # transformers warns of a loss_type of None
+        return f"its loss_function is {getattr(loss, '__name__', loss)}, expected transformers' ForCausalLMLoss"
+    return ""
