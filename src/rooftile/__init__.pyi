@@ -9,10 +9,12 @@ from rooftile.engine import KVCache as KVCache
 from rooftile.engine import PagedKVCache as PagedKVCache
 from rooftile.engine import PagedSequence as PagedSequence
 from rooftile.engine import StreamChunk as StreamChunk
+from rooftile.huggingface import AutoModelForCausalLM as AutoModelForCausalLM
 from rooftile.huggingface import PatchHandle as PatchHandle
 from rooftile.huggingface import patch as patch
 from rooftile.huggingface import register_attention as register_attention
 from rooftile.huggingface import unpatch as unpatch
+from rooftile.huggingface.trainer import PatchCallback as PatchCallback
 from rooftile.ops.adamw import adamw_ as adamw_
 from rooftile.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from rooftile.ops.attention import AttentionConfig as AttentionConfig

@@ -1,0 +1,54 @@
+"""`rooftile.AutoModelForCausalLM`: models that are patched when they are loaded."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rooftile.huggingface.patching import patch
+
+_SWITCHES = tuple(list(inspect.signature(patch).parameters)[1:])
+
+
+class AutoModelForCausalLM:
+    """transformers' `AutoModelForCausalLM`, whose models are patched:
+
+        model = rooftile.AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", dtype="bfloat16", linear=True)
+
+    The model is an instance of transformers' own class. `rooftile.PatchHandle.of(model)` is the handle of the patch.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("AutoModelForCausalLM has no instances; call from_pretrained(...) or from_config(...)")
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model, and patch it.
+
+        Args:
+            args, kwargs: those of `transformers.AutoModelForCausalLM.from_pretrained`, and among the keyword arguments
+                the switches of `rooftile.patch`.
+
+        Raises:
+            ValueError: Rooftile does not know the model's family.
+            TypeError: a switch is not a bool.
+            ImportError: transformers is not installed.
+        """
+        return _patched("from_pretrained", args, kwargs)
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """A patched model with random weights, as `transformers.AutoModelForCausalLM.from_config` makes it.
+
+        Args and errors are those of `from_pretrained`.
+        """
+        return _patched("from_config", args, kwargs)
+
+
+def _patched(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    switches = {name: kwargs.pop(name) for name in _SWITCHES if name in kwargs}
+    model = getattr(AutoModelForCausalLM, method)(*args, **kwargs)
+    patch(model, **switches)
+    return model

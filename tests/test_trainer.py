@@ -1,0 +1,203 @@
+"""Patched models in transformers' Trainer, and those that are patched when they are loaded."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import transformers
+from helpers import Calls
+from tiny_models import DEVICE, TOLERANCE, build, error, tokens
+
+import rooftile
+
+KIND = "head + cross entropy"
+STEPS = 3
+
+
+def texts(n: int = 12, length: int = 10) -> list[dict[str, torch.Tensor]]:
+    """Each with another number of labels that count: a mean of means is not the mean."""
+    found = []
+    for i, ids in enumerate(tokens(length, batch=n).cpu()):
+        labels = ids.clone()
+        labels[: i % (length - 2)] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def trainer(model: nn.Module | None, folder: object, *callbacks: object, more: object = None, **options: object):  # type: ignore[no-untyped-def]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1, learning_rate=1e-3,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=DEVICE.type == "cpu", seed=3, **options,
+    )  # fmt: skip
+    return transformers.Trainer(
+        model, arguments, train_dataset=texts(), eval_dataset=texts(4), callbacks=[*callbacks], **(more or {})
+    )
+
+
+def losses(trained: object) -> torch.Tensor:
+    return torch.tensor([log["loss"] for log in trained.state.log_history if "loss" in log])  # type: ignore[attr-defined]
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def both(title: str, folder: object, **options: object):  # type: ignore[no-untyped-def]
+    """Trainers of the plain and of the patched model, after training, and the ops of the latter."""
+    plain = trainer(build(title), folder, **options)
+    plain.train()
+    ours = trainer(build(title), folder, rooftile.PatchCallback(), **options)
+    with Calls() as ops:
+        ours.train()
+    return plain, ours, [op._schema.name.partition("::")[2] for op, _, _ in ops.calls]
+
+
+def assert_alike(ours: object, plain: object, tolerance: float) -> None:
+    assert losses(plain).numel() == STEPS
+    assert error(losses(ours), losses(plain)) < tolerance
+    # AdamW's steps have the size of the learning rate whatever the gradient's: rounding decides where that is nearly 0.
+    assert error(weights(ours.model), weights(plain.model)) < 100 * tolerance  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True, "max_grad_norm": 0.1},
+        {"label_smoothing_factor": 0.1},
+    ],
+    ids=["accumulation", "checkpointing", "label-smoothing"],
+)
+def test_a_callback_patches_and_training_is_the_same(tmp_path: object, options: dict[str, object]) -> None:
+    plain, ours, ops = both("Qwen3", tmp_path, **options)
+    # The Trainer smooths labels by logits of its own.
+    times = 0 if "label_smoothing_factor" in options else STEPS * options.get("gradient_accumulation_steps", 1)
+    assert ops.count("linear_cross_entropy") == times
+    assert_alike(ours, plain, 1e-5)
+    (callback,) = (c for c in ours.callback_handler.callbacks if isinstance(c, rooftile.PatchCallback))
+    assert callback.handle is rooftile.PatchHandle.of(ours.model)
+    assert callback.handle.replaced[KIND] == 1
+
+
+def test_bf16_of_the_trainer_is_autocast(tmp_path: object) -> None:
+    plain, ours, ops = both("Llama", tmp_path, bf16=True)
+    assert ops.count("linear_cross_entropy") == STEPS
+    assert_alike(ours, plain, 1e-3)
+    exact = trainer(build("Llama"), tmp_path)
+    exact.train()
+    assert error(losses(ours), losses(exact)) <= max(error(losses(plain), losses(exact)), 2.0**-10)
+
+
+def test_encoder_decoders_train_alike(tmp_path: object) -> None:
+    plain = build("T5 v1.1", dropout_rate=0.0)
+    ours = build("T5 v1.1", dropout_rate=0.0)
+    rooftile.patch(ours)
+    results = [trainer(model, tmp_path) for model in (plain, ours)]
+    for each in results:
+        each.train()
+    assert_alike(results[1], results[0], 1e-5)
+
+
+def test_evaluation_gives_the_metrics_their_logits(tmp_path: object) -> None:
+    def metrics(prediction: object) -> dict[str, float]:
+        return {"mean": float(prediction.predictions.mean())}  # type: ignore[attr-defined]
+
+    found = []
+    for callbacks in ([], [rooftile.PatchCallback()]):
+        evaluated = trainer(build("Llama"), tmp_path, *callbacks, more={"compute_metrics": metrics})
+        found.append(evaluated.evaluate())
+    assert found[1]["eval_mean"] == pytest.approx(found[0]["eval_mean"], rel=1e-4)
+    assert found[1]["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-6)
+
+
+def test_lora_trains_alike(tmp_path: object) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def adapted() -> nn.Module:
+        model = build("Llama")
+        torch.manual_seed(4)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+
+    plain, ours = trainer(adapted(), tmp_path), trainer(adapted(), tmp_path, rooftile.PatchCallback(attention=True))
+    plain.train()
+    with Calls() as ops:
+        ours.train()
+    assert sum(op._schema.name == "rooftile::linear_cross_entropy" for op, _, _ in ops.calls) == STEPS
+    assert_alike(ours, plain, 1e-5)
+    assert {name for name, p in ours.model.named_parameters() if p.grad is not None} <= {
+        name for name, _ in ours.model.named_parameters() if "lora_" in name
+    }
+
+
+def test_the_optimizer_takes_the_place_of_the_trainers(tmp_path: object) -> None:
+    arguments = {"lr": 1e-3, "weight_decay": 0.1}
+    results = []
+    for optimizer in (torch.optim.AdamW, rooftile.optim.AdamW):
+        more = {"optimizer_cls_and_kwargs": (optimizer, arguments)}
+        each = trainer(build("Llama"), tmp_path, rooftile.PatchCallback(), more=more, weight_decay=0.1)
+        each.train()
+        results.append(each)
+    plain, ours = results
+    assert isinstance(ours.optimizer.optimizer, rooftile.optim.AdamW)
+    assert_alike(ours, plain, 1e-6)
+
+
+def test_training_resumes_from_a_checkpoint(tmp_path: object) -> None:
+    more = {"optimizer_cls_and_kwargs": (rooftile.optim.AdamW, {"lr": 1e-3})}
+    whole = trainer(build("Llama"), tmp_path, rooftile.PatchCallback(), more=more)
+    whole.args.save_strategy, whole.args.save_steps = "steps", 2
+    whole.train()
+    rest = trainer(build("Llama", tie_word_embeddings=False), tmp_path, rooftile.PatchCallback(), more=more)
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # type: ignore[operator]
+    assert torch.equal(weights(rest.model), weights(whole.model))
+
+
+def test_models_of_model_init_are_patched(tmp_path: object) -> None:
+    callback = rooftile.PatchCallback(rope=False)
+    trained = trainer(None, tmp_path, callback, more={"model_init": lambda: build("Llama")})
+    first = callback.handle
+    trained.train()
+    assert callback.handle is rooftile.PatchHandle.of(trained.model)
+    assert callback.handle is not first
+    assert callback.handle.replaced[KIND] == 1
+    assert callback.handle.replaced["RoPE"] == 0
+
+
+def test_a_patched_model_is_left_as_it_is_by_the_callback(tmp_path: object) -> None:
+    model = build("Llama")
+    handle = rooftile.patch(model, mlp=False)
+    callback = rooftile.PatchCallback(linear=True)
+    trainer(model, tmp_path, callback)
+    assert callback.handle is handle
+
+
+def test_errors_of_the_patch_come_when_the_trainer_is_made(tmp_path: object) -> None:
+    with pytest.raises(TypeError, match="rope is 1, expected True or False"):
+        trainer(build("Llama"), tmp_path, rooftile.PatchCallback(rope=1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ropes'"):
+        trainer(build("Llama"), tmp_path, rooftile.PatchCallback(ropes=True))
+
+
+def test_models_are_patched_when_they_are_loaded(tmp_path: object) -> None:
+    model, ids = build("Llama").eval(), tokens()
+    model.save_pretrained(tmp_path)
+    loaded = rooftile.AutoModelForCausalLM.from_pretrained(tmp_path, linear=True, rope=False, dtype=torch.float32)
+    assert type(loaded) is type(model)
+    handle = rooftile.PatchHandle.of(loaded)
+    assert handle.replaced["linear"] == 15
+    assert handle.replaced["RoPE"] == 0
+    loaded = loaded.to(DEVICE)
+    assert error(loaded(ids).logits, model(ids).logits) < TOLERANCE[torch.float32]
+    handle.undo()
+    assert rooftile.PatchHandle.of(loaded) is None
+
+    made = rooftile.AutoModelForCausalLM.from_config(model.config, attention=True)
+    assert rooftile.PatchHandle.of(made).replaced["attention"] == 2
+    with pytest.raises(TypeError, match="rope is 'yes'"):
+        rooftile.AutoModelForCausalLM.from_config(model.config, rope="yes")
+    with pytest.raises(TypeError, match="from_pretrained"):
+        rooftile.AutoModelForCausalLM()
