@@ -289,6 +289,9 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     ping-pong 0.98 and 0.97. Where few tiles have long sums, on an H100, small tiles were faster than split-K and of
     stream-K: 64 rows of 14336 -> 4096 took 44.4 us in tiles of 64 x 32, and 46.3 split in two; 128 rows 46.2 in tiles
     of 64 x 64, and 52.4 split (results/h100/schedules).
+
+    From eight rounds of tiles on, an H100 is held up by what small tiles read again from the L2: of cuBLAS's speed,
+    4096 x 4096 -> 32000 has 1.08 in tiles of 128 x 256, 0.87 of 192 x 128 and 0.86 of 128 x 128.
     """
     units, halved = target.multiprocessors, 1 + p.gated
 
@@ -306,6 +309,8 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     def worth(speed: float, block_m: int, block_n: int) -> float:
         """A tile's speed, times the share of the GPU that works, times the share of that work which is asked for."""
         count = tiles(block_m, block_n)
+        if tiles(128, 128) >= 8 * units and (block_m == 192 or max(block_m, block_n) < 192):
+            speed *= 0.9
         asked = p.m * p.n * halved / max(1, count * block_m * block_n)
         return speed * _filled(count, units) * asked
 
