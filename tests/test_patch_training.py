@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tiny_models import BY_TITLE, DEVICE, TOLERANCE, assert_same_gradients, buil
 
 import rooftile
 from rooftile.demo.models import inputs
+from rooftile.huggingface import families, rewrite
 
 KIND = "head + cross entropy"
 FP32 = TOLERANCE[torch.float32]
@@ -157,6 +159,25 @@ def test_logits_come_where_they_are_asked_for() -> None:
         assert handle.replaced[KIND] == 0
         assert f"1 {KIND} (LlamaForCausalLM): switched off by the caller" in map(str, handle.left)
         assert model(**given).logits is not None
+
+
+def test_the_handle_says_whether_logits_are_skipped() -> None:
+    model = trained("Llama")
+    given = given_to(model)
+    handle = rooftile.patch(model)
+    assert handle.skip_logits is None
+    for skip in (True, False, None):
+        handle.skip_logits = skip
+        assert handle.skip_logits is skip
+        assert [(model.train(mode)(**given).logits is None) for mode in (True, False)] == [
+            mode if skip is None else skip for mode in (True, False)
+        ]
+    handle.skip_logits = True
+    assert model(**given, skip_logits=False).logits is not None  # the call goes first
+    with pytest.raises(TypeError, match="skip_logits is 'no', expected True, False or None"):
+        handle.skip_logits = "no"
+    handle.undo()
+    assert "_rooftile_skip_logits" not in model.__dict__
 
 
 def test_labels_that_are_all_ignored_give_zeros() -> None:
@@ -458,6 +479,18 @@ def test_a_forward_that_somebody_wrapped_is_left(monkeypatch: pytest.MonkeyPatch
         assert handle.replaced[KIND] == 0
         assert any(left.kind == KIND and "wrapped by a decorator" in left.reason for left in handle.left)
         assert model(**given_to(model)).logits is not None
+
+
+def test_every_class_of_the_table_asks_its_head() -> None:
+    """Those that no tiny model above is of, too."""
+    found = 0
+    for (path, name), part in families.PARTS.items():
+        if isinstance(part, families.LossHead) and not part.without:
+            cls = getattr(importlib.import_module(path), name)
+            new = rewrite.rebuild(cls.forward, families.loss_head(), {"causal_loss": None, "token_loss": None})
+            assert len(new.places) == 1, name
+            found += 1
+    assert found == 25
 
 
 @pytest.mark.parametrize(("title", "name"), [("BERT", "BertForPreTraining"), ("GPT-2", "GPT2DoubleHeadsModel")])

@@ -1,5 +1,7 @@
 """Patched models in transformers' Trainer, and those that are patched when they are loaded."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -173,6 +175,22 @@ def test_a_patched_model_is_left_as_it_is_by_the_callback(tmp_path: object) -> N
     callback = rooftile.PatchCallback(linear=True)
     trainer(model, tmp_path, callback)
     assert callback.handle is handle
+
+
+def test_evaluation_of_the_loss_alone_computes_no_logits(tmp_path: object) -> None:
+    callback = rooftile.PatchCallback()
+    evaluated = trainer(build("Llama"), tmp_path, callback, prediction_loss_only=True)
+    with Calls() as ops:
+        found = evaluated.evaluate()
+    assert sum(op._schema.name == "rooftile::linear_cross_entropy" for op, _, _ in ops.calls) == 1
+    callback.handle.undo()
+    assert found["eval_loss"] == pytest.approx(evaluated.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path: object) -> None:
+    arguments = types.SimpleNamespace(n_gpu=2, prediction_loss_only=False)
+    with pytest.raises(ValueError, match="has 2 GPUs in one process"):
+        rooftile.PatchCallback().on_init_end(arguments, None, None, model=build("Llama"))
 
 
 def test_errors_of_the_patch_come_when_the_trainer_is_made(tmp_path: object) -> None:

@@ -24,6 +24,7 @@ from rooftile.ops.linear_cross_entropy import linear_cross_entropy
 
 _OURS = "_rooftile_loss_head"  # of a forward that can be asked for the loss
 _HOOKED = "_old_forward"
+SKIP = "_rooftile_skip_logits"  # where a model keeps `PatchHandle.skip_logits`
 IGNORED = -100  # transformers' ignore_index
 
 
@@ -156,13 +157,16 @@ def causal_loss(shifted_loss: Callable[..., Tensor]) -> Callable[..., Tensor | N
 
 
 def unless_logits_are_wanted(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's forward: `ours` returns no logits where it returns the loss. They are wanted in evaluation, and where
-    the caller says `skip_logits=False`."""
+    """The model's forward: `ours` returns no logits where it returns the loss.
+
+    Logits are wanted in evaluation, unless the call or else the handle of the patch says otherwise.
+    """
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        skip = self.training if skip_logits is None else skip_logits
-        return (ours if skip else original)(self, *args, **kwargs)
+        if skip_logits is None:
+            skip_logits = self.__dict__.get(SKIP, self.training)
+        return (ours if skip_logits else original)(self, *args, **kwargs)
 
     return forward
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from rooftile.huggingface import families
+from rooftile.huggingface import families, loss_head
 from rooftile.huggingface.attention import Switch
 from rooftile.huggingface.memory import Memory
 from rooftile.huggingface.planning import (
@@ -97,6 +97,8 @@ class PatchHandle:
         modules: for each kind, the names of the modules where it was replaced.
         left: what was not replaced, with the reasons.
         active: False after `undo`.
+        skip_logits: whether a model that gets labels returns its loss alone; None, the default, is in training only.
+            May be set. The `skip_logits` of a call goes first.
 
     As a context manager it undoes the patch when the block ends, also by an exception.
     """
@@ -129,6 +131,22 @@ class PatchHandle:
         # For `unpatch`. Not set by Module.__setattr__, because it is not a part of the model.
         model.__dict__[_HANDLE] = self
 
+    @property
+    def skip_logits(self) -> bool | None:
+        return next((m.__dict__[loss_head.SKIP] for m in self._with_loss() if loss_head.SKIP in m.__dict__), None)
+
+    @skip_logits.setter
+    def skip_logits(self, skip: bool | None) -> None:
+        if skip is not None and not isinstance(skip, bool):
+            raise TypeError(f"PatchHandle: skip_logits is {skip!r}, expected True, False or None")
+        for module in self._with_loss():
+            module.__dict__.pop(loss_head.SKIP, None)
+            if skip is not None:
+                module.__dict__[loss_head.SKIP] = skip
+
+    def _with_loss(self) -> Iterator[nn.Module]:
+        return (new.module for new in self._replacements if new.kind == HEAD_LOSS and not new.count)
+
     @staticmethod
     def of(model: nn.Module) -> PatchHandle | None:
         """The handle of the patch of that model, or of a model inside it; None if nothing is patched."""
@@ -157,6 +175,7 @@ class PatchHandle:
         if not self.active:
             return
         slots = [(new, _slot(new)) for new in self._replacements]
+        self.skip_logits = None
         for new, slot in slots:
             _revert(new, new.module, slot)
         if self._attention is not None:

@@ -24,7 +24,8 @@ class PatchCallback(TrainerCallback):
         trainer = Trainer(model, args, train_dataset=dataset, callbacks=[rooftile.PatchCallback()])
 
     The model is patched when the Trainer is made, before accelerate wraps it, and stays patched: `handle.undo()` or
-    `rooftile.unpatch(model)` restores it. A model that is patched already is left as it is.
+    `rooftile.unpatch(model)` restores it. A model that is patched already is left as it is. With
+    `TrainingArguments(prediction_loss_only=True)` evaluation computes no logits either.
 
     Args:
         switches: those of `rooftile.patch`.
@@ -34,7 +35,7 @@ class PatchCallback(TrainerCallback):
 
     Raises:
         TypeError: a switch is unknown, or is not a bool: when the Trainer is made.
-        ValueError: as `rooftile.patch`: when the Trainer is made.
+        ValueError: as `rooftile.patch`, or the Trainer has several GPUs in one process: when the Trainer is made.
     """
 
     def __init__(self, **switches: bool) -> None:
@@ -42,13 +43,21 @@ class PatchCallback(TrainerCallback):
         self.handle: PatchHandle | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._patch(model)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"PatchCallback: the Trainer has {args.n_gpu} GPUs in one process, and would copy the model by "
+                "torch.nn.DataParallel, whose copies a patch does not reach; start a process for each GPU (torchrun, "
+                "accelerate launch) or set CUDA_VISIBLE_DEVICES"
+            )
+        self._patch(model, args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._patch(model)  # the Trainer's model_init makes another model for each training
+        self._patch(model, args)  # the Trainer's model_init makes another model for each training
 
-    def _patch(self, model: Any) -> None:
+    def _patch(self, model: Any, args: Any) -> None:
         self.handle = PatchHandle.of(model)
         if self.handle is None:
             self.handle = patch(model, **self.switches)
             _logger.info("%s", self.handle)
+        if args.prediction_loss_only:
+            self.handle.skip_logits = True
