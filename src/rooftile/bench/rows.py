@@ -43,8 +43,10 @@ class Row:
         speedup_vs_eager: eager's `us` over this row's.
         ratio_to_best_peer: the `us` of the fastest correct baseline over this row's: above 1 is faster than every
             baseline.
-        peak_bytes: the most memory that one call adds to what was allocated before it, its results included.
+        peak_bytes: the most memory that one call adds to what was allocated before it, its results included. Of a
+            training step: all that is allocated.
         extra_bytes: what of `peak_bytes` is not the memory of its results: above its inputs and outputs.
+        tokens_per_s: of a training step.
         max_error: the largest relative error of its outputs (or gradients) against the float64 reference.
         roof_gbs: a copy that moves the same number of bytes, measured among the row's samples; for a GEMM the
             streaming read of the run.
@@ -83,6 +85,7 @@ class Row:
     roof_tflops: float | None = None
     dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
     extra_bytes: int | None = None
+    tokens_per_s: float | None = None
 
     @property
     def place(self) -> str:

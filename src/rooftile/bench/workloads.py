@@ -69,6 +69,24 @@ LAYERS: dict[str, dict[str, Any]] = MODELS | {
     "llama-3-70b": _sizes(8192, 28672, 64, 8, 128256),
 }
 
+# Trained by `rooftile bench training steps`.
+TRAINED: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _sizes(
+        2048, 8192, 32, 8, 128256, head_dim=64, tie_word_embeddings=True,
+        **_context(16, 131072, 5e5, rms_norm_eps=1e-5),
+    ),
+    "qwen3-0.6b": _sizes(
+        1024, 3072, 16, 8, 151936, "qwen3", head_dim=128, tie_word_embeddings=True,
+        **_context(28, 40960, 1e6, rms_norm_eps=1e-6),
+    ),
+    "gemma-3-1b": _sizes(
+        1152, 6912, 4, 1, 262144, "gemma3_text", head_dim=256, query_pre_attn_scalar=256, sliding_window=512,
+        num_hidden_layers=26, tie_word_embeddings=True,
+    ),
+    "llama-3-8b": MODELS["llama-3-8b"],
+    "tiny": _sizes(64, 160, 4, 2, 256, "llama", num_hidden_layers=2),
+}  # fmt: skip
+
 LAYER = ("qkv", "o", "gate_up", "up", "down")  # of one layer; a model has one lm_head
 
 # Sizes that make a layer another than the one below, and the least that does.

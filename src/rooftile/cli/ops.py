@@ -195,11 +195,34 @@ def bench_optim(
 def bench_training(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="losses, optim, plots. Default: all that measure.", show_default=False),
+        typer.Argument(help="losses, optim, steps, plots. Default: all that measure.", show_default=False),
     ] = None,
     ops: Annotated[
         list[str] | None, typer.Option("--op", help="Losses by name; repeatable, or with commas. Default: all.")
     ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Of steps: llama-3.2-1b, qwen3-0.6b, gemma-3-1b, llama-3-8b-lora, tiny, tiny-lora; repeatable, or "
+            "with commas. Default: the first, and in the interpreter tiny.",
+        ),
+    ] = None,
+    impls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl",
+            help='Of steps: eager, compile, liger, rooftile, "rooftile attention", "rooftile compile"; repeatable, or '
+            "with commas. Default: the first four, and in the interpreter eager and rooftile.",
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step. Default: by the model.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 4096.")] = None,
+    fit: Annotated[
+        bool,
+        typer.Option("--fit", help="Find the largest batches in 16 and 24 GiB and in all memory instead."),
+    ] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Record the memory of one step too.")] = False,
     results: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/training/: JSON and charts.")
     ] = None,
@@ -211,7 +234,7 @@ def bench_training(
         bool, typer.Option("--verbose", "-v", help="Print a line for each point, and where the time went.")
     ] = False,
 ) -> None:
-    """Measure what training needs: losses forward and backward, and AdamW. Exit code 1 if ours is wrong.
+    """Measure training: losses forward and backward, AdamW, and steps of whole models. Exit code 1 if ours is wrong.
 
     plots draws the charts of earlier results again, without a GPU.
     """
@@ -219,7 +242,20 @@ def bench_training(
     from rooftile.bench.training import run_parts
 
     try:
-        code = run_parts(parts or (), console, results, names_of(ops) or (), jobs, verbose)
+        code = run_parts(
+            parts or (),
+            console,
+            results,
+            names_of(ops) or (),
+            jobs,
+            verbose,
+            models=names_of(models) or (),
+            impls=names_of(impls) or (),
+            batch=batch,
+            tokens=tokens,
+            fit=fit,
+            timeline=timeline,
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)

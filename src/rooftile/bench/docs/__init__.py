@@ -226,6 +226,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "e2e-layer": docs_e2e.layers,
     "quality": docs_quality.table,
     "training": docs_training.table,
+    "training-steps": docs_training.steps,
 }
 
 

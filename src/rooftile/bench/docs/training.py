@@ -9,6 +9,7 @@ from rooftile.bench.docs.tables import NO_RESULTS, by_gpu, closing, groups_of, i
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer
 from rooftile.bench.training import SUITE
+from rooftile.bench.training.steps import BATCH, COLUMNS, STEP, cells
 
 
 def _memory(row: Row) -> int | None:
@@ -27,10 +28,31 @@ def _cells(group: list[Row], peers: Sequence[str]) -> list[str]:
     return [ours.place, *figures, "–" if best is None else best.impl, *(cells.get(name, "–") for name in peers)]
 
 
+def steps(results: Path) -> str:
+    """Whole training steps, and the largest batches that fit."""
+    parts = []
+    for files in by_gpu(results, SUITE).values():
+        for op in (STEP, BATCH):
+            own = [(meta, [r for r in rows if r.op == op]) for meta, rows in files]
+            if not any(rows for _, rows in own):
+                continue
+            parts += machines(own)
+            found = groups_of(own)
+            if op == STEP:
+                parts += [markdown(COLUMNS, (cells(row, group) for group in found for row in group)), ""]
+                continue
+            impls = list(dict.fromkeys(r.impl for group in found for r in group))
+            made = [{r.impl: str(r.dims["batch"]) if r.status == "ok" else r.status for r in group} for group in found]
+            lines = ([g[0].shape, *(m.get(i, "–") for i in impls)] for g, m in zip(found, made, strict=True))
+            parts += [markdown(("largest batch", *(f"{i}>" for i in impls)), lines), ""]
+    return "\n".join(parts).strip() or NO_RESULTS
+
+
 def table(results: Path) -> str:
     """Every row of losses and optimizers, slower ones included: a table for each op and dtype."""
     parts = []
     for files in by_gpu(results, SUITE).values():
+        files = [(meta, [r for r in rows if r.op not in (STEP, BATCH)]) for meta, rows in files]
         by_op: dict[tuple[str, str, str], list[list[Row]]] = {}
         for group in groups_of(files):
             by_op.setdefault((group[0].op, group[0].direction, group[0].dtype), []).append(group)

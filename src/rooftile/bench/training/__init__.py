@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from rooftile import runtime
-from rooftile.bench import optim, report, run
+from rooftile.bench import optim, run
 from rooftile.bench.measure import Effort
-from rooftile.bench.rows import TOGETHER, read_json
+from rooftile.bench.rows import TOGETHER
+from rooftile.bench.training import plots, steps
 from rooftile.cases import all_cases
 
 SUITE = "training"
-PARTS = ("losses", "optim", "plots")
+PARTS = ("losses", "optim", "steps", "plots")
 # Distillation is often in float32: log-probabilities near 0 have few digits in bfloat16.
 FLOAT32_TOO = ("kl_div", "jsd")
 SECONDS = 0.3  # of each implementation: ten calls of the slowest, and more
@@ -49,24 +51,24 @@ def losses(ops: Sequence[str], console: Console, results: Path | None, jobs: int
     return code
 
 
-def plots(console: Console, results: Path) -> None:
+def draw_all(console: Console, results: Path) -> None:
     """Draw again what the rows under that folder show. No GPU is needed."""
     for path in sorted(results.glob(f"*/{SUITE}/*.json")):
-        meta, rows = read_json(path)
-        case = all_cases().get(path.stem)
-        drawn = report.plot_over(path.parent, rows, case.over, str(meta["gpu"])) if case and case.over else []
-        for chart in drawn:
+        for chart in plots.draw(path):
             console.print(str(chart), highlight=False, soft_wrap=True)
 
 
 def run_parts(
     parts: Sequence[str], console: Console, results: Path | None = None, ops: Sequence[str] = (),
-    jobs: int | None = None, verbose: bool = False,
+    jobs: int | None = None, verbose: bool = False, **of_steps: Any,
 ) -> int:  # fmt: skip
-    """Run those parts, or all that measure. Returns 1 if a row of ours is wrong or raised, else 0.
+    """Run those parts, or all that measure; `of_steps` go to `steps.run`.
+
+    Returns 1 if a row of ours is wrong or raised, else 0.
 
     Raises:
-        ValueError: a part or a loss is not known, plots have no results, or results are requested in the interpreter.
+        ValueError: a part, loss, model or implementation is not known, plots have no results, or results are requested
+            in the interpreter.
     """
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"unknown part {', '.join(unknown)}; known parts: {', '.join(PARTS)}")
@@ -76,8 +78,10 @@ def run_parts(
         code |= losses(ops, console, results, jobs, verbose)
     if "optim" in wanted:
         code |= optim.run((), console, results)
+    if "steps" in wanted:
+        code |= steps.run(of_steps.pop("models", ()), of_steps.pop("impls", ()), console, results, **of_steps)
     if "plots" in wanted:
         if results is None:
             raise ValueError("plots are drawn from results; give --results")
-        plots(console, results)
+        draw_all(console, results)
     return code

@@ -1,0 +1,244 @@
+"""Whole training steps of Hugging Face models: plain, compiled, with Liger's kernels and with Rooftile's.
+
+A step is forward, backward, and AdamW over all parameters, in bfloat16 without gradient checkpointing. Each
+implementation has a process of its own (`worker.py`). Weights and tokens are random, and the same for all: the losses
+of the first steps must agree with the plain model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rooftile import runtime
+from rooftile.bench import report
+from rooftile.bench.report import number, ratio
+from rooftile.bench.rows import OURS, Row, compare, gpu_slug, is_ours, spread, write_json
+from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ATTENTION, OURS_COMPILE, Job
+from rooftile.bench.workloads import TRAINED
+
+STEP, BATCH = "train_step", "train_batch"
+IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_COMPILE)
+DEFAULT = (EAGER, COMPILE, LIGER, OURS)
+COMPARED = 4  # steps whose losses are compared: later ones drift apart by what the first ones were rounded
+CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3, in each layer
+LIMIT_S = 400  # of one process: torch.compile takes a minute or two
+GIB = 1 << 30
+CAPS = (16, 24, None)  # GiB of memory in which the largest batch is looked for; None: all
+FIT_TOKENS = 1024  # of a sequence of the largest batch: fine enough steps where little memory is left
+
+Launch = Callable[[Job], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model of `workloads.TRAINED`, and what a step of it trains."""
+
+    name: str
+    model: str
+    batch: int
+    tokens: int = 4096
+    lora: bool = False
+
+    def place(self, batch: int, tokens: int) -> str:
+        return f"{self.name} B{batch} T{tokens}"
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("llama-3.2-1b", "llama-3.2-1b", 4),
+        Workload("qwen3-0.6b", "qwen3-0.6b", 4),
+        Workload("gemma-3-1b", "gemma-3-1b", 2),
+        Workload("llama-3-8b-lora", "llama-3-8b", 1, lora=True),
+        Workload("tiny", "tiny", 2, 16),
+        Workload("tiny-lora", "tiny", 2, 16, lora=True),
+    )
+}
+
+
+def in_child(job: Job) -> dict[str, Any]:
+    """The job's result from a process of its own; if it gives none, an error."""
+    command = [sys.executable, "-m", "rooftile.bench.training.worker", json.dumps(dataclasses.asdict(job))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"status": "error", "message": f"not done after {LIMIT_S} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        said = done.stderr.strip().splitlines()
+        return {"status": "error", "message": f"exit code {done.returncode}: {said[-1] if said else ''}"[:300]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def fill(row: Row, found: dict[str, Any], expected: Sequence[float] | None, roof_tflops: float | None) -> None:
+    """The figures of a row of steps. `expected`: the losses to compare with."""
+    row.status, row.message = found["status"], found.get("message", "")
+    if row.status != "ok":
+        return
+    first = found["losses"][:COMPARED]
+    if expected is not None:
+        row.max_error = max(abs(a - b) / abs(b) for a, b in zip(first, expected, strict=False))
+        if not row.max_error <= CEILING:
+            row.status = "FAIL"
+            row.message = f"losses {first} differ by {row.max_error:.1e} from {list(expected[:COMPARED])}"
+            return
+    row.us, row.us_p20, row.us_p80 = spread(found["us"])
+    row.samples, row.calls, row.method = len(found["us"]), 1, "events" if "peak_bytes" in found else "host clock"
+    row.peak_bytes = found.get("peak_bytes")
+    row.tokens_per_s = 1e6 * row.dims["batch"] * row.dims["tokens"] / row.us
+    row.tflops = found["flops"] / row.us / 1e6
+    if roof_tflops:
+        row.roof_tflops, row.roof_fraction = roof_tflops, row.tflops / roof_tflops
+
+
+class Steps:
+    """One run over one model: its rows, and its file in `folder`, which is written after each row."""
+
+    def __init__(
+        self, workload: Workload, meta: dict[str, Any], console: Console, folder: Path | None, launch: Launch
+    ) -> None:
+        self.workload, self.console, self.folder, self.launch = workload, console, folder, launch
+        self.meta = {**meta, "suite": "training", "model": workload.name, "config": dict(TRAINED[workload.model])}
+        self.rows: list[Row] = []
+
+    def job(self, impl: str, **more: Any) -> Job:
+        w = self.workload
+        return Job(impl, dict(TRAINED[w.model]), w.lora, **{"batch": w.batch, "tokens": w.tokens, **more})
+
+    def measure(self, impls: Sequence[str], batch: int, tokens: int, dtype: str, timeline: bool) -> None:
+        """The rows of the implementations at one batch."""
+        dims = {"batch": batch, "tokens": tokens}
+        place = (STEP, "step", self.workload.place(batch, tokens), "bf16" if dtype == "bfloat16" else "fp32")
+        group: list[Row] = []
+        expected: list[float] | None = None
+        for impl in impls:
+            row = Row(*place, impl, roof="gemm", dims=dims)
+            short = {} if runtime.MODE is runtime.Mode.GPU else {"warmup": COMPARED, "steps": 1}
+            asked = timeline and impl != COMPILE
+            found = self.launch(self.job(impl, batch=batch, tokens=tokens, dtype=dtype, timeline=asked, **short))
+            fill(row, found, expected, self.meta["roof_tflops"])
+            if expected is None and row.status == "ok":
+                expected = found["losses"]
+            for key in ("losses", "first_step_s", "left", "reserved_bytes", "parameters"):
+                if key in found:
+                    self.meta.setdefault(key, {})[impl] = _line(found[key])
+            if "timeline" in found:
+                self.meta.setdefault("timeline", {})[impl] = {k: _line(v) for k, v in found["timeline"].items()}
+            group.append(row)
+            if self.meta["gpu"]:
+                compare(group)
+            self._add(row, _said(row))
+
+    def largest_batches(self, impls: Sequence[str], caps: Sequence[int | None], tokens: int) -> None:
+        """A row for each implementation and memory, with the largest batch in `dims`."""
+        for cap in caps:
+            for impl in impls:
+                found = self.launch(self.job(impl, tokens=tokens, fit=True, cap=None if cap is None else cap * GIB))
+                shape = f"{self.workload.name} T{tokens} " + ("all memory" if cap is None else f"{cap} GiB")
+                row = Row(BATCH, "step", shape, "bf16", impl, status=found["status"], message=found.get("message", ""))
+                row.dims = {"tokens": tokens, "gib": cap or 0, "batch": found.get("batch", 0)}
+                self._add(row, f"{shape} {impl}: {row.dims['batch']} sequences {row.message}")
+
+    def _add(self, row: Row, said: str) -> None:
+        self.rows.append(row)
+        self.console.print(said, markup=False, highlight=False, soft_wrap=True)
+        if self.folder is not None:
+            write_json(self.folder / f"{row.op}-{self.workload.name}.json", self.meta, self.rows)
+
+
+def _line(value: Any) -> Any:
+    """Long lists as text: a file of results has one value on each line."""
+    if isinstance(value, list) and value and isinstance(value[0], float):
+        return " ".join(f"{v:.5g}" for v in value)
+    return value
+
+
+def _said(row: Row) -> str:
+    if row.us is None:
+        return f"{row.shape} {row.impl}: {row.status} {row.message}"
+    peak = "" if row.peak_bytes is None else f", {row.peak_bytes / GIB:.1f} GiB"
+    difference = "" if row.max_error is None else f", losses within {row.max_error:.1e}"
+    return f"{row.shape} {row.impl}: {row.us / 1e3:.1f} ms, {row.tokens_per_s:.0f} tokens/s{peak}{difference}"
+
+
+COLUMNS = (
+    "model", "implementation", "ms a step>", "tokens/s>", "over eager>", "over Liger>", "GiB>", "of the GEMM roof>",
+    "losses within>", "",
+)  # fmt: skip
+
+
+def cells(row: Row, group: Sequence[Row]) -> list[str]:
+    """A row under `COLUMNS`."""
+    liger = next((r.us for r in group if r.impl == LIGER and r.us), None)
+    if row.us is None:
+        return [row.shape, row.impl, row.status, *["–"] * 6, row.message]
+    speeds = [ratio(row.speedup_vs_eager), ratio(liger / row.us if liger else None)]
+    memory = "–" if row.peak_bytes is None else number(row.peak_bytes / GIB)
+    error = "–" if row.max_error is None else f"{row.max_error:.1e}"
+    times = [number(row.us / 1e3, 4), number(row.tokens_per_s, 4)]
+    return [row.shape, row.impl, *times, *speeds, memory, ratio(row.roof_fraction), error, row.message]
+
+
+def show(console: Console, rows: Sequence[Row], measured: bool) -> None:
+    title = "training steps" + ("" if measured else f" ({report.NO_MEASUREMENT})")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in COLUMNS:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
+    for row in rows:
+        if row.op == STEP:
+            table.add_row(*cells(row, [r for r in rows if r.place == row.place]))
+    out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
+    out.print(table)
+
+
+def run(
+    models: Sequence[str], impls: Sequence[str], console: Console, results: Path | None = None, *,
+    batch: int | None = None, tokens: int | None = None, dtype: str = "bfloat16", fit: bool = False,
+    timeline: bool = False, launch: Launch = in_child,
+) -> int:  # fmt: skip
+    """Measure the steps of those models, or of the first; in the interpreter, of a tiny one.
+
+    `fit`: look for the largest batches instead. `timeline`: record the memory of a step too.
+    With `results`, write `<gpu>/training/train_step-<model>.json` there, and for `fit` `train_batch-<model>.json`.
+
+    Returns 1 if a row of ours is wrong or raised, else 0.
+
+    Raises:
+        ValueError: a model or an implementation is not known, or results are requested in the interpreter.
+        RuntimeError: the roofs could not be measured.
+    """
+    measures = runtime.MODE is runtime.Mode.GPU
+    if not measures and results is not None:
+        raise ValueError("--results is for measurements, and the interpreter makes none")
+    for what, given, known in (("model", models, WORKLOADS), ("implementation", impls, IMPLS)):
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}")
+    impls = impls or (DEFAULT if measures else (EAGER, OURS))
+    meta = launch(Job("machine"))
+    if "status" in meta:
+        raise RuntimeError(f"the machine was not measured: {meta['message']}")
+    every: list[Row] = []
+    for name in models or (next(iter(WORKLOADS)) if measures else "tiny",):
+        folder = None if results is None else results / gpu_slug(str(meta["gpu"])) / "training"
+        steps = Steps(WORKLOADS[name], meta, console, folder, launch)
+        if fit:
+            # Each batch would be compiled again.
+            fitted = [impl for impl in impls if impl not in (COMPILE, OURS_COMPILE)]
+            steps.largest_batches(fitted, CAPS, tokens or FIT_TOKENS)
+        else:
+            w = steps.workload
+            steps.measure(impls, batch or w.batch, tokens or w.tokens, dtype, timeline)
+        every += steps.rows
+    if not fit:
+        show(console, every, measures)
+    return int(any(is_ours(row.impl) and row.status != "ok" for row in every))
