@@ -12,7 +12,8 @@ from rooftile.cases.check import relative_error
 from rooftile.cases.linear_cross_entropy import TOLERANCES
 from rooftile.ops import linear_cross_entropy as module
 from rooftile.ops.cross_entropy import TokenStats, cross_entropy
-from rooftile.ops.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from rooftile.ops.fused_head import chunk_rows
+from rooftile.ops.linear_cross_entropy import linear_cross_entropy
 from rooftile.reference import linear_cross_entropy as reference
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -1,16 +1,9 @@
 """The fused head: cross entropy of `hidden @ weight^T + bias`, by chunks of tokens, without all logits in memory.
 
     z = hidden @ weight^T + bias,   loss = cross_entropy(z, target)
-    dhidden = dz @ weight,   dweight = dz^T @ hidden,   dbias = sum over tokens of dz
 
-Each chunk's logits are written into one buffer by a GEMM, become their own gradient in place, and are multiplied into
-the gradients that are asked for, all in the forward. The gradient of the weight is the residual of the next chunk's
-GEMM, which writes it in place: a program reads the tile that it writes, and no other program does. So beside inputs and
-results there is one chunk of logits.
-
-The gradients are known in the forward but for one factor, the gradient of the loss: see primitives/loss_gradient.py.
-Without a reduction that factor is a number of each token, and in float16 a gradient could underflow before a loss
-scaler's factor reaches it. In both cases the backward computes the logits again.
+ops/fused_head.py has the walk over chunks and the gradients. Of each chunk's logits the kernel of ops/cross_entropy
+computes the losses, and writes their gradient over them.
 """
 
 from __future__ import annotations
@@ -21,40 +14,18 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rooftile import launching, library
+from rooftile import library
+from rooftile.ops import fused_head
 from rooftile.ops.cross_entropy import Reduction, TokenStats, forward
+from rooftile.ops.fused_head import Gradients, How
 from rooftile.ops.gemm import dispatch
-from rooftile.ops.gemm.column_sum import column_sum
 from rooftile.ops.gemm.config import Precision
-from rooftile.primitives.loss_gradient import scaled
-from rooftile.primitives.partials import prepare_total, sum_partials
 
 _NAME = "linear_cross_entropy"
-CHUNK_BYTES = 256 << 20  # of a chunk's logits, unless more rows are needed
-LEAST_ROWS = 1024  # fewer leave a GEMM with too few operations a byte of the weight: an H100's ridge is near 300
-MOST_CHUNKS = 4  # where each chunk rounds the gradient of the weight
-_ROWS = 128  # of a tile
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """What a call asks for besides the loss, as the op's arguments after the loss's.
-
-    Attributes:
-        needs: whether hidden, weight and bias get gradients.
-        chunk_bytes: 0 is the default.
-        valid_rows: -1 if the host does not know.
-    """
-
-    needs: Sequence[bool]
-    float32_weight_gradient: bool
-    chunk_bytes: int
-    valid_rows: int
-    precision: str
+_PLACES = (0, 1, 3)  # of hidden, weight and bias among the op's arguments
+_TENSORS = 6
+_STATS = (torch.float32, torch.float32, torch.int64)
 
 
 def _split(args: Sequence[Any]) -> tuple[forward.Options, How]:
@@ -62,57 +33,19 @@ def _split(args: Sequence[Any]) -> tuple[forward.Options, How]:
     return forward.Options(*args[:n]), How(*args[n:])
 
 
-def chunk_rows(n_rows: int, row_bytes: int, chunk_bytes: int, rounds: bool) -> int:
-    """How many tokens a chunk has; the last one may have fewer.
-
-    Args:
-        row_bytes: of a token's logits.
-        chunk_bytes: the budget; 0 is the default.
-        rounds: whether each chunk rounds the gradient of the weight.
-    """
-    if chunk_bytes:
-        rows = max(1, chunk_bytes // row_bytes)
-    else:
-        rows = max(LEAST_ROWS, CHUNK_BYTES // row_bytes, library.cdiv(n_rows, MOST_CHUNKS) if rounds else 0)
-    if rows >= n_rows:
-        return n_rows
-    # Whole tiles, in chunks of about one size; they also keep the addresses of chunks aligned.
-    if rows >= _ROWS:
-        rows = rows // _ROWS * _ROWS if chunk_bytes or not rounds else library.cdiv(rows, _ROWS) * _ROWS
-    even = library.cdiv(n_rows, library.cdiv(n_rows, rows))
-    return min(rows, library.cdiv(even, _ROWS) * _ROWS)
-
-
 def _check(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     token_weights: Tensor | None, options: forward.Options, how: How,
 ) -> None:  # fmt: skip
-    library.check_floating(
-        op, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight, token_weights=token_weights
-    )
-    if hidden.dim() == 0:
-        raise ValueError(f"{op}: hidden has shape (), expected at least one dimension")
-    dispatch.check_dtype(op, "weight", weight, "hidden", hidden)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+    fused_head.check_head(op, hidden, weight, bias)
+    library.check_floating(op, class_weight=class_weight, token_weights=token_weights)
+    classes = weight.shape[0]
+    if class_weight is not None and class_weight.shape != (classes,):
         raise ValueError(
-            f"{op}: weight has shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1]}), V of 1 or more, to match "
-            "hidden's last dimension"
+            f"{op}: class_weight has shape {tuple(class_weight.shape)}, expected ({classes},) to match weight's rows"
         )
-    classes, leading = weight.shape[0], tuple(hidden.shape[:-1])
-    for name, tensor in (("bias", bias), ("class_weight", class_weight)):
-        if tensor is not None and tensor.shape != (classes,):
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(tensor.shape)}, expected ({classes},) to match weight's rows"
-            )
-    if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {hidden.dtype} to match hidden, or torch.float32")
-    if target.dtype not in forward.TARGETS:
-        raise TypeError(f"{op}: target has dtype {target.dtype}, expected int64 or int32, the indices of classes")
-    for name, tensor in (("target", target), ("token_weights", token_weights)):
-        if tensor is not None and tuple(tensor.shape) != leading:
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(tensor.shape)}, expected {leading} to match hidden's leading dimensions"
-            )
+    fused_head.check_classes(op, "target", target, hidden)
+    fused_head.check_tokens(op, "token_weights", token_weights, hidden)
     forward.check_options(op, options)
     dispatch.check_precision(op, how.precision)
 
@@ -135,66 +68,7 @@ def _prepare_rows(
     return run
 
 
-def _prepare_mean(
-    target: Tensor, weight: Tensor | None, token_weights: Tensor | None, losses: Tensor | None, out: Tensor,
-    n_cols: int, ignore_index: int,
-) -> Callable[..., None]:  # fmt: skip
-    start = forward.bind_mean(target, weight, token_weights, losses is not None, n_cols, ignore_index)
-    return lambda target, weight, token_weights, losses, out, *_: start(target, weight, token_weights, losses, out)
-
-
 _losses_of_rows = library.Prepared(_prepare_rows)
-_mean = library.Prepared(_prepare_mean)
-_add_up = library.Prepared(lambda losses, loss: prepare_total(losses.numel(), 1.0, torch.float32))
-
-
-class _WeightGradient:
-    """`sum over chunks of dz^T @ hidden`, each chunk added to what is there, in the weight's dtype or in float32."""
-
-    def __init__(self, total: Tensor, how: How) -> None:
-        self.total = total
-        wide = how.float32_weight_gradient and total.dtype is not torch.float32
-        self.acc = torch.empty(total.shape, dtype=torch.float32, device=total.device) if wide else total
-        self.precision = how.precision
-        self.empty = True
-
-    def add(self, op: str, dz: Tensor, hidden: Tensor) -> None:
-        residual = None if self.empty else self.acc
-        dispatch.gemm(op, dz.mT, hidden.mT, self.acc, residual=residual, precision=self.precision)
-        self.empty = False
-
-    def finish(self) -> None:
-        if self.acc is not self.total:
-            self.total.copy_(self.acc)
-
-
-def _valid_first(target: Tensor, options: forward.Options, how: How) -> Tensor | None:
-    """The indices of the tokens that count, in their order; None for all of them."""
-    if how.valid_rows < 0 or how.valid_rows >= target.numel():
-        return None
-    return torch.argsort(target == options.ignore_index, stable=True)[: how.valid_rows]
-
-
-def _restored(rows: Tensor, order: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
-    """The numbers of all tokens, from those of the tokens in `order`.
-
-    Of the others they are 0 (-1 of an index) where the token is ignored, and NaN where it was dropped by mistake.
-    """
-    if order is None:
-        return rows
-    if rows.dtype is torch.int64:
-        every = rows.new_full(target.shape, -1)
-    else:
-        every = rows.new_full(target.shape, torch.nan).masked_fill_(target == ignore_index, 0.0)
-    return every.index_copy_(0, order, rows)
-
-
-def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
-    pairs = zip((hidden, weight, bias), needs, strict=True)
-    return [
-        torch.empty(t.shape if need else (0,), dtype=t.dtype, device=t.device) if t is not None else hidden.new_empty(0)
-        for t, need in pairs
-    ]
 
 
 def _walk(
@@ -208,59 +82,25 @@ def _walk(
         token_weights: what "mean" divides by the sum of.
         scales: what the losses of the tokens are multiplied by.
     """
-    device, dtype, ignored = hidden.device, hidden.dtype, options.ignore_index
-    n_cols, now = weight.shape[0], options.gradient == "now"
-    needs = [now and need for need in how.needs]
-    n_tokens = hidden.shape[0]
-    order = _valid_first(target, options, how)
-    n_rows = n_tokens if order is None else int(order.shape[0])
-
+    device, ignored, n_cols = hidden.device, options.ignore_index, weight.shape[0]
+    order = fused_head.valid_first(target, ignored, how)
+    n_rows = hidden.shape[0] if order is None else int(order.shape[0])
     found = [torch.empty(n_rows, dtype=torch.float32, device=device)]
     if options.stats:
-        found += [torch.empty(n_rows, dtype=t, device=device) for t in (torch.float32, torch.float32, torch.int64)]
-    dhidden, dweight, dbias = _empty_gradients(hidden, weight, bias, needs)
-    if order is not None:
-        dhidden.zero_()
-    of_weight = _WeightGradient(dweight, how) if needs[1] else None
-
-    # A row begins at a multiple of 32 bytes, which TMA and vectors need, whatever the number of classes.
-    stride = library.cdiv(n_cols, 16) * 16
-    rounds = of_weight is not None and of_weight.acc.dtype is not torch.float32
-    size = chunk_rows(n_rows, stride * dtype.itemsize, how.chunk_bytes, rounds)
-    starts = range(0, n_rows, max(1, size))
-    sums = torch.empty((len(starts), n_cols), dtype=torch.float32, device=device) if needs[2] else None
-    buffer = torch.empty((size, stride), dtype=dtype, device=device)[:, :n_cols]
-    inverse = None
-    if options.reduction == "mean" and now and n_rows:
-        inverse = torch.empty((), dtype=torch.float32, device=device)
-        _mean(target, class_weight, token_weights, None, inverse, n_cols, ignored)
+        found += [torch.empty(n_rows, dtype=dtype, device=device) for dtype in _STATS]
+    divisor = fused_head.Divisor(target, class_weight, token_weights, n_cols, ignored)
+    now = options.gradient == "now"
+    inverse = divisor.apply(None) if now and options.reduction == "mean" else None
     flags = dataclasses.astuple(options)
 
-    for i, first in enumerate(starts):
-        part = slice(first, min(first + size, n_rows))
-        index = None if order is None else order[part]
-        rows = part if index is None else index
-        x, y, z = hidden[rows], target[rows], buffer[: part.stop - first]
-        dispatch.gemm(op, x, weight, z, bias, precision=how.precision)
+    def differentiate(z: Tensor, part: slice, rows: slice | Tensor) -> None:
         stats: list[Tensor | None] = [t[part] for t in found[1:]]
-        stats = stats or [None] * 3
         scale = None if scales is None else scales[rows]
-        _losses_of_rows(z, y, class_weight, scale, inverse, found[0][part], *stats, *flags)
-        if needs[0]:
-            dx = dhidden[part] if index is None else torch.empty(x.shape, dtype=dtype, device=device)
-            dispatch.gemm(op, z, weight.mT, dx, precision=how.precision)
-            if index is not None:
-                dhidden.index_copy_(0, index, dx)
-        if of_weight is not None:
-            of_weight.add(op, z, x)
-        if sums is not None:
-            column_sum(z, sums[i])
+        _losses_of_rows(z, target[rows], class_weight, scale, inverse, found[0][part], *stats or [None] * 3, *flags)
 
-    if of_weight is not None:
-        of_weight.finish()
-    if sums is not None:
-        sum_partials(sums, dbias)
-    return [_restored(t, order, target, ignored) for t in found], (dhidden, dweight, dbias)
+    row_bytes = fused_head.logits_row_bytes(hidden, n_cols)
+    gradients = fused_head.walk(op, hidden, weight, bias, order, how, row_bytes, differentiate, gradients=now)
+    return [fused_head.restored(t, order, target, ignored) for t in found], gradients
 
 
 def _flat(t: Tensor | None) -> Tensor | None:
@@ -282,71 +122,40 @@ def _fake(
     _check(_NAME, hidden, weight, target, bias, class_weight, token_weights, options, how)
     device = hidden.device
     needs = how.needs if options.gradient == "now" else (False,) * 3
-    stats = [
-        torch.empty(target.shape if options.stats else (0,), dtype=dtype, device=device)
-        for dtype in (torch.float32, torch.float32, torch.int64)
-    ]
+    stats = [torch.empty(target.shape if options.stats else (0,), dtype=dtype, device=device) for dtype in _STATS]
     loss = torch.empty(target.shape if options.reduction == "none" else (), dtype=torch.float32, device=device)
-    return (loss, *_empty_gradients(hidden, weight, bias, needs), *stats)  # type: ignore[return-value]
+    return (loss, *fused_head.empty_gradients(hidden, weight, bias, needs), *stats)  # type: ignore[return-value]
 
 
 def _launch(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     token_weights: Tensor | None, *args: Any,
 ) -> Outputs:  # fmt: skip
-    if isinstance(hidden, FunctionalTensor):
-        raise launching.Untraceable("a number of launches that depends on the number of tokens")
+    fused_head.refuse_tracing(hidden)
     options, how = _split(args)
     _check(_NAME, hidden, weight, target, bias, class_weight, token_weights, options, how)
     if not target.numel() or how.valid_rows == 0:
         results = _fake(hidden, weight, target, bias, class_weight, token_weights, *args)
         for t in results:
             t.zero_()
-        if target.numel():
-            flat = target.reshape(-1)
-            losses = torch.where(flat == options.ignore_index, 0.0, torch.nan)
-            results[0].copy_(losses.view(target.shape) if options.reduction == "none" else losses.sum())
-            results[6].fill_(-1)
+        fused_head.zeroed_loss(results[0], target, options.ignore_index, options.reduction)
+        results[6].fill_(-1)
         return results
     leading = target.shape
     target, tokens, class_weight = target.reshape(-1).contiguous(), _flat(token_weights), _contiguous(class_weight)
     row_options = options if options.gradient == "now" else dataclasses.replace(options, gradient="none")
     found, gradients = _walk(
-        _NAME,
-        dispatch.as_rows(hidden),
-        weight,
-        target,
-        _contiguous(bias),
-        class_weight,
-        tokens,
-        tokens,
-        row_options,
+        _NAME, dispatch.as_rows(hidden), weight, target, _contiguous(bias), class_weight, tokens, tokens, row_options,
         how,
-    )
+    )  # fmt: skip
     losses, *stats = found
-    if options.reduction == "none":
-        loss = losses.view(leading)
-    else:
-        loss = torch.empty((), dtype=torch.float32, device=hidden.device)
-        if options.reduction == "mean":
-            _mean(target, class_weight, tokens, losses, loss, weight.shape[0], options.ignore_index)
-        else:
-            _add_up(losses, loss)
     dhidden, dweight, dbias = gradients
     if how.needs[0] and options.gradient == "now":
         dhidden = dhidden.view(hidden.shape)
-    stats = [t.view(leading) for t in stats] or [
-        torch.empty(0, dtype=dtype, device=hidden.device) for dtype in (torch.float32, torch.float32, torch.int64)
-    ]
+    stats = [t.view(leading) for t in stats] or [torch.empty(0, dtype=dtype, device=hidden.device) for dtype in _STATS]
+    divisor = fused_head.Divisor(target, class_weight, tokens, weight.shape[0], options.ignore_index)
+    loss = fused_head.reduced(losses, options.reduction, leading, divisor)
     return (loss, dhidden, dweight, dbias, *stats)  # type: ignore[return-value]
-
-
-def _check_dloss(dloss: Tensor, target: Tensor, options: forward.Options) -> None:
-    op = f"{_NAME}_backward"
-    library.check_floating(op, dloss=dloss)
-    expected = tuple(target.shape) if options.reduction == "none" else ()
-    if tuple(dloss.shape) != expected:
-        raise ValueError(f"{op}: dloss has shape {tuple(dloss.shape)}, expected {expected} to match the loss")
 
 
 def _fake_backward(
@@ -354,31 +163,32 @@ def _fake_backward(
     token_weights: Tensor | None, *args: Any,
 ) -> Gradients:  # fmt: skip
     options, how = _split(args)
-    _check_dloss(dloss, target, options)
-    _check(f"{_NAME}_backward", hidden, weight, target, bias, class_weight, token_weights, options, how)
-    return tuple(_empty_gradients(hidden, weight, bias, how.needs))  # type: ignore[return-value]
+    op = f"{_NAME}_backward"
+    fused_head.check_dloss(op, dloss, target, options.reduction)
+    _check(op, hidden, weight, target, bias, class_weight, token_weights, options, how)
+    return tuple(fused_head.empty_gradients(hidden, weight, bias, how.needs))  # type: ignore[return-value]
 
 
 def _launch_backward(
     dloss: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     token_weights: Tensor | None, *args: Any,
 ) -> Gradients:  # fmt: skip
-    if isinstance(hidden, FunctionalTensor):
-        raise launching.Untraceable("a number of launches that depends on the number of tokens")
+    fused_head.refuse_tracing(hidden)
     options, how = _split(args)
-    _check_dloss(dloss, target, options)
-    _check(f"{_NAME}_backward", hidden, weight, target, bias, class_weight, token_weights, options, how)
+    op = f"{_NAME}_backward"
+    fused_head.check_dloss(op, dloss, target, options.reduction)
+    _check(op, hidden, weight, target, bias, class_weight, token_weights, options, how)
     if not target.numel() or how.valid_rows == 0:
         results = _fake_backward(dloss, hidden, weight, target, bias, class_weight, token_weights, *args)
         for t in results:
             t.zero_()
         return results
     tokens = _flat(token_weights)
-    scales = dloss.reshape(-1).float()
-    scales = scales.expand(target.numel()).contiguous() if tokens is None else scales * tokens.float()
+    scales = fused_head.row_scales(dloss, target.numel())
+    scales = scales if tokens is None else scales * tokens.float()
     options = dataclasses.replace(options, gradient="now", stats=False)
     _, (dhidden, dweight, dbias) = _walk(
-        f"{_NAME}_backward", dispatch.as_rows(hidden), weight, target.reshape(-1).contiguous(), _contiguous(bias),
+        op, dispatch.as_rows(hidden), weight, target.reshape(-1).contiguous(), _contiguous(bias),
         _contiguous(class_weight), tokens, scales, options, how,
     )  # fmt: skip
     return dhidden.view(hidden.shape) if how.needs[0] else dhidden, dweight, dbias
@@ -390,64 +200,32 @@ def _check_gradients(inputs: tuple[Any, ...]) -> None:
             raise ValueError(f"{_NAME}: {name} requires grad, but gets no gradient; pass {name}.detach()")
 
 
-_PLACES = (0, 1, 3)  # of hidden, weight and bias among the op's arguments
-
-
 def _save(ctx, inputs, outputs) -> None:
-    options, how = _split(inputs[6:])
-    needs = [bool(ctx.needs_input_grad[1 + i]) for i in _PLACES]
-    if options.gradient == "none":
-        raise ValueError(f"{_NAME}: gradient is 'none', expected 'now' or 'later' for inputs that need one")
-    if options.gradient == "now" and any(need and not given for need, given in zip(needs, how.needs, strict=True)):
-        raise ValueError(f"{_NAME}: needs is {list(how.needs)}, expected {needs}, as inputs need gradients")
-    ctx.mark_non_differentiable(*outputs[1:])
-    ctx.now, ctx.needs = options.gradient == "now", needs
-    if ctx.now:
-        ctx.save_for_backward(*outputs[:4])
-    else:
-        ctx.save_for_backward(*inputs[:6])
-        ctx.args = (*dataclasses.astuple(options), needs, *dataclasses.astuple(how)[1:])
+    options, _ = _split(inputs[_TENSORS:])
+    fused_head.save(ctx, _NAME, inputs, outputs, _PLACES, _TENSORS, options.gradient)
 
 
 def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * 18
-    if dloss is None:
-        return tuple(grads)
-    if ctx.now:
-        loss, *found = ctx.saved_tensors
-        found = [scaled(t, dloss, loss) if need else t for t, need in zip(found, ctx.needs, strict=True)]
-    else:
-        found = _backward_op(dloss, *ctx.saved_tensors, *ctx.args)
-    for place, t, need in zip(_PLACES, found, ctx.needs, strict=True):
-        grads[place] = t if need else None
-    return tuple(grads)
+    return fused_head.backward(ctx, _backward_op, dloss)
 
 
-_TENSORS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weights"
-_NUMBERS = (
+_SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weights, "
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, str gradient, bool stats, "
-    "bool[] needs, bool float32_weight_gradient, int chunk_bytes, int valid_rows, str precision"
+    f"{fused_head.HOW}"
 )
 
 _backward_op = library.define(
-    f"{_NAME}_backward(Tensor dloss, {_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
+    f"{_NAME}_backward(Tensor dloss, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     launch=_launch_backward,
     fake=_fake_backward,
 )
 _op = library.define(
-    f"{_NAME}({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_NAME}({_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch=_launch,
     fake=_fake,
     autograd=library.Autograd(_save, _backward, _check_gradients),
 )
-
-
-def _at_least(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{_NAME}: {name} is {library.named(value)}, expected an int or None")
-    if value < least:
-        raise ValueError(f"{_NAME}: {name} is {value}, expected {least} or more, or None")
-    return value
 
 
 @overload
@@ -527,20 +305,10 @@ def linear_cross_entropy(
     """
     if dispatch.autocast_dtype(hidden) is not None:
         hidden, weight, bias = dispatch.autocast(hidden, weight, bias)  # type: ignore[assignment]
-    budget = 0 if chunk_bytes is None else _at_least("chunk_bytes", chunk_bytes, 1)
-    valid = -1 if valid_rows is None else _at_least("valid_rows", valid_rows, 0)
-    if not isinstance(float32_weight_gradient, bool):
-        raise TypeError(
-            f"{_NAME}: float32_weight_gradient is {library.named(float32_weight_gradient)}, expected a bool"
-        )
-    learning = torch.is_grad_enabled()
-    needs = [learning and isinstance(t, Tensor) and t.requires_grad for t in (hidden, weight, bias)]
-    gradient = "none"
-    if any(needs):
-        gradient = "later" if reduction == "none" or hidden.dtype is torch.float16 else "now"
+    how = fused_head.asked(_NAME, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
+    gradient = fused_head.gradient_when(how, reduction, hidden.dtype)
     loss, _, _, _, *stats = _op(
         hidden, weight, target, bias, class_weight, token_weights, ignore_index, label_smoothing, z_loss,
-        0.0 if softcap is None else softcap, reduction, gradient, return_stats,
-        needs, float32_weight_gradient, budget, valid, precision,
+        0.0 if softcap is None else softcap, reduction, gradient, return_stats, *how,
     )  # fmt: skip
     return (loss, TokenStats(*stats)) if return_stats else loss
