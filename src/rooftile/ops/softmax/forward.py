@@ -24,13 +24,11 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.primitives.cta_exchange import gather, publish_pair, softmax_pairs, split
+from rooftile.primitives.online_softmax import LOWEST, extend
 from rooftile.primitives.rows import RowConfig, row_launcher, row_length
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-
 
 # What forward and backward share
 
@@ -176,14 +174,6 @@ def _scores(
 
 
 @triton.jit
-def _extend(tops, sums, z, FACTOR: tl.constexpr):
-    """The running maxima and sums, updated with one more block."""
-    new = tl.maximum(tops, tl.max(z, axis=1, keep_dims=True))
-    sums = sums * tl.exp2((tops - new) * FACTOR) + tl.sum(tl.exp2((z - new) * FACTOR), axis=1, keep_dims=True)
-    return new, sums
-
-
-@triton.jit
 def _inverse(total):
     """1 / total; 0 for a row that keeps nothing."""
     return tl.where(total == 0.0, 0.0, 1.0 / total)
@@ -288,9 +278,9 @@ def _loop_kernel(
         cols = start + block
         mask = inside(cols, n_cols, EVEN)
         z = _scores(x_ptr, mask_ptr, cols, mask, kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_last")
-        tops, sums = _extend(tops, sums, z, FACTOR)
+        tops, sums = extend(tops, sums, z, FACTOR)
     for i in tl.static_range(HELD):
-        tops, sums = _extend(tops, sums, held[i].to(tl.float32), FACTOR)
+        tops, sums = extend(tops, sums, held[i].to(tl.float32), FACTOR)
     top = tl.max(tops)
     inverse = _inverse(tl.sum(sums * tl.exp2((tops - top) * FACTOR)))
 
