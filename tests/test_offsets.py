@@ -15,6 +15,7 @@ from helpers import BF16, assert_same
 
 import rooftile
 from rooftile import launching, library, runtime
+from rooftile.ops import linear_jsd
 from rooftile.ops.cross_entropy import forward as cross_entropy
 from rooftile.primitives import tiles
 
@@ -184,6 +185,18 @@ def run_cross_entropy_in_place(lay, device):
     return results
 
 
+def run_linear_jsd(lay, device):
+    student, teacher = normal(device), normal(device)
+    target = torch.tensor([3, 47, -100, 0], device=device)
+    results = []
+    for place in (torch.clone, lay):
+        far, far_teacher, losses = place(student), place(teacher), torch.empty(ROWS, device=device)
+        args = far, far_teacher, target, None, None, losses, 0.5, 1.0, -100, True
+        linear_jsd.bind_rows(*args)(*args)
+        results.append((losses, far.clone()))
+    return results
+
+
 # Each with the family whose kernels it runs.
 RUNS = {
     run_rms_norm: "rms_norm",
@@ -197,6 +210,7 @@ RUNS = {
     run_jsd: "divergence",
     run_cross_entropy: "cross_entropy",
     run_cross_entropy_in_place: "cross_entropy",
+    run_linear_jsd: "linear_jsd",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
 

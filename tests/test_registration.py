@@ -49,8 +49,8 @@ def calls(case, device, points=None):
 
 # As PyTorch's own products, these cast what they are given under autocast: test_matmul.py.
 PRODUCTS = (
-    "matmul", "linear", "gated_linear", "linear_cross_entropy", "rms_norm_linear", "rms_norm_gated_linear", "attention",
-    "attention_varlen",
+    "matmul", "linear", "gated_linear", "linear_cross_entropy", "linear_jsd", "rms_norm_linear",
+    "rms_norm_gated_linear", "attention", "attention_varlen",
 )  # fmt: skip
 OF_VALUES = ("test_schema", "test_faketensor")
 OF_TENSORS = ("test_autograd_registration",)

@@ -52,6 +52,8 @@ from rooftile.ops.kv_cache import append_kv as append_kv
 from rooftile.ops.kv_cache import rope_and_cache as rope_and_cache
 from rooftile.ops.layer_norm import layer_norm as layer_norm
 from rooftile.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from rooftile.ops.linear_jsd import linear_jsd as linear_jsd
+from rooftile.ops.linear_jsd import linear_kl as linear_kl
 from rooftile.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from rooftile.ops.quantize_tensor import quantize_tensor as quantize_tensor
 from rooftile.ops.rms_norm import rms_norm as rms_norm

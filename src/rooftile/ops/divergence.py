@@ -45,7 +45,7 @@ _SHARE = 16  # tiles that a program of a long sum adds: of a billion elements 16
 
 
 @triton.jit
-def _terms(x, t, KIND: tl.constexpr, BETA: tl.constexpr, WITH_DTARGET: tl.constexpr):
+def terms(x, t, KIND: tl.constexpr, BETA: tl.constexpr, WITH_DTARGET: tl.constexpr):
     """The loss, and its derivatives with respect to input and target; the last only if asked for."""
     if KIND == "kl":
         loss = tl.where(t == 0.0, 0.0, t * tl.log(t)) - t * x
@@ -108,7 +108,7 @@ def _forward_kernel(
         x = tl.load(input_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy="evict_first")
         t = tl.load(target_ptr + row * stride_tm + cols, mask=mask, other=0.0)
 
-        loss, dx, _ = _terms(x.to(tl.float32), t.to(tl.float32), KIND, BETA, False)
+        loss, dx, _ = terms(x.to(tl.float32), t.to(tl.float32), KIND, BETA, False)
 
         if REDUCES:
             acc += loss  # 0 beyond the row, where x and t are both 0
@@ -153,7 +153,7 @@ def _backward_kernel(
         x = tl.load(input_ptr + row * stride_xm + cols, mask=mask, other=0.0, eviction_policy="evict_first")
         x = x.to(tl.float32)
 
-    _, dx, dt = _terms(x, t, KIND, BETA, NEEDS_DTARGET)
+    _, dx, dt = terms(x, t, KIND, BETA, NEEDS_DTARGET)
 
     if NEEDS_DINPUT:
         tl.store(dinput_ptr + row * n_cols + cols, (dloss * dx).to(dinput_ptr.dtype.element_ty), mask=mask)
