@@ -220,13 +220,57 @@ def test_sequences_that_are_packed():
     ids, places, lengths = packed()
     expected = one_by_one(eager, ids)
     with torch.no_grad():
-        by_place = ours(ids, **places, use_cache=False).logits
         with Calls() as record:
+            by_place = ours(ids, **places, use_cache=False).logits
             by_starts = ours(ids, **places, **lengths).logits
         in_training = ours.train()(ids, **places, **lengths).logits  # by PyTorch's attention
     for found in (by_place, by_starts, in_training):
         assert error(found, expected) < TOLERANCE
     assert {func._schema.name for func, _, _ in record.calls} == {"rooftile::attention_varlen"}
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 3", "Qwen2-MoE"])
+def test_rows_of_packed_sequences(title):
+    """Each row holds other sequences. Gemma 3 has layers with a window and without; Qwen2-MoE's window is a mask."""
+    eager, ours = pair(title)
+    lengths = ((7, 13), (11, 4, 5))
+    ids = tokens(20, 2)
+    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(DEVICE)
+    expected = [[eager(part[None]).logits[0] for part in row.split(n)] for row, n in zip(ids, lengths, strict=True)]
+    flat = torch.cat([part for row in expected for part in row])
+    with torch.no_grad(), Calls() as record:
+        found = ours(ids, position_ids=places, use_cache=False).logits
+    assert error(found.flatten(0, 1), flat) < TOLERANCE
+    ops = {func._schema.name.partition("::")[2] for func, _, _ in record.calls}
+    assert ops == ({"attention", "attention_varlen"} if title == "Qwen2-MoE" else {"attention_varlen"})
+    ours.train()
+    for module in ours.modules():
+        module.attention_dropout = 1e-7  # PyTorch's attention, with a mask of all of it
+    dropped = ours(ids, position_ids=places, use_cache=False).logits
+    assert error(dropped.flatten(0, 1), flat) < TOLERANCE
+
+
+def test_masks_that_only_look_packed_are_kept_whole():
+    """A rule of the model's own, besides."""
+    from transformers import masking_utils
+
+    sequences = torch.tensor([[0, 0, 1, 1]], device=DEVICE)
+    packing = masking_utils.packed_sequence_mask_function(sequences)
+    causal = masking_utils.causal_mask_function
+    windowed = masking_utils.sliding_window_causal_mask_function(2)
+    both = masking_utils.and_masks
+    assert torch.equal(attention._sequences(both(causal, packing), None), sequences)
+    assert torch.equal(attention._sequences(both(windowed, packing), 2), sequences)
+    for function, window in (
+        (causal, None),
+        (both(causal, lambda b, h, q, k: q >= 0), None),
+        (both(windowed, packing), None),
+        (both(windowed, packing), 3),
+        (both(causal, packing), 2),
+        (both(both(causal, lambda b, h, q, k: q >= 0), packing), None),
+        (masking_utils.or_masks(both(causal, packing), packing), None),
+    ):
+        assert attention._sequences(function, window) is None
 
 
 def test_a_window_that_reaches_both_ways():

@@ -26,7 +26,9 @@ MORE = {"Gemma 2": CAPPED, "Gemma 3": CAPPED}
 
 
 def trained(title: str, dtype: torch.dtype = torch.float32, **more: object) -> nn.Module:
-    """A model in training, without dropout: two runs are comparable."""
+    """A model in training, without dropout: two runs are comparable. One layer where that is enough."""
+    if "num_hidden_layers" in BY_TITLE[title].tiny and title not in ("Gemma 3", "DeepSeek-V3"):
+        more = {"num_hidden_layers": 1, **more}
     model = build(title, dtype, **MORE.get(title, {}), **more).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -442,11 +444,11 @@ def test_packed_sequences_train_as_separate_ones(title: str) -> None:
         "use_cache": False,
     }
     flash = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": m, "max_length_k": m}
-    for more, op in ((flash, "attention_varlen"), ({}, "attention")):  # with lengths, and by restarting positions alone
+    for more in (flash, {}):  # with lengths, and by restarting positions alone
         with rooftile.patch(model, attention=True), Calls() as ops:
             ours, patched = step(model, packed, **more)
         names = {call._schema.name.partition("::")[2] for call, _, _ in ops.calls}
-        assert names & {"attention", "attention_varlen"} == {op}
+        assert names & {"attention", "attention_varlen"} == {"attention_varlen"}
         assert ours.logits is None
         assert error(ours.loss.cpu(), total) < FP32
         assert_same_gradients(patched, grads)

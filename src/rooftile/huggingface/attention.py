@@ -2,10 +2,12 @@
 
 Two functions are registered. `attention_mask` describes which keys a query sees. It returns None where the causal
 rule and the window say everything and the last query is aligned with the last key; `(B, Tk)` if there is padding too;
-and the full `(B, 1, Tq, Tk)` for everything else (packed sequences, static caches with an unfilled tail, a model's own
-masks). `attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for several tokens with
-a full mask, and everything else by `rooftile.attention`. So a padded batch needs memory linear in T, not quadratic, and
-blocks outside of the window are skipped.
+the starts of sequences, in one dimension, if position_ids that restart say that they are packed; and the full
+`(B, 1, Tq, Tk)` for everything else (static caches with an unfilled tail, a model's own masks, packed sequences in
+graphs of torch.compile). `attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for
+several tokens with a full mask, packed sequences by `rooftile.attention_varlen`, and everything else by
+`rooftile.attention`. So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the
+window are skipped.
 
 What the kernels lack goes to another implementation: dropout, a position bias that needs a gradient (T5 in training),
 heads over 256, float64. That is PyTorch's `scaled_dot_product_attention`, or the model's own eager code if it has a
@@ -15,6 +17,7 @@ soft cap or sinks.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +84,10 @@ def attention_mask(
         plain = told and local_size == getattr(config, "sliding_window", None) and not chunked
     if allow_is_causal_skip and plain and aligned:
         return _padding(attention_mask, kv_length, kv_offset)
+    if attention_mask is None and (local_size is None or plain) and q_length == kv_length and aligned:
+        sequences = _sequences(mask_function, local_size)
+        if sequences is not None and not torch.compiler.is_compiling() and not _is_capturing(sequences.device):
+            return _starts(sequences)
     if allow_is_bidirectional_skip and local_size is None and mask_function is bidirectional_mask_function:
         padding = _padding(attention_mask, kv_length, kv_offset)
         # A full mask: a padding mask does not say that the module is not causal. It is expanded with strides of 0.
@@ -98,6 +105,48 @@ def attention_mask(
         allow_is_bidirectional_skip=False,
         **options,
     )
+
+
+def _sequences(mask_function: Any, window: int | None) -> Tensor | None:
+    """Which sequence each token belongs to, `(B, T)`, if the causal rule (in a window) and that are all of the mask.
+
+    transformers describes a mask by functions in functions; what this one is made of is in their closures.
+    """
+    from transformers import masking_utils
+
+    def made_by(name: str, function: Any) -> dict[str, Any] | None:
+        made = getattr(function, "__qualname__", "").startswith(f"{name}.<locals>.")
+        if not made or function.__module__ != masking_utils.__name__:
+            return None
+        return dict(
+            zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True)
+        )
+
+    def both(function: Any) -> tuple[Any, Any]:
+        found = (made_by("and_masks", function) or {}).get("mask_functions", ())
+        return tuple(found) if len(found) == 2 else (None, None)
+
+    rule, packing = both(mask_function)
+    if window is not None:
+        overlay, rule = both(rule)
+        if (made_by("sliding_window_overlay", overlay) or {}).get("sliding_window") != window:
+            return None
+    if rule is not masking_utils.causal_mask_function:
+        return None
+    return (made_by("packed_sequence_mask_function", packing) or {}).get("packed_sequence_mask")
+
+
+def _starts(sequences: Tensor) -> Tensor:
+    """Where sequences start in all tokens of the batch, and the number of tokens: int32, in one dimension.
+
+    Synchronizes once a forward. `longest` of the result is the length of the longest sequence.
+    """
+    first = torch.ones_like(sequences, dtype=torch.bool)
+    first[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    at = [*first.flatten().nonzero().flatten().tolist(), sequences.numel()]
+    starts = torch.tensor(at, dtype=torch.int32, device=sequences.device)
+    starts.longest = max(b - a for a, b in itertools.pairwise(at))  # type: ignore[attr-defined]
+    return starts
 
 
 def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -184,8 +233,12 @@ class _Call:
                     pattern = pattern & (keys > places - self.window)
                 seen = pattern if seen is None else seen & pattern
         if starts is not None:
-            of_q, of_k = (torch.bucketize(at, s[1:], right=True) for at, s in zip((places, keys), starts, strict=True))
-            same = (of_q == of_k)[None, None]
+            rows = torch.arange(self.q.shape[0], device=self.q.device)[:, None, None]
+            of_q, of_k = (
+                torch.bucketize(at + rows * n, s[1:], right=True)
+                for at, n, s in zip((places, keys), (n_q, n_k), starts, strict=True)
+            )
+            same = (of_q == of_k)[:, None]
             seen = same if seen is None else seen & same if seen.dtype == torch.bool else seen.where(same, -torch.inf)
         return seen
 
@@ -240,13 +293,19 @@ def attention_forward(
         s_aux, position_bias, dropout,
     )  # fmt: skip
     starts = None
+    if attention_mask is not None and attention_mask.dim() == 1:
+        starts, call.mask = (attention_mask, attention_mask), None
     if (starts_q := options.get("cu_seq_lens_q")) is not None and query.shape[0] == 1 and position_bias is None:
         starts_k = options.get("cu_seq_lens_k")
         starts = (starts_q, starts_q if starts_k is None else starts_k)
+    elif starts is not None:
+        longest = getattr(attention_mask, "longest", query.shape[2])
+        options = {**options, "max_length_q": longest, "max_length_k": longest}
     if reason := call.unsupported():
         return _elsewhere(call, reason, starts, options), None
-    if starts is not None:
+    if starts is not None and position_bias is None:
         return _packed(call, starts, options), None
+    call.mask = call.mask if starts is None else call.whole_mask(starts)
     return _attention(call), None
 
 
@@ -283,8 +342,8 @@ def _attention(call: _Call) -> Tensor:
 
 
 def _packed(call: _Call, starts: tuple[Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-    """Packed sequences in a batch of one, as transformers' collators for FlashAttention produce them."""
-    q, k, v = (x[0].transpose(0, 1) for x in (call.q, call.k, call.v))
+    """Packed sequences; `starts` are in the tokens of all rows of the batch."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, call.k, call.v))
     out = rooftile.attention_varlen(
         q,
         k,
@@ -298,7 +357,7 @@ def _packed(call: _Call, starts: tuple[Tensor, Tensor], options: dict[str, Any])
         softcap=call.softcap,
         sinks=call.sinks,
     )
-    return out[None]  # type: ignore[call-overload]
+    return out.unflatten(0, (call.q.shape[0], -1))  # type: ignore[union-attr]
 
 
 def _elsewhere(call: _Call, reason: str, starts: tuple[Tensor, Tensor] | None, options: dict[str, Any]) -> Tensor:
