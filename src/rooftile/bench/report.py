@@ -162,6 +162,7 @@ COLOURS = {
     "compile": "#0072B2",
     "torch": "#56B4E9",
     "liger": "#009E73",
+    "liger-cutedsl": "#8DD3C7",
     "quack": "#CC79A7",
 }
 

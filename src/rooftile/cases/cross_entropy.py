@@ -76,6 +76,18 @@ def _liger(point: Point) -> Callable[..., Any]:
     """It writes the gradient over the logits."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
+    return _as_liger(point, liger_cross_entropy)
+
+
+def _liger_cutedsl(point: Point) -> Callable[..., Any]:
+    """Liger's kernel for Hopper, in CuTe DSL."""
+    import cutlass.cute  # noqa: F401
+    from liger_kernel.functional import cross_entropy as liger_cross_entropy
+
+    return _as_liger(point, lambda *given, **more: liger_cross_entropy(*given, **more, impl="nvidia-cutedsl")[0])
+
+
+def _as_liger(point: Point, function: Callable[..., Any]) -> Callable[..., Any]:
     if point["has_token_weights"]:
         raise Unsupported("Liger's cross entropy has no token weights")
     if point.options.get("reduction") == "none":
@@ -86,7 +98,8 @@ def _liger(point: Point) -> Callable[..., Any]:
     def run(
         logits: Tensor, target: Tensor, weight: Tensor | None = None, *, z_loss: float = 0.0, **options: Any
     ) -> Tensor:
-        return liger_cross_entropy(logits, target, weight, lse_square_scale=z_loss, **options)
+        loss: Tensor = function(logits, target, weight, lse_square_scale=z_loss, **options)
+        return loss
 
     return run
 
@@ -141,6 +154,11 @@ CASES = (
         # With a soft cap, whose tanh takes registers that the row was to stay in.
         spills=64,
         over="vocabulary",
-        peers=(Peer("torch", _torch), Peer("liger", _liger, ("logits",)), Peer("quack", _quack)),
+        peers=(
+            Peer("torch", _torch),
+            Peer("liger", _liger, ("logits",)),
+            Peer("liger-cutedsl", _liger_cutedsl, ("logits",)),
+            Peer("quack", _quack),
+        ),
     ),
 )

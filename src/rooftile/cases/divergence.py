@@ -94,17 +94,26 @@ def _jsd_flops(point: Point, direction: Direction) -> int:
 def _kl_liger(point: Point) -> Callable[..., Any]:
     from liger_kernel.ops.kl_div import LigerKLDivLossFunction
 
+    return _kl_as_liger(point, LigerKLDivLossFunction.apply)
+
+
+def _kl_liger_cutedsl(point: Point) -> Callable[..., Any]:
+    """Liger's kernel for Hopper, in CuTe DSL; it takes longer rows than its limit to the other."""
+    import cutlass.cute  # noqa: F401
+    from liger_kernel.functional import kl_div as liger_kl_div
+
+    return _kl_as_liger(point, lambda *given: liger_kl_div(*given, impl="nvidia-cutedsl"))
+
+
+def _kl_as_liger(point: Point, function: Callable[..., Any]) -> Callable[..., Any]:
     reduction, log_target = point.options.get("reduction", "mean"), point.options.get("log_target", False)
     if reduction == "none":
         raise Unsupported("Liger's gradients are wrong where reduction is none")
-
-    def run(input: Tensor, target: Tensor, **_: Any) -> Tensor:
-        return LigerKLDivLossFunction.apply(input, target, reduction, log_target)
-
-    return run
+    return lambda input, target, **_: function(input, target, reduction, log_target)
 
 
 def _jsd_liger(point: Point) -> Callable[..., Any]:
+    """With CuTe DSL installed it takes its kernel for Hopper by itself."""
     from liger_kernel.ops.jsd import LigerJSDFunction
 
     beta = point.options.get("beta", 0.5)
@@ -155,7 +164,7 @@ CASES = (
             "training": _TRAINING,
         },
         over="cols",
-        peers=(Peer("liger", _kl_liger),),
+        peers=(Peer("liger", _kl_liger), Peer("liger-cutedsl", _kl_liger_cutedsl)),
     ),
     OpCase(
         name="jsd",

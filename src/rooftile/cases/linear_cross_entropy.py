@@ -103,6 +103,18 @@ def _torch(point: Point) -> Callable[..., Any]:
 def _liger(point: Point) -> Callable[..., Any]:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
+    return _as_liger(point, liger_fused_linear_cross_entropy)
+
+
+def _liger_cutedsl(point: Point) -> Callable[..., Any]:
+    """The same with Liger's kernel for Hopper, in CuTe DSL."""
+    import cutlass.cute  # noqa: F401
+    from liger_kernel.functional import fused_linear_cross_entropy
+
+    return _as_liger(point, lambda *given, **more: fused_linear_cross_entropy(*given, **more, impl="nvidia-cutedsl")[0])
+
+
+def _as_liger(point: Point, function: Callable[..., Any]) -> Callable[..., Any]:
     if point["has_token_weights"]:
         raise Unsupported("Liger's fused head has no token weights")
     if point.options.get("reduction") == "none":
@@ -115,9 +127,10 @@ def _liger(point: Point) -> Callable[..., Any]:
         class_weight: Tensor | None = None, z_loss: float = 0.0, **options: Any,
     ) -> Tensor:  # fmt: skip
         options = {name: value for name, value in options.items() if name not in _OURS}
-        return liger_fused_linear_cross_entropy(
+        loss: Tensor = function(
             hidden, weight, target, bias=bias, ce_weight=class_weight, lse_square_scale=z_loss, **options
         )
+        return loss
 
     return run
 
@@ -169,7 +182,7 @@ CASES = (
         },
         spills=64,  # as cross_entropy, and the portable GEMM
         over="vocabulary",
-        peers=(Peer("torch", _torch), Peer("liger", _liger)),
+        peers=(Peer("torch", _torch), Peer("liger", _liger), Peer("liger-cutedsl", _liger_cutedsl)),
         roof="gemm",
     ),
 )

@@ -213,7 +213,7 @@ def bench_training(
         typer.Option(
             "--impl",
             help='Of steps: eager, compile, liger, rooftile, "rooftile attention", "rooftile compile"; repeatable, or '
-            "with commas. Default: the first four, and in the interpreter eager and rooftile.",
+            "with commas. Default: all but the last, and in the interpreter eager and rooftile.",
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step. Default: by the model.")] = None,

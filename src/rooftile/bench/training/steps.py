@@ -27,7 +27,7 @@ from rooftile.bench.workloads import TRAINED
 
 STEP, BATCH = "train_step", "train_batch"
 IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_COMPILE)
-DEFAULT = (EAGER, COMPILE, LIGER, OURS)
+DEFAULT = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION)
 COMPARED = 4  # steps whose losses are compared: later ones drift apart by what the first ones were rounded
 CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3, in each layer
 LIMIT_S = 400  # of one process: torch.compile takes a minute or two
