@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
+from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Training, Unsupported
 from rooftile.cases.draw import integers, normal
 from rooftile.ops.linear_jsd import linear_jsd
 from rooftile.reference import linear_jsd as reference
@@ -102,6 +102,11 @@ CASES = (
         nbytes=_nbytes,
         flops=_flops,
         tolerances=TOLERANCES,
+        training=Training(
+            ("hidden", "weight", "bias"),
+            lambda p, itemsize: _nbytes(p, itemsize, "backward"),
+            lambda p: _flops(p, "backward"),
+        ),
         sets={
             "tiny": (
                 _point(4, 64, 32, 128, bias=True),
@@ -111,6 +116,7 @@ CASES = (
             "edge": tuple(_point(*sizes, reduction="sum") for sizes in _AWKWARD),
             "llm": tuple(_point(*sizes, reduction="sum", beta=beta) for sizes in _LLM for beta in (0.0, 0.5)),
             "sweep": tuple(_point(8192, 2048, 4096, v) for v in (32000, 50257, 65536, 128256)),
+            "training": tuple(_point(*sizes) for sizes in _LLM),
         },
         spills=64,  # as the portable GEMM
         over="vocabulary",
