@@ -375,6 +375,41 @@ def test_lora_trains_as_in_the_plain_model(targets: list[str], before: bool) -> 
     assert torch.equal(step(model, given)[0].loss, expected.loss)
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["adapters-first", "patch-first"])
+def test_a_head_that_peft_saves_is_asked_too(before: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def adapt(model: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        with torch.no_grad():
+            found.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+        return found
+
+    plain = adapt(trained("Llama"))
+    given = given_to(plain)
+    expected, grads = step(plain, given)
+    assert any("lm_head" in name for name in grads)
+    model = trained("Llama")
+    if before:
+        model = adapt(model)
+        handle = rooftile.patch(model, linear=True)
+        assert handle.replaced[KIND] == 2
+    else:
+        handle = rooftile.patch(model, linear=True)
+        model = adapt(model)
+    ours, patched = step(model, given)
+    assert ours.logits is None
+    assert error(ours.loss, expected.loss) < FP32
+    assert_same_gradients(patched, grads)
+    with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
+        unadapted = model(**given)
+        assert unadapted.logits is None
+        assert error(unadapted.loss, plain(**given).loss) < FP32
+    handle.undo()
+    assert torch.equal(step(model, given)[0].loss, expected.loss)
+
+
 def test_autocast_trains_as_the_plain_model() -> None:
     model = trained("Llama")
     given = given_to(model)

@@ -73,10 +73,23 @@ def ask(module: nn.Module, x: Tensor, asked: Asked | None) -> Tensor:
     return module(x, asked=asked) if is_head(module) else _of_logits(module(x), asked)
 
 
+def wrapped(module: Any) -> tuple[Any, ...]:
+    """The layers of which PEFT's wrapper for `modules_to_save` calls one, with all its arguments; else the module."""
+    cls = type(module)
+    if cls.__name__ != "ModulesToSaveWrapper" or not cls.__module__.startswith("peft."):
+        return (module,)
+    return (module.original_module, *module.modules_to_save.values())
+
+
 def is_head(module: nn.Module) -> bool:
     """Whether that module can be asked for the loss, and no hook of somebody else's expects logits of it."""
+    if has_foreign_hooks(module):
+        return False
     forward: Any = module.__dict__.get(_HOOKED) or module.__dict__.get("forward")
-    return is_ours(forward) and hasattr(forward.__func__, _OURS) and not has_foreign_hooks(module)
+    if is_ours(forward):
+        return hasattr(forward.__func__, _OURS)
+    layers = wrapped(module)
+    return layers[0] is not module and all(is_head(layer) for layer in layers)
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:

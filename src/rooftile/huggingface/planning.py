@@ -247,15 +247,15 @@ class PatchPlan:
             self.left[HEAD_LOSS, type(model).__name__, "switched off by the caller"] += 1
             return
         try:
-            new, head = self._loss(name, model, part)
+            new, heads = self._loss(name, model, part)
         except NotRewritable as reason:
             self.left[HEAD_LOSS, type(model).__name__, str(reason)] += 1
             return
         self.replacements += new
-        self._heads.add(head)
+        self._heads.update(heads)
 
-    def _loss(self, name: str, model: nn.Module, part: LossHead) -> tuple[list[Replacement], nn.Module]:
-        """The replaced forwards from the model down to the module that calls the head, and the head.
+    def _loss(self, name: str, model: nn.Module, part: LossHead) -> tuple[list[Replacement], tuple[nn.Module, ...]]:
+        """The replaced forwards from the model down to the module that calls the head, and the head's layers.
 
         Raises:
             NotRewritable: why the model's own loss stays.
@@ -275,15 +275,17 @@ class PatchPlan:
                 _, current = _method(outer, None)
                 function = self._once((type(outer), layer), functools.partial(_passing_on, current, layer))
                 new.append(Replacement(outer, path.rpartition(".")[0], "forward", function, HEAD_LOSS, 0))
-            if module is not None and loss_head.has_foreign_hooks(module):
+            if module is not None and any(map(loss_head.has_foreign_hooks, {module, *loss_head.wrapped(module)})):
                 raise NotRewritable(f"its {part.layer} has hooks")
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            cls = type(module)
-            raise NotRewritable(f"its {part.layer} is a {cls.__module__}.{cls.__name__}, expected a torch.nn.Linear")
-        with _named(part.layer):
-            _method(module, None)
-            _check_head(module)
-        return new, module
+        heads = loss_head.wrapped(module)
+        for head in heads:
+            if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+                cls = f"{type(head).__module__}.{type(head).__name__}"
+                raise NotRewritable(f"its {part.layer} is a {cls}, expected a torch.nn.Linear")
+            with _named(part.layer):
+                _method(head, None)
+                _check_head(head)
+        return new, heads
 
     def _replacement(self, name: str, module: nn.Module, part: Part, joint: _Joined | None) -> Replacement | None:
         what = type(module).__name__
