@@ -39,6 +39,10 @@ def _colour(impl: str) -> str | None:
     return COLOURS.get("rooftile" if impl == "rooftile" else impl, "#E69F00" if is_ours(impl) else None)
 
 
+def _label(height: float) -> str:
+    return str(height) if isinstance(height, int) and height else report.number(height) if height else "none"
+
+
 def _bars(path: Path, rows: Sequence[Row], panels: Mapping[str, Any], gpu: str) -> Path:
     """A panel for each figure, a group of bars for each shape."""
     import matplotlib
@@ -55,11 +59,11 @@ def _bars(path: Path, rows: Sequence[Row], panels: Mapping[str, Any], gpu: str) 
             heights = [found.get(shape) or 0 for shape in shapes]
             bars = axes.bar([at + i / (len(impls) + 1) for at in range(len(shapes))], heights,
                             1 / (len(impls) + 1), color=_colour(impl), label=impl)  # fmt: skip
-            axes.bar_label(bars, [report.number(h) if h else "none" for h in heights], fontsize=7)
+            axes.bar_label(bars, [_label(h) for h in heights], fontsize=7)
         middle = (len(impls) - 1) / (len(impls) + 1) / 2
         axes.set_xticks([at + middle for at in range(len(shapes))], shapes, fontsize=8)
         axes.set_ylabel(label)
-    every[0][0].legend(fontsize=8)
+    figure.legend(*every[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(impls), fontsize=8)
     figure.suptitle(f"{rows[0].op}, {rows[0].dtype}, {gpu}", fontsize=11)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -79,7 +83,9 @@ def _timelines(path: Path, timelines: Mapping[str, Mapping[str, Any]], title: st
         (drawn,) = axes.step(ms, [v / 1024 for v in mib], where="post", color=_colour(impl), label=impl)
         for phase, at in line["phases"].items():
             axes.axvline(at, color=drawn.get_color(), linewidth=0.6, linestyle=":")
-            axes.text(at, axes.get_ylim()[0], phase, fontsize=6, rotation=90, color=drawn.get_color(), va="bottom")
+            axes.text(
+                at, 0.1, f"end of {phase}", fontsize=6, rotation=90, color=drawn.get_color(), va="bottom", ha="right"
+            )
     axes.set_xlabel("milliseconds of one step")
     axes.set_ylabel("GiB allocated")
     axes.set_ylim(bottom=0)
