@@ -271,7 +271,8 @@ def _row_kernel(
     lse = top + log_total
 
     at_target = tl.where(known | (target == ignore_index), (1.0 - SMOOTHING) * own, float("nan"))
-    loss = at_target * (lse - at)
+    surprise = (top - at) + log_total  # lse - at would have the rounding error of lse, more than a small loss
+    loss = at_target * surprise
     along = at_target
     smoothing = None
     if SMOOTHS:
@@ -296,7 +297,7 @@ def _row_kernel(
         fall = tl.maximum(tops - top, -1e30)
         slope = tl.sum(decay * (slopes + fall * sums))
         best = tl.min(tl.where(tops == top, bests, NO_COLUMN))
-        tl.store(logprob_ptr + row, tl.where(counts, at - lse, 0.0))
+        tl.store(logprob_ptr + row, tl.where(counts, -surprise, 0.0))
         tl.store(entropy_ptr + row, tl.where(counts, log_total - slope / total, 0.0))
         tl.store(argmax_ptr + row, tl.where(counts, tl.minimum(best, n_cols - 1), -1).to(tl.int64))
 
