@@ -9,6 +9,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from helpers import Calls
 from tiny_models import DEVICE, TOLERANCE, assert_same_gradients, build, error, run, tokens
 
 import rooftile
@@ -81,6 +82,24 @@ def test_autocast_gives_the_models_dtypes(title: str) -> None:
     assert patched.logits.dtype == plain.dtype
     assert error(patched.logits, plain) < TOLERANCE[torch.bfloat16]
     assert {name for name, p in model.named_parameters() if p.grad is not None} == grads.keys()
+
+
+@pytest.mark.parametrize(("title", "op"), [("Llama", "rope"), ("Qwen3", "qk_norm_rope"), ("DeepSeek-V3", "rope")])
+def test_float32_models_under_autocast_rotate_as_attention_narrows(title: str, op: str) -> None:
+    model, ids = build(title), tokens()
+    only = dict.fromkeys(("rms_norm", "add_rms_norm", "mlp", "linear_cross_entropy"), False)
+    results = []
+    for patched in (False, True):
+        handle = rooftile.patch(model, **only) if patched else None
+        with Calls() as ops, torch.autocast(DEVICE.type, torch.bfloat16):
+            logits, _, grads = run(model, ids)
+        results.append((logits, torch.cat([g.flatten() for g in grads.values()]), handle and handle.undo()))
+    assert f"rooftile::{op}" in {call._schema.name for call, _, _ in ops.calls}
+    # The model rotates in float32, and attention rounds; the gradients' two terms it rounds one by one. The fused norm
+    # does not round before its weight.
+    limit = TOLERANCE[torch.float32] if op == "rope" else TOLERANCE[torch.bfloat16]
+    assert error(results[1][0], results[0][0]) <= limit
+    assert error(results[1][1], results[0][1]) <= TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("title", ["Qwen2", "Qwen3", "Gemma 3", "GPT-2", "BERT", "T5 v1.1"])

@@ -229,9 +229,20 @@ def _are_plain(weight: Tensor, bias: Tensor | None) -> bool:
 # Rotations.
 
 
+def _narrowed(q: Tensor, *others: Tensor) -> bool:
+    """Whether autocast narrows what the model's code returns: float32, which attention casts to q's dtype.
+
+    So it is in a float32 model, whose layers make q of 16 bits, and whose weights and angles are float32.
+    """
+    dtype = q.dtype
+    if not casts(q) or dtype != torch.get_autocast_dtype(q.device.type):
+        return False
+    return all(t.dtype in (dtype, torch.float32) for t in others)
+
+
 def rotation(style: Style, original: Rotation | None) -> Rotation:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if original is not None and (q.dtype not in FLOATS or q.dtype != cos.dtype):
+        if original is not None and (q.dtype not in FLOATS or (q.dtype != cos.dtype and not _narrowed(q, cos, sin))):
             return original(q, k, cos, sin)
         return rope(q, k, cos, sin, rotary_dim=cos.shape[-1], style=style)
 
@@ -249,7 +260,9 @@ def norm_rotation(
     ) -> tuple[Tensor, Tensor]:
         if is_plain(q_norm, cls) and is_plain(k_norm, cls) and getattr(q_norm, eps) == getattr(k_norm, eps):
             weights, dtype = (q_norm.weight, k_norm.weight), q.dtype
-            if q.shape[-1] <= LONGEST and dtype in FLOATS and all(t.dtype == dtype for t in (k, *weights, cos, sin)):
+            others = (k, *weights, cos, sin)
+            fits = q.shape[-1] <= LONGEST and dtype in FLOATS
+            if fits and (all(t.dtype == dtype for t in others) or _narrowed(q, *others)):
                 if transposed:
                     q, k = q.transpose(1, 2), k.transpose(1, 2)
                 return qk_norm_rope(
