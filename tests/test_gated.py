@@ -72,6 +72,21 @@ def test_halves_of_one_tensor_are_taken_as_they_are(activation, device):
     assert_same((mul(gate, up),), (mul(gate.contiguous(), up.contiguous()),))
 
 
+@pytest.mark.parametrize("cols", [7, 64])
+def test_a_packed_backward_gives_the_result_again(cols, device):
+    packed, dy = torch.randn(3, 2 * cols, device=device).bfloat16(), torch.randn(3, cols, device=device).bfloat16()
+    for backward, kind, mul in (
+        (torch.ops.rooftile.silu_mul_packed_backward, "silu", silu_mul_packed),
+        (torch.ops.rooftile.gelu_mul_packed_backward, "gelu", gelu_mul_packed),
+    ):
+        grad, y = backward(dy, packed, kind, True)
+        alone, nothing = backward(dy, packed, kind, False)
+        assert torch.equal(grad, alone)
+        assert nothing.numel() == 0
+        # The activation is the same function of float32, computed beside its slope.
+        torch.testing.assert_close(y, mul(packed), rtol=2**-8, atol=0.0)
+
+
 def test_exact_and_approximate_differ_as_they_do_in_pytorch(device):
     gate = torch.linspace(-4, 4, 64, device=device)[None]
     ones = torch.ones_like(gate)
@@ -118,4 +133,4 @@ def test_the_backward_ops_refuse_gradients_that_do_not_match(device):
         with pytest.raises(error, match="gelu_mul_backward: dy has"):
             torch.ops.rooftile.gelu_mul_backward(dy, x, x, "gelu", True, True)
         with pytest.raises(error, match="gelu_mul_packed_backward: dy has"):
-            torch.ops.rooftile.gelu_mul_packed_backward(dy, torch.cat((x, x), dim=-1), "gelu_tanh")
+            torch.ops.rooftile.gelu_mul_packed_backward(dy, torch.cat((x, x), dim=-1), "gelu_tanh", False)

@@ -303,3 +303,31 @@ def test_calls_are_made_one_where_that_changes_nothing() -> None:
     for method in (other_argument, assigned_between, conditional, in_another_block, twice):
         with pytest.raises(rewrite.NotRewritable, match="no line like"):
             rewrite.rebuild(method, [rule], names)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_training_keeps_neither_what_is_gated_nor_q_and_k_before_their_rotation(bias):
+    """Of a layer of Llama that is a fifth of what is kept for the backward."""
+    model = small("Llama", mlp_bias=bias, attention_bias=bias).train()
+    rooftile.patch(model, attention=True, linear=True)
+    config, ids = model.config, tokens()
+    kept: dict[int, int] = {}
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(input_ids=ids, labels=ids).loss
+    parameters = memory_of(model)
+    sizes = Counter(size for at, size in kept.items() if at not in parameters)
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    width = config.hidden_size // config.num_attention_heads
+    assert sizes[ids.numel() * config.intermediate_size] == 0
+    assert sizes[ids.numel() * 2 * config.intermediate_size] == 1
+    assert sizes[ids.numel() * heads * width] == 0
+    plain = small("Llama", mlp_bias=bias, attention_bias=bias).train()
+    plain.load_state_dict(model.state_dict())
+    loss.backward()
+    plain(input_ids=ids, labels=ids).loss.backward()
+    assert_same_gradients(gradients(model), gradients(plain))

@@ -41,12 +41,14 @@ class LayerNorm:
 class Gated:
     """A class that computes `act(gate) * up`: the attribute with `act`, and the method that computes it.
 
-    `layers` are those of gate and up, or one for both; empty where they are not its own layers.
+    `layers` are those of gate and up, or one for both; empty where they are not its own layers. `last` is the layer
+    that the result goes into.
     """
 
     activation: str = "act_fn"
     method: str = "forward"
     layers: tuple[str, ...] = ("gate_proj", "up_proj")
+    last: str = "down_proj"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,11 +368,12 @@ Q, K = norm_rope_of_{function}(self.q_norm, self.k_norm, Q, K, COS, SIN)
     )
 
 
-def joint_linears(layers: tuple[str, ...]) -> tuple[Together, ...]:
-    return (Together(layers, "joint_linear"),)
+def joint_linears(layers: tuple[str, ...], *, rotated: bool) -> tuple[Together, ...]:
+    """`rotated`: q and k are replaced by their rotations, and v alone is kept."""
+    return (Together(layers, "joint_linear_of_rotated" if rotated else "joint_linear"),)
 
 
-def gated_gemms(activation: str, layers: tuple[str, ...]) -> tuple[Rule, ...]:
+def gated_gemms(activation: str, layers: tuple[str, ...], last: str) -> tuple[Rule, ...]:
     """Of two layers, gate and up, or of one that is both (Phi-3)."""
     act = f"self.{activation}"
     if len(layers) == 1:
@@ -386,6 +389,7 @@ Y = UP * {act}(GATE)
         )
     gate, up = (f"self.{layer}" for layer in layers)
     return (
+        Rule(f"self.{last}({act}({gate}(X)) * {up}(X))", f"gated_mlp({act}, {gate}, {up}, self.{last}, X)"),
         Rule(
             f"""
 A = {act}({gate}(X))

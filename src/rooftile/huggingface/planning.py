@@ -59,13 +59,16 @@ class Joint:
 
 def joint(part: Gated | Attention, activation: tuple[type[nn.Module], Activation] | None) -> Joint | None:
     """`activation`: class and ops of the activation that is fused with the GEMM of gate and up, if one is."""
-    together = families.joint_linears(part.layers) if len(part.layers) > 1 else ()
-    names: dict[str, Callable[..., Any]] = {"joint_linear": replacing.joint_linear}
+    rotated = isinstance(part, Attention) and bool(part.rope) and not part.qk_norm
+    together = families.joint_linears(part.layers, rotated=rotated) if len(part.layers) > 1 else ()
+    names: dict[str, Callable[..., Any]] = {
+        f.__name__: f for f in (replacing.joint_linear, replacing.joint_linear_of_rotated)
+    }
     if isinstance(part, Attention):
         return Joint(QKV, (together,), names) if together else None
     sets: list[tuple[Rule | Together, ...]] = [together] if together else []
     if activation is not None and part.layers:
-        sets.insert(0, families.gated_gemms(part.activation, part.layers))
+        sets.insert(0, families.gated_gemms(part.activation, part.layers, part.last))
         names |= replacing.joint_gated(*activation)
     return Joint(GATE_UP, tuple(sets), names) if sets else None
 

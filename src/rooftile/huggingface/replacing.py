@@ -310,20 +310,36 @@ def joint_linear(layers: tuple[Any, ...], x: Tensor) -> tuple[Tensor, ...]:
     return y.split([weight.shape[0] for weight in weights], dim=-1)
 
 
+def joint_linear_of_rotated(layers: tuple[Any, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """`joint_linear` of q, k and v. Nobody keeps q and k for a backward, so v is no view that keeps their memory."""
+    *others, v = joint_linear(layers, x)
+    return (*others, v.clone() if not is_compiling() and v.requires_grad and v._is_view() else v)
+
+
 def joint_gated(cls: type[nn.Module], ops: Activation) -> dict[str, Callable[..., Tensor]]:
-    """`act(gate(x)) * up(x)`, of two layers or of one that is both."""
+    """`act(gate(x)) * up(x)`, of two layers or of one that is both, and the layer that it goes into."""
     act_mul, act_mul_packed = gated(cls, ops).values()
 
     def gated_gemm(act: nn.Module, gate: Any, up: Any, x: Tensor) -> Tensor:
         found = _one_gemm((gate, up), x, ops.name) if is_plain(act, cls) else None
         return act_mul(act, gate(x), up(x)) if found is None else found[0]
 
+    def gated_mlp(act: nn.Module, gate: Any, up: Any, down: Any, x: Tensor) -> Tensor:
+        if is_plain(act, cls) and torch.is_grad_enabled() and not is_compiling() and is_replaced(down):
+            found = _one_gemm((gate, up), x, "")
+            if found is not None:
+                gate_up, weight, bias = found[0], down.weight, down.bias
+                if gate_up.requires_grad and takes(gate_up, weight, bias) and not _is_any_autocast():
+                    return _GatedLinear.apply(gate_up, weight, bias, ops.name)
+                return down(_GATES[ops.name](gate_up))
+        return down(gated_gemm(act, gate, up, x))
+
     def gated_gemm_packed(act: nn.Module, gate_up: Any, x: Tensor) -> Tensor:
         if is_plain(act, cls) and is_replaced(gate_up) and takes(x, gate_up.weight, gate_up.bias):
             return gated_linear(x, gate_up.weight, gate_up.bias, activation=ops.name)
         return act_mul_packed(act, gate_up(x))
 
-    return {"gated_gemm": gated_gemm, "gated_gemm_packed": gated_gemm_packed}
+    return {f.__name__: f for f in (gated_gemm, gated_mlp, gated_gemm_packed)}
 
 
 def _one_gemm(layers: tuple[Any, ...], x: Tensor, gate: str) -> tuple[Tensor, list[Tensor]] | None:
@@ -478,6 +494,37 @@ class _JointLinear(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad
         dx, dws, dbs = _backward(_gradients, dy, x, weights, _Needs(needs_x, needs[: ctx.n], needs[ctx.n :]))
         return dx, None, *dws, *dbs
+
+
+class _GatedLinear(torch.autograd.Function):
+    """`linear(act(g) * u, weight, bias)` of `gate_up = [g | u]`. `act(g) * u` is not kept: the backward of the gate
+    computes it again, in the kernel that has read g and u."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
+        ctx.gate = gate
+        ctx.save_for_backward(gate_up, weight, bias)
+        return linear(_GATES[gate](gate_up), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        gate_up, weight, bias = ctx.saved_tensors
+        needs_gate, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        of_linear, ops = torch.ops.rooftile.linear_backward, torch.ops.rooftile
+        of_gate = ops.silu_mul_packed_backward if ctx.gate == "silu" else ops.gelu_mul_packed_backward
+        dgate_up = dweight = dbias = h = None
+        if needs_gate or needs_weight:
+            dh = of_linear(dy, None, weight, None, "ieee")[0]
+            dgate_up, h = of_gate(dh, gate_up, ctx.gate, needs_weight)
+        if needs_weight or needs_bias:
+            _, dweight, dbias = of_linear(dy, h if needs_weight else None, None, bias if needs_bias else None, "ieee")
+        return (
+            dgate_up if needs_gate else None,
+            dweight if needs_weight else None,
+            dbias if needs_bias else None,
+            None,
+        )
 
 
 # In the graphs of torch.compile. A namespace of their own: these are parts of `patch`, not ops for anybody's use.

@@ -111,6 +111,7 @@ def _backward_kernel(
     up_ptr,
     dgate_ptr,
     dup_ptr,
+    y_ptr,
     stride_dym,
     stride_gm,
     stride_um,
@@ -128,7 +129,7 @@ def _backward_kernel(
 
     dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask).to(tl.float32)
     gate = tl.load(gate_ptr + rows * stride_gm + cols, mask=mask).to(tl.float32)
-    if NEEDS_DGATE:
+    if NEEDS_DGATE or y_ptr is not None:
         up = tl.load(up_ptr + rows * stride_um + cols, mask=mask).to(tl.float32)
 
     activated, slope = activate_with_slope(gate, ACTIVATION)
@@ -138,6 +139,8 @@ def _backward_kernel(
     if NEEDS_DGATE:
         dgate = dy * up * slope
         tl.store(dgate_ptr + rows * stride_dm + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if y_ptr is not None:
+        tl.store(y_ptr + rows * N + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -175,9 +178,9 @@ def _launcher(
 
 @functools.cache
 def _backward_launcher(
-    activation: str, n_cols: int, dtype: torch.dtype, needs: tuple[bool, bool], c: RowConfig
+    activation: str, n_cols: int, dtype: torch.dtype, needs: tuple[bool, ...], c: RowConfig
 ) -> launching.KernelLauncher:
-    more = {"NEEDS_DGATE": needs[0], "NEEDS_DUP": needs[1]}
+    more = {"NEEDS_DGATE": needs[0], "NEEDS_DUP": needs[1]}  # the third is a pointer that is None
     return row_launcher(_backward_kernel, c, ACTIVATION=activation, N=n_cols, **more)
 
 
@@ -199,10 +202,10 @@ def _forward(
 
 
 def _backward(
-    activation: str, dy: Tensor, gate: Tensor, up: Tensor, stride_d: int, needs: tuple[bool, bool]
+    activation: str, dy: Tensor, gate: Tensor, up: Tensor, stride_d: int, needs: tuple[bool, bool, bool]
 ) -> Callable[..., None]:
-    """The launch over dy, gate, up, dgate and dup. The rows of the last two are `stride_d` apart; one that is not
-    needed is None."""
+    """The launch over dy, gate, up, dgate, dup and y, the forward's result; of the last three one that is not needed
+    is None. The rows of dgate and dup are `stride_d` apart."""
     if not any(needs):
         return library.start_nothing
     n_rows, n_cols = gate.shape[0], int(gate.shape[1])
@@ -267,13 +270,13 @@ def _prepare_backward(
     if gate.numel():
         copies: library.Copies = {}
         rows = (library.rows_of(dy, copies, 0), library.rows_of(gate, copies, 1), library.rows_of(up, copies, 2))
-        start = _backward(activation, *rows, gate.shape[-1], (needs_dgate, needs_dup))
+        start = _backward(activation, *rows, gate.shape[-1], (needs_dgate, needs_dup, False))
         start = library.copying(start, copies)
 
     def run(dy: Tensor, gate: Tensor, up: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         dgate = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device=device)
         dup = torch.empty_strided(shapes[1], strides[1], dtype=dtype, device=device)
-        start(dy, gate, up, dgate if needs_dgate else None, dup if needs_dup else None)
+        start(dy, gate, up, dgate if needs_dgate else None, dup if needs_dup else None, None)
         return dgate, dup
 
     return run
@@ -344,29 +347,37 @@ def _prepare_packed(op: str, gate_up: Tensor, activation: str) -> Callable[..., 
     return run
 
 
-def _fake_packed_backward(op: str, dy: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+def _fake_packed_backward(
+    op: str, dy: Tensor, gate_up: Tensor, activation: str, needs_y: bool
+) -> tuple[Tensor, Tensor]:
+    """Memory for the gradient and the forward's result, which is empty unless it is needed."""
     _check_packed(op, activation, gate_up)
     half = gate_up.narrow(-1, 0, gate_up.shape[-1] // 2)
     library.check_same(op, "dy", dy, "a half of gate_up", half)
-    return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    return (
+        torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device),
+        torch.empty(dy.shape if needs_y else (0,), dtype=gate_up.dtype, device=gate_up.device),
+    )
 
 
-def _prepare_packed_backward(op: str, dy: Tensor, gate_up: Tensor, activation: str) -> Callable[..., Tensor]:
-    _fake_packed_backward(op, dy, gate_up, activation)
-    shape, strides = gate_up.shape, library.contiguous_strides(gate_up.shape)
+def _prepare_packed_backward(
+    op: str, dy: Tensor, gate_up: Tensor, activation: str, needs_y: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    shapes = tuple(t.shape for t in _fake_packed_backward(op, dy, gate_up, activation, needs_y))
+    strides = tuple(map(library.contiguous_strides, shapes))
     dtype, device, half = gate_up.dtype, gate_up.device, gate_up.shape[-1] // 2
     copies: library.Copies = {}
     start = library.start_nothing
     if gate_up.numel():
         gate, up = library.rows_of(gate_up, copies, 1).chunk(2, dim=1)
-        start = _backward(activation, library.rows_of(dy, copies, 0), gate, up, 2 * half, (True, True))
+        start = _backward(activation, library.rows_of(dy, copies, 0), gate, up, 2 * half, (True, True, needs_y))
 
-    def run(dy: Tensor, gate_up: Tensor, _: str) -> Tensor:
-        grad = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    def run(dy: Tensor, gate_up: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        grad, y = (torch.empty_strided(s, t, dtype=dtype, device=device) for s, t in zip(shapes, strides, strict=True))
         if copies:
             dy, gate_up = library.as_rows(dy), library.as_rows(gate_up)
-        start(dy, gate_up, gate_up.narrow(-1, half, half), grad, grad.narrow(-1, half, half))
-        return grad
+        start(dy, gate_up, gate_up.narrow(-1, half, half), grad, grad.narrow(-1, half, half), y if needs_y else None)
+        return grad, y
 
     return run
 
@@ -385,7 +396,7 @@ def _define(op: str) -> tuple[Callable[..., Any], ...]:
         fake=functools.partial(_fake_backward, f"{op}_backward"),
     )
     packed_backward = library.define(
-        f"{op}_packed_backward(Tensor dy, Tensor gate_up, str activation) -> Tensor",
+        f"{op}_packed_backward(Tensor dy, Tensor gate_up, str activation, bool needs_y) -> (Tensor, Tensor)",
         prepare=functools.partial(_prepare_packed_backward, f"{op}_packed_backward"),
         fake=functools.partial(_fake_packed_backward, f"{op}_packed_backward"),
     )
@@ -398,7 +409,7 @@ def _define(op: str) -> tuple[Callable[..., Any], ...]:
         return dgate if needs_dgate else None, dup if needs_dup else None, None
 
     def packed_gradient(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if dy is None else packed_backward(dy, *ctx.saved_tensors, ctx.activation), None
+        return None if dy is None else packed_backward(dy, *ctx.saved_tensors, ctx.activation, False)[0], None
 
     return (
         library.define(

@@ -22,12 +22,12 @@ from rooftile import runtime
 from rooftile.bench import report
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug, is_ours, spread, write_json
-from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ATTENTION, OURS_COMPILE, Job
+from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL, OURS_ATTENTION, OURS_COMPILE, Job
 from rooftile.bench.workloads import TRAINED
 
 STEP, BATCH = "train_step", "train_batch"
-IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_COMPILE)
-DEFAULT = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION)
+IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_ALL, OURS_COMPILE)
+DEFAULT = (EAGER, COMPILE, LIGER, OURS, OURS_ALL)
 COMPARED = 4  # steps whose losses are compared: later ones drift apart by what the first ones were rounded
 CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3, in each layer
 LIMIT_S = 400  # of one process: torch.compile takes a minute or two

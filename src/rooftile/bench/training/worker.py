@@ -24,7 +24,8 @@ from rooftile import runtime
 from rooftile.bench.rows import OURS
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
-OURS_ATTENTION, OURS_COMPILE = f"{OURS} attention", f"{OURS} compile"
+# Words after our name are switches of `patch` to turn on.
+OURS_ATTENTION, OURS_ALL, OURS_COMPILE = f"{OURS} attention", f"{OURS} attention linear", f"{OURS} compile"
 BATCHES = 4  # of random tokens, which the steps go through in turn
 POINTS = 240  # of a memory timeline
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
@@ -99,7 +100,7 @@ class Trainer:
             return model, []
         from rooftile.huggingface import patch
 
-        handle = patch(model, attention=True) if job.impl == OURS_ATTENTION else patch(model)
+        handle = patch(model, **dict.fromkeys(set(job.impl.split()[1:]) - {COMPILE}, True))
         return model, [str(left) for left in handle.left]
 
     def _draw(self, batch: int) -> list[Tensor]:
