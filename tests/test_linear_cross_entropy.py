@@ -113,8 +113,8 @@ def test_rows_of_a_chunk():
     row = 128256 * 2
     assert chunk_rows(8192, row, 0, True) == 2048  # a quarter: 501 MiB
     assert 2048 * row < 512 * mib
-    assert chunk_rows(8192, row, 0, False) == 1024
-    assert chunk_rows(16384, 64000, 0, True) == 4096
+    assert chunk_rows(8192, row, 0, False) == 2048
+    assert chunk_rows(16384, 64000, 0, True) == 8192
     assert chunk_rows(100_000, 64000, 0, True) <= 25_088
     assert -(-100_000 // chunk_rows(100_000, 64000, 0, True)) == 4
     assert chunk_rows(1000, row, 0, True) == 1000

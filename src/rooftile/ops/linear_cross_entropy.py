@@ -278,7 +278,7 @@ def linear_cross_entropy(
         bias: `(V,)`, of hidden's dtype or float32.
         class_weight, token_weights, ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`,
             whose `weight` is `class_weight` here.
-        chunk_bytes: the memory of a chunk's logits, at least a token's. By default 256 MiB or 1024 tokens, whichever is
+        chunk_bytes: the memory of a chunk's logits, at least a token's. By default 512 MiB or 1024 tokens, whichever is
             more, and, where each chunk rounds the gradient of the weight, at least a quarter of the tokens: 0.5 GiB at
             8192 tokens and 128256 classes in bfloat16.
         valid_rows: how many targets at most are not `ignore_index`, if the host knows it. Then only so many tokens are
