@@ -122,7 +122,7 @@ def test_rows_of_a_chunk():
     assert chunk_rows(8192, row, 100 * row, True) == 100  # never over the budget
     assert chunk_rows(1000, row, 600 * row, True) == 512  # of even size, in whole tiles
     assert chunk_rows(1000, row, 501 * row, True) == 384
-    assert chunk_rows(4097, row, 0, True) == 1152
+    assert chunk_rows(4097, row, 0, True) == 2176
     assert chunk_rows(0, row, 0, True) == 0
     for n, rows in itertools.product((1, 7, 130, 1000), (1, 3, 127, 128, 129, 999)):
         assert 1 <= chunk_rows(n, 10, 10 * rows, True) <= rows
