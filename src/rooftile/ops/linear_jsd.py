@@ -9,7 +9,8 @@ one kernel, which writes the gradient over the former.
 
 A program has one row of both, and reads it twice for losses: for the logarithms of the sums of exponentials, and for
 the terms. The gradient needs the sum of the derivatives, so it takes a third pass. That of Kullback-Leibler's terms is
--1, and there the second pass writes the gradient.
+-1, and there the second pass writes the gradient. The second pass goes from the last block to the first, so that what
+was read last, and is most likely still in the L2, comes first.
 """
 
 from __future__ import annotations
@@ -119,8 +120,9 @@ def _row_kernel(
     ONE_PASS: tl.constexpr = GRADIENT and BETA == 0.0
     losses = tl.zeros((LANES, PACK), tl.float32)
     slopes = losses
-    for start in tl.range(0, n_cols if ONE_PASS else read, BLOCK_N, num_stages=1):
-        cols = start + block
+    blocks = tl.cdiv(n_cols if ONE_PASS else read, BLOCK_N)
+    for i in tl.range(0, blocks, num_stages=1):
+        cols = (blocks - 1 - i) * BLOCK_N + block
         inside = cols < n_cols
         mask = inside & counts
         x = _log_probability(logits_ptr, cols, mask, inverse_temperature, x_top, x_log)
