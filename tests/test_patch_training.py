@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import importlib
 
 import pytest
@@ -286,34 +287,39 @@ def test_hooks_of_the_head_see_logits(title: str, path: str, hook_first: bool) -
     assert_same_gradients(patched, grads)
 
 
-def test_hooks_of_fsdp_run_around_the_fused_loss() -> None:
-    """FSDP2's hooks gather and free the weight around the call of the module."""
-    model = trained("Llama")
-    given = given_to(model)
-    plain, grads = step(model, given)
-    full = model.lm_head.weight.data
-    calls: list[str] = []
+@pytest.fixture
+def mesh():  # type: ignore[no-untyped-def]
+    """Of one process: FSDP2 shards nothing, but gathers and casts each group of parameters as it does among several."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    gc.collect()  # FSDP2's cycles hold the process group
+    distributed.destroy_process_group()
 
-    def gather(module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
-        module.weight.data = full
-        calls.append("gather")
 
-    def free(module: nn.Module, args: object, out: torch.Tensor) -> None:
-        calls.append(f"free after {tuple(out.shape)}")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo's mesh is of CPUs")
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_fsdp_gathers_the_head_around_the_fused_loss(mesh: object, patch_first: bool) -> None:
+    """The head is a group of its own: its weight is there only while its module is called."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    gather.__module__ = free.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
-    with rooftile.patch(model) as handle:
-        model.lm_head.register_forward_pre_hook(gather, with_kwargs=True)
-        model.lm_head.register_forward_hook(free)
-        handle.undo()
-        handle = rooftile.patch(model)
+    for dtype, limit in ((None, FP32), (torch.bfloat16, TOLERANCE[torch.bfloat16])):
+        model = trained("Llama")
+        given = {**given_to(model), "num_items_in_batch": torch.tensor(19)}
+        plain, grads = step(model, given)
+        handle = rooftile.patch(model) if patch_first else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for module in (model.lm_head, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        handle = handle or rooftile.patch(model)
         assert handle.replaced[KIND] == 1
-        model.lm_head.weight.data = torch.zeros_like(full)
-        ours, patched = step(model, given)
-        assert calls == ["gather", "free after ()"]
-        handle.undo()
-    assert error(ours.loss, plain.loss) < FP32
-    assert_same_gradients(patched, grads)
+        with Calls() as ops:
+            ours, patched = step(model, given)
+        assert called(ops) == ["linear_cross_entropy"]
+        assert ours.logits is None
+        assert error(ours.loss, plain.loss) < limit
+        gathered = torch.cat([patched[name].full_tensor().flatten() for name in grads])
+        assert error(gathered, torch.cat([grad.flatten() for grad in grads.values()])) < limit
 
 
 def test_hooks_of_accelerate_run_around_the_fused_loss() -> None:
