@@ -49,7 +49,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
-from rooftile import launching, native, runtime, tuning
+from rooftile import launching, native, runtime, sharding, tuning
+from rooftile.sharding import Rows as Rows
 
 _LIBRARY = torch.library.Library("rooftile", "FRAGMENT")
 
@@ -315,6 +316,7 @@ def define(
     varying: int = 0,
     autograd: Autograd | None = None,
     called: Called | None = None,
+    rows: Rows | None = None,
 ) -> Callable[..., Any]:
     """Register `rooftile::<schema>` and return the callable op.
 
@@ -326,6 +328,7 @@ def define(
         fake: the same for shapes, dtypes and strides alone; raises the same errors for wrong shapes and dtypes.
         autograd: the derivative. Without one the op raises ValueError for an input that requires grad, in grad mode.
         called: the public function that makes such a call, for errors; by default it has the op's name.
+        rows: what may be split over ranks, of an op that takes DTensor: see sharding.py.
     """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -334,6 +337,7 @@ def define(
     mutated = tuple(
         i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     )
+    names = tuple(a.name for a in overload._schema.arguments)
     tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
     required = tuple(i for i in tensors if str(overload._schema.arguments[i].type) == "Tensor")
     prepared = None if prepare is None else Prepared(prepare, varying)
@@ -419,6 +423,8 @@ def define(
             return run(*args)
         if not _nobody_listens(args, tensors, required):
             _check_arguments(overload, called, tensors, required, args)
+            if rows is not None and sharding.is_distributed(*args):
+                return sharding.by_rows(called(args), call, names, rows, args)
             return overload(*args)
         return with_gradients(None, args) if asks_for_gradients(args) else below(None, *args)
 

@@ -331,6 +331,7 @@ def _define(op: str) -> Callable[..., Tensor]:
         prepare=functools.partial(_prepare, op),
         fake=functools.partial(_fake, op),
         autograd=library.Autograd(_save, _backward),
+        rows=library.Rows(("x",)),
     )
 
 

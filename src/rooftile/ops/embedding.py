@@ -367,6 +367,7 @@ _op = library.define(
     prepare=_prepare,
     fake=_output,
     autograd=library.Autograd(_save, _backward),
+    rows=library.Rows(("ids",), lambda ids, *_: range(ids.dim())),
 )
 
 

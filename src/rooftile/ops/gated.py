@@ -417,12 +417,14 @@ def _define(op: str) -> tuple[Callable[..., Any], ...]:
             prepare=functools.partial(_prepare, op),
             fake=functools.partial(_fake, op),
             autograd=library.Autograd(_save, gradients),
+            rows=library.Rows(("gate", "up")),
         ),
         library.define(
             f"{op}_packed(Tensor gate_up, str activation) -> Tensor",
             prepare=functools.partial(_prepare_packed, f"{op}_packed"),
             fake=functools.partial(_fake_packed, f"{op}_packed"),
             autograd=library.Autograd(_save, packed_gradient),
+            rows=library.Rows(("gate_up",)),
         ),
         library.define(
             f"{op}_quantized(Tensor gate, Tensor up, Tensor? scale, str activation, str dtype, str per, "

@@ -654,6 +654,7 @@ _op = library.define(
     prepare=prepare,
     fake=fake,
     autograd=library.Autograd(_save, _backward),
+    rows=library.Rows(("x",)),
 )
 
 

@@ -350,12 +350,19 @@ def _backward(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None,
     return None if dq is None else q, None if dk is None else k, *none
 
 
+def splits(cos: Tensor, position_ids: Tensor | None, layout: str) -> tuple[int, ...]:
+    """The dimensions of q and k that may be split over ranks: heads, and the batch where its rows share a table."""
+    shared = all(t is None or t.dim() < n or t.shape[0] == 1 for t, n in ((cos, 3), (position_ids, 2)))
+    return (*((0,) if shared else ()), layout.index("h"))
+
+
 _op = library.define(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, str style, str layout, bool inverse) "
     "-> (Tensor, Tensor)",
     prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward, lambda inputs: check_tables("rope", *inputs[2:4])),
+    rows=library.Rows(("q", "k"), lambda q, k, cos, sin, ids, style, layout, _: splits(cos, ids, layout)),
 )
 
 

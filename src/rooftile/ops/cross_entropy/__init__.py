@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from rooftile import library
-from rooftile.ops.cross_entropy import backward, forward
+from rooftile import library, sharding
+from rooftile.ops.cross_entropy import backward, distributed, forward
 from rooftile.primitives.loss_gradient import gradient_when, scaled
 
 __all__ = ["TokenStats", "cross_entropy"]
@@ -167,6 +167,9 @@ def cross_entropy(
         reduction: "mean", "sum", or "none" for the loss of each token.
         return_stats: also return `TokenStats`: log-probability, entropy and argmax of each token.
 
+    DTensor logits may be sharded over tokens, and over the vocabulary if there are neither class weights nor label
+    smoothing; plain tensors beside them count as replicated. The loss is a DTensor.
+
     Returns:
         The loss in float32, whatever the dtype of the logits: without dimensions, or `(...)` with "none". With
         `return_stats`, the loss and the statistics. The latter have no gradients: a log-probability that has one is
@@ -191,6 +194,9 @@ def cross_entropy(
     learns = isinstance(logits, Tensor) and logits.requires_grad
     gradient = gradient_when(learns, reduction, logits.dtype) if learns else "none"
     args = (ignore_index, label_smoothing, z_loss, cap, reduction, gradient)
+    if sharding.is_distributed(logits):
+        options = forward.Options(*args, return_stats)
+        return distributed.cross_entropy(cross_entropy, logits, target, weight, token_weights, options)
     if not return_stats:
         return _op(logits, target, weight, token_weights, *args)[0]
     loss, _, *stats = _op_with_stats(logits, target, weight, token_weights, *args)

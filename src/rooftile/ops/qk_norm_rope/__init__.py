@@ -29,7 +29,7 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.qk_norm_rope import backward, forward
 from rooftile.ops.qk_norm_rope.forward import check
-from rooftile.ops.rope import Layout, Style, check_rotary_dim, check_tables, dense
+from rooftile.ops.rope import Layout, Style, check_rotary_dim, check_tables, dense, splits
 
 __all__ = ["qk_norm_rope"]
 
@@ -115,6 +115,7 @@ _op = library.define(
     prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward, lambda inputs: check_tables("qk_norm_rope", *inputs[4:6])),
+    rows=library.Rows(("q", "k"), lambda *args: splits(args[4], args[6], args[-1])),
 )
 
 

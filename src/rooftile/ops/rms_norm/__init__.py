@@ -67,6 +67,7 @@ _op = library.define(
     prepare=_prepare,
     fake=_fake,
     autograd=library.Autograd(_save, _backward),
+    rows=library.Rows(("x",)),
 )
 
 

@@ -32,11 +32,18 @@ def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     return backward.op(dy, y, ctx.scale, ctx.causal), None, None, None
 
 
+def _splits(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> range:
+    """The dimensions that may be split over ranks: not what the mask differs in, nor the order of causal rows."""
+    kept = 0 if mask is None else max((mask.dim() - d for d in range(mask.dim()) if mask.shape[d] != 1), default=0)
+    return range(x.dim() - max(1 + causal, kept))
+
+
 _op = library.define(
     "softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
     prepare=forward.prepare,
     fake=forward.fake,
     autograd=library.Autograd(_save, _backward),
+    rows=library.Rows(("x",), _splits),
 )
 
 
