@@ -138,8 +138,9 @@ def measure(
         for impl, row in rows.items():
             try:
                 row.max_error = _error(impl, problem, device, clock.measures)
-                # PyTorch rounds the clipped gradient, which is squared, and foreach every operation.
-                allowed = ceiling if impl == OURS else 4 * ceiling
+                # PyTorch rounds the clipped gradient, which is squared, and foreach every operation. Its fused kernel
+                # was 1.3e-5 from float64 in float32 on an H100.
+                allowed = ceiling if impl == OURS else max(4 * ceiling, 2e-5)
                 if not row.max_error <= allowed:
                     row.status, row.message = "FAIL", f"error {row.max_error:.2e} is over {allowed:.2e}"
                     continue
