@@ -15,8 +15,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from rooftile import library
-from rooftile.ops import fused_head
+from rooftile import library, sharding
+from rooftile.ops import distributed_head, fused_head
 from rooftile.ops.cross_entropy import Reduction, TokenStats, forward
 from rooftile.ops.fused_head import Gradients, How
 from rooftile.ops.gemm import dispatch
@@ -289,6 +289,9 @@ def linear_cross_entropy(
         precision: of float32 operands, as in `matmul`.
         return_stats: also return `TokenStats`: log-probability, entropy and argmax of each token.
 
+    With DTensor the rows of weight may be sharded over ranks, and tokens over others; class_weight, label_smoothing,
+    valid_rows and return_stats are then refused. The loss is a DTensor.
+
     Returns:
         The loss in float32: without dimensions, or `(...)` with "none". With `return_stats`, the loss and the
         statistics, which have no gradients; `-linear_cross_entropy(..., reduction="none")` is a log-probability that
@@ -307,6 +310,12 @@ def linear_cross_entropy(
         hidden, weight, bias = dispatch.autocast(hidden, weight, bias)  # type: ignore[assignment]
     how = fused_head.asked(_NAME, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
     gradient = fused_head.gradient_when(how, reduction, hidden.dtype)
+    if sharding.is_distributed(hidden, weight):
+        cap = 0.0 if softcap is None else softcap
+        options = forward.Options(ignore_index, label_smoothing, z_loss, cap, reduction, gradient, return_stats)
+        return distributed_head.linear_cross_entropy(
+            hidden, weight, target, bias, class_weight, token_weights, options, how
+        )
     loss, _, _, _, *stats = _op(
         hidden, weight, target, bias, class_weight, token_weights, ignore_index, label_smoothing, z_loss,
         0.0 if softcap is None else softcap, reduction, gradient, return_stats, *how,
