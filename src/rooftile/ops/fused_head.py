@@ -28,8 +28,8 @@ from rooftile.ops.gemm.column_sum import column_sum
 from rooftile.primitives.loss_gradient import scaled
 from rooftile.primitives.partials import prepare_total, sum_partials
 
-# Of a chunk's logits, unless more rows are needed. On an H100 16384 x 4096 -> 32000 took 23.0 ms with 256 MiB, 21.2 with
-# 512 and 20.8 with 1024, and 8192 x 4096 -> 128256 43.3, 39.1 and 38.2.
+# Of a chunk's logits, unless more rows are needed. On an H100 16384 x 4096 -> 32000 took 23.0 ms with 256 MiB, 21.2
+# with 512 and 20.8 with 1024, and 8192 x 4096 -> 128256 43.3, 39.1 and 38.2.
 CHUNK_BYTES = 512 << 20
 LEAST_ROWS = 1024  # fewer leave a GEMM with too few operations a byte of the weight: an H100's ridge is near 300
 MOST_CHUNKS = 4  # where each chunk rounds the gradient of the weight
