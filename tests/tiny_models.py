@@ -6,31 +6,10 @@ import torch
 from torch import nn
 
 from rooftile import runtime
-from rooftile.demo.models import MODELS, Model, inputs
+from rooftile.demo.models import BY_TITLE, inputs
 
 DEVICE = runtime.default_device()
-_TINY = MODELS[0].tiny
-_ENCODER = {name: size for name, size in _TINY.items() if name != "num_key_value_heads"}
-_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 4}
-MORE = (
-    Model("Phi-3", "Phi3Config", _TINY, {}, ""),
-    Model("SmolLM3", "SmolLM3Config", _TINY, {}, ""),
-    Model("OLMo2", "Olmo2Config", _TINY, {}, ""),
-    Model("GPT-NeoX", "GPTNeoXConfig", {**_ENCODER, "partial_rotary_factor": 0.5}, {}, ""),
-    Model("StarCoder2", "Starcoder2Config", _TINY, {}, ""),
-    Model(
-        "OPT",
-        "OPTConfig",
-        {**_ENCODER, "ffn_dim": 160, "word_embed_proj_dim": 64, "activation_function": "gelu"},
-        {},
-        "",
-    ),
-    Model("RoBERTa", "RobertaConfig", _ENCODER, {}, ""),
-    Model("Mixtral", "MixtralConfig", {**_TINY, "num_local_experts": 4, "num_experts_per_tok": 4}, {}, ""),
-    Model("Qwen2-MoE", "Qwen2MoeConfig", {**_TINY, **_EXPERTS, "shared_expert_intermediate_size": 32}, {}, ""),
-    Model("Qwen3-MoE", "Qwen3MoeConfig", {**_TINY, **_EXPERTS, "head_dim": 16}, {}, ""),
-)
-BY_TITLE = {model.title: model for model in (*MODELS, *MORE)}
+_TINY = BY_TITLE["Llama"].tiny
 
 # One rounding more or less of float32, through two layers forward and backward; of bfloat16 likewise, in which T5's own
 # gradients are off by 0.035 from those in float32.

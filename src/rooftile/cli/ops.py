@@ -195,7 +195,7 @@ def bench_optim(
 def bench_training(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="losses, optim, steps, plots. Default: all that measure.", show_default=False),
+        typer.Argument(help="losses, optim, steps, convergence, plots. Default: all that measure.", show_default=False),
     ] = None,
     ops: Annotated[
         list[str] | None, typer.Option("--op", help="Losses by name; repeatable, or with commas. Default: all.")
@@ -216,6 +216,14 @@ def bench_training(
             "with commas. Default: all but the last, and in the interpreter eager and rooftile.",
         ),
     ] = None,
+    families: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--family",
+            help="Of convergence: modules of transformers such as llama or qwen2_moe, and llama-3.2-1b; repeatable, or "
+            "with commas. Default: all, and in the interpreter llama.",
+        ),
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step. Default: by the model.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 4096.")] = None,
     fit: Annotated[
@@ -228,13 +236,19 @@ def bench_training(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=0, help="Processes that compile in advance; 0 for none. Default: by the amount of work."),
+        typer.Option(
+            min=0,
+            help="Processes that compile in advance, 0 for none; of convergence, those that train. Default: by the "
+            "amount of work.",
+        ),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print a line for each point, and where the time went.")
     ] = False,
 ) -> None:
-    """Measure training: losses forward and backward, AdamW, and steps of whole models. Exit code 1 if ours is wrong.
+    """Measure training: losses forward and backward, AdamW, and steps of whole models; train models of all families.
+
+    Exit code 1 if ours is wrong.
 
     plots draws the charts of earlier results again, without a GPU.
     """
@@ -249,6 +263,7 @@ def bench_training(
             names_of(ops) or (),
             jobs,
             verbose,
+            families=names_of(families) or (),
             models=names_of(models) or (),
             impls=names_of(impls) or (),
             batch=batch,

@@ -156,6 +156,24 @@ MODELS = (
     ),
 )
 
+# The other families of `rooftile.patch`, in the tiny size alone.
+_ENCODER = {name: size for name, size in _TINY.items() if name != "num_key_value_heads"}
+_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 4}
+_OPT = {**_ENCODER, "ffn_dim": 160, "word_embed_proj_dim": 64, "activation_function": "gelu"}
+MORE = (
+    Model("Phi-3", "Phi3Config", _TINY, {}, ""),
+    Model("SmolLM3", "SmolLM3Config", _TINY, {}, ""),
+    Model("OLMo2", "Olmo2Config", _TINY, {}, ""),
+    Model("GPT-NeoX", "GPTNeoXConfig", {**_ENCODER, "partial_rotary_factor": 0.5}, {}, ""),
+    Model("StarCoder2", "Starcoder2Config", _TINY, {}, ""),
+    Model("OPT", "OPTConfig", _OPT, {}, ""),
+    Model("RoBERTa", "RobertaConfig", _ENCODER, {}, ""),
+    Model("Mixtral", "MixtralConfig", {**_TINY, "num_local_experts": 4, "num_experts_per_tok": 4}, {}, ""),
+    Model("Qwen2-MoE", "Qwen2MoeConfig", {**_TINY, **_MOE, "shared_expert_intermediate_size": 32}, {}, ""),
+    Model("Qwen3-MoE", "Qwen3MoeConfig", {**_TINY, **_MOE, "head_dim": 16}, {}, ""),
+)
+BY_TITLE = {model.title: model for model in (*MODELS, *MORE)}
+
 
 def inputs(model: nn.Module, tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
     """The model's arguments for those tokens, and the tokens that its first logits predict.

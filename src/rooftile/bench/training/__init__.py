@@ -13,11 +13,11 @@ from rooftile import runtime
 from rooftile.bench import optim, run
 from rooftile.bench.measure import Effort
 from rooftile.bench.rows import TOGETHER
-from rooftile.bench.training import plots, steps
+from rooftile.bench.training import convergence, plots, steps
 from rooftile.cases import all_cases
 
 SUITE = "training"
-PARTS = ("losses", "optim", "steps", "plots")
+PARTS = ("losses", "optim", "steps", "convergence", "plots")
 # Distillation is often in float32: log-probabilities near 0 have few digits in bfloat16.
 FLOAT32_TOO = ("kl_div", "jsd")
 SECONDS = 0.3  # of each implementation: ten calls of the slowest, and more
@@ -56,19 +56,22 @@ def draw_all(console: Console, results: Path) -> None:
     for path in sorted(results.glob(f"*/{SUITE}/*.json")):
         for chart in plots.draw(path):
             console.print(str(chart), highlight=False, soft_wrap=True)
+    for path in sorted(results.glob(f"*/{convergence.FOLDER}/*.json")):
+        for chart in convergence.draw(path):
+            console.print(str(chart), highlight=False, soft_wrap=True)
 
 
 def run_parts(
     parts: Sequence[str], console: Console, results: Path | None = None, ops: Sequence[str] = (),
-    jobs: int | None = None, verbose: bool = False, **of_steps: Any,
+    jobs: int | None = None, verbose: bool = False, families: Sequence[str] = (), **of_steps: Any,
 ) -> int:  # fmt: skip
-    """Run those parts, or all that measure; `of_steps` go to `steps.run`.
+    """Run those parts, or all that measure; `families` are of `convergence`, and `of_steps` go to `steps.run`.
 
     Returns 1 if a row of ours is wrong or raised, else 0.
 
     Raises:
-        ValueError: a part, loss, model or implementation is not known, plots have no results, or results are requested
-            in the interpreter.
+        ValueError: a part, loss, family, model or implementation is not known, plots have no results, or results are
+            requested in the interpreter.
     """
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"unknown part {', '.join(unknown)}; known parts: {', '.join(PARTS)}")
@@ -80,6 +83,8 @@ def run_parts(
         code |= optim.run((), console, results)
     if "steps" in wanted:
         code |= steps.run(of_steps.pop("models", ()), of_steps.pop("impls", ()), console, results, **of_steps)
+    if "convergence" in wanted:
+        code |= convergence.run(families, console, results, jobs)
     if "plots" in wanted:
         if results is None:
             raise ValueError("plots are drawn from results; give --results")

@@ -1,0 +1,276 @@
+"""`rooftile bench training convergence`: small models of every family trained on real text, three ways from one seed.
+
+The ways are plain PyTorch ("eager"), `torch.compile`, and a patched model with `rooftile.optim.AdamW` ("rooftile"). All
+start from the same weights and see the same batches. Each model and dtype is a process of its own (`trajectory.py`),
+several at a time.
+
+Losses of all steps, log-probabilities on held-out text and weights are compared with eager's. In float32 they may be
+off by 1e-4. In both dtypes they may be off by `BOUND` times what torch.compile's run is off by: it differs from
+eager's by rounding alone, and training amplifies rounding. Adam divides a gradient by its own size, so that one which
+is nothing but rounding (a key's bias has none in exact arithmetic) moves its parameter as far as any other. And T5,
+whose scores are not scaled, is so sensitive that in float32 eager and torch.compile come to differ by more than 1e-4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rooftile import runtime
+from rooftile.bench import report
+from rooftile.bench.info import machine, may_join, version
+from rooftile.bench.report import COLOURS
+from rooftile.bench.rows import OURS, gpu_slug, write_whole
+from rooftile.bench.training.trajectory import COMPILE, EAGER, TITLES, WAYS, Job
+
+QUANTITIES = ("loss", "loss_rms", "logprobs", "weights")
+# The largest difference of all losses in float32; in bfloat16 two correct runs have largest ones that vary too much.
+JUDGED = {"fp32": ("loss", "logprobs", "weights"), "bf16": ("loss_rms", "logprobs", "weights")}
+LEARNS = 20  # steps after which a loss is lower
+FLOAT32 = 1e-4
+# Two runs that are off from exact arithmetic by equal amounts are off from each other by anything up to their sum.
+BOUND = 2.0
+REAL = "llama-3.2-1b"
+FOLDER = "training/convergence"  # a folder of its own: its file has no rows of times
+LIMIT_S = 500  # of one process
+_SLOW = ("deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe", "t5")  # they start first
+
+Launch = Callable[[Job], dict[str, Any]]
+
+
+def jobs_of(names: Sequence[str], measures: bool) -> list[Job]:
+    """The jobs of those names, or of all; in the interpreter a few steps of tiny models, by default of one."""
+    if unknown := sorted(set(names) - {*TITLES, REAL}):
+        raise ValueError(f"unknown family {', '.join(unknown)}; known families: {', '.join((*TITLES, REAL))}")
+    wanted = names or ((*TITLES, REAL) if measures else ("llama",))
+    size: dict[str, Any] = {"width": 4, "depth": 2, "batch": 4, "tokens": 256, "steps": 100} if measures else {}
+    found = [Job(REAL, "bf16", tokens=2048, steps=100, lr=3e-4)] if REAL in wanted and measures else []
+    families = sorted((name for name in TITLES if name in wanted), key=lambda name: name not in _SLOW)
+    return found + [Job(name, dtype, **size) for name in families for dtype in ("fp32", "bf16")]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_child(job: Job) -> dict[str, Any]:
+    """What the job's process prints; if it prints nothing, an error."""
+    command = [sys.executable, "-m", "rooftile.bench.training.trajectory", json.dumps(dataclasses.asdict(job))]
+    # The processes share the cores: none starts a pool of compilers of its own.
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", **os.environ}
+    failed = {**dataclasses.asdict(job), "losses": [], "seconds": {}, "runs": {}}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
+    except subprocess.TimeoutExpired:
+        return {**failed, "message": f"not done after {LIMIT_S} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        said = done.stderr.strip().splitlines()
+        return {**failed, "message": f"exit code {done.returncode}: {said[-1] if said else ''}"[:300]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def bounds(found: Mapping[str, Any]) -> dict[str, float | None]:
+    """The largest difference of each judged quantity that a correct run may have; None if nothing says."""
+    fixed = FLOAT32 if found["dtype"] == "fp32" else None
+    most = {}
+    for name in JUDGED[found["dtype"]]:
+        compiled = found["runs"].get(COMPILE, {}).get(name)
+        each = (fixed, None if compiled is None else BOUND * compiled)
+        most[name] = max((bound for bound in each if bound is not None), default=None)
+    return most
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """ "ok", or why our run of a job is not what it should be."""
+    if not found["losses"]:
+        return f"error: {found.get('message', '')}"
+    if found["steps"] >= LEARNS and not found["losses"][-1] < found["losses"][0]:
+        return f"FAIL: eager's loss goes from {found['losses'][0]:.4g} to {found['losses'][-1]:.4g}"
+    ours = found["runs"].get(OURS, {"status": "error", "message": "not run"})
+    if ours["status"] != "ok":
+        return f"error: {ours['message']}"
+    for name, bound in bounds(found).items():
+        if bound is None:
+            return f"FAIL: torch.compile gave no bound: {found['runs'].get(COMPILE, {}).get('message', 'not run')}"
+        if not ours[name] <= bound:
+            return f"FAIL: {name} differs by {ours[name]:.1e}, at most {bound:.1e} expected"
+    return "ok"
+
+
+COLUMNS = (
+    "family", "dtype", "parameters>", "steps>", "loss, first>", "last>",
+    *(f"{what}{which}>" for what in QUANTITIES for which in (", compile", ", rooftile")),
+    "same best>", "",
+)  # fmt: skip
+
+
+def cells(found: Mapping[str, Any]) -> list[str]:
+    """A job under `COLUMNS`."""
+    runs, losses = found["runs"], found["losses"]
+    shown = [f"{runs[way][q]:.1e}" if q in runs.get(way, {}) else "–" for q in QUANTITIES for way in (COMPILE, OURS)]
+    same = runs.get(OURS, {}).get("same_best")
+    return [
+        TITLES.get(found["name"], found["name"]),
+        found["dtype"],
+        f"{found['parameters'] / 1e6:,.1f}M" if "parameters" in found else "–",
+        str(found["steps"]),
+        *([f"{losses[0]:.3f}", f"{losses[-1]:.3f}"] if losses else ["–", "–"]),
+        *shown,
+        "–" if same is None else f"{same:.1%}",
+        verdict(found).partition(":")[0],
+    ]
+
+
+def show(console: Console, found: Sequence[Mapping[str, Any]], measures: bool) -> None:
+    """The table, and why a job failed."""
+    table = Table(
+        title="training on real text, against plain eager" + ("" if measures else f" ({report.NO_MEASUREMENT})"),
+        title_justify="left",
+        caption="Losses in nats a byte (of masked models, a masked byte). Relative differences from eager: loss, the "
+        "largest of all steps; loss_rms, the root of their mean square; logprobs, of the ten likeliest tokens at each "
+        "place of held-out text, and weights, after the last step. Rooftile's run may be off by "
+        f"{BOUND:g} times as much as torch.compile's, and in fp32 by {FLOAT32:g}. Of the losses, loss is judged in "
+        "fp32 and loss_rms in bf16.",
+        caption_justify="left",
+    )
+    for name in COLUMNS:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", no_wrap=name == "family")
+    for each in found:
+        table.add_row(*cells(each), style="" if verdict(each) == "ok" else "red")
+    out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
+    out.print(table)
+    for each in found:
+        for way, run in each["runs"].items():
+            if run["status"] != "ok":
+                out.print(f"{each['name']} {each['dtype']} {way}: {run['message']}", markup=False, highlight=False)
+        if (why := verdict(each)) != "ok":
+            out.print(f"{each['name']} {each['dtype']}: {why}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _short(value: Any, digits: int = 3) -> Any:
+    """The value with few digits: a file of all runs is to stay small."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, Mapping):
+        return {k: _short(v, 5 if k == "losses" else digits) for k, v in value.items()}
+    return [_short(v, digits) for v in value] if isinstance(value, list) else value
+
+
+def write(path: Path, meta: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Write the runs, a line for each, and those that the file has of this machine and commit; all that it has then."""
+    every = {(each["name"], each["dtype"]): _short(each) for each in found}
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if may_join(meta, before["meta"], ("transformers",)):
+            every = {(each["name"], each["dtype"]): each for each in before["runs"]} | every
+    order = {name: i for i, name in enumerate((*TITLES, REAL))}
+    runs = sorted(every.values(), key=lambda each: (order[each["name"]], each["dtype"]))
+    lines = ",\n".join(json.dumps(each, separators=(",", ":")) for each in runs)
+    write_whole(path, f'{{"meta": {json.dumps(meta, indent=1)},\n"runs": [\n{lines}\n]}}\n')
+    return runs
+
+
+def draw(path: Path) -> list[Path]:
+    """Charts of a file of runs, beside it: of the families in each dtype, and of each model of a real shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    data = json.loads(path.read_text(encoding="utf-8"))
+    groups: dict[str, list[Any]] = {}
+    for each in data["runs"]:
+        if each["losses"]:
+            groups.setdefault(
+                each["dtype"] if each["name"] in TITLES else f"{each['name']}-{each['dtype']}", []
+            ).append(each)
+    drawn = []
+    for name, runs in groups.items():
+        columns = min(5, len(runs))
+        rows = -(-len(runs) // columns)
+        size = (3.3 * columns, 2.3 * rows + 0.8) if len(runs) > 1 else (9.0, 5.0)
+        figure, panels = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+        for axes in panels.flat[len(runs) :]:
+            axes.axis("off")
+        for axes, each in zip(panels.flat, runs, strict=False):
+            _panel(axes, each)
+        lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+        figure.legend(
+            list(lines.values()), list(map(str, lines)), loc="outside lower center", ncols=len(lines), fontsize=9
+        )
+        title = f"Loss on Python's standard library, {name}, {data['meta']['gpu'] or report.NO_MEASUREMENT}"
+        figure.suptitle(title, fontsize=11)
+        drawn.append(path.with_name(f"{path.stem}-{name}.png"))
+        figure.savefig(drawn[-1], dpi=75)
+        pyplot.close(figure)
+    return drawn
+
+
+def _panel(axes: Any, found: Mapping[str, Any]) -> None:
+    """A job's losses, on top of each other, and on the right axis how far they are from eager's."""
+    losses = found["losses"]
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color=COLOURS[EAGER], linewidth=4.0, label=EAGER)
+    right = axes.twinx()
+    for way, style in ((COMPILE, (0, (4, 3))), (OURS, (4, (4, 3)))):
+        if (differences := found["runs"].get(way, {}).get("difference")) is None:
+            continue
+        curve = [loss * (1 + d) for loss, d in zip(losses, differences, strict=True)]
+        axes.plot(steps, curve, color=COLOURS[way], linewidth=1.4, linestyle=style, label=way)
+        off = [abs(d) or float("nan") for d in differences]
+        right.plot(steps, off, color=COLOURS[way], linewidth=0.7, alpha=0.7, label=f"{way}: difference (right)")
+    right.set_yscale("log")
+    right.tick_params(labelsize=7)
+    axes.tick_params(labelsize=7)
+    axes.set_title(f"{TITLES.get(found['name'], found['name'])}, {found['parameters'] / 1e6:,.1f}M", fontsize=9)
+
+
+def run(
+    names: Sequence[str], console: Console, results: Path | None = None, jobs: int | None = None,
+    launch: Launch = in_child,
+) -> int:  # fmt: skip
+    """Train the models of those names, or all, `jobs` processes at a time. With `results`, write
+    `<gpu>/training/convergence/` there.
+
+    Returns 1 if a run of ours is not what it should be, else 0.
+
+    Raises:
+        ValueError: a family is not known, or results are requested in the interpreter.
+    """
+    measures = runtime.MODE is runtime.Mode.GPU
+    if not measures and results is not None:
+        raise ValueError("--results is for a GPU's runs, and the interpreter makes none")
+    wanted = jobs_of(names, measures)
+    workers = jobs or max(1, min(14, len(wanted), _cores() - 2))
+    console.print(f"{len(wanted)} models to train, {workers} at a time ...", highlight=False)
+    since = time.perf_counter()
+    done: dict[Job, dict[str, Any]] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(launch, job): job for job in wanted}
+        for future in as_completed(running):
+            job = running[future]
+            done[job] = future.result()
+            took = f"{time.perf_counter() - since:.0f} s"
+            console.print(f"{job.title} {job.dtype}: {verdict(done[job])}, after {took}", markup=False, highlight=False)
+    found = [done[job] for job in wanted]
+    show(console, found, measures)
+    if results is not None:
+        meta = {**machine(), "transformers": version("transformers"), "ways": WAYS}
+        path = results / gpu_slug(str(meta["gpu"])) / FOLDER / "convergence.json"
+        write(path, meta, found)
+        for chart in draw(path):
+            console.print(str(chart), highlight=False, soft_wrap=True)
+    return int(any(verdict(each) != "ok" for each in found))
