@@ -94,7 +94,7 @@ def test_prefill_command_writes_rows_that_are_no_measurement(tmp_path: Path) -> 
     meta, rows = read_json(out)
     assert meta["note"] == "interpreter, not a measurement"
     replaced = {kind: count for kind, count in meta["replaced"].items() if count}
-    assert replaced == {"RMSNorm": 3, "residual add + RMSNorm": 1, "SwiGLU": 1, "RoPE": 1}
+    assert replaced == {"RMSNorm": 3, "residual add + RMSNorm": 1, "SwiGLU": 1, "RoPE": 1, "head + cross entropy": 1}
     assert [(r.op, r.shape.rpartition(" ")[2], r.impl) for r in rows] == [
         (op, length, impl) for length in ("T8", "T12") for op in ("prefill", "layer_ops") for impl in (EAGER, OURS)
     ]

@@ -40,7 +40,7 @@ def caches():
 
 
 def embed():
-    args = torch.zeros(1, dtype=torch.int32), torch.empty(8, 16), 1.0
+    args = torch.zeros(1, dtype=torch.int32), torch.empty(8, 16), 1.0, None
     prepare_embedding(*args)(*args)
 
 

@@ -306,6 +306,7 @@ def linear_cross_entropy(
             reduction or precision is another word; a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is none of those named, or dtypes differ.
     """
+    library.check_tensors(_NAME, hidden=hidden)
     if dispatch.autocast_dtype(hidden) is not None:
         hidden, weight, bias = dispatch.autocast(hidden, weight, bias)  # type: ignore[assignment]
     how = fused_head.asked(_NAME, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
