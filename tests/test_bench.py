@@ -29,7 +29,19 @@ from toys import (
 
 from rooftile import runtime
 from rooftile.bench import rows
-from rooftile.bench.measure import FLUSH, ROOF, Effort, bind, draw, interleave, laid_out, rotation
+from rooftile.bench.measure import (
+    FLUSH,
+    PASS_SECONDS,
+    ROOF,
+    SAMPLES,
+    Effort,
+    bind,
+    calls_of_a_pass,
+    draw,
+    interleave,
+    laid_out,
+    rotation,
+)
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug
 from rooftile.bench.timer import DeviceClock
 from rooftile.bench.variants import Variant
@@ -251,8 +263,25 @@ def test_iterations_and_time_are_both_limits():
         return len(taken)
 
     assert samples(Effort(iters=7, seconds=10.0)) == 7
-    assert samples(Effort(iters=1000, seconds=0.02)) == 20
-    assert samples(Effort(iters=1000, seconds=1e-9)) == 1
+    assert samples(Effort(iters=1000, seconds=0.04)) == 40
+    assert samples(Effort(iters=1000, seconds=0.02, least=1)) == 20
+    assert samples(Effort(iters=1000, seconds=1e-9, least=1)) == 1
+
+
+def test_every_row_has_twenty_samples_however_long_a_call_takes():
+    ((_, taken),) = interleave({"a": Drifting([], "a")}, TableClock({}), Effort(seconds=1e-9), random.Random(0))
+    assert len(taken) == SAMPLES == 20
+    assert calls_of_a_pass(64, 1.0) == 1
+    assert calls_of_a_pass(64, 1e-6) == 64
+    assert calls_of_a_pass(64, PASS_SECONDS / 3) == 3
+
+
+@pytest.mark.parametrize(("warmup", "iters"), [(0, 1), (3, 7), (50, 4)])
+def test_passes_are_exact_where_no_seconds_are_given(warmup, iters):
+    history = []
+    effort = Effort(warmup=warmup, iters=iters, seconds=0)
+    ((_, taken),) = interleave({"a": Drifting(history, "a")}, TableClock({}), effort, random.Random(0))
+    assert (len(taken), len(history)) == (iters, warmup + iters)
 
 
 def test_a_block_that_raises_leaves_the_others_their_turns():

@@ -118,9 +118,9 @@ def test_every_row_is_of_whole_rounds_and_said_twice(start) -> None:
     assert all((r.status, r.message) == ("ok", "") for r in rows.values())
     assert {name: rows["decode", name].us for name in TIMES} == {OURS: 5e3, CUDA: 1e4, HF: 4e3}
     assert {name: rows["prefill", name].us for name in TIMES} == {OURS: 2e4, CUDA: 3e4, HF: 5e4}
-    # 63 steps are 0.3, 0.6 and 0.25 s, and of prompts a quarter of a second is due; the first look counts for neither.
+    # 63 steps are 0.3, 0.6 and 0.25 s; 20 prompts are due, as many each round. The first look counts for neither.
     assert {name: rows["decode", name].samples for name in TIMES} == {OURS: 3 * 63, CUDA: 63, HF: 3 * 63}
-    assert {name: rows["prefill", name].samples for name in TIMES} == {OURS: 12, CUDA: 8, HF: 6}
+    assert {name: rows["prefill", name].samples for name in TIMES} == {OURS: 21, CUDA: 20, HF: 21}
     assert rows["decode", OURS].ratio_to_best_peer == pytest.approx(0.8)
     assert rows["prefill", OURS].ratio_to_best_peer == pytest.approx(1.5)
     said = [line for line in run.said.getvalue().splitlines() if " ms" in line]
@@ -178,11 +178,15 @@ def test_what_is_not_reached_says_so(start) -> None:
         (0.004, 0.011, TurnPlan(3, 255, 6)),  # three whole generations in 4 s, with 21 prompts
         (0.0001, 0.001, TurnPlan(5, 255, 3)),
         (0.025, 0.030, TurnPlan(1, 160, 19)),  # cut
-        (1.0, 1.0, TurnPlan(1, 16, 2)),  # no less
+        (1.0, 1.0, TurnPlan(1, 20, 19)),  # no less
     ],
 )
 def test_a_plan_is_what_fits_into_the_seconds(step: float, prompt: float, expected: TurnPlan) -> None:
     assert plan_turns(Samples([step], [prompt], [0.0]), 255, 4.0) == expected
+
+
+def test_a_short_generation_is_repeated_until_there_are_twenty_steps() -> None:
+    assert plan_turns(Samples([1.0], [1.0], [0.0]), 15, 4.0) == TurnPlan(2, 15, 9)
 
 
 @torch.no_grad()

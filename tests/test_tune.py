@@ -342,7 +342,7 @@ def test_a_table_of_another_variant_of_the_gpu_is_not_added_to(doubler, tmp_path
     data = json.loads(path.read_text())
     data["meta"]["multiprocessors"] += 1
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"can't be added to: its GPU had \d+ multiprocessors, this one has \d+; move"):
+    with pytest.raises(ValueError, match=r"can't be added to: its GPU had \d+ SMs, this one has \d+; move"):
         ran(out=tmp_path, shapes=((9, 16, 4),))
     assert json.loads(path.read_text()) == data
 

@@ -37,16 +37,19 @@ ROUNDS = 10
 BURST = 20  # calls at most to measure the host's time; some ten launches each are far from filling the queue
 BURSTS = 10
 BURSTS_SECONDS = 0.05  # of device work in all of them, about
+SAMPLES = 20  # of each implementation, at least: the 20th and 80th percentiles of fewer mean little
+PASS_SECONDS = 0.004  # a pass is about as long, or one call: a thousand times what starting a graph takes
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How long to measure: at most `warmup` passes before and `iters` after, and about `seconds` of device time for
-    each implementation."""
+    """How long to measure each implementation: about `seconds` of device time, within `iters` passes and in `least` or
+    more, after at most `warmup` passes. If `seconds` is 0: exactly `warmup` passes and then exactly `iters`."""
 
     warmup: int = 50
     iters: int = 200
     seconds: float = 0.05
+    least: int = SAMPLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +156,7 @@ def rotation(nbytes: int, l2: int, held: int, free: int) -> int:
 
 def host_us(call: Call, clock: Clock) -> float:
     """Microseconds that a call takes on the host, which runs ahead of the device: the median over short bursts."""
-    clock.synchronize()
-    start = time.perf_counter()
-    call()
-    clock.synchronize()
-    whole = time.perf_counter() - start
+    whole = _seconds_of(call, clock)
     burst = max(2, min(BURST, int(BURSTS_SECONDS / whole)))
     bursts = max(3, min(BURSTS, int(BURSTS_SECONDS / (burst * whole))))
     return 1e6 * statistics.median(burst_seconds(call, clock, burst) for _ in range(bursts))
@@ -181,9 +180,13 @@ def interleave(
     taken: dict[str, list[float]] = {name: [] for name in blocks}
     passes: dict[str, int] = {}
     for name, block in blocks.items():
+        if effort.seconds == 0:
+            passes[name] = effort.iters
+            sample(name, effort.warmup)
+            continue
         first = sample(name, 2 if clock.measures else 1)
         seconds = max(1e-9, first[-1] * block.calls) if first else 1.0
-        passes[name] = max(1, min(effort.iters, math.ceil(effort.seconds / seconds)))
+        passes[name] = min(effort.iters, max(effort.least, math.ceil(effort.seconds / seconds)))
         if clock.measures:
             sample(name, min(effort.warmup, passes[name] // 4))
     rounds = min(ROUNDS, max(passes.values(), default=0))
@@ -203,12 +206,31 @@ def fastest(timings: Sequence[Timing | Exception]) -> Timing | Exception:
     return min(right, key=lambda t: t.us) if right else timings[0]
 
 
+def calls_of_a_pass(copies: int, seconds: float) -> int:
+    """How many of a rotation's calls make a pass: as many as take `PASS_SECONDS`, and one at least.
+
+    The read before a pass evicts its data from the L2 cache, and no two of its calls have the same inputs, so that a
+    shorter pass is as cold.
+    """
+    return max(1, min(copies, math.ceil(PASS_SECONDS / max(1e-9, seconds))))
+
+
+def _seconds_of(call: Call, clock: Clock) -> float:
+    """Seconds of a call on host and device, from an idle device to the kernels' end."""
+    clock.synchronize()
+    start = time.perf_counter()
+    call()
+    clock.synchronize()
+    return time.perf_counter() - start
+
+
 @dataclasses.dataclass
 class _Probe:
     host_us: float
     peak_bytes: int
     extra_bytes: int
     held_bytes: int
+    seconds: float = 0.0
 
 
 def measure(
@@ -250,12 +272,13 @@ def measure(
                 held = clock.allocated_bytes() - before
                 call()
                 taken = host_us(call, clock) if clock.measures else 0.0
+                seconds = _seconds_of(call, clock) if clock.measures else 0.0
                 before = clock.allocated_bytes()
                 results_of_one = call()
                 kept = clock.allocated_bytes() - before
                 del results_of_one
                 peak = clock.peak_bytes(call)
-                probes[variant.name] = _Probe(taken, peak, peak - kept, held)
+                probes[variant.name] = _Probe(taken, peak, peak - kept, held, seconds)
                 del call
             except Exception as error:
                 forget(variant.name, error)
@@ -268,7 +291,8 @@ def measure(
             if variant.name not in probes:
                 continue
             try:
-                blocks[variant.name] = clock.block([bind(variant, case, point, direction, given) for given in sets])
+                some = sets[: calls_of_a_pass(copies, probes[variant.name].seconds)]
+                blocks[variant.name] = clock.block([bind(variant, case, point, direction, given) for given in some])
             except Exception as error:
                 forget(variant.name, error)
         if clock.measures and case.roof == "copy":

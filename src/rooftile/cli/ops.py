@@ -77,7 +77,12 @@ def bench(
     warmup: Annotated[int, typer.Option(min=0, help="Most warm-up passes.")] = 50,
     iters: Annotated[int, typer.Option(min=1, help="Most measured passes of each implementation.")] = 200,
     seconds: Annotated[
-        float, typer.Option(min=0.001, help="Device time of each implementation, within --iters.")
+        float,
+        typer.Option(
+            min=0,
+            help="Device time of each implementation, in 20 passes or more and within --iters; 0: exactly --warmup "
+            "and --iters passes.",
+        ),
     ] = 0.05,
     csv_file: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", dir_okay=False, help="Also write the rows to this file.")

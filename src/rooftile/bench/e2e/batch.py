@@ -21,7 +21,7 @@ from rooftile.bench.e2e.model import Model
 from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path
 from rooftile.bench.e2e.report import E2ERow, label
 from rooftile.bench.e2e.results import NOT_REACHED, SO_FAR, added, earlier, over
-from rooftile.bench.e2e.turns import LEAST_STEPS, Samples, Stopwatch, TurnPlan, plan_turns
+from rooftile.bench.e2e.turns import LEAST_STEPS, SAMPLES, Samples, Stopwatch, TurnPlan, plan_turns
 from rooftile.bench.rows import gpu_slug, percentile, spread, write_json
 from rooftile.bench.run import brief
 from rooftile.bench.workloads import step_bytes
@@ -143,7 +143,8 @@ class Batch:
         whole = self.run.new - 1
         if name not in self.looks:
             return TurnPlan(1, whole, 0)
-        return plan_turns(self.looks[name], whole, self.run.settings.seconds)
+        least = SAMPLES if self.run.clock.measures else 1
+        return plan_turns(self.looks[name], whole, self.run.settings.seconds, least)
 
     def take_turns(self) -> None:
         """Generations and prompts in rounds, in a new random order each; an implementation that raises is dropped."""

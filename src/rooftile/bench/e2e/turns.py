@@ -15,8 +15,7 @@ from rooftile.graphs import uncollected
 
 ROUNDS = 5
 LEAST_STEPS = 16  # the least of a generation that --seconds cuts short, and the steps of a probe
-LEAST_PROMPTS, MOST_PROMPTS = 3, 20
-PROMPTS_SHARE = 0.25  # share of --seconds for prompts, including those of generations
+SAMPLES = 20  # of steps, at least, and of prompts, including those of generations
 
 
 @dataclasses.dataclass
@@ -42,13 +41,13 @@ class TurnPlan:
     prompts: int
 
 
-def plan_turns(look: Samples, whole: int, seconds: float) -> TurnPlan:
-    """What fits into the seconds, by a first probe: whole generations of `whole` steps if possible."""
-    step, prompt = spread(look.steps)[0], spread(look.prompts)[0]
-    steps = max(min(LEAST_STEPS, whole), min(whole, int(seconds / step)))
-    rounds = max(1, min(ROUNDS, int(seconds / step / steps)))
-    prompts = max(LEAST_PROMPTS, min(MOST_PROMPTS, int(PROMPTS_SHARE * seconds / prompt)))
-    return TurnPlan(rounds, steps, max(0, math.ceil(prompts / rounds) - 1))
+def plan_turns(look: Samples, whole: int, seconds: float, least: int = SAMPLES) -> TurnPlan:
+    """The steps that fit into the seconds, by a first probe: whole generations of `whole` steps if possible. `least`
+    samples of both are taken however long they take."""
+    step = spread(look.steps)[0]
+    steps = max(min(max(LEAST_STEPS, least), whole), min(whole, int(seconds / step)))
+    rounds = max(math.ceil(least / steps), min(ROUNDS, int(seconds / step / steps)))
+    return TurnPlan(rounds, steps, max(0, math.ceil(least / rounds) - 1))
 
 
 class Stopwatch:

@@ -59,7 +59,7 @@ class Job:
     tokens: int = 8
     dtype: str = "bfloat16"
     warmup: int = 4
-    steps: int = 12
+    steps: int = 20
     timeline: bool = False
     fit: bool = False
     cap: int | None = None

@@ -177,7 +177,7 @@ class Search:
         for name, config in by_name.items():
             with contextlib.suppress(RuntimeError) if config is PEER else contextlib.nullcontext():
                 blocks[name] = self.clock.block(self._calls(config))
-        effort = Effort(seconds=seconds) if self.clock.measures else Effort(warmup=0, iters=1)
+        effort = Effort(seconds=seconds, least=1) if self.clock.measures else Effort(warmup=0, iters=1)
         found: dict[Any, float] = {}
         with uncollected():
             for name, samples in interleave(blocks, self.clock, effort, random.Random(0)):
