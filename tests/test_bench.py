@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import (
     CPU,
+    LARGE,
     ROOFS,
     SMALL,
     TableClock,
@@ -349,7 +350,7 @@ def test_figures_follow_from_the_times(monkeypatch):
     assert ours.tflops == pytest.approx(64 / 2e-6 / 1e12)
     assert ours.roof_fraction == pytest.approx(0.5)  # the copy of the same bytes takes half the time
     assert (ours.speedup_vs_eager, ours.ratio_to_best_peer) == (4.0, 4.0)
-    assert (ours.peak_bytes, ours.max_error) == (4096, 0.0)
+    assert (ours.peak_bytes, ours.max_error, ours.max_abs_error) == (4096, 0.0, 0.0)
     assert ours.host_us > 0
 
 
@@ -360,6 +361,8 @@ def test_a_wrong_result_is_FAIL_and_untimed_and_the_exit_code_1(monkeypatch):
     assert (ours.status, ours.us, ours.ratio_to_best_peer) == ("FAIL", None, None)
     assert "over" in ours.message
     assert ours.max_error == pytest.approx(0.5)
+    x = toy().inputs(LARGE, torch.float32, CPU, torch.Generator().manual_seed(0))["x"]
+    assert ours.max_abs_error == pytest.approx(float(x.abs().max()))  # 3x for 2x
     assert of(found, "eager").us is not None
 
 

@@ -1,5 +1,6 @@
 """`rooftile check`: what it catches, what it says, and how it ends."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -63,7 +64,10 @@ def test_one_wrong_element_is_caught(case):
         y[-1, -1] += 0.01
         return y, u
 
-    assert verdicts(checked(case, spoil)) == {"y": False, "u": True}
+    rows = checked(case, spoil)
+    assert verdicts(rows) == {"y": False, "u": True}
+    assert rows[0].abs_error == pytest.approx(0.01, rel=1e-3)
+    assert rows[1].abs_error < 1e-5
 
 
 def test_one_nan_is_caught(case):
@@ -244,8 +248,9 @@ class TestCommand:
         return CliRunner().invoke(cli.app, ["check", *args])
 
     def test_it_passes(self, tmp_path):
-        file = tmp_path / "deep" / "check.json"
-        result = self.run("silu_mul", "rms_norm", "--set", "tiny", "--dtype", "bf16", "--json", str(file))
+        file, table = tmp_path / "deep" / "check.json", tmp_path / "deep" / "check.csv"
+        files = ("--json", str(file), "--csv", str(table))
+        result = self.run("silu_mul", "rms_norm", "--set", "tiny", "--dtype", "bf16", *files)
         assert result.exit_code == 0, result.output
         found = json.loads(file.read_text())
         assert result.output.rstrip().endswith(f"{found['passed']}/{found['total']} passed")
@@ -254,7 +259,9 @@ class TestCommand:
         assert {row["dtype"] for row in found["rows"]} == {"bf16"}
         assert {row["direction"] for row in found["rows"]} == {"forward", "backward"}
         wanted = {"op", "shape", "options", "dtype", "direction", "output", "error", "tolerance", "passed", "message"}
-        assert all(wanted <= row.keys() for row in found["rows"])
+        assert all(wanted | {"abs_error"} <= row.keys() for row in found["rows"])
+        lines = list(csv.DictReader(table.open()))
+        assert [(r["op"], float(r["abs_error"])) for r in lines] == [(r["op"], r["abs_error"]) for r in found["rows"]]
         assert result.output.count("PASS") == found["passed"]
 
     def test_it_fails_and_goes_on(self, monkeypatch, tmp_path):

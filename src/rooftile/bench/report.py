@@ -33,6 +33,10 @@ def ratio(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def error(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
+
+
 def _style(row: Row) -> str:
     if row.status in ("FAIL", "error"):
         return "red"
@@ -61,7 +65,8 @@ _COLUMNS = (
     _Column("vs best", lambda r: ratio(r.ratio_to_best_peer)),
     _Column("peak MiB", lambda r: "–" if r.peak_bytes is None else number(r.peak_bytes / 2**20), "wide"),
     _Column("above", lambda r: "–" if r.extra_bytes is None else number(r.extra_bytes / 2**20), "wide"),
-    _Column("max error", lambda r: "–" if r.max_error is None else f"{r.max_error:.1e}", "always"),
+    _Column("max error", lambda r: error(r.max_error), "always"),
+    _Column("max abs", lambda r: error(r.max_abs_error), "always"),
 )
 
 

@@ -48,6 +48,7 @@ class Row:
         extra_bytes: what of `peak_bytes` is not the memory of its results: above its inputs and outputs.
         tokens_per_s: of a training step.
         max_error: the largest relative error of its outputs (or gradients) against the float64 reference.
+        max_abs_error: the largest absolute error of an element of them.
         roof_gbs: a copy that moves the same number of bytes, measured among the row's samples; for a GEMM the
             streaming read of the run.
         method: how the device was timed: `"graph"`, `"events"`, or `"host clock"` (no measurement).
@@ -86,6 +87,7 @@ class Row:
     dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
     extra_bytes: int | None = None
     tokens_per_s: float | None = None
+    max_abs_error: float | None = None
 
     @property
     def place(self) -> str:

@@ -82,6 +82,7 @@ class Verdict:
     status: str
     max_error: float | None = None
     message: str = ""
+    max_abs_error: float | None = None
 
 
 CUTS = (1, 4, 16)  # of the rows, for a check that does not fit into memory
@@ -103,19 +104,20 @@ def judge(
         checks = check_point(case, checked, dtype, direction, function=function, mutates=variant.mutates, device=device)
         if not any(c.message.startswith("OutOfMemoryError") for c in checks):
             break
-    errors = [c.error for c in checks if math.isfinite(c.error)]
-    most = max(errors) if errors else None
+    most, largest = (max(filter(math.isfinite, some), default=None) for some in (
+        [c.error for c in checks], [c.abs_error for c in checks],
+    ))  # fmt: skip
     for c in checks:
         allowed = case.tolerance(dtype, direction, c.output)
         rounds_otherwise = c.message.startswith("error ") and c.error <= max(allowed.ceiling, allowed.peers)
         if c.passed or (rounds_otherwise and not ours):
             continue
         if not ours and c.message.startswith("dtype "):  # Llama's own formula promotes where dtypes are mixed
-            return Verdict("unsupported", most, brief(f"another result: {c.output} has {c.message}"))
+            return Verdict("unsupported", most, brief(f"another result: {c.output} has {c.message}"), largest)
         # An exception's name comes before the colon. A message about a wrong result begins in lower case.
         status = "error" if re.match(r"[A-Z]\w+: ", c.message) else "FAIL"
-        return Verdict(status, most, brief(f"{c.output}: {c.message}" if status == "FAIL" else c.message))
-    return Verdict("ok", most)
+        return Verdict(status, most, brief(f"{c.output}: {c.message}" if status == "FAIL" else c.message), largest)
+    return Verdict("ok", most, max_abs_error=largest)
 
 
 class Bench:
@@ -174,6 +176,7 @@ class Bench:
                 with self.clock.active():
                     verdict = judge(case, point, dtype, side, variant, self.device)
                 row.status, row.max_error, row.message = verdict.status, verdict.max_error, verdict.message
+                row.max_abs_error = verdict.max_abs_error
         right = [v for v in found if rows[v.name].status == "ok"]
         timings = measure(
             case, point, dtype, direction, right, self.clock, self.settings.effort, self.device, self.phases.enter

@@ -38,6 +38,7 @@ class CheckRow:
         eager_error: the same error for eager PyTorch in this dtype.
         passed: the error is within the tolerance, and nothing else is wrong.
         message: any other fault: a wrong shape or dtype, an input overwritten, an exception.
+        abs_error: the largest `|out - ref|` of an element; NaN if there is nothing to compare.
     """
 
     op: str
@@ -51,11 +52,12 @@ class CheckRow:
     eager_error: float
     passed: bool
     message: str = ""
+    abs_error: float = math.nan
 
     def as_json(self) -> dict[str, Any]:
         """The row as JSON takes it: NaN and infinity are null."""
         row = dataclasses.asdict(self)
-        for name in ("error", "tolerance", "eager_error"):
+        for name in ("error", "tolerance", "eager_error", "abs_error"):
             row[name] = row[name] if math.isfinite(row[name]) else None
         return row
 
@@ -69,6 +71,12 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
         return 0.0
     scale = float(torch.linalg.vector_norm(ref))
     return difference / scale if scale else math.inf
+
+
+def largest_error(out: Tensor, ref: Tensor) -> float:
+    """The largest `|out - ref|` of an element, in float64; NaN if one is NaN, 0 if there are none."""
+    out, ref = out.detach(), ref.detach()
+    return float((out.to(torch.float64) - ref.to(torch.float64)).abs().max()) if out.numel() else 0.0
 
 
 # A ceiling is for an op of Rooftile. Baselines round more often: eager attention in bfloat16 rounds its
@@ -257,9 +265,11 @@ def check_point(
     own_dtypes = case.output_dtypes(point)
     rows: list[CheckRow] = []
 
-    def row(output: str, error: float, tolerance: float, eager_error: float, message: str) -> None:
+    def row(
+        output: str, error: float, tolerance: float, eager_error: float, message: str, abs_error: float = math.nan
+    ) -> None:
         where = (case.name, point.label, dict(point.options), NAMES[dtype], direction, output)
-        rows.append(CheckRow(*where, error, tolerance, eager_error, not message, message))
+        rows.append(CheckRow(*where, error, tolerance, eager_error, not message, message, abs_error))
 
     def compare() -> None:
         task = _task(case, point, dtype, direction, device, seed)
@@ -287,11 +297,12 @@ def check_point(
             floor = max(rounding_floor(dtype), rounding_floor(expected))
             floor = max(floor, case.float32_floor) if dtype == torch.float32 else floor
             tolerance = min(ceiling, max(2 * eager_error, floor))
-            error = relative_error(out, ref) if out.shape == ref.shape else math.nan
+            comparable = out.shape == ref.shape
+            error = relative_error(out, ref) if comparable else math.nan
             message = _verdict(out, ref, expected, error, tolerance)
             if own and results.overwritten:
                 message = f"overwrote {', '.join(results.overwritten)}; {message}".rstrip("; ")
-            row(name, error, tolerance, eager_error, message)
+            row(name, error, tolerance, eager_error, message, largest_error(out, ref) if comparable else math.nan)
 
     try:
         compare()

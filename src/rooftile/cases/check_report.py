@@ -1,7 +1,9 @@
-"""`rooftile check`: every point of the requested sets, as a table that ends with n/m passed, and as JSON."""
+"""`rooftile check`: every point of the requested sets, as a table that ends with n/m passed, as JSON and CSV."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,11 +59,11 @@ def show(rows: Sequence[CheckRow], console: Console) -> None:
         table.add_column(column, overflow="fold")
     for column in ("dtype", "direction", "output"):
         table.add_column(column, no_wrap=True)
-    for column in ("error", "eager's", "tolerance"):
+    for column in ("error", "eager's", "tolerance", "max abs"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
-        numbers = (f"{value:.1e}" for value in (row.error, row.eager_error, row.tolerance))
+        numbers = (f"{value:.1e}" for value in (row.error, row.eager_error, row.tolerance, row.abs_error))
         verdict = "[green]PASS[/]" if row.passed else "[bold red]FAIL[/]"
         table.add_row(row.op, escape(_shape(row)), row.dtype, row.direction, row.output, *numbers, verdict)
     if not console.is_terminal:  # a file is as wide as its lines
@@ -74,6 +76,15 @@ def show(rows: Sequence[CheckRow], console: Console) -> None:
         console.print(f"[bold red]FAIL[/] {escape(where)}: {escape(row.message)}", highlight=False, soft_wrap=True)
     style = "bold red" if failed else "bold green"
     console.print(f"{len(rows) - len(failed)}/{len(rows)} passed", style=style, highlight=False)
+
+
+def write_csv(rows: Sequence[CheckRow], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(CheckRow)])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**row.as_json(), "options": json.dumps(dict(row.options))})
 
 
 def as_json(rows: Sequence[CheckRow]) -> dict[str, Any]:

@@ -35,6 +35,9 @@ def check(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the rows to this file.")
     ] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", dir_okay=False, help="Also write the rows to this file.")
+    ] = None,
 ) -> None:
     """Check every op against its float64 reference, forward and backward. Exit code 1 if any row fails."""
     choose_mode()
@@ -48,6 +51,8 @@ def check(
     check_report.show(rows, console)
     if json_file is not None:
         check_report.write_json(rows, json_file)
+    if csv_file is not None:
+        check_report.write_csv(rows, csv_file)
     if not all(row.passed for row in rows):
         raise typer.Exit(1)
 
