@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,20 +17,41 @@ if TYPE_CHECKING:
     from rooftile.engine.engine import Quantization
 
 
+class Panel(str, enum.Enum):
+    """The groups of commands in --help, in its order."""
+
+    run = "Run"
+    measure = "Measure"
+    develop = "Develop"
+
+
+def _without_types(params):
+    """The parameters; --help shows no type beside a flag, which takes no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
 class _Commands(TyperGroup):
     """Makes `bench prefill` and the like separate commands: `bench` itself takes names of ops."""
 
     def resolve_command(self, ctx, args):
         name = " ".join(args[:2])
-        two_words = name in (
-            "bench prefill",
-            "bench e2e",
-            "bench quality",
-            "bench schedules",
-            "bench optim",
-            "bench training",
-        )
-        return super().resolve_command(ctx, [name, *args[2:]] if two_words else args)
+        return super().resolve_command(ctx, [name, *args[2:]] if name in self.commands else args)
+
+    def list_commands(self, ctx):
+        panels = [panel.value for panel in Panel]
+        order = {name: panels.index(getattr(c, "rich_help_panel", "")) for name, c in self.commands.items()}
+        return sorted(order, key=lambda name: (order[name], name))
+
+    def get_params(self, ctx):
+        return _without_types(super().get_params(ctx))
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx):
+        return _without_types(super().get_params(ctx))
 
 
 app = typer.Typer(
@@ -43,6 +64,12 @@ app = typer.Typer(
 )
 console = Console()
 notices = Console(stderr=True)  # messages other than a command's result
+
+
+def command(panel: Panel, name: str | None = None):
+    """Registers a function as a command of that group, by default under its own name."""
+    return app.command(name, cls=_Command, rich_help_panel=panel.value)
+
 
 Ops = Annotated[list[str] | None, typer.Argument(help="Names of ops. Default: all.", show_default=False)]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, QuantizeName, app, choose_mode, console, notices
+from rooftile.cli.common import DType, Panel, QuantizeName, choose_mode, command, console, notices
 
 
 class CacheName(str, enum.Enum):
@@ -18,7 +18,7 @@ class CacheName(str, enum.Enum):
     int8 = "int8"
 
 
-@app.command()
+@command(Panel.run)
 def generate(
     path: Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`, the small model in the package.")],
     prompts: Annotated[
@@ -112,7 +112,7 @@ class ImplName(str, enum.Enum):
     patched = "patched"
 
 
-@app.command()
+@command(Panel.develop)
 def audit(
     path: Annotated[
         Path | None, typer.Argument(exists=True, help="A checkpoint folder. Default: random weights.")

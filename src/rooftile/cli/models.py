@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, QuantizeName, app, choose_mode, console, names_of
+from rooftile.cli.common import DType, Panel, QuantizeName, choose_mode, command, console, names_of
 
 
-@app.command("bench prefill")
+@command(Panel.measure, "bench prefill")
 def bench_prefill(
     model: Annotated[
         str | None,
@@ -103,7 +103,7 @@ def _positive(values: list[str] | None, option: str) -> list[int]:
     return numbers
 
 
-@app.command("bench e2e")
+@command(Panel.measure, "bench e2e")
 def bench_e2e(
     models: Annotated[
         list[str] | None,
@@ -182,7 +182,7 @@ def bench_e2e(
     raise typer.Exit(code)
 
 
-@app.command("bench quality")
+@command(Panel.measure, "bench quality")
 def bench_quality(
     names: Annotated[
         list[str] | None,

@@ -12,10 +12,11 @@ import typer
 from rooftile.cli.common import (
     DType,
     Ops,
+    Panel,
     SetName,
-    app,
     cases_of,
     choose_mode,
+    command,
     console,
     has_gpu,
     names_of,
@@ -24,7 +25,7 @@ from rooftile.cli.common import (
 )
 
 
-@app.command()
+@command(Panel.measure)
 def check(
     ops: Ops = None,
     sets: Annotated[
@@ -64,7 +65,7 @@ class DirectionName(str, enum.Enum):
     together = "forward+backward"
 
 
-@app.command()
+@command(Panel.measure)
 def bench(
     ops: Ops = None,
     sets: Annotated[
@@ -154,7 +155,7 @@ def bench(
     raise typer.Exit(code)
 
 
-@app.command("bench schedules")
+@command(Panel.measure, "bench schedules")
 def bench_schedules(
     names: Annotated[
         list[str] | None,
@@ -176,7 +177,7 @@ def bench_schedules(
     raise typer.Exit(code)
 
 
-@app.command("bench optim")
+@command(Panel.measure, "bench optim")
 def bench_optim(
     names: Annotated[
         list[str] | None,
@@ -201,7 +202,7 @@ def bench_optim(
     raise typer.Exit(code)
 
 
-@app.command("bench training")
+@command(Panel.measure, "bench training")
 def bench_training(
     parts: Annotated[
         list[str] | None,
@@ -286,7 +287,7 @@ def bench_training(
     raise typer.Exit(code)
 
 
-@app.command()
+@command(Panel.run)
 def info(
     roofs: Annotated[bool, typer.Option(help="Measure the GPU's roofs; takes a few seconds.")] = True,
 ) -> None:
@@ -301,7 +302,7 @@ def info(
     console.print(table)
 
 
-@app.command()
+@command(Panel.develop)
 def inspect(
     ops: Ops = None,
     archs: Annotated[
@@ -400,7 +401,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-@app.command()
+@command(Panel.develop)
 def tune(
     models: Annotated[
         list[str] | None,
