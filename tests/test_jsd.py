@@ -91,7 +91,7 @@ def test_the_forward_writes_the_gradient_where_only_input_needs_one(dtype, devic
     x, t = drawn(5, 64, device=device, log_target=True, dtype=dtype)
     leaf = x.requires_grad_()
     loss = jsd(leaf, t)
-    _, written = loss.grad_fn.saved_tensors
+    (written,) = loss.grad_fn.saved_tensors
     expected, address = written.clone(), written.data_ptr()
     (grad,) = torch.autograd.grad(loss, leaf)
     assert grad.data_ptr() == address

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import BF16
 
+import rooftile
 from rooftile import losses
 from rooftile.cases.check import relative_error
 from rooftile.cases.linear_cross_entropy import TOLERANCES
@@ -151,7 +152,8 @@ def arguments(name, tensors, device):
     return (), {"ref_logps": near(tensors).sum(-1)} if name == "dpo_loss" else {}
 
 
-every_loss = pytest.mark.parametrize("name", ["dpo_loss", "orpo_loss", "simpo_loss", "kto_loss", "grpo_loss"])
+LOSSES = ("dpo_loss", "orpo_loss", "simpo_loss", "kto_loss", "grpo_loss")
+every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 @every_loss
@@ -270,3 +272,49 @@ def test_wrong_arguments(device):
         losses.dpo_loss(hidden, weight, labels, beta=torch.tensor(0.1))
     with pytest.raises(TypeError, match="unexpected keyword argument 'returns'"):
         losses.dpo_loss(hidden, weight, labels, returns=True)
+
+
+def every_function(device):
+    """A function of one leaf that gives the loss, for each loss of the library."""
+    hidden, weight, labels, bias = tensors = drawn(device)
+    logits, other = (torch.randn(BATCH, LENGTH, CLASSES, device=device).log_softmax(-1) for _ in range(2))
+    for reduction in ("mean", "none"):
+        more = {"reduction": reduction}
+        yield logits, lambda x, more=more: rooftile.cross_entropy(x, labels, **more)
+        yield logits, lambda x, more=more: rooftile.cross_entropy(x, labels, return_stats=True, **more)[0]
+        yield logits, lambda x, more=more: rooftile.kl_div(x, other, log_target=True, **more)
+        yield logits, lambda x, more=more: rooftile.jsd(x, other, **more)
+        yield other, lambda x, more=more: rooftile.jsd(logits, x, **more)
+        yield hidden, lambda x, more=more: rooftile.linear_cross_entropy(x, weight, labels, bias, **more)
+        yield weight, lambda x, more=more: rooftile.linear_jsd(hidden, x, hidden, weight, labels, **more)
+        yield hidden, lambda x, more=more: rooftile.linear_kl(x, weight, hidden + 1, weight, labels, **more)
+    yield hidden, lambda x: losses.token_logps(x, weight, labels)
+    for name in LOSSES:
+        given, options = arguments(name, tensors, device)
+        function = getattr(losses, name)
+        yield hidden, lambda x, f=function, a=given, o=options: f(x, weight, labels, *a, **o).loss
+
+
+def doubled_by_operator(loss):
+    loss *= 2.0
+    return loss
+
+
+def halved_by_operator(loss):
+    loss /= 0.5
+    return loss
+
+
+@pytest.mark.parametrize("write", [doubled_by_operator, halved_by_operator, lambda loss: loss.mul_(2.0)])
+def test_a_loss_may_be_written_in_place(write, device):
+    """As Trainers do that divide it by the steps of gradient accumulation."""
+    for value, function in every_function(device):
+        leaf = value.clone().requires_grad_()
+        (expected,) = torch.autograd.grad((2.0 * function(leaf)).sum(), leaf)
+        loss = function(leaf)
+        before = loss.detach().clone()
+        written = write(loss)
+        assert written is loss
+        assert torch.equal(loss, 2 * before)
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        torch.testing.assert_close(grad, expected, rtol=0, atol=0, equal_nan=True)

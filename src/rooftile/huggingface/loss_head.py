@@ -116,8 +116,7 @@ def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) ->
         loss = linear_cross_entropy(hidden, weight, target, bias, token_weights=share, reduction="sum", **options)
         if items.dim():
             loss = loss.reshape(items.shape)
-    # Models and Trainers add to the loss and multiply it in place; the graph keeps the op's result.
-    return loss.clone()
+    return loss
 
 
 def _of_logits(logits: Tensor, asked: Asked) -> Tensor:

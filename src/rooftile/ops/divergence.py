@@ -482,18 +482,18 @@ def _save_jsd(ctx, inputs, outputs) -> None:
         raise ValueError("jsd: gradient is 'none', expected 'now' or 'later' for tensors that need one")
     if gradient == "now" and ctx.needs_input_grad[2]:
         raise ValueError("jsd: gradient is 'now', expected 'later', as target needs a gradient")
-    loss, dinput = outputs
-    ctx.mark_non_differentiable(dinput)
     ctx.now = gradient == "now"
-    ctx.save_for_backward(*((loss, dinput) if ctx.now else (input, target)))
+    if not ctx.now:  # see `scaled`
+        ctx.mark_non_differentiable(outputs[1])
+    ctx.save_for_backward(*(outputs[1:] if ctx.now else (input, target)))
 
 
 def _backward_jsd(ctx, dloss: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * 5
     if ctx.now:
-        loss, dinput = ctx.saved_tensors
-        return scaled(dinput, dloss, loss), None, None, None, None
+        (dinput,) = ctx.saved_tensors
+        return scaled(dinput, dloss), None, None, None, None
     needs = ctx.needs_input_grad[1:3]
     grads = _jsd_backward_op(dloss, *ctx.saved_tensors, ctx.beta, ctx.reduction, *needs)
     return *_asked_for(grads, needs), None, None, None

@@ -298,10 +298,15 @@ class Divisor(NamedTuple):
         return out
 
 
+def shaped(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """A result of an op in that shape, and no view: one that leaves an autograd function can't be written in place."""
+    return torch.ops.aten._unsafe_view(result, shape)
+
+
 def reduced(losses: Tensor, reduction: str, shape: Sequence[int], divisor: Divisor) -> Tensor:
     """The losses of tokens in that shape, or their sum or mean."""
     if reduction == "none":
-        return losses.view(shape)
+        return shaped(losses, shape)
     if reduction == "mean":
         return divisor.apply(losses)
     loss = torch.empty((), dtype=torch.float32, device=losses.device)
@@ -348,9 +353,9 @@ def save(
         raise ValueError(f"{op}: gradient is 'none', expected 'now' or 'later' for inputs that need one")
     if gradient == "now" and any(need and not known for need, known in zip(needs, given, strict=True)):
         raise ValueError(f"{op}: needs is {list(given)}, expected {needs}, as inputs need gradients")
-    ctx.mark_non_differentiable(*outputs[1:])
     ctx.now, ctx.needs, ctx.places = gradient == "now", needs, places
-    ctx.save_for_backward(*(outputs[:4] if ctx.now else inputs[:n_tensors]))
+    ctx.mark_non_differentiable(*outputs[4 if ctx.now else 1 :])  # see `scaled`
+    ctx.save_for_backward(*(outputs[1:4] if ctx.now else inputs[:n_tensors]))
     ctx.args = (*inputs[n_tensors:-n_how], needs, *inputs[1 - n_how :])
 
 
@@ -359,8 +364,8 @@ def backward(ctx: Any, backward_op: Callable[..., Gradients], dloss: Tensor | No
     if dloss is None:
         return tuple(grads)
     if ctx.now:
-        loss, *found = ctx.saved_tensors
-        found = [scaled(t, dloss, loss) if need else t for t, need in zip(found, ctx.needs, strict=True)]
+        pairs = zip(ctx.saved_tensors, ctx.needs, strict=True)
+        found = [scaled(t, dloss) if need else t for t, need in pairs]
     else:
         found = list(backward_op(dloss, *ctx.saved_tensors, *ctx.args))
     for place, t, need in zip(ctx.places, found, ctx.needs, strict=True):

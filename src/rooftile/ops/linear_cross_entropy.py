@@ -151,7 +151,7 @@ def _launch(
     losses, *stats = found
     dhidden, dweight, dbias = gradients
     if how.needs[0] and options.gradient == "now":
-        dhidden = dhidden.view(hidden.shape)
+        dhidden = fused_head.shaped(dhidden, hidden.shape)
     stats = [t.view(leading) for t in stats] or [torch.empty(0, dtype=dtype, device=hidden.device) for dtype in _STATS]
     divisor = fused_head.Divisor(target, class_weight, tokens, weight.shape[0], options.ignore_index)
     loss = fused_head.reduced(losses, options.reduction, leading, divisor)

@@ -308,7 +308,7 @@ def _launch(*args: Any) -> tuple[Tensor, ...]:
         return results
     losses, (dhidden, *rest) = _walk(f"linear_{o.kind}", tensors, None, o, how)
     if how.needs[0] and o.gradient == "now":
-        dhidden = dhidden.view(hidden.shape)
+        dhidden = fused_head.shaped(dhidden, hidden.shape)
     return (fused_head.reduced(losses, o.reduction, target.shape, _divisor(tensors, o)), dhidden, *rest)
 
 

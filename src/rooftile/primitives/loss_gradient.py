@@ -51,8 +51,8 @@ def _launcher(dtype: torch.dtype, dloss_dtype: torch.dtype, target: runtime.Targ
     )
 
 
-def _prepare(gradient: Tensor, dloss: Tensor, loss: Tensor) -> Callable[..., None]:
-    _fake(gradient, dloss, loss)
+def _prepare(gradient: Tensor, dloss: Tensor) -> Callable[..., None]:
+    _fake(gradient, dloss)
     start = library.start_nothing
     n = gradient.numel()
     if n:
@@ -60,14 +60,10 @@ def _prepare(gradient: Tensor, dloss: Tensor, loss: Tensor) -> Callable[..., Non
         launcher = _launcher(gradient.dtype, dloss.dtype, target)
         programs = min(library.cdiv(n, launcher.constants["BLOCK"]), 8 * target.multiprocessors)
         start = launching.bind(launcher, programs, strides=(n,))
-
-    def run(gradient: Tensor, dloss: Tensor, loss: Tensor) -> None:
-        start(gradient, dloss)
-
-    return run
+    return start
 
 
-def _fake(gradient: Tensor, dloss: Tensor, loss: Tensor) -> None:
+def _fake(gradient: Tensor, dloss: Tensor) -> None:
     op = "scale_gradient_backward"
     library.check_floating(op, gradient=gradient, dloss=dloss)
     if not gradient.is_contiguous():
@@ -76,18 +72,18 @@ def _fake(gradient: Tensor, dloss: Tensor, loss: Tensor) -> None:
         raise ValueError(f"{op}: dloss has shape {tuple(dloss.shape)}, expected ()")
 
 
-# The loss is an argument so that a second derivative, which its graph leads to, is an error and not a silent zero.
-_op = library.define(
-    "scale_gradient_backward(Tensor(a!) gradient, Tensor dloss, Tensor loss) -> ()", prepare=_prepare, fake=_fake
-)
+_op = library.define("scale_gradient_backward(Tensor(a!) gradient, Tensor dloss) -> ()", prepare=_prepare, fake=_fake)
 
 
-def scaled(gradient: Tensor, dloss: Tensor, loss: Tensor) -> Tensor:
+def scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
     """`gradient * dloss`, in a backward: the saved gradient itself, written in place, if this graph is walked once.
+
+    The gradient is an output of the forward that is not marked as non-differentiable. So a second derivative, which its
+    graph leads to, is an error and not a silent zero. The loss is not saved: whoever has it may write it in place.
 
     A graph that is kept may be walked again, and one that is being traced must not write what it was given: a copy.
     """
     if type(gradient) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
         gradient = gradient.clone()
-    _op(gradient, dloss, loss)
+    _op(gradient, dloss)
     return gradient

@@ -53,12 +53,12 @@ def _save(ctx, inputs, outputs) -> None:
     options = forward.Options(*(*args, False))
     if options.gradient == "none":
         raise ValueError("cross_entropy: gradient is 'none', expected 'now' or 'later' for logits that need one")
-    loss, saved, *_ = outputs
-    ctx.mark_non_differentiable(*outputs[1:])
+    saved = outputs[1]
     ctx.now = options.gradient == "now"
+    ctx.mark_non_differentiable(*outputs[2 if ctx.now else 1 :])  # see `scaled`
     ctx.softcap, ctx.smooths = options.softcap, options.label_smoothing > 0
     if ctx.now:
-        ctx.save_for_backward(loss, saved)
+        ctx.save_for_backward(saved)
     else:
         ctx.save_for_backward(logits, target, weight, saved)
 
@@ -70,8 +70,8 @@ def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | No
     if not ctx.now:
         logits, target, weight, factors = ctx.saved_tensors
         return backward.op(dloss, logits, target, weight, factors, ctx.softcap, ctx.smooths), *rest
-    loss, dlogits = ctx.saved_tensors
-    return scaled(dlogits, dloss, loss), *rest
+    (dlogits,) = ctx.saved_tensors
+    return scaled(dlogits, dloss), *rest
 
 
 _SCHEMA = (
