@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import rooftile
 from rooftile import runtime
-from rooftile.demo import library_text
+from rooftile.demo import byte_model, library_text
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", default=str(library_text.folder()), help="a Hugging Face Llama, by name or path")
+    parser.add_argument("--teacher", default=str(byte_model()), help="a Hugging Face Llama, by name or path")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size of the student")
     parser.add_argument("--layers", type=int, default=1, help="layers of the student")

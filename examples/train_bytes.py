@@ -18,7 +18,7 @@ import transformers
 
 import rooftile
 from rooftile import runtime
-from rooftile.demo import library_text
+from rooftile.demo import byte_model, library_text
 from rooftile.engine import Engine
 
 PROMPTS = ("def ", "class ", "import ", "    for ")
@@ -107,7 +107,7 @@ def main(arguments=None):
 
     model.save_pretrained(given.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # a token for each byte
-        shutil.copy(library_text.folder() / name, given.out / name)
+        shutil.copy(byte_model() / name, given.out / name)
     engine = Engine.from_pretrained(given.out, max_batch=len(PROMPTS), progress=False)
     written = engine.generate(PROMPTS, max_new_tokens=new, temperature=0.6, top_p=0.95)
     for prompt, completion in zip(PROMPTS, written, strict=True):

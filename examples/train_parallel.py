@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 import rooftile
 from rooftile import runtime
-from rooftile.demo import library_text
+from rooftile.demo import byte_model, library_text
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel", choices=("fsdp", "ddp", "none"), default="fsdp")
-    parser.add_argument("--model", default=str(library_text.folder()), help="a Hugging Face model, by name or path")
+    parser.add_argument("--model", default=str(byte_model()), help="a Hugging Face model, by name or path")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--batch", type=int, default=4, help="windows of a step, all ranks together")

@@ -28,7 +28,7 @@ INTERPRETED = pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="what 
 def test_fifteen_steps_in_float32_give_the_plain_losses_and_weights(name, monkeypatch, device):
     title = trajectory.TITLES[name]
     described = trajectory.BY_TITLE[title]
-    smaller = dataclasses.replace(described, tiny={**described.tiny, **(GPT2 if name == "gpt2" else SMALLER)})
+    smaller = dataclasses.replace(described, sizes={**described.sizes, **(GPT2 if name == "gpt2" else SMALLER)})
     monkeypatch.setitem(trajectory.BY_TITLE, title, smaller)
     found = trajectory.compare(Job(name, steps=15, tokens=16, lr=5e-3, ways=(EAGER, OURS)), device)
     run = found["runs"][OURS]

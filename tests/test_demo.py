@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,10 @@ from rooftile.bench import prefill, workloads
 from rooftile.bench.prefill import model as prefill_model
 from rooftile.bench.prefill.report import COMPILE, EAGER, OURS_COMPILE
 from rooftile.bench.rows import OURS, read_json
+from rooftile.cases import find_cases
+from rooftile.cases.check import CheckRow
 from rooftile.demo import compare as demo
+from rooftile.demo.__main__ import WIDTH, show_families
 from rooftile.demo.models import MODELS
 from rooftile.huggingface.random_model import random_model
 
@@ -32,19 +37,43 @@ def test_text_is_a_few_kilobytes_of_ascii() -> None:
     assert int(tokens.max()) < 128
 
 
+@pytest.mark.nightly  # `.ci/run` runs `make demo`
+@pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="on a GPU it also measures whole models, for minutes")
+def test_the_page_has_at_most_60_lines_and_names_the_file_with_every_row(tmp_path: Path) -> None:
+    details = tmp_path / "details.txt"
+    command = [sys.executable, "-m", "rooftile.demo", "--details", str(details)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= WIDTH
+    assert any(str(details) in line for line in lines)
+    assert details.read_text().count("PASS") > 500
+
+
+def test_a_family_shows_its_failures_and_its_largest_error() -> None:
+    row = CheckRow("rms_norm", "4x8", {}, "bf16", "forward", "y", 1e-3, 2e-3, 1e-3, True)
+    wrong = dataclasses.replace(row, error=4e-3, passed=False)
+    page = Console(file=io.StringIO(), width=WIDTH)
+    show_families(find_cases(["rms_norm"]), [row, wrong], page)
+    line = next(x for x in page.file.getvalue().splitlines() if "rms_norm" in x)  # type: ignore[attr-defined]
+    assert line.split() == ["rms_norm", "2", "2.00", "1", "FAIL"]
+
+
 @pytest.mark.nightly  # `make demo` does the same with every model
 @pytest.mark.parametrize("title", ["Llama", "T5 v1.1", "GPT-2", "BERT", "Gemma 3"])
 def test_demo_compares_a_model(title: str) -> None:
     model = next(m for m in MODELS if m.title == title)
-    result = demo.compare(model, demo.text(32, DEVICE), real=False, dtype=torch.bfloat16)
+    result = demo.compare(model, demo.text(32, DEVICE), dtype=torch.bfloat16)
     assert result.passed
     assert 4.0 < result.plain_loss < 8.0  # random weights: near ln 256
     assert abs(result.plain_loss - result.patched_loss) < 1e-2
     wrong = dataclasses.replace(result, patched_error=2 * result.bound)
     assert not wrong.passed
-    out = io.StringIO()
-    demo.show([result, wrong], 32, Console(file=out))
-    assert [verdict in out.getvalue() for verdict in ("PASS", "FAIL")] == [True, True]
+    for show in (demo.show, demo.show_short):
+        out = io.StringIO()
+        show([result, wrong], 32, Console(file=out, width=200))
+        assert [verdict in out.getvalue() for verdict in ("PASS", "FAIL")] == [True, True]
 
 
 def test_config_is_found_by_name_file_and_folder(tmp_path: Path) -> None:

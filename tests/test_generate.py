@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from rooftile import cli, runtime
 from rooftile.bench.generate import Printer
 from rooftile.bench.workloads import step_bytes
-from rooftile.demo import engine as demo
-from rooftile.demo import library_text
+from rooftile.demo import byte_model, library_text
+from rooftile.demo import generation as demo
 from rooftile.engine import Engine
 from rooftile.engine.generation import StreamChunk
 
@@ -30,14 +30,12 @@ NEW = 64
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine.from_pretrained(
-        library_text.folder(), dtype=torch.float32, max_batch=2, max_seq_len=96, progress=False
-    )
+    return Engine.from_pretrained(byte_model(), dtype=torch.float32, max_batch=2, max_seq_len=96, progress=False)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return demo.byte_model(torch.float32, DEVICE)
+    return demo.load(torch.float32, DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def _nats(logits, ids):
 
 
 def test_checkpoint_is_small_and_states_its_loss():
-    folder = library_text.folder()
+    folder = byte_model()
     assert sum(path.stat().st_size for path in folder.iterdir()) < 1_000_000
     stated = json.loads((folder / "training.json").read_text())["held_out_loss"]
     readme = " ".join((folder / "README.md").read_text().split())
@@ -79,7 +77,7 @@ def test_held_out_loss_is_hugging_faces_and_near_what_is_stated(engine, model):
 
 
 def test_stated_loss_is_that_of_the_weights(model):
-    stated = json.loads((library_text.folder() / "training.json").read_text())
+    stated = json.loads((byte_model() / "training.json").read_text())
     rows = library_text.windows(library_text.tokens(library_text.held_out_files()), stated["window"])[::64].to(DEVICE)
     with torch.no_grad():
         logits = model(rows).logits

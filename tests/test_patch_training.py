@@ -28,7 +28,7 @@ MORE = {"Gemma 2": CAPPED, "Gemma 3": CAPPED}
 
 def trained(title: str, dtype: torch.dtype = torch.float32, **more: object) -> nn.Module:
     """A model in training, without dropout: two runs are comparable. One layer where that is enough."""
-    if "num_hidden_layers" in BY_TITLE[title].tiny and title not in ("Gemma 3", "DeepSeek-V3"):
+    if "num_hidden_layers" in BY_TITLE[title].sizes and title not in ("Gemma 3", "DeepSeek-V3"):
         more = {"num_hidden_layers": 1, **more}
     model = build(title, dtype, **MORE.get(title, {}), **more).train()
     for module in model.modules():

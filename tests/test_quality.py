@@ -20,7 +20,7 @@ from rooftile.bench.docs.tables import NO_RESULTS
 from rooftile.bench.quality import kernels as quality_kernels
 from rooftile.bench.quality import rows as quality_rows
 from rooftile.bench.quality.kernels import NAIVE, Kernel, kernels
-from rooftile.demo import library_text
+from rooftile.demo import byte_model, library_text
 
 pytestmark = pytest.mark.nightly
 
@@ -126,7 +126,7 @@ def test_nan_is_not_coherent(monkeypatch):
 def _model(name):
     from transformers import AutoModelForCausalLM
 
-    path = library_text.folder()
+    path = byte_model()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     model.set_attn_implementation(name)
     return model

@@ -9,7 +9,7 @@ from rooftile import runtime
 from rooftile.demo.models import BY_TITLE, inputs
 
 DEVICE = runtime.default_device()
-_TINY = BY_TITLE["Llama"].tiny
+_TINY = BY_TITLE["Llama"].sizes
 
 # One rounding more or less of float32, through two layers forward and backward; of bfloat16 likewise, in which T5's own
 # gradients are off by 0.035 from those in float32.
@@ -19,8 +19,8 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-2}
 def build(title: str, dtype: torch.dtype = torch.float32, **more: object) -> nn.Module:
     """The model with random biases and norm weights, where models start from zeros and ones."""
     described = BY_TITLE[title]
-    described = dataclasses.replace(described, tiny={**described.tiny, **more})
-    model = described.build(real=False, dtype=dtype, device=DEVICE)
+    described = dataclasses.replace(described, sizes={**described.sizes, **more})
+    model = described.build(dtype=dtype, device=DEVICE)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -29,7 +29,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from rooftile.demo import library_text
+from rooftile.demo import byte_model, library_text
 
 CONTEXT = 512
 CONFIG: dict[str, Any] = {
@@ -158,7 +158,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 3000,
     batch: Annotated[int, typer.Option(min=1)] = 8,
     seed: Annotated[int, typer.Option()] = 0,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Where the checkpoint goes.")] = library_text.folder(),  # noqa: B008
+    out: Annotated[Path, typer.Option(file_okay=False, help="Where the checkpoint goes.")] = byte_model(),  # noqa: B008
 ) -> None:
     """Train the byte model and write it."""
     torch.set_num_threads(1)  # the sums of one thread have one order

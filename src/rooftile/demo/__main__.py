@@ -1,71 +1,156 @@
-"""`python -m rooftile.demo`: models on real text, plain and patched; the engine; every op checked and measured."""
+"""`python -m rooftile.demo`: ops checked, models plain and patched, training and generation, on one page."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from rooftile.cli import choose_mode, console
 
+if TYPE_CHECKING:  # they import Triton, whose mode is not chosen yet
+    from rooftile.cases.case import OpCase
+    from rooftile.cases.check import CheckRow
 
-def main(
-    results: Annotated[
-        Path, typer.Option(metavar="DIR", file_okay=False, help="On a GPU: where <gpu>/prefill/ is written.")
-    ] = Path("results"),
-) -> None:
-    """Run Hugging Face models on real text with and without Rooftile, generate text, check every op, and measure.
+WIDTH = 112  # of the page, where the output is no terminal
+COLUMNS = 2  # of families, beside each other
 
-    Exit code 1 if a difference is over its bound or a check fails.
-    """
-    choose_mode()
+
+def family_of(case: OpCase) -> str:
+    """The file that holds the case."""
+    return case.inputs.__module__.rpartition(".")[2]
+
+
+def worst(rows: Sequence[CheckRow]) -> float:
+    """The largest error as a fraction of its tolerance."""
+    return max(row.error / row.tolerance if row.tolerance else float(row.error > 0) for row in rows)
+
+
+def show_families(cases: Sequence[OpCase], rows: Sequence[CheckRow], page: Console) -> None:
+    """One entry for each family of ops: its checks, and the largest error as a fraction of the tolerance."""
+    families: dict[str, list[str]] = {}
+    for case in cases:
+        families.setdefault(family_of(case), []).append(case.name)
+    entries = []
+    for family, names in families.items():
+        own = [row for row in rows if row.op in names]
+        failed = sum(not row.passed for row in own)
+        verdict = f"[bold red]{failed} FAIL[/]" if failed else "[green]PASS[/]"
+        entries.append((family, str(len(own)), f"{worst(own):.2f}", verdict))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for _ in range(COLUMNS):
+        table.add_column("  family", no_wrap=True)
+        table.add_column("checks", justify="right")
+        table.add_column("error", justify="right")
+        table.add_column("")
+    lines = -(-len(entries) // COLUMNS)
+    for i in range(lines):
+        cells = entries[i::lines]
+        table.add_row(*(cell for family, *others in cells for cell in (f"  {family}", *others)))
+    page.print(table)
+
+
+def check_ops(page: Console, details: Console) -> bool:
+    """Every op against its reference in float64, in bfloat16 at small sizes. True if all checks pass."""
     import torch
 
-    from rooftile import runtime
-    from rooftile.bench import prefill, warm
-    from rooftile.bench.measure import Effort
-    from rooftile.bench.run import Settings, run
+    from rooftile.bench import warm
     from rooftile.cases import check_report, find_cases
     from rooftile.cases.check import calls
-    from rooftile.demo.compare import compare, show, text
-    from rooftile.demo.engine import show_engine
-    from rooftile.demo.models import MODELS
 
-    real = runtime.MODE is runtime.Mode.GPU
-    device = runtime.default_device()
-    tokens = text(2048 if real else 96, device)
-    sizes = "real sizes" if real else "tiny models, since kernels run in Triton's CPU interpreter"
-    console.print(f"Rooftile's demo: {sizes}.", highlight=False)
-
-    compared = []
-    for model in MODELS:
-        console.print(f"{model.title} ...", highlight=False)
-        compared.append(compare(model, tokens, real=real, dtype=torch.bfloat16))
-        if real:
-            torch.get_device_module(device.type).empty_cache()
-    show(compared, tokens.shape[1], console)
-    right = all(c.passed for c in compared)
-
-    right &= show_engine(console)
-
-    console.print("\nEvery op against its reference in float64:", highlight=False)
-    # One dtype, at small sizes: real ones are checked below, before they are timed, and all by `rooftile check`.
     cases, sets, dtypes = find_cases(), ("tiny",), (torch.bfloat16,)
     tasks = [warm.Task(c.name, *call, peers=()) for c in cases for call in calls(c, sets, dtypes)]
     if jobs := warm.default_jobs(len(tasks)):
-        console.print(f"compiling in {jobs} processes ...", highlight=False)
         warm.warm(tasks, jobs)
-    rows = check_report.check_all(cases, sets, dtypes, console)
-    check_report.show(rows, console)
-    right &= all(row.passed for row in rows)
+    rows = check_report.check_all(cases, sets, dtypes, details)
+    check_report.show(rows, details)
+    passed = sum(row.passed for row in rows)
+    page.print(
+        f"\n[bold]Ops[/]: {passed}/{len(rows)} checks passed; {len(cases)} ops against float64 references, forward and "
+        "backward, bf16\n  error: the largest, as a fraction of its tolerance",
+        highlight=False,
+    )
+    show_families(cases, rows, page)
+    return passed == len(rows)
 
-    console.print("\nEvery op beside PyTorch:", highlight=False)
-    effort = Effort(seconds=0.02)
-    right &= run(Settings(peers=("eager", "torch"), directions=("forward",), effort=effort), console) == 0
 
-    console.print("\nA whole model:", highlight=False)
-    right &= prefill.run(prefill.Settings(results=results if real else None), console) == 0
+def compare_models(page: Console, details: Console) -> bool:
+    """Hugging Face models on the shipped text, plain and patched. True if each is as exact as the plain one."""
+    import torch
+
+    from rooftile import runtime
+    from rooftile.demo.compare import compare, show, show_short, text
+    from rooftile.demo.models import MODELS
+
+    tokens = text(96, runtime.default_device())
+    compared = [compare(model, tokens, dtype=torch.bfloat16) for model in MODELS]
+    show(compared, tokens.shape[1], details)
+    show_short(compared, tokens.shape[1], page)
+    return all(c.passed for c in compared)
+
+
+def measure(page: Console, details: Console, results: Path) -> bool:
+    """The README's headline table, measured here: whole models that train and generate. True if no row fails."""
+    from rooftile.bench import e2e, training
+    from rooftile.bench.docs import headline
+    from rooftile.bench.e2e import paths
+    from rooftile.bench.training.worker import EAGER, LIGER, OURS, OURS_ALL
+
+    code = training.run_parts(
+        ("steps",), details, results, models=(headline.TRAINED,), impls=(EAGER, LIGER, OURS, OURS_ALL)
+    )
+    size = {"models": (headline.MODEL,), "batches": (1,), "prompt": headline.PROMPT, "new": 64, "seconds": 1.0}
+    for quantize, impls in (
+        (None, (paths.OURS, paths.CUDA, paths.HF)),
+        ("fp8", (paths.OURS,)),
+        ("int4", (paths.OURS,)),
+    ):
+        code |= e2e.run(e2e.Settings(**size, impls=impls, quantize=quantize, results=results), details)  # type: ignore[arg-type]
+    page.print("\n[bold]Whole models[/], measured here", highlight=False)
+    headline.show(headline.figures(results), page)
+    return code == 0
+
+
+def main(
+    details: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="Where every row is written.")] = Path(
+        "build/demo/details.txt"
+    ),
+    results: Annotated[
+        Path, typer.Option(metavar="DIR", file_okay=False, help="On a GPU: where the measurements are written.")
+    ] = Path("build/demo/results"),
+) -> None:
+    """Check every op, run Hugging Face models with and without Rooftile, train, and generate text.
+
+    On a GPU, also measure whole models. Exit code 1 if a difference is over its bound or a check fails.
+    """
+    choose_mode()
+    from rooftile import runtime
+    from rooftile.demo.generation import show_text
+    from rooftile.demo.train import show_training
+
+    since = time.perf_counter()
+    real = runtime.MODE is runtime.Mode.GPU
+    page = console if console.is_terminal else Console(width=WIDTH)
+    details.parent.mkdir(parents=True, exist_ok=True)
+    with details.open("w", encoding="utf-8") as file:
+        rest = Console(file=file, width=200)
+        right = check_ops(page, rest)
+        right &= compare_models(page, rest)
+        right &= show_training(page)
+        right &= show_text(page, 64 if real else 24)
+        if real:
+            right &= measure(page, rest, results)
+    page.print(
+        f"\n{time.perf_counter() - since:.0f} s; every row is in {details}\n"
+        "Next: rooftile check (more sizes and dtypes), "
+        f"rooftile {'bench (every op)' if real else 'inspect (compile for seven GPUs)'}, README.md, docs/",
+        highlight=False,
+    )
     if not right:
         raise typer.Exit(1)
 

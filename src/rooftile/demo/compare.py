@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
@@ -68,22 +67,22 @@ def loss(logits: Tensor, labels: Tensor) -> float:
 
 
 @torch.no_grad()
-def compare(model: Model, tokens: Tensor, *, real: bool, dtype: torch.dtype) -> Comparison:
+def compare(model: Model, tokens: Tensor, *, dtype: torch.dtype) -> Comparison:
     """Build the model, run it plain, patched and plain again, and in float32."""
-    built = model.build(real=real, dtype=dtype, device=tokens.device)
+    built = model.build(dtype=dtype, device=tokens.device)
     given, predicted = inputs(built, tokens)
     plain = built(**given)
     with rooftile.patch(built) as handle:
         patched = built(**given)
     undone = torch.equal(built(**given).logits, plain.logits)
-    size = f"{sum(p.numel() for p in built.parameters()) / 1e6:,.1f}M, {model.shape if real else 'tiny'}"
+    size = f"{sum(p.numel() for p in built.parameters()) / 1e6:,.1f}M"
 
-    exact = built.float() if real else copy.deepcopy(built).float()
+    exact = copy.deepcopy(built).float()
     if hasattr(exact.config, "_experts_implementation"):  # grouped GEMMs lack float32 on some devices
         exact.config._experts_implementation = "eager"
     truth = exact(**given).logits
     plain_error, patched_error = (relative_error(out.logits, truth) for out in (plain, patched))
-    result = Comparison(
+    return Comparison(
         title=model.title,
         size=size,
         dtype=NAMES[dtype],
@@ -97,9 +96,6 @@ def compare(model: Model, tokens: Tensor, *, real: bool, dtype: torch.dtype) -> 
         bound=max(BOUND * plain_error, rounding_floor(dtype)),
         undone=undone,
     )
-    del built, exact, plain, patched, truth
-    gc.collect()
-    return result
 
 
 def show(results: Sequence[Comparison], tokens: int, console: Console) -> None:
@@ -123,15 +119,34 @@ def show(results: Sequence[Comparison], tokens: int, console: Console) -> None:
         replaced = (str(sum(r.replaced[kind] for kind in kinds)) for kinds in COLUMNS.values())
         losses = (f"{r.plain_loss:.6f}", f"{r.patched_loss:.6f}", f"{r.largest_difference:.2e}")
         table.add_row(r.title, r.size, *replaced, *losses, *errors, verdict)
-    wide = console if console.is_terminal else Console(file=console.file, width=176)
-    wide.print(table)
+    console.print(table)
     reasons: dict[str, Counter[str]] = {}
     for r in results:
         for left in r.left:
             reasons.setdefault(f"{left.kind}: {left.reason}", Counter())[r.title] += left.count
     for reason, counts in reasons.items():
         where = ", ".join(f"{count} in {title}" for title, count in counts.items())
-        wide.print(f"left, {reason} ({where})", style="dim", markup=False, highlight=False)
+        console.print(f"left, {reason} ({where})", style="dim", markup=False, highlight=False)
     for r in results:
         if not r.undone:
-            wide.print(f"{r.title}: undo() did not give the plain logits back", style="bold red")
+            console.print(f"{r.title}: undo() did not give the plain logits back", style="bold red")
+
+
+def show_short(results: Sequence[Comparison], tokens: int, console: Console) -> None:
+    """A line for each model."""
+    passed = sum(r.passed for r in results)
+    console.print(
+        f"\n[bold]Models[/]: {passed}/{len(results)} passed; transformers' models, random weights, "
+        f"{tokens} bytes of text, {results[0].dtype}\n"
+        f"  error: against float32, at most {BOUND:g} times the plain model's; undo() restores all bits",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("  model", "replaced", "left", "loss, plain", "patched", "error, plain", "patched", ""):
+        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
+    for r in results:
+        parts = (str(sum(r.replaced.values())), str(sum(left.count for left in r.left)))
+        figures = (f"{r.plain_loss:.5f}", f"{r.patched_loss:.5f}", f"{r.plain_error:.1e}", f"{r.patched_error:.1e}")
+        verdict = "[green]PASS[/]" if r.passed else "[bold red]FAIL[/]"
+        table.add_row(f"  {r.title}", *parts, *figures, verdict)
+    console.print(table)

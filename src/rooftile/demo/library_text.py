@@ -7,7 +7,6 @@ model can be tested on them anywhere.
 from __future__ import annotations
 
 import sysconfig
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -23,11 +22,6 @@ HELD_OUT = (
 _NOT_TEXT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-
-
-def folder() -> Path:
-    """The folder of the byte model, a Hugging Face checkpoint."""
-    return Path(str(resources.files(__package__).joinpath("byte_model")))
 
 
 def library() -> Path:

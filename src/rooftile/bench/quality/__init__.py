@@ -34,7 +34,7 @@ from rooftile.bench.quality.report import show
 from rooftile.bench.quality.rows import Row, Text, write
 from rooftile.bench.rows import gpu_slug
 from rooftile.cases.check import NAMES, relative_error
-from rooftile.demo import library_text
+from rooftile.demo import byte_model, library_text
 
 Logits = Callable[[Tensor], Tensor]  # ids (B, T) to (B, T, V), float32
 
@@ -61,7 +61,7 @@ class Settings:
         """With the mode's choices instead of None."""
         return dataclasses.replace(
             self,
-            model=self.model or library_text.folder(),
+            model=self.model or byte_model(),
             new=self.new or (64 if measures else 4),
             windows=self.windows or (64 if measures else 1),
             prompts=self.prompts or ((17, 33, 65, 127, 200, 257) if measures else (5,)),

@@ -95,7 +95,7 @@ def configuration(job: Job) -> Any:
         described = BY_TITLE[job.title]
         factors = dict.fromkeys(_WIDTHS, job.width) | dict.fromkeys(_DEPTHS, job.depth)
         values = {
-            key: value * factors.get(key, 1) if key in factors else value for key, value in described.tiny.items()
+            key: value * factors.get(key, 1) if key in factors else value for key, value in described.sizes.items()
         }
         tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         config = getattr(transformers, described.config)(**tokens, **values)

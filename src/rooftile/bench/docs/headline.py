@@ -1,0 +1,232 @@
+"""The README's figures: whole models, the ops that users ask for and every op that loses, and a chart of the models."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rooftile.bench import training
+from rooftile.bench.docs.e2e import SUITE as GENERATION
+from rooftile.bench.docs.tables import NO_RESULTS, TIE, machine, markdown, ratios_of
+from rooftile.bench.e2e.paths import CUDA, HF
+from rooftile.bench.e2e.results import FILES, over, read_results
+from rooftile.bench.report import number, ratio
+from rooftile.bench.rows import OURS, Row, best_peer, groups, is_ours, read_json
+from rooftile.bench.training.steps import STEP
+from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL
+
+MODEL, TRAINED = "llama-3-8b", "llama-3.2-1b"
+PROMPT = 512  # tokens, of one sequence
+COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup>", "peak memory>", "GPU")
+SUITES = ("rowwise", "matmul", "attention", training.SUITE)  # the published sweeps against the best baselines
+# Shown whether they win or lose; every other op is shown if it loses.
+OPS = (
+    "rms_norm", "cross_entropy", "linear_cross_entropy", "kl_div", "adamw_", "linear", "fp8_linear", "attention",
+    "decode_attention",
+)  # fmt: skip
+NAMES = {
+    HF: "Hugging Face, `torch.compile`, static cache",
+    CUDA: "PyTorch with cuBLAS, SDPA, `torch.compile`, CUDA graphs",
+    EAGER: "Hugging Face",
+    COMPILE: "Hugging Face, `torch.compile`",
+    LIGER: "Hugging Face, Liger-Kernel",
+    OURS: "**Rooftile**",
+    OURS_ALL: "**Rooftile**, `attention=True, linear=True`",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One implementation of a whole model. `speedup` is over `baseline`, measured in the same run."""
+
+    work: str
+    impl: str
+    weights: str
+    tokens_per_s: float
+    speedup: float | None
+    baseline: str
+    peak_bytes: int | None
+    meta: Mapping[str, Any]
+    command: str
+
+    @property
+    def gpu(self) -> str:
+        return short(str(self.meta["gpu"]))
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.impl] + (f", {self.weights}" if self.weights else "")
+
+
+def short(gpu: str) -> str:
+    """ "H100" of "NVIDIA H100 80GB HBM3"."""
+    return gpu.removeprefix("NVIDIA ").split(" ")[0]
+
+
+def generation(results: Path) -> list[Figure]:
+    """Decoding one sequence: the baselines, and the engine with each kind of weights."""
+    found = []
+    for path in sorted(results.glob(f"*/{GENERATION}/{FILES}")):
+        whole = read_results(path)
+        rows = {r.impl: r for r in whole.rows if r.op == "decode" and r.status == "ok"}
+        ours = rows.get(OURS)
+        sizes = ours and (ours.dims["batch"], ours.dims["prompt"])
+        if whole.meta["model"] != MODEL or whole.meta["tuning"] == "off" or ours is None or sizes != (1, PROMPT):
+            continue
+        quantize = whole.meta["quantize"]
+        work = f"{MODEL}, one sequence: generate"
+        command = f"rooftile bench e2e --model {MODEL} --batch 1 --prompt {PROMPT} --new {ours.dims['new']}"
+        for impl in (HF, CUDA, OURS):
+            row = rows.get(impl)
+            if row is None or row.tokens_per_s is None:
+                continue
+            speedup = over(row, rows.get(CUDA)) if impl == OURS else None
+            weights = quantize or ours.dtype if impl == OURS else ""
+            said = command + (f" --quantize {quantize}" if quantize else "")
+            place = (work, impl, weights, row.tokens_per_s, speedup, CUDA)
+            found.append(Figure(*place, None, {**whole.meta, "date": row.run}, said))
+    # The dense weights first, which the baselines have too.
+    return sorted(found, key=lambda f: (f.gpu, f.weights not in ("", "bf16"), f.weights))
+
+
+def training_steps(results: Path) -> list[Figure]:
+    found = []
+    for path in sorted(results.glob(f"*/{training.SUITE}/{STEP}-{TRAINED}.json")):
+        meta, rows = read_json(path)
+        rows = [r for r in rows if r.op == STEP and r.status == "ok" and r.us and r.tokens_per_s]
+        liger = next((r for r in rows if r.impl == LIGER), None)
+        for impl in (EAGER, COMPILE, LIGER, OURS, OURS_ALL):
+            for row in (r for r in rows if r.impl == impl):
+                speedup = liger.us / row.us if liger and is_ours(impl) else None  # type: ignore[operator]
+                work = f"{TRAINED}, {row.dims['batch']} x {row.dims['tokens']} tokens: train"
+                command = f"rooftile bench training steps --model {TRAINED}"
+                place = (work, impl, "", float(row.tokens_per_s or 0), speedup, LIGER)
+                found.append(Figure(*place, row.peak_bytes, meta, command))
+    return found
+
+
+def figures(results: Path) -> list[Figure]:
+    return [*training_steps(results), *generation(results)]
+
+
+def _cells(f: Figure) -> list[str]:
+    memory = "–" if f.peak_bytes is None else f"{number(f.peak_bytes / 2**30)} GiB"
+    faster = "–" if f.speedup is None else f"{ratio(f.speedup)} × {'Liger' if f.baseline == LIGER else 'PyTorch'}"
+    return [f.work, f.name, number(f.tokens_per_s, 4), faster, memory, f.gpu]
+
+
+def _sources(found: Sequence[Figure]) -> list[str]:
+    """A line for each machine and commit, with the commands."""
+    commands: dict[str, dict[str, None]] = {}
+    for f in found:
+        commands.setdefault(machine(f.meta), {})[f"`{f.command.partition(' --quantize')[0]}`"] = None
+    return [f"{', '.join(said)}: {line}." for line, said in commands.items()]
+
+
+def table(results: Path) -> str:
+    """Tokens a second of whole models, beside what users run today."""
+    found = figures(results)
+    return "\n".join([markdown(COLUMNS, map(_cells, found)), "", *_sources(found)]) if found else NO_RESULTS
+
+
+def show(found: Sequence[Figure], console: Console) -> None:
+    """The same as `table`, on a terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
+    for f in found:
+        table.add_row(*(re.sub(r"[*`]", "", cell) for cell in _cells(f)))
+    console.print(table)
+
+
+def by_op(results: Path) -> dict[tuple[str, str, str], list[list[Row]]]:
+    """The rows of the published sweeps by op, direction and GPU."""
+    found: dict[tuple[str, str, str], list[list[Row]]] = {}
+    for suite in SUITES:
+        for path in sorted(results.glob(f"*/{suite}/*.json")):
+            meta, rows = read_json(path)
+            for group in groups(r for r in rows if r.op != STEP):
+                if any(r.impl == OURS for r in group):
+                    key = (group[0].op, group[0].direction, short(str(meta["gpu"])))
+                    found.setdefault(key, []).append(group)
+    return found
+
+
+def ops(results: Path) -> str:
+    """A line for each of `OPS`, and for every op and direction that loses."""
+    lines = []
+    for (op, direction, gpu), found in by_op(results).items():
+        ratios = ratios_of(found)
+        if ratios is None or (op not in OPS and ratios[0] >= TIE):
+            continue
+        mean, row, all_of_them = ratios
+        names = collections.Counter(peer.impl for group in found if (peer := best_peer(group)))
+        least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
+        best = ", ".join(name for name, _ in names.most_common(2))
+        lines.append((mean, [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]))
+    columns = ("op", "direction", "rows>", "speedup, mean>", "least", "best baselines", "GPU")
+    return markdown(columns, (cells for _, cells in sorted(lines, key=lambda x: -x[0]))) if lines else NO_RESULTS
+
+
+CHART = "docs/images/headline.svg"
+_GREY, _BASELINE, _OURS = "#808a94", "#9aa4ae", "#d9653b"  # each is readable on white and on black
+
+
+def chart_data(results: Path) -> str:
+    """What the chart shows, as JSON; it stands in the chart's description, so that a stale chart is found."""
+    return json.dumps([[f.work, f.impl, f.weights, f.gpu, number(f.tokens_per_s, 4)] for f in figures(results)])
+
+
+def chart_is_stale(chart: Path, results: Path) -> bool:
+    found = re.search(r"<dc:description>(.*?)</dc:description>", chart.read_text(encoding="utf-8"), re.DOTALL)
+    return found is None or unescape(found[1]) != chart_data(results)
+
+
+def draw(chart: Path, results: Path) -> None:
+    """Bars of tokens a second, one panel for each work."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    works: dict[str, list[Figure]] = {}
+    for f in figures(results):
+        works.setdefault(f"{f.work} ({f.gpu})", []).append(f)
+    style: dict[str, Any] = {
+        "svg.fonttype": "none", "svg.hashsalt": "rooftile", "font.family": "sans-serif", "font.size": 10,
+        "text.color": _GREY, "axes.labelcolor": _GREY, "ytick.color": _GREY, "xtick.color": _GREY,
+    }  # fmt: skip
+    with plt.rc_context(style):  # type: ignore[arg-type,unused-ignore]
+        heights = [len(found) for found in works.values()]
+        fig, axes = plt.subplots(
+            len(works), 1, figsize=(8.4, 0.36 * sum(heights) + 0.5 * len(works)), squeeze=False,
+            gridspec_kw={"height_ratios": heights}, layout="constrained",
+        )  # fmt: skip
+        for ax, (work, found) in zip(axes[:, 0], works.items(), strict=True):
+            names = [re.sub(r"[*`]", "", f.name) for f in found]
+            bars = ax.barh(
+                names, [f.tokens_per_s for f in found], height=0.72,
+                color=[_OURS if is_ours(f.impl) else _BASELINE for f in found],
+            )  # fmt: skip
+            ax.bar_label(bars, [number(f.tokens_per_s, 3) for f in found], padding=4, color=_GREY)
+            ax.invert_yaxis()
+            ax.set_title(f"{work}, tokens/s", loc="left", color=_GREY, fontsize=11, fontweight="bold")
+            ax.margins(x=0.1)
+            ax.set_xticks([])
+            ax.tick_params(length=0)
+            ax.spines[:].set_visible(False)
+        chart.parent.mkdir(parents=True, exist_ok=True)
+        fig.savefig(
+            chart, format="svg", transparent=True,
+            metadata={"Date": None, "Creator": None, "Description": chart_data(results)},
+        )  # fmt: skip
+        plt.close(fig)

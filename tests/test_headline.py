@@ -1,0 +1,70 @@
+"""The README's figures are those of results/, and a ratio is of one run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from rooftile.bench.docs import headline
+from rooftile.bench.docs.tables import NO_RESULTS, TIE
+from rooftile.bench.rows import Row, compare, write_json
+from rooftile.bench.training.steps import STEP
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+META = {
+    "gpu": "NVIDIA H100 80GB HBM3", "driver": "1", "torch": "2.11", "triton": "3.6", "rooftile": "0.1", "commit": "abc",
+    "date": "2026-01-01T00:00:00Z", "roof_copy_gbs": 3000.0, "roof_read_gbs": 3100.0, "roof_tflops": 700.0,
+}  # fmt: skip
+
+
+def _rows(op: str, direction: str, **us: float) -> list[Row]:
+    rows = [Row(op, direction, "4x8", "bf16", impl.replace("_", " "), us=value) for impl, value in us.items()]
+    compare(rows)
+    return rows
+
+
+def test_a_model_has_the_tokens_per_second_and_the_memory_of_its_row(tmp_path: Path) -> None:
+    rows = _rows(STEP, "step", eager=400.0, liger=200.0, rooftile=100.0)
+    for row in rows:
+        row.tokens_per_s, row.peak_bytes, row.dims = 1e6 / (row.us or 1), 3 << 30, {"batch": 1, "tokens": 1}
+    rows[0].status = "error"
+    write_json(tmp_path / "h100" / "training" / f"{STEP}-{headline.TRAINED}.json", META, rows)
+    liger, ours = headline.figures(tmp_path)
+    assert (liger.tokens_per_s, liger.speedup, ours.tokens_per_s, ours.speedup) == (5000.0, None, 10_000.0, 2.0)
+    assert "| 2.00 × Liger |" in re.sub(" +", " ", headline.table(tmp_path))
+    assert "3.00 GiB" in headline.table(tmp_path)
+
+
+def test_every_op_that_loses_is_shown(tmp_path: Path) -> None:
+    rows = [
+        *_rows("rope", "forward", rooftile=1.0, compile=TIE - 0.01),
+        *_rows("softmax", "forward", rooftile=1.0, compile=TIE),
+        *_rows("rms_norm", "forward", rooftile=1.0, compile=2.0),
+    ]
+    write_json(tmp_path / "h100" / "rowwise" / "norms.json", META, rows)
+    shown = re.findall(r"^\| `(\w+)`", headline.ops(tmp_path), re.MULTILINE)
+    assert shown == ["rms_norm", "rope"]  # what is asked for or loses, the best first
+
+
+def test_without_results_the_tables_say_so(tmp_path: Path) -> None:
+    assert headline.table(tmp_path) == headline.ops(tmp_path) == NO_RESULTS
+
+
+def test_a_quantized_engine_has_no_ratio_to_another_run() -> None:
+    for figure in headline.generation(RESULTS):
+        assert (figure.speedup is None) == (figure.weights != "bf16")
+
+
+def test_a_stale_chart_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    chart = tmp_path / "chart.svg"
+    headline.draw(chart, RESULTS)
+    assert not headline.chart_is_stale(chart, RESULTS)
+    shown = json.loads(headline.chart_data(RESULTS))
+    chart.write_text(chart.read_text().replace(shown[0][-1], "1.0"))
+    assert headline.chart_is_stale(chart, RESULTS)
+    assert chart.stat().st_size < 60_000
