@@ -10,12 +10,12 @@ OLD = sys.exit("[set-up] %s is Python %d.%d; Rooftile needs 3.10 or newer. Name 
 WITH = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or $(OLD)' && $(PYTHON) tools/setup_env.py
 
 # Files whose tables are generated from the cases and results/.
-TABLES = README.md $(wildcard docs/*.md)
+TABLES = README.md $(wildcard docs/*.md docs/*/*.md)
 
 # Python's processes, some dozens in the tests, share what one has compiled to bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint format types docs docs-check clean
+.PHONY: demo test test-all lint format types docs docs-check site site-serve clean
 
 demo:
 	$(WITH) demo -m rooftile.demo
@@ -45,6 +45,14 @@ docs:
 
 docs-check:
 	$(WITH) demo -m rooftile.bench.docs --check $(TABLES)
+
+# mkdocs.yml makes warnings errors.
+site site-serve: export NO_MKDOCS_2_WARNING = 1
+site:
+	$(WITH) site -m mkdocs build
+
+site-serve:
+	$(WITH) site -m mkdocs serve
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

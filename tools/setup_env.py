@@ -2,9 +2,10 @@
 
     python3 tools/setup_env.py TASK [ARGUMENT...]
 
-runs `python ARGUMENT...` with src/ on the path. TASK is `demo`, `test` or `dev` (what lint and types need besides). The
-Python is the running one where it already has what the task needs, and nothing is installed then; else the one of
-.venv, which is made at the first call and brought up to date when the requirements change. Standard library alone.
+runs `python ARGUMENT...` with src/ on the path. TASK is `demo`, `test`, `dev` (what lint and types need besides) or
+`site` (the documentation's). The Python is the running one where it already has what the task needs, and nothing is
+installed then; else the one of .venv, which is made at the first call and brought up to date when the requirements
+change. Standard library alone.
 
 On a machine without a GPU a CPU build of PyTorch is taken where pip's configuration offers one, or the index that
 TORCH_INDEX_URL names. That variable holds for the default build too.
@@ -33,8 +34,9 @@ TOOLS = ROOT / "tools"
 # Extras of pyproject.toml that a task needs, and requirements among them that it does without.
 TASKS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "demo": (("cpu", "hf", "bench"), frozenset()),
-    "test": (("dev",), frozenset({"ruff", "mypy"})),
-    "dev": (("dev",), frozenset()),
+    "test": (("dev",), frozenset({"ruff", "mypy", "mkdocs-material", "mkdocstrings"})),
+    "dev": (("dev",), frozenset({"mkdocs-material", "mkdocstrings"})),
+    "site": (("docs",), frozenset()),
 }
 
 

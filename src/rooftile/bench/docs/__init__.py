@@ -1,7 +1,7 @@
 """The tables of README.md and docs/, made from results/ and from the cases.
 
-    python -m rooftile.bench.docs README.md docs/*.md            # regenerates the text between the markers
-    python -m rooftile.bench.docs --check README.md docs/*.md    # exit code 1 if that would change a file
+    python -m rooftile.bench.docs README.md docs/*/*.md            # regenerates the text between the markers
+    python -m rooftile.bench.docs --check README.md docs/*/*.md    # exit code 1 if that would change a file
 
 A table is the text between `<!-- rooftile:table NAME -->` and `<!-- /rooftile:table -->`, each on its own line.
 """
@@ -23,6 +23,7 @@ import rooftile
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
+from rooftile.bench.docs import environment as docs_environment
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import schedules as docs_schedules
@@ -227,6 +228,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": docs_quality.table,
     "training": docs_training.table,
     "training-steps": docs_training.steps,
+    "versions": docs_environment.versions,
+    "gpus": docs_environment.gpus,
 }
 
 

@@ -312,7 +312,8 @@ def gated_linear(
         `(..., N)` in x's dtype, contiguous. Under `torch.autocast` as `linear`.
 
     Raises:
-        As `linear`; a weight of an odd number of rows is a ValueError.
+        ValueError: as `linear`, or the weight has an odd number of rows.
+        TypeError: as `linear`.
     """
     if dispatch.autocast_dtype(x) is not None:
         x, weight, bias = dispatch.autocast(x, weight, bias)  # type: ignore[assignment]

@@ -389,7 +389,8 @@ def rms_norm_gated_linear(
         `torch.autocast` as `rms_norm_linear`.
 
     Raises:
-        As `rms_norm_linear`; a weight of an odd number of rows, and an activation of another name, are a ValueError.
+        ValueError: as `rms_norm_linear`, the weight has an odd number of rows, or the activation has another name.
+        TypeError: as `rms_norm_linear`.
     """
     how = () if config is None else dispatch.encoded("rms_norm_gated_linear", config)
     if weight_scale is None:

@@ -235,8 +235,9 @@ def rms_norm_qkv_rope_cache(
         say that there is no token.
 
     Raises:
-        As `rms_norm_linear` and `rope_and_cache`. A weight whose rows are not those of whole heads is a ValueError, and
-        so is any argument that requires grad.
+        ValueError: as `rms_norm_linear` and `rope_and_cache`, the weight's rows are not those of whole heads, or an
+            argument requires grad.
+        TypeError: as `rms_norm_linear` and `rope_and_cache`.
     """
     library.check_tensors(
         _OP, x=x, norm_weight=norm_weight, weight=weight, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,

@@ -360,7 +360,7 @@ def sample_(
         logprobs: `(B,)`, float32, contiguous.
 
     Raises:
-        As `sample`, also for tokens and logprobs. Nothing is written then.
+        ValueError, TypeError: as `sample`, also for tokens and logprobs. Nothing is written then.
     """
     how = (temperature, top_k, top_p, min_p, repetition_penalty, seeds, positions)
     _sample_in_place(tokens, logprobs, logits, seen, *_arguments("sample_", how))

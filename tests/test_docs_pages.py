@@ -1,0 +1,53 @@
+"""The documentation: its examples run as they stand, its links lead somewhere, and the layout names all there is."""
+
+import re
+
+import pages
+import pytest
+from pages import ROOT
+
+import rooftile
+
+EXAMPLES = [e for page in pages.DOCS for e in pages.examples(page)]
+LAYOUT = (ROOT / "docs" / "contributing" / "layout.md").read_text(encoding="utf-8")
+REFERENCE = [page for page in pages.DOCS if page.parent.name == "reference"]
+
+
+@pytest.fixture(scope="module")
+def failed_examples():
+    return pages.failures([e for e in EXAMPLES if not e.not_run])
+
+
+@pytest.mark.parametrize("name", [e.name for e in EXAMPLES if not e.not_run])
+def test_an_example_runs_as_it_stands(name, failed_examples):
+    assert failed_examples[name] == ""
+
+
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.not_run], ids=lambda e: e.name)
+def test_an_example_that_is_not_run_is_python(example):
+    compile(example.code, example.name, "exec")
+
+
+@pytest.mark.parametrize("page", [pages.README, ROOT / "CONTRIBUTING.md", *pages.DOCS], ids=pages.name_of)
+def test_a_link_leads_somewhere(page):
+    links = re.findall(r"\]\((?!https?://)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("folder", re.findall(r"^    ((?:src|tests|tools)\S*)", LAYOUT, re.MULTILINE))
+def test_the_layout_names_what_is_there(folder):
+    assert (ROOT / folder).exists()
+
+
+def test_the_layout_names_all_there_is():
+    package = ROOT / "src" / "rooftile"
+    entries = {p.name + "/" if p.is_dir() else p.name for p in package.iterdir() if p.is_file() or any(p.glob("*.py"))}
+    named = set(re.findall(r"^    src/rooftile/(\S+)", LAYOUT, re.MULTILINE))
+    assert named == entries - {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
+
+
+def test_the_reference_has_every_public_name_once():
+    named = [
+        n for page in REFERENCE for n in re.findall(r"^::: rooftile\.(\S+)$", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert sorted(named) == sorted(set(rooftile.__all__) - {"__version__"})
