@@ -15,7 +15,7 @@ import tokenizers
 import transformers
 from tiny_models import build
 
-PAGE = Path(__file__).parent.parent / "docs" / "training.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "train.md"
 
 
 def test_the_example_trains(
