@@ -191,7 +191,7 @@ def test_the_table_has_memory_beside_time(tmp_path):
     write(tmp_path, group)
     text = table("training", tmp_path)
     assert cells_of(text, "4096x4096") == [
-        ["4096x4096", "100.0 (32.0)", "0.900", "1.500", "liger", "150.0 (16.0)", "absent"]
+        ["4096x4096", "100.0 (32.0)", "–", "–", "0.900", "–", "1.500", "liger", "150.0 (16.0)", "absent"]
     ]
     assert "`liger` overwrites logits." in text
 

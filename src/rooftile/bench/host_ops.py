@@ -26,7 +26,7 @@ from torch import Tensor
 import rooftile
 from rooftile import runtime
 from rooftile.bench.host import launcher_call, smallest
-from rooftile.bench.info import machine
+from rooftile.bench.info import check_results, machine
 from rooftile.bench.measure import draw
 from rooftile.bench.rows import gpu_slug, write_whole
 from rooftile.bench.timer import Call, Clock, burst_seconds, clock
@@ -279,8 +279,7 @@ def run(
     """
     device = device or runtime.default_device()
     measures = runtime.MODE is runtime.Mode.GPU
-    if results is not None and not measures:
-        raise ValueError("--results is for measurements, and the interpreter makes none")
+    check_results(results, measures)
     timer = timer or clock(device)
     effort = {} if measures else {"bursts": 1, "burst": 1}
     cases = [case.name for case in find_cases(list(names) or None)]

@@ -16,6 +16,7 @@ import torch
 
 import rooftile
 from rooftile import runtime
+from rooftile.bench.sources import DIRTY, UNKNOWN, hashes
 
 PEERS = {
     "torch": "torch",
@@ -24,7 +25,6 @@ PEERS = {
     "torchao": "torchao",
     "fa4": "flash-attn-4",
 }
-UNKNOWN = "unknown"
 
 
 def version(distribution: str) -> str | None:
@@ -61,9 +61,6 @@ def driver() -> str | None:
         or _output("modinfo", "-F", "version", "amdgpu")
         or UNKNOWN
     )
-
-
-DIRTY = "-dirty"  # suffix of a commit that does not identify the measured code
 
 
 def commit() -> str:
@@ -109,7 +106,18 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "peers": {name: version(distribution) for name, distribution in PEERS.items()},
+        "kernels": hashes(),
     }
+
+
+def check_results(results: Path | None, measures: bool) -> None:
+    """Raise ValueError if --results is given to a run that is no measurement, or whose commit is not known."""
+    if results is None:
+        return
+    if not measures:
+        raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
+    if commit() == UNKNOWN:
+        raise ValueError("--results records the measured commit, which is unknown here; set ROOFTILE_COMMIT to it")
 
 
 def lines(roofs: bool = True) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from rooftile import runtime
 from rooftile.bench import report
+from rooftile.bench.info import check_results
 from rooftile.bench.measure import ROOF, Effort, Timing, fastest, host_us, interleave, rotation
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug, write_json
 from rooftile.bench.run import Bench, Settings, brief
@@ -199,8 +200,7 @@ def run(
     """
     device = runtime.default_device()
     timer = timer or clock(device)
-    if not timer.measures and results is not None:
-        raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
+    check_results(results, timer.measures)
     problems = PROBLEMS if timer.measures else TINY
     unknown = sorted(set(names) - {p.name for p in problems})
     if unknown:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from rooftile import runtime
 from rooftile.bench import report, warm
-from rooftile.bench.info import machine
+from rooftile.bench.info import check_results, machine
 from rooftile.bench.measure import ROOF, Effort, Timing, measure, one_of
 from rooftile.bench.roof import Roofs, gemm_dtype, measure_roofs
 from rooftile.bench.rows import EACH, OURS, TOGETHER, Measured, Row, compare, gpu_slug, write_json
@@ -304,8 +304,7 @@ def _line(rows: Sequence[Row], seconds: float) -> str:
 
 
 def _mode_defaults(settings: Settings, measures: bool) -> Settings:
-    if not measures and settings.results is not None:
-        raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
+    check_results(settings.results, measures)
     effort = settings.effort if measures else dataclasses.replace(settings.effort, warmup=0, iters=2)
     return dataclasses.replace(
         settings,

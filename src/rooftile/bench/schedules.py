@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rooftile import runtime
 from rooftile.bench import workloads
-from rooftile.bench.info import machine
+from rooftile.bench.info import check_results, machine
 from rooftile.bench.rows import gpu_slug, write_whole
 from rooftile.bench.run import progress
 from rooftile.bench.timer import Clock, clock
@@ -272,8 +272,7 @@ def run(
     if unknown := [name for name in names if name not in COMPARISONS]:
         raise ValueError(f"unknown comparison {', '.join(unknown)}; known: {', '.join(COMPARISONS)}")
     measures = runtime.MODE is runtime.Mode.GPU
-    if results is not None and not measures:
-        raise ValueError("--results is for measurements, and the interpreter makes none")
+    check_results(results, measures)
     device = device or runtime.default_device()
     target, timer = runtime.target(device), timer or clock(device)
     seconds = Seconds() if measures else Seconds(0.0, 0.0, 0.0)

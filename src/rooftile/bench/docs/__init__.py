@@ -29,20 +29,24 @@ from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import schedules as docs_schedules
 from rooftile.bench.docs import training as docs_training
 from rooftile.bench.docs.tables import (
+    AGED,
     LARGE,
     NO_RESULTS,
     TIE,
+    aged,
     by_gpu,
     closing,
+    is_older,
     machine,
     machine_line,
     machines,
     markdown,
     ours_of,
     ratios_of,
+    speed_table,
 )
 from rooftile.bench.report import number, ratio
-from rooftile.bench.rows import OURS, Row, best_peer, groups
+from rooftile.bench.rows import Row, groups
 from rooftile.cases import Direction, all_cases
 from rooftile.cases.check import NAMES, tolerance_rows
 
@@ -86,22 +90,6 @@ def tolerances(results: Path) -> str:
     return markdown(("ops", "of", "dtype", "at most>", "because"), rows)
 
 
-def _speed_table(found: Sequence[list[Row]]) -> str:
-    """A line for each shape: our figures, the best baseline, and the times of all baselines."""
-    peers = list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
-    columns = ("shape", "us>", "GB/s>", "of the roof>", "ratio>", "best baseline", *(f"{name}, us>" for name in peers))
-    return markdown(columns, (_speed_cells(group, peers) for group in found))
-
-
-def _speed_cells(group: list[Row], peers: Sequence[str]) -> list[str]:
-    ours, best = ours_of([group])[0], best_peer(group)
-    times = {r.impl: number(r.us, 4) if r.us is not None else r.status for r in group}
-    # Three digits: the second is where a tie ends.
-    figures = [number(ours.gbs, 4), ratio(ours.roof_fraction, 3), ratio(ours.ratio_to_best_peer, 3)]
-    others = [times.get(name, "–") for name in peers]
-    return [ours.place, times[OURS], *figures, "–" if best is None else best.impl, *others]
-
-
 def speed(results: Path, direction: Direction) -> str:
     """Every row of the rowwise suite in one direction, slower ones included: a table for each op, bf16 first, and the
     other dtypes folded away."""
@@ -114,11 +102,11 @@ def speed(results: Path, direction: Direction) -> str:
             parts += machines(files)
         for op, by_dtype in by_op.items():
             first, *others = sorted(by_dtype, key=lambda dtype: dtype != "bf16")
-            parts += [f"**`{op}` {direction}, {first}**", "", _speed_table(by_dtype[first]), ""]
+            parts += [f"**`{op}` {direction}, {first}**", "", speed_table(by_dtype[first]), ""]
             for dtype in others:
                 # GitHub renders Markdown between empty lines; the attribute is for Python-Markdown.
                 parts += ['<details markdown="1">', f"<summary>{dtype}: {closing(by_dtype[dtype])}</summary>", ""]
-                parts += [_speed_table(by_dtype[dtype]), "", "</details>", ""]
+                parts += [speed_table(by_dtype[dtype]), "", "</details>", ""]
             every = [group for found in by_dtype.values() for group in found]
             parts += [f"`{op}` {direction}, speedup over the best baseline (above 1 is faster), {closing(every)}.", ""]
     return "\n".join(parts).strip() or NO_RESULTS
@@ -196,7 +184,8 @@ def prefill(results: Path) -> str:
     parts = []
     for files in by_gpu(results, "prefill").values():
         for meta, rows in files:
-            parts += [machine_line(meta), "", markdown(columns, map(_prefill_cells, rows)), ""]
+            older = aged({"": is_older("prefill", meta, "prefill")})
+            parts += [machine_line(meta) + older, "", markdown(columns, map(_prefill_cells, rows)), ""]
             parts += [str(meta["caption"]), ""] if "caption" in meta else []
     return "\n".join(parts).strip() or NO_RESULTS
 
@@ -252,6 +241,12 @@ def regenerate(text: str, results: Path) -> str:
     return _MARKED.sub(replace, text)
 
 
+def differ(old: str, new: str) -> bool:
+    """Whether two texts differ in more than the ages of rows, which change with each kernel and are not known where
+    git's history is not."""
+    return AGED.sub("", old) != AGED.sub("", new)
+
+
 def main(
     files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Markdown files with markers.")],
     results: Annotated[Path, typer.Option(file_okay=False, help="Where results are kept.")] = Path("results"),
@@ -265,7 +260,7 @@ def main(
             new = regenerate(old, results)
         except ValueError as error:
             raise typer.BadParameter(f"{path}: {error}") from None
-        if new != old:
+        if differ(old, new) if check else new != old:
             stale.append(path)
             if not check:
                 path.write_text(new, encoding="utf-8")

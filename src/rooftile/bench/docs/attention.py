@@ -91,7 +91,8 @@ def _mebibytes(row: Row | None) -> str:
 def _cells(group: Sequence[Row], impls: Sequence[str]) -> list[str]:
     by_impl: Mapping[str, Row] = {r.impl: r for r in group}
     times = [number(by_impl[name].us, 4) if name in by_impl else "–" for name in impls]
-    return [group[0].place, group[0].dtype, *times, *(_mebibytes(by_impl.get(name)) for name in impls)]
+    rates = [number(by_impl[OURS].tflops), ratio(by_impl[OURS].speedup_vs_eager)]
+    return [group[0].place, group[0].dtype, *rates, *times, *(_mebibytes(by_impl.get(name)) for name in impls)]
 
 
 def memory(results: Path) -> str:
@@ -104,7 +105,14 @@ def memory(results: Path) -> str:
             by_direction.setdefault(group[0].direction, []).append(group)
         for direction, found in by_direction.items():
             impls = [OURS, *impls_of(found)]
-            columns = ("shape", "dtype", *(f"{n}, us>" for n in impls), *(f"{n}, MiB>" for n in impls))
+            columns = (
+                "shape",
+                "dtype",
+                "TFLOP/s>",
+                "over eager>",
+                *(f"{n}, us>" for n in impls),
+                *(f"{n}, MiB>" for n in impls),
+            )
             parts += [f"**{direction}**", "", markdown(columns, (_cells(group, impls) for group in found)), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
@@ -112,12 +120,13 @@ def memory(results: Path) -> str:
 def _sweep_cells(group: Sequence[Row] | None) -> list[str]:
     us = {r.impl: r.us for r in group or ()}
     ours, naive = us.get(OURS), us.get(NAIVE)
-    return [number(ours, 4), number(naive, 4), ratio(over(naive, ours))]
+    rate = next((r.tflops for r in group or () if r.impl == OURS), None)
+    return [number(ours, 4), number(rate), number(naive, 4), ratio(over(naive, ours))]
 
 
 def sweep(results: Path) -> str:
     """Time of one call, and its speedup over the naive form, forward and backward."""
-    figures = ("us>", f"{NAIVE}, us>", "speedup>")
+    figures = ("us>", "TFLOP/s>", f"{NAIVE}, us>", "speedup>")
     columns = ("shape", "dtype", *(f"{direction}, {name}" for direction in DIRECTIONS for name in figures))
     parts = []
     for files in by_gpu(results, SWEEP).values():

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rooftile.bench.docs.tables import NO_RESULTS, machine, machine_line, markdown
+from rooftile.bench.docs.tables import NO_RESULTS, aged, is_older, machine, machine_line, markdown
 from rooftile.bench.e2e import layer
 from rooftile.bench.e2e.model import RANDOM
 from rooftile.bench.e2e.paths import CUDA, HF, HF_EAGER, OURS_UNTUNED, PATCHED, PEERS
@@ -83,20 +83,20 @@ def _between(values: Iterable[Any], digits: int) -> str:
 def _machines(points: Sequence[_Point]) -> list[str]:
     """A line for each machine and commit: the models, the runs, the roofs from the least to the most."""
     numbers = _runs(points)
-    models: dict[str, dict[str, None]] = {}
+    models: dict[str, dict[str, bool]] = {}
     runs: dict[str, dict[str, Mapping[str, Any]]] = {}
     for point in points:
         weights = "random weights" if point.meta["weights"] == RANDOM else "a checkpoint's weights"
         for row in point.rows:
             line = machine({**point.meta, "date": row.run})
-            models.setdefault(line, {})[f"`{point.meta['model']}` ({weights})"] = None
+            models.setdefault(line, {})[f"`{point.meta['model']}` ({weights})"] = is_older(row.op, point.meta, SUITE)
             runs.setdefault(line, {})[row.run] = point.run(row.run)
     parts = []
     for line, found in runs.items():
         copy, read, product = (_between((run.get(n) for run in found.values()), digits) for n, digits in _ROOFS)
         said = f"copy {copy} GB/s, read {read} GB/s, bf16 GEMM {product} TFLOP/s"
         which = ", ".join(str(numbers[date]) for date in sorted(found))
-        parts += [f"{', '.join(models[line])}: {line}; runs: {which}. Roofs: {said}.", ""]
+        parts += [f"{', '.join(models[line])}: {line}; runs: {which}. Roofs: {said}.{aged(models[line])}", ""]
     return parts
 
 
@@ -215,7 +215,8 @@ def layers(results: Path) -> str:
             batch = next((r.dims[name] for r in rows for name in ("batch", "rows") if name in r.dims), "–")
             untuned = ", without tuned tables" if meta.get("tuning") == "off" else ""
             what = f"`{meta['model']}`, {rows[0].dtype}, batch {batch}, {meta['context']} tokens in the cache{untuned}"
-            parts += [f"{what}: {machine_line(meta)}", "", markdown(layer.COLUMNS, layer.cells(rows, True)), ""]
+            older = aged({"": is_older(rows[0].op, meta, SUITE)})
+            parts += [f"{what}: {machine_line(meta)}{older}", "", markdown(layer.COLUMNS, layer.cells(rows, True)), ""]
             said = (f"{r.op} {r.impl}: {r.status}, {r.message}." for r in rows if r.status in ("FAIL", "error"))
             parts += itertools.chain.from_iterable((line, "") for line in said)
     return "\n".join(parts).strip() or NO_RESULTS

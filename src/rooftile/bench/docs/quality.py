@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rooftile.bench.docs.tables import NO_RESULTS, machine, markdown
+from rooftile.bench.docs.tables import NO_RESULTS, aged, is_older, machine, markdown
 from rooftile.bench.quality.report import COLUMNS, caption, cells
 from rooftile.bench.quality.rows import Row, rows_of
 
@@ -16,7 +16,14 @@ def table(results: Path) -> str:
     for path in sorted(results.glob("*/quality/*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         meta, rows = data["meta"], rows_of(data)
-        parts += [f"{machine(meta)}.", "", markdown(COLUMNS, map(cells, rows)), "", caption(meta, rows), ""]
+        parts += [
+            machine(meta) + "." + aged({"": is_older("attention", meta)}),
+            "",
+            markdown(COLUMNS, map(cells, rows)),
+            "",
+            caption(meta, rows),
+            "",
+        ]
         parts += [line for row in rows if row.message for line in (_why(row), "")]
     return "\n".join(parts).strip() or NO_RESULTS
 

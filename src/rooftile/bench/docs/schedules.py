@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rooftile.bench.docs.tables import NO_RESULTS, markdown
+from rooftile.bench.docs.tables import NO_RESULTS, aged, commit_of, is_older, markdown
 
 
 def _rows(results: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
@@ -32,6 +32,6 @@ def table(results: Path, name: str) -> str:
         times = ["–" if not us.get(way) else f"{us[way]:.4g}" for way in ways]
         bold = [way in ours and us.get(way) == best for way in ways]
         cells.append([str(m), f"{k} -> {n}", *(f"**{t}**" if b else t for t, b in zip(times, bold, strict=True))])
-    commit = str(meta.get("commit", ""))[:10]
-    head = f"**{meta['gpu']}**, commit `{commit}`. Microseconds in bfloat16, each way at its best configuration."
+    older = aged({"": is_older(name, meta)})
+    head = f"**{meta['gpu']}**, {commit_of(meta)}. Microseconds in bfloat16, each way at its best configuration.{older}"
     return f"{head}\n\n{markdown(('M', 'K -> N', *(f'{way}>' for way in ways)), cells)}"

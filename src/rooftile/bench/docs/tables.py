@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rooftile.bench import sources
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer, geometric_mean, groups, read_json
 
@@ -42,7 +44,31 @@ def markdown(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
 def machine(meta: Mapping[str, Any]) -> str:
     """Where, by what and when a table was measured."""
     versions = f"driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']}"
-    return f"**{meta['gpu']}** ({versions}), commit `{str(meta['commit'])[:10]}`, {str(meta['date'])[:10]}"
+    return f"**{meta['gpu']}** ({versions}), {commit_of(meta)}, {str(meta['date'])[:10]}"
+
+
+def commit_of(meta: Mapping[str, Any]) -> str:
+    """The commit that was measured, in ten digits."""
+    commit = str(meta["commit"])
+    if commit == sources.UNKNOWN:
+        return "commit not recorded"
+    changed = " with changes" if commit.endswith(sources.DIRTY) else ""
+    return f"commit `{commit.removesuffix(sources.DIRTY)[:10]}`{changed}"
+
+
+AGED = re.compile(r" Older than (?:its kernel|their kernels): [^.\n]*\.")  # what `aged` says
+
+
+def aged(ops: Mapping[str, bool]) -> str:
+    """A sentence that names the ops that are older than their kernels, or "" if none is."""
+    names = [name for name, older in ops.items() if older]
+    listed = "all" if len(names) == len(ops) else ", ".join(names)
+    return f" Older than their kernels: {listed}." if names else ""
+
+
+def is_older(op: str, meta: Mapping[str, Any], suite: str = "") -> bool:
+    """Whether the op's kernel has changed since those rows were measured, as far as can be told."""
+    return sources.age(op, meta, suite).state == "older"
 
 
 def machine_line(meta: Mapping[str, Any]) -> str:
@@ -78,10 +104,11 @@ def machines(
 
     `names` are the names of the files' suites.
     """
-    runs: dict[str, dict[str, None]] = {}
+    runs: dict[str, dict[str, bool]] = {}
     for (meta, rows), name in zip(files, names, strict=False):
-        runs.setdefault(machine_line(meta), {}).update((titled(row.op, name), None) for row in rows)
-    return [part for line, ops in runs.items() if ops for part in (f"{', '.join(ops)}: {line}", "")]
+        ops = dict.fromkeys(row.op for row in rows)
+        runs.setdefault(machine_line(meta), {}).update((titled(op, name), is_older(op, meta)) for op in ops)
+    return [part for line, ops in runs.items() if ops for part in (f"{', '.join(ops)}: {line}{aged(ops)}", "")]
 
 
 def ours_of(found: Iterable[list[Row]]) -> list[Row]:
@@ -119,22 +146,40 @@ def impls_of(found: Sequence[list[Row]]) -> list[str]:
     return list(dict.fromkeys(r.impl for group in found for r in group if r.impl != OURS))
 
 
-FIGURES = ("us>", "GB/s>", "TFLOP/s>", "of the roof>", "roof", "ratio>", "best baseline")
+_AGAINST = ("over eager>", "ratio>", "best baseline")
+FIGURES = ("us>", "GB/s>", "TFLOP/s>", "of the roof>", "roof", *_AGAINST)
+COPY_FIGURES = ("us>", "GB/s>", "of the roof>", *_AGAINST)  # of an op whose roof is a copy
 
 
-def figures_of(group: list[Row], peers: Sequence[str]) -> list[str]:
-    """Our figures under `FIGURES`, and the times of those baselines."""
-    ours, best = ours_of([group])[0], best_peer(group)
+def against(group: Sequence[Row]) -> list[str]:
+    """Our speedup over composed eager PyTorch, and that over the best baseline and its name. Three digits: the second
+    is where a tie ends."""
+    ours, best = next(r for r in group if r.impl == OURS), best_peer(group)
+    peer = "–" if best is None else best.impl
+    return [ratio(ours.speedup_vs_eager), ratio(ours.ratio_to_best_peer, 3), peer]
+
+
+def figures_of(group: list[Row], peers: Sequence[str], columns: Sequence[str] = FIGURES) -> list[str]:
+    """Our figures under those columns, and the times of those baselines."""
+    ours = ours_of([group])[0]
     times = {r.impl: number(r.us, 4) if r.us is not None else r.status for r in group}
-    rates = [number(ours.gbs, 4), number(ours.tflops), ratio(ours.roof_fraction, 3), bound(ours)]
-    against = [ratio(ours.ratio_to_best_peer, 3), "–" if best is None else best.impl]
-    return [times[OURS], *rates, *against, *(times.get(name, "–") for name in peers)]
+    figures = {
+        "us>": times[OURS],
+        "GB/s>": number(ours.gbs, 4),
+        "TFLOP/s>": number(ours.tflops),
+        "of the roof>": ratio(ours.roof_fraction, 3),
+        "roof": bound(ours),
+        **dict(zip(_AGAINST, against(group), strict=True)),
+    }
+    return [*(figures[name] for name in columns), *(times.get(name, "–") for name in peers)]
 
 
 def speed_table(found: Sequence[list[Row]]) -> str:
+    """A line for each shape: our figures, the best baseline, and the times of all baselines."""
     peers = impls_of(found)
-    columns = ("shape", *FIGURES, *(f"{name}, us>" for name in peers))
-    return markdown(columns, ([group[0].place, *figures_of(group, peers)] for group in found))
+    figures = COPY_FIGURES if found[0][0].roof == "copy" else FIGURES
+    columns = ("shape", *figures, *(f"{name}, us>" for name in peers))
+    return markdown(columns, ([group[0].place, *figures_of(group, peers, figures)] for group in found))
 
 
 def every_row(results: Path, suite: str, leave_out: Sequence[str] = (), name: str = "") -> str:

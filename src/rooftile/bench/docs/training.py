@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rooftile.bench.docs.tables import NO_RESULTS, by_gpu, closing, groups_of, impls_of, machines, markdown, ours_of
+from rooftile.bench.docs.tables import (
+    NO_RESULTS,
+    against,
+    by_gpu,
+    closing,
+    groups_of,
+    impls_of,
+    machines,
+    markdown,
+    ours_of,
+)
 from rooftile.bench.report import number, ratio
-from rooftile.bench.rows import OURS, Row, best_peer
+from rooftile.bench.rows import OURS, Row
 from rooftile.bench.training import SUITE
 from rooftile.bench.training.steps import BATCH, COLUMNS, STEP, cells
 
@@ -22,10 +32,10 @@ def _mib(nbytes: int | None) -> str:
 
 
 def _cells(group: list[Row], peers: Sequence[str]) -> list[str]:
-    (ours,), best = ours_of([group]), best_peer(group)
+    (ours,) = ours_of([group])
     cells = {r.impl: f"{number(r.us, 4)} ({_mib(_memory(r))})" if r.us is not None else r.status for r in group}
-    figures = [cells[OURS], ratio(ours.roof_fraction, 3), ratio(ours.ratio_to_best_peer, 3)]
-    return [ours.place, *figures, "–" if best is None else best.impl, *(cells.get(name, "–") for name in peers)]
+    figures = [cells[OURS], number(ours.gbs, 4), number(ours.tflops), ratio(ours.roof_fraction, 3), *against(group)]
+    return [ours.place, *figures, *(cells.get(name, "–") for name in peers)]
 
 
 def steps(results: Path) -> str:
@@ -59,7 +69,8 @@ def table(results: Path) -> str:
         parts += machines(files)
         for (op, direction, dtype), found in by_op.items():
             peers = impls_of(found)
-            columns = ("shape", "us (MiB)>", "of the roof>", "ratio>", "best baseline", *(f"{name}>" for name in peers))
+            figures = ("us (MiB)>", "GB/s>", "TFLOP/s>", "of the roof>", "over eager>", "ratio>", "best baseline")
+            columns = ("shape", *figures, *(f"{name}>" for name in peers))
             parts += [f"**`{op}` {direction}, {dtype}**", "", markdown(columns, (_cells(g, peers) for g in found)), ""]
             parts += [f"`{op}` {direction}, {dtype}, speedup over the best baseline, {closing(found)}.", ""]
             notes = dict.fromkeys(f"`{r.impl}` {r.message}." for g in found for r in g if r.us and r.message)

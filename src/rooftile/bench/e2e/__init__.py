@@ -28,7 +28,7 @@ from rooftile.bench.e2e.model import RANDOM, check_context, load
 from rooftile.bench.e2e.paths import CUDA_EAGER, HF_EAGER, IMPLS, NOTES, OURS_UNTUNED, OWN, PATCHED, PATCHED_EAGER
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import read_rows
-from rooftile.bench.info import machine, version
+from rooftile.bench.info import check_results, machine, version
 from rooftile.bench.prefill import Latency
 from rooftile.bench.roof import Roofs, measure_roofs
 from rooftile.bench.rows import OURS, gpu_slug
@@ -78,8 +78,7 @@ class E2E:
         self.device = runtime.default_device()
         self.clock: Clock = clock(self.device)
         measures = self.clock.measures
-        if not measures and settings.results is not None:
-            raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
+        check_results(settings.results, measures)
         self.settings = settings.filled(measures)
         assert self.settings.prompt is not None
         assert self.settings.new is not None

@@ -18,6 +18,7 @@ from rich.text import Text
 from rooftile import runtime
 from rooftile.bench import report
 from rooftile.bench.e2e.model import check_context
+from rooftile.bench.info import check_results
 from rooftile.bench.measure import Effort
 from rooftile.bench.rows import OURS, Row, best_peer, gpu_slug, groups, write_json
 from rooftile.bench.run import Bench
@@ -94,8 +95,7 @@ def run_layer(settings: Settings, console: Console) -> int:
     """
     device = runtime.default_device()
     timer = clock(device)
-    if not timer.measures and settings.results is not None:
-        raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
+    check_results(settings.results, timer.measures)
     s = settings.filled(timer.measures)
     assert s.prompt is not None
     for name in s.models:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rooftile import runtime
 from rooftile.bench import report as reports
-from rooftile.bench.info import machine
+from rooftile.bench.info import check_results, machine
 from rooftile.bench.prefill.model import layer_ops, load_config, twin
 from rooftile.bench.prefill.report import CAPTION, COMPILE, EAGER, IMPLS, OURS_COMPILE, PEER, plot, show
 from rooftile.bench.roof import Roofs, measure_roofs
@@ -99,8 +99,7 @@ class Prefill:
         self.device = runtime.default_device()
         self.clock: Clock = clock(self.device)
         measures = self.clock.measures
-        if not measures and settings.results is not None:
-            raise ValueError("--results is for measurements, and the interpreter makes none; use --json")
+        check_results(settings.results, measures)
         self.settings = dataclasses.replace(
             settings,
             model=settings.model or ("qwen2.5-7b" if measures else "tiny"),

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from rooftile import runtime
 from rooftile.bench import report
+from rooftile.bench.info import check_results
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug, is_ours, spread, write_json
 from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL, OURS_ATTENTION, OURS_COMPILE, Job
@@ -218,8 +219,7 @@ def run(
         RuntimeError: the roofs could not be measured.
     """
     measures = runtime.MODE is runtime.Mode.GPU
-    if not measures and results is not None:
-        raise ValueError("--results is for measurements, and the interpreter makes none")
+    check_results(results, measures)
     for what, given, known in (("model", models, WORKLOADS), ("implementation", impls, IMPLS)):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}")

@@ -1,0 +1,137 @@
+"""Benchmarks: whether rows are as old as their kernels."""
+
+import json
+import subprocess
+
+import pytest
+from toys import measured
+
+from rooftile.bench import docs, info, rows, sources
+from rooftile.bench.docs import tables
+from rooftile.bench.rows import OURS
+
+OP = "import torch\nfrom rooftile.primitives import rows\n\n\ndef kernel(x):\n    return rows.sum(x) * 2\n"
+ROWS = "def sum(x):\n    return x + x\n"
+FILES = {"ops/op.py": OP, "primitives/rows.py": ROWS, "ops/other.py": "def other():\n    return 1\n"}
+
+
+def hashed(**changed):
+    return sources.hash_of(
+        "rooftile.ops.op", {**FILES, **{f"{k.replace('__', '/')}.py": v for k, v in changed.items()}}
+    )
+
+
+def test_a_kernels_hash_is_of_its_own_code_and_of_what_it_imports():
+    assert hashed(ops__op=OP.replace("2", "3")) != hashed()
+    assert hashed(primitives__rows=ROWS.replace("+", "*")) != hashed()
+    assert hashed(ops__other="def other():\n    return 2\n") == hashed()
+    assert sources.hash_of("rooftile.ops.none", FILES) is None
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        OP.replace("return", "# twice\n    return"),
+        OP.replace("    return", '    """Twice the sum."""\n    return'),
+        OP.replace("import torch\n", ""),
+        OP.replace("(x):", "(x: int) -> int:"),
+    ],
+)
+def test_what_no_kernel_runs_leaves_the_hash_alone(same):
+    assert hashed(ops__op=same) == hashed()
+
+
+def test_every_measured_op_has_a_hash():
+    found = sources.hashes()
+    assert {"rms_norm", "attention", "linear", sources.ENGINE, sources.PATCHED} <= found.keys()
+    for op in ("rms_norm_quantized", "adamw_", "adamw", "rope_and_cache", "gemv", "layer.qkv", "train_step"):
+        assert sources.key_of(op) in found, op
+    assert sources.key_of("decode", "e2e") == sources.ENGINE
+    assert sources.key_of("prefill", "prefill") == sources.PATCHED
+    assert info.machine()["kernels"] == found
+
+
+def test_a_row_is_older_once_its_kernel_has_changed():
+    meta = {"commit": "unknown", "kernels": {**sources.hashes(), "rope": "0" * 12}}
+    assert sources.age("rms_norm", meta).state == "current"
+    assert sources.age("rope", meta) == sources.Age("older", "its kernel has changed since")
+    assert sources.age("no_such_op", meta).state == "older"
+    assert sources.age("rope", {"commit": "unknown"}) == sources.Age("unknown", "its commit was not recorded")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository of one commit with a package whose rms_norm is `OP`; its commit."""
+
+    def git(*arguments):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    package = tmp_path / "src" / "rooftile"
+    for path, text in {"ops/rms_norm.py": OP, "primitives/rows.py": ROWS, "bench/sources.py": ""}.items():
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        (package / path).write_text(text)
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "One")
+    monkeypatch.setattr(sources, "__file__", str(package / "bench" / "sources.py"))
+    caches = (sources.at, sources.present, sources.hashes, sources._age_by_git)
+    for cache in caches:
+        cache.cache_clear()
+    yield package, git
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_rows_without_a_hash_are_compared_through_git(checkout):
+    package, git = checkout
+    meta = {"commit": git("rev-parse", "HEAD")}
+    assert sources.age("rms_norm", meta).state == "current"
+    assert sources.age("rms_norm", {"commit": meta["commit"] + sources.DIRTY}).state == "unknown"
+    (package / "ops" / "rms_norm.py").write_text(OP.replace("2", "3"))
+    for cache in (sources.present, sources.hashes, sources._age_by_git):
+        cache.cache_clear()
+    age = sources.age("rms_norm", meta)
+    assert (age.state, age.reason) == ("older", f"its kernel has changed since commit {meta['commit'][:10]}")
+
+
+def test_what_git_can_not_tell_is_said(checkout, monkeypatch, tmp_path):
+    assert sources.age("rms_norm", {"commit": "0123abcd"}).reason == "commit 0123abcd is not in this clone"
+    (tmp_path / ".git" / "shallow").write_text(checkout[1]("rev-parse", "HEAD") + "\n")
+    sources._age_by_git.cache_clear()
+    assert sources.age("rms_norm", {"commit": "0123abcd"}).reason.endswith("run git fetch --unshallow")
+    monkeypatch.setattr(sources, "__file__", "/nowhere/src/rooftile/bench/sources.py")
+    sources._age_by_git.cache_clear()
+    age = sources.age("rms_norm", {"commit": "0123abcd"})
+    assert (age.state, age.reason) == ("unknown", "this is no git checkout, and the file records no hash of its kernel")
+
+
+def test_tables_name_what_is_older_and_are_not_stale_for_that(tmp_path):
+    meta = {**info.machine(), **dict.fromkeys(("roof_copy_gbs", "roof_read_gbs", "roof_tflops"), 1.0), "gpu": "H100"}
+    meta["kernels"] = {**meta["kernels"], "rope": "0" * 12}
+    for op in ("rope", "rms_norm"):
+        row = measured(OURS, 1.0)
+        row.op = op
+        rows.write_json(tmp_path / "h100" / "rowwise" / f"{op}.json", meta, [row])
+    (line, _) = tables.machines(file for files in tables.by_gpu(tmp_path, "rowwise").values() for file in files)
+    assert line.endswith("Older than their kernels: `rope`.")
+    assert not docs.differ(line, line.replace(" Older than their kernels: `rope`.", ""))
+    assert docs.differ(line, line.replace("`rope`:", ""))
+    assert tables.aged({"`a`": True, "`b`": True}) == " Older than their kernels: all."
+    assert tables.aged({"`a`": False}) == ""
+
+
+def test_results_are_not_written_without_a_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(info, "commit", lambda: sources.UNKNOWN)
+    with pytest.raises(ValueError, match="set ROOFTILE_COMMIT"):
+        info.check_results(tmp_path, measures=True)
+    info.check_results(None, measures=True)
+    monkeypatch.setattr(info, "commit", lambda: "abc1234")
+    info.check_results(tmp_path, measures=True)
+
+
+def test_a_commit_is_shown_with_what_it_lacks():
+    assert tables.commit_of({"commit": "47b3ca4e78b62b1b79"}) == "commit `47b3ca4e78`"
+    assert tables.commit_of({"commit": "47b3ca4e78b62b1b79-dirty"}) == "commit `47b3ca4e78` with changes"
+    assert tables.commit_of({"commit": "unknown"}) == "commit not recorded"
+    assert json.dumps(sources.hashes())
