@@ -34,17 +34,18 @@ class Target:
     l2: int
     warp_size: int = 32
     max_threads: int = 1024
+    gpu: str = ""
 
 
-# Targets for compiling without the chip. SMs and caches are those of the GPU in the comment.
+# Targets for compiling without the chip. SMs and caches are those of the GPU named.
 TARGETS = {
-    "sm_80": Target("sm_80", 108, 166_912, 40 << 20),  # A100
-    "sm_86": Target("sm_86", 84, 101_376, 6 << 20),  # RTX 3090
-    "sm_89": Target("sm_89", 128, 101_376, 72 << 20),  # RTX 4090
-    "sm_90": Target("sm_90", 132, 232_448, 50 << 20),  # H100
-    "sm_100": Target("sm_100", 148, 232_448, 126 << 20),  # B200
-    "sm_120": Target("sm_120", 170, 101_376, 96 << 20),  # RTX 5090
-    "gfx942": Target("gfx942", 304, 65_536, 4 << 20, warp_size=64),  # MI300X
+    "sm_80": Target("sm_80", 108, 166_912, 40 << 20, gpu="A100"),
+    "sm_86": Target("sm_86", 84, 101_376, 6 << 20, gpu="RTX 3090"),
+    "sm_89": Target("sm_89", 128, 101_376, 72 << 20, gpu="RTX 4090"),
+    "sm_90": Target("sm_90", 132, 232_448, 50 << 20, gpu="H100"),
+    "sm_100": Target("sm_100", 148, 232_448, 126 << 20, gpu="B200"),
+    "sm_120": Target("sm_120", 170, 101_376, 96 << 20, gpu="RTX 5090"),
+    "gfx942": Target("gfx942", 304, 65_536, 4 << 20, warp_size=64, gpu="MI300X"),
 }
 
 # The interpreter's cost is by Triton operation, not by element: few, large programs are fast.

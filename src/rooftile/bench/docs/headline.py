@@ -23,10 +23,12 @@ from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer, groups, is_ours, read_json
 from rooftile.bench.training.steps import STEP
 from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL
+from rooftile.runtime import TARGETS
 
 MODEL, TRAINED = "llama-3-8b", "llama-3.2-1b"
 PROMPT = 512  # tokens, of one sequence
 COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup>", "peak memory>", "GPU")
+WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no entry of their own
 SUITES = ("rowwise", "matmul", "attention", training.SUITE)  # the published sweeps against the best baselines
 # Shown whether they win or lose; every other op is shown if it loses.
 OPS = (
@@ -94,8 +96,7 @@ def generation(results: Path) -> list[Figure]:
             said = command + (f" --quantize {quantize}" if quantize else "")
             place = (work, impl, weights, row.tokens_per_s, speedup, CUDA)
             found.append(Figure(*place, None, {**whole.meta, "date": row.run}, said))
-    # The dense weights first, which the baselines have too.
-    return sorted(found, key=lambda f: (f.gpu, f.weights not in ("", "bf16"), f.weights))
+    return sorted(found, key=lambda f: (f.gpu, WEIGHTS.index(f.weights)))
 
 
 def training_steps(results: Path) -> list[Figure]:
@@ -133,9 +134,11 @@ def _sources(found: Sequence[Figure]) -> list[str]:
 
 
 def table(results: Path) -> str:
-    """Tokens a second of whole models, beside what users run today."""
+    """Tokens a second of whole models, beside what users run today: a chart and a table."""
     found = figures(results)
-    return "\n".join([markdown(COLUMNS, map(_cells, found)), "", *_sources(found)]) if found else NO_RESULTS
+    works = dict.fromkeys(f"{f.work} ({f.gpu})" for f in found)
+    chart = f"![Tokens a second: {'; '.join(works)}]({CHART})"
+    return "\n".join([chart, "", markdown(COLUMNS, map(_cells, found)), "", *_sources(found)]) if found else NO_RESULTS
 
 
 def show(found: Sequence[Figure], console: Console) -> None:
@@ -175,6 +178,22 @@ def ops(results: Path) -> str:
         lines.append((mean, [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]))
     columns = ("op", "direction", "rows>", "speedup, mean>", "least", "best baselines", "GPU")
     return markdown(columns, (cells for _, cells in sorted(lines, key=lambda x: -x[0]))) if lines else NO_RESULTS
+
+
+def gpus(results: Path) -> str:
+    """Which GPUs were measured, which are compiled for, and which were never tried."""
+    rows: collections.Counter[str] = collections.Counter()
+    for path in sorted(results.glob("*/*/*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows[short(str(data["meta"].get("gpu", "")))] += len(data.get("rows", ()))
+    run = ", ".join(f"{gpu} ({count} rows)" for gpu, count in sorted(rows.items()) if gpu)
+    others = ", ".join(f"{t.gpu} (`{t.arch}`)" for t in TARGETS.values() if t.gpu not in rows)
+    cells = [
+        ("tested and measured", run or "none"),
+        ("every kernel compiled in CI with its own configurations, never run", others),
+        ("never tried", "every other GPU; ROCm and XPU builds of PyTorch"),
+    ]
+    return markdown(("state", "GPUs"), cells)
 
 
 CHART = "docs/images/headline.svg"
