@@ -62,9 +62,9 @@ def test_a_quantized_engine_has_no_ratio_to_another_run() -> None:
 def test_a_stale_chart_is_found(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     chart = tmp_path / "chart.svg"
-    headline.draw(chart, RESULTS)
-    assert not headline.chart_is_stale(chart, RESULTS)
+    headline.draw(RESULTS, chart)
+    assert not headline.chart_is_stale(RESULTS, chart)
     shown = json.loads(headline.chart_data(RESULTS))
     chart.write_text(chart.read_text().replace(shown[0][-1], "1.0"))
-    assert headline.chart_is_stale(chart, RESULTS)
+    assert headline.chart_is_stale(RESULTS, chart)
     assert chart.stat().st_size < 60_000

@@ -25,8 +25,14 @@ def test_an_example_runs_as_it_stands(name, failed_examples):
 
 
 def test_there_are_examples_and_commands():
-    assert len(EXAMPLES) >= 4
-    assert len(COMMANDS) >= 5
+    assert len(EXAMPLES) == 3
+    assert len(COMMANDS) == 4
+
+
+def test_it_is_read_in_a_minute():
+    lines = README.splitlines()
+    assert len(lines) <= 170
+    assert any("tokens/s" in line for line in lines[:40])
 
 
 @pytest.mark.parametrize("line", COMMANDS)

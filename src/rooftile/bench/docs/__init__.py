@@ -24,6 +24,7 @@ from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
 from rooftile.bench.docs import environment as docs_environment
+from rooftile.bench.docs import headline as docs_headline
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import schedules as docs_schedules
@@ -217,6 +218,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": docs_quality.table,
     "training": docs_training.table,
     "training-steps": docs_training.steps,
+    "headline": docs_headline.table,
+    "headline-ops": docs_headline.ops,
+    "targets": docs_headline.targets,
     "versions": docs_environment.versions,
     "gpus": docs_environment.gpus,
 }
@@ -252,8 +256,12 @@ def main(
     results: Annotated[Path, typer.Option(file_okay=False, help="Where results are kept.")] = Path("results"),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with code 1 if a file is stale.")] = False,
 ) -> None:
-    """Regenerate the tables of the documentation."""
+    """Regenerate the tables of the documentation, and the README's chart."""
     stale = []
+    if docs_headline.chart_is_stale(results):
+        stale.append(docs_headline.CHART)
+        if not check:
+            docs_headline.draw(results)
     for path in files:
         old = path.read_text(encoding="utf-8")
         try:

@@ -32,7 +32,7 @@ WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no 
 SUITES = ("rowwise", "matmul", "attention", training.SUITE)  # the published sweeps against the best baselines
 # Shown whether they win or lose; every other op is shown if it loses.
 OPS = (
-    "rms_norm", "cross_entropy", "linear_cross_entropy", "kl_div", "adamw_", "linear", "fp8_linear", "attention",
+    "rms_norm", "cross_entropy", "linear_cross_entropy", "adamw_", "linear", "fp8_linear", "attention",
     "decode_attention",
 )  # fmt: skip
 NAMES = {
@@ -85,7 +85,7 @@ def generation(results: Path) -> list[Figure]:
         if whole.meta["model"] != MODEL or whole.meta["tuning"] == "off" or ours is None or sizes != (1, PROMPT):
             continue
         quantize = whole.meta["quantize"]
-        work = f"{MODEL}, one sequence: generate"
+        work = f"generate with {MODEL}, one sequence"
         command = f"rooftile bench e2e --model {MODEL} --batch 1 --prompt {PROMPT} --new {ours.dims['new']}"
         for impl in (HF, CUDA, OURS):
             row = rows.get(impl)
@@ -96,7 +96,8 @@ def generation(results: Path) -> list[Figure]:
             said = command + (f" --quantize {quantize}" if quantize else "")
             place = (work, impl, weights, row.tokens_per_s, speedup, CUDA)
             found.append(Figure(*place, None, {**whole.meta, "date": row.run}, said))
-    return sorted(found, key=lambda f: (f.gpu, WEIGHTS.index(f.weights)))
+    gpu = min((f.gpu for f in found), default="")  # the H100 before the H200
+    return sorted((f for f in found if f.gpu == gpu), key=lambda f: WEIGHTS.index(f.weights))
 
 
 def training_steps(results: Path) -> list[Figure]:
@@ -108,7 +109,7 @@ def training_steps(results: Path) -> list[Figure]:
         for impl in (EAGER, COMPILE, LIGER, OURS, OURS_ALL):
             for row in (r for r in rows if r.impl == impl):
                 speedup = liger.us / row.us if liger and is_ours(impl) else None  # type: ignore[operator]
-                work = f"{TRAINED}, {row.dims['batch']} x {row.dims['tokens']} tokens: train"
+                work = f"train {TRAINED}, {row.dims['batch']} x {row.dims['tokens']} tokens"
                 command = f"rooftile bench training steps --model {TRAINED}"
                 place = (work, impl, "", float(row.tokens_per_s or 0), speedup, LIGER)
                 found.append(Figure(*place, row.peak_bytes, meta, command))
@@ -180,7 +181,7 @@ def ops(results: Path) -> str:
     return markdown(columns, (cells for _, cells in sorted(lines, key=lambda x: -x[0]))) if lines else NO_RESULTS
 
 
-def gpus(results: Path) -> str:
+def targets(results: Path) -> str:
     """Which GPUs were measured, which are compiled for, and which were never tried."""
     rows: collections.Counter[str] = collections.Counter()
     for path in sorted(results.glob("*/*/*.json")):
@@ -196,7 +197,7 @@ def gpus(results: Path) -> str:
     return markdown(("state", "GPUs"), cells)
 
 
-CHART = "docs/images/headline.svg"
+CHART = Path("docs/images/headline.svg")  # in the repository, where the command runs
 _GREY, _BASELINE, _OURS = "#808a94", "#9aa4ae", "#d9653b"  # each is readable on white and on black
 
 
@@ -205,12 +206,14 @@ def chart_data(results: Path) -> str:
     return json.dumps([[f.work, f.impl, f.weights, f.gpu, number(f.tokens_per_s, 4)] for f in figures(results)])
 
 
-def chart_is_stale(chart: Path, results: Path) -> bool:
+def chart_is_stale(results: Path, chart: Path = CHART) -> bool:
+    if not chart.exists():
+        return True
     found = re.search(r"<dc:description>(.*?)</dc:description>", chart.read_text(encoding="utf-8"), re.DOTALL)
     return found is None or unescape(found[1]) != chart_data(results)
 
 
-def draw(chart: Path, results: Path) -> None:
+def draw(results: Path, chart: Path = CHART) -> None:
     """Bars of tokens a second, one panel for each work."""
     import matplotlib
 
@@ -236,9 +239,15 @@ def draw(chart: Path, results: Path) -> None:
                 names, [f.tokens_per_s for f in found], height=0.72,
                 color=[_OURS if is_ours(f.impl) else _BASELINE for f in found],
             )  # fmt: skip
-            ax.bar_label(bars, [number(f.tokens_per_s, 3) for f in found], padding=4, color=_GREY)
+            ax.bar_label(bars, [f"{f.tokens_per_s:,.0f}" for f in found], padding=4, color=_GREY)
             ax.invert_yaxis()
-            ax.set_title(f"{work}, tokens/s", loc="left", color=_GREY, fontsize=11, fontweight="bold")
+            ax.set_title(
+                f"{work.partition(',')[0]}: tokens/s, {found[0].gpu}",
+                loc="left",
+                color=_GREY,
+                fontsize=11,
+                fontweight="bold",
+            )
             ax.margins(x=0.1)
             ax.set_xticks([])
             ax.tick_params(length=0)
