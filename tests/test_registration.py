@@ -98,7 +98,7 @@ def test_every_registered_op_is_checked(device):
         point = next((p for p in case.sets["tiny"] if p.options.get("reduction") == "none"), None)
         called += [] if point is None else [op._schema.name for op, _, _ in calls(case, device, [point])]
     # With gradients, as calls are made here, a gate is an op of its own; without, it is these. Statistics are
-    # asked for without a loss's point.
+    # asked for without a loss's point, and a part of the classes is what a rank has.
     with torch.no_grad():
         x, weight = torch.randn(2, 32, device=device), torch.randn(16, 32, device=device)
         for op, args in (
@@ -108,6 +108,10 @@ def test_every_registered_op_is_checked(device):
             (
                 torch.ops.rooftile.cross_entropy_with_stats,
                 (x, torch.arange(2, device=device), None, None, -100, 0.0, 0.0, 0.0, "mean", "none"),
+            ),
+            (
+                torch.ops.rooftile.cross_entropy_of_columns,
+                (x, torch.arange(2, device=device), x[0], -100, True, 0.0, True),
             ),
         ):
             torch.library.opcheck(op.default, args)

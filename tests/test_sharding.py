@@ -2,15 +2,19 @@
 
 import gc
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import interpreted
 
 import rooftile
+from rooftile.reference import cross_entropy, linear_cross_entropy
 
 pytestmark = interpreted
-F32 = torch.float32
+reference = SimpleNamespace(
+    cross_entropy=cross_entropy.cross_entropy, linear_cross_entropy=linear_cross_entropy.linear_cross_entropy
+)
 
 
 def numbers(*shape, seed=0):
@@ -24,7 +28,6 @@ def integers(high, *shape):
 X, HEADS = (4, 3, 16), (2, 4, 3, 8)
 TABLES = tuple(torch.cat([f, f], -1) for f in (numbers(3, 4).cos(), numbers(3, 4).sin()))
 LATER = torch.tensor([[[True, False, True]]])
-MEAN = {"ignore_index": 1, "z_loss": 0.01, "softcap": 3.0}
 # The function, its tensors, and what they are: "r" holds rows and gets a gradient, "R" gets none; "w" is a parameter,
 # and "W" is replicated too and gets no gradient.
 CASES = {
@@ -44,54 +47,81 @@ CASES = {
         [numbers(*HEADS), numbers(2, 2, 3, 8), numbers(8), numbers(8, seed=1), *TABLES],
         "rrwwWW",
     ),
-    "cross_entropy": (lambda x, y: rooftile.cross_entropy(x, y, **MEAN), [numbers(4, 3, 7), integers(7, 4, 3)], "rR"),
-    "cross_entropy weighted": (
-        lambda x, y, w, t: rooftile.cross_entropy(x, y, weight=w, token_weights=t, label_smoothing=0.1),
-        [numbers(4, 3, 7), integers(7, 4, 3), numbers(7).abs(), numbers(4, 3).abs()],
-        "rRWR",
-    ),
-    "linear_cross_entropy": (
-        lambda x, w, y, b: rooftile.linear_cross_entropy(x, w, y, b, chunk_bytes=128, **MEAN),
-        [numbers(4, 3, 16), numbers(7, 16), integers(7, 4, 3), numbers(7)],
-        "rrRr",
-    ),
-    "linear_cross_entropy over tokens": (
-        lambda x, w, y: rooftile.linear_cross_entropy(x, w, y, reduction="sum"),
-        [numbers(4, 3, 16), numbers(7, 16), integers(7, 4, 3)],
-        "rwR",
-    ),
-    "linear_cross_entropy of each token": (
-        lambda x, w, y: rooftile.linear_cross_entropy(x, w, y, reduction="none"),
-        [numbers(4, 3, 16), numbers(7, 16), integers(7, 4, 3)],
-        "wrR",
-    ),
-    "cross_entropy of each token": (
-        lambda x, y: rooftile.cross_entropy(x, y, reduction="none"),
-        [numbers(4, 3, 7), integers(7, 4, 3)],
-        "rR",
+}
+OPTIONS = {
+    "": {},
+    " with z-loss and a cap": {"ignore_index": 1, "z_loss": 0.01, "softcap": 3.0},
+    " of each token": {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.01},
+    " smoothed": {"ignore_index": 6, "label_smoothing": 1.0, "softcap": 3.0, "reduction": "sum"},
+}
+TARGETS, CLASS_WEIGHT, TOKEN_WEIGHTS = integers(7, 4, 3), numbers(7).abs(), numbers(4, 3).abs()
+SURE = 12 * torch.nn.functional.one_hot(TARGETS, 7) + 30 + numbers(4, 3, 7)  # small losses of large logits
+HIDDEN, HEAD, BIAS = numbers(4, 3, 16), numbers(7, 16), numbers(7)
+
+
+def of_logits(**options):
+    return lambda x, y, w, t, ops=rooftile: ops.cross_entropy(x, y, weight=w, token_weights=t, **options)
+
+
+def of_hidden(**options):
+    """A chunk has four tokens."""
+
+    def call(x, head, y, b, w, t, ops=rooftile):
+        return ops.linear_cross_entropy(x, head, y, b, class_weight=w, token_weights=t, chunk_bytes=256, **options)
+
+    return call
+
+
+# Likewise; "?" is a tensor that is left out. In float64, the reference is the truth.
+LOSSES = {
+    **{
+        f"cross_entropy{how}{weighted}": (of_logits(**options), [logits, TARGETS, *tensors], f"rR{kinds}")
+        for how, options in OPTIONS.items()
+        for logits in ((numbers(4, 3, 7),) if options else (numbers(4, 3, 7), SURE))
+        for weighted, tensors, kinds in (
+            (" sure" if logits is SURE else "", [None, None], "??"),
+            (" sure weighted" if logits is SURE else " weighted", [CLASS_WEIGHT, TOKEN_WEIGHTS], "WR"),
+        )
+    },
+    **{
+        f"linear_cross_entropy{how}{weighted}": (
+            of_hidden(**options),
+            [HIDDEN, HEAD, TARGETS, BIAS, *tensors],
+            f"{head}{kinds}",
+        )
+        for head, (how, options) in zip(("rrRr", "wrRr", "rwRw", "rrRr"), OPTIONS.items(), strict=True)
+        for weighted, tensors, kinds in (("", [None, None], "??"), (" weighted", [CLASS_WEIGHT, TOKEN_WEIGHTS], "WR"))
+    },
+    "linear_cross_entropy of valid rows": (
+        of_hidden(ignore_index=1, valid_rows=int((TARGETS != 1).sum())),
+        [HIDDEN, HEAD, TARGETS, BIAS, None, None],
+        "rrRr??",
     ),
 }
+STATS = {"ignore_index": 1, "softcap": 3.0, "return_stats": True}
 
 
 def whole(t):
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def results(function, tensors, kinds):
+def results(function, tensors, kinds, **more):
     """The outputs, and the gradients of a fixed combination of them."""
-    tensors = [t.detach().requires_grad_(kind.islower()) for t, kind in zip(tensors, kinds, strict=True)]
-    outputs = function(*tensors)
+    tensors = [
+        t if t is None else t.detach().requires_grad_(kind.islower()) for t, kind in zip(tensors, kinds, strict=True)
+    ]
+    outputs = function(*tensors, **more)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     loss = sum((whole(y) * numbers(*y.shape, seed=7)).sum() for y in outputs)
     loss.backward()
-    return [whole(y).detach() for y in outputs], [whole(t.grad) for t in tensors if t.requires_grad]
+    return [whole(y).detach() for y in outputs], [whole(t.grad) for t in tensors if t is not None and t.requires_grad]
 
 
 def sharded(mesh, tensors, kinds, dim):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     return [
-        distribute_tensor(t, mesh, [Shard(dim) if kind in "rR" and dim < t.dim() else Replicate()])
+        t if t is None else distribute_tensor(t, mesh, [Shard(dim) if kind in "rR" and dim < t.dim() else Replicate()])
         for t, kind in zip(tensors, kinds, strict=True)
     ]
 
@@ -103,15 +133,15 @@ def _rank(rank, path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     found = {}
-    for name, (function, tensors, kinds) in CASES.items():
+    for name, (function, tensors, kinds) in {**CASES, **LOSSES}.items():
         for dim in range(tensors[0].dim()):
-            given = sharded(mesh, tensors, kinds, dim)
-            over = dim == tensors[0].dim() - 1
-            if over and name == "cross_entropy weighted":
-                with pytest.raises(ValueError, match="classes over ranks, expected no weight or label_smoothing"):
-                    function(*given)
-                continue
-            found[name, dim] = results(function, given, kinds)
+            found[name, dim] = results(function, sharded(mesh, tensors, kinds, dim), kinds)
+    for dim in range(3):  # of the head, 0 is the dimension of its classes
+        x, y = sharded(mesh, [numbers(4, 3, 7), TARGETS], "rR", dim)
+        found["stats", dim] = [whole(t) for t in rooftile.cross_entropy(x, y, **STATS)[1]]
+        x, y = sharded(mesh, [HIDDEN, TARGETS], "rR", dim)
+        (head,) = sharded(mesh, [HEAD], "r", 0)
+        found["stats of the head", dim] = [whole(t) for t in rooftile.linear_cross_entropy(x, head, y, **STATS)[1]]
     x, weight = sharded(mesh, [numbers(5, 16), numbers(16)], "rw", 0)
     weight.requires_grad_()
     y = rooftile.rms_norm(x, weight)
@@ -134,8 +164,20 @@ def _rank(rank, path):
     with pytest.raises(TypeError, match="hidden or weight is a plain tensor, expected both to be DTensor or neither"):
         rooftile.linear_cross_entropy(hidden, head, target)
     (hidden,) = sharded(mesh, [hidden], "w", 0)
-    with pytest.raises(ValueError, match="expected no return_stats, class_weight, label_smoothing or valid_rows"):
-        rooftile.linear_cross_entropy(hidden, head, target, label_smoothing=0.1)
+    unknown = torch.tensor([6, 1, -100, -1])
+    lost, stats = rooftile.linear_cross_entropy(hidden, head, unknown, reduction="none", return_stats=True)
+    for t in (lost, stats.logprobs):
+        assert t.full_tensor().isnan().tolist() == [True, False, False, True]
+    few = rooftile.linear_cross_entropy(hidden, head, target, valid_rows=3, reduction="none").full_tensor()
+    assert few.isnan().sum() == 1  # more targets count
+    one, weight = sharded(mesh, [numbers(1, 16), numbers(6, 16)], "rw", 0)  # the second rank has no token
+    weight.requires_grad_()
+    rooftile.linear_cross_entropy(one, weight, torch.tensor([2])).backward()
+    found["one token"] = whole(weight.grad)
+    with pytest.raises(ValueError, match="linear_cross_entropy: class_weight requires grad, but gets no gradient"):
+        rooftile.linear_cross_entropy(hidden, head, target, class_weight=torch.ones(6, requires_grad=True))
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: class_weight has shape \(7,\), expected \(6,\)"):
+        rooftile.linear_cross_entropy(hidden, head, target, class_weight=torch.ones(7))
     if rank == 0:
         torch.save(found, f"{path}/results")
     gc.collect()
@@ -144,8 +186,44 @@ def _rank(rank, path):
 
 def test_two_ranks_have_the_results_of_one(tmp_path):
     torch.multiprocessing.spawn(_rank, (tmp_path,), nprocs=2)
-    expected = {name: results(*case) for name, case in CASES.items()}
-    for (name, dim), found in torch.load(tmp_path / "results").items():
-        for ours, theirs in zip(chain(*found), chain(*expected[name]), strict=True):
-            assert ours.shape == theirs.shape
-            assert (ours - theirs).norm() <= 3e-6 * theirs.norm(), (name, dim)
+    results_of_two = torch.load(tmp_path / "results")
+    expected = {name: results(*case) for name, case in {**CASES, **LOSSES}.items()}
+    truth = {name: expected[name] for name in CASES}
+    for name, (function, tensors, kinds) in LOSSES.items():
+        wide = [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
+        truth[name] = results(function, wide, kinds, ops=reference)
+    one = numbers(6, 16).requires_grad_()
+    rooftile.linear_cross_entropy(numbers(1, 16), one, torch.tensor([2])).backward()
+    torch.testing.assert_close(results_of_two.pop("one token"), one.grad)
+    statistics = rooftile.cross_entropy(numbers(4, 3, 7), TARGETS, **STATS)[1]
+    of_head = rooftile.linear_cross_entropy(HIDDEN, HEAD, TARGETS, **STATS)[1]
+    for (name, dim), found in results_of_two.items():
+        if "stats" in name:
+            for ours, theirs in zip(found, of_head if "head" in name else statistics, strict=True):
+                torch.testing.assert_close(ours, theirs, msg=f"{name} {dim}")
+            continue
+        for two, one, exact in zip(chain(*found), chain(*expected[name]), chain(*truth[name]), strict=True):
+            assert two.shape == one.shape
+            assert (two - exact).norm() <= max(3e-6 * exact.norm(), 2 * (one - exact).norm()), (name, dim)
+
+
+def test_a_sharded_head_has_one_chunk_of_logits_in_memory(monkeypatch):
+    """The gradient is written over it."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    mesh = distributed.init_device_mesh("cpu", (1,))
+    hidden = distribute_tensor(numbers(64, 16), mesh, [Replicate()]).requires_grad_()
+    head = distribute_tensor(numbers(512, 16), mesh, [Shard(0)]).requires_grad_()
+    chunk = 8 * 512
+    made = []
+    with monkeypatch.context() as patch:
+        for name in ("empty", "empty_strided"):
+            stock = getattr(torch, name)
+            patch.setattr(torch, name, lambda *size, f=stock, **more: (made.append(f(*size, **more)), made[-1])[1])
+        loss = rooftile.linear_cross_entropy(hidden, head, integers(512, 64), chunk_bytes=4 * chunk)
+        loss.backward()
+    gc.collect()
+    distributed.destroy_process_group()
+    assert [t.numel() for t in made].count(chunk) == 1

@@ -7,68 +7,84 @@ gradient of hidden is a partial sum over the ranks of the head.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile import library
 from rooftile.ops import fused_head
 from rooftile.ops.cross_entropy import backward, distributed, forward
+from rooftile.ops.cross_entropy.distributed import Columns
 from rooftile.ops.fused_head import How
 from rooftile.ops.gemm import dispatch
+from rooftile.primitives.loss_gradient import scaled
 
 _NAME = "linear_cross_entropy"
+_STATS = (torch.float32, torch.float32, torch.int64)
 
 
 class _Head(torch.autograd.Function):
-    """The loss of each token, or with a reduction the sum of this rank's; each is multiplied by its share."""
+    """The loss of each token, or with a reduction the sum of this rank's, each times its share; and the statistics."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor, first: int,
-        group: Any, options: forward.Options, how: How,
-    ) -> Tensor:  # fmt: skip
-        ctx.now, ctx.args = options.gradient == "now", (first, group, options, how)
-        losses, grads = _walk(hidden, weight, bias, target, share, *ctx.args, gradients=ctx.now)
-        loss = losses.sum() if options.reduction != "none" else losses
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor, columns: Columns,
+        options: forward.Options, how: How,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.now, ctx.args = options.gradient == "now", (columns, options, how)
+        (losses, *stats), grads = _walk(hidden, weight, bias, target, share, *ctx.args, gradients=ctx.now)
         ctx.save_for_backward(*(grads if ctx.now else (hidden, weight, bias, target, share)))
-        return loss
+        ctx.mark_non_differentiable(*stats)
+        return losses if options.reduction == "none" else losses.sum(), *stats
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:3]
         if ctx.now:
-            grads = [t * dloss.to(t.dtype) for t in ctx.saved_tensors]
+            pairs = zip(ctx.saved_tensors, needs, strict=True)
+            grads = [scaled(t, dloss) if need else t for t, need in pairs]
         else:
             hidden, weight, bias, target, share = ctx.saved_tensors
-            grads = list(_walk(hidden, weight, bias, target, share * dloss, *ctx.args, gradients=True)[1])
-        needs = ctx.needs_input_grad[:3]
-        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 6
+            columns, options, how = ctx.args
+            options = dataclasses.replace(options, stats=False)
+            args = columns, options, how._replace(needs=needs)
+            grads = list(_walk(hidden, weight, bias, target, share * dloss, *args, gradients=True)[1])
+        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 5
 
 
 def _walk(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor, first: int, group: Any,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor, columns: Columns,
     options: forward.Options, how: How, *, gradients: bool,
-) -> tuple[Tensor, fused_head.Gradients]:  # fmt: skip
-    losses = torch.empty(target.shape, dtype=torch.float32, device=hidden.device)
+) -> tuple[list[Tensor], fused_head.Gradients]:  # fmt: skip
+    """The losses of all tokens and the statistics if asked for; and the gradients of this rank's columns."""
+    order = fused_head.valid_first(target, options.ignore_index, how)
+    n_rows = target.numel() if order is None else order.numel()
+    dtypes = (torch.float32, *_STATS * options.stats)
+    found = [torch.empty(n_rows, dtype=dtype, device=hidden.device) for dtype in dtypes]
     one = torch.ones((), dtype=torch.float32, device=hidden.device)
+    smooths, part = options.label_smoothing > 0, columns.of_weight(weight.shape[0])
 
-    def differentiate(z: Tensor, part: slice, rows: slice | Tensor) -> None:
-        losses[part], own, factors = distributed.of_columns(z, target[rows], share[rows], first, group, options)
+    def differentiate(z: Tensor, part_of_tokens: slice, rows: slice | Tensor) -> None:
+        tokens = distributed.of_columns(z, target[rows], share[rows], columns, options)
+        for whole, t in zip(found, (tokens.losses, *tokens.stats), strict=True):
+            whole[part_of_tokens] = t
         if gradients:
-            z.copy_(backward.op(one, z, own, None, factors, options.softcap, False))
+            backward.over_logits(one, z, tokens.target, part, tokens.factors, options.softcap, smooths)
 
     row_bytes = fused_head.logits_row_bytes(hidden, weight.shape[0])
-    grads = fused_head.walk(_NAME, hidden, weight, bias, None, how, row_bytes, differentiate, gradients=gradients)
-    return losses, grads
+    grads = fused_head.walk(_NAME, hidden, weight, bias, order, how, row_bytes, differentiate, gradients=gradients)
+    return [fused_head.restored(t, order, target, options.ignore_index) for t in found], grads
 
 
 def linear_cross_entropy(
     hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Tensor | None, token_weights: Any,
     options: forward.Options, how: How,
-) -> Tensor:  # fmt: skip
-    """The loss as a DTensor: replicated, or with "none" sharded as the tokens are.
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The loss as a DTensor, replicated, or with "none" sharded as the tokens are; and the statistics, sharded so.
+
+    The arguments have been checked.
 
     Args:
         hidden, weight: DTensor. Others may be DTensor, or plain, which counts as replicated.
@@ -77,16 +93,6 @@ def linear_cross_entropy(
 
     if not (isinstance(hidden, DTensor) and isinstance(weight, DTensor)):
         raise TypeError(f"{_NAME}: hidden or weight is a plain tensor, expected both to be DTensor or neither")
-    if options.stats or class_weight is not None or options.label_smoothing or how.valid_rows >= 0:
-        raise ValueError(
-            f"{_NAME}: weight is a DTensor, expected no return_stats, class_weight, label_smoothing or valid_rows"
-        )
-    if token_weights is not None and token_weights.requires_grad:
-        raise ValueError(f"{_NAME}: token_weights requires grad, but gets no gradient; pass token_weights.detach()")
-    fused_head.check_head(_NAME, hidden, weight, bias)
-    fused_head.check_classes(_NAME, "target", target, hidden)
-    fused_head.check_tokens(_NAME, "token_weights", token_weights, hidden)
-    forward.check_options(_NAME, options)
     mesh = weight.device_mesh
     over = distributed.over_vocabulary(_NAME, "weight", weight.placements, 0)
     columns = [Shard(0) if dim == over else Replicate() for dim in range(mesh.ndim)]
@@ -100,16 +106,19 @@ def linear_cross_entropy(
     target, token_weights = (distributed.localized(t, mesh, tokens) for t in (target, token_weights))
     first = 0 if over is None else distributed.part_of_vocabulary(_NAME, "weight", weight, weight.shape[0], over)
     group = None if over is None else mesh.get_group(over)
+    class_weight = distributed.localized(class_weight, mesh, [Replicate()] * mesh.ndim)
+    shared = Columns(first, weight.shape[0], group, class_weight)
     own, bias = (distributed.localized(t, mesh, columns, of_weight) for t in (weight, bias))
 
     share = distributed.share_of_tokens(target, None, token_weights, options)
     if options.reduction == "mean":
-        total = distributed.total_over(share, mesh, tokens).to_local()
+        each = distributed.share_of_tokens(target, class_weight, token_weights, options)
+        total = distributed.total_over(each, mesh, tokens).to_local()
         share = share * torch.where(total == 0, 0.0, 1 / total)
     rows, share = dispatch.as_rows(x), share.reshape(-1)
-    loss = _Head.apply(rows, own, bias, target.reshape(-1), share, first, group, options, how)
+    loss, *stats = _Head.apply(rows, own, bias, target.reshape(-1), share, shared, options, how)
+    shape, local = hidden.shape[:-1], target.shape
+    whole = [distributed.of_tokens(t.view(local), mesh, tokens, shape) for t in stats]
     if options.reduction == "none":
-        shape = torch.Size(hidden.shape[:-1])
-        strides = library.contiguous_strides(shape)
-        return DTensor.from_local(loss.view(target.shape), mesh, tokens, run_check=False, shape=shape, stride=strides)
-    return distributed.total_over(loss, mesh, tokens)
+        return distributed.of_tokens(loss.view(local), mesh, tokens, shape), *whole
+    return distributed.total_over(loss, mesh, tokens), *whole

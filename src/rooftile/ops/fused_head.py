@@ -263,6 +263,10 @@ def walk(
         if sums is not None:
             column_sum(z, sums[i])
 
+    if not starts:
+        dweight.zero_()
+        dbias.zero_()
+        return dhidden, dweight, dbias
     if of_weight is not None:
         of_weight.finish()
     if sums is not None:

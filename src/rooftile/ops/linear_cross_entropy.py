@@ -289,8 +289,8 @@ def linear_cross_entropy(
         precision: of float32 operands, as in `matmul`.
         return_stats: also return `TokenStats`: log-probability, entropy and argmax of each token.
 
-    With DTensor the rows of weight may be sharded over ranks, and tokens over others; class_weight, label_smoothing,
-    valid_rows and return_stats are then refused. The loss is a DTensor.
+    With DTensor the rows of weight may be sharded over ranks, and tokens over others, with all of these options. The
+    loss and the statistics are DTensor.
 
     Returns:
         The loss in float32: without dimensions, or `(...)` with "none". With `return_stats`, the loss and the
@@ -314,9 +314,11 @@ def linear_cross_entropy(
     if sharding.is_distributed(hidden, weight):
         cap = 0.0 if softcap is None else softcap
         options = forward.Options(ignore_index, label_smoothing, z_loss, cap, reduction, gradient, return_stats)
-        return distributed_head.linear_cross_entropy(
-            hidden, weight, target, bias, class_weight, token_weights, options, how
-        )
+        tensors = hidden, weight, target, bias, class_weight, token_weights
+        _check(_NAME, *tensors, options, how)
+        _check_gradients(tensors)
+        loss, *stats = distributed_head.linear_cross_entropy(*tensors, options, how)
+        return (loss, TokenStats(*stats)) if return_stats else loss
     loss, _, _, _, *stats = _op(
         hidden, weight, target, bias, class_weight, token_weights, ignore_index, label_smoothing, z_loss,
         0.0 if softcap is None else softcap, reduction, gradient, return_stats, *how,

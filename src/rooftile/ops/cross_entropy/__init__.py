@@ -167,8 +167,8 @@ def cross_entropy(
         reduction: "mean", "sum", or "none" for the loss of each token.
         return_stats: also return `TokenStats`: log-probability, entropy and argmax of each token.
 
-    DTensor logits may be sharded over tokens, and over the vocabulary if there are neither class weights nor label
-    smoothing; plain tensors beside them count as replicated. The loss is a DTensor.
+    DTensor logits may be sharded over tokens and over the vocabulary, with all of these options; plain tensors beside
+    them count as replicated. The loss and the statistics are DTensor.
 
     Returns:
         The loss in float32, whatever the dtype of the logits: without dimensions, or `(...)` with "none". With
@@ -196,7 +196,8 @@ def cross_entropy(
     args = (ignore_index, label_smoothing, z_loss, cap, reduction, gradient)
     if sharding.is_distributed(logits):
         options = forward.Options(*args, return_stats)
-        return distributed.cross_entropy(cross_entropy, logits, target, weight, token_weights, options)
+        loss, *stats = distributed.cross_entropy(cross_entropy, logits, target, weight, token_weights, options)
+        return (loss, TokenStats(*stats)) if return_stats else loss
     if not return_stats:
         return _op(logits, target, weight, token_weights, *args)[0]
     loss, _, *stats = _op_with_stats(logits, target, weight, token_weights, *args)

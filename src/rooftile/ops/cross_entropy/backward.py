@@ -40,6 +40,7 @@ def _kernel(
     SMOOTHS: tl.constexpr,
     REDUCES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     blocks = tl.cdiv(n_cols, BLOCK_N)
@@ -65,7 +66,9 @@ def _kernel(
         weight = class_weights(weight_ptr, cols, inside, HAS_WEIGHT)
     x = capped(x.to(tl.float32), SOFTCAP)
     dx = logits_gradient(x, cols, target, top, dloss * factor, dloss * at_target, smoothing, weight, SOFTCAP)
-    tl.store(dlogits_ptr + row * n_cols + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    # In place, no other program reads or writes the tile.
+    dlogits_ptr = logits_ptr if IN_PLACE else dlogits_ptr + row * n_cols
+    tl.store(dlogits_ptr + cols, dx.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 @functools.cache
@@ -80,10 +83,31 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> RowConfig:
 
 @functools.cache
 def _launcher(
-    dtypes: tuple[torch.dtype | None, ...], softcap: float, smooths: bool, reduces: bool, c: RowConfig
+    dtypes: tuple[torch.dtype | None, ...], softcap: float, smooths: bool, reduces: bool, in_place: bool, c: RowConfig
 ) -> launching.KernelLauncher:
-    flags = {"SMOOTHS": smooths, "REDUCES": reduces, "HAS_WEIGHT": dtypes[-1] is not None}
+    flags = {"SMOOTHS": smooths, "REDUCES": reduces, "HAS_WEIGHT": dtypes[-1] is not None, "IN_PLACE": in_place}
     return row_launcher(_kernel, c, SOFTCAP=softcap, **flags)
+
+
+def _bind(
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, softcap: float, smooths: bool, in_place: bool
+) -> Callable[..., None]:
+    """The launch over dloss, logits, target, weight, factors and the gradient; None for that in place of the logits."""
+    n_cols = row_length(logits)
+    if not logits.numel():
+        return library.start_nothing
+    copies: library.Copies = {}
+    rows = rows_layout(logits, copies, 1)
+    assert not (in_place and copies), "the rows of logits that are written in place lie two strides apart"
+    for place, tensor in ((0, dloss), (2, target), (3, weight)):
+        library.contiguous_of(tensor, copies, place)
+    c = config(n_cols, logits.element_size(), runtime.target(logits.device))
+    dtypes = (logits.dtype, dloss.dtype, target.dtype, None if weight is None else weight.dtype)
+    launcher = _launcher(dtypes, float(softcap), smooths, dloss.dim() < target.dim(), in_place, c)
+    layout = (rows.stride_outer, rows.stride_inner, n_cols)
+    programs = rows.n * library.cdiv(n_cols, c.block_n)
+    start = launching.bind(launcher, programs, strides=layout, numbers=(rows.inner,))
+    return library.copying(start, copies)
 
 
 def prepare(
@@ -97,21 +121,8 @@ def prepare(
 ) -> Callable[..., Tensor]:
     """What gives the gradient of logits, for a gradient of the loss or of each row's."""
     fake(dloss, logits, target, weight, factors, softcap, smooths)
-    n_cols = row_length(logits)
     shape, strides, dtype, device = logits.shape, library.contiguous_strides(logits.shape), logits.dtype, logits.device
-    start = library.start_nothing
-    if logits.numel():
-        copies: library.Copies = {}
-        rows = rows_layout(logits, copies, 1)
-        for place, tensor in ((0, dloss), (2, target), (3, weight)):
-            library.contiguous_of(tensor, copies, place)
-        c = config(n_cols, logits.element_size(), runtime.target(device))
-        dtypes = (dtype, dloss.dtype, target.dtype, None if weight is None else weight.dtype)
-        launcher = _launcher(dtypes, float(softcap), smooths, dloss.dim() < target.dim(), c)
-        layout = (rows.stride_outer, rows.stride_inner, n_cols)
-        programs = rows.n * library.cdiv(n_cols, c.block_n)
-        start = launching.bind(launcher, programs, strides=layout, numbers=(rows.inner,))
-        start = library.copying(start, copies)
+    start = _bind(dloss, logits, target, weight, softcap, smooths, in_place=False)
 
     def run(
         dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, factors: Tensor, *_: object
@@ -151,3 +162,14 @@ op = library.define(
     prepare=prepare,
     fake=fake,
 )
+
+
+def _prepare_in_place(
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, factors: Tensor, softcap: float, smooths: bool
+) -> Callable[..., None]:
+    start = _bind(dloss, logits, target, weight, softcap, smooths, in_place=True)
+    return lambda dloss, logits, target, weight, factors, *_: start(dloss, logits, target, weight, factors, None)
+
+
+# The same over the logits, for other ops: (dloss, logits, target, weight, factors, softcap, smooths).
+over_logits = library.Prepared(_prepare_in_place)

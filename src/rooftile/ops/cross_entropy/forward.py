@@ -220,11 +220,13 @@ def _row_kernel(
     IN_PLACE: tl.constexpr,
     FACTORED: tl.constexpr,
     STATS: tl.constexpr,
+    PART: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PACK: tl.constexpr,
     HELD: tl.constexpr,
 ):
+    """A row of all classes, or with `PART` of some, of which it writes what distributed.py combines with the others."""
     LANES: tl.constexpr = BLOCK_N // PACK
     SMOOTHS: tl.constexpr = SMOOTHING > 0
     row = tl.program_id(0).to(tl.int64)
@@ -284,20 +286,22 @@ def _row_kernel(
     if Z_LOSS > 0:
         loss += Z_LOSS * lse * lse
         along += 2.0 * Z_LOSS * lse
-    tl.store(loss_ptr + row, tl.where(counts, share * loss, 0.0))
+    if not PART:
+        tl.store(loss_ptr + row, tl.where(counts, share * loss, 0.0))
     factor = tl.where(counts, scale * along / total, 0.0)
     at_target *= scale
-    if FACTORED:
+    if FACTORED or PART:
         factors_ptr += row * STRIDE
         tl.store(factors_ptr, top)
-        tl.store(factors_ptr + 1, factor)
-        tl.store(factors_ptr + 2, at_target)
-        tl.store(factors_ptr + 3, smoothing if SMOOTHS else 0.0)
+        tl.store(factors_ptr + 1, total if PART else factor)
+        tl.store(factors_ptr + 2, tl.where(known, at, 0.0) if PART else at_target)
+        tl.store(factors_ptr + 3, (tl.sum(weighted) if PART else smoothing) if SMOOTHS else 0.0)
     if STATS:
         fall = tl.maximum(tops - top, -1e30)
         slope = tl.sum(decay * (slopes + fall * sums))
         best = tl.min(tl.where(tops == top, bests, NO_COLUMN))
-        tl.store(logprob_ptr + row, tl.where(counts, -surprise, 0.0))
+        if not PART:
+            tl.store(logprob_ptr + row, tl.where(counts, -surprise, 0.0))
         tl.store(entropy_ptr + row, tl.where(counts, log_total - slope / total, 0.0))
         tl.store(argmax_ptr + row, tl.where(counts, tl.minimum(best, n_cols - 1), -1).to(tl.int64))
 
@@ -466,8 +470,9 @@ def elements_at_once(rows: Rows, n_cols: int, itemsize: int) -> int:
 
 @functools.cache
 def _launcher(
-    dtypes: tuple[torch.dtype | None, ...], options: Options, in_place: bool, even: bool, pack: int, c: RowConfig
-) -> launching.KernelLauncher:
+    dtypes: tuple[torch.dtype | None, ...], options: Options, in_place: bool, part: bool, even: bool, pack: int,
+    c: RowConfig,
+) -> launching.KernelLauncher:  # fmt: skip
     _, _, weight, token_weight = dtypes
     return row_launcher(
         _row_kernel,
@@ -482,6 +487,7 @@ def _launcher(
         IN_PLACE=in_place,
         FACTORED=options.gradient == "later",
         STATS=options.stats,
+        PART=part,
         EVEN=even,
         PACK=pack,
     )
@@ -505,6 +511,7 @@ def bind_rows(
     options: Options,
     *,
     in_place: bool = False,
+    part: bool = False,
 ) -> Callable[..., None]:
     """The launch over all rows, of which there is at least one.
 
@@ -514,6 +521,9 @@ def bind_rows(
 
     Args:
         in_place: the gradient takes the place of the logits; the launch is given None for it.
+        part: the logits are those of some of the classes. In place of losses and factors the launch writes of each row
+            its maximum, the sum of exponentials to that base, the logit of the target (0 if it is not among them), and
+            with label smoothing the weighted sum of logits. It writes no log-probability.
     """
     copies: library.Copies = {}
     rows = rows_layout(logits, copies, 0)
@@ -524,7 +534,7 @@ def bind_rows(
     c = config(n_cols, logits.element_size(), options, runtime.target(logits.device))
     pack = elements_at_once(rows, n_cols, logits.element_size())
     dtypes = _dtypes(logits, target, weight, token_weights)
-    launcher = _launcher(dtypes, options, in_place, n_cols % c.block_n == 0, pack, c)
+    launcher = _launcher(dtypes, options, in_place, part, n_cols % c.block_n == 0, pack, c)
     strides = (rows.stride_outer, rows.stride_inner, n_cols)
     start = launching.bind(launcher, rows.n, strides=strides, numbers=(rows.inner, options.ignore_index))
     return library.copying(start, copies)
