@@ -1,5 +1,6 @@
 """The documentation: its examples run as they stand, its links lead somewhere, and the layout names all there is."""
 
+import inspect
 import re
 
 import pages
@@ -51,3 +52,23 @@ def test_the_reference_has_every_public_name_once():
         n for page in REFERENCE for n in re.findall(r"^::: rooftile\.(\S+)$", page.read_text("utf-8"), re.MULTILINE)
     ]
     assert sorted(named) == sorted(set(rooftile.__all__) - {"__version__"})
+
+
+def _wrong_names(value):
+    section = re.search(r"^Args:\n((?:    .*\n|\n)+)", inspect.getdoc(value) + "\n", re.MULTILINE)
+    if section is None:
+        return set()
+    items = re.findall(r"^    ([*\w]+(?:, [*\w]+)*)(?: \(.*\))?:", section[1], re.MULTILINE)
+    return {n.lstrip("*") for item in items for n in item.split(", ")} - set(inspect.signature(value).parameters)
+
+
+@pytest.mark.parametrize("name", sorted(set(rooftile.__all__) - {"__version__"}))
+def test_a_docstring_names_only_parameters_that_there_are(name):
+    """A group of parameters is one item, `cos, sin: ...`, so the site's own check is off (mkdocs.yml)."""
+    value = getattr(rooftile, name)
+    values = {name: value}
+    if inspect.ismodule(value):
+        own = {n: v for n, v in vars(value).items() if getattr(v, "__module__", "").startswith(value.__name__)}
+        values = {n: v for n, v in own.items() if not n.startswith("_") and inspect.getdoc(v) and callable(v)}
+        assert values
+    assert {n: wrong for n, v in values.items() if (wrong := _wrong_names(v))} == {}

@@ -24,6 +24,7 @@ from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
 from rooftile.bench.docs import environment as docs_environment
+from rooftile.bench.docs import gaps as docs_gaps
 from rooftile.bench.docs import headline as docs_headline
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
@@ -221,6 +222,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "headline": docs_headline.table,
     "headline-ops": docs_headline.ops,
     "targets": docs_headline.targets,
+    "gaps": docs_gaps.gaps,
     "versions": docs_environment.versions,
     "gpus": docs_environment.gpus,
 }
