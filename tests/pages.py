@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from rooftile import runtime
+import typer.main
+
+from rooftile import cli, runtime
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -30,6 +33,19 @@ def name_of(page):
 def examples(page):
     found = _FENCE.finditer(page.read_text(encoding="utf-8"))
     return [Example(f"{name_of(page)}:{n}", m[2], m[1] or "") for n, m in enumerate(found)]
+
+
+def commands(page):
+    """The lines of a page that call the command line, without `rooftile`."""
+    return re.findall(r"^    rooftile (.+?)(?:\s+#.*)?$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def parse(line):
+    """Raises unless every option and every value that the line names is one the command takes; nothing is run."""
+    group = typer.main.get_command(cli.app)
+    context = group.context_class(group, info_name="rooftile")
+    _, command, arguments = group.resolve_command(context, shlex.split(line))
+    command.make_context(command.name, arguments, parent=context)
 
 
 # Each example in a process of its own, forked from one that has imported what most of them need.

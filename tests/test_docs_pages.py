@@ -29,6 +29,12 @@ def test_an_example_that_is_not_run_is_python(example):
     compile(example.code, example.name, "exec")
 
 
+# Elsewhere a line such as `rooftile check [OP...]` is a synopsis.
+@pytest.mark.parametrize("line", pages.commands(ROOT / "docs" / "reference" / "cli.md"))
+def test_a_command_parses_as_it_stands(line):
+    pages.parse(line)
+
+
 @pytest.mark.parametrize("page", [pages.README, ROOT / "CONTRIBUTING.md", *pages.DOCS], ids=pages.name_of)
 def test_a_link_leads_somewhere(page):
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)", page.read_text(encoding="utf-8"))

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rooftile.bench.docs.tables import NO_RESULTS, TIE, markdown
+from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, is_older, markdown
 from rooftile.bench.report import number
 from rooftile.bench.rows import OURS
 
 _PLACE = ("op", "direction", "shape", "dtype", "options", "run")  # what ours and its baselines have in common
 
 
-def _compared(results: Path) -> Iterator[tuple[str, str, dict[str, Any], str]]:
-    """Our rows that have a ratio: the GPU, the suite, the row, the fastest baseline."""
+def _compared(results: Path) -> Iterator[tuple[dict[str, Any], str, dict[str, Any], str]]:
+    """Our rows that have a ratio: the run's machine, the suite, the row, the fastest baseline."""
     for path in sorted(results.glob("*/*/*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = [row for row in found.get("rows", ()) if "impl" in row]
@@ -27,18 +27,23 @@ def _compared(results: Path) -> Iterator[tuple[str, str, dict[str, Any], str]]:
             # The baseline that the ratio is to: variants of ours are among the rows, too.
             target = ours["us"] * ours["ratio_to_best_peer"]
             best = min(peers, key=lambda r: abs(r["us"] - target), default={"impl": "–"})
-            yield found["meta"]["gpu"], path.parent.name, ours, best["impl"]
+            yield found["meta"], path.parent.name, ours, best["impl"]
 
 
 def gaps(results: Path) -> str:
     """Every row under 0.98 of its best baseline, by GPU: a line for each op, then the rows."""
     by_gpu: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
-    for gpu, suite, row, best in _compared(results):
-        by_gpu.setdefault(gpu, []).append((suite, row, best))
+    older: dict[str, dict[str, bool]] = {}
+    for meta, suite, row, best in _compared(results):
+        by_gpu.setdefault(meta["gpu"], []).append((suite, row, best))
+        if row["ratio_to_best_peer"] < TIE:
+            name = f"`{row['op']}` ({suite})"
+            older.setdefault(meta["gpu"], {}).setdefault(name, is_older(row["op"], meta, suite))
     parts = []
     for gpu, found in sorted(by_gpu.items()):
         below = [(suite, row, best) for suite, row, best in found if row["ratio_to_best_peer"] < TIE]
-        parts += [f"**{gpu}**: {len(below)} of {len(found)} rows with a baseline are below {TIE}.", ""]
+        line = f"**{gpu}**: {len(below)} of {len(found)} rows with a baseline are below {TIE}."
+        parts += [line + aged(older.get(gpu, {})), ""]
         if not below:
             continue
         kinds: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
