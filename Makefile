@@ -15,7 +15,7 @@ TABLES = README.md $(wildcard docs/*.md docs/*/*.md)
 # Python's processes, some dozens in the tests, share what one has compiled to bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint format types docs docs-check site site-serve clean
+.PHONY: demo test test-all lint format types docs docs-check site site-serve package clean
 
 demo:
 	$(WITH) demo -m rooftile.demo
@@ -53,6 +53,10 @@ site:
 
 site-serve:
 	$(WITH) site -m mkdocs serve
+
+# The wheel and the source distribution, tried in an empty environment.
+package:
+	$(WITH) dev tools/check_package.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

@@ -34,7 +34,7 @@ TOOLS = ROOT / "tools"
 # Extras of pyproject.toml that a task needs, and requirements among them that it does without.
 TASKS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "demo": (("cpu", "hf", "bench"), frozenset()),
-    "test": (("dev",), frozenset({"ruff", "mypy", "mkdocs-material", "mkdocstrings"})),
+    "test": (("dev",), frozenset({"build", "ruff", "mypy", "mkdocs-material", "mkdocstrings"})),
     "dev": (("dev",), frozenset({"mkdocs-material", "mkdocstrings"})),
     "site": (("docs",), frozenset()),
 }
