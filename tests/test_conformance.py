@@ -261,6 +261,7 @@ OPS = {
     "gated_linear": (["linear", "silu_mul_packed"], ["silu_mul_packed_backward", "linear_backward"]),
     "linear_cross_entropy": (["linear_cross_entropy"], ["scale_gradient_backward"] * 3),  # hidden, weight, bias
     "linear_jsd": (["linear_jsd"], ["scale_gradient_backward"] * 3),
+    "linear_kl": (["linear_jsd"], ["scale_gradient_backward"] * 3),
     "rms_norm_gated_linear": (
         ["rms_norm_linear", "silu_mul_packed"],
         ["silu_mul_packed_backward", "rms_norm_linear_backward"],

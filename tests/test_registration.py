@@ -49,7 +49,7 @@ def calls(case, device, points=None):
 
 # As PyTorch's own products, these cast what they are given under autocast: test_matmul.py.
 PRODUCTS = (
-    "matmul", "linear", "gated_linear", "linear_cross_entropy", "linear_jsd", "rms_norm_linear",
+    "matmul", "linear", "gated_linear", "linear_cross_entropy", "linear_jsd", "linear_kl", "rms_norm_linear",
     "rms_norm_gated_linear", "attention", "attention_varlen",
 )  # fmt: skip
 OF_VALUES = ("test_schema", "test_faketensor")
@@ -123,6 +123,8 @@ def op_of(case):
     """Weights that are quantized are an argument of the op for dense ones."""
     if case.name == "add_rms_norm_quantized":
         return "rms_norm_quantized"  # with a residual
+    if case.name == "linear_kl":
+        return "linear_jsd"
     return re.sub("^(rms_norm(_gated)?_linear)_quantized$", r"\1", case.name)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Training, Unsupported
 from rooftile.cases.draw import integers, normal
-from rooftile.ops.linear_jsd import linear_jsd
+from rooftile.ops.linear_jsd import linear_jsd, linear_kl
 from rooftile.reference import linear_jsd as reference
 
 _FP32 = "chains of float32 sums, of products over the hidden size and, for gradients, over the vocabulary or the tokens"
@@ -65,14 +66,14 @@ def _float32_loss(point: Point) -> Mapping[str, torch.dtype]:
     return {"loss": torch.float32}
 
 
-def _liger(point: Point) -> Callable[..., Any]:
+def _liger(point: Point, *, beta: float) -> Callable[..., Any]:
     from liger_kernel.transformers.functional import liger_fused_linear_jsd
 
     if point["has_bias"]:
         raise Unsupported("Liger's fused head adds no bias")
     if point.options.get("reduction", "mean") != "mean":
         raise Unsupported("Liger's fused divergence is always averaged")
-    beta, temperature = point.options.get("beta", 0.5), point.options.get("temperature", 1.0)
+    beta, temperature = point.options.get("beta", beta), point.options.get("temperature", 1.0)
 
     def run(
         hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor, **_: Any
@@ -88,13 +89,14 @@ def _liger(point: Point) -> Callable[..., Any]:
 _AWKWARD = ((1, 24, 1, 65), (7, 9, 5, 13), (17, 24, 33, 127), (2, 33, 16, 257), (0, 16, 16, 64))
 _LLM = ((8192, 2048, 4096, 32000), (4096, 2048, 4096, 128256))
 
-CASES = (
-    OpCase(
-        name="linear_jsd",
-        formula="jsd(log softmax((hidden · weightᵀ + bias) / T), that of a teacher), a chunk of the logits at a time",
-        function=linear_jsd,
-        reference=reference.linear_jsd,
-        eager=reference.eager,
+
+def _case(name: str, formula: str, function: Callable[..., Any], sets: Mapping[str, tuple[Point, ...]]) -> OpCase:
+    return OpCase(
+        name=name,
+        formula=formula,
+        function=function,
+        reference=getattr(reference, name),
+        eager=getattr(reference, f"{name}_eager"),
         inputs=_inputs,
         outputs=("loss",),
         output_dtypes=_float32_loss,
@@ -108,13 +110,8 @@ CASES = (
             lambda p: _flops(p, "backward"),
         ),
         sets={
-            "tiny": (
-                _point(4, 64, 32, 128, bias=True),
-                _point(17, 64, 96, 256, reduction="sum", beta=1.0, chunk_bytes=16384),
-                _point(9, 32, 48, 64, bias=True, reduction="none", beta=0.0, temperature=2.0),
-            ),
+            **sets,
             "edge": tuple(_point(*sizes, reduction="sum") for sizes in _AWKWARD),
-            "llm": tuple(_point(*sizes, reduction="sum", beta=beta) for sizes in _LLM for beta in (0.0, 0.5)),
             "sweep": tuple(_point(8192, 2048, 4096, v) for v in (32000, 50257, 65536, 128256)),
             "training": tuple(_point(*sizes) for sizes in _LLM),
         },
@@ -122,7 +119,36 @@ CASES = (
         over="vocabulary",
         # Terms of both signs, several times as large as their sum, of logarithms that are rounded at their own size.
         float32_floor=2e-6,
-        peers=(Peer("liger", _liger),),
+        peers=(Peer("liger", functools.partial(_liger, beta=0.0 if name == "linear_kl" else 0.5)),),
         roof="gemm",
+    )
+
+
+CASES = (
+    _case(
+        "linear_jsd",
+        "jsd(log softmax((hidden · weightᵀ + bias) / T), that of a teacher), a chunk of the logits at a time",
+        linear_jsd,
+        {
+            "tiny": (
+                _point(4, 64, 32, 128, bias=True),
+                _point(17, 64, 96, 256, reduction="sum", beta=1.0, chunk_bytes=16384),
+                _point(9, 32, 48, 64, bias=True, reduction="none", beta=0.0, temperature=2.0),
+            ),
+            "llm": tuple(_point(*sizes, reduction="sum", beta=beta) for sizes in _LLM for beta in (0.0, 0.5)),
+        },
+    ),
+    _case(
+        "linear_kl",
+        "KL(teacher ‖ softmax((hidden · weightᵀ + bias) / T)), a chunk of the logits at a time",
+        linear_kl,
+        {
+            "tiny": (
+                _point(4, 64, 32, 128, bias=True),
+                _point(17, 64, 96, 256, reduction="sum", temperature=2.0, ignore_index=3, chunk_bytes=16384),
+                _point(9, 32, 48, 64, bias=True, reduction="none", float32_weight_gradient=True),
+            ),
+            "llm": tuple(_point(*sizes, reduction="sum") for sizes in _LLM),
+        },
     ),
 )

@@ -40,10 +40,19 @@ def _usual(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: flo
 
 
 def linear_jsd(*args: Tensor, **options: Any) -> Tensor:
-    """The formula in the dtype of the tensors: give it float64 for the truth. With `beta=0` it is `linear_kl`."""
+    """The formula in the dtype of the tensors: give it float64 for the truth."""
     return _divergence(_exact, *args, **options)
 
 
-def eager(*args: Tensor, **options: Any) -> Tensor:
+def linear_jsd_eager(*args: Tensor, **options: Any) -> Tensor:
     """As trainers have it: `nn.Linear`, and PyTorch's functions of logits in float32."""
     return _divergence(_usual, *args, jsd=divergence.jsd_eager, **options)
+
+
+def linear_kl(*args: Tensor, **options: Any) -> Tensor:
+    """KL(teacher || student), which `linear_jsd` is with `beta=0`."""
+    return linear_jsd(*args, beta=0.0, **options)
+
+
+def linear_kl_eager(*args: Tensor, **options: Any) -> Tensor:
+    return linear_jsd_eager(*args, beta=0.0, **options)
