@@ -278,6 +278,14 @@ def test_classes_that_are_masked_with_minus_infinity(device):
     assert (grad[:, 1::2] == 0).all()
 
 
+def test_vocabularies_past_262144(device):
+    for classes in (262_144, 300_007):
+        logits, target = drawn(3, classes=classes, device=device, ignored=0.0)
+        target[0] = classes - 1
+        assert_right(logits, target)
+        assert_right(logits, target, reduction="none", label_smoothing=0.1)
+
+
 def test_large_logits(device):
     """Differences from the maximum are taken first."""
     logits, target = drawn(6, classes=64, device=device)

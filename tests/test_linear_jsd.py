@@ -202,6 +202,14 @@ def test_without_labels_no_token_is_ignored(device):
         assert_same(found, expected)
 
 
+def test_labels_need_not_be_classes(device):
+    *tensors, target, bias, teacher_bias = drawn(2, 5, device=device, ignored=0.3)
+    expected = with_gradients(linear_jsd, (*tensors, target, bias, teacher_bias))
+    for value in (CLASSES, 2**40, -1):
+        other = torch.where(target == -100, -100, value)
+        assert_same(with_gradients(linear_jsd, (*tensors, other, bias, teacher_bias)), expected)
+
+
 def test_no_rows(device):
     for shape, reduction in itertools.product(((0,), (2, 0)), REDUCTIONS):
         loss, *grads = with_gradients(linear_jsd, drawn(*shape, device=device), reduction=reduction)

@@ -168,6 +168,16 @@ def test_nothing_that_counts_is_a_loss_of_0_with_gradients_of_0(name, device):
 
 
 @every_loss
+@pytest.mark.parametrize("bad", [CLASSES, 2**40, -1])
+def test_a_label_that_is_no_class_makes_the_loss_nan(name, bad, device):
+    tensors = drawn(device, ignored=0.0)
+    given, options = arguments(name, tensors, device)
+    tensors[2][0, 3] = bad
+    loss, *_ = with_gradients(getattr(losses, name), tensors, given, options)
+    assert loss.isnan()
+
+
+@every_loss
 def test_a_sequence_without_labels_is_left_out(name, device):
     """Of a pair, with the other sequence; GRPO divides by the number of sequences all the same."""
     tensors = drawn(device)

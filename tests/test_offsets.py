@@ -16,6 +16,7 @@ from helpers import BF16, assert_same
 import rooftile
 from rooftile import launching, library, runtime
 from rooftile.ops import linear_jsd
+from rooftile.ops.cross_entropy import backward, distributed
 from rooftile.ops.cross_entropy import forward as cross_entropy
 from rooftile.primitives import tiles
 
@@ -185,6 +186,22 @@ def run_cross_entropy_in_place(lay, device):
     return results
 
 
+def run_cross_entropy_of_columns(lay, device):
+    """As ranks have it that share the classes: sums of a row, then the gradient over the logits."""
+    logits, target = normal(device), torch.tensor([3, 47, -100, 60], device=device)  # the last is another rank's
+    columns = distributed.Columns(0, 2 * COLS, None, torch.rand(2 * COLS, device=device))
+    options = cross_entropy.Options(-100, 0.1, 0.0, 0.0, "none", "later", True)
+    part, share, one = columns.of_weight(COLS), torch.ones(ROWS, device=device), torch.ones((), device=device)
+    results = []
+    for place in (torch.clone, lay):
+        far = place(logits)
+        found = distributed.of_columns(far, target, share, columns, options)
+        factors = found.factors.nan_to_num()  # no rank has the last one's class
+        backward.over_logits(one, far, found.target, part, factors, 0.0, True)
+        results.append((found.losses.nan_to_num(), found.stats[1], found.stats[2], far.clone()))
+    return results
+
+
 def run_linear_jsd(lay, device):
     student, teacher = normal(device), normal(device)
     target = torch.tensor([3, 47, -100, 0], device=device)
@@ -210,6 +227,7 @@ RUNS = {
     run_jsd: "divergence",
     run_cross_entropy: "cross_entropy",
     run_cross_entropy_in_place: "cross_entropy",
+    run_cross_entropy_of_columns: "cross_entropy",
     run_linear_jsd: "linear_jsd",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))

@@ -165,6 +165,15 @@ def test_learning_rates_that_change(device):
         assert_agree(first, second)
 
 
+def test_a_capturable_step_is_the_same(device):
+    """Outside a graph too: the learning rate and the step are then numbers on the device."""
+    first, second = pair(device, lr=1e-2)
+    first = AdamW(params_of(first), lr=torch.tensor(1e-2, device=device), capturable=True, max_grad_norm=0.5)
+    steps(first, second, 3, 0.5)
+    assert_agree(first, second)
+    assert all(state["step"].device == device and state["step"] == 3 for state in first.state.values())
+
+
 def test_parameters_without_a_gradient(device):
     """They keep their values, moments and steps; some have none from the start, some lose it."""
     first, second = pair(device)

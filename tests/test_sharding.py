@@ -117,6 +117,13 @@ def results(function, tensors, kinds, **more):
     return [whole(y).detach() for y in outputs], [whole(t.grad) for t in tensors if t is not None and t.requires_grad]
 
 
+def with_gradient(function, x):
+    leaf = x.detach().requires_grad_()
+    loss = function(leaf)
+    loss.sum().backward()
+    return whole(loss), whole(leaf.grad)
+
+
 def sharded(mesh, tensors, kinds, dim):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -156,7 +163,14 @@ def _rank(rank, path):
     unknown = torch.tensor([7, 1, -100, -1])
     lost = rooftile.cross_entropy(logits, unknown, reduction="none").full_tensor()
     assert lost.isnan().tolist() == [True, False, False, True]
-    assert rooftile.cross_entropy(logits, torch.full((4,), -100)).full_tensor() == 0
+    loss, grad = with_gradient(lambda x: rooftile.cross_entropy(x, unknown, reduction="sum"), logits)
+    assert loss.isnan()
+    assert grad.isnan().all(-1).tolist() == grad.isnan().any(-1).tolist() == [True, False, False, True]
+    nothing = torch.full((4,), -100)
+    for reduction in ("mean", "sum", "none"):
+        options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1}
+        for t in with_gradient(lambda x, o=options: rooftile.cross_entropy(x, nothing, **o), logits):
+            assert (t == 0).all()
     with pytest.raises(ValueError, match="logits has 1 classes over 2 ranks, expected some on each"):
         rooftile.cross_entropy(*sharded(mesh, [numbers(4, 1), integers(1, 4)], "rw", 1))
     head, hidden, target = numbers(6, 16), numbers(4, 16), integers(6, 4)
@@ -168,6 +182,11 @@ def _rank(rank, path):
     lost, stats = rooftile.linear_cross_entropy(hidden, head, unknown, reduction="none", return_stats=True)
     for t in (lost, stats.logprobs):
         assert t.full_tensor().isnan().tolist() == [True, False, False, True]
+    for reduction in ("mean", "none"):
+        for t in with_gradient(
+            lambda x, r=reduction: rooftile.linear_cross_entropy(x, head, nothing, reduction=r), hidden
+        ):
+            assert (t == 0).all()
     few = rooftile.linear_cross_entropy(hidden, head, target, valid_rows=3, reduction="none").full_tensor()
     assert few.isnan().sum() == 1  # more targets count
     one, weight = sharded(mesh, [numbers(1, 16), numbers(6, 16)], "rw", 0)  # the second rank has no token
