@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rooftile.bench.charts import pyplot, style
 from rooftile.bench.rows import OURS, Row, geometric_mean, groups
 
 NO_MEASUREMENT = "interpreter, not a measurement"
@@ -160,18 +161,6 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
             writer.writerow({**dataclasses.asdict(row), "options": json.dumps(dict(row.options))})
 
 
-# Okabe and Ito's colours, distinguishable for colour-blind readers.
-COLOURS = {
-    "rooftile": "#D55E00",
-    "eager": "#999999",
-    "compile": "#0072B2",
-    "torch": "#56B4E9",
-    "liger": "#009E73",
-    "liger-cutedsl": "#8DD3C7",
-    "quack": "#CC79A7",
-}
-
-
 def _plain(direction: str) -> str:
     """A direction in a file's name."""
     return direction.replace("+", "-")
@@ -184,17 +173,7 @@ def _draw(axes: Any, found: Sequence[list[Row]], measured: bool) -> None:
     names = list(dict.fromkeys(r.impl for g in found for r in g if r.us is not None))
     for name in names:
         values = [next((getattr(r, figure) for r in g if r.impl == name), None) for g in found]
-        ours = name == OURS
-        axes.plot(
-            range(len(places)),
-            [float("nan") if v is None else v for v in values],
-            marker="o" if ours else "s",
-            markersize=7 if ours else 5,
-            linewidth=2.4 if ours else 1.3,
-            color=COLOURS.get(name),
-            label=name,
-            zorder=3 if ours else 2,
-        )
+        axes.plot(range(len(places)), [float("nan") if v is None else v for v in values], **style(name))
     if measured:
         roof = [next((r.roof_gbs for r in g if r.roof_gbs), float("nan")) for g in found]
         label = "a copy of the same bytes" if found[0][0].roof == "copy" else "a streaming read"
@@ -207,10 +186,7 @@ def _draw(axes: Any, found: Sequence[list[Row]], measured: bool) -> None:
 
 def plot(folder: Path, rows: Iterable[Row], machine: str, measured: bool) -> list[Path]:
     """A chart for each op and direction, a panel for each dtype; the files' paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     folder.mkdir(parents=True, exist_ok=True)
     charts: dict[tuple[str, str], dict[str, list[list[Row]]]] = {}
@@ -222,14 +198,14 @@ def plot(folder: Path, rows: Iterable[Row], machine: str, measured: bool) -> lis
         width = max(8.0, 1.0 + 0.75 * max(len(found) for found in by_dtype.values()))
         label = max(len(group[0].place) for found in by_dtype.values() for group in found)
         height = len(by_dtype) * (3.8 + 0.045 * label)  # labels stand at a slant below each panel
-        figure, panels = pyplot.subplots(len(by_dtype), 1, figsize=(width, height), squeeze=False, layout="constrained")
+        figure, panels = plt.subplots(len(by_dtype), 1, figsize=(width, height), squeeze=False, layout="constrained")
         for axes, (dtype, found) in zip(panels[:, 0], by_dtype.items(), strict=True):
             _draw(axes, found, measured)
             axes.set_title(f"{op} {direction}, {dtype}, {machine if measured else NO_MEASUREMENT}", fontsize=11)
         panels[0, 0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         path = folder / f"{op}-{_plain(direction)}.png"
         figure.savefig(path, dpi=120)
-        pyplot.close(figure)
+        plt.close(figure)
         paths.append(path)
     return paths
 
@@ -246,32 +222,19 @@ def _series(rows: Iterable[Row], dim: str) -> list[list[Row]]:
 
 def plot_over(folder: Path, rows: Iterable[Row], dim: str, machine: str) -> list[Path]:
     """A chart for each op, direction and dtype, of time and of memory over one dimension; the files' paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     paths: list[Path] = []
     for some in _series(rows, dim):
         first = some[0]
-        figure, panels = pyplot.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
+        figure, panels = plt.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
         for axes, label, value in (
             (panels[0], "milliseconds", lambda r: r.us / 1e3),
             (panels[1], "MiB beside the inputs, at most", lambda r: r.peak_bytes / 2**20 if r.peak_bytes else None),
         ):
             for name in dict.fromkeys(r.impl for r in some):
                 found = sorted((r.dims[dim], value(r)) for r in some if r.impl == name and value(r) is not None)
-                ours = name == OURS
-                axes.plot(
-                    [x for x, _ in found],
-                    [y for _, y in found],
-                    marker="o" if ours else "s",
-                    markersize=7 if ours else 5,
-                    linewidth=2.4 if ours else 1.3,
-                    color=COLOURS.get(name),
-                    label=name,
-                    zorder=3 if ours else 2,
-                )
+                axes.plot([x for x, _ in found], [y for _, y in found], **style(name))
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xlabel(dim)
@@ -286,6 +249,6 @@ def plot_over(folder: Path, rows: Iterable[Row], dim: str, machine: str) -> list
         if path in paths:  # they differ in options, or in a size that is not named
             path = path.with_stem(f"{path.stem}-{sum(p.stem.startswith(path.stem) for p in paths) + 1}")
         figure.savefig(path, dpi=110)
-        pyplot.close(figure)
+        plt.close(figure)
         paths.append(path)
     return paths

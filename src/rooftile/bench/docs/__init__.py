@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 import rooftile
+from rooftile.bench import charts
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
@@ -29,6 +30,7 @@ from rooftile.bench.docs import headline as docs_headline
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import schedules as docs_schedules
+from rooftile.bench.docs import sweeps as docs_sweeps
 from rooftile.bench.docs import training as docs_training
 from rooftile.bench.docs.tables import (
     AGED,
@@ -219,6 +221,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": docs_quality.table,
     "training": docs_training.table,
     "training-steps": docs_training.steps,
+    **{f"chart-{s.name}": functools.partial(docs_sweeps.sweep, name=s.name) for s in charts.SWEEPS},
+    "rooflines": docs_sweeps.rooflines,
     "headline": docs_headline.table,
     "headline-ops": docs_headline.ops,
     "targets": docs_headline.targets,
@@ -258,12 +262,12 @@ def main(
     results: Annotated[Path, typer.Option(file_okay=False, help="Where results are kept.")] = Path("results"),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with code 1 if a file is stale.")] = False,
 ) -> None:
-    """Regenerate the tables of the documentation, and the README's chart."""
+    """Regenerate the tables and charts of the documentation."""
     stale = []
-    if docs_headline.chart_is_stale(results):
-        stale.append(docs_headline.CHART)
+    for path, draw in docs_sweeps.stale(results):
+        stale.append(path)
         if not check:
-            docs_headline.draw(results)
+            draw()
     for path in files:
         old = path.read_text(encoding="utf-8")
         try:

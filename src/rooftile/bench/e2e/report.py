@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftile.bench import report
+from rooftile.bench.charts import COLOURS, OTHER_OURS, pyplot
 from rooftile.bench.rows import OURS, Row
 
 CAPTION = (
@@ -97,11 +98,11 @@ def show(console: Console, rows: Sequence[E2ERow], measured: bool) -> None:
 
 
 _COLOURS = {
-    "rooftile": "#D55E00",
-    "cuda_kernels": "#0072B2",
-    "hf_static_compile": "#009E73",
-    "hf_patched": "#E69F00",
-    "hf_eager": "#999999",
+    OURS: COLOURS[OURS],
+    "cuda_kernels": COLOURS["compile"],
+    "hf_static_compile": COLOURS["liger"],
+    "hf_patched": OTHER_OURS,
+    "hf_eager": COLOURS["eager"],
 }
 
 
@@ -120,10 +121,7 @@ def _style(impl: str) -> dict[str, Any]:
 
 def plot(folder: Path, rows: Sequence[E2ERow], machine: str, measured: bool) -> list[Path]:
     """Draw a chart for each model: milliseconds a step by batch size, and the time at the roof. Returns their paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     charts: dict[tuple[str, int, int], list[E2ERow]] = {}
     for row in rows:
@@ -133,7 +131,7 @@ def plot(folder: Path, rows: Sequence[E2ERow], machine: str, measured: bool) -> 
     paths = []
     for (model, prompt, new), found in charts.items():
         batches = sorted({r.dims["batch"] for r in found})
-        figure, axes = pyplot.subplots(figsize=(8.5, 5.2), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
         for name in dict.fromkeys(label(r) for r in found):
             by_batch = {r.dims["batch"]: r for r in found if label(r) == name}  # of the same the later row
             places = [i for i, b in enumerate(batches) if b in by_batch]
@@ -160,6 +158,6 @@ def plot(folder: Path, rows: Sequence[E2ERow], machine: str, measured: bool) -> 
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{model.replace(' ', '-')}-p{prompt}-n{new}.png"
         figure.savefig(path, dpi=130)
-        pyplot.close(figure)
+        plt.close(figure)
         paths.append(path)
     return paths

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile.bench import report
+from rooftile.bench.charts import OTHER_OURS, colour, pyplot
 from rooftile.bench.rows import OURS, Row
 
 EAGER, COMPILE, OURS_COMPILE = "eager", "compile", "rooftile+compile"
@@ -60,23 +61,20 @@ def _cell(row: Row) -> str:
 
 def plot(path: Path, rows: Sequence[Row], machine: str, measured: bool) -> None:
     """Bars of latency by length, each with its ratio to the plain model run in the same way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     rows = [r for r in rows if r.op == "prefill" and r.us]
     shapes = list(dict.fromkeys(r.shape for r in rows))
     impls = list(dict.fromkeys(r.impl for r in rows))
-    colours = {**report.COLOURS, OURS_COMPILE: "#E69F00"}
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.7 * len(shapes), 4.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(1.5 + 1.7 * len(shapes), 4.6), layout="constrained")
     for i, name in enumerate(impls):
         for at, shape in enumerate(shapes):
             row = next((r for r in rows if r.impl == name and r.shape == shape), None)
             if row is None or row.us is None:
                 continue
             label = name if at == 0 else None
-            (bar,) = axes.bar(at + 0.2 * (i - 1.5), row.us / 1e3, 0.19, color=colours.get(name), label=label)
+            drawn = OTHER_OURS if name == OURS_COMPILE else colour(name)
+            (bar,) = axes.bar(at + 0.2 * (i - 1.5), row.us / 1e3, 0.19, color=drawn, label=label)
             if row.ratio_to_best_peer:
                 axes.annotate(
                     f"{row.ratio_to_best_peer:.2f}×",
@@ -92,4 +90,4 @@ def plot(path: Path, rows: Sequence[Row], machine: str, measured: bool) -> None:
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    plt.close(figure)

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from rooftile import runtime
 from rooftile.bench import report
+from rooftile.bench.charts import COLOURS, pyplot
 from rooftile.bench.info import machine, may_join, version
-from rooftile.bench.report import COLOURS
 from rooftile.bench.rows import OURS, gpu_slug, write_whole
 from rooftile.bench.training.trajectory import COMPILE, EAGER, TITLES, WAYS, Job
 
@@ -185,10 +185,7 @@ def write(path: Path, meta: Mapping[str, Any], found: Sequence[Mapping[str, Any]
 
 def draw(path: Path) -> list[Path]:
     """Charts of a file of runs, beside it: of the families in each dtype, and of each model of a real shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     data = json.loads(path.read_text(encoding="utf-8"))
     groups: dict[str, list[Any]] = {}
@@ -202,7 +199,7 @@ def draw(path: Path) -> list[Path]:
         columns = min(5, len(runs))
         rows = -(-len(runs) // columns)
         size = (3.3 * columns, 2.3 * rows + 0.8) if len(runs) > 1 else (9.0, 5.0)
-        figure, panels = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+        figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         for axes in panels.flat[len(runs) :]:
             axes.axis("off")
         for axes, each in zip(panels.flat, runs, strict=False):
@@ -215,7 +212,7 @@ def draw(path: Path) -> list[Path]:
         figure.suptitle(title, fontsize=11)
         drawn.append(path.with_name(f"{path.stem}-{name}.png"))
         figure.savefig(drawn[-1], dpi=75)
-        pyplot.close(figure)
+        plt.close(figure)
     return drawn
 
 

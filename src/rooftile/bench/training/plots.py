@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rooftile.bench import report
-from rooftile.bench.report import COLOURS
-from rooftile.bench.rows import Row, is_ours, read_json
+from rooftile.bench.charts import colour, pyplot
+from rooftile.bench.rows import Row, read_json
 from rooftile.bench.training.steps import BATCH, GIB, STEP
 from rooftile.cases import all_cases
 
@@ -35,30 +35,23 @@ def draw(path: Path) -> list[Path]:
     return drawn
 
 
-def _colour(impl: str) -> str | None:
-    return COLOURS.get("rooftile" if impl == "rooftile" else impl, "#E69F00" if is_ours(impl) else None)
-
-
 def _label(height: float) -> str:
     return str(height) if isinstance(height, int) and height else report.number(height) if height else "none"
 
 
 def _bars(path: Path, rows: Sequence[Row], panels: Mapping[str, Any], gpu: str) -> Path:
     """A panel for each figure, a group of bars for each shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     shapes, impls = (list(dict.fromkeys(names)) for names in ([r.shape for r in rows], [r.impl for r in rows]))
     size = (1 + 1.1 * len(shapes) * max(3, len(impls)) * len(panels) / 2, 4.2)
-    figure, every = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    figure, every = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for axes, (label, value) in zip(every[0], panels.items(), strict=True):
         for i, impl in enumerate(impls):
             found = {r.shape: value(r) for r in rows if r.impl == impl and r.status == "ok"}
             heights = [found.get(shape) or 0 for shape in shapes]
             bars = axes.bar([at + i / (len(impls) + 1) for at in range(len(shapes))], heights,
-                            1 / (len(impls) + 1), color=_colour(impl), label=impl)  # fmt: skip
+                            1 / (len(impls) + 1), color=colour(impl), label=impl)  # fmt: skip
             axes.bar_label(bars, [_label(h) for h in heights], fontsize=7)
         middle = (len(impls) - 1) / (len(impls) + 1) / 2
         axes.set_xticks([at + middle for at in range(len(shapes))], shapes, fontsize=8)
@@ -66,21 +59,18 @@ def _bars(path: Path, rows: Sequence[Row], panels: Mapping[str, Any], gpu: str) 
     figure.legend(*every[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(impls), fontsize=8)
     figure.suptitle(f"{rows[0].op}, {rows[0].dtype}, {gpu}", fontsize=11)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
     return path
 
 
 def _timelines(path: Path, timelines: Mapping[str, Mapping[str, Any]], title: str) -> Path:
     """The memory over one step, a line for each implementation; a tick where a phase ends."""
-    import matplotlib
+    plt = pyplot()
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(10.0, 4.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10.0, 4.4), layout="constrained")
     for impl, line in timelines.items():
         ms, mib = ([float(v) for v in line[key].split()] for key in ("ms", "mib"))
-        (drawn,) = axes.step(ms, [v / 1024 for v in mib], where="post", color=_colour(impl), label=impl)
+        (drawn,) = axes.step(ms, [v / 1024 for v in mib], where="post", color=colour(impl), label=impl)
         for phase, at in line["phases"].items():
             axes.axvline(at, color=drawn.get_color(), linewidth=0.6, linestyle=":")
             axes.text(
@@ -92,5 +82,5 @@ def _timelines(path: Path, timelines: Mapping[str, Mapping[str, Any]], title: st
     axes.legend(fontsize=8)
     axes.set_title(f"memory of a training step, {title}", fontsize=11)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
     return path

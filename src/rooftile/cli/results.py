@@ -1,0 +1,28 @@
+"""Commands that show earlier results, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rooftile.cli.common import Panel, command, console
+
+Results = Annotated[
+    Path, typer.Option("--results", metavar="DIR", exists=True, file_okay=False, help="Where results are kept.")
+]
+
+
+@command(Panel.measure)
+def roofline(
+    results: Results = Path("results"),
+    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Write the charts here.")] = Path(),
+) -> None:
+    """Draw every measured kernel on the measured roofline of its GPU, as SVG and PNG, from earlier results."""
+    from rooftile.bench import roofline
+
+    try:
+        roofline.run(results, out, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--results") from None
