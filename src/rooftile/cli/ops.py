@@ -287,6 +287,35 @@ def bench_training(
     raise typer.Exit(code)
 
 
+@command(Panel.measure)
+def profile(
+    op: Annotated[str, typer.Argument(help="The op, as in `rooftile check`.")],
+    shape: Annotated[
+        str | None,
+        typer.Option(help="A part of the shape's name, such as 16384x4096. Default: the first of its llm set."),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Of the inputs.")] = DType.bf16,
+    backward: Annotated[bool, typer.Option("--backward", help="Profile the backward.")] = False,
+) -> None:
+    """Count in each kernel of one call of an op, by Nsight Compute: occupancy, DRAM bytes, L2 hits, stalls.
+
+    Needs a GPU, and ncu on the PATH. The bytes stand beside the least that the op must move.
+    """
+    if not has_gpu():
+        raise typer.BadParameter("profile needs a GPU; `rooftile inspect` shows registers and spills without one")
+    from rooftile.bench.profile import ProfilerError, run
+    from rooftile.cases.check import DTYPES
+
+    try:
+        code = run(op, shape, DTYPES[dtype.value], "backward" if backward else "forward", console)
+    except ProfilerError as error:
+        notices.print(f"rooftile profile: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
 @command(Panel.run)
 def info(
     roofs: Annotated[bool, typer.Option(help="Measure the GPU's roofs; takes a few seconds.")] = True,

@@ -221,9 +221,14 @@ class Runner:
             self._of_prompts = PromptGraphs(self.decoder, self._turns)
 
     @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """On the device, after previous calls, and outside of the caller's modes. The weights are loaded by then."""
-        with on(self._device), plain_mode(self._device), constant_weights():
+    def _entered(self, name: str | None = None) -> Iterator[None]:
+        """On the device, after previous calls, and outside of the caller's modes. The weights are loaded by then.
+
+        `name` is that of an NVTX range, which Nsight Systems shows above the kernels.
+        """
+        shown = name is not None and self._device.type == "cuda"
+        named = torch.cuda.nvtx.range(name) if shown else contextlib.nullcontext()
+        with on(self._device), plain_mode(self._device), constant_weights(), named:
             if self._order is not None:
                 self._order.enter()
             yield
@@ -241,7 +246,7 @@ class Runner:
         # The device starts with the prompts, which carry their places in the cache; the new state follows.
         sequences: list[PagedSequence] = []
         try:
-            with self._entered():
+            with self._entered(f"prefill {len(prompts)}"):
                 with self.cache.deferred():
                     sequences = self._begin(prompts)
                     logits = self._logits(prompts, sequences)
@@ -266,7 +271,7 @@ class Runner:
             return
         slots = [s.slot for s in live]
         b, greedy = self._bucket(max(slots) + 1), all(self._sampling[slot].greedy for slot in slots)
-        with self._entered():
+        with self._entered(f"decode {len(live)}"):
             graph = None if self._graphs is None else self._graph(b, greedy)
             self.cache.reserve(dict.fromkeys(live, 1))
             if graph is None:
