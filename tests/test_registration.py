@@ -49,8 +49,8 @@ def calls(case, device, points=None):
 
 # As PyTorch's own products, these cast what they are given under autocast: test_matmul.py.
 PRODUCTS = (
-    "matmul", "linear", "gated_linear", "linear_cross_entropy", "linear_jsd", "linear_kl", "rms_norm_linear",
-    "rms_norm_gated_linear", "attention", "attention_varlen",
+    "matmul", "linear", "gated_linear", "lora_linear", "linear_cross_entropy", "linear_jsd", "linear_kl",
+    "rms_norm_linear", "rms_norm_gated_linear", "attention", "attention_varlen",
 )  # fmt: skip
 OF_VALUES = ("test_schema", "test_faketensor")
 OF_TENSORS = ("test_autograd_registration",)
@@ -87,7 +87,9 @@ def test_opcheck_with_gradients(case, device):
     if case.mutates:
         pytest.skip("leaves that require grad can't be written in place: test_rope.py")
     names = [a.name for a in op._schema.arguments]
-    asking = [a.clone().requires_grad_() if n in case.grads else a for n, a in zip(names, args, strict=True)]
+    asking = [
+        a if a is None or n not in case.grads else a.clone().requires_grad_() for n, a in zip(names, args, strict=True)
+    ]
     torch.library.opcheck(op, tuple(asking))
 
 

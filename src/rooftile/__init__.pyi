@@ -37,6 +37,7 @@ from rooftile.ops.gemm.config import GemmConfig as GemmConfig
 from rooftile.ops.gemm.fp8_linear import fp8_linear as fp8_linear
 from rooftile.ops.gemm.linear import gated_linear as gated_linear
 from rooftile.ops.gemm.linear import linear as linear
+from rooftile.ops.gemm.lora_linear import lora_linear as lora_linear
 from rooftile.ops.gemm.matmul import matmul as matmul
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear as rms_norm_gated_linear
 from rooftile.ops.gemm.norm_linear import rms_norm_linear as rms_norm_linear

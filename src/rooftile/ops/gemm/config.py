@@ -119,7 +119,8 @@ def decode(numbers: Sequence[int]) -> GemmConfig | None:
 
 
 # A bound kernel: called with x, w, out, bias, residual, norm_weight, x_scale and weight_scale, of which the last five
-# may be None, of the dtypes, shapes, strides and alignment that it was bound for.
+# may be None, of the dtypes, shapes, strides and alignment that it was bound for. Where it was bound with more_x and
+# more_w, these two follow.
 Start = Callable[..., None]
 WeightFormat = Literal["", "int8", "fp8", "int4"]
 
@@ -206,6 +207,8 @@ class Operands:
         precision: "ieee" or "tf32", of float32 operands.
         x_kind, w_kind: what shares a scale in `fp8_linear`: "tensor", "row", "group" (x) or "block" (weight).
         fast: of `fp8_linear`, whether the sum stays in the tensor core.
+        more_x, more_w: `(M, R)` and `(N, R)`, for a dense weight, no gate and no batch: "tiled" and "hopper" add
+            `more_x @ more_w^T` to the sum, before it is rounded. Each start takes them after `weight_scale`.
     """
 
     x: Tensor
@@ -224,3 +227,5 @@ class Operands:
     x_kind: str = ""
     w_kind: str = ""
     fast: bool = False
+    more_x: Tensor | None = None
+    more_w: Tensor | None = None

@@ -111,6 +111,14 @@ def aligned(t: Tensor) -> bool:
     return all(i == contiguous or t.shape[i] == 1 or t.stride(i) * size % 16 == 0 for i in range(t.dim()))
 
 
+def continues(o: Operands, more_x: Tensor, more_w: Tensor, c: GemmConfig) -> bool:
+    """Whether c's kernel can add `more_x @ more_w^T` to the sum of o: TMA has them in the same tiles as x and w."""
+    if c.kernel != "hopper":
+        return c.kernel == "tiled" and o.x_kind == ""
+    pairs = ((o.x, more_x, "m"), (o.w, more_w, "n"))
+    return all(layout(t, outer) == layout(more, outer) and aligned(more) for t, more, outer in pairs)
+
+
 def problem_of(o: Operands) -> Problem:
     """What the choice of a kernel needs to know of the operands."""
     (m, n), k = o.out.shape[-2:], o.x.shape[-1]

@@ -14,6 +14,9 @@ numbers, no constants of Triton's: where one is needed, `gl.constexpr` makes it 
 Where a tile's columns are no power of two, and for some gated GEMMs, w has several rings and a consumer several sums,
 which are multiplied one after another (`HopperTiling`).
 
+A sum can continue over a second pair of operands (`more_x`, `more_w`), such as the factors of a LoRA adapter: the
+producer loads their steps after those of x and w, in the same tiles, and the consumers see only more steps.
+
 The residual comes through the same ring: after a tile's last step the producer loads it into slots of its own, `chunk`
 columns a slot, in the place of x. So it has landed when the sum is complete.
 
@@ -226,6 +229,13 @@ class HopperTiling:
 
 
 @gluon.jit
+def more_steps(more_x_desc, T: gl.constexpr):
+    """Steps of the second pair of operands. Zeros are loaded past their end."""
+    rank = more_x_desc.shape[1] if T.x_k else more_x_desc.shape[0]
+    return gl.cdiv(rank, gl.constexpr(T.block_k))
+
+
+@gluon.jit
 def count_tiles(size, T: gl.constexpr):
     """How many tiles this CTA has."""
     program = gl.program_id(0)
@@ -276,10 +286,26 @@ def _load_w(w_desc, w_rings, slot, col, n, at, bar, T: gl.constexpr):
 
 
 @gluon.jit
-def produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
-    """Keep the ring full."""
+def _load_step(x_desc, w_desc, ring, slot, parity, row, col, n, at, T: gl.constexpr):
+    """Start the loads of a step of the sum, from element `at` on, once the slot is free."""
     STEP_BYTES: gl.constexpr = T.sharing * x_desc.block_type.nbytes + T.w_loads * w_desc.block_type.nbytes
     x_ring, w_rings, ready, free, _ = ring
+    bar = ready.index(slot)
+    mbarrier.wait(free.index(slot), parity ^ 1)
+    mbarrier.expect(bar, STEP_BYTES)
+    for j in gl.static_range(gl.constexpr(T.sharing)):
+        to = x_ring.index(slot * T.sharing + j)
+        if T.x_k:
+            async_load(x_desc, [row + j * T.rows, at], bar, to)
+        else:
+            async_load(x_desc, [at, row + j * T.rows], bar, to)
+    _load_w(w_desc, w_rings, slot, col, n, at, bar, T)
+
+
+@gluon.jit
+def produce(x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T: gl.constexpr):
+    """Keep the ring full."""
+    x_ring, _, ready, free, _ = ring
     n = size[1]
     slot = 0
     parity = 0
@@ -287,18 +313,12 @@ def produce(x_desc, w_desc, residual_desc, ring, size, T: gl.constexpr):
         steps = gl.cdiv(size[2], gl.constexpr(T.block_k))
         row, col = corner(i, size, T)
         for step in range(steps):
-            at = step * T.block_k
-            bar = ready.index(slot)
-            mbarrier.wait(free.index(slot), parity ^ 1)
-            mbarrier.expect(bar, STEP_BYTES)
-            for j in gl.static_range(gl.constexpr(T.sharing)):
-                to = x_ring.index(slot * T.sharing + j)
-                if T.x_k:
-                    async_load(x_desc, [row + j * T.rows, at], bar, to)
-                else:
-                    async_load(x_desc, [at, row + j * T.rows], bar, to)
-            _load_w(w_desc, w_rings, slot, col, n, at, bar, T)
+            _load_step(x_desc, w_desc, ring, slot, parity, row, col, n, step * T.block_k, T)
             slot, parity = advance(slot, parity, T)
+        if more_x_desc is not None:
+            for step in range(more_steps(more_x_desc, T)):
+                _load_step(more_x_desc, more_w_desc, ring, slot, parity, row, col, n, step * T.block_k, T)
+                slot, parity = advance(slot, parity, T)
         if residual_desc is not None:
             for chunk in range(T.chunks):
                 bar = ready.index(slot)
@@ -384,11 +404,16 @@ def _finish(z, z_gate, residual, out, out_desc, bias_ptr, row, col, n, j: gl.con
 
 
 @gluon.jit
-def _consume(out_desc, bias_ptr, out_ring, ring, size, mine: gl.constexpr, HAS_RESIDUAL: gl.constexpr, T: gl.constexpr):
+def _consume(
+    out_desc, bias_ptr, more_x_desc, out_ring, ring, size, mine: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    T: gl.constexpr,
+):  # fmt: skip
     """Multiply and write out the rows of every tile from mine * rows on; of two that take turns, every other tile."""
     x_ring, w_rings, ready, free, order = ring
     n = size[1]
     steps = gl.cdiv(size[2], gl.constexpr(T.block_k))
+    if more_x_desc is not None:
+        steps += more_steps(more_x_desc, T)
     LANE: gl.constexpr = 0 if T.pingpong else mine
     SLOTS: gl.constexpr = T.chunks if HAS_RESIDUAL else 0
     UP: gl.constexpr = T.chunks if T.gated else 0  # where the columns of up begin, in chunks
@@ -469,15 +494,15 @@ def allocate(x_desc, w_desc, out_desc, T: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize_on_alignment=["bias_ptr"])
-def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], and the epilogue."""
+def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, more_x_desc, more_w_desc, bias_ptr, T: gl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k] + sum over r of more_x[m, r] * more_w[n, r], and the epilogue."""
     ring, out_ring, size = allocate(x_desc, w_desc, out_desc, T)
     HAS_RESIDUAL: gl.constexpr = residual_desc is not None
     if T.consumers == 1:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
-                (produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
+                (produce, (x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T)),
             ],
             [1],
             [24],
@@ -485,9 +510,9 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constex
     elif T.consumers == 2:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
-                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
-                (produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
+                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
+                (produce, (x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T)),
             ],
             [4, 1],
             [240, 24],
@@ -496,10 +521,10 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, bias_ptr, T: gl.constex
         gl.static_assert(T.consumers == 3)
         gl.warp_specialize(
             [
-                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
-                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
-                (_consume, (out_desc, bias_ptr, out_ring, ring, size, 2, HAS_RESIDUAL, T)),
-                (produce, (x_desc, w_desc, residual_desc, ring, size, T)),
+                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
+                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
+                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 2, HAS_RESIDUAL, T)),
+                (produce, (x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -604,7 +629,7 @@ def bind(
         2: described(o.out, t.out_block),
         **descriptors,
     }
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (o.x, o.out, o.bias, o.residual))
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (o.x, o.out, o.bias, o.residual, o.more_x))
     return launching.bind(_launcher(kernel, t, dtypes), programs, numbers=numbers, descriptors=descriptors)
 
 
@@ -619,12 +644,18 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     if o.residual is not None:
         like = o.residual.clone(memory_format=torch.contiguous_format) if copies else o.residual
         descriptors[3] = described(like, t.out_block)
+    if o.more_x is not None and o.more_w is not None:
+        descriptors[4] = described(o.more_x if t.x_k else o.more_x.T, t.x_block)
+        descriptors[5] = described(o.more_w if t.w_k else o.more_w.T, t.w_block)
     start = bind(hopper_gemm, o, t, descriptors)
 
-    def run(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> None:
+    def run(
+        x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, _: None, __: None, ___: None,
+        more_x: Tensor | None = None, more_w: Tensor | None = None,
+    ) -> None:  # fmt: skip
         if copies:
             assert residual is not None
             residual = residual.clone(memory_format=torch.contiguous_format)
-        start(x, w, out, residual, bias)
+        start(x, w, out, residual, more_x, more_w, bias)
 
     return run

@@ -218,7 +218,7 @@ def hopper_gemm_fp8(
             [
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
-                (produce, (x_desc, w_desc, None, ring, size, T)),
+                (produce, (x_desc, w_desc, None, None, None, ring, size, T)),
             ],
             [4, 1],
             [240, 24],
@@ -230,7 +230,7 @@ def hopper_gemm_fp8(
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 2, T)),
-                (produce, (x_desc, w_desc, None, ring, size, T)),
+                (produce, (x_desc, w_desc, None, None, None, ring, size, T)),
             ],
             [4, 4, 1],
             [160, 160, 24],

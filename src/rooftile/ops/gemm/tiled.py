@@ -4,6 +4,9 @@ A CTA computes a tile of the output, or a part of its sum. Rows past the last on
 no mask. An operand that is contiguous along its rows is masked instead, where its last tile is not full: repeated rows
 would not be loaded as vectors.
 
+A sum can continue over a second, short pair of operands (`more_x`, `more_w`), such as the factors of a LoRA adapter. If
+the sum is split, the last part does that.
+
 Kernel "hopper" of fp8_linear without pingpong is this mainloop too: with TMA loads, and with as many CTAs as the GPU
 holds. They walk the tiles, so that a tile's first loads are in flight while the previous one is stored.
 """
@@ -50,8 +53,10 @@ def _load(pointers, inside, in_sum, MASK: tl.constexpr, EVEN_K: tl.constexpr):
 @triton.jit
 def _tile(
     index, x, w, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    more_x_ptr, more_w_ptr,
     stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk, stride_sxm, stride_sxk, stride_swn, stride_swk,
-    stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
+    stride_rb, stride_rm, stride_ob, stride_om, stride_mxm, stride_mxk, stride_mwn, stride_mwk, n_more,
+    n_rows, n_cols, n_inner,
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, FAST: tl.constexpr, APART: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     X_EDGE: tl.constexpr, W_EDGE: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
@@ -111,6 +116,18 @@ def _tile(
             x_ptrs += step * stride_xk
             w_ptrs += step * stride_wk
 
+    if more_x_ptr is not None:
+        tl.static_assert(not GATED and not TMA)
+        more_x_ptrs = more_x_ptr + x_rows[:, None] * stride_mxm + ks[None, :] * stride_mxk
+        more_w_ptrs = more_w_ptr + w_rows[None, :] * stride_mwn + ks[:, None] * stride_mwk
+        for k in tl.range(0, n_more if part == SPLIT - 1 else 0, BLOCK_K, num_stages=1):
+            in_sum = ks < n_more - k
+            x_tile = _load(more_x_ptrs, x_inside, in_sum[None, :], X_EDGE == "mask", False)
+            w_tile = _load(more_w_ptrs, w_inside, in_sum[:, None], W_EDGE == "mask", False)
+            acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+            more_x_ptrs += step * stride_mxk
+            more_w_ptrs += step * stride_mwk
+
     if not GATED:
         up = acc
     last = True
@@ -152,9 +169,10 @@ def _tile(
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_inner"])
 def _tiled_kernel(
     x, w,  # descriptors with TMA, else pointers
-    x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr, more_x_ptr, more_w_ptr,
     stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk, stride_sxm, stride_sxk, stride_swn, stride_swk,
-    stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
+    stride_rb, stride_rm, stride_ob, stride_om, stride_mxm, stride_mxk, stride_mwn, stride_mwk, n_more,
+    n_rows, n_cols, n_inner,
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, FAST: tl.constexpr, APART: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     X_EDGE: tl.constexpr, W_EDGE: tl.constexpr, M16: tl.constexpr, N16: tl.constexpr, K16: tl.constexpr,
@@ -169,9 +187,11 @@ def _tiled_kernel(
             _tile(
                 index,
                 x, w, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+                more_x_ptr, more_w_ptr,
                 stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk,
                 stride_sxm, stride_sxk, stride_swn, stride_swk,
-                stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
+                stride_rb, stride_rm, stride_ob, stride_om, stride_mxm, stride_mxk, stride_mwn, stride_mwk, n_more,
+                n_rows, n_cols, n_inner,
                 X_SCALE, W_SCALE, FAST, APART, ACTIVATION, GATED, PRECISION, TMA, X_EDGE, W_EDGE, EVEN_K,
                 GROUP_M, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
@@ -179,9 +199,11 @@ def _tiled_kernel(
         _tile(
             tl.program_id(0),
             x, w, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+            more_x_ptr, more_w_ptr,
             stride_xb, stride_xm, stride_xk, stride_wb, stride_wn, stride_wk,
             stride_sxm, stride_sxk, stride_swn, stride_swk,
-            stride_rb, stride_rm, stride_ob, stride_om, n_rows, n_cols, n_inner,
+            stride_rb, stride_rm, stride_ob, stride_om, stride_mxm, stride_mxk, stride_mwn, stride_mwk, n_more,
+            n_rows, n_cols, n_inner,
             X_SCALE, W_SCALE, FAST, APART, ACTIVATION, GATED, PRECISION, TMA, X_EDGE, W_EDGE, EVEN_K,
             GROUP_M, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
@@ -244,6 +266,13 @@ def _strides(t: Tensor | None) -> tuple[int, int, int]:
     return (t.stride(0) if t.dim() == 3 else 0, t.stride(-2), t.stride(-1))
 
 
+def _more_strides(o: Operands) -> tuple[int | None, ...]:
+    """Of more_x, of more_w, and how long they are; None for each where there are none."""
+    if o.more_x is None or o.more_w is None:
+        return (None,) * 5
+    return (*o.more_x.stride(), *o.more_w.stride(), o.more_x.shape[1])
+
+
 @functools.lru_cache(1024)
 def _resident(c: GemmConfig, target: runtime.Target) -> int:
     """How many CTAs with TMA loads the GPU holds: two an SM, if they are of four warps and their stages fit."""
@@ -280,19 +309,21 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
         "STAGES": None if tma else c.num_stages,  # of flattened loops, the kernel's option decides
     }  # fmt: skip
     options = {"num_warps": c.num_warps, **({"num_stages": c.num_stages} if tma else {})}
-    launcher = launching.launcher(_tiled_kernel, (x, o.bias, o.residual, o.out), constants, **options)
+    launcher = launching.launcher(_tiled_kernel, (x, o.bias, o.residual, o.out, o.more_x), constants, **options)
     strides = (
-        *_strides(x), *_strides(w), *fp8_common.scale_strides(o), *_strides(o.residual)[:2], *_strides(o.out)[:2]
+        *_strides(x), *_strides(w), *fp8_common.scale_strides(o), *_strides(o.residual)[:2], *_strides(o.out)[:2],
+        *_more_strides(o),
     )  # fmt: skip
     start = launching.bind(launcher, programs, strides=strides, numbers=(m, n, k), descriptors=descriptors)
 
     def run(
         x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, _: None,
         x_scale: Tensor | None, weight_scale: Tensor | None,
+        more_x: Tensor | None = None, more_w: Tensor | None = None,
     ) -> None:  # fmt: skip
         partial, counters = workspace(tiles, elements, split, device)
         if reads_bytes:
             x, w = quantize.writable(x), quantize.writable(w)
-        start(x, w, x_scale, weight_scale, bias, residual, out, partial, counters)
+        start(x, w, x_scale, weight_scale, bias, residual, out, partial, counters, more_x, more_w)
 
     return run
