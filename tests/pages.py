@@ -54,6 +54,7 @@ import json, os, sys, traceback
 import torch, transformers, rooftile
 if torch.cuda.is_available():
     sys.exit("CUDA does not survive a fork")
+transformers.LlamaForCausalLM, rooftile.optim.AdamW, rooftile.patch, rooftile.Engine  # imported at their first use
 failed = {}
 for name, code in json.load(sys.stdin).items():
     reads, writes = os.pipe()
