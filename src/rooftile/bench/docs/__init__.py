@@ -27,6 +27,7 @@ from rooftile.bench.docs import engine as docs_engine
 from rooftile.bench.docs import environment as docs_environment
 from rooftile.bench.docs import gaps as docs_gaps
 from rooftile.bench.docs import headline as docs_headline
+from rooftile.bench.docs import passes as docs_passes
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import schedules as docs_schedules
@@ -222,6 +223,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "training": docs_training.table,
     "training-steps": docs_training.steps,
     **{f"chart-{s.name}": functools.partial(docs_sweeps.sweep, name=s.name) for s in charts.SWEEPS},
+    "passes": docs_passes.table,
     "rooflines": docs_sweeps.rooflines,
     "headline": docs_headline.table,
     "headline-ops": docs_headline.ops,
