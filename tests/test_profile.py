@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile import cli, runtime
 from rooftile.bench import profile
+from rooftile.bench.docs import passes
 from rooftile.bench.profile import METRICS, Profile, ProfilerError, Task
 from rooftile.cases import find_cases
 
@@ -114,6 +115,14 @@ def test_the_table_sets_the_bytes_beside_the_least() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "1.50 times as much" in shown
     assert "wait 2.00" in shown
+
+
+def test_the_bytes_are_written_for_the_table_of_memory_passes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(profile, "machine", lambda: {"gpu": "NVIDIA H100 80GB HBM3"})
+    found = [Profile("_rms_norm", {"us": 5.0, "read": 2e6, "written": 1e6}, {})] * 2
+    path = profile.write(tmp_path, Task("rms_norm", POINT, "bf16", "forward"), found)
+    assert path == tmp_path / "h100" / "profile" / "rms_norm-forward-bf16.json"
+    assert passes.measured(tmp_path) == {("rms_norm", "forward", str(POINT), "bf16"): "6.00 (H100)"}
 
 
 @pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="says what is needed where there is no GPU")

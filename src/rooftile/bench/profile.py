@@ -15,12 +15,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from rooftile.bench.info import check_results, machine
 from rooftile.bench.report import number, ratio
+from rooftile.bench.rows import OURS, gpu_slug, write_whole
 from rooftile.cases import Direction, OpCase, Point
 from rooftile.cases.check import DTYPES, NAMES
 
@@ -230,8 +233,24 @@ def show(case: OpCase, task: Task, found: Sequence[Profile], console: Console) -
     )
 
 
-def run(op: str, shape: str | None, dtype: Any, direction: Direction, console: Console) -> int:
-    """Profile and show.
+def write(results: Path, task: Task, found: Sequence[Profile]) -> Path:
+    """Write the bytes that all kernels of the call moved to `<gpu>/profile/<op>-<direction>-<dtype>.json`."""
+    meta = machine()
+    moved = {f"dram_{verb}_bytes": sum(p.counters.get(name, 0.0) for p in found)
+             for verb, name in (("read", "read"), ("write", "written"))}  # fmt: skip
+    times = {"us": sum(p.counters.get("us", 0.0) for p in found), "kernels": [p.kernel for p in found]}
+    place = {"op": task.op, "direction": task.direction, "shape": task.point.label, "options": task.point.options}
+    row = {**place, "dtype": task.dtype, "impl": OURS, **moved, **times}
+    folder = results / gpu_slug(str(meta["gpu"])) / "profile"
+    path = folder / f"{task.op}-{task.direction}-{task.dtype}.json"
+    write_whole(path, json.dumps({"meta": meta, "rows": [row]}, indent=1) + "\n")
+    return path
+
+
+def run(
+    op: str, shape: str | None, dtype: Any, direction: Direction, console: Console, results: Path | None = None
+) -> int:
+    """Profile and show; write the bytes under `results`, for the documentation's table of memory passes.
 
     Raises:
         ValueError: the op or the shape is not known, or the op has no such direction.
@@ -242,8 +261,12 @@ def run(op: str, shape: str | None, dtype: Any, direction: Direction, console: C
     (case,) = find_cases([op])
     if direction not in case.directions:
         raise ValueError(f"{op} has no {direction}; it has {', '.join(case.directions)}")
+    check_results(results, measures=True)
     task = Task(op, find_point(case, shape), NAMES[dtype], direction)
-    show(case, task, profile(task), console)
+    found = profile(task)
+    show(case, task, found, console)
+    if results is not None:
+        console.print(f"{write(results, task, found)}: written", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

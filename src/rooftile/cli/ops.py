@@ -296,6 +296,9 @@ def profile(
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Of the inputs.")] = DType.bf16,
     backward: Annotated[bool, typer.Option("--backward", help="Profile the backward.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/profile/: the bytes moved.")
+    ] = None,
 ) -> None:
     """Count in each kernel of one call of an op, by Nsight Compute: occupancy, DRAM bytes, L2 hits, stalls.
 
@@ -307,7 +310,7 @@ def profile(
     from rooftile.cases.check import DTYPES
 
     try:
-        code = run(op, shape, DTYPES[dtype.value], "backward" if backward else "forward", console)
+        code = run(op, shape, DTYPES[dtype.value], "backward" if backward else "forward", console, results)
     except ProfilerError as error:
         notices.print(f"rooftile profile: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
