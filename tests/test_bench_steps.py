@@ -38,6 +38,13 @@ def test_ours_trains_as_the_plain_model_does():
     assert "interpreter, not a measurement" in shown
 
 
+def test_adapters_in_the_gemm_train_as_the_plain_model_s_do():
+    pytest.importorskip("peft")
+    code, shown = run(["tiny-lora"], ["eager", f"{OURS} lora"])
+    assert code == 0, shown
+    assert f"{OURS} lora: " in shown
+
+
 def test_adapters_train_alone():
     pytest.importorskip("peft")
     job = worker.Job("eager", TINY, lora=True, tokens=8)
@@ -176,7 +183,7 @@ def test_what_is_refused(tmp_path):
 
 def test_every_model_has_a_configuration():
     assert {w.model for w in steps.WORKLOADS.values()} == set(TRAINED)
-    assert set(steps.DEFAULT) < set(IMPLS)
+    assert set(steps.DEFAULT) < set(steps.DEFAULT_LORA) < set(IMPLS)
 
 
 # Charts

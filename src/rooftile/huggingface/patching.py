@@ -34,6 +34,7 @@ from rooftile.huggingface.planning import (
     HOOKED,
     KINDS,
     LAYER_NORM,
+    LORA,
     QK_NORM_ROPE,
     RMS_NORM,
     ROPE,
@@ -93,7 +94,8 @@ class PatchHandle:
             `"residual add + RMSNorm"` for adds followed by a norm, and `"QK-norm + RoPE"` for rotations of normalized q
             and k (which `"RoPE"` does not count). `"head + cross entropy"` counts the heads that compute the loss
             without logits, `"attention"` the modules whose attention is Rooftile's, `"linear"` all linear layers, and
-            `"q, k, v in one GEMM"` and `"gate, up in one GEMM"` the modules that make one GEMM of several of those.
+            `"q, k, v in one GEMM"` and `"gate, up in one GEMM"` the modules that make one GEMM of several of those, and
+            `"LoRA"` PEFT's LoRA layers.
         modules: for each kind, the names of the modules where it was replaced.
         left: what was not replaced, with the reasons.
         active: False after `undo`.
@@ -247,6 +249,7 @@ def patch(
     linear_cross_entropy: bool = True,
     attention: bool = False,
     linear: bool = False,
+    lora: bool = False,
 ) -> PatchHandle:
     """Compute norms, activations, RoPE, the loss, attention and GEMMs of *this* model by Rooftile's kernels.
 
@@ -278,6 +281,9 @@ def patch(
             group by group: parameters stay the same objects with the same values, and memory grows by one group during
             the copy. Patch the model on its final device: weights that are moved or converted later are no longer
             adjacent, and are multiplied one by one.
+        lora: compute PEFT's LoRA layers by `rooftile.lora_linear`: the layer and its one active adapter. Adapters that
+            PEFT keeps in float32 beside 16-bit layers are multiplied in the layer's dtype, as under autocast. PEFT's
+            own code computes the others: merged, disabled or several active adapters, DoRA, and quantized layers.
 
     Returns:
         A `PatchHandle`: it counts what was replaced, lists what was left and why, and reverts with `.undo()` or as a
@@ -292,12 +298,14 @@ def patch(
     switches = {
         "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm, "mlp": mlp, "rope": rope,
         "linear_cross_entropy": linear_cross_entropy, "attention": attention, "linear": linear,
+        "lora": lora,
     }  # fmt: skip
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"patch: {name} is {value!r}, expected True or False")
     wanted = {
         RMS_NORM: rms_norm, ADD_RMS_NORM: add_rms_norm, LAYER_NORM: layer_norm, HEAD_LOSS: linear_cross_entropy,
+        LORA: lora,
     }  # fmt: skip
     plan = PatchPlan(
         wanted
@@ -324,6 +332,7 @@ def patch(
             known = True
             plan.add(name, module, part)
         plan.add_linear(name, module)
+        plan.add_lora(name, module)
     if not known:
         raise ValueError(
             f"patch: {type(model).__name__} is not a model that Rooftile knows; "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from rooftile.huggingface import families, loss_head, replacing
+from rooftile.huggingface import families, lora, loss_head, replacing
 from rooftile.huggingface.families import (
     Activated,
     Attention,
@@ -36,9 +36,10 @@ RMS_NORM, ADD_RMS_NORM, LAYER_NORM = "RMSNorm", "residual add + RMSNorm", "Layer
 SWIGLU, GEGLU, BIAS_ACTIVATION = "SwiGLU", "GeGLU", "bias + activation"
 ROPE, QK_NORM_ROPE, ATTENTION = "RoPE", "QK-norm + RoPE", "attention"
 HEAD_LOSS = "head + cross entropy"
+LORA = "LoRA"
 KINDS = (
     *(RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, BIAS_ACTIVATION, ROPE, QK_NORM_ROPE, HEAD_LOSS, ATTENTION),
-    *(LINEAR, QKV, GATE_UP),
+    *(LINEAR, QKV, GATE_UP, LORA),
 )
 GATED = "gated activation"  # one that is neither SwiGLU nor GeGLU
 CLOSING_ADD = "the last add of a layer is the layer's output; the norm after it belongs to the next layer"
@@ -243,6 +244,21 @@ class PatchPlan:
         if linear or is_head:
             kinds = (LINEAR, HEAD_LOSS if is_head else "") if linear else (HEAD_LOSS, "")
             self.replacements.append(Replacement(module, name, "forward", current, kinds[0], 1, kinds[1]))
+
+    def add_lora(self, name: str, module: nn.Module) -> None:
+        """Replace the forward of a LoRA layer, or note why it stays."""
+        if not self.wanted[LORA] or not lora.is_lora(module):
+            return
+        what = type(module)
+        try:
+            if reason := lora.why_left(module):
+                raise NotRewritable(reason)
+            _, current = _method(module, None)
+        except NotRewritable as reason:
+            self.left[LORA, what.__name__, str(reason)] += 1
+            return
+        function = self._once((what, LORA), functools.partial(lora.lora_forward, current))
+        self.replacements.append(Replacement(module, name, "forward", function, LORA, 1))
 
     def _add_loss(self, name: str, model: nn.Module, part: LossHead) -> None:
         """Let a model ask its head for the loss, or note why not."""

@@ -23,12 +23,23 @@ from rooftile.bench import report
 from rooftile.bench.info import check_results
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug, is_ours, spread, write_json
-from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL, OURS_ATTENTION, OURS_COMPILE, Job
+from rooftile.bench.training.worker import (
+    COMPILE,
+    EAGER,
+    LIGER,
+    OURS_ALL,
+    OURS_ALL_LORA,
+    OURS_ATTENTION,
+    OURS_COMPILE,
+    OURS_LORA,
+    Job,
+)
 from rooftile.bench.workloads import TRAINED
 
 STEP, BATCH = "train_step", "train_batch"
-IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_ALL, OURS_COMPILE)
+IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_ALL, OURS_COMPILE, OURS_LORA, OURS_ALL_LORA)
 DEFAULT = (EAGER, COMPILE, LIGER, OURS, OURS_ALL)
+DEFAULT_LORA = (*DEFAULT, OURS_LORA, OURS_ALL_LORA)  # of adapters
 COMPARED = 4  # steps whose losses are compared: later ones drift apart by what the first ones were rounded
 CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3, in each layer
 LIMIT_S = 400  # of one process: torch.compile takes a minute or two
@@ -223,7 +234,6 @@ def run(
     for what, given, known in (("model", models, WORKLOADS), ("implementation", impls, IMPLS)):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}")
-    impls = impls or (DEFAULT if measures else (EAGER, OURS))
     meta = launch(Job("machine"))
     if "status" in meta:
         raise RuntimeError(f"the machine was not measured: {meta['message']}")
@@ -231,13 +241,15 @@ def run(
     for name in models or (next(iter(WORKLOADS)) if measures else "tiny",):
         folder = None if results is None else results / gpu_slug(str(meta["gpu"])) / "training"
         steps = Steps(WORKLOADS[name], meta, console, folder, launch)
+        default = DEFAULT_LORA if steps.workload.lora else DEFAULT
+        chosen = impls or (default if measures else (EAGER, OURS))
         if fit:
             # Each batch would be compiled again.
-            fitted = [impl for impl in impls if impl not in (COMPILE, OURS_COMPILE)]
+            fitted = [impl for impl in chosen if impl not in (COMPILE, OURS_COMPILE)]
             steps.largest_batches(fitted, CAPS, tokens or FIT_TOKENS)
         else:
             w = steps.workload
-            steps.measure(impls, batch or w.batch, tokens or w.tokens, dtype, timeline)
+            steps.measure(chosen, batch or w.batch, tokens or w.tokens, dtype, timeline)
         every += steps.rows
     if not fit:
         show(console, every, measures)

@@ -26,6 +26,7 @@ from rooftile.bench.rows import OURS
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 # Words after our name are switches of `patch` to turn on.
 OURS_ATTENTION, OURS_ALL, OURS_COMPILE = f"{OURS} attention", f"{OURS} attention linear", f"{OURS} compile"
+OURS_LORA, OURS_ALL_LORA = f"{OURS} lora", f"{OURS_ALL} lora"
 BATCHES = 4  # of random tokens, which the steps go through in turn
 POINTS = 240  # of a memory timeline
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
