@@ -67,6 +67,7 @@ def test_errors(device):
         ((ids, weight), {"padding_idx": 4}, ValueError, "padding_idx is 4, expected None or 0 to 3, a row of weight"),
         ((ids, weight), {"padding_idx": -1}, ValueError, "padding_idx is -1, expected None or 0 to 3"),
         ((ids, weight), {"padding_idx": 1.0}, TypeError, "padding_idx is a float, expected an int or None"),
+        ((ids, weight), {"padding_idx": True}, TypeError, "padding_idx is a bool, expected an int or None"),
     ]
     for args, options, kind, message in wrong:
         with pytest.raises(kind, match=f"embedding: {message}"):

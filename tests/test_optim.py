@@ -1,13 +1,15 @@
 """`rooftile.optim.AdamW` against torch.optim.AdamW, over several steps: values, options, state, checkpoints."""
 
 import copy
+import gc
 import io
 import math
+import re
 import weakref
 
 import pytest
 import torch
-from helpers import BF16
+from helpers import BF16, interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -469,6 +471,62 @@ def test_copies_and_pickles_go_on(device):
     assert_agree(again, second)
 
 
+@pytest.mark.parametrize("stale", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [((10,), lambda t: t[:4]), ((3, 5), torch.t), ((6, 5), lambda t: t[:, :2])],
+    ids=["first", "transposed", "columns"],
+)
+def test_a_part_of_the_same_memory_is_not_taken_for_all_of_it(shape, part, stale, device):
+    """`p.data = p.data[:4]` keeps the address. The moments, and a gradient of before, have the shape of before."""
+    optimizer, _ = pair(device, [shape])
+    steps(optimizer, _, 2)
+    [p] = params_of(optimizer)
+    old, p.data = p.data, part(p.data)
+    before, what = old.clone(), "the gradient"
+    if not stale:
+        p.grad, what = torch.ones(p.shape, device=device), "exp_avg"
+    with pytest.raises(ValueError, match=rf"AdamW: {what} of parameter 0 has shape {re.escape(str(shape))}, expected"):
+        optimizer.step()
+    assert torch.equal(old, before)
+
+
+def test_a_square_that_is_transposed_in_its_memory(device):
+    """Elements go with the moments and gradients of their index, as in PyTorch."""
+    first, second = pair(device, [(4, 4)], F32)
+    steps(first, second, 2)
+    for o in (first, second):
+        [p] = params_of(o)
+        p.data = p.data.t()
+    steps(first, second, 2, seed=3)
+    assert_agree(first, second)
+
+
+def test_another_parameter_over_the_same_memory_has_state_of_its_own(device):
+    first, second = pair(device, [(10,)], F32)
+    steps(first, second, 2)
+    for o in (first, second):
+        [old] = params_of(o)
+        o.param_groups[0]["params"] = [nn.Parameter(old.data)]
+    steps(first, second, 1, seed=3)
+    assert set(first.state[params_of(first)[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert_agree(first, second)
+
+
+def test_a_checkpoint_whose_steps_have_a_dimension(device):
+    first, second = pair(device, SHAPES[:2], F32)
+    steps(first, second, 2)
+    saved = first.state_dict()
+    saved["state"][0]["step"] = saved["state"][0]["step"].view(1)
+    first.load_state_dict(saved)
+    assert [s["step"].shape for s in first.state_dict()["state"].values()] == [(), ()]
+    steps(first, second, 1, seed=3)
+    assert_agree(first, second)
+    saved["state"][0]["step"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"AdamW: a step has shape \(2,\), expected one number"):
+        first.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("how", ["data", "replaced", "cleared"])
 def test_state_and_parameters_that_others_move(how, device):
     """Offloading writes `t.data` or the state's entries; loading may write `p.data`."""
@@ -506,6 +564,76 @@ def test_the_gradscaler_hands_its_scale_over(device):
     assert first._step_supports_amp_scaling
 
 
+@pytest.mark.parametrize("clip", [1.0, math.inf])
+def test_the_scaler_decides_where_an_infinity_is_an_error(clip, device):
+    """It skips the step and halves its scale. An infinity that it has not found is an error, and leaves nothing."""
+    [p] = parameters(device, [(4,)])
+    optimizer = AdamW([p], max_grad_norm=clip, nonfinite="error")
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16)
+    before = p.detach().clone()
+    scaler.scale((p * math.inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    assert torch.equal(p, before)
+    optimizer.zero_grad()
+    scaler.scale((p * 2).sum()).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(p, before)
+    before = p.detach().clone()
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+    p.grad = torch.full_like(p, math.inf)
+    with pytest.raises(RuntimeError, match="expected a finite number"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+# Devices and captures
+
+
+def test_the_learning_rate_of_a_group_without_tensors_on_a_device_may_be_elsewhere(device):
+    other = {"params": [nn.Parameter(torch.zeros(3, device="meta"))], "lr": torch.tensor(0.5, device="meta")}
+    optimizer = AdamW([{"params": parameters(device, [(4,)])}, other], lr=torch.tensor(1e-2, device=device))
+    reference = torch.optim.AdamW(parameters(device, [(4,)]), lr=1e-2)
+    for o in (optimizer, reference):
+        params_of(o)[0].grad = torch.ones(4, device=device)
+        o.step()
+    torch.testing.assert_close(params_of(optimizer)[0], params_of(reference)[0], rtol=0, atol=LARGEST)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2, device="meta")
+    with pytest.raises(ValueError, match="lr is on meta, expected"):
+        optimizer.step()
+
+
+@interpreted
+def test_what_captured_steps_use_is_kept_once(device, monkeypatch):
+    monkeypatch.setattr("rooftile.optim.adamw._is_capturing", lambda: True)
+    optimizer = AdamW(parameters(device, [(8,), (4, 5)]), capturable=True)
+    for p in params_of(optimizer):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = len(optimizer._captured)
+    assert kept
+    for _ in range(3):
+        optimizer.step()
+    assert len(optimizer._captured) == kept
+
+
+@interpreted
+def test_a_dense_copy_that_a_graph_writes_outlives_a_new_group(device, monkeypatch):
+    monkeypatch.setattr("rooftile.optim.adamw._is_capturing", lambda: True)
+    optimizer = AdamW([nn.Parameter(torch.zeros(4, 9, device=device)[:, :5])], capturable=True)
+    params_of(optimizer)[0].grad = torch.ones(4, 5, device=device)
+    optimizer.step()
+    [copies] = optimizer._buffers.values()
+    [copy_of_parameter] = map(weakref.ref, copies.values())
+    del copies
+    optimizer.add_param_group({"params": parameters(device, [(3,)])})
+    gc.collect()
+    assert copy_of_parameter() is not None
+
+
 # What is refused
 
 
@@ -525,6 +653,17 @@ def test_the_gradscaler_hands_its_scale_over(device):
         ({"nonfinite": "skip"}, ValueError, "nonfinite is 'skip' without max_grad_norm"),
         ({"state_dtype": torch.float64}, TypeError, "state_dtype is torch.float64, expected float32"),
         ({"seed": 2**31}, ValueError, r"expected 0 to 2\^31 - 1"),
+        ({"seed": 1.5}, TypeError, "seed is a float, expected an int"),
+        ({"seed": "a"}, TypeError, "seed is a str, expected an int"),
+        ({"lr": torch.tensor(-1.0)}, ValueError, "lr is -1.0, expected a finite number of 0 or more"),
+        ({"lr": "1"}, TypeError, "lr is a str, expected a number or a tensor of one"),
+        ({"weight_decay": torch.tensor(-1.0)}, TypeError, "weight_decay is a Tensor, expected a number"),
+        ({"eps": None}, TypeError, "eps is None, expected a number"),
+        ({"betas": None}, TypeError, "betas is None, expected two numbers"),
+        ({"max_grad_norm": "a"}, TypeError, "max_grad_norm is a str, expected a number"),
+        ({"master_weights": "yes"}, TypeError, "master_weights is a str, expected True or False"),
+        ({"amsgrad": "no"}, TypeError, "amsgrad is a str, expected True or False"),
+        ({"maximize": None}, TypeError, "maximize is None, expected True or False"),
     ],
     ids=str,
 )
@@ -745,3 +884,24 @@ def test_gradscaler(device):
     plain.grad = torch.full_like(plain, 2.0)
     torch.optim.AdamW([plain]).step()
     torch.testing.assert_close(p, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_groups_on_two_gpus_with_learning_rates_there(device):
+    places = [torch.device("cuda", i) for i in range(2)]
+    groups = [
+        {"params": parameters(d, [(500,)]), "lr": torch.tensor(0.1 / (i + 1), device=d)} for i, d in enumerate(places)
+    ]
+    optimizer = AdamW(groups, max_grad_norm=0.5)
+    reference = torch.optim.AdamW([{"params": parameters(device, [(500,)]), "lr": 0.1 / (i + 1)} for i in range(2)])
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for p, q in zip(params_of(optimizer), params_of(reference), strict=True):
+            q.grad = torch.randn(500, device=device)
+            p.grad = q.grad.to(p.device)
+        nn.utils.clip_grad_norm_(params_of(reference), 0.5)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params_of(optimizer), params_of(reference), strict=True):
+        torch.testing.assert_close(p.to(device), q, rtol=0, atol=LARGEST)

@@ -251,8 +251,6 @@ def _output(ids: Tensor, weight: Tensor, scale: float, padding_idx: int | None) 
     library.check_numbers("embedding", scale=scale)
     if not math.isfinite(scale):
         raise ValueError(f"embedding: scale is {scale}, expected a finite number")
-    if not (padding_idx is None or isinstance(padding_idx, int)):
-        raise TypeError(f"embedding: padding_idx is {library.named(padding_idx)}, expected an int or None")
     if padding_idx is not None and not 0 <= padding_idx < weight.shape[0]:
         raise ValueError(
             f"embedding: padding_idx is {padding_idx}, expected None or 0 to {weight.shape[0] - 1}, a row of weight"
@@ -394,6 +392,9 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0, padding_idx: i
         TypeError: a dtype is not one of those named; padding_idx is not an int.
     """
     library.check_tensors("embedding", ids=ids, weight=weight)
+    # Here: the op's schema takes True for 1.
+    if isinstance(padding_idx, bool) or not (padding_idx is None or isinstance(padding_idx, int)):
+        raise TypeError(f"embedding: padding_idx is {library.named(padding_idx)}, expected an int or None")
     if ids.device.type == "cpu" and weight.device.type == "cuda":
         if not torch.compiler.is_compiling() and ids.dtype in (torch.int32, torch.int64) and weight.dim() == 2:
             _check_values(ids, weight.shape[0])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterable
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ NONFINITE = ("propagate", "skip", "error")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _MASTER = "master_param"
 _PLAIN = {Tensor, torch.nn.Parameter}
+_NONE, _END = type(None), object()
+_dtype_of = attrgetter("dtype")
 _EMPTY = 16  # stands for the address of a gradient without elements: 0 means that there is none
 _OPTIONS = ("max_grad_norm", "nonfinite", "state_dtype", "master_weights", "stochastic_rounding", "seed")
 
@@ -65,12 +68,16 @@ class AdamW(torch.optim.Optimizer):
             ranks with the same seed agree.
         seed: from 0 to 2^31 - 1.
 
-    `torch.amp.GradScaler` hands its scale and its verdict over, as to torch.optim.AdamW(fused=True).
+    `torch.amp.GradScaler` hands its scale and its verdict over, as to torch.optim.AdamW(fused=True). It decides: where
+    it has found an infinity, the step changes nothing and raises nothing, whatever `nonfinite` is.
+
+    What a captured step reads and writes is kept as long as the optimizer. Keep the optimizer as long as its graphs.
 
     Raises:
         ValueError: a number is out of its range; an option is not one of those named; a parameter is on the CPU without
-            the interpreter (at the first step); a gradient is sparse (in `step`).
-        TypeError: a dtype or a kind of tensor is not one of those named.
+            the interpreter (at the first step); a gradient is sparse, or a gradient or the state has not its
+            parameter's shape (in `step`).
+        TypeError: a dtype, a kind of tensor or the type of an option is not one of those named.
         RuntimeError: `step` is captured and a group is not capturable; a norm is not finite, where that is an error.
     """
 
@@ -101,10 +108,15 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(
                 f"AdamW: nonfinite is {nonfinite!r} without max_grad_norm, expected a norm (inf does not clip)"
             )
-        if max_grad_norm is not None and not max_grad_norm > 0.0:
-            raise ValueError(f"AdamW: max_grad_norm is {max_grad_norm}, expected more than 0")
+        if max_grad_norm is not None:
+            _check_number("max_grad_norm", max_grad_norm)
+            if not max_grad_norm > 0.0:
+                raise ValueError(f"AdamW: max_grad_norm is {max_grad_norm}, expected more than 0")
         if state_dtype is not None and state_dtype not in DTYPES:
             raise TypeError(f"AdamW: state_dtype is {state_dtype}, expected float32, float16 or bfloat16")
+        _check_bools(master_weights=master_weights, stochastic_rounding=stochastic_rounding)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"AdamW: seed is {library.named(seed)}, expected an int")
         if not 0 <= seed < 2**31:
             raise ValueError(f"AdamW: seed is {seed}, expected 0 to 2^31 - 1")
         self.max_grad_norm, self.nonfinite, self.state_dtype = max_grad_norm, nonfinite, state_dtype
@@ -186,6 +198,9 @@ class AdamW(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params, strict=True):
             for name, value in given["state"].get(i, {}).items():
+                if name == "step" and isinstance(value, Tensor):
+                    self.state[p][name] = _one_number(self.state[p][name])
+                    continue
                 wanted = torch.float32 if name == _MASTER else self.state_dtype if name in _MOMENTS else None
                 # A copy that torch.optim has loaded and rounded is older than the parameter.
                 if name == _MASTER and not (self.master_weights and value.dtype == torch.float32):
@@ -196,6 +211,7 @@ class AdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Make all tables anew at the next step."""
         self._seen: Any = None
+        self._params: list[Any] = []
         self._addresses: list[int] = []
         self._dtypes: list[torch.dtype | None] = []
         self._values: list[Any] = []
@@ -206,7 +222,7 @@ class AdamW(torch.optim.Optimizer):
         self._buffers: dict[int, dict[Any, Tensor]] = {}  # dense copies of parameters that are not
         self._sums: Tensor | None = None
         self._scale: Tensor | None = None
-        self._captured: list[Any] = getattr(self, "_captured", [])
+        self._captured: dict[int, Tensor] = getattr(self, "_captured", {})  # by id: most are those of the last capture
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -220,14 +236,24 @@ class AdamW(torch.optim.Optimizer):
     # A step
 
     @torch.compiler.disable
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Return what `closure` returned, which is called before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        capturing = runtime.MODE is runtime.Mode.GPU and torch.cuda.is_current_stream_capturing()
+        try:
+            with torch.no_grad():
+                self._step()
+        except BaseException:
+            # GradScaler removes them after a step that returns. Left here, they would decide over later steps.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+        return loss
+
+    def _step(self) -> None:
+        capturing = _is_capturing()
         if capturing and not all(group["capturable"] for group in self.param_groups):
             raise RuntimeError("AdamW: step() is captured in a CUDA graph, but a group has capturable=False")
 
@@ -235,47 +261,64 @@ class AdamW(torch.optim.Optimizer):
         grads: list[Any] = [p.grad for p in params]
         if not _PLAIN.issuperset(map(type, params)):
             grads = list(map(_placed, params, grads))  # new ones have to live until the launch
-        self._find(params, grads)
+        absent = _NONE in set(map(type, grads))
+        self._find(params, grads, absent)
         if not self._devices:
-            return loss
+            return
 
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for device in self._devices:
             device.refresh(self.param_groups, self.max_grad_norm)
-        sums = self._sum_squares()
+        sums = self._sum_squares(found_inf)
         for device in self._devices:
             more = (None if t is None else t.to(device.device, non_blocking=True) for t in (sums, scale, found_inf))
             device.start(*more)
         if capturing:
-            self._captured += [device.memory() for device in self._devices]
-        torch.autograd.graph.increment_version([p for p, g in zip(params, grads, strict=True) if g is not None])
+            self._captured.update((id(t), t) for device in self._devices for t in device.memory())
+        if absent:
+            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
+        torch.autograd.graph.increment_version(params)
         self._sums, self._scale = sums, scale
-        return loss
 
-    def _find(self, params: list[Any], grads: list[Any]) -> None:
-        """Have tables for these parameters and gradients: those of the last step, as far as nothing has moved."""
+    def _find(self, params: list[Any], grads: list[Any], absent: bool) -> None:
+        """Have tables for these parameters and gradients: those of the last step, as far as nothing has moved.
+
+        `absent`: some gradients are None.
+        """
+        own, given = params, grads
         if not _PLAIN.issuperset(map(type, params)):
             own, given = list(map(_local, params)), list(map(_local, grads))
-        else:
-            own, given = params, grads
         try:
-            addresses = [0 if g is None else g.data_ptr() or _EMPTY for g in given]
+            if absent:
+                addresses = [0 if g is None else g.data_ptr() or _EMPTY for g in given]
+            else:
+                addresses = list(map(Tensor.data_ptr, given))
+                if 0 in addresses:
+                    addresses = [address or _EMPTY for address in addresses]
         except RuntimeError:  # a tensor without memory
             for serial, (p, grad) in enumerate(zip(params, grads, strict=True)):
                 if grad is not None:
                     _check_gradient(p, grad, serial)
             raise
-        dtypes = [None if g is None else g.dtype for g in given]
+        dtypes = [None if g is None else g.dtype for g in given] if absent else list(map(_dtype_of, given))
+        if absent:  # one that is absent is taken for any
+            given = [p if g is None else g for p, g in zip(own, given, strict=True)]
         seen = (
             list(map(Tensor.data_ptr, own)),
-            [g is None or g.is_contiguous() or g.stride() for g in given],
+            # With the strides they tell whether `p.data` is another part of the same memory. Autograd sees to it that
+            # a gradient has the shape of its parameter.
+            list(map(Tensor.numel, own)),
+            _strides(own),
+            _strides(given),
             [(len(group["params"]), group["amsgrad"]) for group in self.param_groups],
             self._constants(),
         )
-        if self._uneven or seen != self._seen or not self._knows(dtypes) or not self._same_state():
+        same = len(params) == len(self._params) and all(map(is_, params, self._params)) and seen == self._seen
+        if self._uneven or not same or not self._knows(dtypes) or not self._same_state():
             self._prepare(params, grads)
             before = self._dtypes if len(self._dtypes) == len(dtypes) else dtypes
-            self._seen, self._dtypes = seen, [d or known for d, known in zip(dtypes, before, strict=True)]
+            self._params, self._seen = params, seen
+            self._dtypes = [d or known for d, known in zip(dtypes, before, strict=True)]
         elif addresses != self._addresses:
             for device in self._devices:
                 device.addresses = device.update.addresses([addresses[t.entry.serial] for t in device.tensors])
@@ -294,10 +337,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _same_state(self) -> bool:
         """Whether the state is where it was: somebody may have replaced or moved it."""
-        values = list(itertools.chain.from_iterable(map(dict.values, self.state.values())))
+        values = itertools.chain.from_iterable(map(dict.values, self.state.values()))
         return (
-            len(values) == len(self._values)
-            and all(map(is_, values, self._values))
+            all(map(is_, itertools.chain(values, (_END,)), self._values))  # END is at the same place in both
             and list(map(Tensor.data_ptr, self._tensors)) == self._places
         )
 
@@ -322,7 +364,7 @@ class AdamW(torch.optim.Optimizer):
         self._devices = [
             _Device(device, tensors, known.get(device), list(classes), self) for device, tensors in found.items()
         ]
-        self._values = [v for state in self.state.values() for v in state.values()]
+        self._values = [*(v for state in self.state.values() for v in state.values()), _END]
         self._tensors = [t for device in self._devices for t in device.state_tensors()]
         self._places = [t.data_ptr() for t in self._tensors]
         self._uneven = any(device.copies for device in self._devices)
@@ -332,7 +374,7 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not isinstance(step := state.get("step", 0.0), Tensor):
             state["step"] = torch.tensor(float(step))
-        state["step"] = state["step"].to(device=p.device, dtype=torch.float32)
+        state["step"] = _one_number(state["step"]).to(device=p.device, dtype=torch.float32)
         for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
             if name not in state:
                 dtype = self.state_dtype or p.dtype
@@ -380,7 +422,7 @@ class AdamW(torch.optim.Optimizer):
             classes.setdefault(_sharding(p), len(classes)),
         )
 
-    def _sum_squares(self) -> Tensor | None:
+    def _sum_squares(self, found_inf: Tensor | None) -> Tensor | None:
         """The sums of squares of all gradients, by class, over all devices and ranks."""
         if self.max_grad_norm is None:
             return None
@@ -393,7 +435,12 @@ class AdamW(torch.optim.Optimizer):
                 mesh, dims = sharding
                 for dim in dims:
                     torch.distributed.all_reduce(total[i : i + 1], group=mesh.get_group(dim))
-        if self.nonfinite == "error" and not math.isfinite(norm := float(total.sum())):
+        # Where GradScaler has found an infinity the kernel changes nothing, and the scaler halves its scale.
+        if (
+            self.nonfinite == "error"
+            and not math.isfinite(norm := float(total.sum()))
+            and not (found_inf is not None and bool(found_inf))
+        ):
             raise RuntimeError(f"AdamW: the sum of squares of all gradients is {norm}, expected a finite number")
         return total
 
@@ -460,7 +507,8 @@ class _Device:
         """Upload the hyperparameters, where they are others."""
         key = (max_norm, [(_rate(g["lr"]), *g["betas"], g["eps"], g["weight_decay"], g["maximize"]) for g in groups])
         if key != self.hyper_key:
-            rows = [_group(group, self.device) for group in groups]
+            own = {t.entry.group for t in self.tensors}  # nothing here reads the rows of other groups
+            rows = [_group(group, self.device if i in own else None) for i, group in enumerate(groups)]
             self.hyper, self.hyper_key = hyperparameters(rows, max_norm, self.device), key
 
     def start(self, sums: Tensor | None, scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -471,9 +519,11 @@ class _Device:
         for t in self.copied:
             t.param.copy_(t.entry.param)
 
-    def memory(self) -> tuple[Any, ...]:
-        """What a captured launch reads."""
-        return self.update.tables, self.addresses, self.hyper, self.copies
+    def memory(self) -> Iterable[Tensor]:
+        """What captured launches read and write, but for the user's tensors."""
+        yield from (t for t in (*self.update.tables, self.addresses, self.hyper) if t is not None)
+        yield from (t for t in self.copies if t is not None)
+        yield from (t.entry.param for t in self.copied)
 
 
 def _places(tensors: list[_Tensors]) -> list[Any]:
@@ -496,14 +546,19 @@ def _rate(lr: Any) -> Any:
     return ("at", lr.data_ptr()) if _is_read_there(lr) else float(lr)
 
 
-def _group(group: dict[str, Any], device: torch.device) -> Group:
+def _group(group: dict[str, Any], device: torch.device | None) -> Group:
+    """The hyperparameters of a group; without a device, of one that has no tensors there."""
     lr = group["lr"]
     _check_rate(lr)
-    if _is_read_there(lr) and lr.device != device:
-        raise ValueError(f"AdamW: lr is on {lr.device}, expected {device} or the CPU")
+    if _is_read_there(lr):
+        if device is None:
+            lr = 0.0
+        elif lr.device != device:
+            raise ValueError(f"AdamW: lr is on {lr.device}, expected {device} or the CPU")
+    else:
+        lr = float(lr)
     beta1, beta2 = group["betas"]
-    numbers = (beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
-    return Group(lr if _is_read_there(lr) else float(lr), *numbers)
+    return Group(lr, beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
 
 
 def _check_rate(lr: Any) -> None:
@@ -514,20 +569,56 @@ def _check_rate(lr: Any) -> None:
             raise TypeError(f"AdamW: lr has dtype {lr.dtype}, expected a number or a float32 tensor")
 
 
+def _check_number(name: str, value: Any, expected: str = "a number") -> None:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"AdamW: {name} is {library.named(value)}, expected {expected}")
+
+
+def _check_bools(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"AdamW: {name} is {library.named(value)}, expected True or False")
+
+
 def _check_group(group: dict[str, Any]) -> None:
-    betas = group["betas"]
-    _check_rate(group["lr"])
-    for name in ("lr", "eps", "weight_decay"):
-        number = group[name]
-        if not isinstance(number, Tensor) and not 0.0 <= number < math.inf:
+    lr, betas = group["lr"], group["betas"]
+    _check_rate(lr)
+    # A tensor on a GPU is not read: that would wait for the device.
+    values = {name: group[name] for name in ("eps", "weight_decay")}
+    if not isinstance(lr, Tensor):
+        _check_number("lr", lr, "a number or a tensor of one")
+    if not (isinstance(lr, Tensor) and lr.device.type != "cpu"):
+        values = {"lr": float(lr), **values}
+    for name, number in values.items():
+        _check_number(name, number)
+        if not 0.0 <= number < math.inf:
             raise ValueError(f"AdamW: {name} is {number}, expected a finite number of 0 or more")
-    if len(betas) != 2 or any(isinstance(beta, Tensor) for beta in betas):
-        raise TypeError(f"AdamW: betas is {betas}, expected two numbers")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(isinstance(b, numbers.Real) for b in betas):
+        raise TypeError(f"AdamW: betas is {betas!r}, expected two numbers")
     for i, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"AdamW: betas[{i}] is {beta}, expected at least 0 and below 1")
+    _check_bools(**{name: group[name] for name in ("amsgrad", "maximize", "capturable", "differentiable")})
     if group["differentiable"]:
         raise ValueError("AdamW: differentiable is True, expected False (torch.optim.AdamW has it)")
+
+
+def _one_number(step: Tensor) -> Tensor:
+    """The step count without dimensions: checkpoints of others have it in the shape (1,) too."""
+    if step.numel() != 1:
+        raise ValueError(f"AdamW: a step has shape {tuple(step.shape)}, expected one number")
+    return step.reshape(()) if step.dim() else step
+
+
+def _is_capturing() -> bool:
+    return runtime.MODE is runtime.Mode.GPU and torch.cuda.is_current_stream_capturing()
+
+
+def _strides(tensors: list[Tensor]) -> Any:
+    """True if all are contiguous, else the strides of those that are not."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return True
+    return [t.is_contiguous() or t.stride() for t in tensors]
 
 
 def _check_gradient(p: Tensor, grad: Tensor, serial: int) -> None:
@@ -538,6 +629,10 @@ def _check_gradient(p: Tensor, grad: Tensor, serial: int) -> None:
     if grad.dtype not in DTYPES:
         raise TypeError(
             f"AdamW: the gradient of parameter {serial} has dtype {grad.dtype}, expected float32, float16 or bfloat16"
+        )
+    if grad.shape != p.shape:  # autograd checks it, but `p.data` may be another tensor since
+        raise ValueError(
+            f"AdamW: the gradient of parameter {serial} has shape {tuple(grad.shape)}, expected {tuple(p.shape)}"
         )
     if grad.device != p.device:
         raise ValueError(f"AdamW: the gradient of parameter {serial} is on {grad.device}, expected {p.device}")

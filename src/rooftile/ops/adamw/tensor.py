@@ -220,26 +220,33 @@ def adamw_(
     dense. Others are copied, and what is written is copied back.
 
     Raises:
-        ValueError: a shape is not param's, or a number is out of its range; a tensor requires grad in grad mode;
-            devices differ, or are the CPU without the interpreter.
-        TypeError: a dtype is not one of those named.
+        ValueError: a shape is not param's, or a number is out of its range; a tensor is sparse, or requires grad in
+            grad mode; devices differ, or are the CPU without the interpreter.
+        TypeError: a dtype is not one of those named; a number is not one, or step or seed not an int.
     """
     moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     library.check_tensors("adamw_", param=param, grad=grad, **moments)
     for name, optional in {"max_exp_avg_sq": max_exp_avg_sq, "master": master}.items():
         if optional is not None:
             library.check_tensors("adamw_", **{name: optional})
-    for name, value, low, high in (("beta1", beta1, 0.0, 1.0), ("beta2", beta2, 0.0, 1.0)):
-        if not low <= value < high:
-            raise ValueError(f"adamw_: {name} is {value}, expected at least 0 and below 1")
-    for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not isinstance(number, Tensor) and not 0.0 <= number < math.inf:
-            raise ValueError(f"adamw_: {name} is {number}, expected a finite number of 0 or more")
-    if not isinstance(step, Tensor) and not 1 <= step < 2**31:
-        raise ValueError(f"adamw_: step is {step}, expected 1 or more")
-    if seed is not None and not 0 <= seed < 2**31:
-        raise ValueError(f"adamw_: seed is {seed}, expected 0 to 2^31 - 1")
+    for name, t in {"param": param, "grad": grad, **moments}.items():
+        if t.layout != torch.strided:
+            raise ValueError(f"adamw_: {name} has layout {t.layout}, expected a dense tensor")
     lr_tensor, lr = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     step_tensor, step = (step, 1) if isinstance(step, Tensor) else (None, step)
+    library.check_numbers("adamw_", lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"adamw_: {name} is {beta}, expected at least 0 and below 1")
+    for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0.0 <= number < math.inf:
+            raise ValueError(f"adamw_: {name} is {number}, expected a finite number of 0 or more")
+    for name, whole, least in (("step", step, 1), ("seed", 0 if seed is None else seed, 0)):
+        if isinstance(whole, bool) or not isinstance(whole, int):
+            raise TypeError(f"adamw_: {name} is {library.named(whole)}, expected an int")
+        if not least <= whole < 2**31:
+            raise ValueError(f"adamw_: {name} is {whole}, expected {least} to 2^31 - 1")
+    if not isinstance(maximize, bool):
+        raise TypeError(f"adamw_: maximize is {library.named(maximize)}, expected True or False")
     numbers = (float(lr), beta1, beta2, eps, weight_decay, step, maximize, seed or 0)
     _op(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, lr_tensor, step_tensor, seed is not None, *numbers)
