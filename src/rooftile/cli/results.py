@@ -26,3 +26,27 @@ def roofline(
         roofline.run(results, out, console)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--results") from None
+
+
+@command(Panel.measure)
+def report(
+    results: Results = Path("results"),
+    out: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="Write the page here.")] = Path(
+        "report.html"
+    ),
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="List rows older than their kernels instead; exit code 1 if there are any."),
+    ] = False,
+) -> None:
+    """Write one HTML page of earlier results: tables that sort and filter, charts, machines and versions."""
+    from rooftile.bench import page
+
+    if check:
+        raise typer.Exit(page.check(results, console))
+    try:
+        page.run(results, out, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--results") from None
+    except ImportError as error:
+        raise typer.BadParameter(f'{error}; pip install "rooftile[bench]"') from None
