@@ -1,0 +1,127 @@
+"""Every op at shapes, strides, dtypes and numbers that nobody chose, under the interpreter's bounds checker.
+
+`ROOFTILE_EXAMPLES=5000 pytest -m nightly tests/test_random_inputs.py --hypothesis-profile default` draws as many examples
+for each test, new ones in each run.
+"""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from helpers import CASES, forward, generator, offset, transposed
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from rooftile import runtime
+from rooftile.cases.check import DTYPES, as_tuple, check_point, poisoned, upcast
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="the bounds checker is the interpreter's"),
+]
+EXAMPLES = int(os.environ.get("ROOFTILE_EXAMPLES", "300"))
+# A refusal of these shapes is no fault; a read or a write out of bounds is an OutOfBoundsError.
+REFUSED = ("ValueError", "TypeError", "NotImplementedError")
+MOST = 6_000  # elements of a size that is drawn: the interpreter's time
+every = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+
+
+def subnormal(x):
+    """x with some of its numbers below the smallest normal one."""
+    tiny = torch.finfo(x.dtype).smallest_normal / 4
+    flat = x.clone().reshape(-1)
+    flat[::3] = tiny * flat[::3].sign()
+    return flat.view_as(x)
+
+
+BY_NAME = {case.name: case for case in CASES}
+LAYOUTS = {"contiguous": lambda x: x, "transposed": transposed, "offset": offset}
+VALUES = {"normal": lambda x: x, "small": subnormal, "zero": torch.zeros_like, "large": lambda x: 8 * x}
+NUMBERS = (torch.inf, -torch.inf, torch.nan)
+
+
+@st.composite
+def places(draw):
+    """A case's name, and a point near one of its own: each size as it is, or another."""
+    case = BY_NAME[draw(st.sampled_from(sorted(BY_NAME)))]
+    near = draw(st.sampled_from([*case.sets["tiny"], *case.sets["edge"]]))
+    dims = dict(near.dims)
+    for name, size in near.dims.items():
+        if size <= 4096 and draw(st.booleans()):
+            dims[name] = draw(st.integers(1, max(3, 2 * size)))
+    return case.name, dataclasses.replace(near, dims=dims, label=f"{near.label} at {dims}")
+
+
+def drawn(case, point, dtype, seed, how=lambda x: x):
+    """The inputs and what eager PyTorch gives for them; an example where there are none is not counted."""
+    try:
+        inputs = case.inputs(point, dtype, runtime.default_device(), generator(runtime.default_device(), seed))
+        assume(sum(t.numel() for t in inputs.values()) <= MOST)
+        inputs = {n: how(t) if t.is_floating_point() else t for n, t in inputs.items()}
+        return inputs, as_tuple(case.eager(**{n: t.clone() for n, t in inputs.items()}, **point.options))
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError):
+        assume(False)
+
+
+@every
+@given(
+    place=places(),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    values=st.sampled_from(sorted(VALUES)),
+    seed=st.integers(0, 1 << 30),
+    data=st.data(),
+)
+def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, layout, values, seed, data):
+    case, point = BY_NAME[place[0]], place[1]
+    assume(DTYPES[dtype] in case.dtypes)
+    direction = data.draw(st.sampled_from(case.directions))
+
+    def how(x):
+        return LAYOUTS[layout](VALUES[values](x))
+
+    _, eager = drawn(case, point, DTYPES[dtype], seed, how)
+    # Where eager PyTorch overflows, there is nothing to compare.
+    assume(all(y.float().isfinite().all() for y in eager if y.is_floating_point()))
+    own = dataclasses.replace(
+        case,
+        inputs=lambda *given: {n: how(t) if t.is_floating_point() else t for n, t in case.inputs(*given).items()},
+    )
+    for row in check_point(own, point, DTYPES[dtype], direction, seed=seed):
+        refused = row.message.startswith(REFUSED)
+        # Below a rounding everything is noise; a quantized result near 0 has the scale of that noise. The ceilings are
+        # for normal inputs: where eager PyTorch is over one, nothing can be said.
+        noise = values in ("small", "zero") or case.output_dtypes(point) or row.eager_error > row.tolerance
+        inexact = row.message.startswith("error ") and noise
+        assert row.passed or refused or inexact, row
+
+
+@every
+@given(place=places(), number=st.sampled_from(NUMBERS), seed=st.integers(0, 1 << 30), data=st.data())
+def test_a_number_that_is_not_finite_stays_where_the_formula_takes_it(place, number, seed, data):
+    """Results that the formula does not compute from it have the bits that they have without it."""
+    case, point = BY_NAME[place[0]], place[1]
+    inputs, _ = drawn(case, point, torch.float32, seed)
+    named = sorted(n for n, t in inputs.items() if t.is_floating_point() and t.numel() and n not in case.mutates)
+    assume(named)
+    name = data.draw(st.sampled_from(named))
+    place_of = tuple(data.draw(st.integers(0, n - 1)) for n in inputs[name].shape)
+
+    def with_number(tensors, value):
+        changed = {**tensors, name: tensors[name].clone()}
+        changed[name][place_of] = value
+        return changed
+
+    try:
+        with poisoned():
+            clean = forward(case, point, inputs)
+            found = forward(case, point, with_number(inputs, number))
+    except (ValueError, TypeError, NotImplementedError):
+        return
+    with torch.no_grad():
+        reached = as_tuple(case.reference(**upcast(with_number(inputs, torch.nan)), **point.options))
+    for a, b, r in zip(clean, found, reached, strict=True):
+        if a.is_floating_point() and r.is_floating_point():
+            untouched = ~r.isnan()
+            assert torch.equal(a[untouched], b[untouched])
