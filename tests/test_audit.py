@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from rooftile.inspect.audit import Audit
+from rooftile.inspect.audit import Audit, timeline
 from rooftile.inspect.audit import kernels as audit_kernels
 from rooftile.inspect.audit import report as audit_report
 from rooftile.inspect.audit import trace as audit_trace
@@ -235,3 +235,19 @@ def test_ours_is_shown_beside_theirs():
     )
     assert line == ["idle", "7.000", "28.0%", "5.500", "22.0%"]  # of 25 us a step
     assert "nvjet_tst_64x8" in json.dumps(Audit("cuda", of_both(theirs)).as_json())
+
+
+def test_the_last_step_is_drawn_by_its_blocks(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    decode = of_both(trace())[1]
+    assert [(begin, end) for begin, end, _ in decode.last_step] == [(0.0, 10.0), (8.0, 12.0), (14.0, 20.0)]
+    timeline.draw(tmp_path / "step.svg", {"the engine": decode})
+    picture = (tmp_path / "step.svg").read_text()
+    assert all(f">{block}<" in picture for _, _, block in decode.last_step)
+
+
+def test_steps_that_differ_are_not_drawn(tmp_path):
+    decode = of_both([*trace(), kernel("_greedy_kernel", 265.0, 6.0, 22, node=4)])[1]
+    assert not decode.last_step
+    with pytest.raises(ValueError, match="the engine: not every step"):
+        timeline.draw(tmp_path / "step.svg", {"the engine": decode})

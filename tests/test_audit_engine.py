@@ -161,7 +161,7 @@ def test_the_patched_models_graphs_have_one_product_of_q_k_v_and_one_of_gate_and
 
 
 @interpreted
-@pytest.mark.parametrize("option", [["--impl", "cuda"], ["--trace", "t.json"]])
+@pytest.mark.parametrize("option", [["--impl", "cuda"], ["--trace", "t.json"], ["--timeline", "t.svg"]])
 def test_what_needs_a_gpu_says_so(option):
     result = CliRunner().invoke(cli.app, ["audit", *option])
     assert result.exit_code == 2

@@ -1,7 +1,7 @@
 """Every op at shapes, strides, dtypes and numbers that nobody chose, under the interpreter's bounds checker.
 
-`ROOFTILE_EXAMPLES=5000 pytest -m nightly tests/test_random_inputs.py --hypothesis-profile default` draws as many examples
-for each test, new ones in each run.
+`ROOFTILE_EXAMPLES=5000 pytest -m nightly tests/test_random_inputs.py --hypothesis-profile default` draws as many
+examples for each test, new ones in each run.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ EXAMPLES = int(os.environ.get("ROOFTILE_EXAMPLES", "300"))
 # A refusal of these shapes is no fault; a read or a write out of bounds is an OutOfBoundsError.
 REFUSED = ("ValueError", "TypeError", "NotImplementedError")
 MOST = 6_000  # elements of a size that is drawn: the interpreter's time
-every = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+every = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def subnormal(x):

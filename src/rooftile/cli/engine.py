@@ -147,6 +147,10 @@ def audit(
         Path | None,
         typer.Option(metavar="FILE", dir_okay=False, help="Write the profiler's trace, for Perfetto."),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Draw a decoding step, kernel by kernel, in SVG."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write every kernel to this file.")
     ] = None,
@@ -174,6 +178,7 @@ def audit(
         dtype=DTYPES[dtype.value],
         layers=layers,
         trace=trace,
+        timeline=timeline,
         json=json_file,
     )
     try:

@@ -7,14 +7,13 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from rooftile.bench import training
+from rooftile.bench import charts, training
 from rooftile.bench.docs.e2e import SUITE as GENERATION
 from rooftile.bench.docs.tables import NO_RESULTS, TIE, machine, markdown, ratios_of
 from rooftile.bench.e2e.paths import CUDA, HF
@@ -197,64 +196,35 @@ def targets(results: Path) -> str:
     return markdown(("state", "GPUs"), cells)
 
 
-CHART = Path("docs/images/headline.svg")  # in the repository, where the command runs
-_GREY, _BASELINE, _OURS = "#808a94", "#9aa4ae", "#d9653b"  # each is readable on white and on black
+CHART = Path("docs/images/headline.svg")  # in the repository
 
 
-def chart_data(results: Path) -> str:
-    """What the chart shows, as JSON; it stands in the chart's description, so that a stale chart is found."""
-    return json.dumps([[f.work, f.impl, f.weights, f.gpu, number(f.tokens_per_s, 4)] for f in figures(results)])
-
-
-def chart_is_stale(results: Path, chart: Path = CHART) -> bool:
-    if not chart.exists():
-        return True
-    found = re.search(r"<dc:description>(.*?)</dc:description>", chart.read_text(encoding="utf-8"), re.DOTALL)
-    return found is None or unescape(found[1]) != chart_data(results)
+def chart_data(results: Path) -> list[Any]:
+    return [[f.work, f.impl, f.weights, f.gpu, number(f.tokens_per_s, 4)] for f in figures(results)]
 
 
 def draw(results: Path, chart: Path = CHART) -> None:
     """Bars of tokens a second, one panel for each work."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
     works: dict[str, list[Figure]] = {}
     for f in figures(results):
-        works.setdefault(f"{f.work} ({f.gpu})", []).append(f)
-    style: dict[str, Any] = {
-        "svg.fonttype": "none", "svg.hashsalt": "rooftile", "font.family": "sans-serif", "font.size": 10,
-        "text.color": _GREY, "axes.labelcolor": _GREY, "ytick.color": _GREY, "xtick.color": _GREY,
-    }  # fmt: skip
-    with plt.rc_context(style):  # type: ignore[arg-type,unused-ignore]
-        heights = [len(found) for found in works.values()]
+        works.setdefault(f.work, []).append(f)
+    heights = [len(found) for found in works.values()]
+    with charts.page() as plt:
         fig, axes = plt.subplots(
             len(works), 1, figsize=(8.4, 0.36 * sum(heights) + 0.5 * len(works)), squeeze=False,
             gridspec_kw={"height_ratios": heights}, layout="constrained",
         )  # fmt: skip
         for ax, (work, found) in zip(axes[:, 0], works.items(), strict=True):
             names = [re.sub(r"[*`]", "", f.name) for f in found]
-            bars = ax.barh(
-                names, [f.tokens_per_s for f in found], height=0.72,
-                color=[_OURS if is_ours(f.impl) else _BASELINE for f in found],
-            )  # fmt: skip
-            ax.bar_label(bars, [f"{f.tokens_per_s:,.0f}" for f in found], padding=4, color=_GREY)
+            colours = [charts.COLOURS["rooftile" if is_ours(f.impl) else "eager"] for f in found]
+            bars = ax.barh(names, [f.tokens_per_s for f in found], height=0.72, color=colours)
+            ax.bar_label(bars, [f"{f.tokens_per_s:,.0f}" for f in found], padding=4)
             ax.invert_yaxis()
-            ax.set_title(
-                f"{work.partition(',')[0]}: tokens/s, {found[0].gpu}",
-                loc="left",
-                color=_GREY,
-                fontsize=11,
-                fontweight="bold",
-            )
+            ax.set_title(f"{work.partition(',')[0]}: tokens/s, {found[0].gpu}", loc="left", fontweight="bold")
             ax.margins(x=0.1)
             ax.set_xticks([])
+            ax.grid(False)
             ax.tick_params(length=0)
             ax.spines[:].set_visible(False)
-        chart.parent.mkdir(parents=True, exist_ok=True)
-        fig.savefig(
-            chart, format="svg", transparent=True,
-            metadata={"Date": None, "Creator": None, "Description": chart_data(results)},
-        )  # fmt: skip
+        charts.save(fig, chart, chart_data(results))
         plt.close(fig)

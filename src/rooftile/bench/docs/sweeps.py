@@ -43,7 +43,7 @@ def stale(results: Path) -> list[tuple[Path, Callable[[], None]]]:
         return []
     folder, first = root / charts.FOLDER, root / headline.CHART
     found: list[tuple[Path, Callable[[], None]]] = []
-    if headline.chart_is_stale(results, first):
+    if charts.is_stale(first, headline.chart_data(results)):
         found.append((first, functools.partial(headline.draw, results, first)))
     found += [(chart.path, chart.draw) for chart in charts.charts(results, folder) if chart.stale]
     for line in roofline.lines(results):

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from rooftile import runtime
 from rooftile.inspect.audit import report as audit_report
+from rooftile.inspect.audit import timeline as audit_timeline
 from rooftile.inspect.audit.kernels import Kind
 from rooftile.inspect.audit.patched import Compiled
 from rooftile.inspect.audit.profile import Part, profiled, recorded
@@ -42,6 +43,7 @@ class Settings:
         prompt, steps: tokens of each prompt, and decoding steps after it.
         layers: cut the model to its first layers.
         trace: the profiler's trace is written there.
+        timeline: a picture of a decoding step of each implementation, in SVG.
     """
 
     model: str
@@ -54,6 +56,7 @@ class Settings:
     dtype: torch.dtype = torch.bfloat16
     layers: int | None = None
     trace: Path | None = None
+    timeline: Path | None = None
     json: Path | None = None
 
 
@@ -180,8 +183,9 @@ def run(s: Settings, console: Console) -> int:
     if not measured:
         if s.impl not in (None, "engine"):
             raise ValueError(f"--impl {s.impl} needs a GPU: without one there is only the engine to audit")
-        if s.trace is not None:
-            raise ValueError("--trace needs a GPU: without one there is no profile")
+        for name, path in (("--trace", s.trace), ("--timeline", s.timeline)):
+            if path is not None:
+                raise ValueError(f"{name} needs a GPU: without one there is no profile")
         console.print(
             "A profile needs a GPU, and there is none: audited is what the engine would ask of it, its launches and "
             "the ops of PyTorch beside them, in Triton's interpreter.",
@@ -201,6 +205,9 @@ def run(s: Settings, console: Console) -> int:
         except Exception as error:  # what stands beside it is no reason to lose what was asked for
             audits.append(Audit("cuda", [], absent=f"left out: {brief(error)}"))
     audit_report.show(audits, console, measured)
+    if s.timeline is not None:
+        found = {audit_report.TITLES[a.impl]: phase for a in audits for phase in a.phases if phase.name == "decode"}
+        audit_timeline.draw(s.timeline, found)
     if s.json is not None:
         write_json(s, model, audits)
     return 1 if audits[0].faults else 0

@@ -49,6 +49,8 @@ class Phase:
         idle_us: the part of it in which no kernel runs.
         waits: calls by which the host waited for the GPU.
         problems: why the trace does not prove anything.
+        last_step: begin, end and block of what ran in the last step, in microseconds from the step's first; empty
+            where nothing was timed, or where not every step has as many kernels and copies.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Phase:
     idle_us: float | None = None
     waits: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
+    last_step: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
 
     def foreign(self, accepted: Collection[Kind] = ()) -> list[Row]:
         """The compute kernels that are not Rooftile's, nor of a kind that is accepted."""
@@ -152,6 +155,7 @@ def _measure(phase: Phase, events: Sequence[_Event], launched: Collection[Launch
     rows: dict[tuple[str, Origin], Row] = {}
     covered = min(e.start for e in events)
     first, idle = covered, 0.0
+    ran: list[tuple[float, float, str]] = []
     for event in sorted(events, key=lambda e: (e.start, e.end)):
         origin = _origin(event, launched, strict)
         row = rows.setdefault(
@@ -163,6 +167,10 @@ def _measure(phase: Phase, events: Sequence[_Event], launched: Collection[Launch
         row.count += 1
         row.in_graphs += event.in_graph
         covered = max(covered, event.end)
+        ran.append((event.start, event.end, origin.block))
+    if len(ran) % phase.steps == 0:
+        ran = ran[-(len(ran) // phase.steps) :]
+        phase.last_step = [(round(a - ran[0][0], 3), round(b - ran[0][0], 3), block) for a, b, block in ran]
     phase.rows = sorted(rows.values(), key=lambda r: -(r.us or 0.0))
     phase.wall_us, phase.idle_us = covered - first, idle
 
