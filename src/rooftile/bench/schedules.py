@@ -26,6 +26,7 @@ from torch import Tensor
 from rooftile import runtime
 from rooftile.bench import workloads
 from rooftile.bench.info import check_results, machine
+from rooftile.bench.measure import SAMPLES
 from rooftile.bench.rows import gpu_slug, write_whole
 from rooftile.bench.run import progress
 from rooftile.bench.timer import Clock, clock
@@ -214,7 +215,7 @@ def compare(
                 s.attempt(c)
             if right := [c for c in configs if c in s.times]:
                 best[way] = min(right, key=s.times.__getitem__)
-        final = s.race([*dict.fromkeys(best.values()), PEER], seconds.final)
+        final = s.race([*dict.fromkeys(best.values()), PEER], seconds.final, SAMPLES)
         sizes = tunable.describe(problem)
         flops = 2 * problem.m * problem.n * problem.k
         peer = final.get(PEER)

@@ -170,14 +170,15 @@ class Search:
             self._fail(name, error.with_traceback(None))
         self.trying("")
 
-    def race(self, configs: Sequence[Any], seconds: float) -> dict[Any, float]:
-        """The configurations in turns: the median seconds of a call of each that did not fail."""
+    def race(self, configs: Sequence[Any], seconds: float, least: int = 1) -> dict[Any, float]:
+        """The configurations in turns: the median seconds of a call of each that did not fail, of `least` passes or
+        more."""
         blocks: dict[str, Block] = {}
         by_name = {PEER if c is PEER else label(self.tunable, c): c for c in configs}
         for name, config in by_name.items():
             with contextlib.suppress(RuntimeError) if config is PEER else contextlib.nullcontext():
                 blocks[name] = self.clock.block(self._calls(config))
-        effort = Effort(seconds=seconds, least=1) if self.clock.measures else Effort(warmup=0, iters=1)
+        effort = Effort(seconds=seconds, least=least) if self.clock.measures else Effort(warmup=0, iters=1)
         found: dict[Any, float] = {}
         with uncollected():
             for name, samples in interleave(blocks, self.clock, effort, random.Random(0)):
