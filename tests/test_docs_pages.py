@@ -41,6 +41,17 @@ def test_a_link_leads_somewhere(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+LIMITS = ("docs/performance/method.md", "docs/performance/host.md")  # they say by what a row is judged
+
+
+@pytest.mark.parametrize("page", [p for p in pages.DOCS if pages.name_of(p) not in LIMITS], ids=pages.name_of)
+def test_a_measured_speed_is_generated(page):
+    """Outside of tables, which are made from results/, no line has a time or a rate."""
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"<!-- rooftile:table .*?<!-- /rooftile:table -->|```.*?```", "", text, flags=re.DOTALL)
+    assert re.findall(r".*\d (?:ns|us|ms|GB/s|TB/s|TFLOP/s|tokens/s)\b.*", prose) == []
+
+
 @pytest.mark.parametrize("folder", re.findall(r"^    ((?:src|tests|tools)\S*)", LAYOUT, re.MULTILINE))
 def test_the_layout_names_what_is_there(folder):
     assert (ROOT / folder).exists()
