@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,9 +100,10 @@ def _roofs(axes: Any, line: Roofline, least: float, most: float) -> None:
     peak = max(line.gemms.values())
     corner = 1e3 * peak / line.read_gbs
     axes.plot([least, corner], [least * line.read_gbs / 1e3, peak], color=TEXT, linewidth=1.4)
-    axes.annotate(
-        f"read {number(line.read_gbs, 4)} GB/s", (least * 1.3, least * 1.3 * line.read_gbs / 1e3), xytext=(0, 6),
-        textcoords="offset points", rotation=38, fontsize=8, color=TEXT,
+    above = 1.2 * line.read_gbs / 1e3  # a line parallel to the roof's, where the label stands
+    axes.text(
+        1.3 * least, 1.3 * least * above, f"read {number(line.read_gbs, 4)} GB/s", fontsize=8, color=TEXT,
+        rotation=math.degrees(math.atan(above)), rotation_mode="anchor", transform_rotates_text=True,
     )  # fmt: skip
     for names, tflops in _levels(line.gemms):
         axes.plot([1e3 * tflops / line.read_gbs, most], [tflops, tflops], color=TEXT, linewidth=1.4)
