@@ -35,6 +35,23 @@ def test_a_wrong_step_is_told_and_not_timed(monkeypatch, tmp_path):
     assert {row.impl: row.us is None for row in rows} == {impl: impl == OURS for impl in optim.IMPLS}
 
 
+def test_a_step_that_moves_no_parameter_is_wrong_in_bfloat16(monkeypatch, tmp_path):
+    step = AdamW.step
+
+    def moments_alone(self):
+        params = self.param_groups[0]["params"]
+        before = [p.detach().clone() for p in params]
+        step(self)
+        for p, old in zip(params, before, strict=True):
+            p.data.copy_(old)
+
+    monkeypatch.setattr(AdamW, "step", moments_alone)
+    code, _ = run("tiny clipped", json=tmp_path / "rows.json")
+    assert code == 1
+    _, rows = read_json(tmp_path / "rows.json")
+    assert {row.impl: row.status for row in rows} == {i: "FAIL" if i == OURS else "ok" for i in optim.IMPLS}
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown list 2M; known lists: tiny"):
         run("2M")

@@ -13,7 +13,7 @@ from rooftile.bench import rows
 from rooftile.bench.info import machine
 from rooftile.bench.rows import OURS, Row
 from rooftile.bench.training import plots, steps, worker
-from rooftile.bench.training.steps import BATCH, IMPLS, STEP
+from rooftile.bench.training.steps import BATCH, BATCHES, IMPLS, STEP
 from rooftile.bench.workloads import TRAINED
 
 pytest.importorskip("transformers")
@@ -120,11 +120,11 @@ def launched(results):
 
 def test_rows_compare_times_and_losses(monkeypatch, tmp_path):
     monkeypatch.setattr(steps.runtime, "MODE", steps.runtime.Mode.GPU)
-    losses = [12.0, 11.9, 11.8, 11.7, 11.6]
-    far = [12.0, 11.9, 11.8, 11.0, 11.6]
+    losses = [12.0, 11.9, 11.8, 11.7, 11.0, 10.9, 10.8, 10.7]
+    far = [12.0, 11.9, 11.8, 11.0, *losses[4:]]
     results = {
         "eager": step_of(300.0, losses, peak_bytes=50 << 30),
-        "liger": step_of(200.0, [*far[:3], 11.71], peak_bytes=25 << 30),
+        "liger": step_of(200.0, [*far[:3], 11.71, *losses[4:]], peak_bytes=25 << 30),
         "compile": {"status": "error", "message": "out of memory: tried"},
         OURS: step_of(100.0, losses, peak_bytes=20 << 30),
         f"{OURS} attention": step_of(90.0, far, peak_bytes=20 << 30),
@@ -134,18 +134,64 @@ def test_rows_compare_times_and_losses(monkeypatch, tmp_path):
     meta, found = rows.read_json(tmp_path / "h100" / "training" / "train_step-llama-3.2-1b.json")
     by_impl = {row.impl: row for row in found}
     assert by_impl[f"{OURS} attention"].status == "FAIL"
-    assert "differ by" in by_impl[f"{OURS} attention"].message
+    assert "differ from" in by_impl[f"{OURS} attention"].message
     ours = by_impl[OURS]
     assert (ours.us, ours.speedup_vs_eager, ours.ratio_to_best_peer) == (100.0, 3.0, 2.0)
     assert ours.tokens_per_s == pytest.approx(4 * 4096 / 1e-4, rel=1e-4)
     assert ours.tflops == pytest.approx(10**4)
-    assert meta["losses"][OURS] == "12 11.9 11.8 11.7 11.6"
+    assert meta["losses"][OURS] == "12 11.9 11.8 11.7 11 10.9 10.8 10.7"
     text = table("training-steps", tmp_path)
     (line,) = cells_of(text, "llama-3.2-1b B4 T4096 | rooftile  ")
     assert line[1:8] == [OURS, "0.1000", "163840000", "3.00", "2.00", "20.0", ratio_text(ours)]
     assert "out of memory: tried" in text
     assert table("training", tmp_path) == table("training", tmp_path / "none")
     assert "llama-3.2-1b B4 T4096 rooftile: 0.1 ms" in shown
+
+
+# Of the committed run: eager, and Liger, which is the farthest off in its second pass.
+EAGER = [12.173, 12.169, 12.174, 12.162, 11.048, 10.694, 10.592, 10.289]
+LIGER = [12.173, 12.169, 12.174, 12.162, 11.046, 10.688, 10.594, 10.284]
+
+
+def verdict(losses, expected=EAGER):
+    row = Row(STEP, "step", "tiny", "bf16", OURS, dims={"batch": 1, "tokens": 8})
+    steps.fill(row, step_of(100.0, losses), expected, None)
+    return row
+
+
+def test_losses_that_do_not_follow_the_updates_are_wrong():
+    """Gradients of zero give the first pass again; negated ones go up as far as the right ones go down."""
+    assert verdict(LIGER).status == verdict(EAGER, None).status == "ok"
+    zero = verdict(EAGER[:4] * 2)
+    assert zero.status == "FAIL"
+    assert "124% of their fall" in zero.message
+    negated = [*EAGER[:4], *(2 * a - b for a, b in zip(EAGER[:4], EAGER[4:], strict=True))]
+    assert verdict(negated).status == "FAIL"
+    assert (
+        verdict([*EAGER[:4], *(b + 0.2 * (a - b) for a, b in zip(EAGER[:4], EAGER[4:], strict=True))]).status == "FAIL"
+    )
+    assert verdict([*EAGER[:7], float("nan")]).status == "FAIL"
+
+
+def test_a_plain_model_that_learns_nothing_is_wrong():
+    assert verdict(EAGER[:4] * 2, None).message.endswith("do not fall from one pass over the batches to the next")
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_process_with_wrong_gradients_has_no_time(factor, monkeypatch):
+    plain = worker.do(dataclasses.replace(worker.Job("eager", TINY), tokens=16, warmup=BATCHES, steps=1))
+    step = torch.optim.AdamW.step
+
+    def scaled(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(factor)
+        step(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", scaled)
+    found = worker.do(dataclasses.replace(worker.Job("eager", TINY), tokens=16, warmup=BATCHES, steps=1))
+    row = Row(STEP, "step", "tiny", "bf16", OURS, dims={"batch": 1, "tokens": 16})
+    steps.fill(row, found, plain["losses"], None)
+    assert (row.status, row.us) == ("FAIL", None)
 
 
 def ratio_text(row: Row) -> str:

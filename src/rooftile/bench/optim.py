@@ -25,7 +25,7 @@ from rooftile.bench.rows import OURS, Row, compare, gpu_slug, write_json
 from rooftile.bench.run import Bench, Settings, brief
 from rooftile.bench.streams import copy_calls
 from rooftile.bench.timer import Clock, clock
-from rooftile.cases.adamw import TOLERANCES
+from rooftile.cases.adamw import NUMBERS, TOLERANCES
 from rooftile.cases.check import NAMES, relative_error
 from rooftile.optim import AdamW
 
@@ -68,6 +68,8 @@ PROBLEMS = (
 )
 TINY = (Problem("tiny", ((300,), (17, 33))), Problem("tiny clipped", ((300,), (5, 7)), torch.bfloat16, clips=True))
 _OPTIONS = {"lr": 1e-4, "weight_decay": 0.1}
+# The check's step moves a parameter by more than bfloat16 rounds it: at 1e-4 one that moves nothing would pass.
+_CHECKED = {name: NUMBERS[name] for name in ("lr", "weight_decay")}
 _MAX_NORM = 1.0
 
 
@@ -79,13 +81,15 @@ def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: t
     return params
 
 
-def _step(impl: str, params: list[nn.Parameter], clips: bool, capturable: bool) -> tuple[Callable[[], Any], Any]:
+def _step(
+    impl: str, params: list[nn.Parameter], clips: bool, capturable: bool, options: dict[str, Any] = _OPTIONS
+) -> tuple[Callable[[], Any], Any]:
     """A step of an implementation, and its optimizer."""
     if impl == OURS:
-        ours = AdamW(params, capturable=capturable, max_grad_norm=_MAX_NORM if clips else None, **_OPTIONS)  # type: ignore[arg-type]
+        ours = AdamW(params, capturable=capturable, max_grad_norm=_MAX_NORM if clips else None, **options)
         return ours.step, ours
     how = {"foreach": impl == FOREACH, "fused": impl == FUSED}
-    theirs = torch.optim.AdamW(params, capturable=capturable, **how, **_OPTIONS)  # type: ignore[arg-type]
+    theirs = torch.optim.AdamW(params, capturable=capturable, **{**how, **options})
     if not clips:
         return theirs.step, theirs
 
@@ -105,8 +109,8 @@ def _error(impl: str, problem: Problem, device: torch.device, capturable: bool) 
     for p, e in zip(params, exact, strict=True):
         assert p.grad is not None
         e.grad = p.grad.double()
-    step, optimizer = _step(impl, params, problem.clips, capturable)
-    reference = torch.optim.AdamW(exact, **_OPTIONS)  # type: ignore[arg-type]
+    step, optimizer = _step(impl, params, problem.clips, capturable, _CHECKED)
+    reference = torch.optim.AdamW(exact, **_CHECKED)  # type: ignore[arg-type]
     if problem.clips:
         nn.utils.clip_grad_norm_(exact, _MAX_NORM)
     step()
