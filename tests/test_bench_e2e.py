@@ -341,5 +341,6 @@ def test_all_implementations_on_a_gpu(tmp_path: Path) -> None:
     assert len(files) == 2
     for file in files:
         _, rows = read_json(file)
-        assert {(r.impl, r.status) for r in rows} == {(name, "ok") for name in e2e.IMPLS if name != e2e.OURS_UNTUNED}
+        wanted = [name for name in e2e.IMPLS if name not in (e2e.OURS_UNTUNED, e2e.OURS_PORTABLE)]
+        assert {(r.impl, r.status) for r in rows} == {(name, "ok") for name in wanted}
         assert all(r.us and r.roof_fraction and r.us_p20 <= r.us <= r.us_p80 for r in rows)

@@ -60,7 +60,7 @@ def drawn(case, point, dtype, seed, how=lambda x: x):
         assume(sum(t.numel() for t in inputs.values()) <= MOST)
         inputs = {n: how(t) if t.is_floating_point() else t for n, t in inputs.items()}
         return inputs, as_tuple(case.eager(**{n: t.clone() for n, t in inputs.items()}, **point.options))
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError):
+    except Exception:  # the case has no inputs of these sizes
         assume(False)
 
 

@@ -21,6 +21,10 @@ class Mode(enum.Enum):
     COMPILE = "compile"
 
 
+# On Hopper, the kernels of all other GPUs: to compare with, or where a release of Triton breaks Gluon.
+PORTABLE = os.environ.get("ROOFTILE_PORTABLE", "0") == "1"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is a cache key of every call
 class Target:
     """What a launch configuration may depend on.
@@ -35,6 +39,15 @@ class Target:
     warp_size: int = 32
     max_threads: int = 1024
     gpu: str = ""
+
+    @property
+    def gluon(self) -> bool:
+        """Whether kernels in Gluon, which are for Hopper, may be chosen: not with `ROOFTILE_PORTABLE=1`."""
+        return self.arch == "sm_90" and not PORTABLE
+
+    @property
+    def why_no_gluon(self) -> str:
+        return "ROOFTILE_PORTABLE is set" if PORTABLE else f"the device is {self.arch}"
 
 
 # Targets for compiling without the chip. SMs and caches are those of the GPU named.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -127,7 +128,8 @@ def bench_e2e(
         typer.Option(
             "--impl",
             help="rooftile, cuda_kernels, hf_static_compile, hf_patched, each also as ..._eager (Hugging Face's is "
-            "hf_eager), and rooftile_untuned; repeatable, or with commas. Default: all but the last.",
+            "hf_eager), rooftile_untuned, and rooftile_portable, in a run of its own; repeatable, or with commas. "
+            "Default: all but the last two.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
@@ -151,11 +153,15 @@ def bench_e2e(
 ) -> None:
     """Time prompts and decoding of whole models: the engine, CUDA's kernels, Hugging Face. Exit code 1 if wrong."""
     choose_mode()
+    names = names_of(impls)
+    if names == ["rooftile_portable"]:
+        os.environ["ROOFTILE_PORTABLE"] = "1"  # before Rooftile's kernels are imported
     from rooftile.bench.e2e import Settings, run
-    from rooftile.bench.e2e.paths import IMPLS
+    from rooftile.bench.e2e.paths import IMPLS, OURS_PORTABLE
     from rooftile.cases.check import DTYPES
 
-    names = names_of(impls)
+    if OURS_PORTABLE in (names or ()) and len(names or ()) > 1:
+        raise typer.BadParameter("rooftile_portable is measured in a run of its own", param_hint="--impl")
     if unknown := [n for n in names or () if n not in IMPLS]:
         raise typer.BadParameter(f"unknown {', '.join(unknown)}; known: {', '.join(IMPLS)}", param_hint="--impl")
     settings = Settings(

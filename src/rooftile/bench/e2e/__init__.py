@@ -25,7 +25,17 @@ from rooftile.bench.e2e import report as shown
 from rooftile.bench.e2e.batch import Batch
 from rooftile.bench.e2e.hf import Models
 from rooftile.bench.e2e.model import RANDOM, check_context, load
-from rooftile.bench.e2e.paths import CUDA_EAGER, HF_EAGER, IMPLS, NOTES, OURS_UNTUNED, OWN, PATCHED, PATCHED_EAGER
+from rooftile.bench.e2e.paths import (
+    CUDA_EAGER,
+    HF_EAGER,
+    IMPLS,
+    NOTES,
+    OURS_PORTABLE,
+    OURS_UNTUNED,
+    OWN,
+    PATCHED,
+    PATCHED_EAGER,
+)
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import read_rows
 from rooftile.bench.info import check_results, machine, version
@@ -59,7 +69,7 @@ class Settings:
     def filled(self, measures: bool) -> Settings:
         """With the mode's choices instead of None."""
         named = self.models or (() if self.weights == RANDOM else (self.weights,))
-        every = tuple(name for name in IMPLS if name != OURS_UNTUNED)
+        every = tuple(name for name in IMPLS if name not in (OURS_UNTUNED, OURS_PORTABLE))
         prompt, new = (44 if self.layer else 512, 256) if measures else (6, 3)
         return dataclasses.replace(
             self,

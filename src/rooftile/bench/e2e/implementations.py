@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rooftile import tuning
+from rooftile import runtime, tuning
 from rooftile.bench.e2e.cuda import CudaPath
 from rooftile.bench.e2e.hf import HuggingFacePath, Models
 from rooftile.bench.e2e.model import Model
@@ -16,9 +16,10 @@ from rooftile.bench.e2e.paths import (
     CUDA,
     CUDA_EAGER,
     HF,
-    OURS,
     OURS_EAGER,
+    OURS_PORTABLE,
     OURS_UNTUNED,
+    OWN,
     PATCHED,
     PATCHED_EAGER,
     Absent,
@@ -104,7 +105,9 @@ def build(name: str, model: Model, ids: Tensor, new: int, clock: Clock, source: 
     Raises:
         Absent: it needs something that is not there.
     """
-    if name in (OURS, OURS_EAGER, OURS_UNTUNED):
+    if name in OWN:
+        if (name == OURS_PORTABLE) != runtime.PORTABLE:
+            raise Absent(f"kernels in Gluon are {'off' if runtime.PORTABLE else 'on'} in this process")
         if name == OURS_UNTUNED and model.quantize in ("int8", "int4"):
             raise Absent(
                 f"{model.quantize} GEMMs remember their tuned entry: measure it in a run of its own with --tuning off"

@@ -30,8 +30,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
     """None where these kernels can run that problem in that configuration, or the reason why they can't."""
-    if target.arch != "sm_90":
-        return f"kernel 'hopper' is for sm_90, not {target.arch}"
+    if not target.gluon:
+        return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
     if p.dtype not in _DTYPES:
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
     if p.head_dim != p.value_dim or p.head_dim % 8 or not 8 <= p.head_dim <= 128:

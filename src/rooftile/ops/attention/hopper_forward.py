@@ -641,8 +641,8 @@ def _tiling(c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, l
 
 def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
     """None where this kernel can run that problem in that configuration, or the reason why it can't."""
-    if target.arch != "sm_90":
-        return f"kernel 'hopper' is for sm_90, not {target.arch}"
+    if not target.gluon:
+        return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
     if p.dtype not in _DTYPES:
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
     if p.packed or p.mask or p.alibi:

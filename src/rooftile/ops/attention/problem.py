@@ -252,7 +252,7 @@ def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
 
 def choose_backward(p: Problem, target: runtime.Target, portable: bool = False) -> AttentionConfig:
     """The same for the backward; that of the portable kernels with `portable`."""
-    if target.arch == "sm_90" and not portable:
+    if target.gluon and not portable:
         # Steps of 128 queries for heads that are short enough to keep their sums in registers.
         c = AttentionConfig("hopper", 128 if p.head_dim <= 64 else 64, 128, 8, 2)
         if can_implement_backward(p, c, target) is None:
@@ -281,7 +281,7 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
         yield _interpreted(p)
         return
     dim = _dim(p)
-    if target.arch == "sm_90" and p.n_q > 64:
+    if target.gluon and p.n_q > 64:
         yield from _hopper(p, dim)
     if p.dtype.itemsize == 4:
         yield from _float32(p, dim, target)

@@ -205,7 +205,7 @@ def _of_dense(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
         yield _one_row(p, target)
     # On an H200 64 rows were 3 to 20 % faster so than in the skinny kernel, which reads x too often, and 32 rows of
     # 4096 -> 28672 6 % slower, perhaps because half of the tile of x is then beyond its end.
-    if target.arch == "sm_90" and (p.m > 32 or not along_k):
+    if target.gluon and (p.m > 32 or not along_k):
         yield from _hopper(p, target)
     # Without tensor cores, as IEEE float32 is, their sides don't matter; without vectors a deep pipeline has no room.
     if along_k and p.m <= 64 and _on_tensor_cores(p) and _vectors(p) and target.warp_size == 32:
@@ -596,7 +596,7 @@ def _imma(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
                4096 x 14336     16.9    16.3
     """
     n = p.n * (1 + p.gated)
-    if target.arch != "sm_90" or p.k < 1024 or (p.k >= 8192 and not p.group):
+    if not target.gluon or p.k < 1024 or (p.k >= 8192 and not p.group):
         return
     block_k, stages, split = 2 * p.group or 128, 3, 1
     blocks, ctas = p.k // block_k, 2 * target.multiprocessors
@@ -679,7 +679,7 @@ def _of_fp8(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
         return
     if p.m <= 64:
         yield _skinny_of_fp8(p, target)
-    elif target.arch == "sm_90" and p.aligned:
+    elif target.gluon and p.aligned:
         yield from _hopper_of_fp8(p, target)
     yield _tiled_of_fp8(p, target)
 

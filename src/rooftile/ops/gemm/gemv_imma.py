@@ -438,6 +438,8 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
         return "kernel 'gemv_imma' takes weights of int8 and int4"
     if not target.arch.startswith("sm_"):
         return f"kernel 'gemv_imma' is for NVIDIA's GPUs, not {target.arch}"
+    if runtime.PORTABLE:
+        return f"kernel 'gemv_imma' is in Gluon, and {target.why_no_gluon}"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"kernel 'gemv_imma' takes float16 and bfloat16, not {p.dtype}"
     if p.weight == "int4" and p.group != 128:

@@ -565,8 +565,8 @@ def memory_reason(t: HopperTiling, p: Problem, c: GemmConfig, target: runtime.Ta
 
 def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
-    if target.arch != "sm_90":
-        return f"kernel 'hopper' is for sm_90, not {target.arch}"
+    if not target.gluon:
+        return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
     if p.dtype not in (torch.bfloat16, torch.float16):
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
     if p.batch != 1:

@@ -239,8 +239,8 @@ def hopper_gemm_fp8(
 
 def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:
     """Why this kernel can't compute p as c says; None where it can."""
-    if target.arch != "sm_90":
-        return f"kernel 'hopper' with pingpong is for sm_90, and the device is {target.arch}"
+    if not target.gluon:
+        return f"kernel 'hopper' with pingpong is for sm_90, and {target.why_no_gluon}"
     if not p.aligned or p.k % 16 or p.n * p.out_size % 16:
         return "rows of x, of the weight or of the result are not contiguous and at multiples of 16 bytes"
     if max(p.m, p.n, p.k) >= 2**31:
