@@ -139,7 +139,7 @@ def test_the_command_trains_in_processes_and_reports(monkeypatch, tmp_path):
     assert len(launched) == 2
     assert "Qwen2-MoE fp32: ok, after" in shown
     assert "qwen2_moe bf16: FAIL: loss_rms differs by 1.0e+00" in shown
-    with pytest.raises(ValueError, match="--results is for a GPU's runs"):
+    with pytest.raises(ValueError, match="--results is for measurements"):
         convergence.run((), out, tmp_path)
 
 

@@ -137,6 +137,8 @@ SWEEPS = (
     Sweep("norm-linear", "a norm and a GEMM in one kernel", "matmul", only="rms_norm"),
     Sweep("twins", "Triton and CUDA C++", "twins"),
     Sweep("attention", "attention", "attention*"),
+    Sweep("attention-memory", "attention and the naive form, to long sequences", "attention-memory"),
+    Sweep("attention-sweep", "attention and the naive form, short sequences", "attention-sweep"),
     Sweep("training", "losses and optimizers, forward and backward", "training", without="train"),
 )
 # The size that a panel is drawn over, by the first of these that varies; else the bytes that move.

@@ -132,7 +132,8 @@ def run_layer(settings: Settings, console: Console) -> int:
 
 
 COLUMNS = (
-    "kernel", "shape", "rooftile us>", "best CUDA us>", "which", "ratio>", "GB/s>", "of roof>", "max error>", "status",
+    "kernel", "shape", "rooftile us>", "best CUDA us>", "which", "ratio>", "over eager>", "GB/s>", "of roof>",
+    "max error>", "status",
 )  # fmt: skip
 
 
@@ -155,13 +156,13 @@ def cells(rows: Sequence[Row], measured: bool) -> list[list[str]]:
         ratio = best / ours.us if best and ours.us and measured else None
         found.append([
             kernel, ours.place, report.number(ours.us, 4), report.number(best, 4), peer.impl if peer else "",
-            report.ratio(ratio), report.number(ours.gbs, 4), report.ratio(ours.roof_fraction),
-            "–" if ours.max_error is None else f"{ours.max_error:.1e}", ours.status,
+            report.ratio(ratio), report.ratio(ours.speedup_vs_eager), report.number(ours.gbs, 4),
+            report.ratio(ours.roof_fraction), "–" if ours.max_error is None else f"{ours.max_error:.1e}", ours.status,
         ])  # fmt: skip
     us, best = _sum([us for us, _ in alone]), _sum([best for _, best in alone])
     ratio = best / us if best and us and measured else None
     total = ["sum of the first five", "", report.number(us, 4), report.number(best, 4), "", report.ratio(ratio)]
-    return [*found, [*total, "", "", "", ""]]
+    return [*found, [*total, "", "", "", "", ""]]
 
 
 def show(console: Console, title: str, rows: Sequence[Row], measured: bool) -> None:

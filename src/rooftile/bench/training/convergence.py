@@ -30,7 +30,7 @@ from rich.table import Table
 from rooftile import runtime
 from rooftile.bench import report
 from rooftile.bench.charts import COLOURS, pyplot
-from rooftile.bench.info import machine, may_join, version
+from rooftile.bench.info import check_results, machine, may_join, version
 from rooftile.bench.rows import OURS, gpu_slug, write_whole
 from rooftile.bench.training.trajectory import COMPILE, EAGER, TITLES, WAYS, Job
 
@@ -248,8 +248,7 @@ def run(
         ValueError: a family is not known, or results are requested in the interpreter.
     """
     measures = runtime.MODE is runtime.Mode.GPU
-    if not measures and results is not None:
-        raise ValueError("--results is for a GPU's runs, and the interpreter makes none")
+    check_results(results, measures)
     wanted = jobs_of(names, measures)
     workers = jobs or max(1, min(14, len(wanted), _cores() - 2))
     console.print(f"{len(wanted)} models to train, {workers} at a time ...", highlight=False)
