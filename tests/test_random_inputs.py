@@ -93,7 +93,7 @@ def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, l
         # Below a rounding everything is noise; a quantized result near 0 has the scale of that noise. The ceilings are
         # for normal inputs: where eager PyTorch is over one, nothing can be said.
         noise = values in ("small", "zero") or case.output_dtypes(point) or row.eager_error > row.tolerance
-        inexact = row.message.startswith("error ") and noise
+        inexact = (row.message.startswith("error ") and noise) or row.message.startswith("the reference is zero")
         assert row.passed or refused or inexact, row
 
 
@@ -103,7 +103,8 @@ def test_a_number_that_is_not_finite_stays_where_the_formula_takes_it(place, num
     """Results that the formula does not compute from it have the bits that they have without it."""
     case, point = BY_NAME[place[0]], place[1]
     inputs, _ = drawn(case, point, torch.float32, seed)
-    named = sorted(n for n, t in inputs.items() if t.is_floating_point() and t.numel() and n not in case.mutates)
+    # What has a gradient; of others the formula may take no more than a comparison.
+    named = sorted(n for n, t in inputs.items() if n in case.grads and t.numel())
     assume(named)
     name = data.draw(st.sampled_from(named))
     place_of = tuple(data.draw(st.integers(0, n - 1)) for n in inputs[name].shape)

@@ -287,6 +287,37 @@ def bench_training(
     raise typer.Exit(code)
 
 
+@command(Panel.develop)
+def sanitize(
+    ops: Ops = None,
+    tools: Annotated[
+        list[str] | None,
+        typer.Option("--tool", help="memcheck, racecheck, synccheck; repeatable, or with commas. Default: all."),
+    ] = None,
+    sets: Annotated[
+        list[SetName] | None, typer.Option("--set", help="Points to check; repeatable. Default: tiny.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="The most time of one op under one tool.")] = 300.0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes at a time. Default: half of the cores.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/sanitizer/checks.json.")
+    ] = None,
+) -> None:
+    """Run the checks of every op under NVIDIA's compute-sanitizer. Exit code 1 if it finds an error."""
+    if not has_gpu():
+        raise typer.BadParameter("sanitize needs a GPU; without one, the interpreter checks the bounds of every access")
+    from rooftile.bench.sanitize import run
+
+    try:
+        code = run(
+            ops, names_of(tools) or (), [s.value for s in sets or (SetName.tiny,)], console,
+            results=results, limit=seconds, jobs=jobs,
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
 @command(Panel.measure)
 def profile(
     op: Annotated[str, typer.Argument(help="The op, as in `rooftile check`.")],

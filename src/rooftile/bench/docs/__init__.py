@@ -30,6 +30,7 @@ from rooftile.bench.docs import headline as docs_headline
 from rooftile.bench.docs import passes as docs_passes
 from rooftile.bench.docs import products as docs_products
 from rooftile.bench.docs import quality as docs_quality
+from rooftile.bench.docs import sanitizer as docs_sanitizer
 from rooftile.bench.docs import schedules as docs_schedules
 from rooftile.bench.docs import sweeps as docs_sweeps
 from rooftile.bench.docs import training as docs_training
@@ -229,6 +230,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "headline-ops": docs_headline.ops,
     "targets": docs_headline.targets,
     "gaps": docs_gaps.gaps,
+    "sanitizer": docs_sanitizer.table,
     "versions": docs_environment.versions,
     "gpus": docs_environment.gpus,
 }
