@@ -1,11 +1,17 @@
-"""The built documentation: every link inside of it leads somewhere, and its search knows the public names."""
+"""The built documentation: links lead somewhere, the search knows the public names, and a browser shows its results."""
 
+import functools
 import html.parser
+import http.server
 import json
 import os
 import posixpath
+import re
+import shutil
 import subprocess
 import sys
+import threading
+import time
 import urllib.parse
 
 import pytest
@@ -18,6 +24,8 @@ pytestmark = pytest.mark.nightly
 
 pytest.importorskip("material", reason="mkdocs-material is not installed")
 pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class _Page(html.parser.HTMLParser):
@@ -87,6 +95,46 @@ def test_the_reference_has_every_case_and_command(index):
         titles[entry["location"].partition("#")[0]].add(entry["title"])
     assert set(all_cases()) <= titles["reference/cases/"]
     assert {"rooftile check", "rooftile bench", "rooftile bench e2e", "rooftile inspect"} <= titles["reference/cli/"]
+
+
+class _Slow(http.server.SimpleHTTPRequestHandler):
+    """Serves the chart of the home page late, so that the page is complete only after the search's worker has run."""
+
+    seconds = 0
+
+    def do_GET(self):
+        if self.path.endswith("headline.svg"):
+            time.sleep(self.seconds)
+        super().do_GET()
+
+
+@pytest.fixture
+def address(site):
+    """The site on the loopback."""
+    handler = functools.partial(_Slow, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@pytest.mark.parametrize(
+    ("words", "page"), [("rms_norm", "reference/rowwise/"), ("PagedKVCache", "reference/attention/")]
+)
+def test_a_browser_finds_it(address, words, page, tmp_path, monkeypatch):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    found = []
+    for seconds in (3, 10, 30):
+        monkeypatch.setattr(_Slow, "seconds", seconds)
+        command = [CHROMIUM, *flags, f"{address}/?q={words}"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert shown.returncode == 0, shown.stderr
+        found = re.findall(r'<a href="([^"]*)" class="md-search-result__link', shown.stdout)
+        if found:
+            break
+    first = list(dict.fromkeys(link.partition("?")[0] for link in found))[:3]
+    assert f"{address}/{page}" in first
 
 
 def test_every_page_is_in_the_site(built_pages):
