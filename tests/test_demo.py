@@ -23,6 +23,7 @@ from rooftile.bench.prefill.report import COMPILE, EAGER, OURS_COMPILE
 from rooftile.bench.rows import OURS, read_json
 from rooftile.cases import find_cases
 from rooftile.cases.check import CheckRow
+from rooftile.demo import byte_model
 from rooftile.demo import compare as demo
 from rooftile.demo.__main__ import WIDTH, show_families
 from rooftile.demo.models import MODELS
@@ -134,6 +135,22 @@ def test_prefill_command_writes_rows_that_are_no_measurement(tmp_path: Path) -> 
     assert refused.exit_code == 2
     assert CliRunner().invoke(cli.app, ["bench", "prefill", "--model", "nothing"]).exit_code == 2
     assert CliRunner().invoke(cli.app, ["bench", "prefill", "--tokens", "0"]).exit_code == 2
+
+
+def test_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    settings = prefill.Settings(weights=str(byte_model()), tokens=[8], layers=1, dtype=torch.float32, iters=1)
+    run = prefill.Prefill(settings, Console(quiet=True))
+    with safe_open(byte_model() / "model.safetensors", "pt") as file:
+        expected = file.get_tensor("model.layers.0.mlp.up_proj.weight")
+    assert torch.equal(run.plain.model.layers[0].mlp.up_proj.weight.cpu(), expected.float())  # type: ignore[union-attr,index]
+    assert (run.title, len(run.plain.model.layers)) == ("byte_model-1-layers", 1)  # type: ignore[union-attr,arg-type]
+    run.run()
+    assert {row.status for row in run.rows} == {"ok"}
+    (tmp_path / "config.json").write_text((byte_model() / "config.json").read_text())
+    with pytest.raises(ValueError, match="no file named"):
+        prefill.Prefill(dataclasses.replace(settings, weights=str(tmp_path)), Console(quiet=True))
 
 
 def test_wrong_logits_fail_untimed() -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rooftile.engine.config import ModelConfig
     from rooftile.engine.weights import Weights
 
+RANDOM = "random"  # weights that are drawn, and no checkpoint's
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmShape:

@@ -18,10 +18,11 @@ def bench_prefill(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json, or a folder that holds one. Weights "
-            "are random. Default: qwen2.5-7b, and in the interpreter tiny.",
+            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json, or a folder that holds one. "
+            "Default: that of --weights, or qwen2.5-7b, and in the interpreter tiny.",
         ),
     ] = None,
+    weights: Annotated[str, typer.Option(metavar="random|PATH", help="random, or a checkpoint folder.")] = "random",
     tokens: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,6 +71,7 @@ def bench_prefill(
         raise typer.BadParameter(f"unknown {', '.join(unknown)}; known: {', '.join(IMPLS)}", param_hint="--peers")
     settings = Settings(
         model=model,
+        weights=weights,
         tokens=lengths,
         dtype=DTYPES[dtype.value],
         layers=layers,

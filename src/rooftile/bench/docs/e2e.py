@@ -10,13 +10,12 @@ from typing import Any
 
 from rooftile.bench.docs.tables import NO_RESULTS, aged, is_older, machine, machine_line, markdown
 from rooftile.bench.e2e import layer
-from rooftile.bench.e2e.model import RANDOM
 from rooftile.bench.e2e.paths import CUDA, HF, HF_EAGER, OURS_UNTUNED, PATCHED, PEERS
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import FILES, over, read_results
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, read_json
-from rooftile.bench.workloads import MODELS
+from rooftile.bench.workloads import MODELS, RANDOM
 
 SUITE = "e2e"
 _ROOFS = (("roof_copy_gbs", 4), ("roof_read_gbs", 4), ("roof_tflops", 3))  # of a run, and the digits that are shown

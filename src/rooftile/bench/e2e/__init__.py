@@ -24,7 +24,7 @@ from rooftile.bench import report as reports
 from rooftile.bench.e2e import report as shown
 from rooftile.bench.e2e.batch import Batch
 from rooftile.bench.e2e.hf import Models
-from rooftile.bench.e2e.model import RANDOM, check_context, load
+from rooftile.bench.e2e.model import check_context, load
 from rooftile.bench.e2e.paths import (
     CUDA_EAGER,
     HF_EAGER,
@@ -43,6 +43,7 @@ from rooftile.bench.prefill import Latency
 from rooftile.bench.roof import Roofs, measure_roofs
 from rooftile.bench.rows import OURS, gpu_slug
 from rooftile.bench.timer import Clock, clock
+from rooftile.bench.workloads import RANDOM
 
 
 @dataclasses.dataclass(frozen=True)

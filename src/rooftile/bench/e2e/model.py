@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.bench.workloads import MODELS, read
+from rooftile.bench.workloads import MODELS, RANDOM, read
 from rooftile.engine import weights as engine_weights
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.projections import Dense, Projection
 from rooftile.engine.weights import Layer, Weights
-
-RANDOM = "random"
 
 
 class LayerTensors(NamedTuple):

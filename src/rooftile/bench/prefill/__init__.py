@@ -23,23 +23,25 @@ from torch import Tensor, nn
 from rooftile import runtime
 from rooftile.bench import report as reports
 from rooftile.bench.info import check_results, machine
-from rooftile.bench.prefill.model import layer_ops, load_config, twin
+from rooftile.bench.prefill.model import layer_ops, load_config, make_model, twin
 from rooftile.bench.prefill.report import CAPTION, COMPILE, EAGER, IMPLS, OURS_COMPILE, PEER, plot, show
 from rooftile.bench.roof import Roofs, measure_roofs
 from rooftile.bench.rows import OURS, Row, gpu_slug, spread, write_json
 from rooftile.bench.timer import Call, Clock, clock
+from rooftile.bench.workloads import RANDOM
 from rooftile.cases.check import NAMES, relative_error
 from rooftile.huggingface import patch
-from rooftile.huggingface.random_model import random_model
 
 SPREAD_OUT = 5  # rounds: the implementations take turns, each some forwards at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure; None lets the mode choose a model or lengths."""
+    """What to measure; None lets the mode choose a model or lengths. `weights`: random, or a checkpoint's folder, whose
+    model it then is."""
 
     model: str | None = None
+    weights: str = RANDOM
     tokens: Sequence[int] | None = None
     dtype: torch.dtype = torch.bfloat16
     layers: int | None = None
@@ -100,9 +102,10 @@ class Prefill:
         self.clock: Clock = clock(self.device)
         measures = self.clock.measures
         check_results(settings.results, measures)
+        named = None if settings.weights == RANDOM else settings.weights
         self.settings = dataclasses.replace(
             settings,
-            model=settings.model or ("qwen2.5-7b" if measures else "tiny"),
+            model=settings.model or named or ("qwen2.5-7b" if measures else "tiny"),
             tokens=settings.tokens or ((128, 256, 512, 1024, 2048) if measures else (16, 32)),
             impls=settings.impls or (IMPLS if measures else (EAGER, OURS)),
             warmup=settings.warmup if measures else 0,
@@ -119,13 +122,14 @@ class Prefill:
         assert self.settings.model is not None
         self.title, self.config = load_config(self.settings.model, settings.layers)
         self.clock.release()
-        self.plain = random_model(self.config, dtype=settings.dtype, device=self.device)
+        self.plain = make_model(self.config, settings.weights, settings.dtype, self.device)
         self.ours = twin(self.plain)
         self.handle = patch(self.ours)
         self.meta.update(
             suite="prefill",
             caption=CAPTION,
             model=self.title,
+            weights=settings.weights,
             parameters=sum(p.numel() for p in self.plain.parameters()),
             replaced=self.handle.replaced,
             left=[str(left) for left in self.handle.left],

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.bench.timer import Call
-from rooftile.bench.workloads import MODELS, read
+from rooftile.bench.workloads import MODELS, RANDOM, read
 from rooftile.cases import find_cases
 from rooftile.huggingface import PatchHandle
 from rooftile.huggingface.families import Norm, part_of
+from rooftile.huggingface.random_model import random_model
 
 
 def load_config(name: str, layers: int | None = None) -> tuple[str, Any]:
@@ -30,6 +31,24 @@ def load_config(name: str, layers: int | None = None) -> tuple[str, Any]:
         return title, AutoConfig.for_model(values.pop("model_type", None), **values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}: transformers makes no configuration of it: {error}") from error
+
+
+def make_model(config: Any, weights: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model with random weights, or with those of a checkpoint's folder.
+
+    Raises:
+        ValueError: the folder holds no such weights.
+    """
+    if weights == RANDOM:
+        return random_model(config, dtype=dtype, device=device)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(weights, config=config, dtype=dtype, attn_implementation="sdpa")
+    except OSError as error:
+        raise ValueError(f"{weights}: {error}") from error
+    loaded: nn.Module = model.eval().to(device)
+    return loaded
 
 
 def twin(model: nn.Module) -> nn.Module:

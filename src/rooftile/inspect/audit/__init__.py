@@ -178,6 +178,7 @@ def run(s: Settings, console: Console) -> int:
     """
     from rooftile.bench.e2e import model as e2e_model
     from rooftile.bench.run import brief
+    from rooftile.bench.workloads import RANDOM
 
     measured = runtime.MODE is runtime.Mode.GPU
     if not measured:
@@ -191,7 +192,7 @@ def run(s: Settings, console: Console) -> int:
             "the ops of PyTorch beside them, in Triton's interpreter.",
             style="yellow",
         )
-    weights = e2e_model.RANDOM if s.weights is None else str(s.weights)
+    weights = RANDOM if s.weights is None else str(s.weights)
     model = e2e_model.load(
         s.model, dtype=s.dtype, device=runtime.default_device(), quantize=s.quantize, layers=s.layers, weights=weights
     )
