@@ -46,7 +46,7 @@ class Launch:
     kernel: str
     regions: list[Region] = dataclasses.field(default_factory=list)
     adopted: list[Region] = dataclasses.field(default_factory=list)
-    live: list[Region] | None = None
+    found: dict[int, list[Region]] = dataclasses.field(default_factory=dict)
 
     def add(self, argument: str, value: Any) -> None:
         """Makes the storages of an argument's tensors the kernel's own."""
@@ -80,16 +80,23 @@ class Launch:
         """Makes the storages at these addresses the kernel's own: it was handed them as integers.
 
         Kernels over a list of tensors take a table of addresses. Only the garbage collector knows which tensors those
-        are, so it is asked, once a launch, and only by kernels that turn integers into pointers.
+        are. It is asked only by kernels that turn integers into pointers, once a launch for each of its generations:
+        the youngest has most of the tensors, and the oldest nearly all of the other objects.
         """
-        strangers = addresses[~self.covers(addresses, 1)]
-        if strangers.size == 0:
-            return
-        if self.live is None:
-            self.live = [Region(*span, "a tensor given by its address") for span in _live_storages()]
-        for region in [*self.regions, *self.live]:
-            if ((strangers >= region.start) & (strangers < region.end)).any():
-                self.adopted.append(region)
+        for generation in (None, 0, 1, 2):
+            strangers = addresses[~self.covers(addresses, 1)]
+            if strangers.size == 0:
+                return
+            for region in self.regions if generation is None else self.live(generation):
+                if ((strangers >= region.start) & (strangers < region.end)).any():
+                    self.adopted.append(region)
+
+    def live(self, generation: int) -> list[Region]:
+        """The storages of all tensors in a generation of the garbage collector, as the launch first found them."""
+        if generation not in self.found:
+            spans = _live_storages(generation)
+            self.found[generation] = [Region(*span, "a tensor given by its address") for span in spans]
+        return self.found[generation]
 
 
 # The running launches, innermost last. The interpreter keeps its own state in globals too: one thread at a time.
@@ -107,9 +114,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
         yield interpreter._unwrap_tensor(value)
 
 
-def _live_storages() -> set[tuple[int, int]]:
+def _live_storages(generation: int) -> set[tuple[int, int]]:
     found = set()
-    for thing in gc.get_objects():
+    for thing in gc.get_objects(generation):
         if not issubclass(type(thing), torch.Tensor) or thing.device.type != "cpu":
             continue
         try:
