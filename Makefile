@@ -20,14 +20,14 @@ unexport PYTHONDONTWRITEBYTECODE
 demo:
 	$(WITH) demo -m rooftile.demo
 
-# Each worker computes on one thread: the tests are many and small.
+# Each worker computes on one thread: the tests are many and small. Tests of a file share what it has built or compiled.
 test test-all: export OMP_NUM_THREADS = 1
 test test-all: export OPENBLAS_NUM_THREADS = 1
 test:
-	$(WITH) test -m pytest -n $(JOBS) $(ARGS)
+	$(WITH) test -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-all:
-	$(WITH) test -m pytest -n $(JOBS) -m "nightly or not nightly" $(ARGS)
+	$(WITH) test -m pytest -n $(JOBS) --dist loadfile -m "nightly or not nightly" $(ARGS)
 
 lint:
 	$(WITH) dev -m ruff check .

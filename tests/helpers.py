@@ -21,6 +21,30 @@ interpreted = pytest.mark.skipif(
 )
 
 
+def nightly_but(kept, values):
+    """Parameters of which `make test` runs those kept, and `make test-all` all. A case is named by its name."""
+    return [
+        pytest.param(value, marks=() if getattr(value, "name", value) in kept else pytest.mark.nightly)
+        for value in values
+    ]
+
+
+def on_two_ranks(function, *arguments):
+    """`function(rank, *arguments)` for rank 0 in this process, which has imported what it needs, and 1 in another."""
+    other = torch.multiprocessing.spawn(_as_rank_1, (function, arguments), nprocs=1, join=False)
+    try:
+        function(0, *arguments)
+    except BaseException:
+        other.processes[0].terminate()
+        raise
+    while not other.join():
+        pass
+
+
+def _as_rank_1(index, function, arguments):
+    function(1, *arguments)
+
+
 def draw(case, point, dtype, device, seed=0):
     return case.inputs(point, dtype, device, generator(device, seed))
 

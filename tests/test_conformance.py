@@ -53,14 +53,22 @@ def baseline(case, point, device):
 
 
 POINTS = [(case, point) for case in CASES for point in points(case, ("tiny", "edge"))]
-IDS = [f"{case.name} {point}" for case, point in POINTS]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_case_with_gradients = pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
+MODES = ("layer_norm", "linear", "attention", "cross_entropy")  # which options decide about gradients
 every_tiny_point = pytest.mark.parametrize(("case", "point"), TINY, ids=TINY_IDS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize(("case", "point"), POINTS, ids=IDS)
+def at_points():
+    """Every point in every dtype. `make test` runs options in two dtypes, sizes in one, and a point in the third."""
+    for (case, point), name in itertools.product(POINTS, DTYPES):
+        tiny = case.sets["tiny"]
+        often = point == tiny[0] or name == "bf16" or (name == "fp32" and point in tiny)
+        marks = () if often else pytest.mark.nightly
+        yield pytest.param(case, point, DTYPES[name], marks=marks, id=f"{case.name} {point}-{name}")
+
+
+@pytest.mark.parametrize(("case", "point", "dtype"), at_points())
 def test_results_and_gradients_are_within_tolerance(case, point, dtype):
     rows = [row for direction in case.directions for row in check_point(case, point, dtype, direction, seed=3)]
     assert {row.output for row in rows} >= set(case.outputs)
@@ -128,8 +136,18 @@ def assert_agree(case, direction, actual, expected):
         assert relative_error(a, e) <= case.tolerances[BF16][direction].ceiling
 
 
-@pytest.mark.parametrize("how", [offset, transposed])
-@every_tiny_point
+# Views away from the start of their memory at the first point, and in the test above.
+@pytest.mark.parametrize(
+    ("case", "point", "how"),
+    [
+        pytest.param(
+            *(case, point, how),
+            id=f"{case.name} {point}-{how.__name__}",
+            marks=() if how is transposed or point == case.sets["tiny"][0] else pytest.mark.nightly,
+        )
+        for (case, point), how in itertools.product(TINY, (offset, transposed))
+    ],
+)
 def test_strides_make_no_difference(case, point, how, device):
     if case.mutates and how is transposed:
         pytest.skip("written in place, it needs a last stride of 1: test_rope.py")
@@ -152,7 +170,19 @@ def test_gradients_that_are_one_number_repeated(case, device):
     assert_agree(case, "backward", backward(case, point, inputs, repeated), backward(case, point, inputs, dense))
 
 
-@every_tiny_point
+@pytest.mark.parametrize(
+    ("case", "point"),
+    [
+        pytest.param(
+            case,
+            point,
+            id=name,
+            marks=() if point == case.sets["tiny"][0] or case.name in MODES else pytest.mark.nightly,
+        )
+        for (case, point), name in zip(TINY, TINY_IDS, strict=True)
+        if case.grads
+    ],
+)
 def test_only_the_gradients_asked_for(case, point, device):
     inputs = draw(case, point, BF16, device)
     expected = baseline(case, point, device)

@@ -64,7 +64,7 @@ def assert_right(tensors, function=linear_jsd, needs=(True, True, True), factor=
     return found
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
 def test_every_combination_of_options(beta, bias, device):
     tensors = drawn(2, 5, device=device, bias=bias)

@@ -51,7 +51,9 @@ def drawn(*shape, dtype=torch.float32, device=None):
     return torch.randn(shape, device=device).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.nightly), BF16], ids=str
+)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.kernel} {c.block_m}x{c.block_n} split {c.split_k}")
 def test_every_kernel_is_the_same_function(config, dtype, device):
     rows = {"gemv": 1, "skinny": 13, "tiled": 37}[config.kernel]

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import BF16, interpreted
+from helpers import BF16, interpreted, on_two_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -94,7 +94,7 @@ def test_several_steps_are_pytorchs(options, device):
     assert_agree(first, second)
 
 
-@pytest.mark.parametrize("size", [1024, 4096, pytest.param(10_000_000, id="10M")])
+@pytest.mark.parametrize("size", [1024, 4096, pytest.param(10_000_000, id="10M", marks=pytest.mark.nightly)])
 def test_weights_and_moments_are_within_1e5_of_pytorchs(size, device, capsys):
     """Of torch.optim.AdamW in float64 and in float32, after five steps (two at 10M, in blocks of 2^20 where the
     interpreter runs: its cost is by operation, not by element)."""
@@ -781,7 +781,7 @@ def _two_ranks(rank, path, results):
 
 @pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="gloo's tensors are on the CPU")
 def test_two_ranks_are_one(tmp_path):
-    torch.multiprocessing.spawn(_two_ranks, (tmp_path, tmp_path / "results"), nprocs=2)
+    on_two_ranks(_two_ranks, tmp_path, tmp_path / "results")
     whole, norm = torch.load(tmp_path / "results")
     plain = parameters(torch.device("cpu"), [(5, 6), (4,), (1, 3)])
     second = torch.optim.AdamW(plain, lr=1e-2)

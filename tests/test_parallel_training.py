@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import interpreted
+from helpers import interpreted, on_two_ranks
 from tiny_models import assert_same_gradients, build, tokens
 
 import rooftile
@@ -74,7 +74,7 @@ def _rank(rank, path):
 
 
 def test_two_ranks_have_the_gradients_of_one(tmp_path):
-    torch.multiprocessing.spawn(_rank, (tmp_path,), nprocs=2)
+    on_two_ranks(_rank, tmp_path)
     results = torch.load(tmp_path / "results")
     one = first_gradients("none", 0, 1)
     for name, expected in {"fsdp": one, "ddp": one, "every kernel": every_kernel("none", 0, 1)}.items():

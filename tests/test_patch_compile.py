@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from helpers import nightly_but
 from tiny_models import TOLERANCE, assert_same_gradients, build, error, gradients, run, tokens
 
 import rooftile
@@ -17,7 +18,7 @@ from rooftile.huggingface.replacing import is_ours
 
 
 @pytest.mark.parametrize(
-    "title", ["Qwen3", "Gemma 3", "Phi-3", pytest.param("T5 v1.1", marks=pytest.mark.nightly), "GPT-2", "BERT"]
+    "title", nightly_but(("Qwen3", "GPT-2"), ("Qwen3", "Gemma 3", "Phi-3", "T5 v1.1", "GPT-2", "BERT"))
 )
 def test_whole_patched_model_compiles_to_one_graph(title: str) -> None:
     model, ids = build(title), tokens()
@@ -32,6 +33,7 @@ def test_whole_patched_model_compiles_to_one_graph(title: str) -> None:
         assert_same_gradients(gradients(model), grads)
 
 
+@pytest.mark.nightly  # the whole model is one graph, and ops go through Inductor in test_registration.py
 def test_whole_patched_model_compiles_with_inductor() -> None:
     model, ids = build("Llama"), tokens()
     logits, _, grads = run(model, ids)
@@ -62,7 +64,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("title", COMPILED)
+@pytest.mark.parametrize("title", nightly_but(("Gemma 3",), COMPILED))
 def test_compiled_for_inference_the_model_keeps_its_own_code(title: str, training: bool) -> None:
     model, ids = build(title), tokens()
     with torch.no_grad():

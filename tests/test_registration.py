@@ -17,6 +17,7 @@ from helpers import (
     draw,
     forward,
     grads_of,
+    nightly_but,
     output_grads_for,
     with_length,
 )
@@ -57,15 +58,12 @@ OF_TENSORS = ("test_autograd_registration",)
 TRACED = ("test_aot_dispatch_dynamic",)
 
 
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "traced"])
 @every_case
-def test_opcheck(case, device):
-    """Values at each point; what PyTorch registers, for each set of tensors by dtype and rank; and a trace of the
-    forward op, for each set of tensors that it is given: backward ops are traced with it by torch.compile below, and
-    the first set with gradients."""
+def test_opcheck(case, traced, device):
+    """What PyTorch registers, once for each set of tensors by dtype and rank. Nightly, a trace of the forward op too for
+    each set of tensors that it is given. torch.compile below traces the first set, and backward ops."""
     done = set()
-    if case.grads and not case.mutates:
-        op, args, _ = next(calls(case, device))
-        done.add((op, *(isinstance(a, torch.Tensor) for a in args)))
     for point in case.sets["tiny"]:
         forward_call, *rest = calls(case, device, [point])
         checked = [forward_call] if case.name.startswith("rope") else [forward_call, *rest]  # its backward is itself
@@ -75,10 +73,11 @@ def test_opcheck(case, device):
             tests = OF_VALUES[1:] if narrow else OF_VALUES
             ranks = (op, *((a.dtype, a.dim()) if isinstance(a, torch.Tensor) else a is None for a in args))
             given = (op, *(isinstance(a, torch.Tensor) for a in args))
-            tests += () if ranks in done else OF_TENSORS
-            tests += () if given in done or op is not forward_call[0] else TRACED
+            if not traced and ranks not in done:
+                torch.library.opcheck(op, args, test_utils=(*tests, *OF_TENSORS))
+            if traced and given not in done and op is forward_call[0]:
+                torch.library.opcheck(op, args, test_utils=TRACED)
             done |= {ranks, given}
-            torch.library.opcheck(op, args, test_utils=tests)
 
 
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
@@ -184,7 +183,10 @@ def ways(case):
     return list(found.values())
 
 
-@every_case
+# A bias or a mask or none, ways to quantize, statistics or none; lengths below are those of the first way of all cases.
+@pytest.mark.parametrize(
+    "case", nightly_but(("layer_norm", "linear", "silu_mul_quantized", "softmax"), CASES), ids=lambda case: case.name
+)
 def test_torch_compile_keeps_one_graph(case, device):
     for point in ways(case)[1:]:  # the first has one below
         step, counter = compiled_step(case, "aot_eager", **point.options)
@@ -202,7 +204,10 @@ def test_torch_compile_takes_lengths_that_change(case, device):
         assert counter.frame_count == graphs
 
 
-@every_case
+# Of an op without a backward the lengths above have no gradients either.
+@pytest.mark.parametrize(
+    "case", nightly_but(("rms_norm", "linear", "cross_entropy", "rope_"), CASES), ids=lambda case: case.name
+)
 def test_torch_compile_without_gradients(case, device):
     point = case.sets["tiny"][0]
     step, counter = compiled_step(case, "aot_eager")

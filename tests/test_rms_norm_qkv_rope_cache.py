@@ -198,8 +198,8 @@ def kept(monkeypatch):
     ("dtype", "heads", "head_dim", "k", "bias", "rows", "stages", "paged", "layout"),
     [
         (BF16, (6, 2), 64, 96, True, 2, 2, False, "bthd"),  # one pair a tile
-        (BF16, (6, 2), 64, 96, True, 2, 2, True, "bthd"),
-        (BF16, (6, 2), 64, 96, True, 2, 2, True, "bhtd"),
+        pytest.param(BF16, (6, 2), 64, 96, True, 2, 2, True, "bthd", marks=pytest.mark.nightly),
+        pytest.param(BF16, (6, 2), 64, 96, True, 2, 2, True, "bhtd", marks=pytest.mark.nightly),
         (BF16, (3, 1), 80, 128, False, 4, 2, True, "bhtd"),  # a tile of pairs of two heads
         (torch.float16, (2, 2), 128, 130, True, 16, 1, False, "bthd"),
         (BF16, (5, 1), 6, 96, True, 16, 2, False, "bthd"),  # a tile of q, k and v, and one past the last

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import interpreted
+from helpers import interpreted, on_two_ranks
 
 import rooftile
 from rooftile.reference import cross_entropy, linear_cross_entropy
@@ -205,7 +205,7 @@ def _rank(rank, path):
 
 
 def test_two_ranks_have_the_results_of_one(tmp_path):
-    torch.multiprocessing.spawn(_rank, (tmp_path,), nprocs=2)
+    on_two_ranks(_rank, tmp_path)
     results_of_two = torch.load(tmp_path / "results")
     expected = {name: results(*case) for name, case in {**CASES, **LOSSES}.items()}
     truth = {name: expected[name] for name in CASES}

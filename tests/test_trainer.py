@@ -69,8 +69,8 @@ def assert_alike(ours: object, plain: object, tolerance: float) -> None:
     "options",
     [
         {"gradient_accumulation_steps": 2},
-        {"gradient_checkpointing": True, "max_grad_norm": 0.1},
-        {"label_smoothing_factor": 0.1},
+        pytest.param({"gradient_checkpointing": True, "max_grad_norm": 0.1}, marks=pytest.mark.nightly),
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.nightly),
     ],
     ids=["accumulation", "checkpointing", "label-smoothing"],
 )
@@ -94,6 +94,7 @@ def test_bf16_of_the_trainer_is_autocast(tmp_path: object) -> None:
     assert error(losses(ours), losses(exact)) <= max(error(losses(plain), losses(exact)), 2.0**-10)
 
 
+@pytest.mark.nightly  # test_patch_training.py has a step of theirs
 def test_encoder_decoders_train_alike(tmp_path: object) -> None:
     plain = build("T5 v1.1", dropout_rate=0.0)
     ours = build("T5 v1.1", dropout_rate=0.0)
