@@ -67,6 +67,21 @@ def test_every_tiny_size_compiles(part):
     assert any(r.verdict == "PASS" for r in rows)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(8))
+def test_every_size_compiles(part):
+    """The models' sizes for the target with the least shared memory. `.ci/run` has those on which tiles depend."""
+    rows = compile_on("sm_86", plan(find_cases()[part::8], sets=["llm"], dtypes=[torch.bfloat16]))
+    assert not failures(rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax"])
+def test_every_length_of_rows_compiles(op):
+    rows = compile_on("sm_90", plan(find_cases([op]), sets=["llm", "sweep", "softmax"], dtypes=[torch.bfloat16]))
+    assert not failures(rows)
+
+
 def test_a_plan_has_every_option_at_a_real_size():
     for case in find_cases():
         size = case.sets["llm"][0]

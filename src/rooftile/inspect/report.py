@@ -60,27 +60,34 @@ def inspect_all(
     hashed: bool = False,
     first: bool = False,
 ) -> list[Row]:
-    """Every call of those cases, sets and dtypes, compiled for those targets; on a terminal, with a progress bar.
+    """Every call of those cases, sets and dtypes, compiled for those targets. `first`: see `plan`."""
+    tasks = plan(cases, sets=sets, dtypes=dtypes, first=first)
+    return compile_all(dict.fromkeys(archs, tasks), cases, console, hashed)
 
-    With `hashed`, the machine code of each kernel is hashed. `first`: see `plan`.
+
+def compile_all(
+    tasks: Mapping[str, Sequence[Task]], cases: Sequence[OpCase], console: Console, hashed: bool = False
+) -> list[Row]:
+    """The calls of each target compiled for it, in that order of targets; on a terminal, with a progress bar.
+
+    With `hashed`, the machine code of each kernel is hashed.
 
     A process compiles for one target and one dtype, since dtypes share no kernels. A core that has none left helps with
     those that are not done: ops share few kernels.
     """
-    tasks = plan(cases, sets=sets, dtypes=dtypes, first=first)
-    by_dtype: dict[str, list[Task]] = {}
-    for task in tasks:
-        by_dtype.setdefault(task.dtype, []).append(task)
-    cores = os.cpu_count() or 1
     by_name = {case.name: case for case in cases}
-    queues = [(arch, _Queue(same, by_name)) for arch in archs for same in by_dtype.values()]
+    queues = []
+    for arch, own in tasks.items():
+        for dtype in dict.fromkeys(task.dtype for task in own):
+            queues.append((arch, _Queue((task for task in own if task.dtype == dtype), by_name)))
+    cores = os.cpu_count() or 1
     jobs = queues * cores
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
         ThreadPoolExecutor(max(1, min(len(jobs), cores))) as pool,
     ):
-        bars = {arch: progress.add_task(arch, total=len(tasks)) for arch in archs}
+        bars = {arch: progress.add_task(arch, total=len(own)) for arch, own in tasks.items()}
 
         def compile_job(job: tuple[str, _Queue]) -> list[Row]:
             arch, queue = job
@@ -89,7 +96,7 @@ def inspect_all(
         rows: list[Row] = []
         for found in pool.map(compile_job, jobs):
             rows += [row for row in found if row.verdict != "excluded" or row not in rows]  # said once, not by dtype
-    order = list(by_name)
+    archs, order = list(tasks), list(by_name)
     return sorted(rows, key=lambda r: (archs.index(r.arch), order.index(r.op), r.direction != "forward"))
 
 
@@ -173,11 +180,11 @@ def _findings(rows: Sequence[Row]) -> Iterator[str]:
 def show(rows: Sequence[Row], console: Console) -> None:
     """A table for each target, then failures and exclusions with their reasons, then a line for each target."""
     tables = [_table([r for r in rows if r.arch == arch], arch) for arch in dict.fromkeys(r.arch for r in rows)]
-    tables.append(_summary(rows))
     if not console.is_terminal:  # a file is as wide as its lines
         options = console.options.update(width=1000)
-        console.width = max(console.width, *(Measurement.get(console, options, t).maximum for t in tables))
-    for table in tables[:-1]:
+        widths = (Measurement.get(console, options, t).maximum for t in (*tables, _summary(rows)))
+        console.width = max(console.width, *widths)
+    for table in tables:
         console.print(table)
     console.print(
         "points: the cases that share the kernel. registers: 32-bit, a thread's. spills: bytes of them in local "
@@ -186,9 +193,14 @@ def show(rows: Sequence[Row], console: Console) -> None:
         "process bears Triton's own start.",
         style="dim",
     )
+    show_summary(rows, console)
+
+
+def show_summary(rows: Sequence[Row], console: Console) -> None:
+    """Failures and exclusions with their reasons, then a line for each target."""
     for finding in _findings(rows):
         console.print(finding, highlight=False, soft_wrap=True)
-    console.print(tables[-1])
+    console.print(_summary(rows))
     verdicts = Counter(row.verdict for row in rows)
     excluded = f", {verdicts['excluded']} excluded" if verdicts["excluded"] else ""
     console.print(

@@ -1,0 +1,94 @@
+"""Compiles, without a GPU, what `.ci/run` asks for: `python tools/compile_targets.py every` or `... newest`.
+
+Hundreds of kernels: only those that fail are shown, and a summary of each target. Calls that several lines of a plan
+name are compiled once, in one process for each target and dtype. `rooftile inspect --all` compiles the whole of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+
+from rooftile.cases import find_cases
+from rooftile.cases.check import DTYPES
+from rooftile.inspect import Task, plan, report
+from rooftile.runtime import TARGETS
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Ops, or all, at the first point of each set, or at all points, compiled for those targets."""
+
+    archs: Sequence[str]
+    sets: Sequence[str] = ("llm",)
+    ops: Sequence[str] | None = None
+    first: bool = True
+    dtype: str = "bf16"
+
+    def tasks(self) -> list[Task]:
+        return plan(find_cases(self.ops), sets=self.sets, dtypes=[DTYPES[self.dtype]], first=self.first)
+
+
+MEASURED = ("sm_90",)  # the target on which the kernels were measured
+SMALL = ("sm_86",)  # that with the least shared memory
+# Their tiles and schedules depend on the sizes.
+BY_SIZE = (
+    "matmul", "linear", "gated_linear", "int8_linear", "int4_linear", "fp8_linear", "fp8_weight_linear",
+    "rms_norm_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache", "attention", "attention_varlen",
+    "decode_attention", "linear_cross_entropy", "linear_jsd", "sample", "rms_norm", "layer_norm", "softmax",
+)  # fmt: skip
+
+PLANS = {
+    # Every op for every target. With every option, in a decode step and at the sizes of GEMMs and attention for the one
+    # measured; at the models' sizes and in float32 for the one with the least shared memory. Long rows have kernels of
+    # their own; layer_norm's, and those with a residual, differ from rms_norm's by a flag. Tiny sizes that differ from
+    # others in sizes alone are left to `make test-all`.
+    "every": (
+        Line(MEASURED, ("tiny", "llm", "decode")),
+        Line(MEASURED, ops=("linear", "gated_linear", "attention", "decode_attention"), first=False),
+        Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
+        Line(SMALL, ops=BY_SIZE, first=False),
+        Line(tuple(TARGETS)),
+        Line(SMALL, dtype="fp32"),
+    ),
+    # These have every kernel: ops left out differ by a flag, or in what is allocated.
+    "newest": (
+        Line(
+            MEASURED,
+            ops=(
+                "add_rms_norm", "layer_norm", "softmax", "rope", "qk_norm_rope", "silu_mul", "bias_gelu",
+                "rms_norm_quantized", "silu_mul_quantized", "linear", "gated_linear", "rms_norm_linear",
+                "rms_norm_gated_linear", "fp8_linear", "int8_linear", "attention", "decode_attention", "append_kv",
+                "embedding", "sample", "cross_entropy", "kl_div", "adamw_",
+            ),
+        ),
+        Line(("gfx942",), ops=("silu_mul",)),
+    ),
+}  # fmt: skip
+
+
+def tasks_of(lines: Iterable[Line]) -> dict[str, list[Task]]:
+    """The calls of each target, each once."""
+    found: dict[str, dict[str, Task]] = {}
+    for line in lines:
+        for arch in line.archs:
+            found.setdefault(arch, {}).update({repr(task): task for task in line.tasks()})
+    return {arch: list(tasks.values()) for arch, tasks in found.items()}
+
+
+def main() -> None:
+    tasks = tasks_of(PLANS[sys.argv[1]])
+    for arch, own in tasks.items():
+        print(f"{arch}: {len(own)} calls of {len({task.op for task in own})} ops", flush=True)
+    console = Console()
+    rows = report.compile_all(tasks, find_cases(), console)
+    report.show_summary(rows, console)
+    if any(row.verdict == "FAIL" for row in rows) or not rows:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
