@@ -5,6 +5,8 @@ import os
 # Before NumPy and PyTorch come in: workers of pytest-xdist share the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in this process, not in a pool of others
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import gc
 import importlib.util

@@ -24,12 +24,12 @@ class Line:
 
     archs: Sequence[str]
     sets: Sequence[str] = ("llm",)
-    ops: Sequence[str] | None = None
+    ops: Sequence[str] = ()  # all
     first: bool = True
     dtype: str = "bf16"
 
     def tasks(self) -> list[Task]:
-        return plan(find_cases(self.ops), sets=self.sets, dtypes=[DTYPES[self.dtype]], first=self.first)
+        return plan(find_cases(list(self.ops) or None), sets=self.sets, dtypes=[DTYPES[self.dtype]], first=self.first)
 
 
 MEASURED = ("sm_90",)  # the target on which the kernels were measured
@@ -83,7 +83,7 @@ def main() -> None:
     tasks = tasks_of(PLANS[sys.argv[1]])
     for arch, own in tasks.items():
         print(f"{arch}: {len(own)} calls of {len({task.op for task in own})} ops", flush=True)
-    console = Console()
+    console = Console(width=120)
     rows = report.compile_all(tasks, find_cases(), console)
     report.show_summary(rows, console)
     if any(row.verdict == "FAIL" for row in rows) or not rows:
