@@ -152,5 +152,6 @@ def test_a_process_trains_three_ways():
     assert json.loads(json.dumps(found)) == found
 
 
+@pytest.mark.nightly  # it imports PyTorch again
 def test_a_process_that_dies_is_an_error():
     assert verdict(convergence.in_child(Job("nothing"))).startswith("error: exit code 1: KeyError")
