@@ -39,7 +39,8 @@ QUANTITIES = ("loss", "loss_rms", "logprobs", "weights")
 JUDGED = {"fp32": ("loss", "logprobs", "weights"), "bf16": ("loss_rms", "logprobs", "weights")}
 LEARNS = 20  # steps after which a loss is lower
 FLOAT32 = 1e-4
-# Two runs that are off from exact arithmetic by equal amounts are off from each other by anything up to their sum.
+# Two runs that are off from exact arithmetic by equal amounts are off from each other by anything up to their sum:
+# docs/performance/method.md has how far correct runs spread.
 BOUND = 2.0
 REAL = "llama-3.2-1b"
 FOLDER = "training/convergence"  # a folder of its own: its file has no rows of times
