@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_parallel.py --model meta-llama/Llama-3.2-1B --dtype bfloat16
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 examples/train_parallel.py --steps 2 --length 32   # on CPUs
 
-The text is the source of Python's standard library, in windows of bytes. Without `--model` the model is the byte-level
-Llama that Rooftile ships. Patch first, then shard: `fully_shard` and DDP wrap what the patch has put in place.
+The text is the source of Python's standard library, in windows of tokens: the model's tokenizer makes them, or for a
+model without one they are bytes. Without `--model` the model is the byte-level Llama that Rooftile ships. Patch first,
+then shard: `fully_shard` and DDP wrap what the patch has put in place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import contextlib
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +72,50 @@ def loss_of(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> Te
         return model(input_ids=tokens, labels=tokens).loss
 
 
+def tokenize(options: argparse.Namespace) -> tuple[Iterator[Tensor], str]:
+    """The token ids of each file of the text, and what they are."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    files = library_text.training_files()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError):  # it has none
+        vocabulary = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
+        if vocabulary <= library_text.END:
+            found = f"{options.model} has no tokenizer and {vocabulary} tokens"
+            raise SystemExit(f"{found}, expected {library_text.END + 1} or more, one for each byte") from None
+        return (library_text.tokens([path]) for path in files), "bytes"
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def ids(path: Path) -> Tensor:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        return torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False) + end)
+
+    return map(ids, files), f"tokens of {options.model}"
+
+
 def batches(options: argparse.Namespace, rank: int, ranks: int) -> list[Tensor]:
-    """This rank's windows of each step: ranks share a batch, and every window has as many tokens."""
+    """This rank's windows of each step: ranks share a batch, and every window has as many tokens. Where the text has
+    too few windows for all steps, it is repeated."""
     share = options.batch // ranks
     if share * ranks != options.batch:
         raise SystemExit(f"--batch is {options.batch}, expected a multiple of the {ranks} ranks")
-    stream = library_text.tokens(library_text.held_out_files())
-    windows = library_text.windows(stream, options.length, options.steps * options.batch)
-    return [step[rank * share : (rank + 1) * share] for step in windows.split(options.batch)]
+    wanted = options.steps * options.batch
+    parts, what = tokenize(options)
+    read: list[Tensor] = []
+    for part in parts:
+        read.append(part)
+        if sum(map(len, read)) >= wanted * options.length:
+            break
+    stream = torch.cat(read)
+    windows = library_text.windows(stream, options.length, wanted)
+    if not len(windows):
+        raise SystemExit(f"--length is {options.length}, expected at most the text's {len(stream)} tokens")
+    if rank == 0:
+        epochs = wanted / len(windows)
+        print(f"token ids: {what}; {len(windows)} windows of {options.length}, {epochs:.3g} times", flush=True)
+    places = torch.arange(wanted).view(options.steps, options.batch) % len(windows)
+    return [windows[step[rank * share : (rank + 1) * share]] for step in places]
 
 
 def train(options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> list[float]:

@@ -13,6 +13,10 @@ from helpers import interpreted, on_two_ranks
 from tiny_models import assert_same_gradients, build, tokens
 
 import rooftile
+from rooftile.demo import byte_model, library_text
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_parallel.py"
 pytestmark = interpreted
@@ -81,6 +85,66 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path):
         loss, grads = results[name]
         torch.testing.assert_close(loss, expected[0], msg=name)
         assert_same_gradients(grads, expected[1])
+
+
+def options(*given):
+    return example().arguments([*map(str, given)])
+
+
+def a_model(folder, vocabulary=300):
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+def files(monkeypatch, tmp_path, *texts):
+    paths = [tmp_path / f"{i}.py" for i in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_bytes(text)
+    monkeypatch.setattr("rooftile.demo.library_text.training_files", lambda: paths)
+    return torch.tensor([t for text in texts for t in [*text, 256]])
+
+
+def test_the_example_has_full_batches_in_every_step(monkeypatch, tmp_path, capsys):
+    """The text is repeated where it is too short, and never a rank's batch is empty or short."""
+    stream = files(monkeypatch, tmp_path, b"abcdefgh" * 4, b"ijkl" * 2)
+    both = [example().batches(options("--steps", 7, "--batch", 4, "--length", 6), rank, 2) for rank in range(2)]
+    assert [[tuple(step.shape) for step in steps] for steps in both] == [[(2, 6)] * 7] * 2
+    windows = stream[: 7 * 6].view(7, 6)
+    every = torch.cat([torch.cat(steps) for steps in zip(*both, strict=True)])
+    assert torch.equal(every, windows.repeat(4, 1))
+    assert f"token ids: tokens of {byte_model()}; 7 windows of 6, 4 times" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--length is 60, expected at most the text's 42 tokens"):
+        example().batches(options("--length", 60), 0, 1)
+    with pytest.raises(SystemExit, match="--batch is 3, expected a multiple of the 2 ranks"):
+        example().batches(options("--batch", 3), 0, 2)
+
+
+def test_the_example_trains_on_the_text_to_train_on():
+    (step,) = example().batches(options("--steps", 1, "--batch", 2, "--length", 64), 0, 1)
+    assert torch.equal(step.flatten(), library_text.tokens(library_text.training_files()[:20])[:128])
+
+
+def test_a_model_without_a_tokenizer_is_fed_bytes_if_it_has_so_many_tokens(monkeypatch, tmp_path, capsys):
+    stream = files(monkeypatch, tmp_path, b"abc" * 9)
+    size = ("--steps", 1, "--batch", 1, "--length", 28)
+    (step,) = example().batches(options("--model", a_model(tmp_path / "bytes"), *size), 0, 1)
+    assert torch.equal(step[0], stream)
+    assert "token ids: bytes" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has no tokenizer and 100 tokens, expected 257 or more"):
+        example().batches(options("--model", a_model(tmp_path / "few", 100), *size), 0, 1)
+
+
+def test_a_model_is_fed_the_ids_of_its_tokenizer(monkeypatch, tmp_path):
+    files(monkeypatch, tmp_path, b"a b a")
+    folder = a_model(tmp_path / "words")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 7, "b": 9, "end": 5}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end").save_pretrained(folder)
+    (step,) = example().batches(options("--model", folder, "--steps", 1, "--batch", 1, "--length", 4), 0, 1)
+    assert step.tolist() == [[7, 9, 7, 5]]
 
 
 @pytest.mark.nightly
