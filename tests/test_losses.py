@@ -305,6 +305,19 @@ def every_function(device):
         yield hidden, lambda x, f=function, a=given, o=options: f(x, weight, labels, *a, **o).loss
 
 
+def test_gradients_lead_to_no_graph(device):
+    """One that is kept does not keep what the loss was computed from."""
+    for value, function in every_function(device):
+        leaf = value.clone().requires_grad_()
+        loss = 3.0 * function(leaf).sum()
+        kept = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        again = torch.autograd.grad(loss, leaf)[0]
+        for grad in (kept, again):
+            assert not grad.requires_grad
+            assert grad.grad_fn is None
+        assert torch.equal(kept, again)
+
+
 def doubled_by_operator(loss):
     loss *= 2.0
     return loss

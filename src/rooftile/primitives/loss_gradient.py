@@ -82,8 +82,9 @@ def scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
     graph leads to, is an error and not a silent zero. The loss is not saved: whoever has it may write it in place.
 
     A graph that is kept may be walked again, and one that is being traced must not write what it was given: a copy.
+    The result leads to the graph only if a second derivative is asked for (`create_graph`).
     """
     if type(gradient) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
         gradient = gradient.clone()
     _op(gradient, dloss)
-    return gradient
+    return gradient if torch.is_grad_enabled() else gradient.detach()
