@@ -314,14 +314,22 @@ def test_dropped_rows_are_not_multiplied(device, monkeypatch):
     assert rows == [(3, HIDDEN), (3, CLASSES), (CLASSES, 3)]
 
 
-def test_more_targets_than_valid_rows_make_the_loss_nan(device):
-    hidden, weight, target, _ = drawn(6, device=device, ignored=0)
+@every_reduction
+@pytest.mark.parametrize("valid", [0, 3])
+def test_more_targets_than_valid_rows_make_the_loss_and_gradients_nan(valid, reduction, device):
+    hidden, weight, target, bias = drawn(6, device=device, ignored=0)
     target[0] = -100
-    for valid in (0, 3):
-        for reduction in ("mean", "sum"):
-            assert linear_cross_entropy(hidden, weight, target, reduction=reduction, valid_rows=valid).isnan()
-        losses = linear_cross_entropy(hidden, weight, target, reduction="none", valid_rows=valid)
-        assert losses.isnan().tolist() == [0 < i > valid for i in range(6)]
+    lost = [0 < i > valid for i in range(6)]
+    tensors = hidden, weight, target, bias
+    for options in ({}, {"chunk_bytes": 2 * ROW}):
+        options = {"reduction": reduction, "valid_rows": valid, **options}
+        loss, dhidden, dweight, dbias = with_gradients(linear_cross_entropy, tensors, **options)
+        assert loss.isnan().tolist() == (lost if reduction == "none" else True)
+        for of_tokens in (dhidden.isnan().all(1), dhidden.isnan().any(1)):
+            assert of_tokens.tolist() == lost
+        assert (dhidden[0] == 0).all()
+        assert dweight.isnan().all()
+        assert dbias.isnan().all()
 
 
 @every_reduction

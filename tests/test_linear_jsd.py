@@ -190,8 +190,11 @@ def test_ignored_rows_can_be_dropped_and_may_then_hold_anything(reduction, devic
     found = with_gradients(linear_jsd, tensors, reduction=reduction, valid_rows=valid, chunk_bytes=4 * ROW)
     for a, e in zip(found, expected, strict=True):
         assert relative_error(a, e) < 1e-6
-    found = with_gradients(linear_jsd, tensors, reduction=reduction, valid_rows=valid - 1)[0]
-    assert found.isnan().sum() == 1  # more tokens count than the host said
+    for few in (0, valid - 1):  # more tokens count than the host said
+        loss, dhidden, *rest = with_gradients(linear_jsd, tensors, reduction=reduction, valid_rows=few)
+        assert loss.isnan().sum() == (valid - few if reduction == "none" else 1)
+        assert dhidden.isnan().all(-1).sum() == dhidden.isnan().any(-1).sum() == valid - few
+        assert all(t.isnan().all() for t in rest)
 
 
 def test_without_labels_no_token_is_ignored(device):

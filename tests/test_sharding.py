@@ -99,6 +99,8 @@ LOSSES = {
     ),
 }
 STATS = {"ignore_index": 1, "softcap": 3.0, "return_stats": True}
+FACTORS = 1 / 3, 1.003  # of a loss; in bfloat16 each is 2e-3 or 3e-3 off
+ROUNDED = numbers(64, 16), numbers(512, 16)  # hidden states and head
 
 
 def whole(t):
@@ -115,6 +117,11 @@ def results(function, tensors, kinds, **more):
     loss = sum((whole(y) * numbers(*y.shape, seed=7)).sum() for y in outputs)
     loss.backward()
     return [whole(y).detach() for y in outputs], [whole(t.grad) for t in tensors if t is not None and t.requires_grad]
+
+
+def bias(found, exact):
+    """How much too long a gradient is in the direction of the exact one, as a part of its length."""
+    return ((found.double() * exact).sum() / exact.square().sum() - 1).item()
 
 
 def with_gradient(function, x):
@@ -137,6 +144,7 @@ def _rank(rank, path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    torch.use_deterministic_algorithms(True)  # memory that nobody writes is NaN
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     found = {}
@@ -188,12 +196,21 @@ def _rank(rank, path):
             lambda x, r=reduction: rooftile.linear_cross_entropy(x, head, nothing, reduction=r), hidden
         ):
             assert (t == 0).all()
-    few = rooftile.linear_cross_entropy(hidden, head, target, valid_rows=3, reduction="none").full_tensor()
-    assert few.isnan().sum() == 1  # more targets count
+    for reduction in ("mean", "none"):  # more targets count
+        few, grad = with_gradient(
+            lambda x, r=reduction: rooftile.linear_cross_entropy(x, head, target, valid_rows=3, reduction=r), hidden
+        )
+        assert few.isnan().sum() == 1
+        assert grad.isnan().all(-1).tolist() == grad.isnan().any(-1).tolist() == [False, False, False, True]
     one, weight = sharded(mesh, [numbers(1, 16), numbers(6, 16)], "rw", 0)  # the second rank has no token
     weight.requires_grad_()
     rooftile.linear_cross_entropy(one, weight, torch.tensor([2])).backward()
     found["one token"] = whole(weight.grad)
+    for factor in FACTORS:
+        x, weight = sharded(mesh, [t.bfloat16() for t in ROUNDED], "wr", 0)
+        weight.requires_grad_()
+        (factor * rooftile.linear_cross_entropy(x, weight, integers(512, 64))).backward()
+        found["bfloat16", factor] = whole(weight.grad)
     with pytest.raises(ValueError, match="linear_cross_entropy: class_weight requires grad, but gets no gradient"):
         rooftile.linear_cross_entropy(hidden, head, target, class_weight=torch.ones(6, requires_grad=True))
     with pytest.raises(ValueError, match=r"linear_cross_entropy: class_weight has shape \(7,\), expected \(6,\)"):
@@ -215,6 +232,13 @@ def test_two_ranks_have_the_results_of_one(tmp_path):
     one = numbers(6, 16).requires_grad_()
     rooftile.linear_cross_entropy(numbers(1, 16), one, torch.tensor([2])).backward()
     torch.testing.assert_close(results_of_two.pop("one token"), one.grad)
+    for factor in FACTORS:
+        x, weight = (t.bfloat16() for t in ROUNDED)
+        leaf, exact = weight.clone().requires_grad_(), weight.double().requires_grad_()
+        (factor * rooftile.linear_cross_entropy(x, leaf, integers(512, 64))).backward()
+        (factor * reference.linear_cross_entropy(x.double(), exact, integers(512, 64))).backward()
+        two, one = (bias(t, exact.grad) for t in (results_of_two.pop(("bfloat16", factor)), leaf.grad))
+        assert abs(two - one) < 3e-4, (factor, two, one)
     statistics = rooftile.cross_entropy(numbers(4, 3, 7), TARGETS, **STATS)[1]
     of_head = rooftile.linear_cross_entropy(HIDDEN, HEAD, TARGETS, **STATS)[1]
     for (name, dim), found in results_of_two.items():

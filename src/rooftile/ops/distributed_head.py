@@ -59,23 +59,22 @@ def _walk(
     options: forward.Options, how: How, *, gradients: bool,
 ) -> tuple[list[Tensor], fused_head.Gradients]:  # fmt: skip
     """The losses of all tokens and the statistics if asked for; and the gradients of this rank's columns."""
-    order = fused_head.valid_first(target, options.ignore_index, how)
-    n_rows = target.numel() if order is None else order.numel()
+    tokens = fused_head.ValidTokens(target, options.ignore_index, how)
     dtypes = (torch.float32, *_STATS * options.stats)
-    found = [torch.empty(n_rows, dtype=dtype, device=hidden.device) for dtype in dtypes]
+    found = [torch.empty(tokens.n, dtype=dtype, device=hidden.device) for dtype in dtypes]
     one = torch.ones((), dtype=torch.float32, device=hidden.device)
     smooths, part = options.label_smoothing > 0, columns.of_weight(weight.shape[0])
 
     def differentiate(z: Tensor, part_of_tokens: slice, rows: slice | Tensor) -> None:
-        tokens = distributed.of_columns(z, target[rows], share[rows], columns, options)
-        for whole, t in zip(found, (tokens.losses, *tokens.stats), strict=True):
+        here = distributed.of_columns(z, target[rows], share[rows], columns, options)
+        for whole, t in zip(found, (here.losses, *here.stats), strict=True):
             whole[part_of_tokens] = t
         if gradients:
-            backward.over_logits(one, z, tokens.target, part, tokens.factors, options.softcap, smooths)
+            backward.over_logits(one, z, here.target, part, here.factors, options.softcap, smooths)
 
     row_bytes = fused_head.logits_row_bytes(hidden, weight.shape[0])
-    grads = fused_head.walk(_NAME, hidden, weight, bias, order, how, row_bytes, differentiate, gradients=gradients)
-    return [fused_head.restored(t, order, target, options.ignore_index) for t in found], grads
+    grads = fused_head.walk(_NAME, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=gradients)
+    return [tokens.restored(t) for t in found], grads
 
 
 def linear_cross_entropy(

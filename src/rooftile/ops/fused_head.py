@@ -190,25 +190,32 @@ class _WeightGradient:
             self.total.copy_(self.acc)
 
 
-def valid_first(target: Tensor, ignore_index: int, how: How) -> Tensor | None:
-    """The indices of the tokens that count, in their order; None for all of them."""
-    if how.valid_rows < 0 or how.valid_rows >= target.numel():
-        return None
-    return torch.argsort(target == ignore_index, stable=True)[: how.valid_rows]
+class ValidTokens:
+    """Which tokens are multiplied: those that count, of which there are `How.valid_rows` or fewer, or all.
 
-
-def restored(rows: Tensor, order: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
-    """The numbers of all tokens, from those of the tokens in `order`.
-
-    Of the others they are 0 (-1 of an index) where the token is ignored, and NaN where it was dropped by mistake.
+    Attributes:
+        order: the indices of those that are multiplied, in their order; None for all of them.
+        n: how many they are.
+        lost: of each token 0, or NaN if it counts but is not multiplied; None where all are multiplied.
     """
-    if order is None:
-        return rows
-    if rows.dtype is torch.int64:
-        every = rows.new_full(target.shape, -1)
-    else:
-        every = rows.new_full(target.shape, torch.nan).masked_fill_(target == ignore_index, 0.0)
-    return every.index_copy_(0, order, rows)
+
+    def __init__(self, target: Tensor, ignore_index: int, how: How) -> None:
+        self.order = self.lost = None
+        self.n = target.numel()
+        if not 0 <= how.valid_rows < self.n:
+            return
+        ignored = target == ignore_index
+        self.n = how.valid_rows
+        self.order = torch.argsort(ignored, stable=True)[: self.n]
+        every = torch.full(target.shape, torch.nan, dtype=torch.float32, device=target.device)
+        self.lost = every.masked_fill_(ignored, 0.0).index_fill_(0, self.order, 0.0)
+
+    def restored(self, rows: Tensor) -> Tensor:
+        """The numbers of all tokens, from those of the tokens that are multiplied; of the others `lost`, or -1."""
+        if self.order is None or self.lost is None:
+            return rows
+        every = self.lost.clone() if rows.is_floating_point() else rows.new_full(self.lost.shape, -1)
+        return every.index_copy_(0, self.order, rows)
 
 
 def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
@@ -220,34 +227,35 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: 
 
 
 def walk(
-    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor | None, how: How, row_bytes: int,
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: ValidTokens, how: How, row_bytes: int,
     differentiate: Callable[[Tensor, slice, slice | Tensor], None], *, gradients: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of hidden, weight and bias, those that are needed, by chunks of tokens.
 
+    Where a token was lost, its gradient and those of weight and bias are NaN.
+
     Args:
         hidden: of tokens in one dimension.
-        order: the indices of the tokens to multiply; None for all.
         row_bytes: of a token in a chunk.
         differentiate: is called with a chunk's logits, with its part of the tokens to multiply, and with the indices of
             its tokens. It computes losses, and where `gradients` are asked for, writes the logits' gradient over them.
     """
     device, dtype, n_cols = hidden.device, hidden.dtype, weight.shape[0]
     needs = [gradients and need for need in how.needs]
-    n_rows = hidden.shape[0] if order is None else int(order.shape[0])
+    order, lost = tokens.order, tokens.lost
     dhidden, dweight, dbias = empty_gradients(hidden, weight, bias, needs)
-    if order is not None:
-        dhidden.zero_()
+    if lost is not None and needs[0]:
+        dhidden.copy_(lost[:, None])
     of_weight = _WeightGradient(dweight, how) if needs[1] else None
 
     rounds = of_weight is not None and of_weight.acc.dtype is not torch.float32
-    size = chunk_rows(n_rows, row_bytes, how.chunk_bytes, rounds)
-    starts = range(0, n_rows, max(1, size))
+    size = chunk_rows(tokens.n, row_bytes, how.chunk_bytes, rounds)
+    starts = range(0, tokens.n, max(1, size))
     sums = torch.empty((len(starts), n_cols), dtype=torch.float32, device=device) if needs[2] else None
     buffer = logits_buffer(size, hidden, n_cols)
 
     for i, first in enumerate(starts):
-        part = slice(first, min(first + size, n_rows))
+        part = slice(first, min(first + size, tokens.n))
         index = None if order is None else order[part]
         rows = part if index is None else index
         x, z = hidden[rows], buffer[: part.stop - first]
@@ -258,14 +266,16 @@ def walk(
             dispatch.gemm(op, z, weight.mT, dx, precision=how.precision)
             if index is not None:
                 dhidden.index_copy_(0, index, dx)
+        if lost is not None and first == 0 and gradients:
+            z[0] += lost.sum()  # NaN reaches every element of the other gradients
         if of_weight is not None:
             of_weight.add(op, z, x)
         if sums is not None:
             column_sum(z, sums[i])
 
     if not starts:
-        dweight.zero_()
-        dbias.zero_()
+        for t in (dweight, dbias):
+            t.fill_(0.0) if lost is None else t.copy_(lost.sum())
         return dhidden, dweight, dbias
     if of_weight is not None:
         of_weight.finish()
@@ -316,12 +326,6 @@ def reduced(losses: Tensor, reduction: str, shape: Sequence[int], divisor: Divis
     loss = torch.empty((), dtype=torch.float32, device=losses.device)
     _add_up(losses, loss)
     return loss
-
-
-def zeroed_loss(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> None:
-    """Write the loss where no token is multiplied: 0, and NaN where one was dropped by mistake."""
-    losses = torch.where(target == ignore_index, 0.0, torch.nan)
-    loss.copy_(losses if reduction == "none" else losses.sum())
 
 
 def row_scales(dloss: Tensor, n_tokens: int) -> Tensor:

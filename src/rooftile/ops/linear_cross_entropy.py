@@ -83,11 +83,10 @@ def _walk(
         scales: what the losses of the tokens are multiplied by.
     """
     device, ignored, n_cols = hidden.device, options.ignore_index, weight.shape[0]
-    order = fused_head.valid_first(target, ignored, how)
-    n_rows = hidden.shape[0] if order is None else int(order.shape[0])
-    found = [torch.empty(n_rows, dtype=torch.float32, device=device)]
+    tokens = fused_head.ValidTokens(target, ignored, how)
+    found = [torch.empty(tokens.n, dtype=torch.float32, device=device)]
     if options.stats:
-        found += [torch.empty(n_rows, dtype=dtype, device=device) for dtype in _STATS]
+        found += [torch.empty(tokens.n, dtype=dtype, device=device) for dtype in _STATS]
     divisor = fused_head.Divisor(target, class_weight, token_weights, n_cols, ignored)
     now = options.gradient == "now"
     inverse = divisor.apply(None) if now and options.reduction == "mean" else None
@@ -99,8 +98,8 @@ def _walk(
         _losses_of_rows(z, target[rows], class_weight, scale, inverse, found[0][part], *stats or [None] * 3, *flags)
 
     row_bytes = fused_head.logits_row_bytes(hidden, n_cols)
-    gradients = fused_head.walk(op, hidden, weight, bias, order, how, row_bytes, differentiate, gradients=now)
-    return [fused_head.restored(t, order, target, ignored) for t in found], gradients
+    gradients = fused_head.walk(op, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=now)
+    return [tokens.restored(t) for t in found], gradients
 
 
 def _flat(t: Tensor | None) -> Tensor | None:
@@ -134,12 +133,10 @@ def _launch(
     fused_head.refuse_tracing(hidden)
     options, how = _split(args)
     _check(_NAME, hidden, weight, target, bias, class_weight, token_weights, options, how)
-    if not target.numel() or how.valid_rows == 0:
+    if not target.numel():
         results = _fake(hidden, weight, target, bias, class_weight, token_weights, *args)
         for t in results:
             t.zero_()
-        fused_head.zeroed_loss(results[0], target, options.ignore_index, options.reduction)
-        results[6].fill_(-1)
         return results
     leading = target.shape
     target, tokens, class_weight = target.reshape(-1).contiguous(), _flat(token_weights), _contiguous(class_weight)
@@ -178,7 +175,7 @@ def _launch_backward(
     op = f"{_NAME}_backward"
     fused_head.check_dloss(op, dloss, target, options.reduction)
     _check(op, hidden, weight, target, bias, class_weight, token_weights, options, how)
-    if not target.numel() or how.valid_rows == 0:
+    if not target.numel():
         results = _fake_backward(dloss, hidden, weight, target, bias, class_weight, token_weights, *args)
         for t in results:
             t.zero_()
@@ -283,7 +280,8 @@ def linear_cross_entropy(
             8192 tokens and 128256 classes in bfloat16.
         valid_rows: how many targets at most are not `ignore_index`, if the host knows it. Then only so many tokens are
             multiplied. By default all are: the host does not wait for the device to count. If more targets count, the
-            losses of the tokens beyond, and so a reduced loss, are NaN.
+            losses of the tokens beyond, and so a reduced loss, are NaN, and so are the gradients of these tokens, of
+            weight and of bias.
         float32_weight_gradient: add up the gradient of a 16-bit weight over the chunks in float32, `4 V H` bytes more,
             and round it once. By default it is rounded after each chunk.
         precision: of float32 operands, as in `matmul`.

@@ -227,9 +227,8 @@ def _walk(op: str, tensors: Tensors, scales: Tensor | None, o: Options, how: How
     hidden, teacher_hidden = dispatch.as_rows(tensors.hidden), dispatch.as_rows(tensors.teacher_hidden)
     target = tensors.target.reshape(-1).contiguous()
     bias, teacher_bias = (None if b is None else b.contiguous() for b in biases)
-    order = fused_head.valid_first(target, o.ignore_index, how)
-    n_rows = hidden.shape[0] if order is None else int(order.shape[0])
-    losses = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)
+    tokens = fused_head.ValidTokens(target, o.ignore_index, how)
+    losses = torch.empty(tokens.n, dtype=torch.float32, device=hidden.device)
     inverse = _divisor(tensors, o).apply(None) if now and o.reduction == "mean" else None
     teacher: list[Tensor] = []
 
@@ -242,8 +241,8 @@ def _walk(op: str, tensors: Tensors, scales: Tensor | None, o: Options, how: How
         _losses_of_rows(z, t, target[rows], scale, inverse, losses[part], o.beta, o.temperature, o.ignore_index, now)
 
     row_bytes = sum(fused_head.logits_row_bytes(h, n_cols) for h in (hidden, teacher_hidden))
-    gradients = fused_head.walk(op, hidden, weight, bias, order, how, row_bytes, differentiate, gradients=now)
-    return fused_head.restored(losses, order, target, o.ignore_index), gradients
+    gradients = fused_head.walk(op, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=now)
+    return tokens.restored(losses), gradients
 
 
 def _split(args: Sequence[Any]) -> tuple[Tensors, Options, How]:
@@ -300,11 +299,10 @@ def _launch(*args: Any) -> tuple[Tensor, ...]:
     hidden, target = tensors.hidden, tensors.target
     fused_head.refuse_tracing(hidden)
     _check(tensors, o, how)
-    if not target.numel() or how.valid_rows == 0:
+    if not target.numel():
         results = _fake(*args)
         for t in results:
             t.zero_()
-        fused_head.zeroed_loss(results[0], target, o.ignore_index, o.reduction)
         return results
     losses, (dhidden, *rest) = _walk(f"linear_{o.kind}", tensors, None, o, how)
     if how.needs[0] and o.gradient == "now":
@@ -330,7 +328,7 @@ def _launch_backward(dloss: Tensor, *args: Any) -> Gradients:
     hidden, target = tensors.hidden, tensors.target
     fused_head.refuse_tracing(hidden)
     op = _check_backward(dloss, tensors, o, how)
-    if not target.numel() or how.valid_rows == 0:
+    if not target.numel():
         results = _fake_backward(dloss, *args)
         for t in results:
             t.zero_()
