@@ -435,7 +435,11 @@ def test_wrong_options(device):
         ],
         "z_loss": [(-1.0, ValueError, "-1.0, expected a finite"), (torch.ones(1), TypeError, "a Tensor, expected a n")],
         "softcap": [(INF, ValueError, "inf, expected a finite"), (-3.0, ValueError, "-3.0, expected a finite")],
-        "ignore_index": [(1.5, TypeError, "a float, expected an int"), (None, TypeError, "None, expected an int")],
+        "ignore_index": [
+            (1.5, TypeError, "a float, expected an int"),
+            (None, TypeError, "None, expected an int"),
+            (2**70, ValueError, f"{2**70}, expected an int of 64 bits"),
+        ],
         "return_stats": [(1, TypeError, "an int, expected a bool")],
     }
     for name, cases in wrong.items():

@@ -67,6 +67,7 @@ OPTIONS = {
     "label_smoothing": (0.0, 0.2),
     "z_loss": (0.0, 1e-2),
     "softcap": (None, 3.0),
+    "temperature": (1.0, 0.6),
     "reduction": REDUCTIONS,
 }
 
@@ -444,6 +445,11 @@ def test_wrong_options(device):
         "reduction": [("batchmean", ValueError, "'batchmean', expected one of mean, sum, none")],
         "label_smoothing": [(1.5, ValueError, "1.5, expected a number from 0 to 1")],
         "softcap": [(-3.0, ValueError, "-3.0, expected a finite")],
+        "temperature": [(1e-320, ValueError, "1e-320, expected a finite number of 1e-30 or more")],
+        "ignore_index": [
+            (2**70, ValueError, f"{2**70}, expected an int of 64 bits"),
+            (True, TypeError, "a bool, expected an int"),
+        ],
         "precision": [("half", ValueError, "'half', expected one of ieee, tf32")],
         "chunk_bytes": [(0, ValueError, "0, expected 1 or more"), (1.5, TypeError, "a float, expected an int")],
         "valid_rows": [(-1, ValueError, "-1, expected 0 or more"), (True, TypeError, "a bool, expected an int")],
@@ -466,7 +472,7 @@ def test_weights_that_require_grad(device):
 
 def test_the_ops_refuse_what_does_not_match(device):
     hidden, weight, target, _ = drawn(4, device=device)
-    rest = [False, False, False], False, 0, -1, "ieee"
+    rest = 1.0, [False, False, False], False, 0, -1, "ieee"
     args = (hidden, weight, target, None, None, None, -100, 0.0, 0.0, 0.0, "sum")
     with pytest.raises(ValueError, match=r"linear_cross_entropy_backward: dloss has shape \(4,\), expected \(\)"):
         torch.ops.rooftile.linear_cross_entropy_backward(hidden[:, 0], *args, "later", False, *rest)

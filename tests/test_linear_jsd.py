@@ -197,6 +197,17 @@ def test_ignored_rows_can_be_dropped_and_may_then_hold_anything(reduction, devic
         assert all(t.isnan().all() for t in rest)
 
 
+def test_the_least_temperature_gives_finite_numbers(device):
+    tensors = drawn(4, device=device)
+    for beta in (0.0, 0.5):
+        for reduction in REDUCTIONS:
+            options = {"temperature": 1e-30, "reduction": reduction, "beta": beta}
+            for found in with_gradients(linear_jsd, tensors, **options):
+                assert torch.isfinite(found).all()
+    with pytest.raises(ValueError, match=r"^linear_jsd: temperature is 1e-320, expected a finite number"):
+        linear_jsd(*tensors, temperature=1e-320)
+
+
 def test_without_labels_no_token_is_ignored(device):
     tensors = drawn(2, 5, device=device, ignored=0.0)
     expected = with_gradients(linear_jsd, tensors)
@@ -293,8 +304,11 @@ def test_wrong_options(device):
     tensors = drawn(4, device=device)
     wrong = {
         "beta": [(1.5, ValueError, "1.5, expected a number from 0 to 1"), (None, TypeError, "None, expected a number")],
-        "temperature": [(0.0, ValueError, "0.0, expected a finite number above 0"), ("1", TypeError, "a str")],
-        "ignore_index": [(0.5, TypeError, "a float, expected an int")],
+        "temperature": [(0.0, ValueError, "0.0, expected a finite number of 1e-30 or more"), ("1", TypeError, "a str")],
+        "ignore_index": [
+            (0.5, TypeError, "a float, expected an int"),
+            (-(2**70), ValueError, f"-{2**70}, expected an int of 64 bits"),
+        ],
         "reduction": [("batchmean", ValueError, "'batchmean', expected one of mean, sum, none")],
         "precision": [("half", ValueError, "'half', expected one of ieee, tf32")],
         "chunk_bytes": [(0, ValueError, "0, expected 1 or more")],

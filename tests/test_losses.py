@@ -141,6 +141,21 @@ def test_a_temperature_with_a_soft_cap_and_another_ignored_label(device):
     assert (found[tensors[2] == 3] == 0).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e3])
+def test_hidden_states_that_a_temperature_would_bring_out_of_range(temperature, device):
+    """Of float16: logits of order 1 to 10, log-probabilities of order 1e4, or gradients of order 1e-3."""
+    hidden, weight, labels, _ = drawn(device, dtype=torch.float16, ignored=0.0)
+    tensors = 256 * hidden, weight / 128, labels
+    leaf = tensors[0].clone().requires_grad_()
+    found = losses.token_logps(leaf, *tensors[1:], temperature=temperature)
+    exact = tensors[0].double().requires_grad_()
+    truth = reference.token_logps(exact, tensors[1].double(), labels, temperature=temperature)
+    ceiling = TOLERANCES[torch.float16]
+    assert relative_error(found.detach(), truth.detach()) <= ceiling["forward"].ceiling
+    grads = [torch.autograd.grad(t.sum(), x)[0] for t, x in ((found, leaf), (truth, exact))]
+    assert relative_error(*grads) <= ceiling["backward"].ceiling
+
+
 def arguments(name, tensors, device):
     """What each loss is called with, all of its tensors given."""
     if name == "grpo_loss":
@@ -271,6 +286,7 @@ def test_wrong_arguments(device):
         ("grpo_loss", grpo, {"beta": 0.1}, r"ref_logps is None, expected a tensor of shape \(4, 7\)"),
         ("grpo_loss", grpo, {"loss_type": "ppo"}, "loss_type is 'ppo', expected one of grpo"),
         ("grpo_loss", grpo, {"num_items_in_batch": 0}, "num_items_in_batch is 0, expected a finite"),
+        ("grpo_loss", grpo, {"temperature": 0.0}, "temperature is 0.0, expected a finite number above 0"),
         ("token_logps", three, {"temperature": 0.0}, "temperature is 0.0, expected a finite number above 0"),
     ]  # fmt: skip
     for name, args, options, message in wrong:
@@ -280,8 +296,20 @@ def test_wrong_arguments(device):
         losses.kto_loss(hidden, weight, labels, advantages)
     with pytest.raises(TypeError, match="dpo_loss: beta is a Tensor, expected a number"):
         losses.dpo_loss(hidden, weight, labels, beta=torch.tensor(0.1))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'returns'"):
-        losses.dpo_loss(hidden, weight, labels, returns=True)
+    with pytest.raises(TypeError, match="grpo_loss: advantages is None, expected a tensor"):
+        losses.grpo_loss(hidden, weight, labels, None)
+    with pytest.raises(TypeError, match="kto_loss: desirable is None, expected a tensor"):
+        losses.kto_loss(hidden, weight, labels, None)
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "token_logps", "sequence_logps"])
+def test_an_unknown_keyword_is_an_error_of_the_loss(name, device):
+    hidden, weight, labels, _ = tensors = drawn(device)
+    given, _ = arguments(name, tensors, device)
+    for unknown in ("reduction", "token_weights", "returns"):
+        message = f"^{name}: unexpected keyword argument '{unknown}', expected one of its own or of ignore_index, softc"
+        with pytest.raises(TypeError, match=message):
+            getattr(losses, name)(hidden, weight, labels, *given, **{unknown: "mean"})
 
 
 def every_function(device):

@@ -92,6 +92,11 @@ LOSSES = {
         for head, (how, options) in zip(("rrRr", "wrRr", "rwRw", "rrRr"), OPTIONS.items(), strict=True)
         for weighted, tensors, kinds in (("", [None, None], "??"), (" weighted", [CLASS_WEIGHT, TOKEN_WEIGHTS], "WR"))
     },
+    "linear_cross_entropy at a temperature": (
+        of_hidden(temperature=0.6, softcap=3.0, label_smoothing=0.1),
+        [HIDDEN, HEAD, TARGETS, BIAS, None, None],
+        "rrRr??",
+    ),
     "linear_cross_entropy of valid rows": (
         of_hidden(ignore_index=1, valid_rows=int((TARGETS != 1).sum())),
         [HIDDEN, HEAD, TARGETS, BIAS, None, None],

@@ -498,6 +498,15 @@ def check_numbers(op: str, **given: object) -> None:
         raise TypeError(f"{op}: {name} is {named(value)}, expected a number")
 
 
+def check_int64(op: str, **given: object) -> None:
+    """Raise unless each is an int that an op's schema takes."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{op}: {name} is {named(value)}, expected an int")
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name} is {value}, expected an int of 64 bits")
+
+
 def check_tensors(op: str, **tensors: object) -> None:
     """Raise TypeError unless each is a tensor."""
     for name, tensor in tensors.items():

@@ -9,6 +9,7 @@ does with one number a token, or a sequence, is plain PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, get_args
 
 import torch
@@ -59,7 +60,21 @@ def _check_shape(op: str, name: str, tensor: Tensor | None, *expected: tuple[int
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {' or '.join(map(str, expected))}")
 
 
-def _check_sequences(op: str, hidden: Tensor, labels: Tensor, *, pairs: bool = False) -> None:
+_HEAD = tuple(HeadOptions.__annotations__)
+
+
+def _check_head(op: str, head: Mapping[str, object]) -> None:
+    for name in head:
+        if name not in _HEAD:
+            raise TypeError(
+                f"{op}: unexpected keyword argument {name!r}, expected one of its own or of {', '.join(_HEAD)}"
+            )
+
+
+def _check_sequences(
+    op: str, hidden: Tensor, labels: Tensor, head: Mapping[str, object], *, pairs: bool = False
+) -> None:
+    _check_head(op, head)
     library.check_tensors(op, hidden=hidden, labels=labels)
     if hidden.dim() != 3 or (pairs and hidden.shape[0] % 2):
         rows = "2B" if pairs else "B"
@@ -106,7 +121,7 @@ def token_logps(
         weight: `(V, H)` of hidden's dtype, the head's.
         labels: `(...)`, int64 or int32. Where a label is `ignore_index` the log-probability is 0.
         bias: `(V,)`.
-        temperature: of the policy that sampled. Other than 1 it divides hidden, which is rounded to its dtype again.
+        temperature: of the policy that sampled, 1e-30 or more.
         head: ignore_index, softcap, chunk_bytes, valid_rows, float32_weight_gradient and precision, as in
             `linear_cross_entropy`.
 
@@ -116,24 +131,21 @@ def token_logps(
     Raises:
         ValueError, TypeError: as `linear_cross_entropy`, and if temperature is not above 0.
     """
+    _check_head("token_logps", head)
     _check_positive("token_logps", temperature=temperature)
-    if temperature != 1:
-        hidden, bias = hidden / temperature, None if bias is None else bias / temperature
-        cap = head.get("softcap")
-        if cap is not None:
-            head["softcap"] = cap / temperature
-    return -linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **head)
+    return -linear_cross_entropy(hidden, weight, labels, bias, reduction="none", temperature=temperature, **head)
 
 
 def sequence_logps(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **head: Unpack[HeadOptions]
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0,
+    **head: Unpack[HeadOptions],
+) -> Tensor:  # fmt: skip
     """The log-probability of each sequence, `(B,)`: the sum of `token_logps` over the T tokens of `(B, T, H)`.
 
     Under `torch.no_grad()`, with the reference model's hidden states and weight, it gives the `ref_logps` of losses.
     """
-    _check_sequences("sequence_logps", hidden, labels)
-    return token_logps(hidden, weight, labels, bias, **head).sum(-1)
+    _check_sequences("sequence_logps", hidden, labels, head)
+    return token_logps(hidden, weight, labels, bias, temperature=temperature, **head).sum(-1)
 
 
 def _lengths(labels: Tensor, head: HeadOptions) -> Tensor:
@@ -192,7 +204,7 @@ def dpo_loss(
         TypeError: a dtype or a type is none of those named.
     """
     op = "dpo_loss"
-    _check_sequences(op, hidden, labels, pairs=True)
+    _check_sequences(op, hidden, labels, head, pairs=True)
     _check_shape(op, "ref_logps", ref_logps, tuple(labels.shape[:1]))
     _check_positive(op, beta=beta)
     _check_range(op, most=0.5, label_smoothing=label_smoothing)
@@ -246,7 +258,7 @@ def orpo_loss(
         ValueError, TypeError: as `dpo_loss`.
     """
     op = "orpo_loss"
-    _check_sequences(op, hidden, labels, pairs=True)
+    _check_sequences(op, hidden, labels, head, pairs=True)
     _check_range(op, beta=beta)
     logps, lengths = sequence_logps(hidden, weight, labels, bias, **head), _lengths(labels, head)
     averages = _averages(logps, lengths)
@@ -288,7 +300,7 @@ def simpo_loss(
         ValueError, TypeError: as `dpo_loss`.
     """
     op = "simpo_loss"
-    _check_sequences(op, hidden, labels, pairs=True)
+    _check_sequences(op, hidden, labels, head, pairs=True)
     _check_positive(op, beta=beta)
     _check_range(op, gamma=gamma)
     _check_range(op, most=0.5, label_smoothing=label_smoothing)
@@ -339,7 +351,8 @@ def kto_loss(
         ValueError, TypeError: as `dpo_loss`; desirable is not bool.
     """
     op = "kto_loss"
-    _check_sequences(op, hidden, labels)
+    _check_sequences(op, hidden, labels, head)
+    library.check_tensors(op, desirable=desirable)
     _check_shape(op, "desirable", desirable, tuple(labels.shape[:1]))
     if desirable.dtype is not torch.bool:
         raise TypeError(f"{op}: desirable has dtype {desirable.dtype}, expected torch.bool")
@@ -428,14 +441,16 @@ def grpo_loss(
         TypeError: a dtype or a type is none of those named.
     """
     op = "grpo_loss"
-    _check_sequences(op, hidden, labels)
+    _check_sequences(op, hidden, labels, head)
     batch, length = labels.shape
     per_token = (batch, length)
+    library.check_tensors(op, advantages=advantages)
     _check_shape(op, "advantages", advantages, (batch,), per_token)
     for name, tensor in (("mask", mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
         _check_shape(op, name, tensor, per_token)
     _check_shape(op, "importance_sampling_ratio", importance_sampling_ratio, per_token, (batch, 1))
     _check_range(op, beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    _check_positive(op, temperature=temperature)
     _check_word(op, "loss_type", loss_type, GRPOLoss)
     _check_word(op, "importance_sampling_level", importance_sampling_level, SamplingLevel)
     if delta is not None:

@@ -87,8 +87,10 @@ def _torch(point: Point) -> Callable[..., Any]:
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         raise ImportError("this version of torch has no linear_cross_entropy")
-    if point["has_token_weights"] or set(point.options) & {"z_loss", "softcap"}:
-        raise Unsupported("torch.nn.functional.linear_cross_entropy has no token weights, z-loss or soft cap")
+    if point["has_token_weights"] or set(point.options) & {"z_loss", "softcap", "temperature"}:
+        raise Unsupported(
+            "torch.nn.functional.linear_cross_entropy has no token weights, z-loss, soft cap or temperature"
+        )
 
     def run(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
@@ -117,6 +119,8 @@ def _liger_cutedsl(point: Point) -> Callable[..., Any]:
 def _as_liger(point: Point, function: Callable[..., Any]) -> Callable[..., Any]:
     if point["has_token_weights"]:
         raise Unsupported("Liger's fused head has no token weights")
+    if "temperature" in point.options:
+        raise Unsupported("Liger's fused head has no temperature")
     if point.options.get("reduction") == "none":
         raise Unsupported("Liger's gradients are wrong where reduction is none")
     if point["has_class_weight"] and point.options.get("z_loss"):
@@ -141,6 +145,7 @@ _MODES = (
     _point(9, 32, 64, bias=True, reduction="sum", chunk_bytes=512),
     _point(9, 32, 64, bias=True, reduction="none", label_smoothing=0.1),
     _point(9, 32, 64, weight=True, label_smoothing=0.2, ignore_index=3),
+    _point(9, 32, 64, softcap=4.0, temperature=0.5, reduction="none"),
     _point(
         9, 32, 64, tokens=True, z_loss=1e-2, softcap=2.0, float32_weight_gradient=True, chunk_bytes=512,
         reduction="sum",
@@ -176,8 +181,9 @@ CASES = (
                 for sizes in ((16384, 4096, 32000), (8192, 4096, 128256), (4096, 2048, 128256))
             ),
             "sweep": tuple(_point(8192, 2048, v, reduction="sum") for v in (32000, 50257, 65536, 128256, 262144)),
-            "training": tuple(
-                _point(*sizes, reduction="sum") for sizes in ((16384, 4096, 32000), (8192, 4096, 128256))
+            "training": (
+                *(_point(*sizes, reduction="sum") for sizes in ((16384, 4096, 32000), (8192, 4096, 128256))),
+                _point(8192, 4096, 128256, reduction="mean"),
             ),
         },
         spills=64,  # as cross_entropy, and the portable GEMM

@@ -70,7 +70,7 @@ def _walk(
         for whole, t in zip(found, (here.losses, *here.stats), strict=True):
             whole[part_of_tokens] = t
         if gradients:
-            backward.over_logits(one, z, here.target, part, here.factors, options.softcap, smooths)
+            backward.over_logits(one, z, here.target, part, here.factors, options.softcap, smooths, options.temperature)
 
     row_bytes = fused_head.logits_row_bytes(hidden, weight.shape[0])
     grads = fused_head.walk(_NAME, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=gradients)

@@ -14,6 +14,7 @@ scaler's factor reaches it. In both cases the backward computes the logits again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def _at_least(op: str, name: str, value: object, least: int) -> int:
         raise TypeError(f"{op}: {name} is {library.named(value)}, expected an int or None")
     if value < least:
         raise ValueError(f"{op}: {name} is {value}, expected {least} or more, or None")
-    return value
+    return min(value, 2**63 - 1)
 
 
 def asked(
@@ -107,6 +108,17 @@ def check_head(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, pre
     if bias.dtype not in (hidden.dtype, torch.float32):
         raise TypeError(
             f"{op}: {names[2]} has dtype {bias.dtype}, expected {hidden.dtype} to match {names[0]}, or torch.float32"
+        )
+
+
+LEAST_TEMPERATURE = 1e-30  # logits of 1e8 over it are finite in float32
+
+
+def check_temperature(op: str, temperature: float) -> None:
+    library.check_numbers(op, temperature=temperature)
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"{op}: temperature is {temperature}, expected a finite number of {LEAST_TEMPERATURE:g} or more"
         )
 
 

@@ -47,6 +47,7 @@ def _check(
     fused_head.check_classes(op, "target", target, hidden)
     fused_head.check_tokens(op, "token_weights", token_weights, hidden)
     forward.check_options(op, options)
+    fused_head.check_temperature(op, options.temperature)
     dispatch.check_precision(op, how.precision)
 
 
@@ -209,7 +210,7 @@ def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | No
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weights, "
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, str gradient, bool stats, "
-    f"{fused_head.HOW}"
+    f"float temperature, {fused_head.HOW}"
 )
 
 _backward_op = library.define(
@@ -229,8 +230,9 @@ _op = library.define(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, class_weight: Tensor | None = None,
     token_weights: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Reduction = "mean", chunk_bytes: int | None = None,
-    valid_rows: int | None = None, float32_weight_gradient: bool = False, precision: Precision = "ieee",
+    softcap: float | None = None, temperature: float = 1.0, reduction: Reduction = "mean",
+    chunk_bytes: int | None = None, valid_rows: int | None = None, float32_weight_gradient: bool = False,
+    precision: Precision = "ieee",
     return_stats: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -239,8 +241,9 @@ def linear_cross_entropy(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, class_weight: Tensor | None = None,
     token_weights: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Reduction = "mean", chunk_bytes: int | None = None,
-    valid_rows: int | None = None, float32_weight_gradient: bool = False, precision: Precision = "ieee",
+    softcap: float | None = None, temperature: float = 1.0, reduction: Reduction = "mean",
+    chunk_bytes: int | None = None, valid_rows: int | None = None, float32_weight_gradient: bool = False,
+    precision: Precision = "ieee",
     return_stats: Literal[True],
 ) -> tuple[Tensor, TokenStats]: ...  # fmt: skip
 
@@ -257,6 +260,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     reduction: Reduction = "mean",
     chunk_bytes: int | None = None,
     valid_rows: int | None = None,
@@ -275,6 +279,7 @@ def linear_cross_entropy(
         bias: `(V,)`, of hidden's dtype or float32.
         class_weight, token_weights, ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`,
             whose `weight` is `class_weight` here.
+        temperature: divides the logits, after the soft cap: 1e-30 or more. Each value is compiled into its own kernel.
         chunk_bytes: the memory of a chunk's logits, at least a token's. By default 512 MiB or 1024 tokens, whichever is
             more, and, where each chunk rounds the gradient of the weight, at least a quarter of the tokens: 0.5 GiB at
             8192 tokens and 128256 classes in bfloat16.
@@ -305,13 +310,16 @@ def linear_cross_entropy(
         TypeError: a dtype is none of those named, or dtypes differ.
     """
     library.check_tensors(_NAME, hidden=hidden)
+    library.check_int64(_NAME, ignore_index=ignore_index)
     if dispatch.autocast_dtype(hidden) is not None:
         hidden, weight, bias = dispatch.autocast(hidden, weight, bias)  # type: ignore[assignment]
     how = fused_head.asked(_NAME, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
     gradient = fused_head.gradient_when(how, reduction, hidden.dtype)
     if sharding.is_distributed(hidden, weight):
         cap = 0.0 if softcap is None else softcap
-        options = forward.Options(ignore_index, label_smoothing, z_loss, cap, reduction, gradient, return_stats)
+        options = forward.Options(
+            ignore_index, label_smoothing, z_loss, cap, reduction, gradient, return_stats, temperature
+        )
         tensors = hidden, weight, target, bias, class_weight, token_weights
         _check(_NAME, *tensors, options, how)
         _check_gradients(tensors)
@@ -319,6 +327,6 @@ def linear_cross_entropy(
         return (loss, TokenStats(*stats)) if return_stats else loss
     loss, _, _, _, *stats = _op(
         hidden, weight, target, bias, class_weight, token_weights, ignore_index, label_smoothing, z_loss,
-        0.0 if softcap is None else softcap, reduction, gradient, return_stats, *how,
+        0.0 if softcap is None else softcap, reduction, gradient, return_stats, temperature, *how,
     )  # fmt: skip
     return (loss, TokenStats(*stats)) if return_stats else loss

@@ -16,7 +16,6 @@ was read last, and is most likely still in the L2, comes first.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -269,13 +268,10 @@ def _check(tensors: Tensors, o: Options, how: How, suffix: str = "") -> None:
             "one a class"
         )
     fused_head.check_classes(op, "target", target, hidden)
-    library.check_numbers(op, beta=o.beta, temperature=o.temperature)
+    library.check_numbers(op, beta=o.beta)
     if not 0 <= o.beta <= 1:
         raise ValueError(f"{op}: beta is {o.beta}, expected a number from 0 to 1")
-    if not 0 < o.temperature < math.inf:
-        raise ValueError(f"{op}: temperature is {o.temperature}, expected a finite number above 0")
-    if isinstance(o.ignore_index, bool) or not isinstance(o.ignore_index, int):
-        raise TypeError(f"{op}: ignore_index is {library.named(o.ignore_index)}, expected an int")
+    fused_head.check_temperature(op, o.temperature)
     if o.reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction is {o.reduction!r}, expected one of {', '.join(REDUCTIONS)}")
     if o.gradient not in GRADIENTS or (o.gradient == "now" and o.reduction == "none"):
@@ -386,6 +382,7 @@ def _divergence(
 ) -> Tensor:  # fmt: skip
     op = f"linear_{kind}"
     library.check_tensors(op, hidden=student[0])
+    library.check_int64(op, ignore_index=ignore_index)
     if dispatch.autocast_dtype(student[0]) is not None:
         student, teacher = dispatch.autocast(*student), dispatch.autocast(*teacher)  # type: ignore[assignment]
     hidden, weight, bias = student
@@ -438,8 +435,8 @@ def linear_jsd(
         bias, teacher_bias: `(V,)`, of the hidden states' dtype or float32.
         beta: from 0 to 1, the part of the teacher in the mixture. As in `jsd`, 0 is KL(p || q) and 1 is KL(q || p).
             Each value is compiled into its own kernel.
-        temperature: divides the logits of both. The loss is not multiplied by its square, which would keep the
-            gradients' size (Hinton et al. 2015, https://arxiv.org/abs/1503.02531).
+        temperature: divides the logits of both, 1e-30 or more. The loss is not multiplied by its square, which would
+            keep the gradients' size (Hinton et al. 2015, https://arxiv.org/abs/1503.02531).
         ignore_index: the label of tokens that do not count. Their loss and gradient are 0.
         reduction: "mean" divides the sum over tokens by the number of those that count, "sum" does not; "none" leaves
             the loss of each token. If no token counts, all are 0.

@@ -13,7 +13,11 @@ _HOW = ("chunk_bytes", "valid_rows", "float32_weight_gradient", "precision")
 
 
 def _loss_options(class_weight: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
-    return {"weight": class_weight, **{name: value for name, value in options.items() if name not in _HOW}}
+    """Those of the loss of `logits / temperature`: a soft cap is divided too, as it comes before the temperature."""
+    kept = {name: value for name, value in options.items() if name not in (*_HOW, "temperature")}
+    if kept.get("softcap"):
+        kept["softcap"] /= options.get("temperature", 1.0)
+    return {"weight": class_weight, **kept}
 
 
 def linear_cross_entropy(
@@ -29,6 +33,7 @@ def linear_cross_entropy(
     logits = hidden @ weight.mT
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
+    logits = logits / options.get("temperature", 1.0)
     return losses.cross_entropy(logits, target, **_loss_options(class_weight, options))
 
 
@@ -45,4 +50,5 @@ def eager(
     logits = hidden @ weight.mT
     if bias is not None:
         logits = (logits + bias).to(hidden.dtype)
+    logits = logits / options.get("temperature", 1.0)
     return losses.eager(logits, target, **_loss_options(class_weight, options))

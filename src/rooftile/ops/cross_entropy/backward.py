@@ -37,6 +37,7 @@ def _kernel(
     n_cols,
     n_inner,
     SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
     SMOOTHS: tl.constexpr,
     REDUCES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -64,8 +65,8 @@ def _kernel(
     if SMOOTHS:
         smoothing = dloss * tl.load(factors_ptr + 3)
         weight = class_weights(weight_ptr, cols, inside, HAS_WEIGHT)
-    x = capped(x.to(tl.float32), SOFTCAP)
-    dx = logits_gradient(x, cols, target, top, dloss * factor, dloss * at_target, smoothing, weight, SOFTCAP)
+    x = capped(x.to(tl.float32), SOFTCAP, SCALE)
+    dx = logits_gradient(x, cols, target, top, dloss * factor, dloss * at_target, smoothing, weight, SOFTCAP, SCALE)
     # In place, no other program reads or writes the tile.
     dlogits_ptr = logits_ptr if IN_PLACE else dlogits_ptr + row * n_cols
     tl.store(dlogits_ptr + cols, dx.to(logits_ptr.dtype.element_ty), mask=inside)
@@ -83,15 +84,17 @@ def config(n_cols: int, itemsize: int, target: runtime.Target) -> RowConfig:
 
 @functools.cache
 def _launcher(
-    dtypes: tuple[torch.dtype | None, ...], softcap: float, smooths: bool, reduces: bool, in_place: bool, c: RowConfig
-) -> launching.KernelLauncher:
+    dtypes: tuple[torch.dtype | None, ...], softcap: float, temperature: float, smooths: bool, reduces: bool,
+    in_place: bool, c: RowConfig,
+) -> launching.KernelLauncher:  # fmt: skip
     flags = {"SMOOTHS": smooths, "REDUCES": reduces, "HAS_WEIGHT": dtypes[-1] is not None, "IN_PLACE": in_place}
-    return row_launcher(_kernel, c, SOFTCAP=softcap, **flags)
+    return row_launcher(_kernel, c, SOFTCAP=softcap, SCALE=1 / temperature, **flags)
 
 
 def _bind(
-    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, softcap: float, smooths: bool, in_place: bool
-) -> Callable[..., None]:
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, softcap: float, smooths: bool, *,
+    in_place: bool, temperature: float = 1.0,
+) -> Callable[..., None]:  # fmt: skip
     """The launch over dloss, logits, target, weight, factors and the gradient; None for that in place of the logits."""
     n_cols = row_length(logits)
     if not logits.numel():
@@ -103,7 +106,8 @@ def _bind(
         library.contiguous_of(tensor, copies, place)
     c = config(n_cols, logits.element_size(), runtime.target(logits.device))
     dtypes = (logits.dtype, dloss.dtype, target.dtype, None if weight is None else weight.dtype)
-    launcher = _launcher(dtypes, float(softcap), smooths, dloss.dim() < target.dim(), in_place, c)
+    reduces = dloss.dim() < target.dim()
+    launcher = _launcher(dtypes, float(softcap), temperature, smooths, reduces, in_place, c)
     layout = (rows.stride_outer, rows.stride_inner, n_cols)
     programs = rows.n * library.cdiv(n_cols, c.block_n)
     start = launching.bind(launcher, programs, strides=layout, numbers=(rows.inner,))
@@ -165,11 +169,13 @@ op = library.define(
 
 
 def _prepare_in_place(
-    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, factors: Tensor, softcap: float, smooths: bool
-) -> Callable[..., None]:
-    start = _bind(dloss, logits, target, weight, softcap, smooths, in_place=True)
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, factors: Tensor, softcap: float,
+    smooths: bool, temperature: float,
+) -> Callable[..., None]:  # fmt: skip
+    start = _bind(dloss, logits, target, weight, softcap, smooths, in_place=True, temperature=temperature)
     return lambda dloss, logits, target, weight, factors, *_: start(dloss, logits, target, weight, factors, None)
 
 
-# The same over the logits, for other ops: (dloss, logits, target, weight, factors, softcap, smooths).
+# The same over the logits, for other ops: (dloss, logits, target, weight, factors, softcap, smooths,
+# temperature).
 over_logits = library.Prepared(_prepare_in_place)

@@ -24,8 +24,8 @@ _NAME = "cross_entropy_of_columns"
 _LAST = 2**62  # after any class
 
 
-def _options(ignore_index: int, smooths: bool, softcap: float, stats: bool) -> forward.Options:
-    return forward.Options(ignore_index, float(smooths), 0.0, softcap, "none", "none", stats)
+def _options(ignore_index: int, smooths: bool, softcap: float, stats: bool, temperature: float) -> forward.Options:
+    return forward.Options(ignore_index, float(smooths), 0.0, softcap, "none", "none", stats, temperature)
 
 
 def _shapes(target: Tensor, stats: bool) -> list[tuple[Sequence[int], torch.dtype]]:
@@ -34,14 +34,21 @@ def _shapes(target: Tensor, stats: bool) -> list[tuple[Sequence[int], torch.dtyp
 
 
 def _prepare(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smooths: bool, softcap: float, stats: bool
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smooths: bool,
+    softcap: float,
+    stats: bool,
+    temperature: float,
 ) -> Callable[..., tuple[Tensor, ...]]:
-    _fake(logits, target, weight, ignore_index, smooths, softcap, stats)
+    _fake(logits, target, weight, ignore_index, smooths, softcap, stats, temperature)
     shapes, device = _shapes(target, stats), logits.device
     start = library.start_nothing
     if target.numel():
         start = forward.bind_rows(
-            logits, target, weight, None, _options(ignore_index, smooths, softcap, stats), part=True
+            logits, target, weight, None, _options(ignore_index, smooths, softcap, stats, temperature), part=True
         )
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
@@ -54,15 +61,22 @@ def _prepare(
 
 
 def _fake(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smooths: bool, softcap: float, stats: bool
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smooths: bool,
+    softcap: float,
+    stats: bool,
+    temperature: float,
 ) -> tuple[Tensor, ...]:
-    forward.check(logits, target, weight, None, _options(ignore_index, smooths, softcap, stats))
+    forward.check(logits, target, weight, None, _options(ignore_index, smooths, softcap, stats, temperature))
     return tuple(torch.empty(shape, dtype=dtype, device=logits.device) for shape, dtype in _shapes(target, stats))
 
 
 _op = library.define(
-    f"{_NAME}(Tensor logits, Tensor target, Tensor? weight, int ignore_index, bool smooths, float softcap, bool stats) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"{_NAME}(Tensor logits, Tensor target, Tensor? weight, int ignore_index, bool smooths, float softcap, bool stats, "
+    "float temperature) -> (Tensor, Tensor, Tensor)",
     prepare=_prepare,
     fake=_fake,
     called=lambda args: "cross_entropy",
@@ -116,7 +130,7 @@ def of_columns(x: Tensor, target: Tensor, share: Tensor, columns: Columns, optio
     counts, own = target != options.ignore_index, target - columns.first
     n, ignored, smooths = x.shape[-1], options.ignore_index - columns.first, smoothing > 0
     part = columns.of_weight(n) if smooths else None
-    found, entropy, argmax = _op(x, own, part, ignored, smooths, options.softcap, options.stats)
+    found, entropy, argmax = _op(x, own, part, ignored, smooths, options.softcap, options.stats, options.temperature)
     top, total, at, weighted = found.view(*target.shape, forward.FACTORS).unbind(-1)
 
     highest = top.clone()

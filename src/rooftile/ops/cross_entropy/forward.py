@@ -47,16 +47,20 @@ def row_offset(row, n_inner, stride_xo, stride_xi):
 
 
 @triton.jit
-def capped(x, SOFTCAP: tl.constexpr):
-    """x, or `SOFTCAP * tanh(x / SOFTCAP)`."""
+def capped(x, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
+    """x, or `SOFTCAP * tanh(x / SOFTCAP)`; times SCALE."""
     if SOFTCAP > 0:
         x = SOFTCAP * libdevice.tanh(x * (1.0 / SOFTCAP))
+    if SCALE != 1.0:
+        x *= SCALE
     return x
 
 
 @triton.jit
-def logits_gradient(x, cols, target, top, factor, at_target, smoothing, weight, SOFTCAP: tl.constexpr):
-    """The gradient at those columns of a row's capped logits, -inf where there is none.
+def logits_gradient(
+    x, cols, target, top, factor, at_target, smoothing, weight, SOFTCAP: tl.constexpr, SCALE: tl.constexpr
+):
+    """The gradient of a row's logits, from those columns of them, capped and scaled; -inf where there is none.
 
     `factor` times the exponentials, less `at_target` at the target, less `smoothing * weight` everywhere; `smoothing`
     is None without label smoothing.
@@ -66,8 +70,10 @@ def logits_gradient(x, cols, target, top, factor, at_target, smoothing, weight, 
     if smoothing is not None:
         dx -= smoothing * weight
     if SOFTCAP > 0:
-        tanh = x * (1.0 / SOFTCAP)
+        tanh = x * (1.0 / (SOFTCAP * SCALE))
         dx *= 1.0 - tanh * tanh
+    if SCALE != 1.0:
+        dx *= SCALE
     return dx
 
 
@@ -139,6 +145,7 @@ def _extend(
     cols,
     n_cols,
     SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
     SMOOTHS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     STATS: tl.constexpr,
@@ -146,7 +153,7 @@ def _extend(
     """What is kept of the row, with one more block: see `_row_kernel`."""
     tops, sums, weighted, weights, slopes, bests = state
     inside = cols < n_cols
-    x = capped(raw.to(tl.float32), SOFTCAP)
+    x = capped(raw.to(tl.float32), SOFTCAP, SCALE)
     if SOFTCAP > 0:
         x = tl.where(inside, x, float("-inf"))
     here = tl.max(x, axis=1, keep_dims=True)
@@ -181,14 +188,15 @@ def _store_gradient(
     at_target,
     smoothing,
     SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
     inside = cols < n_cols
     weight = None
     if smoothing is not None:
         weight = class_weights(weight_ptr, cols, inside, HAS_WEIGHT)
-    x = capped(raw.to(tl.float32), SOFTCAP)
-    dx = logits_gradient(x, cols, target, top, factor, at_target, smoothing, weight, SOFTCAP)
+    x = capped(raw.to(tl.float32), SOFTCAP, SCALE)
+    dx = logits_gradient(x, cols, target, top, factor, at_target, smoothing, weight, SOFTCAP, SCALE)
     tl.store(dlogits_ptr + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
 
@@ -213,6 +221,7 @@ def _row_kernel(
     SMOOTHING: tl.constexpr,
     Z_LOSS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
     MEAN: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
@@ -238,7 +247,7 @@ def _row_kernel(
     target = tl.load(target_ptr + row)
     counts = target != ignore_index
     known = counts & (target >= 0) & (target < n_cols)
-    at = capped(tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32), SOFTCAP)
+    at = capped(tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32), SOFTCAP, SCALE)
     own = tl.where(counts, 1.0, 0.0)
     if HAS_WEIGHT:
         own = tl.load(weight_ptr + target, mask=known, other=0.0).to(tl.float32)
@@ -261,10 +270,10 @@ def _row_kernel(
     for i in tl.range(HELD, blocks, num_stages=1):
         cols = i * BLOCK_N + block
         raw = _load(logits_ptr, cols, n_cols, counts, EVEN, "evict_last" if GRADIENT else "evict_first")
-        state = _extend(state, raw, weight_ptr, cols, n_cols, SOFTCAP, SMOOTHS, HAS_WEIGHT, STATS)
+        state = _extend(state, raw, weight_ptr, cols, n_cols, SOFTCAP, SCALE, SMOOTHS, HAS_WEIGHT, STATS)
     for i in tl.static_range(HELD):
         cols = i * BLOCK_N + block
-        state = _extend(state, held[i], weight_ptr, cols, n_cols, SOFTCAP, SMOOTHS, HAS_WEIGHT, STATS)
+        state = _extend(state, held[i], weight_ptr, cols, n_cols, SOFTCAP, SCALE, SMOOTHS, HAS_WEIGHT, STATS)
     tops, sums, weighted, weights, slopes, bests = state
     top = tl.max(tops)
     decay = tl.exp2((tops - top) * LOG2E)
@@ -323,6 +332,7 @@ def _row_kernel(
                 at_target,
                 smoothing,
                 SOFTCAP,
+                SCALE,
                 HAS_WEIGHT,
             )
         for i in tl.static_range(HELD):
@@ -339,6 +349,7 @@ def _row_kernel(
                 at_target,
                 smoothing,
                 SOFTCAP,
+                SCALE,
                 HAS_WEIGHT,
             )
 
@@ -387,6 +398,7 @@ class Options:
         gradient: of logits: one of `loss_gradient.GRADIENTS`. For "later" the forward writes what the backward needs of
             each row.
         stats: whether log-probability, entropy and argmax of each row are wanted.
+        temperature: divides the capped logits.
     """
 
     ignore_index: int
@@ -396,6 +408,7 @@ class Options:
     reduction: str
     gradient: str
     stats: bool
+    temperature: float = 1.0
 
 
 def check(
@@ -422,8 +435,6 @@ def check(
 
 
 def check_options(op: str, options: Options) -> None:
-    if isinstance(options.ignore_index, bool) or not isinstance(options.ignore_index, int):
-        raise TypeError(f"{op}: ignore_index is {library.named(options.ignore_index)}, expected an int")
     for name in ("label_smoothing", "z_loss", "softcap"):
         number = getattr(options, name)
         if isinstance(number, bool) or not isinstance(number, (float, int)):
@@ -480,6 +491,7 @@ def _launcher(
         SMOOTHING=float(options.label_smoothing),
         Z_LOSS=float(options.z_loss),
         SOFTCAP=float(options.softcap),
+        SCALE=1 / options.temperature,
         MEAN=options.reduction == "mean" and options.gradient != "none",
         HAS_WEIGHT=weight is not None,
         HAS_TOKEN_WEIGHT=token_weight is not None,
