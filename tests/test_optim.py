@@ -606,6 +606,20 @@ def test_the_learning_rate_of_a_group_without_tensors_on_a_device_may_be_elsewhe
         optimizer.step()
 
 
+def test_a_group_whose_parameters_get_a_gradient_later_has_its_learning_rate(device):
+    optimizers = []
+    for cls in (AdamW, torch.optim.AdamW):
+        params = parameters(device, [(4,), (6,)])
+        rates = [torch.tensor(1e-2, device=device), torch.tensor(0.1, device=device)] if cls is AdamW else [1e-2, 0.1]
+        o = cls([{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)])
+        params[0].grad = torch.ones(4, device=device)
+        o.step()
+        params[1].grad = torch.ones(6, device=device)
+        o.step()
+        optimizers.append(o)
+    assert_agree(*optimizers)
+
+
 @interpreted
 def test_what_captured_steps_use_is_kept_once(device, monkeypatch):
     monkeypatch.setattr("rooftile.optim.adamw._is_capturing", lambda: True)

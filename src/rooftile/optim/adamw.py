@@ -497,6 +497,7 @@ class _Device:
         for t in tensors:  # gradients are the user's to free
             t.grad = None
         self.copied = [t for t in tensors if t.is_copied]
+        self.own = {t.entry.group for t in tensors}  # groups: nothing here reads the rows of others
 
     def state_tensors(self) -> Iterable[Tensor]:
         for t in self.tensors:
@@ -505,10 +506,13 @@ class _Device:
 
     def refresh(self, groups: list[dict[str, Any]], max_norm: float | None) -> None:
         """Upload the hyperparameters, where they are others."""
-        key = (max_norm, [(_rate(g["lr"]), *g["betas"], g["eps"], g["weight_decay"], g["maximize"]) for g in groups])
+        key = (
+            max_norm,
+            self.own,
+            [(_rate(g["lr"]), *g["betas"], g["eps"], g["weight_decay"], g["maximize"]) for g in groups],
+        )
         if key != self.hyper_key:
-            own = {t.entry.group for t in self.tensors}  # nothing here reads the rows of other groups
-            rows = [_group(group, self.device if i in own else None) for i, group in enumerate(groups)]
+            rows = [_group(group, self.device if i in self.own else None) for i, group in enumerate(groups)]
             self.hyper, self.hyper_key = hyperparameters(rows, max_norm, self.device), key
 
     def start(self, sums: Tensor | None, scale: Tensor | None, found_inf: Tensor | None) -> None:
