@@ -26,6 +26,7 @@ from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
 from rooftile.bench.docs import environment as docs_environment
 from rooftile.bench.docs import gaps as docs_gaps
+from rooftile.bench.docs import gpus as docs_gpus
 from rooftile.bench.docs import headline as docs_headline
 from rooftile.bench.docs import passes as docs_passes
 from rooftile.bench.docs import products as docs_products
@@ -230,6 +231,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "headline-ops": docs_headline.ops,
     "targets": docs_headline.targets,
     "gaps": docs_gaps.gaps,
+    "two-gpus": docs_gpus.table,
     "sanitizer": docs_sanitizer.table,
     "versions": docs_environment.versions,
     "gpus": docs_environment.gpus,
