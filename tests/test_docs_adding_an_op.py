@@ -45,6 +45,7 @@ def test_it_passes_its_checks(checkout):
     assert all(r["passed"] for r in rows)
 
 
+@pytest.mark.nightly
 def test_its_test_passes(checkout):
     assert "1 passed" in run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
 
