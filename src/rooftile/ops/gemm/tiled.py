@@ -118,15 +118,14 @@ def _tile(
 
     if more_x_ptr is not None:
         tl.static_assert(not GATED and not TMA)
-        more_x_ptrs = more_x_ptr + x_rows[:, None] * stride_mxm + ks[None, :] * stride_mxk
-        more_w_ptrs = more_w_ptr + w_rows[None, :] * stride_mwn + ks[:, None] * stride_mwk
         for k in tl.range(0, n_more if part == SPLIT - 1 else 0, BLOCK_K, num_stages=1):
-            in_sum = ks < n_more - k
+            inner = (k + ks).to(tl.int64)
+            in_sum = inner < n_more
+            more_x_ptrs = more_x_ptr + x_rows[:, None] * stride_mxm + inner[None, :] * stride_mxk
+            more_w_ptrs = more_w_ptr + w_rows[None, :] * stride_mwn + inner[:, None] * stride_mwk
             x_tile = _load(more_x_ptrs, x_inside, in_sum[None, :], X_EDGE == "mask", False)
             w_tile = _load(more_w_ptrs, w_inside, in_sum[:, None], W_EDGE == "mask", False)
             acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-            more_x_ptrs += step * stride_mxk
-            more_w_ptrs += step * stride_mwk
 
     if not GATED:
         up = acc
