@@ -435,7 +435,7 @@ class AdamW(torch.optim.Optimizer):
                 mesh, dims = sharding
                 for dim in dims:
                     torch.distributed.all_reduce(total[i : i + 1], group=mesh.get_group(dim))
-        # Where GradScaler has found an infinity the kernel changes nothing, and the scaler halves its scale.
+        # Where GradScaler has found an infinity the kernel changes nothing, and the scaler lowers its scale.
         if (
             self.nonfinite == "error"
             and not math.isfinite(norm := float(total.sum()))
