@@ -259,10 +259,12 @@ class AdamW(torch.optim.Optimizer):
 
         params = [p for group in self.param_groups for p in group["params"]]
         grads: list[Any] = [p.grad for p in params]
+        own, given = params, grads
         if not _PLAIN.issuperset(map(type, params)):
             grads = list(map(_placed, params, grads))  # new ones have to live until the launch
+            own, given = list(map(_local, params)), list(map(_local, grads))
         absent = _NONE in set(map(type, grads))
-        self._find(params, grads, absent)
+        self._find(params, grads, own, given, absent)
         if not self._devices:
             return
 
@@ -280,14 +282,11 @@ class AdamW(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(params)
         self._sums, self._scale = sums, scale
 
-    def _find(self, params: list[Any], grads: list[Any], absent: bool) -> None:
+    def _find(self, params: list[Any], grads: list[Any], own: list[Any], given: list[Any], absent: bool) -> None:
         """Have tables for these parameters and gradients: those of the last step, as far as nothing has moved.
 
-        `absent`: some gradients are None.
+        `own` and `given` are what is on this rank. `absent`: some gradients are None.
         """
-        own, given = params, grads
-        if not _PLAIN.issuperset(map(type, params)):
-            own, given = list(map(_local, params)), list(map(_local, grads))
         try:
             if absent:
                 addresses = [0 if g is None else g.data_ptr() or _EMPTY for g in given]
