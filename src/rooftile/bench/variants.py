@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rooftile import runtime
+from rooftile.bench import twins
 from rooftile.bench.rows import OURS
 from rooftile.cases import OpCase, Peer, Point, Unsupported
 
@@ -34,7 +35,8 @@ def peer_names(case: OpCase) -> tuple[str, ...]:
 
 def check_names(cases: Sequence[OpCase], names: Sequence[str] | None) -> None:
     """Raise ValueError if none of the cases has a requested baseline."""
-    known = list(dict.fromkeys(name for case in cases for name in peer_names(case)))
+    named = [(*peer_names(case), *(p.name for p in twins.peers(case))) for case in cases]
+    known = list(dict.fromkeys(name for some in named for name in some))
     unknown = [n for n in names or () if n not in known]
     if unknown:
         raise ValueError(f"unknown baseline {', '.join(unknown)}; known baselines: {', '.join(known)}")
@@ -62,10 +64,13 @@ def _build(peer: Peer, point: Point) -> Variant:
 
 
 def variants(case: OpCase, point: Point, names: Sequence[str] | None = None, reruns: bool = True) -> list[Variant]:
-    """Ours first, then the named baselines, or all. One that can't run here has the reason. `reruns`: as `compiled`."""
+    """Ours first, then the named baselines, or all but the CUDA C++ twin. One that can't run here has the reason.
+
+    `reruns`: as `compiled`.
+    """
     own = (Peer("eager", lambda _: case.eager), Peer("compile", lambda _: compiled(case.eager, reruns)))
     found = [Variant(OURS, case.function, case.mutates)]
-    for peer in (*own, *case.peers):
+    for peer in (*own, *case.peers, *(() if names is None else twins.peers(case))):
         if names is not None and peer.name not in names:
             continue
         if names is None and runtime.MODE is runtime.Mode.INTERPRETER and peer.name not in ANYWHERE:
