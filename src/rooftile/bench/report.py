@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rooftile.bench.charts import pyplot, style
 from rooftile.bench.rows import OURS, Row, geometric_mean, groups
+from rooftile.bench.twins import BAR, CUDA
 
 NO_MEASUREMENT = "interpreter, not a measurement"
 WIDTH = 176  # of a table that is written to a file or a pipe
@@ -58,7 +59,7 @@ class _Column:
 _COLUMNS = (
     _Column("us", lambda r: number(r.us, 4), "always"),
     _Column("p20–p80", lambda r: "–" if r.us is None else f"{number(r.us_p20, 4)}–{number(r.us_p80, 4)}", "wide"),
-    _Column("host us", lambda r: number(r.host_us), "wide"),
+    _Column("host us", lambda r: number(r.host_us)),
     _Column("GB/s", lambda r: number(r.gbs, 4)),
     _Column("TFLOP/s", lambda r: number(r.tflops), "gemm"),
     _Column("of roof", lambda r: ratio(r.roof_fraction)),
@@ -106,6 +107,17 @@ def _table(op: str, direction: str, found: Sequence[list[Row]], measured: bool, 
     return table
 
 
+def twins_line(found: Sequence[Sequence[Row]]) -> str:
+    """Ours as a share of the speed of the twin in CUDA C++, over the rows that have both."""
+    times = [{row.impl: row.us for row in group} for group in found]
+    shares = [t[CUDA] / t[OURS] for t in times if t.get(CUDA) and t.get(OURS)]  # type: ignore[operator]
+    if not shares:
+        return f"{len(found)} rows, none with the CUDA C++ twin"
+    mean, below = geometric_mean(shares), sum(share < BAR for share in shares)
+    figures = f"geometric mean {mean:.3f}, least {min(shares):.3f}, {below} below {BAR}"
+    return f"{len(shares)} rows, of the CUDA C++ twin's speed: {figures}"
+
+
 def show(console: Console, rows: Iterable[Row], measured: bool) -> None:
     """A table for each op and direction; a narrow terminal omits some columns."""
     out = console if console.is_terminal else Console(file=console.file, width=WIDTH)
@@ -121,6 +133,8 @@ def show(console: Console, rows: Iterable[Row], measured: bool) -> None:
             ratios = [r.ratio_to_best_peer or 0.0 for r in ours]
             mean = f"geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
             out.print(f"speedup over the best baseline, {len(ratios)} rows: {mean}", highlight=False)
+        if measured and any(r.impl == CUDA for group in found for r in group):
+            out.print(twins_line(found), highlight=False)
         out.print()
 
 

@@ -177,6 +177,37 @@ def bench_schedules(
     raise typer.Exit(code)
 
 
+@command(Panel.measure, "bench twins")
+def bench_twins(
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(help="rms_norm, rope, silu_mul, softmax. Default: all.", show_default=False),
+    ] = None,
+    dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: bf16.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/twins/<op>.json.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print a line for each point, and where the time went.")
+    ] = False,
+) -> None:
+    """Compare ops with the same ops in hand-written CUDA C++, compiled here. Exit code 1 if ours fails."""
+    choose_mode()
+    from rooftile.bench.twins.compare import compare
+    from rooftile.cases.check import DTYPES
+
+    chosen = [DTYPES[d.value] for d in dtypes] if dtypes else None
+    try:
+        code = compare(ops or (), console, chosen, results, json_file, verbose)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
 @command(Panel.measure, "bench optim")
 def bench_optim(
     names: Annotated[

@@ -35,6 +35,7 @@ from rooftile.bench.docs import sanitizer as docs_sanitizer
 from rooftile.bench.docs import schedules as docs_schedules
 from rooftile.bench.docs import sweeps as docs_sweeps
 from rooftile.bench.docs import training as docs_training
+from rooftile.bench.docs import twins as docs_twins
 from rooftile.bench.docs.tables import (
     AGED,
     LARGE,
@@ -227,6 +228,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **{f"chart-{s.name}": functools.partial(docs_sweeps.sweep, name=s.name) for s in charts.SWEEPS},
     "passes": docs_passes.table,
     "rooflines": docs_sweeps.rooflines,
+    "twins": docs_twins.table,
     "headline": docs_headline.table,
     "headline-ops": docs_headline.ops,
     "targets": docs_headline.targets,

@@ -22,6 +22,7 @@ from rooftile.cases import OpCase, Peer, Point, Unsupported
 from rooftile.cases.check import NAMES
 
 CUDA = "cuda"  # the twin among an op's implementations
+BAR = 0.95  # of its speed, which Triton is to reach in every row
 FOLDER = Path(__file__).parent
 VECTOR = 16  # bytes
 
@@ -68,14 +69,11 @@ def _stream(x: Tensor) -> int:
 
 
 def _row_configs(n: int, itemsize: int) -> list[Config]:
-    """At most 8 vectors a thread, since more take the registers of other CTAs; an eighth of the threads idle at most."""
+    """At most 8 vectors a thread: more take the registers of other CTAs. As few idle threads as that allows."""
     vectors = n * itemsize // VECTOR
-    found = []
-    for threads in (16, 32, 64, 128, 256, 512, 1024):
-        each = -(-vectors // threads)
-        if each <= 8 and each * threads * 7 <= vectors * 8:
-            found.append(Config(threads, max(1, 128 // threads) if threads <= 32 else 1))
-    return found
+    busy = {t: vectors / (t * -(-vectors // t)) for t in (16, 32, 64, 128, 256, 512, 1024) if vectors <= 8 * t}
+    least = min(7 / 8, max(busy.values()))
+    return [Config(t, max(1, 128 // t) if t <= 32 else 1) for t, share in busy.items() if share >= least]
 
 
 def _flat_configs(n: int, itemsize: int) -> list[Config]:
@@ -104,7 +102,8 @@ def _refuse_softmax(p: Point) -> str:
 
 
 def _refuse_rope(p: Point) -> str:
-    if p.options or p["batch"] > 1 or p["positions"] or p["table_fp32"] or p["rotary"] != p["head_dim"]:
+    one_sequence = p["batch"] == 1 and p["seq_len"] < 65536
+    if p.options or not one_sequence or p["positions"] or p["table_fp32"] or p["rotary"] != p["head_dim"]:
         return "the twin rotates one sequence of whole heads by a table of its dtype"
     return "" if p["head_dim"] in (64, 128, 256) else "the twin takes heads of 64, 128 or 256"
 

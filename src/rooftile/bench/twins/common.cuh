@@ -67,10 +67,11 @@ struct alignas(16) Vector {
     static constexpr int COUNT = 16 / sizeof(T);
     unsigned words[4];
 
-    // What many CTAs read: it stays in the L1.
+    // Loads are volatile: they stay in their order, before the reductions that follow them.
+    // What many CTAs read stays in the L1.
     static __device__ Vector load(const T* base, int i) {
         Vector v;
-        asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
             : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
             : "l"(reinterpret_cast<const Vector*>(base) + i));
         return v;
@@ -79,7 +80,7 @@ struct alignas(16) Vector {
     // What is read once.
     static __device__ Vector stream(const T* base, int i) {
         Vector v;
-        asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
             : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
             : "l"(reinterpret_cast<const Vector*>(base) + i));
         return v;

@@ -72,9 +72,7 @@ def compiled(source: Path, instance: str, arch: str, kind: str = "CUBIN") -> tup
         check(getattr(nvrtc, f"nvrtcGet{what}")(program, text))
         return text.raw
 
-    check(
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
-    )
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None))
     try:
         check(nvrtc.nvrtcAddNameExpression(program, name))
         options = [f"--gpu-architecture={arch}", "--std=c++17", f"--include-path={source.parent}"]

@@ -1,0 +1,43 @@
+"""The documentation's table of ops beside their twins in CUDA C++, from `rooftile bench twins`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rooftile.bench.docs.tables import NO_RESULTS, by_gpu, groups_of, machines, markdown
+from rooftile.bench.report import number, ratio, twins_line
+from rooftile.bench.rows import OURS, Row
+from rooftile.bench.twins import CUDA
+
+SUITE = "twins"
+TITLES = {OURS: "Triton", CUDA: "CUDA C++", "compile": "compile", "eager": "eager"}
+
+
+def _cells(rows: Sequence[Row]) -> list[str]:
+    found = {row.impl: row for row in rows}
+    ours, cuda = found[OURS], found.get(CUDA)
+    against = cuda.us / ours.us if cuda and cuda.us and ours.us else None
+    cells = [ours.place, ours.dtype, ratio(against, 3), ratio(ours.roof_fraction, 3)]
+    for figure in ("us", "host_us"):
+        for impl in TITLES:
+            row = found.get(impl)
+            cells.append("–" if row is None else row.status if row.us is None else number(getattr(row, figure), 4))
+    return cells
+
+
+def table(results: Path) -> str:
+    """Device time and the host's time of a call, which is the launch overhead, in columns of their own."""
+    columns = (
+        "shape", "dtype", "of the twin's speed>", "of the roof>", *(f"{t}, us>" for t in TITLES.values()),
+        *(f"launch: {t}, us>" for t in TITLES.values()),
+    )  # fmt: skip
+    parts = []
+    for files in by_gpu(results, SUITE).values():
+        by_op: dict[str, list[list[Row]]] = {}
+        for group in groups_of(files):
+            by_op.setdefault(group[0].op, []).append(group)
+        parts += machines(files)
+        for op, found in by_op.items():
+            parts += [f"**`{op}`**", "", markdown(columns, map(_cells, found)), "", f"`{op}`: {twins_line(found)}.", ""]
+    return "\n".join(parts).strip() or NO_RESULTS
