@@ -77,7 +77,8 @@ def bench(
     peers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Baselines by name (eager, compile, torch, liger, quack); repeatable, or with commas. Default: all."
+            help="Baselines by name (eager, compile, torch, liger, quack, cuda); repeatable, or with commas. Default: "
+            "all but cuda, which bench twins has."
         ),
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Most warm-up passes.")] = 50,

@@ -67,13 +67,13 @@ struct alignas(16) Vector {
     static constexpr int COUNT = 16 / sizeof(T);
     unsigned words[4];
 
-    // Loads are volatile: they stay in their order, before the reductions that follow them.
-    // What many CTAs read stays in the L1.
+    // What many CTAs read stays in the L1. As a read-only load (.nc) the assembler would move it behind the reduction that
+    // follows, and its latency would show.
     static __device__ Vector load(const T* base, int i) {
         Vector v;
-        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
             : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-            : "l"(reinterpret_cast<const Vector*>(base) + i));
+            : "l"(reinterpret_cast<const Vector*>(base) + i) : "memory");
         return v;
     }
 
