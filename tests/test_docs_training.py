@@ -30,7 +30,7 @@ def test_the_example_trains(
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("model")
     Path("text.txt").write_text("thequickbrownfoxjumpsoverthelazydog" * 4, encoding="utf-8")
 
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     for old, new in (
         ("Qwen/Qwen3-0.6B", "model"),
         ("length = 1024", "length = 16"),

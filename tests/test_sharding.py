@@ -104,6 +104,7 @@ LOSSES = {
     ),
 }
 STATS = {"ignore_index": 1, "softcap": 3.0, "return_stats": True}
+DPO = [(numbers(4, 3, 16, seed=rank), integers(7, 4, 3)) for rank in range(2)]
 FACTORS = 1 / 3, 1.003  # of a loss; in bfloat16 each is 2e-3 or 3e-3 off
 ROUNDED = numbers(64, 16), numbers(512, 16)  # hidden states and head
 
@@ -143,6 +144,22 @@ def sharded(mesh, tensors, kinds, dim):
         t if t is None else distribute_tensor(t, mesh, [Shard(dim) if kind in "rR" and dim < t.dim() else Replicate()])
         for t, kind in zip(tensors, kinds, strict=True)
     ]
+
+
+def gradients_of_fsdp2(rank):
+    """Those of a head that is sharded, from a loss that each rank has of its own tokens."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    head = torch.nn.Linear(16, 7, bias=False)
+    head.weight.data = HEAD.clone()
+    head.loss = lambda hidden, labels: rooftile.losses.dpo_loss(hidden, head.weight, labels)
+    fully_shard(head)
+    register_fsdp_forward_method(head, "loss")
+    hidden, labels = DPO[rank]
+    with pytest.raises(TypeError, match="linear_cross_entropy: weight is a DTensor and hidden a plain tensor"):
+        rooftile.losses.dpo_loss(hidden, head.weight, labels)
+    head.loss(hidden, labels).loss.backward()
+    return whole(head.weight.grad)
 
 
 def _rank(rank, path):
@@ -189,8 +206,20 @@ def _rank(rank, path):
         rooftile.cross_entropy(*sharded(mesh, [numbers(4, 1), integers(1, 4)], "rw", 1))
     head, hidden, target = numbers(6, 16), numbers(4, 16), integers(6, 4)
     (head,) = sharded(mesh, [head], "r", 0)
-    with pytest.raises(TypeError, match="hidden or weight is a plain tensor, expected both to be DTensor or neither"):
+    with pytest.raises(
+        TypeError, match=r"weight is a DTensor and hidden a plain tensor, expected both .*FSDP2 gathers a"
+    ):
         rooftile.linear_cross_entropy(hidden, head, target)
+    for function in (rooftile.linear_jsd, rooftile.linear_kl):
+        with pytest.raises(
+            TypeError, match=f"^{function.__name__}: weight is a DTensor, expected a plain .*; FSDP2 ga"
+        ):
+            function(hidden, head, hidden, numbers(6, 16))
+    for function in (rooftile.kl_div, rooftile.jsd):
+        with pytest.raises(
+            TypeError, match=f"^{function.__name__}: target is a DTensor, expected a plain tensor; FSDP2"
+        ):
+            function(numbers(6, 16), head)
     (hidden,) = sharded(mesh, [hidden], "w", 0)
     unknown = torch.tensor([6, 1, -100, -1])
     lost, stats = rooftile.linear_cross_entropy(hidden, head, unknown, reduction="none", return_stats=True)
@@ -220,6 +249,7 @@ def _rank(rank, path):
         rooftile.linear_cross_entropy(hidden, head, target, class_weight=torch.ones(6, requires_grad=True))
     with pytest.raises(ValueError, match=r"linear_cross_entropy: class_weight has shape \(7,\), expected \(6,\)"):
         rooftile.linear_cross_entropy(hidden, head, target, class_weight=torch.ones(7))
+    found["dpo_loss of FSDP2"] = gradients_of_fsdp2(rank)
     if rank == 0:
         torch.save(found, f"{path}/results")
     gc.collect()
@@ -237,6 +267,9 @@ def test_two_ranks_have_the_results_of_one(tmp_path):
     one = numbers(6, 16).requires_grad_()
     rooftile.linear_cross_entropy(numbers(1, 16), one, torch.tensor([2])).backward()
     torch.testing.assert_close(results_of_two.pop("one token"), one.grad)
+    one = HEAD.clone().requires_grad_()
+    sum(rooftile.losses.dpo_loss(x, one, labels).loss for x, labels in DPO).backward()
+    torch.testing.assert_close(results_of_two.pop("dpo_loss of FSDP2"), one.grad / 2)
     for factor in FACTORS:
         x, weight = (t.bfloat16() for t in ROUNDED)
         leaf, exact = weight.clone().requires_grad_(), weight.double().requires_grad_()

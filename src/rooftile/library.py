@@ -423,8 +423,10 @@ def define(
             return run(*args)
         if not _nobody_listens(args, tensors, required):
             _check_arguments(overload, called, tensors, required, args)
-            if rows is not None and sharding.is_distributed(*args):
-                return sharding.by_rows(called(args), call, names, rows, args)
+            if sharding.is_distributed(*args):
+                if rows is not None:
+                    return sharding.by_rows(called(args), call, names, rows, args)
+                sharding.refuse(called(args), **dict(zip(names, args, strict=True)))
             return overload(*args)
         return with_gradients(None, args) if asks_for_gradients(args) else below(None, *args)
 

@@ -45,6 +45,16 @@ def is_distributed(*args: Any) -> bool:
     return module is not None and any(isinstance(arg, module.DTensor) for arg in args)
 
 
+GATHERED = "FSDP2 gathers a weight in its module's forward, and for module.unshard()"
+
+
+def refuse(op: str, **given: Any) -> None:
+    """Raise TypeError if one of them is a DTensor, which the op does not take."""
+    for name, arg in given.items():
+        if is_distributed(arg):
+            raise TypeError(f"{op}: {name} is a DTensor, expected a plain tensor; {GATHERED}")
+
+
 def whole_shape(local: Tensor, dims: Sequence[int | None], like: Any) -> torch.Size:
     """The shape of all ranks' parts together, if a part lies along those dimensions as the DTensor `like` does."""
     return torch.Size(like.shape[d] if d in dims else n for d, n in enumerate(local.shape))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile import sharding
 from rooftile.ops import fused_head
 from rooftile.ops.cross_entropy import backward, distributed, forward
 from rooftile.ops.cross_entropy.distributed import Columns
@@ -91,7 +92,11 @@ def linear_cross_entropy(
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     if not (isinstance(hidden, DTensor) and isinstance(weight, DTensor)):
-        raise TypeError(f"{_NAME}: hidden or weight is a plain tensor, expected both to be DTensor or neither")
+        names = ("hidden", "weight") if isinstance(hidden, DTensor) else ("weight", "hidden")
+        raise TypeError(
+            f"{_NAME}: {names[0]} is a DTensor and {names[1]} a plain tensor, expected both to be DTensor or neither; "
+            f"{sharding.GATHERED}"
+        )
     mesh = weight.device_mesh
     over = distributed.over_vocabulary(_NAME, "weight", weight.placements, 0)
     columns = [Shard(0) if dim == over else Replicate() for dim in range(mesh.ndim)]
