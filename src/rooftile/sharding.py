@@ -68,6 +68,41 @@ def strides_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def localized(t: Any, mesh: Any, where: Sequence[Any], grads: Sequence[Any] | None = None) -> Any:
+    """This rank's part of a tensor with those placements; one that is plain counts as replicated.
+
+    `grads` are the placements of its gradient, by default the same.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if t is None:
+        return None
+    if not isinstance(t, DTensor):
+        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if tuple(t.placements) != tuple(where):  # of one that lies so, it would add up a partial gradient at once
+        t = t.redistribute(mesh, where)
+    return t.to_local(grad_placements=where if grads is None else grads)
+
+
+def assembled(
+    local: Tensor, mesh: Any, where: Sequence[Any], shape: Sequence[int], strides: Sequence[int] | None = None
+) -> Any:
+    """The DTensor of that shape whose part is `local`; by default it is contiguous."""
+    from torch.distributed.tensor import DTensor
+
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride() if strides is None else tuple(strides)
+    return DTensor.from_local(local, mesh, where, run_check=False, shape=size, stride=stride)
+
+
+def total_over(share: Tensor, mesh: Any, where: Sequence[Any]) -> Any:
+    """The sum of all elements of tensors that lie so, over the ranks too, as a replicated DTensor."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    sums = [Partial() if isinstance(p, Shard) else p for p in where]
+    return DTensor.from_local(share.sum(), mesh, sums, run_check=False).redistribute(mesh, [Replicate()] * mesh.ndim)
+
+
 def by_rows(op: str, call: Callable[..., Any], names: Sequence[str], rows: Rows, args: tuple[Any, ...]) -> Any:
     """`call(*args)` of DTensor arguments, with results that are DTensor.
 
@@ -92,11 +127,7 @@ def by_rows(op: str, call: Callable[..., Any], names: Sequence[str], rows: Rows,
     def local(name: str, arg: Any) -> Any:
         if not isinstance(arg, DTensor):
             return arg
-        if name in rows.names:
-            return arg.redistribute(mesh, placements).to_local(grad_placements=placements)
-        if any(p != Replicate() for p in arg.placements):
-            arg = arg.redistribute(mesh, whole)  # of a replicated one it would add up the gradient at once
-        return arg.to_local(grad_placements=sums)
+        return localized(arg, mesh, placements) if name in rows.names else localized(arg, mesh, whole, sums)
 
     locals_ = [local(name, arg) for name, arg in zip(names, args, strict=True)]
     parts = [t for name, t in zip(names, locals_, strict=True) if name in rows.names and t is not None]
@@ -107,7 +138,7 @@ def by_rows(op: str, call: Callable[..., Any], names: Sequence[str], rows: Rows,
         if any(d >= y.dim() or y.shape[d] != part.shape[d] for d in sharded):
             return y  # statistics of rows, which the public function does not return
         shape = whole_shape(y, sharded, like)
-        return DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=strides_like(y, shape))
+        return assembled(y, mesh, placements, shape, strides_like(y, shape))
 
     results = call(*locals_)
     if isinstance(results, Tensor):

@@ -106,23 +106,23 @@ def linear_cross_entropy(
     ]
     of_hidden = [Partial() if dim == over else p for dim, p in enumerate(tokens)]
     of_weight = [Partial() if isinstance(p, Shard) else columns[dim] for dim, p in enumerate(tokens)]
-    x = distributed.localized(hidden, mesh, tokens, of_hidden)
-    target, token_weights = (distributed.localized(t, mesh, tokens) for t in (target, token_weights))
+    x = sharding.localized(hidden, mesh, tokens, of_hidden)
+    target, token_weights = (sharding.localized(t, mesh, tokens) for t in (target, token_weights))
     first = 0 if over is None else distributed.part_of_vocabulary(_NAME, "weight", weight, weight.shape[0], over)
     group = None if over is None else mesh.get_group(over)
-    class_weight = distributed.localized(class_weight, mesh, [Replicate()] * mesh.ndim)
+    class_weight = sharding.localized(class_weight, mesh, [Replicate()] * mesh.ndim)
     shared = Columns(first, weight.shape[0], group, class_weight)
-    own, bias = (distributed.localized(t, mesh, columns, of_weight) for t in (weight, bias))
+    own, bias = (sharding.localized(t, mesh, columns, of_weight) for t in (weight, bias))
 
     share = distributed.share_of_tokens(target, None, token_weights, options)
     if options.reduction == "mean":
         each = distributed.share_of_tokens(target, class_weight, token_weights, options)
-        total = distributed.total_over(each, mesh, tokens).to_local()
+        total = sharding.total_over(each, mesh, tokens).to_local()
         share = share * torch.where(total == 0, 0.0, 1 / total)
     rows, share = dispatch.as_rows(x), share.reshape(-1)
     loss, *stats = _Head.apply(rows, own, bias, target.reshape(-1), share, shared, options, how)
     shape, local = hidden.shape[:-1], target.shape
-    whole = [distributed.of_tokens(t.view(local), mesh, tokens, shape) for t in stats]
+    whole = [sharding.assembled(t.view(local), mesh, tokens, shape) for t in stats]
     if options.reduction == "none":
-        return distributed.of_tokens(loss.view(local), mesh, tokens, shape), *whole
-    return distributed.total_over(loss, mesh, tokens), *whole
+        return sharding.assembled(loss.view(local), mesh, tokens, shape), *whole
+    return sharding.total_over(loss, mesh, tokens), *whole

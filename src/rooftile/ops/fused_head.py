@@ -80,13 +80,6 @@ def asked(
     return How(needs, float32_weight_gradient, budget, valid, precision)
 
 
-def gradient_when(how: How, reduction: str, dtype: torch.dtype) -> str:
-    """Which of `loss_gradient.GRADIENTS` a call has: the forward of a compiled graph writes gradients too."""
-    if not any(how.needs):
-        return "none"
-    return "later" if reduction == "none" or dtype is torch.float16 else "now"
-
-
 def check_head(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
     """Raise unless they are a head's: `(..., H)`, `(V, H)` and `(V,)`. `prefix` is that of their names."""
     names = [prefix + name for name in ("hidden", "weight", "bias")]

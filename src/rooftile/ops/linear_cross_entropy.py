@@ -21,6 +21,7 @@ from rooftile.ops.cross_entropy import Reduction, TokenStats, forward
 from rooftile.ops.fused_head import Gradients, How
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.config import Precision
+from rooftile.primitives.loss_gradient import gradient_when
 
 _NAME = "linear_cross_entropy"
 _PLACES = (0, 1, 3)  # of hidden, weight and bias among the op's arguments
@@ -314,7 +315,7 @@ def linear_cross_entropy(
     if dispatch.autocast_dtype(hidden) is not None:
         hidden, weight, bias = dispatch.autocast(hidden, weight, bias)  # type: ignore[assignment]
     how = fused_head.asked(_NAME, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
-    gradient = fused_head.gradient_when(how, reduction, hidden.dtype)
+    gradient = gradient_when(any(how.needs), reduction, hidden.dtype, in_graphs=True)
     if sharding.is_distributed(hidden, weight):
         cap = 0.0 if softcap is None else softcap
         options = forward.Options(

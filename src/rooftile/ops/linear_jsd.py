@@ -3,9 +3,9 @@
     x = log_softmax((hidden @ weight^T + bias) / T),   t = log_softmax((teacher_hidden @ teacher_weight^T + ...) / T)
     loss = sum over classes of l(x, t),   dz = (dl/dx - exp(x) * sum over classes of dl/dx) / T
 
-of each token, with the terms l of ops/divergence.py. ops/fused_head.py has the walk over chunks and the gradients of
-hidden, weight and bias. Of each chunk there are two buffers, the logits of the student and those of the teacher, and
-one kernel, which writes the gradient over the former.
+of each token, with the terms l of primitives/divergence_terms.py. ops/fused_head.py has the walk over chunks and the
+gradients of hidden, weight and bias. Of each chunk there are two buffers, the logits of the student and those of the
+teacher, and one kernel, which writes the gradient over the former.
 
 A program has one row of both, and reads it twice for losses: for the logarithms of the sums of exponentials, and for
 the terms. The gradient needs the sum of the derivatives, so it takes a third pass. That of Kullback-Leibler's terms is
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops import fused_head
-from rooftile.ops.divergence import terms
 from rooftile.ops.fused_head import Gradients, How
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.config import Precision
-from rooftile.primitives.loss_gradient import GRADIENTS
+from rooftile.primitives.divergence_terms import terms
+from rooftile.primitives.loss_gradient import GRADIENTS, gradient_when
 from rooftile.primitives.online_softmax import LOWEST, extend
 from rooftile.primitives.rows import RowConfig, row_launcher
 
@@ -390,7 +390,7 @@ def _divergence(
     if target is None:  # no token is ignored
         target = torch.full(hidden.shape[:-1], 1 if ignore_index == 0 else 0, dtype=torch.int32, device=hidden.device)
     how = fused_head.asked(op, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
-    gradient = fused_head.gradient_when(how, reduction, hidden.dtype)
+    gradient = gradient_when(any(how.needs), reduction, hidden.dtype, in_graphs=True)
     return _op(
         hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias, kind, beta, temperature,
         ignore_index, reduction, gradient, *how,

@@ -20,16 +20,16 @@ import triton.language as tl  # isort: skip
 GRADIENTS = ("none", "now", "later")  # "now": the forward writes it; "later": the backward does
 
 
-def gradient_when(wanted: bool, reduction: str, dtype: torch.dtype) -> str:
+def gradient_when(wanted: bool, reduction: str, dtype: torch.dtype, *, in_graphs: bool = False) -> str:
     """Which of `GRADIENTS` a loss over tensors of that dtype has.
 
     Without a reduction the factor is a number for each element or row, which only the backward has. In float16 a
     gradient could underflow before a loss scaler's factor reaches it. A compiled graph can't write the forward's buffer
-    in place; in the interpreter it copies it.
+    in place; in the interpreter it copies it. With `in_graphs` it does so on a GPU too: where the logits cost more.
     """
     if not (wanted and torch.is_grad_enabled()):
         return "none"
-    compiled = runtime.MODE is runtime.Mode.GPU and torch.compiler.is_compiling()
+    compiled = not in_graphs and runtime.MODE is runtime.Mode.GPU and torch.compiler.is_compiling()
     return "later" if reduction == "none" or dtype is torch.float16 or compiled else "now"
 
 

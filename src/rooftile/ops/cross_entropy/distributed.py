@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile import library
+from rooftile import library, sharding
 from rooftile.ops.cross_entropy import backward, forward
 
 _NAME = "cross_entropy_of_columns"
@@ -231,38 +231,6 @@ def share_of_tokens(
     return share if weight is None else share * weight.float()[target.clamp(0, weight.shape[0] - 1)]
 
 
-def total_over(share: Tensor, mesh: Any, tokens: Sequence[Any]) -> Any:
-    """The sum over the ranks that tokens are sharded over."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    sums = [Partial() if isinstance(p, Shard) else p for p in tokens]
-    return DTensor.from_local(share.sum(), mesh, sums, run_check=False).redistribute(mesh, [Replicate()] * mesh.ndim)
-
-
-def localized(t: Any, mesh: Any, where: Sequence[Any], grads: Sequence[Any] | None = None) -> Any:
-    """This rank's part of a tensor with those placements; one that is plain counts as replicated.
-
-    `grads` are the placements of its gradient, by default the same.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if t is None:
-        return None
-    if not isinstance(t, DTensor):
-        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if tuple(t.placements) != tuple(where):
-        t = t.redistribute(mesh, where)
-    return t.to_local(grad_placements=where if grads is None else grads)
-
-
-def of_tokens(local: Tensor, mesh: Any, tokens: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """Numbers of tokens that lie so, of that shape on all ranks, as a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    strides = library.contiguous_strides(shape)
-    return DTensor.from_local(local, mesh, tokens, run_check=False, shape=torch.Size(shape), stride=strides)
-
-
 def cross_entropy(
     plain: Any, logits: Any, target: Tensor, weight: Tensor | None, token_weights: Tensor | None,
     options: forward.Options,
@@ -283,9 +251,9 @@ def cross_entropy(
     placements = [p if type(p) is Shard else Replicate() for p in logits.placements]
     over = over_vocabulary("cross_entropy", "logits", placements, last)
     tokens = [Replicate() if dim == over else p for dim, p in enumerate(placements)]
-    x = localized(logits, mesh, placements)
-    target, token_weights = localized(target, mesh, tokens), localized(token_weights, mesh, tokens)
-    weight = localized(weight, mesh, [Replicate()] * mesh.ndim)
+    x = sharding.localized(logits, mesh, placements)
+    target, token_weights = sharding.localized(target, mesh, tokens), sharding.localized(token_weights, mesh, tokens)
+    weight = sharding.localized(weight, mesh, [Replicate()] * mesh.ndim)
     if over is not None:
         classes = logits.shape[-1]
         first = part_of_vocabulary("cross_entropy", "logits", logits, classes, over)
@@ -299,10 +267,10 @@ def cross_entropy(
             reduction="none", return_stats=options.stats,
         )  # fmt: skip
         losses, stats = found if options.stats else (found, ())
-    whole = [of_tokens(t, mesh, tokens, logits.shape[:-1]) for t in stats]
+    whole = [sharding.assembled(t, mesh, tokens, logits.shape[:-1]) for t in stats]
     if options.reduction == "none":
-        return of_tokens(losses, mesh, tokens, logits.shape[:-1]), *whole
+        return sharding.assembled(losses, mesh, tokens, logits.shape[:-1]), *whole
     if options.reduction == "mean":
-        total = total_over(share_of_tokens(target, weight, token_weights, options), mesh, tokens).to_local()
+        total = sharding.total_over(share_of_tokens(target, weight, token_weights, options), mesh, tokens).to_local()
         losses = losses * torch.where(total == 0, 0.0, 1 / total)
-    return total_over(losses, mesh, tokens), *whole
+    return sharding.total_over(losses, mesh, tokens), *whole
