@@ -1,6 +1,7 @@
 """Twins in CUDA C++: their sources compile without spills, their launches cover their inputs, and a missing compiler or
 GPU leaves a row that says so."""
 
+import ctypes
 import io
 import re
 import shutil
@@ -154,6 +155,44 @@ def test_a_launch_covers_its_inputs_and_no_more(op, dtype, launches):
             each = config.threads // (point["head_dim"] // 2 // width) * config.count
             done, needed = x * each, point["q_heads"] + point["k_heads"]
         assert needed <= done < needed + each
+
+
+class Driver:
+    """The driver's calls that a launch makes; the last one reads the block of arguments."""
+
+    def __init__(self):
+        self.launched = []
+
+    def cuModuleLoadData(self, module, code):
+        return 0 if code.startswith(b"\x7fELF") else 209
+
+    def cuModuleGetFunction(self, function, module, symbol):
+        return 0
+
+    def cuGetErrorString(self, code, text):
+        text._obj.value = b"no kernel image"
+        return 0
+
+    def cuLaunchKernel(self, function, *rest):
+        grid, block, (shared, stream, parameters, extra) = rest[:3], rest[3:6], rest[6:]
+        begin, buffer, size_of, size, end = extra
+        assert (begin, size_of, end, shared, parameters) == (1, 2, None, 0, None)
+        length = ctypes.c_size_t.from_address(size).value
+        self.launched.append((grid, block, stream.value, ctypes.string_at(buffer, length)))
+        return 0
+
+
+def test_a_kernel_is_launched_with_its_arguments_in_one_block(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: driver)
+    kernel = nvrtc.Kernel(b"\x7fELF", "k", "PPif", 128)
+    kernel((2**20, 3), 77, 2**47 - 1, 16, 2048, 0.5)
+    kernel((1, 1), 0, 8, 16, 1, 1.0)
+    first = (2**47 - 1).to_bytes(8, "little") + (16).to_bytes(8, "little") + struct.pack("<if", 2048, 0.5)
+    assert driver.launched[0] == ((2**20, 3, 1), (128, 1, 1), 77, first)
+    assert len(driver.launched) == 2
+    with pytest.raises(RuntimeError, match="CUDA driver: no kernel image"):
+        nvrtc.Kernel(b"other", "k", "P", 32)
 
 
 def test_a_row_of_any_length_has_a_configuration():
