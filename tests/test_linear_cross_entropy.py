@@ -10,10 +10,10 @@ from helpers import BF16, Calls, assert_same, interpreted, nightly_but, offset, 
 from rooftile import runtime
 from rooftile.cases.check import relative_error
 from rooftile.cases.linear_cross_entropy import TOLERANCES
-from rooftile.ops import linear_cross_entropy as module
 from rooftile.ops.cross_entropy import TokenStats, cross_entropy
-from rooftile.ops.fused_head import chunk_rows
-from rooftile.ops.linear_cross_entropy import linear_cross_entropy
+from rooftile.ops.fused_head import linear_cross_entropy as module
+from rooftile.ops.fused_head.head import chunk_rows
+from rooftile.ops.fused_head.linear_cross_entropy import linear_cross_entropy
 from rooftile.reference import linear_cross_entropy as reference
 
 REDUCTIONS = ("mean", "sum", "none")

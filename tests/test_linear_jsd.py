@@ -10,8 +10,8 @@ from helpers import BF16, Calls, assert_same, interpreted, offset, padded_alloca
 from rooftile.cases.check import relative_error
 from rooftile.cases.linear_jsd import TOLERANCES
 from rooftile.ops.divergence import jsd, kl_div
+from rooftile.ops.fused_head.linear_jsd import REDUCTIONS, linear_jsd, linear_kl
 from rooftile.ops.gemm import dispatch
-from rooftile.ops.linear_jsd import REDUCTIONS, linear_jsd, linear_kl
 from rooftile.reference import linear_jsd as reference
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)

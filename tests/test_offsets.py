@@ -15,9 +15,9 @@ from helpers import BF16, assert_same
 
 import rooftile
 from rooftile import launching, library, runtime
-from rooftile.ops import linear_jsd
 from rooftile.ops.cross_entropy import backward, distributed
 from rooftile.ops.cross_entropy import forward as cross_entropy
+from rooftile.ops.fused_head import linear_jsd
 from rooftile.primitives import tiles
 
 ROWS, STRIDE = 4, 2**30 + 64
@@ -197,7 +197,7 @@ def run_cross_entropy_of_columns(lay, device):
         far = place(logits)
         found = distributed.of_columns(far, target, share, columns, options)
         factors = found.factors.nan_to_num()  # no rank has the last one's class
-        backward.over_logits(one, far, found.target, part, factors, 0.0, True)
+        backward.over_logits(one, far, found.target, part, factors, 0.0, True, 1.0)
         results.append((found.losses.nan_to_num(), found.stats[1], found.stats[2], far.clone()))
     return results
 
@@ -228,7 +228,7 @@ RUNS = {
     run_cross_entropy: "cross_entropy",
     run_cross_entropy_in_place: "cross_entropy",
     run_cross_entropy_of_columns: "cross_entropy",
-    run_linear_jsd: "linear_jsd",
+    run_linear_jsd: "fused_head.linear_jsd",
 }
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
 

@@ -117,7 +117,7 @@ def test_every_registered_op_is_checked(device):
             ),
             (
                 torch.ops.rooftile.cross_entropy_of_columns,
-                (x, torch.arange(2, device=device), x[0], -100, True, 0.0, True),
+                (x, torch.arange(2, device=device), x[0], -100, True, 0.0, True, 1.0),
             ),
         ):
             torch.library.opcheck(op.default, args)

@@ -29,6 +29,9 @@ from rooftile.ops.decode_attention import decode_attention as decode_attention
 from rooftile.ops.divergence import jsd as jsd
 from rooftile.ops.divergence import kl_div as kl_div
 from rooftile.ops.embedding import embedding as embedding
+from rooftile.ops.fused_head.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from rooftile.ops.fused_head.linear_jsd import linear_jsd as linear_jsd
+from rooftile.ops.fused_head.linear_jsd import linear_kl as linear_kl
 from rooftile.ops.gated import gelu_mul as gelu_mul
 from rooftile.ops.gated import gelu_mul_packed as gelu_mul_packed
 from rooftile.ops.gated import silu_mul as silu_mul
@@ -52,9 +55,6 @@ from rooftile.ops.gemm.weight_only import unpack_int4 as unpack_int4
 from rooftile.ops.kv_cache import append_kv as append_kv
 from rooftile.ops.kv_cache import rope_and_cache as rope_and_cache
 from rooftile.ops.layer_norm import layer_norm as layer_norm
-from rooftile.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from rooftile.ops.linear_jsd import linear_jsd as linear_jsd
-from rooftile.ops.linear_jsd import linear_kl as linear_kl
 from rooftile.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from rooftile.ops.quantize_tensor import quantize_tensor as quantize_tensor
 from rooftile.ops.rms_norm import rms_norm as rms_norm

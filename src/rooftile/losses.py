@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rooftile import library
+from rooftile.ops.fused_head.linear_cross_entropy import linear_cross_entropy
 from rooftile.ops.gemm.config import Precision
-from rooftile.ops.linear_cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

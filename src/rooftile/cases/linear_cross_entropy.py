@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Training, Unsupported
 from rooftile.cases.draw import integers, normal
-from rooftile.ops.linear_cross_entropy import linear_cross_entropy
+from rooftile.ops.fused_head.linear_cross_entropy import linear_cross_entropy
 from rooftile.reference import linear_cross_entropy as reference
 
 _FP32 = "chains of float32 sums, of products over the hidden size and, for gradients, over the vocabulary or the tokens"

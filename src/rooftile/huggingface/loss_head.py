@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.huggingface.replacing import has_global_hook, is_hooked, is_ours, takes
-from rooftile.ops.linear_cross_entropy import linear_cross_entropy
+from rooftile.ops.fused_head.linear_cross_entropy import linear_cross_entropy
 
 _OURS = "_rooftile_loss_head"  # of a forward that can be asked for the loss
 _HOOKED = "_old_forward"

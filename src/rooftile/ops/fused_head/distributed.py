@@ -1,8 +1,8 @@
 """`linear_cross_entropy` of DTensor: the head's classes over ranks, tokens over others.
 
-Each rank multiplies its rows of the head, by chunks of tokens as ops/fused_head.py does. Of a chunk's logits the ranks
-share what ops/cross_entropy/distributed.py says, and each writes the gradient of its own columns over them. The
-gradient of hidden is a partial sum over the ranks of the head.
+Each rank multiplies its rows of the head, by chunks of tokens as head.py does. Of a chunk's logits the ranks share what
+ops/cross_entropy/distributed.py says, and each writes the gradient of its own columns over them. The gradient of hidden
+is a partial sum over the ranks of the head.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rooftile import sharding
-from rooftile.ops import fused_head
 from rooftile.ops.cross_entropy import backward, distributed, forward
 from rooftile.ops.cross_entropy.distributed import Columns
-from rooftile.ops.fused_head import How
+from rooftile.ops.fused_head import head
+from rooftile.ops.fused_head.head import How
 from rooftile.ops.gemm import dispatch
 from rooftile.primitives.loss_gradient import scaled
 
@@ -58,9 +58,9 @@ class _Head(torch.autograd.Function):
 def _walk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor, columns: Columns,
     options: forward.Options, how: How, *, gradients: bool,
-) -> tuple[list[Tensor], fused_head.Gradients]:  # fmt: skip
+) -> tuple[list[Tensor], head.Gradients]:  # fmt: skip
     """The losses of all tokens and the statistics if asked for; and the gradients of this rank's columns."""
-    tokens = fused_head.ValidTokens(target, options.ignore_index, how)
+    tokens = head.ValidTokens(target, options.ignore_index, how)
     dtypes = (torch.float32, *_STATS * options.stats)
     found = [torch.empty(tokens.n, dtype=dtype, device=hidden.device) for dtype in dtypes]
     one = torch.ones((), dtype=torch.float32, device=hidden.device)
@@ -73,8 +73,8 @@ def _walk(
         if gradients:
             backward.over_logits(one, z, here.target, part, here.factors, options.softcap, smooths, options.temperature)
 
-    row_bytes = fused_head.logits_row_bytes(hidden, weight.shape[0])
-    grads = fused_head.walk(_NAME, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=gradients)
+    row_bytes = head.logits_row_bytes(hidden, weight.shape[0])
+    grads = head.walk(_NAME, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=gradients)
     return [tokens.restored(t) for t in found], grads
 
 

@@ -2,8 +2,8 @@
 
     z = hidden @ weight^T + bias,   loss = cross_entropy(z, target)
 
-ops/fused_head.py has the walk over chunks and the gradients. Of each chunk's logits the kernel of ops/cross_entropy
-computes the losses, and writes their gradient over them.
+head.py has the walk over chunks and the gradients. Of each chunk's logits the kernel of ops/cross_entropy computes the
+losses, and writes their gradient over them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from rooftile import library, sharding
-from rooftile.ops import distributed_head, fused_head
 from rooftile.ops.cross_entropy import Reduction, TokenStats, forward
-from rooftile.ops.fused_head import Gradients, How
+from rooftile.ops.fused_head import distributed as sharded
+from rooftile.ops.fused_head import head
+from rooftile.ops.fused_head.head import Gradients, How
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.config import Precision
 from rooftile.primitives.loss_gradient import gradient_when
@@ -38,17 +39,17 @@ def _check(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     token_weights: Tensor | None, options: forward.Options, how: How,
 ) -> None:  # fmt: skip
-    fused_head.check_head(op, hidden, weight, bias)
+    head.check_head(op, hidden, weight, bias)
     library.check_floating(op, class_weight=class_weight, token_weights=token_weights)
     classes = weight.shape[0]
     if class_weight is not None and class_weight.shape != (classes,):
         raise ValueError(
             f"{op}: class_weight has shape {tuple(class_weight.shape)}, expected ({classes},) to match weight's rows"
         )
-    fused_head.check_classes(op, "target", target, hidden)
-    fused_head.check_tokens(op, "token_weights", token_weights, hidden)
+    head.check_classes(op, "target", target, hidden)
+    head.check_tokens(op, "token_weights", token_weights, hidden)
     forward.check_options(op, options)
-    fused_head.check_temperature(op, options.temperature)
+    head.check_temperature(op, options.temperature)
     dispatch.check_precision(op, how.precision)
 
 
@@ -85,11 +86,11 @@ def _walk(
         scales: what the losses of the tokens are multiplied by.
     """
     device, ignored, n_cols = hidden.device, options.ignore_index, weight.shape[0]
-    tokens = fused_head.ValidTokens(target, ignored, how)
+    tokens = head.ValidTokens(target, ignored, how)
     found = [torch.empty(tokens.n, dtype=torch.float32, device=device)]
     if options.stats:
         found += [torch.empty(tokens.n, dtype=dtype, device=device) for dtype in _STATS]
-    divisor = fused_head.Divisor(target, class_weight, token_weights, n_cols, ignored)
+    divisor = head.Divisor(target, class_weight, token_weights, n_cols, ignored)
     now = options.gradient == "now"
     inverse = divisor.apply(None) if now and options.reduction == "mean" else None
     flags = dataclasses.astuple(options)
@@ -99,8 +100,8 @@ def _walk(
         scale = None if scales is None else scales[rows]
         _losses_of_rows(z, target[rows], class_weight, scale, inverse, found[0][part], *stats or [None] * 3, *flags)
 
-    row_bytes = fused_head.logits_row_bytes(hidden, n_cols)
-    gradients = fused_head.walk(op, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=now)
+    row_bytes = head.logits_row_bytes(hidden, n_cols)
+    gradients = head.walk(op, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=now)
     return [tokens.restored(t) for t in found], gradients
 
 
@@ -125,14 +126,14 @@ def _fake(
     needs = how.needs if options.gradient == "now" else (False,) * 3
     stats = [torch.empty(target.shape if options.stats else (0,), dtype=dtype, device=device) for dtype in _STATS]
     loss = torch.empty(target.shape if options.reduction == "none" else (), dtype=torch.float32, device=device)
-    return (loss, *fused_head.empty_gradients(hidden, weight, bias, needs), *stats)  # type: ignore[return-value]
+    return (loss, *head.empty_gradients(hidden, weight, bias, needs), *stats)  # type: ignore[return-value]
 
 
 def _launch(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     token_weights: Tensor | None, *args: Any,
 ) -> Outputs:  # fmt: skip
-    fused_head.refuse_tracing(hidden)
+    head.refuse_tracing(hidden)
     options, how = _split(args)
     _check(_NAME, hidden, weight, target, bias, class_weight, token_weights, options, how)
     if not target.numel():
@@ -150,10 +151,10 @@ def _launch(
     losses, *stats = found
     dhidden, dweight, dbias = gradients
     if how.needs[0] and options.gradient == "now":
-        dhidden = fused_head.shaped(dhidden, hidden.shape)
+        dhidden = head.shaped(dhidden, hidden.shape)
     stats = [t.view(leading) for t in stats] or [torch.empty(0, dtype=dtype, device=hidden.device) for dtype in _STATS]
-    divisor = fused_head.Divisor(target, class_weight, tokens, weight.shape[0], options.ignore_index)
-    loss = fused_head.reduced(losses, options.reduction, leading, divisor)
+    divisor = head.Divisor(target, class_weight, tokens, weight.shape[0], options.ignore_index)
+    loss = head.reduced(losses, options.reduction, leading, divisor)
     return (loss, dhidden, dweight, dbias, *stats)  # type: ignore[return-value]
 
 
@@ -163,19 +164,19 @@ def _fake_backward(
 ) -> Gradients:  # fmt: skip
     options, how = _split(args)
     op = f"{_NAME}_backward"
-    fused_head.check_dloss(op, dloss, target, options.reduction)
+    head.check_dloss(op, dloss, target, options.reduction)
     _check(op, hidden, weight, target, bias, class_weight, token_weights, options, how)
-    return tuple(fused_head.empty_gradients(hidden, weight, bias, how.needs))  # type: ignore[return-value]
+    return tuple(head.empty_gradients(hidden, weight, bias, how.needs))  # type: ignore[return-value]
 
 
 def _launch_backward(
     dloss: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     token_weights: Tensor | None, *args: Any,
 ) -> Gradients:  # fmt: skip
-    fused_head.refuse_tracing(hidden)
+    head.refuse_tracing(hidden)
     options, how = _split(args)
     op = f"{_NAME}_backward"
-    fused_head.check_dloss(op, dloss, target, options.reduction)
+    head.check_dloss(op, dloss, target, options.reduction)
     _check(op, hidden, weight, target, bias, class_weight, token_weights, options, how)
     if not target.numel():
         results = _fake_backward(dloss, hidden, weight, target, bias, class_weight, token_weights, *args)
@@ -183,7 +184,7 @@ def _launch_backward(
             t.zero_()
         return results
     tokens = _flat(token_weights)
-    scales = fused_head.row_scales(dloss, target.numel())
+    scales = head.row_scales(dloss, target.numel())
     scales = scales if tokens is None else scales * tokens.float()
     options = dataclasses.replace(options, gradient="now", stats=False)
     _, (dhidden, dweight, dbias) = _walk(
@@ -201,17 +202,17 @@ def _check_gradients(inputs: tuple[Any, ...]) -> None:
 
 def _save(ctx, inputs, outputs) -> None:
     options, _ = _split(inputs[_TENSORS:])
-    fused_head.save(ctx, _NAME, inputs, outputs, _PLACES, _TENSORS, options.gradient)
+    head.save(ctx, _NAME, inputs, outputs, _PLACES, _TENSORS, options.gradient)
 
 
 def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return fused_head.backward(ctx, _backward_op, dloss)
+    return head.backward(ctx, _backward_op, dloss)
 
 
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weights, "
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, str gradient, bool stats, "
-    f"float temperature, {fused_head.HOW}"
+    f"float temperature, {head.HOW}"
 )
 
 _backward_op = library.define(
@@ -314,7 +315,7 @@ def linear_cross_entropy(
     library.check_int64(_NAME, ignore_index=ignore_index)
     if dispatch.autocast_dtype(hidden) is not None:
         hidden, weight, bias = dispatch.autocast(hidden, weight, bias)  # type: ignore[assignment]
-    how = fused_head.asked(_NAME, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
+    how = head.asked(_NAME, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
     gradient = gradient_when(any(how.needs), reduction, hidden.dtype, in_graphs=True)
     if sharding.is_distributed(hidden, weight):
         cap = 0.0 if softcap is None else softcap
@@ -324,7 +325,7 @@ def linear_cross_entropy(
         tensors = hidden, weight, target, bias, class_weight, token_weights
         _check(_NAME, *tensors, options, how)
         _check_gradients(tensors)
-        loss, *stats = distributed_head.linear_cross_entropy(*tensors, options, how)
+        loss, *stats = sharded.linear_cross_entropy(*tensors, options, how)
         return (loss, TokenStats(*stats)) if return_stats else loss
     loss, _, _, _, *stats = _op(
         hidden, weight, target, bias, class_weight, token_weights, ignore_index, label_smoothing, z_loss,

@@ -3,9 +3,9 @@
     x = log_softmax((hidden @ weight^T + bias) / T),   t = log_softmax((teacher_hidden @ teacher_weight^T + ...) / T)
     loss = sum over classes of l(x, t),   dz = (dl/dx - exp(x) * sum over classes of dl/dx) / T
 
-of each token, with the terms l of primitives/divergence_terms.py. ops/fused_head.py has the walk over chunks and the
-gradients of hidden, weight and bias. Of each chunk there are two buffers, the logits of the student and those of the
-teacher, and one kernel, which writes the gradient over the former.
+of each token, with the terms l of primitives/divergence_terms.py. head.py has the walk over chunks and the gradients of
+hidden, weight and bias. Of each chunk there are two buffers, the logits of the student and those of the teacher, and
+one kernel, which writes the gradient over the former.
 
 A program has one row of both, and reads it twice for losses: for the logarithms of the sums of exponentials, and for
 the terms. The gradient needs the sum of the derivatives, so it takes a third pass. That of Kullback-Leibler's terms is
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops import fused_head
-from rooftile.ops.fused_head import Gradients, How
+from rooftile.ops.fused_head import head
+from rooftile.ops.fused_head.head import Gradients, How
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.config import Precision
 from rooftile.primitives.divergence_terms import terms
@@ -214,9 +214,9 @@ def bind_rows(
 _losses_of_rows = library.Prepared(bind_rows)
 
 
-def _divisor(tensors: Tensors, o: Options) -> fused_head.Divisor:
+def _divisor(tensors: Tensors, o: Options) -> head.Divisor:
     target = tensors.target.reshape(-1).contiguous()
-    return fused_head.Divisor(target, None, None, tensors.weight.shape[0], o.ignore_index)
+    return head.Divisor(target, None, None, tensors.weight.shape[0], o.ignore_index)
 
 
 def _walk(op: str, tensors: Tensors, scales: Tensor | None, o: Options, how: How) -> tuple[Tensor, Gradients]:
@@ -226,21 +226,21 @@ def _walk(op: str, tensors: Tensors, scales: Tensor | None, o: Options, how: How
     hidden, teacher_hidden = dispatch.as_rows(tensors.hidden), dispatch.as_rows(tensors.teacher_hidden)
     target = tensors.target.reshape(-1).contiguous()
     bias, teacher_bias = (None if b is None else b.contiguous() for b in biases)
-    tokens = fused_head.ValidTokens(target, o.ignore_index, how)
+    tokens = head.ValidTokens(target, o.ignore_index, how)
     losses = torch.empty(tokens.n, dtype=torch.float32, device=hidden.device)
     inverse = _divisor(tensors, o).apply(None) if now and o.reduction == "mean" else None
     teacher: list[Tensor] = []
 
     def differentiate(z: Tensor, part: slice, rows: slice | Tensor) -> None:
         if not teacher:  # the first chunk is as large as any
-            teacher.append(fused_head.logits_buffer(z.shape[0], teacher_hidden, n_cols))
+            teacher.append(head.logits_buffer(z.shape[0], teacher_hidden, n_cols))
         t = teacher[0][: z.shape[0]]
         dispatch.gemm(op, teacher_hidden[rows], teacher_weight, t, teacher_bias, precision=how.precision)
         scale = None if scales is None else scales[rows]
         _losses_of_rows(z, t, target[rows], scale, inverse, losses[part], o.beta, o.temperature, o.ignore_index, now)
 
-    row_bytes = sum(fused_head.logits_row_bytes(h, n_cols) for h in (hidden, teacher_hidden))
-    gradients = fused_head.walk(op, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=now)
+    row_bytes = sum(head.logits_row_bytes(h, n_cols) for h in (hidden, teacher_hidden))
+    gradients = head.walk(op, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=now)
     return tokens.restored(losses), gradients
 
 
@@ -254,8 +254,8 @@ def _check(tensors: Tensors, o: Options, how: How, suffix: str = "") -> None:
     if o.kind not in KINDS:
         raise ValueError(f"linear_jsd: kind is {o.kind!r}, expected one of {', '.join(KINDS)}")
     op = f"linear_{o.kind}{suffix}"
-    fused_head.check_head(op, hidden, weight, bias)
-    fused_head.check_head(op, teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    head.check_head(op, hidden, weight, bias)
+    head.check_head(op, teacher_hidden, teacher_weight, teacher_bias, "teacher_")
     if teacher_hidden.shape[:-1] != hidden.shape[:-1]:
         expected = library.shown((*hidden.shape[:-1], "H"))
         raise ValueError(
@@ -267,11 +267,11 @@ def _check(tensors: Tensors, o: Options, how: How, suffix: str = "") -> None:
             f"{op}: teacher_weight has {teacher_weight.shape[0]} rows, expected {weight.shape[0]} to match weight's, "
             "one a class"
         )
-    fused_head.check_classes(op, "target", target, hidden)
+    head.check_classes(op, "target", target, hidden)
     library.check_numbers(op, beta=o.beta)
     if not 0 <= o.beta <= 1:
         raise ValueError(f"{op}: beta is {o.beta}, expected a number from 0 to 1")
-    fused_head.check_temperature(op, o.temperature)
+    head.check_temperature(op, o.temperature)
     if o.reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction is {o.reduction!r}, expected one of {', '.join(REDUCTIONS)}")
     if o.gradient not in GRADIENTS or (o.gradient == "now" and o.reduction == "none"):
@@ -287,13 +287,13 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     hidden, target = tensors.hidden, tensors.target
     needs = how.needs if o.gradient == "now" else (False,) * 3
     loss = torch.empty(target.shape if o.reduction == "none" else (), dtype=torch.float32, device=hidden.device)
-    return (loss, *fused_head.empty_gradients(hidden, tensors.weight, tensors.bias, needs))
+    return (loss, *head.empty_gradients(hidden, tensors.weight, tensors.bias, needs))
 
 
 def _launch(*args: Any) -> tuple[Tensor, ...]:
     tensors, o, how = _split(args)
     hidden, target = tensors.hidden, tensors.target
-    fused_head.refuse_tracing(hidden)
+    head.refuse_tracing(hidden)
     _check(tensors, o, how)
     if not target.numel():
         results = _fake(*args)
@@ -302,34 +302,34 @@ def _launch(*args: Any) -> tuple[Tensor, ...]:
         return results
     losses, (dhidden, *rest) = _walk(f"linear_{o.kind}", tensors, None, o, how)
     if how.needs[0] and o.gradient == "now":
-        dhidden = fused_head.shaped(dhidden, hidden.shape)
-    return (fused_head.reduced(losses, o.reduction, target.shape, _divisor(tensors, o)), dhidden, *rest)
+        dhidden = head.shaped(dhidden, hidden.shape)
+    return (head.reduced(losses, o.reduction, target.shape, _divisor(tensors, o)), dhidden, *rest)
 
 
 def _check_backward(dloss: Tensor, tensors: Tensors, o: Options, how: How) -> str:
     op = f"linear_{o.kind}_backward"
     _check(tensors, o, how, suffix="_backward")
-    fused_head.check_dloss(op, dloss, tensors.target, o.reduction)
+    head.check_dloss(op, dloss, tensors.target, o.reduction)
     return op
 
 
 def _fake_backward(dloss: Tensor, *args: Any) -> Gradients:
     tensors, o, how = _split(args)
     _check_backward(dloss, tensors, o, how)
-    return tuple(fused_head.empty_gradients(tensors.hidden, tensors.weight, tensors.bias, how.needs))  # type: ignore[return-value]
+    return tuple(head.empty_gradients(tensors.hidden, tensors.weight, tensors.bias, how.needs))  # type: ignore[return-value]
 
 
 def _launch_backward(dloss: Tensor, *args: Any) -> Gradients:
     tensors, o, how = _split(args)
     hidden, target = tensors.hidden, tensors.target
-    fused_head.refuse_tracing(hidden)
+    head.refuse_tracing(hidden)
     op = _check_backward(dloss, tensors, o, how)
     if not target.numel():
         results = _fake_backward(dloss, *args)
         for t in results:
             t.zero_()
         return results
-    scales = fused_head.row_scales(dloss, target.numel())
+    scales = head.row_scales(dloss, target.numel())
     _, (dhidden, dweight, dbias) = _walk(op, tensors, scales, o._replace(gradient="now"), how)
     return dhidden.view(hidden.shape) if how.needs[0] else dhidden, dweight, dbias
 
@@ -344,17 +344,17 @@ def _check_gradients(inputs: tuple[Any, ...]) -> None:
 
 def _save(ctx, inputs, outputs) -> None:
     _, o, _ = _split(inputs)
-    fused_head.save(ctx, f"linear_{o.kind}", inputs, outputs, _PLACES, _TENSORS, o.gradient)
+    head.save(ctx, f"linear_{o.kind}", inputs, outputs, _PLACES, _TENSORS, o.gradient)
 
 
 def _backward(ctx, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return fused_head.backward(ctx, _backward_op, dloss)
+    return head.backward(ctx, _backward_op, dloss)
 
 
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor target, Tensor? bias, "
     "Tensor? teacher_bias, str kind, float beta, float temperature, int ignore_index, str reduction, str gradient, "
-    f"{fused_head.HOW}"
+    f"{head.HOW}"
 )
 
 _backward_op = library.define(
@@ -389,7 +389,7 @@ def _divergence(
     teacher_hidden, teacher_weight, teacher_bias = teacher
     if target is None:  # no token is ignored
         target = torch.full(hidden.shape[:-1], 1 if ignore_index == 0 else 0, dtype=torch.int32, device=hidden.device)
-    how = fused_head.asked(op, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
+    how = head.asked(op, (hidden, weight, bias), float32_weight_gradient, chunk_bytes, valid_rows, precision)
     gradient = gradient_when(any(how.needs), reduction, hidden.dtype, in_graphs=True)
     return _op(
         hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias, kind, beta, temperature,
