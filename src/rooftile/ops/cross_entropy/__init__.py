@@ -188,7 +188,8 @@ def cross_entropy(
             three; a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is none of those named.
     """
-    library.check_int64("cross_entropy", ignore_index=ignore_index)
+    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:  # a call costs the host more
+        library.check_int64("cross_entropy", ignore_index=ignore_index)
     if not isinstance(return_stats, bool):
         raise TypeError(f"cross_entropy: return_stats is {library.named(return_stats)}, expected a bool")
     cap = 0.0 if softcap is None else softcap
