@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 
@@ -37,5 +38,7 @@ def find_cases(names: list[str] | None = None) -> list[OpCase]:
     cases = all_cases()
     unknown = [n for n in names or [] if n not in cases]
     if unknown:
-        raise ValueError(f"unknown op {', '.join(unknown)}; known ops: {', '.join(cases)}")
+        near = difflib.get_close_matches(unknown[0], cases, 3)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"unknown op {', '.join(unknown)}{meant}; known ops: {', '.join(cases)}")
     return [cases[n] for n in names] if names else list(cases.values())

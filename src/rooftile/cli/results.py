@@ -10,8 +10,14 @@ import typer
 from rooftile.cli.common import Panel, command, console
 
 Results = Annotated[
-    Path, typer.Option("--results", metavar="DIR", exists=True, file_okay=False, help="Where results are kept.")
+    Path,
+    typer.Option(
+        "--results", metavar="DIR", exists=True, file_okay=False, help="Where results are kept, as in a clone."
+    ),
 ]
+
+# In a clone: nothing is published yet.
+NEEDS = "{}; it needs Rooftile's extra bench: pip install '.[bench]' in Rooftile's folder"
 
 
 @command(Panel.measure)
@@ -26,6 +32,8 @@ def roofline(
         roofline.run(results, out, console)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--results") from None
+    except ImportError as error:
+        raise typer.BadParameter(NEEDS.format(error)) from None
 
 
 @command(Panel.measure)
@@ -49,4 +57,4 @@ def report(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--results") from None
     except ImportError as error:
-        raise typer.BadParameter(f'{error}; pip install "rooftile[bench]"') from None
+        raise typer.BadParameter(NEEDS.format(error)) from None

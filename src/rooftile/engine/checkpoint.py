@@ -118,7 +118,7 @@ def opened(file: Path) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
     except ImportError as e:
         raise ImportError(
-            'the engine reads weights with safetensors, which is not installed: pip install "rooftile[hf]"'
+            "the engine reads weights with safetensors, which is not installed: install Rooftile's extra hf"
         ) from e
     try:
         with safe_open(str(file), framework="pt", device="cpu") as f:

@@ -171,7 +171,7 @@ def _from_transformers(fields: dict[str, Any], source: str) -> Any:
     except ImportError as e:
         raise ImportError(
             "the engine reads Hugging Face configurations with transformers, which is not installed, or not all "
-            f'that it needs: pip install "rooftile[hf]" ({e})'
+            f"that it needs: install Rooftile's extra hf ({e})"
         ) from e
     try:
         return known.from_dict(fields)

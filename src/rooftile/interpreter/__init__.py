@@ -30,7 +30,7 @@ def install() -> None:
         import numpy  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "Triton's interpreter needs numpy and ml_dtypes: pip install 'rooftile[cpu]'", name=error.name
+            "Triton's interpreter needs numpy and ml_dtypes: install Rooftile's extra cpu", name=error.name
         ) from error
 
     from rooftile.interpreter import arithmetic, dtypes, launch, libdevice, memo, memory, reductions, syntax
