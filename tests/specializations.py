@@ -1,8 +1,8 @@
 """What calls would be compiled to, without compiling: `python specializations.py` with ROOFTILE_COMPILE_TARGET.
 
 A JSON task a line comes in, as for `rooftile.inspect.worker`, and for each a line goes out with the kernels that it
-launches: the direction, what the launcher chose (name, upper-case constants, warps, stages), and what Triton
-specializes on (the types of the arguments, which are divisible by 16, which are 1).
+launches: the direction, what the launcher chose (name, upper-case constants, arguments that are None, warps, stages),
+and what Triton specializes on (the types of the arguments, which are divisible by 16, which are 1).
 """
 
 import json
@@ -25,11 +25,11 @@ def main() -> None:
     def look(self, key, signature, device, constexprs, options, attrs, warmup):
         names = [parameter.name for parameter in self.params]
         constants = {names[path[0]]: str(value) for path, value in constexprs.items() if len(path) == 1}
-        chosen = {name: value for name, value in constants.items() if name.isupper()}
+        chosen = {name: value for name, value in constants.items() if name.isupper() or value == "None"}
         given = {
             name: (signature[name], constants.get(name), attrs.get((i,)))
             for i, name in enumerate(names)
-            if not name.isupper()
+            if name not in chosen
         }
         seen.append((recorder.direction, [self.__name__, chosen, options.num_warps, options.num_stages], given))
         recorder.used[recorder.direction, self.__name__] = None

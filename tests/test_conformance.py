@@ -68,7 +68,7 @@ def at_points():
         yield pytest.param(case, point, DTYPES[name], marks=marks, id=f"{case.name} {point}-{name}")
 
 
-@pytest.mark.parametrize(("case", "point", "dtype"), at_points())
+@pytest.mark.parametrize(("case", "point", "dtype"), list(at_points()))
 def test_results_and_gradients_are_within_tolerance(case, point, dtype):
     rows = [row for direction in case.directions for row in check_point(case, point, dtype, direction, seed=3)]
     assert {row.output for row in rows} >= set(case.outputs)
