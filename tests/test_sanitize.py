@@ -59,8 +59,10 @@ def test_an_op_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert (found.status, found.seconds) == ("timeout", 0.5)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (sanitize.FOUND, 1), (3, 0)])
-def test_only_what_a_tool_finds_makes_the_command_fail(tmp_path: Path, monkeypatch, code, expected) -> None:
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (sanitize.FOUND, 1), (3, 1)])
+def test_what_a_tool_finds_and_a_tool_that_never_runs_make_the_command_fail(
+    tmp_path: Path, monkeypatch, code, expected
+) -> None:
     _sanitizer(tmp_path, "========= Invalid read", code)
     monkeypatch.setenv("PATH", str(tmp_path))
     console = Console(file=io.StringIO(), width=120)
@@ -87,3 +89,13 @@ def test_without_a_gpu_the_command_says_so() -> None:
     done = CliRunner().invoke(cli.app, ["sanitize"])
     assert done.exit_code == 2
     assert "needs a GPU" in done.output
+
+
+def test_a_run_of_other_ops_adds_to_the_file(tmp_path: Path, monkeypatch) -> None:
+    _sanitizer(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ROOFTILE_COMMIT", "abc")
+    for op in ("rope", "rms_norm"):
+        sanitize.run([op], ("memcheck",), ("tiny",), Console(quiet=True), results=tmp_path / "results")
+    rows = json.loads(next(tmp_path.glob("results/*/sanitizer/checks.json")).read_text())["rows"]
+    assert [r["op"] for r in rows] == ["rms_norm", "rope"]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from rooftile.bench.info import machine
+from rooftile.bench.info import machine, may_join
 from rooftile.bench.rows import gpu_slug, write_whole
 from rooftile.cases import find_cases
 
@@ -106,11 +106,23 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
     console.print(f"{sum(v.status == 'ok' for v in verdicts)}/{len(verdicts)} ok", highlight=False)
 
 
+def _earlier(path: Path, meta: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a file to which this run may add: those of the same machine, commit and sets."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        joins = may_join(meta, before["meta"], ("sets",))
+    except (OSError, ValueError, KeyError):
+        return {}
+    return {(row["op"], row["tool"]): row for row in before["rows"]} if joins else {}
+
+
 def run(
     ops: Sequence[str] | None, tools: Sequence[str], sets: Sequence[str], console: Console, *,
     results: Path | None = None, limit: float = 300.0, jobs: int | None = None,
 ) -> int:  # fmt: skip
-    """Sanitize those ops, or all; write `results/<gpu>/sanitizer/checks.json`. 1 if a tool found an error, else 0.
+    """Sanitize those ops, or all; write `results/<gpu>/sanitizer/checks.json`.
+
+    Returns 1 if a tool found an error, or if none ran to its end, else 0.
 
     Raises:
         ValueError: an op or a tool is not known.
@@ -123,13 +135,15 @@ def run(
     if sanitizer is None:
         raise FileNotFoundError("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     meta: dict[str, Any] = {**machine(), "suite": SUITE, "sets": list(sets)}
-    verdicts = []
+    verdicts: list[Verdict] = []
+    path = results and results / gpu_slug(str(meta["gpu"])) / SUITE / "checks.json"
+    kept = _earlier(path, meta) if path else {}
     # Half of the cores: a sanitizer's process has threads of its own.
     for v in run_all(sanitizer, names, tools or TOOLS, sets, limit, jobs or max(1, (os.cpu_count() or 2) // 2)):
         verdicts.append(v)
-        if results is not None:
-            rows = [dataclasses.asdict(v) for v in sorted(verdicts, key=lambda v: (v.op, v.tool))]
-            path = results / gpu_slug(str(meta["gpu"])) / SUITE / "checks.json"
+        if path is not None:
+            kept[v.op, v.tool] = dataclasses.asdict(v)
+            rows = [row for _, row in sorted(kept.items())]
             write_whole(path, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     show(verdicts, console)
-    return int(any(v.status == "errors" for v in verdicts))
+    return int(any(v.status == "errors" for v in verdicts) or not any(v.status == "ok" for v in verdicts))

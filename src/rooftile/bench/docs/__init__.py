@@ -142,14 +142,14 @@ def summary(results: Path) -> str:
         "of the roof, median (rows)>",
     )  # fmt: skip
     parts = []
-    for gpu, files in by_gpu(results, "rowwise").items():
+    for files in by_gpu(results, "rowwise").values():
         found: dict[tuple[str, str], list[list[Row]]] = {}
         for group in groups(row for _, rows in files for row in rows):
             found.setdefault((group[0].op, group[0].direction), []).append(group)
         if found:
             cells = [*map(_summary_cells, found.values())]
             rowwise = [name for name, case in all_cases().items() if case.roof == "copy"]
-            elsewhere = {path.stem for path in results.glob(f"{gpu}/*/*.json")}
+            elsewhere = {path.stem for path in results.glob("*/*/*.json")}
             unmeasured = [name for name in rowwise if name not in {op for op, _ in found} | elsewhere]
             cells += [[f"`{name}`", "not measured yet", *["–"] * (len(columns) - 2)] for name in unmeasured]
             parts += [*machines(files), markdown(columns, sorted(cells, key=lambda c: c[0].strip("`"))), ""]

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile.bench import charts, training
+from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs.e2e import SUITE as GENERATION
-from rooftile.bench.docs.tables import NO_RESULTS, TIE, machine, markdown, ratios_of
+from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, is_older, machine, markdown, ratios_of
 from rooftile.bench.e2e.paths import CUDA, HF
 from rooftile.bench.e2e.results import FILES, over, read_results
 from rooftile.bench.report import number, ratio
@@ -25,11 +26,12 @@ from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL
 from rooftile.runtime import TARGETS
 
 MODEL, TRAINED = "llama-3-8b", "llama-3.2-1b"
-PROMPT = 512  # tokens, of one sequence
+PROMPT, NEW = 512, 256  # tokens of one sequence, and tokens after them
 COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup>", "peak memory>", "GPU")
 WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no entry of their own
-SUITES = ("rowwise", "matmul", "attention", training.SUITE)  # the published sweeps against the best baselines
-# Shown whether they win or lose; every other op is shown if it loses.
+# The published sweeps against the best baselines.
+SUITES = ("rowwise", "matmul", *docs_attention.SUITES, training.SUITE)
+# Shown whether they win or lose; every other op is shown if its mean is below a tie.
 OPS = (
     "rms_norm", "cross_entropy", "linear_cross_entropy", "adamw_", "linear", "fp8_linear", "attention",
     "decode_attention",
@@ -73,19 +75,20 @@ def short(gpu: str) -> str:
     return gpu.removeprefix("NVIDIA ").split(" ")[0]
 
 
-def generation(results: Path) -> list[Figure]:
-    """Decoding one sequence: the baselines, and the engine with each kind of weights."""
+def generation(results: Path, new: int = NEW) -> list[Figure]:
+    """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights."""
     found = []
     for path in sorted(results.glob(f"*/{GENERATION}/{FILES}")):
         whole = read_results(path)
         rows = {r.impl: r for r in whole.rows if r.op == "decode" and r.status == "ok"}
         ours = rows.get(OURS)
-        sizes = ours and (ours.dims["batch"], ours.dims["prompt"])
-        if whole.meta["model"] != MODEL or whole.meta["tuning"] == "off" or ours is None or sizes != (1, PROMPT):
+        if ours is None or whole.meta["model"] != MODEL or whole.meta["tuning"] == "off" or ours.dtype != "bf16":
+            continue
+        if (ours.dims["batch"], ours.dims["prompt"], ours.dims["new"]) != (1, PROMPT, new):
             continue
         quantize = whole.meta["quantize"]
         work = f"generate with {MODEL}, one sequence"
-        command = f"rooftile bench e2e --model {MODEL} --batch 1 --prompt {PROMPT} --new {ours.dims['new']}"
+        command = f"rooftile bench e2e --model {MODEL} --batch 1 --prompt {PROMPT} --new {new}"
         for impl in (HF, CUDA, OURS):
             row = rows.get(impl)
             if row is None or row.tokens_per_s is None:
@@ -115,8 +118,9 @@ def training_steps(results: Path) -> list[Figure]:
     return found
 
 
-def figures(results: Path) -> list[Figure]:
-    return [*training_steps(results), *generation(results)]
+def figures(results: Path, new: int = NEW) -> list[Figure]:
+    """Training, then generation."""
+    return [*training_steps(results), *generation(results, new)]
 
 
 def _cells(f: Figure) -> list[str]:
@@ -126,11 +130,13 @@ def _cells(f: Figure) -> list[str]:
 
 
 def _sources(found: Sequence[Figure]) -> list[str]:
-    """A line for each machine and commit, with the commands."""
-    commands: dict[str, dict[str, None]] = {}
+    """A line for each machine and commit, with the commands, and whether the kernels have changed since."""
+    commands: dict[str, dict[str, bool]] = {}
     for f in found:
-        commands.setdefault(machine(f.meta), {})[f"`{f.command.partition(' --quantize')[0]}`"] = None
-    return [f"{', '.join(said)}: {line}." for line, said in commands.items()]
+        op, suite = (STEP, training.SUITE) if f.baseline == LIGER else ("decode", GENERATION)
+        command = f"`{f.command.partition(' --quantize')[0]}`"
+        commands.setdefault(machine(f.meta), {})[command] = is_older(op, f.meta, suite)
+    return [f"{', '.join(said)}: {line}.{aged(said)}" for line, said in commands.items()]
 
 
 def table(results: Path) -> str:
@@ -151,33 +157,34 @@ def show(found: Sequence[Figure], console: Console) -> None:
     console.print(table)
 
 
-def by_op(results: Path) -> dict[tuple[str, str, str], list[list[Row]]]:
-    """The rows of the published sweeps by op, direction and GPU."""
+def ops(results: Path) -> str:
+    """A line for each of `OPS`, and for every op whose mean is below a tie; then which are older than their kernels."""
     found: dict[tuple[str, str, str], list[list[Row]]] = {}
+    older: dict[str, bool] = {}
     for suite in SUITES:
         for path in sorted(results.glob(f"*/{suite}/*.json")):
             meta, rows = read_json(path)
             for group in groups(r for r in rows if r.op != STEP):
+                op, direction = group[0].op, group[0].direction
                 if any(r.impl == OURS for r in group):
-                    key = (group[0].op, group[0].direction, short(str(meta["gpu"])))
-                    found.setdefault(key, []).append(group)
-    return found
-
-
-def ops(results: Path) -> str:
-    """A line for each of `OPS`, and for every op and direction that loses."""
+                    found.setdefault((op, direction, short(str(meta["gpu"]))), []).append(group)
+                    older[f"`{op}`"] = older.get(f"`{op}`", False) or is_older(op, meta, suite)
     lines = []
-    for (op, direction, gpu), found in by_op(results).items():
-        ratios = ratios_of(found)
+    for (op, direction, gpu), own in found.items():
+        ratios = ratios_of(own)
         if ratios is None or (op not in OPS and ratios[0] >= TIE):
             continue
         mean, row, all_of_them = ratios
-        names = collections.Counter(peer.impl for group in found if (peer := best_peer(group)))
+        names = collections.Counter(peer.impl for group in own if (peer := best_peer(group)))
         least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
         best = ", ".join(name for name, _ in names.most_common(2))
         lines.append((mean, [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]))
+    if not lines:
+        return NO_RESULTS
     columns = ("op", "direction", "rows>", "speedup, mean>", "least", "best baselines", "GPU")
-    return markdown(columns, (cells for _, cells in sorted(lines, key=lambda x: -x[0]))) if lines else NO_RESULTS
+    cells = [cells for _, cells in sorted(lines, key=lambda x: -x[0])]
+    said = aged({name: older[name] for name in dict.fromkeys(c[0] for c in cells)})
+    return markdown(columns, cells) + (f"\n\n{said.strip()}" if said else "")
 
 
 def targets(results: Path) -> str:
@@ -185,12 +192,13 @@ def targets(results: Path) -> str:
     rows: collections.Counter[str] = collections.Counter()
     for path in sorted(results.glob("*/*/*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        rows[short(str(data["meta"].get("gpu", "")))] += len(data.get("rows", ()))
-    run = ", ".join(f"{gpu} ({count} rows)" for gpu, count in sorted(rows.items()) if gpu)
+        timed = (r for r in data.get("rows", ()) if r.get("impl", OURS) == OURS and r.get("us"))
+        rows[short(str(data["meta"].get("gpu", "")))] += sum(1 for _ in timed)
+    run = ", ".join(f"{gpu} ({count} measurements)" for gpu, count in sorted(rows.items()) if gpu and count)
     others = ", ".join(f"{t.gpu} (`{t.arch}`)" for t in TARGETS.values() if t.gpu not in rows)
     cells = [
         ("tested and measured", run or "none"),
-        ("every kernel compiled in CI with its own configurations, never run", others),
+        ("every op compiled in CI with its configurations for it, never run", others),
         ("never tried", "every other GPU; ROCm and XPU builds of PyTorch"),
     ]
     return markdown(("state", "GPUs"), cells)
