@@ -4,8 +4,11 @@ import copy
 import dataclasses
 import importlib
 import io
+import re
 import types
+import warnings
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -367,9 +370,49 @@ def test_attention_whose_code_has_changed_keeps_its_norms_and_is_rotated(monkeyp
         for rule in families.qk_norm_rope("apply_rotary_pos_emb")
     )
     monkeypatch.setattr(families, "qk_norm_rope", lambda function: changed)
-    handle = rooftile.patch(model)
+    with pytest.warns(UserWarning, match=r"leaves QK-norm \+ RoPE \(Qwen3Attention\): not understood in transformers"):
+        handle = rooftile.patch(model)
     assert (handle.replaced["RMSNorm"], handle.replaced["QK-norm + RoPE"], handle.replaced["RoPE"]) == (9, 0, 2)
-    assert any(left.kind == "QK-norm + RoPE" and "no line like" in left.reason for left in handle.left)
+    (left,) = [left for left in handle.left if left.kind == "QK-norm + RoPE"]
+    assert "no line like" in left.reason
+    assert not left.understood
+
+
+def test_code_of_another_version_gets_one_warning_that_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.setattr(families, "ADD_NORM", [rewrite.Rule("H = R + self.other(X)", "H = R")])
+    with pytest.warns(UserWarning, match=r"rooftile\.patch leaves") as record:
+        handle = rooftile.patch(build("Llama"))
+    versions = f"transformers {transformers.__version__} (tested up to {families.NEWEST_TESTED})"
+    (warning,) = [warning for warning in record if "rooftile" in str(warning.message)]
+    assert f"residual add + RMSNorm (LlamaDecoderLayer): not understood in {versions}" in str(warning.message)
+    assert warning.filename == __file__
+    assert [left.kind for left in handle.left if not left.understood] == ["residual add + RMSNorm"]
+    assert versions in str(handle)
+
+
+@pytest.mark.parametrize("title", BY_TITLE)
+def test_what_is_left_by_design_gets_no_warning(title: str) -> None:
+    model = build(title)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = rooftile.patch(model, linear=True, mlp=False)
+    assert handle.left
+    assert all(left.understood for left in handle.left)
+
+
+def test_the_newest_tested_version_is_the_one_of_the_constraints() -> None:
+    constraints = (Path(__file__).parent.parent / "tools" / "constraints.txt").read_text(encoding="utf-8")
+    assert re.search(r"^transformers<=(.*)$", constraints, re.MULTILINE).group(1) == families.NEWEST_TESTED
+
+
+def test_the_handle_names_switches_that_are_off_or_found_nothing() -> None:
+    text = str(rooftile.patch(build("Llama"), lora=True, rope=False))
+    assert "on, but the model has none: layer_norm, lora; get_peft_model makes LoRA layers: patch after it" in text
+    assert "off: rope, attention, linear" in text.splitlines()
+    text = str(rooftile.patch(build("GPT-2"), linear=True))
+    assert "on, but the model has none: rms_norm, add_rms_norm, rope" in text.splitlines()
 
 
 @pytest.mark.gpu

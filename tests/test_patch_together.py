@@ -1,5 +1,6 @@
 """`rooftile.patch` together with mixed dtypes, checkpointing, hooks and adapters."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -115,6 +116,90 @@ def test_gradient_checkpointing_gives_the_same_gradients(title: str) -> None:
                 model.enable_input_require_grads()
             _, _, patched = run(model, ids)
         assert_same_gradients(patched, grads)
+
+
+class GradientCheckpointingLayer:
+    """As transformers' class of this name from 5.23 on: it checkpoints in a wrapper of its subclasses' forward."""
+
+    def __init_subclass__(cls) -> None:
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def forward_with_checkpointing(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            is_outermost = type(self).forward is forward_with_checkpointing
+            if self.gradient_checkpointing and self.training and is_outermost:
+                return self._gradient_checkpointing_func(functools.partial(forward, self, **kwargs), *args)
+            return forward(self, *args, **kwargs)
+
+        cls.forward = forward_with_checkpointing
+
+
+def wrap_for_checkpointing(cls: type) -> None:
+    GradientCheckpointingLayer.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("subclass", [False, True], ids=["plain", "subclass-later"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["installed", "wrapped"])
+def test_layers_are_checkpointed_once_wherever_transformers_does_it(
+    monkeypatch: pytest.MonkeyPatch, wrapped: bool, subclass: bool
+) -> None:
+    """In `__call__` up to transformers 5.22, in a wrapper of `forward` later."""
+    model, ids = build("Llama").train(), tokens()
+    layers = list(model.model.layers)
+    cls = type(layers[0])
+    if wrapped:
+        monkeypatch.setattr(cls, "__call__", nn.Module.__call__)
+        monkeypatch.setattr(cls, "forward", cls.forward)
+        wrap_for_checkpointing(cls)
+    calls = []
+    for layer in layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    _, loss, grads = run(model, ids)
+    assert len(calls) == 2
+    handle = rooftile.patch(model)
+    assert handle.replaced["residual add + RMSNorm"] == 2
+    if subclass:  # FSDP2 changes the class of a layer
+        later = type(f"FSDP{cls.__name__}", (cls,), {})
+        if wrapped:
+            wrap_for_checkpointing(later)
+        for layer in layers:
+            layer.__class__ = later
+    for checkpointing, expected in ((False, 2), (True, 4)):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        calls.clear()
+        _, patched_loss, patched = run(model, ids)
+        assert len(calls) == expected
+        assert error(patched_loss, loss) < TOLERANCE[torch.float32]
+        assert_same_gradients(patched, grads)
+    handle.undo()
+    calls.clear()
+    _, again, undone = run(model, ids)
+    assert len(calls) == 4
+    assert torch.equal(again, loss)
+    assert_same_gradients(undone, grads)
+
+
+def test_a_checkpointing_wrapper_of_another_kind_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Llama")
+    cls = type(model.model.layers[0])
+
+    class GradientCheckpointingLayer:
+        def __init_subclass__(cls) -> None:
+            forward, times = cls.forward, 1
+
+            @functools.wraps(forward)
+            def wrapper(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+                return forward(self, *args, **kwargs) if times else None
+
+            cls.forward = wrapper
+
+    monkeypatch.setitem(globals(), "GradientCheckpointingLayer", GradientCheckpointingLayer)
+    monkeypatch.setattr(cls, "forward", cls.forward)
+    wrap_for_checkpointing(cls)
+    handle = rooftile.patch(model)
+    assert handle.replaced["residual add + RMSNorm"] == 0
+    assert any("GradientCheckpointingLayer wraps it in an unknown way" in left.reason for left in handle.left)
 
 
 @pytest.mark.parametrize("title", ["GPT-2", "BERT", "T5 v1.1"])

@@ -194,11 +194,13 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: object) -> None:
         rooftile.PatchCallback().on_init_end(arguments, None, None, model=build("Llama"))
 
 
-def test_errors_of_the_patch_come_when_the_trainer_is_made(tmp_path: object) -> None:
-    with pytest.raises(TypeError, match="rope is 1, expected True or False"):
-        trainer(build("Llama"), tmp_path, rooftile.PatchCallback(rope=1))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'ropes'"):
-        trainer(build("Llama"), tmp_path, rooftile.PatchCallback(ropes=True))
+def test_the_callback_refuses_wrong_switches() -> None:
+    with pytest.raises(TypeError, match="PatchCallback: rope is 1, expected True or False"):
+        rooftile.PatchCallback(rope=1)
+    with pytest.raises(TypeError, match=r"ropes is not a switch of rooftile.patch; did you mean rope\?"):
+        rooftile.PatchCallback(ropes=True)
+    with pytest.raises(TypeError, match=r"foo is not a switch of rooftile\.patch; expected one of rms_norm, "):
+        rooftile.PatchCallback(foo=True)
 
 
 def test_models_are_patched_when_they_are_loaded(tmp_path: object) -> None:
@@ -218,5 +220,11 @@ def test_models_are_patched_when_they_are_loaded(tmp_path: object) -> None:
     assert rooftile.PatchHandle.of(made).replaced["attention"] == 2
     with pytest.raises(TypeError, match="rope is 'yes'"):
         rooftile.AutoModelForCausalLM.from_config(model.config, rope="yes")
+    with pytest.raises(TypeError, match=r"AutoModelForCausalLM.from_config: add_rmsnorm .* did you mean add_rms_norm"):
+        rooftile.AutoModelForCausalLM.from_config(model.config, add_rmsnorm=True)
+    with pytest.raises(TypeError, match=r"from_pretrained: atention .* did you mean attention"):
+        rooftile.AutoModelForCausalLM.from_pretrained("no/such-model", atention=True)
+    biased = rooftile.AutoModelForCausalLM.from_pretrained(tmp_path, attention_bias=True, rms_norm_eps=1e-4)
+    assert biased.config.attention_bias
     with pytest.raises(TypeError, match="from_pretrained"):
         rooftile.AutoModelForCausalLM()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
+import difflib
 from typing import Any
 
-from rooftile.huggingface.patching import patch
+from rooftile.huggingface.patching import check_switches, patch
+from rooftile.huggingface.planning import SWITCHES
 
-_SWITCHES = tuple(list(inspect.signature(patch).parameters)[1:])
+# Below it are arguments of transformers: attention_bias=True is 0.78 like `attention`. Misspelled switches are above.
+_MISSPELLED = 0.8
 
 
 class AutoModelForCausalLM:
@@ -31,7 +33,7 @@ class AutoModelForCausalLM:
 
         Raises:
             ValueError: Rooftile does not know the model's family.
-            TypeError: a switch is not a bool.
+            TypeError: a switch is not a bool, or its name is misspelled. Nothing is loaded then.
             ImportError: transformers is not installed.
         """
         return _patched("from_pretrained", args, kwargs)
@@ -48,7 +50,13 @@ class AutoModelForCausalLM:
 def _patched(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    switches = {name: kwargs.pop(name) for name in _SWITCHES if name in kwargs}
+    switches = {
+        name: kwargs.pop(name)
+        for name, value in list(kwargs.items())
+        if name in SWITCHES
+        or (isinstance(value, bool) and difflib.get_close_matches(name, SWITCHES, cutoff=_MISSPELLED))
+    }
+    check_switches(f"AutoModelForCausalLM.{method}", switches)
     model = getattr(AutoModelForCausalLM, method)(*args, **kwargs)
     patch(model, **switches)
     return model

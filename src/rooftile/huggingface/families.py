@@ -126,6 +126,7 @@ def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, 
 
 
 MODELS = "transformers.models."
+NEWEST_TESTED = "5.17.0"  # of transformers; tools/constraints.txt has the same
 GEMMA_NORM = Norm(rounding="gemma", offset=1.0, eps="eps")
 QK_NORM = Attention(qk_norm=True)
 QUERY_KEY_VALUE = ("query", "key", "value")
@@ -244,6 +245,13 @@ FAMILIES = (
 TITLES = tuple(sorted(family.title for family in FAMILIES))
 PARTS: dict[tuple[str, str], Part] = {key: part for family in FAMILIES for key, part in family}
 FILES = frozenset(family.path for family in FAMILIES)
+
+
+def not_understood() -> str:
+    """What a reason says where transformers' code is not as the rules expect it."""
+    import transformers
+
+    return f"not understood in transformers {transformers.__version__} (tested up to {NEWEST_TESTED})"
 
 
 def part_of(module: object) -> Part | None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import types
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,20 +27,11 @@ from rooftile.huggingface import families, loss_head
 from rooftile.huggingface.attention import Switch
 from rooftile.huggingface.memory import Memory
 from rooftile.huggingface.planning import (
-    ADD_RMS_NORM,
     ATTENTION,
-    BIAS_ACTIVATION,
-    GATED,
-    GEGLU,
     HEAD_LOSS,
     HOOKED,
     KINDS,
-    LAYER_NORM,
-    LORA,
-    QK_NORM_ROPE,
-    RMS_NORM,
-    ROPE,
-    SWIGLU,
+    SWITCHES,
     Layers,
     PatchPlan,
     Replacement,
@@ -50,12 +43,17 @@ _HANDLE = "_rooftile_patch"  # where a patched model keeps its handle
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """What the patch did not replace: a count and a reason."""
+    """What the patch did not replace: a count and a reason.
+
+    `understood` is False where the code of this version of transformers is not as Rooftile knows it, and True where
+    Rooftile leaves it by design.
+    """
 
     kind: str
     what: str
     count: int
     reason: str
+    understood: bool = True
 
     def __str__(self) -> str:
         return f"{self.count} {self.kind} ({self.what}): {self.reason}"
@@ -97,7 +95,10 @@ class PatchHandle:
             `"q, k, v in one GEMM"` and `"gate, up in one GEMM"` the modules that make one GEMM of several of those, and
             `"LoRA"` PEFT's LoRA layers.
         modules: for each kind, the names of the modules where it was replaced.
-        left: what was not replaced, with the reasons.
+        left: what was not replaced, with the reasons. `understood` is False for code that Rooftile does not understand
+            in this version of transformers, and True for what it leaves by design.
+        switches: the switches of `patch`. `print(handle)` names those that are off, and those that are on but found
+            nothing in the model.
         active: False after `undo`.
         skip_logits: whether a model that gets labels returns its loss alone; None, the default, is in training only.
             May be set. The `skip_logits` of a call goes first.
@@ -110,6 +111,7 @@ class PatchHandle:
         model: nn.Module,
         replacements: Sequence[Replacement],
         left: tuple[Left, ...],
+        switches: Mapping[str, bool],
         attention: Switch | None = None,
         memory: Memory | None = None,
     ) -> None:
@@ -125,6 +127,7 @@ class PatchHandle:
         if attention is not None:
             self.replaced[ATTENTION], self.modules[ATTENTION] = len(attention.names), attention.names
         self.left = left
+        self.switches = dict(switches)
         self.active = True
         self._model = model
         self._replacements = replacements
@@ -206,7 +209,15 @@ class PatchHandle:
     def __str__(self) -> str:
         verb = "replaced" if self.active else "undone; had replaced"
         replaced = [f"{verb}: {count} {kind}" for kind, count in self.replaced.items() if count]
-        return "\n".join([*replaced, *(f"left: {left}" for left in self.left)])
+        lines = [*replaced, *(f"left: {left}" for left in self.left)]
+        mentioned = {kind for kind, count in self.replaced.items() if count} | {left.kind for left in self.left}
+        found_none = [name for name, on in self.switches.items() if on and mentioned.isdisjoint(SWITCHES[name])]
+        if found_none:
+            hint = "; get_peft_model makes LoRA layers: patch after it" if "lora" in found_none else ""
+            lines.append(f"on, but the model has none: {', '.join(found_none)}{hint}")
+        if off := [name for name, on in self.switches.items() if not on]:
+            lines.append(f"off: {', '.join(off)}")
+        return "\n".join(lines)
 
 
 def _handles(model: nn.Module) -> Iterator[PatchHandle]:
@@ -236,6 +247,20 @@ def unpatch(model: nn.Module) -> None:
         )
     for handle in handles:
         handle.undo()
+
+
+def check_switches(caller: str, switches: Mapping[str, object]) -> None:
+    """
+    Raises:
+        TypeError: `patch` has no such switch, or one is not a bool.
+    """
+    for name, value in switches.items():
+        if name not in SWITCHES:
+            close = difflib.get_close_matches(name, SWITCHES)
+            accepted = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(SWITCHES)}"
+            raise TypeError(f"{caller}: {name} is not a switch of rooftile.patch; {accepted}")
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} is {value!r}, expected True or False")
 
 
 def patch(
@@ -292,6 +317,9 @@ def patch(
     Raises:
         TypeError: `model` is not a `torch.nn.Module`, or a switch is not a bool.
         ValueError: it has no module of a known family, or is patched or compiled already.
+
+    Warns:
+        UserWarning: Rooftile does not understand some code of this version of transformers, and leaves it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -300,19 +328,9 @@ def patch(
         "linear_cross_entropy": linear_cross_entropy, "attention": attention, "linear": linear,
         "lora": lora,
     }  # fmt: skip
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"patch: {name} is {value!r}, expected True or False")
-    wanted = {
-        RMS_NORM: rms_norm, ADD_RMS_NORM: add_rms_norm, LAYER_NORM: layer_norm, HEAD_LOSS: linear_cross_entropy,
-        LORA: lora,
-    }  # fmt: skip
-    plan = PatchPlan(
-        wanted
-        | dict.fromkeys((SWIGLU, GEGLU, GATED, BIAS_ACTIVATION), mlp)
-        | dict.fromkeys((ROPE, QK_NORM_ROPE), rope),
-        Layers(model) if linear else None,
-    )
+    check_switches("patch", switches)
+    wanted = {kind: switches[name] for name, kinds in SWITCHES.items() for kind in kinds}
+    plan = PatchPlan(wanted, Layers(model) if linear else None)
     if any(True for _ in _handles(model)):
         raise ValueError(
             "patch: model is patched already; undo that patch first, by its handle or rooftile.unpatch(model)"
@@ -338,12 +356,18 @@ def patch(
             f"patch: {type(model).__name__} is not a model that Rooftile knows; "
             f"known are transformers' {', '.join(families.TITLES)}"
         )
-    left = tuple(Left(kind, what, count, reason) for (kind, what, reason), count in plan.left.items())
+    left = tuple(Left(kind, what, n, reason, known) for (kind, what, reason, known), n in plan.left.items())
     memory = None if plan.layers is None else Memory(plan.layers.groups)
     switch = Switch(model) if attention else None
     if switch is not None and not switch.names:
         left += (Left(ATTENTION, type(model).__name__, 1, "it does not ask transformers for an attention by name"),)
-    handle = PatchHandle(model, plan.replacements, left, switch, memory)
+    handle = PatchHandle(model, plan.replacements, left, switches, switch, memory)
     for new in plan.replacements:
         _apply(new)
+    if unknown := [f"{item.kind} ({item.what})" for item in left if not item.understood]:
+        warnings.warn(
+            f"rooftile.patch leaves {', '.join(unknown)}: {families.not_understood()}. print(handle) gives the reasons",
+            UserWarning,
+            stacklevel=2,
+        )
     return handle

@@ -28,7 +28,7 @@ from rooftile.huggingface.families import (
 )
 from rooftile.huggingface.memory import ALIGNMENT, joined
 from rooftile.huggingface.replacing import KNOWN, Activation, ops_of
-from rooftile.huggingface.rewrite import NotRewritable, Rebuilt, Rule, Together, rebuild
+from rooftile.huggingface.rewrite import NotRewritable, Rebuilt, Rule, Together, UnknownCode, rebuild
 from rooftile.library import FLOATS
 
 LINEAR, QKV, GATE_UP = "linear", "q, k, v in one GEMM", "gate, up in one GEMM"
@@ -42,6 +42,19 @@ KINDS = (
     *(LINEAR, QKV, GATE_UP, LORA),
 )
 GATED = "gated activation"  # one that is neither SwiGLU nor GeGLU
+# The arguments of `patch`, and the kinds that each asks for.
+SWITCHES = {
+    "rms_norm": (RMS_NORM,),
+    "add_rms_norm": (ADD_RMS_NORM,),
+    "layer_norm": (LAYER_NORM,),
+    "mlp": (SWIGLU, GEGLU, GATED, BIAS_ACTIVATION),
+    "rope": (ROPE, QK_NORM_ROPE),
+    "linear_cross_entropy": (HEAD_LOSS,),
+    "attention": (ATTENTION,),
+    "linear": (LINEAR, QKV, GATE_UP),
+    "lora": (LORA,),
+}
+SWITCHED_OFF = "switched off by the caller"
 CLOSING_ADD = "the last add of a layer is the layer's output; the norm after it belongs to the next layer"
 HOOKED = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
 
@@ -194,19 +207,25 @@ class Replacement:
 
 
 class PatchPlan:
-    """Collects replacements from module to module. `left` counts what stays, by kind, class and reason."""
+    """Collects replacements from module to module. `left` counts what stays, by kind, class and reason, and whether
+    Rooftile understands the class's code."""
 
     def __init__(self, wanted: dict[str, bool], layers: Layers | None = None) -> None:
         self.wanted = wanted
         self.layers = layers  # None: linear layers stay as they are
         self.replacements: list[Replacement] = []
-        self.left: Counter[tuple[str, str, str]] = Counter()
+        self.left: Counter[tuple[str, str, str, bool]] = Counter()
         # Norms that their layer or attention computes; modules() yields it before them.
         self._fused: set[nn.Module] = set()
         # Linear layers whose models ask them for the loss; modules() yields the model before them.
         self._heads: set[nn.Module] = set()
         # One function per class, not per module: torch.compile traces a code object once.
         self._functions: dict[object, Any] = {}
+
+    def leave(self, kind: str, module: nn.Module, reason: NotRewritable | str) -> None:
+        understood = not isinstance(reason, UnknownCode)
+        text = str(reason) if understood else f"{reason}; {families.not_understood()}"
+        self.left[kind, type(module).__name__, text, understood] += 1
 
     def add(self, name: str, module: nn.Module, part: Part) -> None:
         if isinstance(part, LossHead):
@@ -217,7 +236,7 @@ class PatchPlan:
         if new is not None:
             self.replacements.append(new)
             if isinstance(part, Layer):
-                self.left["residual add", type(module).__name__, CLOSING_ADD] += 1
+                self.leave("residual add", module, CLOSING_ADD)
         elif joint is not None:
             function, _ = self._once((type(module), joint.kind, *joint.key), lambda: _finished(joint.alone, None))
             self.replacements.append(Replacement(module, name, "forward", function, joint.kind, 1))
@@ -227,7 +246,7 @@ class PatchPlan:
         is_head = module in self._heads
         if not isinstance(module, nn.Linear):
             if self.layers is not None and (reason := notice_other(module)):
-                self.left[LINEAR, type(module).__name__, reason] += 1
+                self.leave(LINEAR, module, reason)
             return
         what, current = type(module), type(module).forward
         linear = False
@@ -238,7 +257,7 @@ class PatchPlan:
                 current = self._once((what, LINEAR), functools.partial(replacing.linear_forward, current))
                 linear = True
             except NotRewritable as reason:
-                self.left[LINEAR, what.__name__, str(reason)] += 1
+                self.leave(LINEAR, module, reason)
         if is_head:
             current = self._once((what, HEAD_LOSS, linear), functools.partial(loss_head.head_forward, current))
         if linear or is_head:
@@ -255,7 +274,7 @@ class PatchPlan:
                 raise NotRewritable(reason)
             _, current = _method(module, None)
         except NotRewritable as reason:
-            self.left[LORA, what.__name__, str(reason)] += 1
+            self.leave(LORA, module, reason)
             return
         function = self._once((what, LORA), functools.partial(lora.lora_forward, current))
         self.replacements.append(Replacement(module, name, "forward", function, LORA, 1))
@@ -263,12 +282,12 @@ class PatchPlan:
     def _add_loss(self, name: str, model: nn.Module, part: LossHead) -> None:
         """Let a model ask its head for the loss, or note why not."""
         if not self.wanted[HEAD_LOSS]:
-            self.left[HEAD_LOSS, type(model).__name__, "switched off by the caller"] += 1
+            self.leave(HEAD_LOSS, model, SWITCHED_OFF)
             return
         try:
             new, heads = self._loss(name, model, part)
         except NotRewritable as reason:
-            self.left[HEAD_LOSS, type(model).__name__, str(reason)] += 1
+            self.leave(HEAD_LOSS, model, reason)
             return
         self.replacements += new
         self._heads.update(heads)
@@ -307,17 +326,16 @@ class PatchPlan:
         return new, heads
 
     def _replacement(self, name: str, module: nn.Module, part: Part, joint: _Joined | None) -> Replacement | None:
-        what = type(module).__name__
         for kind in _kinds(module, part):
             if not self.wanted[kind]:
                 if module not in self._fused:
-                    self.left[kind, what, "switched off by the caller"] += 1
+                    self.leave(kind, module, SWITCHED_OFF)
                 return None
             try:
                 method, current = _method(module, part)
                 function, count = self._function(kind, module, part, current, joint)
             except NotRewritable as reason:
-                self.left[kind, what, str(reason)] += 1
+                self.leave(kind, module, reason)
                 continue
             return Replacement(module, name, method, function, kind, count, "" if joint is None else joint.kind)
         return None
@@ -339,18 +357,17 @@ class PatchPlan:
             key = (type(module), found.kind, activation, "rules")
             joined = self._once(key, lambda: _first(current, found, (activation,)))
         except NotRewritable as reason:
-            self.left[found.kind, type(module).__name__, str(reason)] += 1
+            self.leave(found.kind, module, reason)
             return None
         self.layers.join(weights, biases)
         return joined
 
     def notice_norm(self, module: nn.Module) -> None:
         """Note a norm that the table does not know."""
-        name = type(module).__name__
         if isinstance(part_of(module), LayerNorm):
-            self.left[LAYER_NORM, name, "no family of Rooftile's table contains it"] += 1
-        elif name.endswith("Norm"):
-            self.left["norm", name, "its class is not in Rooftile's table of families"] += 1
+            self.leave(LAYER_NORM, module, "no family of Rooftile's table contains it")
+        elif type(module).__name__.endswith("Norm"):
+            self.leave("norm", module, "its class is not in Rooftile's table of families")
 
     def _function(
         self, kind: str, module: nn.Module, part: Part, current: Callable[..., Any], joint: _Joined | None
@@ -450,7 +467,7 @@ def _named(layer: str) -> Iterator[None]:
     try:
         yield
     except NotRewritable as reason:
-        raise NotRewritable(f"its {layer}: {reason}") from None
+        raise type(reason)(f"its {layer}: {reason}") from None
 
 
 def _check_head(layer: nn.Linear) -> None:
@@ -478,7 +495,7 @@ def _method(module: nn.Module, part: Part | None) -> tuple[str, Callable[..., An
     name = part.method if isinstance(part, Gated) else "forward"
     current = getattr(type(module), name, None)
     if current is None:
-        raise NotRewritable(f"its class has no {name}")
+        raise UnknownCode(f"its class has no {name}")
     if name == "_apply_gate" and getattr(module.config, "_experts_implementation", "eager") == "eager":
         raise NotRewritable("config._experts_implementation is 'eager': it loops over the experts in its own code")
     if name in module.__dict__ and HOOKED not in module.__dict__:

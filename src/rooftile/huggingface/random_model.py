@@ -11,8 +11,8 @@ from torch import nn
 def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
     """A model of that configuration in evaluation mode, its weights drawn on the device from the seed.
 
-    The weights are normal, of the configuration's own standard deviation; attention is PyTorch's
-    `scaled_dot_product_attention`. An encoder (BERT, say) becomes a masked language model.
+    The weights are normal, of the configuration's own standard deviation; attention is transformers' default, PyTorch's
+    `scaled_dot_product_attention` where the model supports it. An encoder (BERT, say) becomes a masked language model.
 
     Raises:
         ValueError: transformers has no model with a language-modeling head for the configuration.
@@ -27,7 +27,7 @@ def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed:
         raise ValueError(f"a configuration of type {type(config).__name__} has no language model")
     torch.manual_seed(seed)
     with torch.device(device):
-        model = auto.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+        model = auto.from_config(config, dtype=dtype).eval()
     if getattr(model, "loss_type", "") is None:  # GPT-2's class does not name its loss: transformers warns, and takes
         model.loss_type = "ForCausalLM"
     return model

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 import inspect
 import textwrap
 import types
@@ -31,11 +32,17 @@ Bindings = dict[str, ast.expr]
 # Decorators of transformers that a method may have.
 _WRAPPING = ("can_return_tuple",)
 _DOCUMENTING = ("auto_docstring",)
+# The class whose subclasses' forward transformers wraps, from 5.23 on: the wrapper checkpoints.
+_CHECKPOINTING = "GradientCheckpointingLayer"
 _MANY = 6  # rules, which a reason does not list
 
 
 class NotRewritable(Exception):
     """Why a method is left as it is."""
+
+
+class UnknownCode(NotRewritable):
+    """The method is transformers' own, and is written in another way than the rules know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,25 +298,41 @@ def rebuild(
 ) -> Rebuilt:
     """`function` with the rules applied in order, wherever they match. `names` are the objects that the rules refer to.
 
+    A layer's forward that transformers wraps for gradient checkpointing is rebuilt inside, and wrapped again.
+
     Args:
         parameter: a keyword-only parameter that the new function has besides, None by default.
 
     Raises:
         NotRewritable: no rule matches, a name that a replacement no longer assigns is used elsewhere, there is no
             source, or the function is not a plain one (it has closure variables, or decorators other than
-            transformers' `can_return_tuple` and `auto_docstring`).
+            transformers' `can_return_tuple` and `auto_docstring`). It is an `UnknownCode` if the function is
+            transformers' own.
     """
+    inner, wrapper = function, None
+    while _checkpoints(inner):
+        inner, wrapper = inner.__wrapped__, wrapper or inner  # type: ignore[attr-defined]
+    try:
+        new = _rebuild(inner, rules, names, parameter)
+        return new if wrapper is None else dataclasses.replace(new, function=_checkpointed(wrapper, new.function))
+    except NotRewritable as reason:
+        if getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            raise UnknownCode(str(reason)) from reason.__cause__
+        raise
+
+
+def _rebuild(
+    function: Callable[..., object],
+    rules: Sequence[Rule | Together],
+    names: Mapping[str, object],
+    parameter: str,
+) -> Rebuilt:
     inner = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType) or not isinstance(inner, types.FunctionType):
         raise NotRewritable("it is not a plain Python function")
     if inner.__closure__:
         raise NotRewritable("it is wrapped by a decorator or has closure variables")
-    try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(inner))).body[0]
-    except (OSError, TypeError, SyntaxError) as error:
-        raise NotRewritable(f"its source can't be read ({error})") from error
-    if not isinstance(definition, ast.FunctionDef):
-        raise NotRewritable("it is not a plain function")
+    definition = _definition(inner)
     definition.decorator_list = _wrappers(function, definition)
     places: list[Bindings] = []
     for rule in rules:
@@ -329,6 +352,46 @@ def rebuild(
         definition.args.kwonlyargs.append(ast.arg(parameter))
         definition.args.kw_defaults.append(ast.Constant(None))
     return Rebuilt(_compile(inner, definition, names), tuple(places))
+
+
+def _definition(function: types.FunctionType) -> ast.FunctionDef:
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise NotRewritable(f"its source can't be read ({error})") from error
+    if not isinstance(definition, ast.FunctionDef):
+        raise NotRewritable("it is not a plain function")
+    return definition
+
+
+def _checkpoints(function: Callable[..., object]) -> bool:
+    """Whether that is the wrapper in which transformers checkpoints a layer."""
+    if not isinstance(function, types.FunctionType) or not hasattr(function, "__wrapped__"):
+        return False
+    made_by = getattr(function.__globals__.get(_CHECKPOINTING), "__init_subclass__", None)
+    return function.__code__ in getattr(getattr(made_by, "__code__", None), "co_consts", ())
+
+
+def _checkpointed(wrapper: types.FunctionType, forward: types.FunctionType) -> types.FunctionType:
+    """`forward` in a wrapper like that one.
+
+    transformers' wrapper checkpoints only if it is the forward of the object's class. The new one is set on the object,
+    hides all forwards of its class, also of a class that the object gets later (FSDP2's), and so always checkpoints.
+    """
+    definition, name = _definition(wrapper), wrapper.__code__.co_name
+    definition.decorator_list = []
+    _Apply(Rule(f"type(self).forward is {name}", "True")).visit(definition)
+    wrapped = [n for n, cell in _cells(wrapper).items() if cell.cell_contents is wrapper.__wrapped__]  # type: ignore[attr-defined]
+    if len(wrapped) != 1 or not _cells(wrapper).keys() <= {*wrapped, name} or name in _names(definition.body):
+        raise NotRewritable(f"{_CHECKPOINTING} wraps it in an unknown way")
+    new = _compile(wrapper, definition, {wrapped[0]: forward})
+    functools.update_wrapper(new, forward)
+    return new
+
+
+def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
+    """The closure's variables."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 def _wrappers(function: types.FunctionType, definition: ast.FunctionDef) -> list[ast.expr]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from rooftile.huggingface.patching import PatchHandle, patch
+from rooftile.huggingface.patching import PatchHandle, check_switches, patch
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -34,11 +34,12 @@ class PatchCallback(TrainerCallback):
         handle: the `PatchHandle`; None before the Trainer is made.
 
     Raises:
-        TypeError: a switch is unknown, or is not a bool: when the Trainer is made.
+        TypeError: a switch is unknown, or is not a bool.
         ValueError: as `rooftile.patch`, or the Trainer has several GPUs in one process: when the Trainer is made.
     """
 
     def __init__(self, **switches: bool) -> None:
+        check_switches("PatchCallback", switches)
         self.switches = switches
         self.handle: PatchHandle | None = None
 
