@@ -107,6 +107,14 @@ def test_the_page_has_every_row_and_needs_no_other_file(results):
     assert all(link.startswith("#") for link in found.links)
 
 
+def test_the_page_counts_files(results):
+    """Two files of a suite may have rows of the same op."""
+    text = (results / "h100" / "rowwise" / "rms_norm.json").read_text()
+    assert "3 files" in page.html(results)
+    (results / "h100" / "rowwise" / "rms_norm-2.json").write_text(text)
+    assert "4 files" in page.html(results)
+
+
 def test_there_is_no_page_without_results(tmp_path):
     with pytest.raises(ValueError, match=r"has no results, expected <gpu>/<suite>/<name>\.json"):
         page.html(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 from toys import cells_of, measured, table
 
-from rooftile.bench import docs, rows
+from rooftile.bench import docs, rows, sources
 from rooftile.bench.info import machine
 from rooftile.bench.rows import OURS, compare
 
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.nightly
 GPU = "NVIDIA H100 80GB HBM3"
 
 
-def write(folder, suite, *groups):
+def write(folder, suite, *groups, name="x", **more):
     found = [row for group in groups for row in group]
     meta = {**machine(), "roof_copy_gbs": 3018.0, "roof_read_gbs": 3100.0, "roof_tflops": 700.0, "gpu": GPU}
-    rows.write_json(folder / "h100" / suite / "x.json", {**meta, "driver": "1.2"}, found)
+    rows.write_json(folder / "h100" / suite / f"{name}.json", {**meta, "driver": "1.2", **more}, found)
 
 
 def group(us, peers, shape="8x16", **fields):
@@ -36,6 +36,25 @@ def test_the_rows_of_all_suites_that_a_baseline_beats_are_listed(tmp_path):
     ]
     every = {line[3]: (line[2], line[6], line[7]) for line in lines if len(line) == 8}
     assert every == {"16x16": ("matmul", "0.800", "eager"), "8x16": ("rowwise", "0.900", "quack")}
+
+
+def test_a_variant_of_ours_and_a_wrong_result_are_no_baselines(tmp_path):
+    found = [measured(name, t) for name, t in ((OURS, 10.0), (f"{OURS} other", 5.0), ("wrong", 4.0), ("quack", 9.0))]
+    found[2].status = "FAIL"
+    compare(found)
+    write(tmp_path, "rowwise", found)
+    assert [line[3:] for line in cells_of(table("gaps", tmp_path), "`") if len(line) == 6] == [
+        ["1 of 1", "0.900", "quack"]
+    ]
+
+
+def test_an_op_is_older_if_one_of_its_files_is(tmp_path):
+    kernels = sources.hashes()
+    old = {**kernels, "rms_norm": "0" * 12}
+    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="a", kernels=kernels)
+    assert "Older" not in table("gaps", tmp_path)
+    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="b", kernels=old)
+    assert "below 0.98. Older than their kernels: all." in table("gaps", tmp_path)
 
 
 def test_a_tie_is_no_gap(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pkgutil
 import re
 import tempfile
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from rooftile.bench import charts, roofline, sources
 from rooftile.bench.docs.headline import short
-from rooftile.bench.docs.tables import TIE, commit_of
+from rooftile.bench.docs.tables import TIE, commit_of, host_files
 from rooftile.bench.report import error, number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer, groups, is_ours
 
@@ -62,10 +61,17 @@ class Table:
 class Measured:
     """The rows of one op at one point, and their file."""
 
-    gpu: str
-    suite: str
+    path: Path
     meta: dict[str, Any]
     rows: list[Row]
+
+    @property
+    def gpu(self) -> str:
+        return self.path.parts[-3]
+
+    @property
+    def suite(self) -> str:
+        return self.path.parts[-2]
 
     @property
     def age(self) -> sources.Age:
@@ -85,7 +91,7 @@ def read(results: Path) -> Iterator[Measured]:
     for folder in sorted(path for path in results.glob("*") if path.is_dir()):
         for path, meta, rows in charts.machine_rows(results, folder.name):
             for group in groups(rows):
-                yield Measured(folder.name, path.parent.name, dict(meta), group)
+                yield Measured(path, dict(meta), group)
 
 
 def _age_cell(measured: Measured) -> Cell:
@@ -152,9 +158,9 @@ _HOST = (
 
 
 def _host_lines(results: Path) -> Iterator[Line]:
-    for path in sorted(results.glob("*/host/host.json")):
-        for r in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            text = (path.parts[-3].upper(), r["op"], r["shape"], r["direction"])
+    for gpu, _, rows in host_files(results):
+        for r in rows:
+            text = (gpu.upper(), r["op"], r["shape"], r["direction"])
             share = figure(r["us"] / r["baseline_us"], 2, ratio)
             cells = [*map(Cell, text), figure(r["us"], 3), Cell(r["baseline"]), figure(r["baseline_us"], 3), share]
             yield Line([*cells, figure(r["limit_us"], 3)], r["us"] > r["limit_us"])
@@ -229,7 +235,7 @@ def html(results: Path) -> str:
     return template.render(
         pages=charts.PAGES,
         tie=TIE,
-        files=len({(m.gpu, m.suite, m.rows[0].op) for m in found}),
+        files=len({m.path for m in found}),
         total=len(ops) + len(models),
         older=sum(line.older for line in (*ops, *models)),
         run_columns=_RUNS,

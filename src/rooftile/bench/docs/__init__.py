@@ -1,7 +1,7 @@
 """The tables of README.md and docs/, made from results/ and from the cases.
 
-    python -m rooftile.bench.docs README.md docs/*/*.md            # regenerates the text between the markers
-    python -m rooftile.bench.docs --check README.md docs/*/*.md    # exit code 1 if that would change a file
+    python -m rooftile.bench.docs README.md docs/*.md docs/*/*.md            # regenerates the text between the markers
+    python -m rooftile.bench.docs --check README.md docs/*.md docs/*/*.md    # exit code 1 if that would change a file
 
 A table is the text between `<!-- rooftile:table NAME -->` and `<!-- /rooftile:table -->`, each on its own line.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -44,6 +43,7 @@ from rooftile.bench.docs.tables import (
     aged,
     by_gpu,
     closing,
+    host_files,
     is_older,
     machine,
     machine_line,
@@ -160,17 +160,16 @@ def host(results: Path) -> str:
     """The host's time to issue one call, beside the PyTorch op that it replaces (`rooftile bench --host`)."""
     columns = ("op", "shape", "call", "us>", "baseline", "its us>", "ratio>", "limit us>", "over")
     parts = []
-    for path in sorted(results.glob("*/host/host.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+    for _, meta, rows in host_files(results):
         cells = [
             [
                 f"`{row['op']}`", row["shape"], row["direction"], number(row["us"]), row["baseline"],
                 number(row["baseline_us"]), ratio(row["us"] / row["baseline_us"]), number(row["limit_us"]),
                 "over" if row["us"] > row["limit_us"] else "",
             ]
-            for row in found["rows"]
+            for row in rows
         ]  # fmt: skip
-        parts += [machine(found["meta"]) + ".", "", markdown(columns, cells), ""]
+        parts += [machine(meta) + ".", "", markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ def by_gpu(results: Path, suite: str) -> dict[str, list[tuple[dict[str, Any], li
     for path in sorted(results.glob(f"*/{suite}/*.json")):
         found.setdefault(path.parts[-3], []).append(read_json(path))
     return found
+
+
+def host_files(results: Path) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+    """What `rooftile bench --host` measured on each GPU: the name of its folder, the run's machine, the rows."""
+    for path in sorted(results.glob("*/host/host.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        yield path.parts[-3], found["meta"], found["rows"]
 
 
 def groups_of(files: Iterable[tuple[dict[str, Any], list[Row]]]) -> list[list[Row]]:
