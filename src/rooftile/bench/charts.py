@@ -76,7 +76,13 @@ def page() -> Iterator[Any]:
     """pyplot, in the style of the documentation's charts."""
     plt = pyplot()
     grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT)
-    shape = {"axes.spines.top": False, "axes.spines.right": False, "grid.color": TEXT, "grid.alpha": 0.25}
+    shape = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": TEXT,
+        "grid.alpha": 0.25,
+        "axes.axisbelow": True,
+    }
     text = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "rooftile", "font.family": "DejaVu Sans"}
     with plt.rc_context({**grey, **shape, **text, "axes.grid": True, "legend.frameon": False}):
         yield plt

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rooftile.bench.charts import pyplot, style
+from rooftile.bench.charts import page, style
 from rooftile.bench.rows import OURS, Row, geometric_mean, groups
 from rooftile.bench.twins import BAR, CUDA
 
@@ -195,33 +195,34 @@ def _draw(axes: Any, found: Sequence[list[Row]], measured: bool) -> None:
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GB/s" if measured else "microseconds")
     axes.set_xticks(range(len(places)), places, rotation=30, ha="right")
-    axes.grid(axis="y", alpha=0.3)
+    axes.grid(axis="x", visible=False)
 
 
 def plot(folder: Path, rows: Iterable[Row], machine: str, measured: bool) -> list[Path]:
     """A chart for each op and direction, a panel for each dtype; the files' paths."""
-    plt = pyplot()
-
-    folder.mkdir(parents=True, exist_ok=True)
-    charts: dict[tuple[str, str], dict[str, list[list[Row]]]] = {}
-    for group in groups(rows):
-        by_dtype = charts.setdefault((group[0].op, group[0].direction), {})
-        by_dtype.setdefault(group[0].dtype, []).append(group)
-    paths = []
-    for (op, direction), by_dtype in charts.items():
-        width = max(8.0, 1.0 + 0.75 * max(len(found) for found in by_dtype.values()))
-        label = max(len(group[0].place) for found in by_dtype.values() for group in found)
-        height = len(by_dtype) * (3.8 + 0.045 * label)  # labels stand at a slant below each panel
-        figure, panels = plt.subplots(len(by_dtype), 1, figsize=(width, height), squeeze=False, layout="constrained")
-        for axes, (dtype, found) in zip(panels[:, 0], by_dtype.items(), strict=True):
-            _draw(axes, found, measured)
-            axes.set_title(f"{op} {direction}, {dtype}, {machine if measured else NO_MEASUREMENT}", fontsize=11)
-        panels[0, 0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        path = folder / f"{op}-{_plain(direction)}.png"
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-        paths.append(path)
-    return paths
+    with page() as plt:
+        folder.mkdir(parents=True, exist_ok=True)
+        charts: dict[tuple[str, str], dict[str, list[list[Row]]]] = {}
+        for group in groups(rows):
+            by_dtype = charts.setdefault((group[0].op, group[0].direction), {})
+            by_dtype.setdefault(group[0].dtype, []).append(group)
+        paths = []
+        for (op, direction), by_dtype in charts.items():
+            width = max(8.0, 1.0 + 0.75 * max(len(found) for found in by_dtype.values()))
+            label = max(len(group[0].place) for found in by_dtype.values() for group in found)
+            height = len(by_dtype) * (3.8 + 0.045 * label)  # labels stand at a slant below each panel
+            figure, panels = plt.subplots(
+                len(by_dtype), 1, figsize=(width, height), squeeze=False, layout="constrained"
+            )
+            for axes, (dtype, found) in zip(panels[:, 0], by_dtype.items(), strict=True):
+                _draw(axes, found, measured)
+                axes.set_title(f"{op} {direction}, {dtype}, {machine if measured else NO_MEASUREMENT}", fontsize=11)
+            panels[0, 0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            path = folder / f"{op}-{_plain(direction)}.png"
+            figure.savefig(path, dpi=120)
+            plt.close(figure)
+            paths.append(path)
+        return paths
 
 
 def _series(rows: Iterable[Row], dim: str) -> list[list[Row]]:
@@ -236,33 +237,31 @@ def _series(rows: Iterable[Row], dim: str) -> list[list[Row]]:
 
 def plot_over(folder: Path, rows: Iterable[Row], dim: str, machine: str) -> list[Path]:
     """A chart for each op, direction and dtype, of time and of memory over one dimension; the files' paths."""
-    plt = pyplot()
-
-    paths: list[Path] = []
-    for some in _series(rows, dim):
-        first = some[0]
-        figure, panels = plt.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
-        for axes, label, value in (
-            (panels[0], "milliseconds", lambda r: r.us / 1e3),
-            (panels[1], "MiB beside the inputs, at most", lambda r: r.peak_bytes / 2**20 if r.peak_bytes else None),
-        ):
-            for name in dict.fromkeys(r.impl for r in some):
-                found = sorted((r.dims[dim], value(r)) for r in some if r.impl == name and value(r) is not None)
-                axes.plot([x for x, _ in found], [y for _, y in found], **style(name))
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xlabel(dim)
-            axes.set_ylabel(label)
-            axes.grid(alpha=0.3)
-        panels[0].legend(fontsize=8)
-        options = " ".join(f"{k}={v}" for k, v in first.options.items())
-        figure.suptitle(f"{first.op} {first.direction}, {first.dtype} {options}, {machine}", fontsize=11)
-        sizes = "-".join(f"{k}{v}" for k, v in first.dims.items() if k in ("batch", "heads", "head_dim"))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{'-'.join(filter(None, (first.op, _plain(first.direction), first.dtype, sizes)))}.png"
-        if path in paths:  # they differ in options, or in a size that is not named
-            path = path.with_stem(f"{path.stem}-{sum(p.stem.startswith(path.stem) for p in paths) + 1}")
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-        paths.append(path)
-    return paths
+    with page() as plt:
+        paths: list[Path] = []
+        for some in _series(rows, dim):
+            first = some[0]
+            figure, panels = plt.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
+            for axes, label, value in (
+                (panels[0], "milliseconds", lambda r: r.us / 1e3),
+                (panels[1], "MiB beside the inputs, at most", lambda r: r.peak_bytes / 2**20 if r.peak_bytes else None),
+            ):
+                for name in dict.fromkeys(r.impl for r in some):
+                    found = sorted((r.dims[dim], value(r)) for r in some if r.impl == name and value(r) is not None)
+                    axes.plot([x for x, _ in found], [y for _, y in found], **style(name))
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+                axes.set_xlabel(dim)
+                axes.set_ylabel(label)
+            panels[0].legend(fontsize=8)
+            options = " ".join(f"{k}={v}" for k, v in first.options.items())
+            figure.suptitle(f"{first.op} {first.direction}, {first.dtype} {options}, {machine}", fontsize=11)
+            sizes = "-".join(f"{k}{v}" for k, v in first.dims.items() if k in ("batch", "heads", "head_dim"))
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{'-'.join(filter(None, (first.op, _plain(first.direction), first.dtype, sizes)))}.png"
+            if path in paths:  # they differ in options, or in a size that is not named
+                path = path.with_stem(f"{path.stem}-{sum(p.stem.startswith(path.stem) for p in paths) + 1}")
+            figure.savefig(path, dpi=110)
+            plt.close(figure)
+            paths.append(path)
+        return paths

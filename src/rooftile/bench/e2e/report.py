@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftile.bench import report
-from rooftile.bench.charts import COLOURS, OTHER_OURS, pyplot
+from rooftile.bench.charts import COLOURS, OTHER_OURS, page
 from rooftile.bench.rows import OURS, Row
 
 CAPTION = (
@@ -121,43 +121,45 @@ def _style(impl: str) -> dict[str, Any]:
 
 def plot(folder: Path, rows: Sequence[E2ERow], machine: str, measured: bool) -> list[Path]:
     """Draw a chart for each model: milliseconds a step by batch size, and the time at the roof. Returns their paths."""
-    plt = pyplot()
-
-    charts: dict[tuple[str, int, int], list[E2ERow]] = {}
-    for row in rows:
-        if row.op == "decode" and row.us:
-            key = (" ".join(row.shape.split()[:-3]), row.dims["prompt"], row.dims["new"])
-            charts.setdefault(key, []).append(row)
-    paths = []
-    for (model, prompt, new), found in charts.items():
-        batches = sorted({r.dims["batch"] for r in found})
-        figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
-        for name in dict.fromkeys(label(r) for r in found):
-            by_batch = {r.dims["batch"]: r for r in found if label(r) == name}  # of the same the later row
-            places = [i for i, b in enumerate(batches) if b in by_batch]
-            values = [(by_batch[batches[i]].us or 0.0) / 1e3 for i in places]
-            axes.plot(places, values, label=name, **_style(name))
-        for quantized in (False, True):
-            floors = {
-                r.dims["batch"]: r.nbytes / r.roof_gbs / 1e6
-                for r in found
-                if r.roof_gbs and quantized == ("quantize" in r.options)
-            }
-            if floors:
-                places = [i for i, b in enumerate(batches) if b in floors]
-                text = "roof: the bytes at a streaming read" + (", quantized" if quantized else "")
-                axes.plot(places, [floors[batches[i]] for i in places], "k-" if quantized else "k--", lw=1, label=text)
-        axes.set_xticks(range(len(batches)), [str(b) for b in batches])
-        axes.set_xlabel("batch")
-        axes.set_ylabel("milliseconds a step")
-        axes.set_yscale("log")
-        axes.grid(axis="y", which="both", alpha=0.3)
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        where = machine if measured else report.NO_MEASUREMENT
-        axes.set_title(f"{model}, prompt {prompt}, {new} new tokens, {where}", fontsize=11)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{model.replace(' ', '-')}-p{prompt}-n{new}.png"
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
-        paths.append(path)
-    return paths
+    with page() as plt:
+        charts: dict[tuple[str, int, int], list[E2ERow]] = {}
+        for row in rows:
+            if row.op == "decode" and row.us:
+                key = (" ".join(row.shape.split()[:-3]), row.dims["prompt"], row.dims["new"])
+                charts.setdefault(key, []).append(row)
+        paths = []
+        for (model, prompt, new), found in charts.items():
+            batches = sorted({r.dims["batch"] for r in found})
+            figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
+            for name in dict.fromkeys(label(r) for r in found):
+                by_batch = {r.dims["batch"]: r for r in found if label(r) == name}  # of the same the later row
+                places = [i for i, b in enumerate(batches) if b in by_batch]
+                values = [(by_batch[batches[i]].us or 0.0) / 1e3 for i in places]
+                axes.plot(places, values, label=name, **_style(name))
+            for quantized in (False, True):
+                floors = {
+                    r.dims["batch"]: r.nbytes / r.roof_gbs / 1e6
+                    for r in found
+                    if r.roof_gbs and quantized == ("quantize" in r.options)
+                }
+                if floors:
+                    places = [i for i, b in enumerate(batches) if b in floors]
+                    text = "roof: the bytes at a streaming read" + (", quantized" if quantized else "")
+                    axes.plot(
+                        places, [floors[batches[i]] for i in places], "k-" if quantized else "k--", lw=1, label=text
+                    )
+            axes.set_xticks(range(len(batches)), [str(b) for b in batches])
+            axes.set_xlabel("batch")
+            axes.set_ylabel("milliseconds a step")
+            axes.set_yscale("log")
+            axes.grid(axis="x", visible=False)
+            axes.grid(axis="y", which="both")
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            where = machine if measured else report.NO_MEASUREMENT
+            axes.set_title(f"{model}, prompt {prompt}, {new} new tokens, {where}", fontsize=11)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{model.replace(' ', '-')}-p{prompt}-n{new}.png"
+            figure.savefig(path, dpi=130)
+            plt.close(figure)
+            paths.append(path)
+        return paths

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile.bench import report
-from rooftile.bench.charts import OTHER_OURS, colour, pyplot
+from rooftile.bench.charts import OTHER_OURS, colour, page
 from rooftile.bench.rows import OURS, Row
 
 EAGER, COMPILE, OURS_COMPILE = "eager", "compile", "rooftile+compile"
@@ -61,33 +61,32 @@ def _cell(row: Row) -> str:
 
 def plot(path: Path, rows: Sequence[Row], machine: str, measured: bool) -> None:
     """Bars of latency by length, each with its ratio to the plain model run in the same way."""
-    plt = pyplot()
-
-    rows = [r for r in rows if r.op == "prefill" and r.us]
-    shapes = list(dict.fromkeys(r.shape for r in rows))
-    impls = list(dict.fromkeys(r.impl for r in rows))
-    figure, axes = plt.subplots(figsize=(1.5 + 1.7 * len(shapes), 4.6), layout="constrained")
-    for i, name in enumerate(impls):
-        for at, shape in enumerate(shapes):
-            row = next((r for r in rows if r.impl == name and r.shape == shape), None)
-            if row is None or row.us is None:
-                continue
-            label = name if at == 0 else None
-            drawn = OTHER_OURS if name == OURS_COMPILE else colour(name)
-            (bar,) = axes.bar(at + 0.2 * (i - 1.5), row.us / 1e3, 0.19, color=drawn, label=label)
-            if row.ratio_to_best_peer:
-                axes.annotate(
-                    f"{row.ratio_to_best_peer:.2f}×",
-                    (bar.get_x() + bar.get_width() / 2, bar.get_height()),
-                    ha="center",
-                    va="bottom",
-                    fontsize=7,
-                )
-    axes.set_xticks(range(len(shapes)), [s.rpartition(" ")[2] for s in shapes])
-    axes.set_ylabel("milliseconds for one forward")
-    model = shapes[0].partition(" ")[0] if shapes else ""
-    axes.set_title(f"{model} prefill, batch 1, {machine if measured else report.NO_MEASUREMENT}", fontsize=11)
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with page() as plt:
+        rows = [r for r in rows if r.op == "prefill" and r.us]
+        shapes = list(dict.fromkeys(r.shape for r in rows))
+        impls = list(dict.fromkeys(r.impl for r in rows))
+        figure, axes = plt.subplots(figsize=(1.5 + 1.7 * len(shapes), 4.6), layout="constrained")
+        for i, name in enumerate(impls):
+            for at, shape in enumerate(shapes):
+                row = next((r for r in rows if r.impl == name and r.shape == shape), None)
+                if row is None or row.us is None:
+                    continue
+                label = name if at == 0 else None
+                drawn = OTHER_OURS if name == OURS_COMPILE else colour(name)
+                (bar,) = axes.bar(at + 0.2 * (i - 1.5), row.us / 1e3, 0.19, color=drawn, label=label)
+                if row.ratio_to_best_peer:
+                    axes.annotate(
+                        f"{row.ratio_to_best_peer:.2f}×",
+                        (bar.get_x() + bar.get_width() / 2, bar.get_height()),
+                        ha="center",
+                        va="bottom",
+                        fontsize=7,
+                    )
+        axes.set_xticks(range(len(shapes)), [s.rpartition(" ")[2] for s in shapes])
+        axes.set_ylabel("milliseconds for one forward")
+        model = shapes[0].partition(" ")[0] if shapes else ""
+        axes.set_title(f"{model} prefill, batch 1, {machine if measured else report.NO_MEASUREMENT}", fontsize=11)
+        axes.legend(fontsize=8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)

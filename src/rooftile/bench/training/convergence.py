@@ -29,7 +29,7 @@ from rich.table import Table
 
 from rooftile import runtime
 from rooftile.bench import report
-from rooftile.bench.charts import COLOURS, pyplot
+from rooftile.bench.charts import COLOURS, page
 from rooftile.bench.info import check_results, machine, may_join, version
 from rooftile.bench.rows import OURS, gpu_slug, write_whole
 from rooftile.bench.training.trajectory import COMPILE, EAGER, TITLES, WAYS, Job
@@ -186,35 +186,34 @@ def write(path: Path, meta: Mapping[str, Any], found: Sequence[Mapping[str, Any]
 
 def draw(path: Path) -> list[Path]:
     """Charts of a file of runs, beside it: of the families in each dtype, and of each model of a real shape."""
-    plt = pyplot()
-
-    data = json.loads(path.read_text(encoding="utf-8"))
-    groups: dict[str, list[Any]] = {}
-    for each in data["runs"]:
-        if each["losses"]:
-            groups.setdefault(
-                each["dtype"] if each["name"] in TITLES else f"{each['name']}-{each['dtype']}", []
-            ).append(each)
-    drawn = []
-    for name, runs in groups.items():
-        columns = min(5, len(runs))
-        rows = -(-len(runs) // columns)
-        size = (3.3 * columns, 2.3 * rows + 0.8) if len(runs) > 1 else (9.0, 5.0)
-        figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-        for axes in panels.flat[len(runs) :]:
-            axes.axis("off")
-        for axes, each in zip(panels.flat, runs, strict=False):
-            _panel(axes, each)
-        lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
-        figure.legend(
-            list(lines.values()), list(map(str, lines)), loc="outside lower center", ncols=len(lines), fontsize=9
-        )
-        title = f"Loss on Python's standard library, {name}, {data['meta']['gpu'] or report.NO_MEASUREMENT}"
-        figure.suptitle(title, fontsize=11)
-        drawn.append(path.with_name(f"{path.stem}-{name}.png"))
-        figure.savefig(drawn[-1], dpi=75)
-        plt.close(figure)
-    return drawn
+    with page() as plt:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        groups: dict[str, list[Any]] = {}
+        for each in data["runs"]:
+            if each["losses"]:
+                groups.setdefault(
+                    each["dtype"] if each["name"] in TITLES else f"{each['name']}-{each['dtype']}", []
+                ).append(each)
+        drawn = []
+        for name, runs in groups.items():
+            columns = min(5, len(runs))
+            rows = -(-len(runs) // columns)
+            size = (3.3 * columns, 2.3 * rows + 0.8) if len(runs) > 1 else (9.0, 5.0)
+            figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+            for axes in panels.flat[len(runs) :]:
+                axes.axis("off")
+            for axes, each in zip(panels.flat, runs, strict=False):
+                _panel(axes, each)
+            lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+            figure.legend(
+                list(lines.values()), list(map(str, lines)), loc="outside lower center", ncols=len(lines), fontsize=9
+            )
+            title = f"Loss on Python's standard library, {name}, {data['meta']['gpu'] or report.NO_MEASUREMENT}"
+            figure.suptitle(title, fontsize=11)
+            drawn.append(path.with_name(f"{path.stem}-{name}.png"))
+            figure.savefig(drawn[-1], dpi=75)
+            plt.close(figure)
+        return drawn
 
 
 def _panel(axes: Any, found: Mapping[str, Any]) -> None:
