@@ -17,15 +17,15 @@ from rooftile import cli, runtime
 from rooftile.bench import profile
 from rooftile.bench.docs import passes
 from rooftile.bench.profile import METRICS, Profile, ProfilerError, Task
-from rooftile.cases import find_cases
+from rooftile.cases import all_cases, find_cases
 
 (CASE,) = find_cases(["rms_norm"])
 POINT = CASE.sets["tiny"][0]
-STALLS = ("long_scoreboard", "barrier", "wait", "membar")
+STALLS = ("long_scoreboard", "barrier", "wait", "membar", "selected")
 # As ncu writes a raw page: its own lines, the program's, names, units (which it chooses by size), a line a kernel.
 NAMES = ["ID", "Kernel Name", *METRICS.values(), *(f"{profile._STALL}{s}{profile._PER_ISSUE}" for s in STALLS)]
-UNITS = ["", "", "usecond", "%", "%", "Mbyte", "Kbyte", "%", "%", "register/thread", "", "", *["inst"] * 4]
-FIGURES = ["1,250.5", "91.5", "88", "1.5", "2,000", "33.1", "n/a", "40", "128", "256", "12.5", "3", "n/a", "0"]
+UNITS = ["", "", "usecond", "%", "%", "Mbyte", "Kbyte", "%", "%", "register/thread", "", "", *["inst"] * 5]
+FIGURES = ["1,250.5", "91.5", "88", "1.5", "2,000", "33.1", "n/a", "40", "128", "256", "12.5", "3", "n/a", "0", "1"]
 ROW = ["0", "_rms_norm(x)", *FIGURES]
 TABLE = "\n".join(",".join(f'"{cell}"' for cell in line) for line in (NAMES, UNITS, ROW))
 OUTPUT = f"==PROF== Connected to process 7\nsomething the program printed\n{TABLE}\n"
@@ -36,7 +36,7 @@ def test_counters_are_read_in_microseconds_and_bytes() -> None:
     assert found.kernel == "_rms_norm(x)"
     assert (found.counters["us"], found.counters["read"], found.counters["written"]) == (1250.5, 1.5e6, 2e6)
     assert "tensor" not in found.counters  # this GPU has no such counter
-    assert found.stalls == {"long_scoreboard": 12.5, "barrier": 3.0}
+    assert found.stalls == {"long_scoreboard": 12.5, "barrier": 3.0}  # a warp that is selected issues
 
 
 def test_what_is_no_table_is_refused() -> None:
@@ -44,12 +44,24 @@ def test_what_is_no_table_is_refused() -> None:
         profile.parse("==ERROR== something\n")
 
 
-def test_a_shape_is_a_part_of_a_points_name_and_another_is_refused_with_the_known() -> None:
+def test_a_shape_is_a_points_name_or_a_part_and_another_is_refused_with_the_known() -> None:
     point = profile.find_point(CASE, "16384x4096")
-    assert "16384x4096" in str(point)
+    assert str(point) == "16384x4096"
     assert profile.find_point(CASE, None) == CASE.sets["llm"][0]
     with pytest.raises(ValueError, match=r"no shape '3x3'; known shapes: .*16384x4096"):
         profile.find_point(CASE, "3x3")
+
+
+@pytest.mark.parametrize("case", all_cases().values(), ids=str)
+def test_each_point_of_each_set_has_a_name_that_finds_it(case) -> None:
+    for point in {str(p): p for points in case.sets.values() for p in points}.values():
+        assert str(profile.find_point(case, str(point))) == str(point)
+
+
+def test_a_part_that_several_shapes_have_is_refused_with_them() -> None:
+    (linear,) = find_cases(["linear"])
+    with pytest.raises(ValueError, match=r"several shapes '2048x4096'.*2048x4096->4096, 2048x4096->14336.*one of them"):
+        profile.find_point(linear, "2048x4096")
 
 
 def _ncu(folder: Path, output: str, code: int = 0) -> str:
@@ -133,7 +145,9 @@ def test_without_a_gpu_the_command_says_so() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arguments", [["rms_norm"], ["rms_norm", "--backward"], ["linear", "--shape", "4096"]])
+@pytest.mark.parametrize(
+    "arguments", [["rms_norm"], ["rms_norm", "--backward"], ["linear", "--shape", "2048x4096->4096"]]
+)
 def test_on_a_gpu_the_counters_are_plausible(arguments) -> None:
     """DRAM traffic of a memory-bound op is at least a half of what it must move."""
     op, backward = arguments[0], "--backward" in arguments

@@ -48,6 +48,7 @@ _UNITS = {
     "msecond": 1e3, "ms": 1e3, "second": 1e6, "s": 1e6,
 }  # fmt: skip
 STALLS = 3  # causes shown
+ISSUES = "selected"  # ncu counts the warp that issues among the causes
 
 
 class ProfilerError(Exception):
@@ -85,17 +86,25 @@ class Profile:
 
 
 def find_point(case: OpCase, asked: str | None) -> Point:
-    """The point whose label or options contain that text; without it, the first of the models' points.
+    """The point of that label and options, or that label, or the one whose label and options contain that text; without
+    it, the first of the models' points.
 
     Raises:
-        ValueError: none has it; the message lists the points.
+        ValueError: none has it, or several do; the message lists the points.
     """
-    points = [p for name in ("llm", "gemm", "decode", "tiny") for p in case.sets.get(name, ())]
-    found = [p for p in points if asked is None or asked in str(p)]
+    named = [p for name in ("llm", "gemm", "decode", "tiny") for p in case.sets.get(name, ())]
+    every = named + [p for some in case.sets.values() for p in some if p not in named]
+    if asked is None:
+        return every[0]
+    by_text = {str(p): p for p in every}
+    if asked in by_text:
+        return by_text[asked]
+    found = [t for t, p in by_text.items() if asked == p.label] or [t for t in by_text if asked in t]
     if not found:
-        known = ", ".join(dict.fromkeys(str(p) for p in points))
-        raise ValueError(f"{case.name} has no shape {asked!r}; known shapes: {known}")
-    return found[0]
+        raise ValueError(f"{case.name} has no shape {asked!r}; known shapes: {', '.join(by_text)}")
+    if len(found) > 1:
+        raise ValueError(f"{case.name} has several shapes {asked!r}: {', '.join(found)}; expected one of them")
+    return by_text[found[0]]
 
 
 def command(ncu: str, task: Task) -> list[str]:
@@ -131,6 +140,7 @@ def parse(text: str) -> list[Profile]:
         counters = {short: v for short, name in METRICS.items() if (v := value(row, name)) is not None}
         causes = (n for n in names if n.startswith(_STALL) and n.endswith(_PER_ISSUE))
         stalls = {n[len(_STALL) : -len(_PER_ISSUE)]: v for n in causes if (v := value(row, n))}
+        stalls.pop(ISSUES, None)
         ordered = dict(sorted(stalls.items(), key=lambda item: -item[1]))
         found.append(Profile(row[names.index("Kernel Name")], counters, ordered))
     return found

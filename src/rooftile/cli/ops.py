@@ -355,7 +355,9 @@ def profile(
     op: Annotated[str, typer.Argument(help="The op, as in `rooftile check`.")],
     shape: Annotated[
         str | None,
-        typer.Option(help="A part of the shape's name, such as 16384x4096. Default: the first of its llm set."),
+        typer.Option(
+            help="The shape's name, such as 16384x4096, or a part that no other has. Default: the first of its llm set."
+        ),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Of the inputs.")] = DType.bf16,
     backward: Annotated[bool, typer.Option("--backward", help="Profile the backward.")] = False,
