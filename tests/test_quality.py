@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,19 @@ def test_portable_kernel_writes_what_the_naive_one_writes_and_the_others_are_abs
         assert row.title in out.getvalue()
     assert f"{ours.eager.loss:.4f}" in page
     assert docs.TABLES["quality"](tmp_path / "none") == NO_RESULTS
+
+
+def test_the_command_takes_another_model_whose_file_has_its_name(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(quality, "run", lambda settings, console: given.append(settings) or 0)
+    folder = tmp_path / "other"
+    assert CliRunner().invoke(cli.app, ["bench", "quality", "--model", str(folder)]).exit_code == 2  # there is none
+    shutil.copytree(byte_model(), folder)
+    assert CliRunner().invoke(cli.app, ["bench", "quality", "--model", str(folder)]).exit_code == 0
+    assert given[0].model == folder
+    run = _run([_known(NAIVE)], monkeypatch, model=folder)
+    run.settings = dataclasses.replace(run.settings, results=tmp_path)
+    assert [path.name for path in run.files()] == ["other.json"]
 
 
 def test_kernel_that_sees_the_future_or_raises_fails(monkeypatch):

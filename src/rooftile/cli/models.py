@@ -200,13 +200,19 @@ def bench_quality(
             "Default: all.",
         ),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", exists=True, file_okay=False, help="A causal model of bytes. Default: the package's own."
+        ),
+    ] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the rows to this file too.")
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/quality/byte_model.json, or add to it."),
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/quality/<model>.json, or add to it."),
     ] = None,
 ) -> None:
     """Compare a trained model's text with each attention kernel, plain and compiled. Exit code 1 if ours is wrong."""
@@ -214,7 +220,7 @@ def bench_quality(
     from rooftile.bench.quality import Settings, run
     from rooftile.cases.check import DTYPES
 
-    settings = Settings(names=names_of(names), dtype=DTYPES[dtype.value], json=json_file, results=results)
+    settings = Settings(model=model, names=names_of(names), dtype=DTYPES[dtype.value], json=json_file, results=results)
     try:
         code = run(settings, console)
     except (ValueError, FileNotFoundError) as error:

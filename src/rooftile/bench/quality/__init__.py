@@ -1,7 +1,7 @@
 """`rooftile bench quality`: what a trained model makes of each attention kernel, in eager and under torch.compile.
 
-The model is the byte model (rooftile/demo/byte_model), in transformers' own code, with each kernel in turn as its
-attention. Measured are:
+The model is the byte model (rooftile/demo/byte_model), or another of bytes, in transformers' own code, with each kernel
+in turn as its attention. Measured are:
 
 - the loss on held-out text, compared with that of the same weights in float32;
 - continuations of that text, a byte at a time, each by a forward over the whole sequence, so that every length from the
@@ -245,10 +245,11 @@ class Quality:
     def files(self) -> list[Path]:
         """What to write the rows to."""
         s, found = self.settings, []
+        assert s.model is not None
         if s.json is not None:
             found.append(s.json)
         if s.results is not None:
-            found.append(s.results / gpu_slug(str(self.meta["gpu"])) / "quality" / "byte_model.json")
+            found.append(s.results / gpu_slug(str(self.meta["gpu"])) / "quality" / f"{s.model.resolve().name}.json")
         return found
 
 
