@@ -19,6 +19,7 @@ from rooftile.ops.adamw import adamw_ as adamw_
 from rooftile.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from rooftile.ops.attention import AttentionConfig as AttentionConfig
 from rooftile.ops.attention import attention as attention
+from rooftile.ops.attention import attention_paged as attention_paged
 from rooftile.ops.attention import attention_varlen as attention_varlen
 from rooftile.ops.bias_activation import bias_gelu as bias_gelu
 from rooftile.ops.bias_activation import bias_silu as bias_silu

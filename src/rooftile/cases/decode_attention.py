@@ -83,11 +83,11 @@ def _cache_shape(point: Point, dim: int) -> tuple[int, ...]:
     return (outer, heads, inner, dim) if point.options.get("cache_layout") == "bhtd" else (outer, inner, heads, dim)
 
 
-def _drawn_cache(
-    point: Point, dim: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> tuple[Tensor, Tensor | None]:
-    """A cache whose numbers times their scales are of order 1."""
-    shape, kind, by = _cache_shape(point, dim), _CACHES[point["cache"]], _SCALES[point["scales"]]
+def drawn_cache(
+    shape: tuple[int, ...], heads: int, kind: str, by: str, dtype: torch.dtype, device: torch.device,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A cache whose numbers times their scales are of order 1; `by`: what shares a scale."""
     if kind == "own":
         return normal(shape, dtype, device, generator), None
     if kind == "int8":
@@ -96,7 +96,7 @@ def _drawn_cache(
         cache, size = normal(shape, torch.float8_e4m3fn, device, generator), 1.0
     if by == "none":
         return cache, None
-    scale_shape = {"tensor": (), "head": (point["kv_heads"],), "token": shape[:3]}[by]
+    scale_shape = {"tensor": (), "head": (heads,), "token": shape[:3]}[by]
     scale = normal(scale_shape, torch.float32, device, generator)
     return cache, (scale.abs() * 0.2 + 0.8) * size
 
@@ -104,8 +104,9 @@ def _drawn_cache(
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
     batch, seq_len = point["batch"], point["seq_len"]
     drawn = {"q": normal((batch, point["tokens"], point["heads"], point["head_dim"]), dtype, device, generator)}
-    drawn["k_cache"], k_scale = _drawn_cache(point, point["head_dim"], dtype, device, generator)
-    drawn["v_cache"], v_scale = _drawn_cache(point, point["value_dim"], dtype, device, generator)
+    drawing = point["kv_heads"], _CACHES[point["cache"]], _SCALES[point["scales"]], dtype, device, generator
+    drawn["k_cache"], k_scale = drawn_cache(_cache_shape(point, point["head_dim"]), *drawing)
+    drawn["v_cache"], v_scale = drawn_cache(_cache_shape(point, point["value_dim"]), *drawing)
     lengths = torch.full((batch,), seq_len, device=device)
     if point["ragged"]:
         lengths = integers(seq_len + 1, (batch,), device, generator)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile import library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.library import axis_strides, unit_last
 from rooftile.primitives import quantize
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+
+PAGES = (16, 32, 64, 128, 256)  # tokens of a page that kernels are compiled for
+_FP8 = torch.float8_e4m3fn
 
 
 @triton.jit
@@ -35,6 +39,53 @@ def locate_tokens(
         return exists, position, page, position % PAGE, written
     else:
         return exists, position, batch + tokens * 0, position, written
+
+
+@triton.jit
+def _load_page(pointers, PTX: tl.constexpr):
+    """Page indices. Inline PTX, because Triton would pipeline its own load, and halve the depth for keys and values.
+
+    The load before the wait (Triton's, on NVIDIA GPUs) bypasses the L1, where the second load would find stale values.
+    """
+    if PTX:
+        page = tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        page = tl.load(pointers, cache_modifier=".cg")
+    return page
+
+
+@triton.jit
+def page_of(
+    pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The first index into the cache for a block's keys: the sequence, the block's page, or the page of each key.
+
+    Clamped to existing pages, whatever the table says. The table is not read past the last key.
+    """
+    if PAGE == 0:
+        page = seq.to(tl.int64)
+    else:
+        token = block * BLOCK_N
+        if PAGE < BLOCK_N:
+            token += key
+        token = tl.maximum(tl.minimum(token, n_keys - 1), 0)
+        page = _load_page(pages_ptr + seq.to(tl.int64) * stride_pb + token // PAGE, PTX)
+        page = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
+    return page
+
+
+@triton.jit
+def token_in_page(block, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The index of a block's first key in its sequence or page; of each key, if the block spans several pages."""
+    token = block * BLOCK_N
+    if PAGE > 0 and PAGE < BLOCK_N:
+        token += key
+    if PAGE > 0:
+        token %= PAGE
+    return token.to(tl.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,3 +140,84 @@ class Cache:
         if self.page_table is None:
             return positions, 0
         return positions * self.page_table.shape[1], self.k.shape[0]
+
+
+# The arguments of ops that read a cache
+
+
+def scale_kind(scale: Tensor | None) -> str:
+    """Whether a scale is by "head" (a scalar has a head stride of 0) or by "token"; "" without one."""
+    return "" if scale is None else "head" if scale.dim() < 2 else "token"
+
+
+def scale_strides(scale: Tensor | None, cache_layout: str) -> tuple[int, int, int]:
+    """Strides of sequences (or pages), tokens and heads."""
+    if scale is None or scale.dim() == 0:
+        return 0, 0, 0
+    if scale.dim() == 1:
+        return 0, 0, scale.stride(0)
+    batch, head, token = library.axis_strides(scale, cache_layout)
+    return batch, token, head
+
+
+def check_dtypes(op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise unless the cache has q's dtype, e4m3 or int8."""
+    library.check_floating(op, q=q)
+    if k_cache.dtype not in (q.dtype, _FP8, torch.int8):
+        raise TypeError(
+            f"{op}: k_cache has dtype {k_cache.dtype}, expected {q.dtype} to match q, float8_e4m3fn or int8"
+        )
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"{op}: v_cache has dtype {v_cache.dtype}, expected {k_cache.dtype} to match k_cache")
+
+
+def _check_scale(op: str, name: str, scale: Tensor | None, k_cache: Tensor, kv_heads: int) -> None:
+    if scale is None:
+        return
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{op}: {name} has dtype {scale.dtype}, expected float32")
+    shapes = ((), (kv_heads,), tuple(k_cache.shape[:3]))
+    if tuple(scale.shape) not in shapes:
+        expected = ", ".join(map(str, shapes[:2])) + f" or {shapes[2]}"
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(scale.shape)}, expected {expected}: one for all, "
+            "for each head, or for each token"
+        )
+
+
+def check_scales(op: str, k_scale: Tensor | None, v_scale: Tensor | None, k_cache: Tensor, kv_heads: int) -> None:
+    """Raise unless the scales fit the cache; one of int8 has them."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_scale(op, name, scale, k_cache, kv_heads)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None and k_cache.dtype == torch.int8:
+            raise ValueError(f"{op}: {name} is None, expected scales for an int8 cache")
+
+
+def check_pages(op: str, page_table: Tensor, batch: int, page: int) -> None:
+    """Raise unless the table has a row of pages for each sequence, of a size that kernels are compiled for."""
+    if page_table.dim() != 2 or page_table.shape[0] != batch:
+        raise ValueError(
+            f"{op}: page_table has shape {tuple(page_table.shape)}, expected ({batch}, pages of a sequence)"
+        )
+    if page_table.dtype != torch.int32:
+        raise TypeError(f"{op}: page_table has dtype {page_table.dtype}, expected int32")
+    if page not in PAGES:
+        raise ValueError(f"{op}: k_cache has pages of {page} tokens, expected one of {', '.join(map(str, PAGES))}")
+
+
+def check_values(op: str, lengths: Tensor, page_table: Tensor | None, capacity: int, page: int, n_pages: int) -> None:
+    """Check lengths and pages on the CPU. Those on the GPU would cost a synchronization; the kernel clamps them."""
+    if lengths.device.type == "cpu" and lengths.numel() and int(lengths.max()) > capacity:
+        at = int(lengths.argmax())
+        raise ValueError(f"{op}: lengths[{at}] is {int(lengths[at])}, expected at most {capacity}, the cache's")
+    if page_table is None or page_table.device.type != "cpu" or lengths.device.type != "cpu" or not page_table.numel():
+        return
+    used = torch.arange(page_table.shape[1], device="cpu") * page < lengths[:, None]
+    wrong = used & ((page_table < 0) | (page_table >= n_pages))
+    if bool(wrong.any()):
+        b, i = (int(n) for n in wrong.nonzero()[0])
+        raise ValueError(
+            f"{op}: page_table[{b}, {i}] is {int(page_table[b, i])}, expected 0 to {n_pages - 1}: "
+            f"k_cache has {n_pages} pages"
+        )

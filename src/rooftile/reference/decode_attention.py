@@ -14,7 +14,7 @@ def _sequences(cache: Tensor, page_table: Tensor | None, layout: str) -> Tensor:
     return pages.transpose(1, 2).flatten(2, 3)
 
 
-def _dequantized(
+def dequantized(
     cache: Tensor, scale: Tensor | None, page_table: Tensor | None, layout: str, dtype: torch.dtype
 ) -> Tensor:
     x = _sequences(cache.to(dtype), page_table, layout)
@@ -55,8 +55,8 @@ def decode_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sequence by sequence, the softmax over all keys at once; in the dtype of q: give it float64 for the truth."""
-    k_all = _dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
-    v_all = _dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
+    k_all = dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
+    v_all = dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
     q = q if layout == "bthd" else q.transpose(1, 2)
     (_, n_new, heads, head_dim), (_, kv_heads, n_keys, _) = q.shape, k_all.shape
     outs, lses = [torch.zeros(0, n_new, heads, v_all.shape[3])], [torch.zeros(0, heads, n_new)]
@@ -104,8 +104,8 @@ def eager(
     cache_layout: str = "bthd",
 ) -> Tensor:
     """As Hugging Face models write it: KV heads repeated, a mask added, the softmax in float32 and rounded."""
-    k = _dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
-    v = _dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
+    k = dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
+    v = dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
     q = q.transpose(1, 2) if layout == "bthd" else q
     n_new, n_keys = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""Attention, forward and backward, over whole tensors and over packed sequences.
+"""Attention, forward and backward, over whole tensors and over packed sequences; and forward, over a paged cache.
 
     s[i, j] = scale * q[i]·k[j]                      softcap * tanh(s / softcap) with a soft cap
               + mask[i, j] - slope |p(i) - j|        p(i) = i + n_k - n_q, the position of query i among the keys
@@ -24,10 +24,11 @@ from rooftile import library
 from rooftile.ops.attention import arguments
 from rooftile.ops.attention.arguments import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
+from rooftile.ops.attention.paged import attention_paged_op, checked_indices
 from rooftile.ops.attention.problem import AttentionConfig
 from rooftile.ops.gemm.dispatch import autocast
 
-__all__ = ["AttentionConfig", "attention", "attention_varlen"]
+__all__ = ["AttentionConfig", "attention", "attention_paged", "attention_varlen"]
 
 
 def attention(
@@ -163,4 +164,85 @@ def attention_varlen(
     vectors = (starts_q, starts_k, alibi_slopes, sinks)
     scoring = (longest_q, longest_k, scaled, cap, left, right)
     out, lse = attention_varlen_op(q, k, v, *vectors, *scoring, text, exact)
+    return (out, lse) if return_lse else out
+
+
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | Sequence[int],
+    *,
+    max_seqlen_q: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    cache_layout: str = "bthd",
+    return_lse: bool = False,
+    config: AttentionConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed queries, any number of each sequence, to the keys of a cache in pages.
+
+    For prompts that are computed in chunks, prompts whose beginning is in the cache, and batches that mix both with
+    single tokens. The keys and values of the queries are in the cache already (`append_kv`, `rope_and_cache`). Query i
+    of the n of sequence b stands at position `p = lengths[b] - n + i`:
+
+        s_j = scale * q · k_j * k_scale,   softcap * tanh(s_j / softcap),   - slope * |p - j|
+        out = sum_j exp(s_j) v_j * v_scale / (sum_j exp(s_j) + exp(sink)),   j < lengths[b],   j <= p if causal
+
+    Sums are float32, and results are bit-identical on every run. It has no derivative. A new length, window, scale or
+    softcap compiles nothing, and the host does not wait for the device. For 1 to 16 new tokens in all sequences
+    `decode_attention` is faster: it divides the keys of a sequence among programs.
+
+    Args:
+        q: `(Tq, Hq, D)`: the queries of all sequences, float32, float16 or bfloat16. Any strides; copied where the last
+            is not 1.
+        k_cache, v_cache: `(pages, page_size, Hkv, D)`, or `(pages, Hkv, page_size, D)` with `cache_layout="bhtd"`,
+            page_size 16, 32, 64, 128 or 256. Of q's dtype, float8_e4m3fn or int8. Query head h reads KV head
+            `h // (Hq // Hkv)`. D, and the last dimension of v_cache, which may be another, are 1 to 256. Any strides;
+            copied as a whole where the last is not 1.
+        page_table: `(sequences, most pages)`, int32: the pages of each sequence, which sequences may share. Entries
+            beyond a sequence's length are not read.
+        lengths: `(sequences,)`, int32: the keys of each sequence, including those of its queries, as in
+            `decode_attention`; 0 or less for none. The cache may hold anything beyond them.
+        cu_seqlens_q: `(sequences + 1,)` int32: where the queries of each sequence begin in q, and where the last ones
+            end, as in `attention_varlen`.
+        max_seqlen_q: the most queries of a sequence, as in `attention_varlen`. It decides about the tiles and the grid.
+        causal, scale, window, softcap, alibi_slopes, sinks: as in `attention`; positions are counted within each
+            sequence. Keys before a window are not read.
+        k_scale, v_scale: float32, the factors of cached elements: `()`, `(Hkv,)`, or one for each token and head, of
+            the cache's first three dimensions. An int8 cache needs them.
+        cache_layout: the order of the dimensions of the caches, and of scales by token.
+        return_lse: also return the logarithm of the softmax's denominator.
+        config: how the kernel is launched, in place of the choice by sizes and GPU; its kernel is "portable".
+
+    Returns:
+        out, `(Tq, Hq, Dv)` in q's dtype, contiguous; with `return_lse`, `(out, lse)`; lse is `(Hq, Tq)` float32,
+        natural, and includes the sink. A query that sees no key has zeros and an lse of -inf (or its sink). Rows that
+        no sequence covers are zeros.
+
+    Raises:
+        ValueError: shapes, devices or a configuration do not fit; an input requires grad; cu_seqlens on the CPU are
+            wrong, as in `attention_varlen`; lengths or pages on the CPU lead out of the cache. On the GPU all three are
+            clamped, and nothing outside the tensors is read or written.
+        TypeError: an unsupported dtype; an option is of another type.
+    """
+    op = "attention_paged"
+    scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
+    text = "" if config is None else arguments.encoded(op, config)
+    optional = {"k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    given = {name: t for name, t in optional.items() if t is not None}
+    library.check_tensors(op, q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, lengths=lengths, **given)
+    starts, longest = arguments.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
+    tensors = (starts, k_scale, v_scale, alibi_slopes, sinks)
+    rest = (*tensors, longest, scaled, cap, left, right, cache_layout, text)
+    page_table, lengths = checked_indices(q, k_cache, v_cache, page_table, lengths, *rest)
+    out, lse = attention_paged_op(q, k_cache, v_cache, page_table, lengths, *rest)
     return (out, lse) if return_lse else out

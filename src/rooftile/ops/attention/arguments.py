@@ -187,11 +187,7 @@ def check_tensors(
     q_heads, kv_heads = q.shape[heads], k.shape[heads]
     if q_heads % kv_heads if kv_heads else q_heads:
         raise ValueError(f"{op}: q has {q_heads} heads, expected a multiple of the {kv_heads} heads of k and v")
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if per_head is not None and tuple(per_head.shape) != (q_heads,):
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(per_head.shape)}, expected ({q_heads},), a number for each head of q"
-            )
+    check_per_head(op, q_heads, alibi_slopes=alibi_slopes, sinks=sinks)
     if mask is None:
         return
     if mask.dtype is not torch.bool and mask.dtype not in library.FLOATS:
@@ -212,6 +208,14 @@ def check_dimensions(op: str, name: str, t: Tensor, layout: str) -> None:
     if t.dim() != len(layout):
         names = ", ".join({"b": "batch", "h": "heads", "t": "tokens", "d": "head_dim"}[d] for d in layout)
         raise ValueError(f"{op}: {name} has shape {tuple(t.shape)}, expected {len(layout)} dimensions ({names})")
+
+
+def check_per_head(op: str, q_heads: int, **tensors: Tensor | None) -> None:
+    for name, per_head in tensors.items():
+        if per_head is not None and tuple(per_head.shape) != (q_heads,):
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(per_head.shape)}, expected ({q_heads},), a number for each head of q"
+            )
 
 
 def check_starts(op: str, starts_q: Tensor, starts_k: Tensor | None) -> None:

@@ -25,6 +25,8 @@ from rooftile.ops.attention.parts import (
     store_rows,
 )
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
+from rooftile.primitives.dequantize import eight_bits_as
+from rooftile.primitives.paging import page_of
 from rooftile.primitives.scores import LN2, LOG2E, capped_scores, split_dim
 
 import triton  # isort: skip
@@ -77,16 +79,38 @@ def biased(
 
 
 @triton.jit
+def load_keys(
+    ptr, rows, inside, stride, D: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`load_rows`; elements of a cache of 8 bits become DTYPE, which is exact."""
+    tile = load_rows(ptr, rows, inside, stride, D, FIRST, BLOCK, MASKED)
+    if tile.dtype != DTYPE:
+        tile = eight_bits_as(tile, DTYPE, PTX)
+    return tile
+
+
+@triton.jit
+def load_scales(ptr, page, keys, inside, stride_sp, stride_st, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The scales of a block's keys; 0 for keys that are not `inside`."""
+    ptrs = ptr + page * stride_sp + (keys % PAGE) * stride_st
+    return tl.load(ptrs, mask=tl.reshape(inside, (BLOCK_N,)), other=0.0)
+
+
+@triton.jit
 def _walk_keys(
     acc, acc_rest, m, denom, q, q_rest,
-    q_ptr, k_ptr, v_ptr, mask_ptr, slope, rows, p, lo, hi, n_k, scoring,
+    q_ptr, k_ptr, v_ptr, mask_ptr, slope, rows, p, first, lo, hi, n_k, scoring, pages, scales,
     stride_qt, stride_kt, stride_vt, stride_mt, stride_ms,
     CAPPED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ALIBI: tl.constexpr, RAW: tl.constexpr,
+    PAGE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PTX: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Walk over the keys from lo to hi; with MASKED, only those that exist and are seen count.
+
+    Pages and scales are those of `attend`. Of a cache, keys before `first` are not read: their pages may be free.
 
     CHUNK is for float32, whose exact products run on the FMA units. Their operands are in registers, so a head is
     multiplied in chunks, for which q is read again.
@@ -98,20 +122,36 @@ def _walk_keys(
         keys = start + block
         cols = keys[None, :]
         inside = (keys < n_k)[:, None]
+        k_block, v_block, at = k_ptr, v_ptr, keys[:, None]
+        if PAGE > 0:
+            pages_ptr, seq, n_pages, stride_pb, stride_kp, stride_vp = pages
+            if MASKED and HAS_LEFT:
+                inside &= (keys >= first)[:, None]
+            page = page_of(pages_ptr, seq, start // BLOCK_N, block, n_k, n_pages, stride_pb, PAGE, BLOCK_N, PTX)
+            if PAGE < BLOCK_N:  # a page for each key
+                at = (keys % PAGE)[:, None]
+                k_block = k_ptr + page[:, None] * stride_kp
+                v_block = v_ptr + page[:, None] * stride_vp
+            else:
+                at = (start % PAGE + block)[:, None]
+                k_block = k_ptr + page * stride_kp
+                v_block = v_ptr + page * stride_vp
 
         if CHUNK > 0:
             s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
             for d in tl.static_range(0, D1 + D2, CHUNK):
                 q_part = load_rows(q_ptr, rows, rows >= 0, stride_qt, D, d, CHUNK, False)
-                k = load_rows(k_ptr, keys[:, None], inside, stride_kt, D, d, CHUNK, MASKED)
+                k = load_keys(k_block, at, inside, stride_kt, D, d, CHUNK, MASKED, q_ptr.dtype.element_ty, PTX)
                 s = tl.dot(q_part, tl.trans(k), s, input_precision="ieee")
         else:
-            k = load_rows(k_ptr, keys[:, None], inside, stride_kt, D, 0, D1, MASKED)
+            k = load_keys(k_block, at, inside, stride_kt, D, 0, D1, MASKED, q_ptr.dtype.element_ty, PTX)
             s = tl.dot(q, tl.trans(k))
             if D2 > 0:
-                k_rest = load_rows(k_ptr, keys[:, None], inside, stride_kt, D, D1, D2, MASKED)
+                k_rest = load_keys(k_block, at, inside, stride_kt, D, D1, D2, MASKED, q_ptr.dtype.element_ty, PTX)
                 s = tl.dot(q_rest, tl.trans(k_rest), s)
 
+        if K_SCALES == "token":
+            s *= load_scales(scales[0], page, keys, inside, scales[1], scales[2], PAGE, BLOCK_N)[None, :]
         if not RAW:
             s = capped_scores(s, factor, cap, CAPPED)
         s = biased(s, p, cols, rows, mask_ptr, slope, stride_mt, stride_ms, n_k, MASK, ALIBI, MASKED)
@@ -130,13 +170,102 @@ def _walk_keys(
         denom = denom * alpha + tl.sum(p_tile, 1)
         m = m_new
 
-        v = load_rows(v_ptr, keys[:, None], inside, stride_vt, V, 0, V1, MASKED)
+        if V_SCALES == "token":
+            p_tile *= load_scales(scales[3], page, keys, inside, scales[4], scales[5], PAGE, BLOCK_N)[None, :]
+        v = load_keys(v_block, at, inside, stride_vt, V, 0, V1, MASKED, q_ptr.dtype.element_ty, PTX)
         weights = p_tile.to(v.dtype)
         acc = tl.dot(weights, v, acc * alpha[:, None], input_precision="ieee")
         if V2 > 0:
-            v_rest = load_rows(v_ptr, keys[:, None], inside, stride_vt, V, V1, V2, MASKED)
+            v_rest = load_keys(v_block, at, inside, stride_vt, V, V1, V2, MASKED, q_ptr.dtype.element_ty, PTX)
             acc_rest = tl.dot(weights, v_rest, acc_rest * alpha[:, None], input_precision="ieee")
     return acc, acc_rest, m, denom
+
+
+@triton.jit
+def attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, slopes_ptr, sinks_ptr, head, start_m, n_q, n_k, scoring,
+    pages, scales, stride_qt, stride_kt, stride_vt, stride_ot, stride_mt, stride_ms,
+    CAPPED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASK: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, RAW: tl.constexpr,
+    PAGE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PTX: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The block of queries from start_m on, of one head of a sequence, to which q, k, v, out, lse and mask point.
+
+    With PAGE, keys and values are in pages of so many rows. `pages` are the table, the sequence's row in it, the number
+    of pages, and the strides of the table's rows and of the pages of k and v. K_SCALES and V_SCALES are "token" for
+    factors of single keys and values, "head" for one of the values, else ""; `scales` are for k and for v the factors
+    of the head, their stride of pages and that of tokens.
+    """
+    _, _, left, right = scoring
+    rows = start_m + tl.arange(0, BLOCK_M)
+    p_first = start_m + n_k - n_q
+    p_last = tl.minimum(start_m + BLOCK_M, n_q) - 1 + n_k - n_q
+    p = (rows + (n_k - n_q))[:, None]
+    inside = (rows < n_q)[:, None]
+    q = tl.zeros((BLOCK_M, 1), tl.float32)
+    if CHUNK == 0:
+        q = load_rows(q_ptr, rows[:, None], inside, stride_qt, D, 0, D1, True)
+    q_rest = q
+    if D2 > 0 and CHUNK == 0:
+        q_rest = load_rows(q_ptr, rows[:, None], inside, stride_qt, D, D1, D2, True)
+
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    denom = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:  # as a score before the first key
+        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        denom += 1.0
+    acc = tl.zeros((BLOCK_M, V1), tl.float32)
+    acc_rest = acc
+    if V2 > 0:
+        acc_rest = tl.zeros((BLOCK_M, V2), tl.float32)
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head).to(tl.float32) * LOG2E
+    safe_rows = tl.minimum(rows, n_q - 1)[:, None]
+
+    # Blocks that all queries see whole need no comparisons. They are between the blocks at the edges of the window.
+    first = first_key(p_first, left, HAS_LEFT)
+    lo = first // BLOCK_N * BLOCK_N
+    hi = end_key(p_last, n_k, right, HAS_RIGHT)
+    whole_lo = lo
+    if HAS_LEFT:
+        whole_lo = tl.cdiv(first_key(p_last, left, HAS_LEFT), BLOCK_N) * BLOCK_N
+    whole_hi = end_key(p_first, n_k, right, HAS_RIGHT) // BLOCK_N * BLOCK_N
+    if HAS_LEFT:
+        acc, acc_rest, m, denom = _walk_keys(
+            acc, acc_rest, m, denom, q, q_rest,
+            q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, first, lo, tl.minimum(whole_lo, hi),
+            n_k, scoring, pages, scales, stride_qt, stride_kt, stride_vt, stride_mt, stride_ms,
+            CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW, PAGE, K_SCALES, V_SCALES, PTX,
+            D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, True,
+        )  # fmt: skip
+    acc, acc_rest, m, denom = _walk_keys(
+        acc, acc_rest, m, denom, q, q_rest,
+        q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, first, whole_lo, whole_hi,
+        n_k, scoring, pages, scales, stride_qt, stride_kt, stride_vt, stride_mt, stride_ms,
+        CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW, PAGE, K_SCALES, V_SCALES, PTX,
+        D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, False,
+    )  # fmt: skip
+    acc, acc_rest, m, denom = _walk_keys(
+        acc, acc_rest, m, denom, q, q_rest,
+        q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, first, tl.maximum(whole_lo, whole_hi), hi,
+        n_k, scoring, pages, scales, stride_qt, stride_kt, stride_vt, stride_mt, stride_ms,
+        CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW, PAGE, K_SCALES, V_SCALES, PTX,
+        D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, True,
+    )  # fmt: skip
+
+    denom = tl.where(denom == 0.0, 1.0, denom)  # a row that sees no key: zeros, and log 0
+    acc /= denom[:, None]
+    if V_SCALES == "head":
+        v_scale = tl.load(scales[3])
+        acc *= v_scale
+        acc_rest *= v_scale
+    store_rows(out_ptr, acc, rows[:, None], inside, stride_ot, V, 0, V1)
+    if V2 > 0:
+        store_rows(out_ptr, acc_rest / denom[:, None], rows[:, None], inside, stride_ot, V, V1, V2)
+    tl.store(lse_ptr + rows, m * LN2 + tl.log(denom), mask=rows < n_q)
 
 
 @triton.jit(do_not_specialize=["pairs", "together", "heads", "group", "n_q", "n_k", "n_blocks", "left", "right"])
@@ -187,68 +316,14 @@ def forward_kernel(
     v_ptr += kv_head * stride_vh
     out_ptr += head * stride_oh
 
-    scoring = (factor, cap, left, right)
-    rows = start_m + tl.arange(0, BLOCK_M)
-    p_first = start_m + n_k - n_q
-    p_last = tl.minimum(start_m + BLOCK_M, n_q) - 1 + n_k - n_q
-    p = (rows + (n_k - n_q))[:, None]
-    inside = (rows < n_q)[:, None]
-    q = tl.zeros((BLOCK_M, 1), tl.float32)
-    if CHUNK == 0:
-        q = load_rows(q_ptr, rows[:, None], inside, stride_qt, D, 0, D1, True)
-    q_rest = q
-    if D2 > 0 and CHUNK == 0:
-        q_rest = load_rows(q_ptr, rows[:, None], inside, stride_qt, D, D1, D2, True)
-
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    denom = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:  # as a score before the first key
-        m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        denom += 1.0
-    acc = tl.zeros((BLOCK_M, V1), tl.float32)
-    acc_rest = acc
-    if V2 > 0:
-        acc_rest = tl.zeros((BLOCK_M, V2), tl.float32)
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + head).to(tl.float32) * LOG2E
     if MASK != "":
         mask_ptr += batch * stride_mb + head * stride_mh
-    safe_rows = tl.minimum(rows, n_q - 1)[:, None]
-
-    # Blocks that all queries see whole need no comparisons. They are between the blocks at the edges of the window.
-    lo = first_key(p_first, left, HAS_LEFT) // BLOCK_N * BLOCK_N
-    hi = end_key(p_last, n_k, right, HAS_RIGHT)
-    whole_lo = lo
-    if HAS_LEFT:
-        whole_lo = tl.cdiv(first_key(p_last, left, HAS_LEFT), BLOCK_N) * BLOCK_N
-    whole_hi = end_key(p_first, n_k, right, HAS_RIGHT) // BLOCK_N * BLOCK_N
-    if HAS_LEFT:
-        acc, acc_rest, m, denom = _walk_keys(
-            acc, acc_rest, m, denom, q, q_rest,
-            q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, lo, tl.minimum(whole_lo, hi), n_k, scoring,
-            stride_qt, stride_kt, stride_vt, stride_mt, stride_ms, CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW,
-            D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, True,
-        )  # fmt: skip
-    acc, acc_rest, m, denom = _walk_keys(
-        acc, acc_rest, m, denom, q, q_rest,
-        q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, whole_lo, whole_hi, n_k, scoring,
-        stride_qt, stride_kt, stride_vt, stride_mt, stride_ms, CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW,
-        D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, False,
+    attend(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, slopes_ptr, sinks_ptr, head, start_m, n_q, n_k,
+        (factor, cap, left, right), None, None, stride_qt, stride_kt, stride_vt, stride_ot, stride_mt, stride_ms,
+        CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, SINKS, RAW, 0, "", "", False, D, D1, D2, V, V1, V2,
+        CHUNK, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    acc, acc_rest, m, denom = _walk_keys(
-        acc, acc_rest, m, denom, q, q_rest,
-        q_ptr, k_ptr, v_ptr, mask_ptr, slope, safe_rows, p, tl.maximum(whole_lo, whole_hi), hi, n_k, scoring,
-        stride_qt, stride_kt, stride_vt, stride_mt, stride_ms, CAPPED, HAS_LEFT, HAS_RIGHT, MASK, ALIBI, RAW,
-        D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, True,
-    )  # fmt: skip
-
-    denom = tl.where(denom == 0.0, 1.0, denom)  # a row that sees no key: zeros, and log 0
-    acc /= denom[:, None]
-    store_rows(out_ptr, acc, rows[:, None], inside, stride_ot, V, 0, V1)
-    if V2 > 0:
-        store_rows(out_ptr, acc_rest / denom[:, None], rows[:, None], inside, stride_ot, V, V1, V2)
-    tl.store(lse_ptr + rows, m * LN2 + tl.log(denom), mask=rows < n_q)
 
 
 accepts = has_unit_rows
@@ -281,6 +356,23 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
     return None
 
 
+def tile_constants(dtype: torch.dtype, dims: tuple[int, int], c: AttentionConfig) -> dict[str, int]:
+    """The last constants of the kernels around `attend`: how heads of q and v are computed, and the tiles."""
+    (d1, d2), (v1, v2) = map(split_dim, dims)
+    return {
+        "D": dims[0],
+        "D1": d1,
+        "D2": d2,
+        "V": dims[1],
+        "V1": v1,
+        "V2": v2,
+        "CHUNK": 0 if dtype.itemsize == 2 else _CHUNK,
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "STAGES": c.num_stages,
+    }
+
+
 @functools.cache
 def _launcher(
     dtypes: tuple[torch.dtype | None, ...],
@@ -292,7 +384,6 @@ def _launcher(
     raw: bool,
     c: AttentionConfig,
 ) -> KernelLauncher:
-    (d1, d2), (v1, v2) = map(split_dim, dims)
     dtype, _mask, alibi_slopes, sinks = dtypes
     assert dtype is not None
     constants = {
@@ -305,16 +396,7 @@ def _launcher(
         "PACKED": packed,
         "EIGHTS": eights,
         "RAW": raw,
-        "D": dims[0],
-        "D1": d1,
-        "D2": d2,
-        "V": dims[1],
-        "V1": v1,
-        "V2": v2,
-        "CHUNK": 0 if dtype.itemsize == 2 else _CHUNK,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "STAGES": c.num_stages,
+        **tile_constants(dtype, dims, c),
     }
     return KernelLauncher(forward_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
 

@@ -197,6 +197,7 @@ class Problem:
     alibi: bool = False
     sinks: bool = False
     packed: bool = False
+    narrow: bool = False  # keys and values have 8 bits, and are converted in registers
     aligned: bool = True  # bases and strides of q, k and v are multiples of 16 bytes, as TMA needs
 
 
@@ -293,7 +294,7 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
     if target.warp_size == 64:  # a wave has many registers and little shared memory
         for m in (rows, 64, 32):
             yield AttentionConfig("portable", m, 32, 4, 1)
-    if target.arch == "sm_90" and wide and rows == 128 and dim <= 128:  # on sm_100 it spills
+    if target.arch == "sm_90" and wide and not p.narrow and rows == 128 and dim <= 128:  # on sm_100 it spills
         if dim <= 64:
             yield AttentionConfig("portable", 128, 128, 8, 3)
         yield AttentionConfig("portable", 128, 128, 8, 2)
@@ -322,6 +323,8 @@ def _sized(
     """Tiles of so many rows, in steps of (keys, stages). Steps that would spill on sm_90 are left out."""
     more = bool(p.mask or p.alibi or p.scoring.softcap)
     most = 32 if (more or rows < 128) and ((rows < 128 and more) or _dim(p) > 128) else 64
+    if p.narrow and target.arch not in ("sm_90", "sm_100"):  # whose tensor cores read keys from shared memory
+        most = 32
     for keys, stages in steps:
         if keys <= most:
             yield AttentionConfig("portable", rows, keys, max(1, warps * 32 // target.warp_size), stages)

@@ -29,13 +29,12 @@ from rooftile.ops.decode_attention.choose import (
     decode,
     encode,
     row_tile,
-    scale_kind,
-    scale_strides,
     shape_of,
 )
 from rooftile.ops.decode_attention.kernel import as_pairs, decode_kernel, packed_format
 from rooftile.ops.decode_attention.schedule import NEVER_SPLIT, combine_kernel
 from rooftile.primitives import pdl
+from rooftile.primitives.paging import scale_kind, scale_strides
 from rooftile.primitives.quantize import writable
 from rooftile.primitives.scores import split_dim
 

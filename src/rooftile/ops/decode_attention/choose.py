@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile import library, runtime
+from rooftile.primitives import paging
 from rooftile.primitives.scores import split_dim
 
 COMBINES = ("last", "kernel", "none")
@@ -208,9 +209,7 @@ def choose(
 
 MOST_TOKENS = 16
 LONGEST_HEAD = 256
-PAGES = (16, 32, 64, 128, 256)
 _OP = "decode_attention"
-_FP8 = torch.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,21 +239,6 @@ def shape_of(
     return Shape(batch, n_new, heads, k_cache.shape[kv_heads], head_dim, v_cache.shape[3], capacity, page, n_pages)
 
 
-def scale_kind(scale: Tensor | None) -> str:
-    """Whether a scale is by "head" (a scalar has a head stride of 0) or by "token"; "" without one."""
-    return "" if scale is None else "head" if scale.dim() < 2 else "token"
-
-
-def scale_strides(scale: Tensor | None, cache_layout: str) -> tuple[int, int, int]:
-    """Strides of sequences (or pages), tokens and heads."""
-    if scale is None or scale.dim() == 0:
-        return 0, 0, 0
-    if scale.dim() == 1:
-        return 0, 0, scale.stride(0)
-    batch, head, token = library.axis_strides(scale, cache_layout)
-    return batch, token, head
-
-
 def _check_options(
     scale: float | None, window: int | None, softcap: float | None, layout: str, cache_layout: str
 ) -> None:
@@ -277,30 +261,6 @@ def _expect(name: str, t: Tensor, shape: tuple[object, ...], why: str = "") -> N
     if tuple(t.shape) != shape:
         words = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, expected ({words}){why}")
-
-
-def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    library.check_floating(_OP, q=q)
-    if k_cache.dtype not in (q.dtype, _FP8, torch.int8):
-        raise TypeError(
-            f"{_OP}: k_cache has dtype {k_cache.dtype}, expected {q.dtype} to match q, float8_e4m3fn or int8"
-        )
-    if v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"{_OP}: v_cache has dtype {v_cache.dtype}, expected {k_cache.dtype} to match k_cache")
-
-
-def _check_scale(name: str, scale: Tensor | None, k_cache: Tensor, kv_heads: int) -> None:
-    if scale is None:
-        return
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{_OP}: {name} has dtype {scale.dtype}, expected float32")
-    shapes = ((), (kv_heads,), tuple(k_cache.shape[:3]))
-    if tuple(scale.shape) not in shapes:
-        expected = ", ".join(map(str, shapes[:2])) + f" or {shapes[2]}"
-        raise ValueError(
-            f"{_OP}: {name} has shape {tuple(scale.shape)}, expected {expected}: one for all, "
-            "for each head, or for each token"
-        )
 
 
 def check(
@@ -333,7 +293,7 @@ def check(
                 else ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
             )
             raise ValueError(f"{_OP}: {name} has shape {tuple(cache.shape)}, expected 4 dimensions ({expected})")
-    _check_dtypes(q, k_cache, v_cache)
+    paging.check_dtypes(_OP, q, k_cache, v_cache)
     batch, heads, n_new, head_dim = (q.shape[layout.index(axis)] for axis in "bhtd")
     if n_new > MOST_TOKENS:
         raise ValueError(
@@ -357,12 +317,8 @@ def check(
         if k_cache.shape[0] != batch:
             raise ValueError(f"{_OP}: k_cache has {k_cache.shape[0]} sequences, expected {batch} to match q")
     else:
-        _check_pages(page_table, batch, k_cache.shape[cache_layout.index("t")])
-    _check_scale("k_scale", k_scale, k_cache, kv_heads)
-    _check_scale("v_scale", v_scale, k_cache, kv_heads)
-    for name, cache_scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if cache_scale is None and k_cache.dtype == torch.int8:
-            raise ValueError(f"{_OP}: {name} is None, expected scales for an int8 cache")
+        paging.check_pages(_OP, page_table, batch, k_cache.shape[cache_layout.index("t")])
+    paging.check_scales(_OP, k_scale, v_scale, k_cache, kv_heads)
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             library.check_floating(_OP, **{name: per_head})
@@ -375,29 +331,6 @@ def check(
     return s
 
 
-def _check_pages(page_table: Tensor, batch: int, page: int) -> None:
-    if page_table.dim() != 2 or page_table.shape[0] != batch:
-        raise ValueError(
-            f"{_OP}: page_table has shape {tuple(page_table.shape)}, expected ({batch}, pages of a sequence)"
-        )
-    if page_table.dtype != torch.int32:
-        raise TypeError(f"{_OP}: page_table has dtype {page_table.dtype}, expected int32")
-    if page not in PAGES:
-        raise ValueError(f"{_OP}: k_cache has pages of {page} tokens, expected one of {', '.join(map(str, PAGES))}")
-
-
 def check_values(lengths: Tensor, page_table: Tensor | None, s: Shape) -> None:
     """Check lengths and pages on the CPU. Those on the GPU would cost a synchronization; the kernel clamps them."""
-    if lengths.device.type == "cpu" and lengths.numel() and int(lengths.max()) > s.capacity:
-        at = int(lengths.argmax())
-        raise ValueError(f"{_OP}: lengths[{at}] is {int(lengths[at])}, expected at most {s.capacity}, the cache's")
-    if page_table is None or page_table.device.type != "cpu" or lengths.device.type != "cpu" or not page_table.numel():
-        return
-    used = torch.arange(page_table.shape[1], device="cpu") * s.page < lengths[:, None]
-    wrong = used & ((page_table < 0) | (page_table >= s.n_pages))
-    if bool(wrong.any()):
-        b, i = (int(n) for n in wrong.nonzero()[0])
-        raise ValueError(
-            f"{_OP}: page_table[{b}, {i}] is {int(page_table[b, i])}, expected 0 to {s.n_pages - 1}: "
-            f"k_cache has {s.n_pages} pages"
-        )
+    paging.check_values(_OP, lengths, page_table, s.capacity, s.page, s.n_pages)

@@ -28,6 +28,7 @@ from rooftile.ops.decode_attention.schedule import (
 )
 from rooftile.primitives.assembly import assembly
 from rooftile.primitives.dequantize import e4m3_of_bits
+from rooftile.primitives.paging import page_of, token_in_page
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.scores import LOG2E, capped_scores, split_dim
 from rooftile.primitives.splitk import arrives_last
@@ -499,53 +500,6 @@ def float16_range_scales(top):
 
 
 # Pages and prefetching
-
-
-@triton.jit
-def _load_page(pointers, PTX: tl.constexpr):
-    """Page indices. Inline PTX, because Triton would pipeline its own load, and halve the depth for keys and values.
-
-    The load before the wait (Triton's, on NVIDIA GPUs) bypasses the L1, where the second load would find stale values.
-    """
-    if PTX:
-        page = tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        page = tl.load(pointers, cache_modifier=".cg")
-    return page
-
-
-@triton.jit
-def page_of(
-    pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """The first index into the cache for a block's keys: the sequence, the block's page, or the page of each key.
-
-    Clamped to existing pages, whatever the table says. The table is not read past the last key.
-    """
-    if PAGE == 0:
-        page = seq.to(tl.int64)
-    else:
-        token = block * BLOCK_N
-        if PAGE < BLOCK_N:
-            token += key
-        token = tl.maximum(tl.minimum(token, n_keys - 1), 0)
-        page = _load_page(pages_ptr + seq.to(tl.int64) * stride_pb + token // PAGE, PTX)
-        page = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
-    return page
-
-
-@triton.jit
-def token_in_page(block, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The index of a block's first key in its sequence or page; of each key, if the block spans several pages."""
-    token = block * BLOCK_N
-    if PAGE > 0 and PAGE < BLOCK_N:
-        token += key
-    if PAGE > 0:
-        token %= PAGE
-    return token.to(tl.int64)
 
 
 @triton.jit
