@@ -254,6 +254,30 @@ def test_rows_of_packed_sequences(title):
     assert error(dropped.flatten(0, 1), flat) < TOLERANCE
 
 
+def remap_positions_for_packed_sequence(mask_function, position_ids):
+    """As transformers' function of this name from 5.23 on."""
+
+    def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
+        return mask_function(batch_idx, head_idx, position_ids[batch_idx, q_idx], position_ids[batch_idx, kv_idx])
+
+    inner_mask.__module__ = "transformers.masking_utils"
+    return inner_mask
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_packed_sequences_whose_positions_are_remapped_are_found(window):
+    from transformers import masking_utils
+
+    places = torch.tensor([[0, 1, 0, 1]], device=DEVICE)
+    sequences = torch.tensor([[0, 0, 1, 1]], device=DEVICE)
+    packing = masking_utils.packed_sequence_mask_function(sequences)
+    for rule in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
+        inner = rule if window is None else masking_utils.and_masks(masking_utils.sliding_window_overlay(window), rule)
+        remapped = remap_positions_for_packed_sequence(inner, places)
+        found = attention._sequences(masking_utils.and_masks(packing, remapped), window)
+        assert found is (sequences if rule is masking_utils.causal_mask_function else None)
+
+
 def test_masks_that_only_look_packed_are_kept_whole():
     """A rule of the model's own, besides."""
     from transformers import masking_utils

@@ -127,6 +127,9 @@ def _sequences(mask_function: Any, window: int | None) -> Tensor | None:
         return tuple(found) if len(found) == 2 else (None, None)
 
     rule, packing = both(mask_function)
+    # transformers 5.23: the packing comes first, and the rule gets positions in the sequence, as far apart as indices.
+    if (remapped := made_by("remap_positions_for_packed_sequence", packing)) is not None:
+        rule, packing = remapped.get("mask_function"), rule
     if window is not None:
         overlay, rule = both(rule)
         if (made_by("sliding_window_overlay", overlay) or {}).get("sliding_window") != window:
