@@ -6,6 +6,7 @@ examples for each test, new ones in each run.
 
 import dataclasses
 import os
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers import CASES, forward, generator, offset, transposed
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import rooftile
 from rooftile import runtime
 from rooftile.cases.check import DTYPES, as_tuple, check_point, poisoned, upcast
 
@@ -21,9 +23,11 @@ pytestmark = [
     pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="the bounds checker is the interpreter's"),
 ]
 EXAMPLES = int(os.environ.get("ROOFTILE_EXAMPLES", "300"))
-# A refusal of these shapes is no fault; a read or a write out of bounds is an OutOfBoundsError.
-REFUSED = ("ValueError", "TypeError", "NotImplementedError")
+# A refusal by a public function is no fault, and has its name: `ValueError: rms_norm: ...`. NumPy's errors within a
+# kernel have none, and a read or a write out of bounds is an OutOfBoundsError.
+REFUSAL = re.compile(r"(?:ValueError|TypeError|NotImplementedError): (\w+?)(?:_backward)?: ")
 MOST = 6_000  # elements of a size that is drawn: the interpreter's time
+FEW = 32  # elements of which a norm is no average
 every = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -43,14 +47,24 @@ NUMBERS = (torch.inf, -torch.inf, torch.nan)
 
 @st.composite
 def places(draw):
-    """A case's name, and a point near one of its own: each size as it is, or another."""
+    """A case's name, and a point near one of its own: each size as it is, or another; each flag one of the case's."""
     case = BY_NAME[draw(st.sampled_from(sorted(BY_NAME)))]
-    near = draw(st.sampled_from([*case.sets["tiny"], *case.sets["edge"]]))
+    own = [*case.sets["tiny"], *case.sets["edge"]]
+    near = draw(st.sampled_from(own))
     dims = dict(near.dims)
     for name, size in near.dims.items():
-        if size <= 4096 and draw(st.booleans()):
+        seen = sorted({p.dims[name] for p in own if name in p.dims})
+        if seen[-1] <= 1:
+            dims[name] = draw(st.sampled_from(seen))
+        elif size <= 4096 and draw(st.booleans()):
             dims[name] = draw(st.integers(1, max(3, 2 * size)))
     return case.name, dataclasses.replace(near, dims=dims, label=f"{near.label} at {dims}")
+
+
+def is_refusal(message):
+    """Whether a public function refused its arguments."""
+    found = REFUSAL.match(message)
+    return found is not None and callable(getattr(rooftile, found[1], None))
 
 
 def drawn(case, point, dtype, seed, how=lambda x: x):
@@ -62,6 +76,14 @@ def drawn(case, point, dtype, seed, how=lambda x: x):
         return inputs, as_tuple(case.eager(**{n: t.clone() for n, t in inputs.items()}, **point.options))
     except Exception:  # the case has no inputs of these sizes
         assume(False)
+
+
+def test_a_refusal_names_its_function():
+    assert is_refusal("ValueError: rms_norm: weight has shape (3,), expected (4,) to match x's last dimension")
+    assert is_refusal("TypeError: cross_entropy_backward: dloss is None, expected a Tensor")
+    assert not is_refusal("ValueError: operands could not be broadcast together with shapes (4,) (8,)")
+    assert not is_refusal("ValueError: shape mismatch: objects cannot be broadcast to a single shape")
+    assert not is_refusal("OutOfBoundsError: rms_norm: a read of 4 bytes is outside")
 
 
 @every
@@ -76,13 +98,15 @@ def drawn(case, point, dtype, seed, how=lambda x: x):
 def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, layout, values, seed, data):
     case, point = BY_NAME[place[0]], place[1]
     assume(DTYPES[dtype] in case.dtypes)
+    # Of an fp8 weight the op rounds x to fp8, too, if x has more rows; the case's reference does not.
+    assume(not (case.name.startswith("rms_norm") and point.dims.get("fp8") and point["rows"] > 1))
     # A gradient of large scores is a difference of near numbers, whose digits no 16 bits hold.
     direction = data.draw(st.sampled_from(case.directions)) if values != "large" else "forward"
 
     def how(x):
         return LAYOUTS[layout](VALUES[values](x))
 
-    _, eager = drawn(case, point, DTYPES[dtype], seed, how)
+    inputs, eager = drawn(case, point, DTYPES[dtype], seed, how)
     # Where eager PyTorch overflows, there is nothing to compare.
     assume(all(y.float().isfinite().all() for y in eager if y.is_floating_point()))
     own = dataclasses.replace(
@@ -93,14 +117,19 @@ def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, l
     def check(direction):
         return check_point(own, point, DTYPES[dtype], direction, seed=seed)
 
+    by_output = dict(zip(case.outputs, eager, strict=True)) if direction == "forward" else {}
+
     for row in check(direction):
-        refused = row.message.startswith(REFUSED)
-        # Below a rounding everything is noise; a quantized result near 0 has the scale of that noise. The ceilings are
-        # for normal inputs: where eager PyTorch is over one, nothing can be said.
-        noise = values in ("small", "zero") or case.output_dtypes(point) or row.eager_error > row.tolerance
+        refused = is_refusal(row.message)
+        # Below a rounding everything is noise. The ceilings are for normal inputs: where eager PyTorch is over one,
+        # nothing can be said.
+        noise = values in ("small", "zero") or row.eager_error > row.tolerance
+        # Of a few elements eager PyTorch's error may be zero by chance; the ceiling holds.
+        few = by_output.get(row.output, inputs.get(row.output[1:])).numel() <= FEW
+        noise |= few and row.error <= case.tolerance(DTYPES[dtype], direction, row.output).ceiling
         inexact = (row.message.startswith("error ") and noise) or row.message.startswith("the reference is zero")
         # Of shapes that the forward refuses, the backward has no outputs to draw gradients for.
-        right = row.passed or refused or inexact or check("forward")[0].message.startswith(REFUSED)
+        right = row.passed or refused or inexact or is_refusal(check("forward")[0].message)
         assert right, row
 
 
@@ -125,7 +154,9 @@ def test_a_number_that_is_not_finite_stays_where_the_formula_takes_it(place, num
         with poisoned():
             clean = forward(case, point, inputs)
             found = forward(case, point, with_number(inputs, number))
-    except (ValueError, TypeError, NotImplementedError):
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not is_refusal(f"{type(error).__name__}: {error}"):
+            raise
         return
     with torch.no_grad():
         reached = as_tuple(case.reference(**upcast(with_number(inputs, torch.nan)), **point.options))
