@@ -84,6 +84,7 @@ def plot(path: Path, rows: Sequence[Row], machine: str, measured: bool) -> None:
                     )
         axes.set_xticks(range(len(shapes)), [s.rpartition(" ")[2] for s in shapes])
         axes.set_ylabel("milliseconds for one forward")
+        axes.grid(axis="x", visible=False)
         model = shapes[0].partition(" ")[0] if shapes else ""
         axes.set_title(f"{model} prefill, batch 1, {machine if measured else report.NO_MEASUREMENT}", fontsize=11)
         axes.legend(fontsize=8)

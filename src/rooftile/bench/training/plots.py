@@ -55,6 +55,7 @@ def _bars(path: Path, rows: Sequence[Row], panels: Mapping[str, Any], gpu: str) 
             middle = (len(impls) - 1) / (len(impls) + 1) / 2
             axes.set_xticks([at + middle for at in range(len(shapes))], shapes, fontsize=8)
             axes.set_ylabel(label)
+            axes.grid(axis="x", visible=False)
         figure.legend(
             *every[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(impls), fontsize=8
         )
