@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,12 @@ def point(
     scales: str = "none",
     ragged: bool = False,
     sinks: bool = False,
+    bounded: bool = False,
     **options: object,
 ) -> Point:
     """`sequences` with `chunk` queries each, the last of `cached` keys, and `singles` more with one query.
+
+    `bounded`: the call says how many queries a sequence has at most.
 
     Of `ragged` ones, both numbers differ: the queries, from sequence to sequence fewer, and the keys are drawn.
     """
@@ -60,7 +64,7 @@ def point(
     )
     label += f" page {page}" + f" and {singles} x 1" * (singles > 0) + " ragged" * ragged
     label += (f" {cache} by {scales}" if cache != "own" else "") + " sinks" * sinks
-    return Point(label, sizes, {"max_seqlen_q": chunk + ragged * (chunk // (3 * sequences)), **options})
+    return Point(label, sizes, {"max_seqlen_q": chunk, **options} if bounded else options)
 
 
 def _jitter(point: Point) -> int:
@@ -200,16 +204,17 @@ _EDGE = (
     point(2, 3, 65, (2, 1), (94, 32), page=32, cache="int8", scales="tensor", cache_layout="bhtd"),
     point(2, 3, 65, (2, 1), (32, 32), page=16, cache="fp8"),
 )
+_served = functools.partial(point, bounded=True)
 _LLM = (
-    *(point(8, n, 4096) for n in (16, 128, 512, 2048)),
-    point(4, 512, 8192),
-    point(1, 2048, 8192),
-    point(1, 8192, 8192),
-    point(4, 512, 4096, page=16),
-    point(4, 512, 4096, page=256),
-    point(2, 512, 4096, singles=32),
-    point(4, 512, 4096, cache="fp8", scales="head"),
-    point(4, 512, 4096, cache="int8", scales="token"),
+    *(_served(8, n, 4096) for n in (16, 128, 512, 2048)),
+    _served(4, 512, 8192),
+    _served(1, 2048, 8192),
+    _served(1, 8192, 8192),
+    _served(4, 512, 4096, page=16),
+    _served(4, 512, 4096, page=256),
+    _served(2, 512, 4096, singles=32),
+    _served(4, 512, 4096, cache="fp8", scales="head"),
+    _served(4, 512, 4096, cache="int8", scales="token"),
 )
 
 CASES = (
