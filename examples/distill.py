@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import rooftile
 from rooftile import runtime
-from rooftile.demo import byte_model, library_text
+from rooftile.byte_model import library_text
+from rooftile.demo import byte_model
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

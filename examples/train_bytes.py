@@ -18,7 +18,8 @@ import transformers
 
 import rooftile
 from rooftile import runtime
-from rooftile.demo import byte_model, library_text
+from rooftile.byte_model import library_text
+from rooftile.demo import byte_model
 from rooftile.engine import Engine
 
 PROMPTS = ("def ", "class ", "import ", "    for ")

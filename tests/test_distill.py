@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from rooftile.demo import library_text
+from rooftile.byte_model import library_text
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 EXAMPLE = Path(__file__).parent.parent / "examples" / "distill.py"

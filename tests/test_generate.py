@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from rooftile import cli, runtime
 from rooftile.bench.generate import Printer
 from rooftile.bench.workloads import step_bytes
-from rooftile.demo import byte_model, library_text
+from rooftile.byte_model import library_text
+from rooftile.demo import byte_model
 from rooftile.demo import generation as demo
 from rooftile.engine import Engine
 from rooftile.engine.generation import StreamChunk

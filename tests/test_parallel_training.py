@@ -13,7 +13,8 @@ from helpers import interpreted, on_two_ranks
 from tiny_models import assert_same_gradients, build, tokens
 
 import rooftile
-from rooftile.demo import byte_model, library_text
+from rooftile.byte_model import library_text
+from rooftile.demo import byte_model
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -103,7 +104,7 @@ def files(monkeypatch, tmp_path, *texts):
     paths = [tmp_path / f"{i}.py" for i in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_bytes(text)
-    monkeypatch.setattr("rooftile.demo.library_text.training_files", lambda: paths)
+    monkeypatch.setattr("rooftile.byte_model.library_text.training_files", lambda: paths)
     return torch.tensor([t for text in texts for t in [*text, 256]])
 
 

@@ -21,7 +21,8 @@ from rooftile.bench.docs.tables import NO_RESULTS
 from rooftile.bench.quality import kernels as quality_kernels
 from rooftile.bench.quality import rows as quality_rows
 from rooftile.bench.quality.kernels import NAIVE, Kernel, kernels
-from rooftile.demo import byte_model, library_text
+from rooftile.byte_model import library_text
+from rooftile.demo import byte_model
 
 pytestmark = pytest.mark.nightly
 

@@ -22,7 +22,7 @@ import rooftile
 from rooftile.demo import byte_model
 root = pathlib.Path(rooftile.__file__).parent
 assert pathlib.Path(sys.prefix) in root.parents, f"{root} is not of the environment {sys.prefix}"
-model = [file.relative_to(root) for file in byte_model().iterdir()]
+model = [file.relative_to(root) for file in byte_model().iterdir() if file.is_file()]
 needed = ["py.typed", "__init__.pyi", "native.c", "bench/twins/common.cuh", "bench/twins/rope.cu", *model]
 missing = [str(name) for name in needed if not (root / name).is_file()]
 assert not missing, f"the wheel lacks {missing}"

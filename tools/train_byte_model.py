@@ -1,11 +1,11 @@
-"""Trains the byte model, src/rooftile/demo/byte_model/: a Llama small enough to ship, which writes Python of a kind.
+"""Trains the byte model, src/rooftile/byte_model/: a Llama small enough to ship, which writes Python of a kind.
 
     python tools/train_byte_model.py                 # some 20 minutes of one core
     python tools/train_byte_model.py --steps 20 --out /tmp/model
 
 Plain PyTorch and transformers on the CPU; nothing of Rooftile computes here. The text is the source of the running
-Python's standard library, a few files held out (rooftile/demo/library_text.py). What is written is a checkpoint as
-Hugging Face writes them, with its tokenizer, a README.md and training.json, in which the loss stands.
+Python's standard library, a few files held out (rooftile/byte_model/library_text.py). What is written is a checkpoint
+as Hugging Face writes them, with its tokenizer, a README.md and training.json, in which the loss stands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from rooftile.demo import byte_model, library_text
+from rooftile.byte_model import library_text
+from rooftile.demo import byte_model
 
 CONTEXT = 512
 CONFIG: dict[str, Any] = {
@@ -144,7 +145,7 @@ as Hugging Face's code does: `rooftile generate demo --prompt "def "`.
 `tools/train_byte_model.py` trained it, on the CPU, with plain PyTorch and transformers: {steps:,} steps of {batch}
 windows of {window} bytes from {training_files} source files of the standard library of Python {python}
 ({training_bytes:,} bytes), seed {seed}, PyTorch {torch}. {files} files of that library were held out
-(`HELD_OUT` in `src/rooftile/demo/library_text.py`). Its loss on them is **{held_out_loss:.4f} nats a byte**: over
+(`HELD_OUT` in `src/rooftile/byte_model/library_text.py`). Its loss on them is **{held_out_loss:.4f} nats a byte**: over
 {held_out_bytes:,} bytes in windows of {window} that follow each other, the weights rounded as they are kept and the
 arithmetic in float32. `training.json` has these figures.
 

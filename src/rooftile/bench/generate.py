@@ -84,9 +84,9 @@ def folder_of(path: str) -> Path:
         FileNotFoundError: there is none; the message says what is expected.
     """
     if path == DEMO:
-        from rooftile.demo import byte_model
+        from rooftile import byte_model
 
-        return byte_model()
+        return byte_model.folder()
     found = Path(path).expanduser()
     if not found.is_dir():
         what = "is a file" if found.exists() else "does not exist"

@@ -3,10 +3,6 @@
 `roof_tiles.txt` was written for this package and is under its licence (Apache-2.0).
 """
 
-from importlib import resources
-from pathlib import Path
+from rooftile.byte_model import folder as byte_model
 
-
-def byte_model() -> Path:
-    """The folder of a Hugging Face checkpoint: a small Llama, trained on the bytes of Python's standard library."""
-    return Path(str(resources.files(__name__).joinpath("byte_model")))
+__all__ = ["byte_model"]

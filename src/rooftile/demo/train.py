@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rooftile
 from rooftile import runtime
-from rooftile.demo import library_text
+from rooftile.byte_model import library_text
 from rooftile.demo.generation import load
 
 STEPS, TOKENS, RATE = 3, 64, 1e-3

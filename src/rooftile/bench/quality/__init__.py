@@ -1,6 +1,6 @@
 """`rooftile bench quality`: what a trained model makes of each attention kernel, in eager and under torch.compile.
 
-The model is the byte model (rooftile/demo/byte_model), or another of bytes, in transformers' own code, with each kernel
+The model is the byte model (rooftile/byte_model), or another of bytes, in transformers' own code, with each kernel
 in turn as its attention. Measured are:
 
 - the loss on held-out text, compared with that of the same weights in float32;
@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rooftile import runtime
+from rooftile import byte_model, runtime
 from rooftile.bench import report as reports
 from rooftile.bench.info import machine, version
 from rooftile.bench.quality.kernels import NAIVE, Kernel
@@ -33,8 +33,8 @@ from rooftile.bench.quality.kernels import kernels as all_kernels
 from rooftile.bench.quality.report import show
 from rooftile.bench.quality.rows import Row, Text, write
 from rooftile.bench.rows import gpu_slug
+from rooftile.byte_model import library_text
 from rooftile.cases.check import NAMES, relative_error
-from rooftile.demo import byte_model, library_text
 
 Logits = Callable[[Tensor], Tensor]  # ids (B, T) to (B, T, V), float32
 
@@ -61,7 +61,7 @@ class Settings:
         """With the mode's choices instead of None."""
         return dataclasses.replace(
             self,
-            model=self.model or byte_model(),
+            model=self.model or byte_model.folder(),
             new=self.new or (64 if measures else 4),
             windows=self.windows or (64 if measures else 1),
             prompts=self.prompts or ((17, 33, 65, 127, 200, 257) if measures else (5,)),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rooftile import runtime
 from rooftile.bench.rows import OURS
 from rooftile.bench.workloads import TRAINED
-from rooftile.demo import library_text
+from rooftile.byte_model import library_text
 from rooftile.demo.models import BY_TITLE, inputs
 from rooftile.huggingface.families import FAMILIES
 
