@@ -35,7 +35,7 @@ from rooftile.inspect.audit.trace import Phase, Row
 from triton.runtime import interpreter  # isort: skip
 
 Side = Literal["host", "device"]
-_OPS = os.path.join("rooftile", "ops")
+_OPS = tuple(os.path.join("rooftile", folder) for folder in ("ops", "primitives"))
 
 # What allocates, or looks at a tensor in another way, and starts nothing on a GPU. Views are known by their schema.
 _NOTHING = {
@@ -110,7 +110,7 @@ def _looking() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if _OPS in file and frame.f_lineno in _lines_for_the_cpu(file):
+        if any(folder in file for folder in _OPS) and frame.f_lineno in _lines_for_the_cpu(file):
             return True
         frame = frame.f_back
     return False
