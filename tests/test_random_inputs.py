@@ -125,6 +125,8 @@ def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, l
         # Below a rounding everything is noise. The ceilings are for normal inputs: where eager PyTorch is over one,
         # nothing can be said.
         noise = values in ("small", "zero") or row.eager_error > row.tolerance
+        # A divergence near 0 of large logits is a difference of near numbers.
+        noise |= values == "large" and row.abs_error <= torch.finfo(torch.float32).eps
         # Twice eager PyTorch's error bounds typical draws. Of some thousands, one has eager's near its least and
         # ours near its most; of a few elements eager's may be zero. The ceiling holds for all.
         few = by_output.get(row.output, inputs.get(row.output[1:])).numel() <= FEW
