@@ -52,7 +52,7 @@ def test_a_shape_is_a_points_name_or_a_part_and_another_is_refused_with_the_know
         profile.find_point(CASE, "3x3")
 
 
-@pytest.mark.parametrize("case", all_cases().values(), ids=str)
+@pytest.mark.parametrize("case", all_cases().values(), ids=lambda case: case.name)
 def test_each_point_of_each_set_has_a_name_that_finds_it(case) -> None:
     for point in {str(p): p for points in case.sets.values() for p in points}.values():
         assert str(profile.find_point(case, str(point))) == str(point)
