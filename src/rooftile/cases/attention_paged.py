@@ -11,15 +11,12 @@ from torch import Tensor
 
 from rooftile.cases.attention import TOLERANCES, on_gpu, pairs
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Unsupported
-from rooftile.cases.decode_attention import drawn_cache
+from rooftile.cases.decode_attention import CACHES, SCALES, drawn_cache
 from rooftile.cases.draw import integers, normal
 from rooftile.library import cdiv
 from rooftile.ops.attention import attention_paged, attention_varlen
 from rooftile.reference import attention_paged as reference
 from rooftile.reference.decode_attention import dequantized
-
-_CACHES = ("own", "fp8", "int8")
-_SCALES = ("none", "tensor", "head", "token")
 
 
 def point(
@@ -54,8 +51,8 @@ def point(
         "head_dim": dims[0],
         "value_dim": dims[1],
         "page": page,
-        "cache": _CACHES.index(cache),
-        "scales": _SCALES.index(scales),
+        "cache": CACHES.index(cache),
+        "scales": SCALES.index(scales),
         "ragged": int(ragged),
         "sinks": int(sinks),
     }
@@ -87,7 +84,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     starts[1 : 1 + inner] += (integers(2 * off + 1, (inner,), device, generator) - off).int()
     rows = batch * per, point["page"]
     drawn = {"q": normal((sum(n_q), point["heads"], point["head_dim"]), dtype, device, generator)}
-    heads, kind, by = point["kv_heads"], _CACHES[point["cache"]], _SCALES[point["scales"]]
+    heads, kind, by = point["kv_heads"], CACHES[point["cache"]], SCALES[point["scales"]]
     layout = str(point.options.get("cache_layout", "bthd"))
     for name, dim in (("k", point["head_dim"]), ("v", point["value_dim"])):
         shape = (rows[0], heads, rows[1], dim) if layout == "bhtd" else (*rows, heads, dim)
@@ -112,7 +109,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     """q, out and the cache with its scales and pages, which is read once. Drawn lengths count as whole."""
     batch, wide = point["batch"], point["head_dim"] + point["value_dim"]
     keys = batch * cdiv(point["cached"], point["page"]) * point["page"] * point["kv_heads"]
-    scales = {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": keys}[_SCALES[point["scales"]]]
+    scales = {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": keys}[SCALES[point["scales"]]]
     moved = itemsize * sum(_queries(point)) * point["heads"] * wide + keys * wide * (1 if point["cache"] else itemsize)
     return moved + 8 * scales + 4 * batch * (2 + cdiv(point["cached"], point["page"]))
 

@@ -20,8 +20,8 @@ TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float16: {"forward": Tolerance(1e-3, _ROUNDED)},
     torch.bfloat16: {"forward": Tolerance(6e-3, _ROUNDED)},
 }
-_CACHES = ("own", "fp8", "int8")
-_SCALES = ("none", "tensor", "head", "token")
+CACHES = ("own", "fp8", "int8")
+SCALES = ("none", "tensor", "head", "token")
 
 
 def _point(
@@ -51,8 +51,8 @@ def _point(
         "head_dim": dims[0],
         "value_dim": dims[1],
         "page": page,
-        "cache": _CACHES.index(cache),
-        "scales": _SCALES.index(scales),
+        "cache": CACHES.index(cache),
+        "scales": SCALES.index(scales),
         "ragged": int(ragged),
         "alibi": int(alibi),
         "sinks": int(sinks),
@@ -104,7 +104,7 @@ def drawn_cache(
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
     batch, seq_len = point["batch"], point["seq_len"]
     drawn = {"q": normal((batch, point["tokens"], point["heads"], point["head_dim"]), dtype, device, generator)}
-    drawing = point["kv_heads"], _CACHES[point["cache"]], _SCALES[point["scales"]], dtype, device, generator
+    drawing = point["kv_heads"], CACHES[point["cache"]], SCALES[point["scales"]], dtype, device, generator
     drawn["k_cache"], k_scale = drawn_cache(_cache_shape(point, point["head_dim"]), *drawing)
     drawn["v_cache"], v_scale = drawn_cache(_cache_shape(point, point["value_dim"]), *drawing)
     lengths = torch.full((batch,), seq_len, device=device)
@@ -146,7 +146,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     total += numbers * wide * (1 if point["cache"] else itemsize)
     total += 4 * batch * _pages(point) if point["page"] else 0
     total += batch * seen if point["masked"] else 0
-    total += 2 * 4 * {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": numbers}[_SCALES[point["scales"]]]
+    total += 2 * 4 * {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": numbers}[SCALES[point["scales"]]]
     return total + 4 * heads * (point["alibi"] + point["sinks"])
 
 

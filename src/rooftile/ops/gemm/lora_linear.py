@@ -7,8 +7,8 @@
 
 The small GEMMs u and du have as many columns as the adapter has ranks, R. What they are multiplied by next is no GEMM
 of its own: the kernel of `x @ weight^T` continues its sum over R more elements, and so does that of `dy @ weight`. With
-K = 4096 and R up to 64, a tile then has 65 steps instead of 64. Apart, u @ lora_b^T, its scale and the sum with the
-layer's result write three tensors of the result's size, and read four.
+K = 4096 and R up to 64, a tile then has 65 steps instead of 64. As separate operations, u @ lora_b^T, its scaling and
+the addition write three tensors of the result's size, and read four.
 
 The kernels that continue a sum are "tiled" and "hopper" (`dispatch.continues`). For the few rows of decoding, and for
 operands that TMA can't load in the same tiles, u @ lora_b^T is a GEMM whose result the layer's adds as a residual.
@@ -345,9 +345,10 @@ def lora_linear(
         `(..., N)` in x's dtype, contiguous. Under `torch.autocast` all tensors are cast to its dtype first.
 
     Raises:
-        ValueError: a tensor has not the shape above, precision is another word, the configuration can't be launched
-            (the field and the reason are named), a device is the CPU without the interpreter, or devices differ.
-        TypeError: dtypes differ, or are not one of the three, or scale is no number of Python's.
+        ValueError: a tensor does not have the shape above, precision is unknown, the configuration can't be launched
+            (the message names the field and the reason), a tensor is on the CPU without the interpreter, or devices
+            differ.
+        TypeError: dtypes differ or are not one of the three, or scale is not a Python number.
     """
     if dispatch.autocast_dtype(x) is not None:
         x, weight, lora_a, lora_b, bias, lora_input = dispatch.autocast(  # type: ignore[assignment]
