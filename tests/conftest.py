@@ -76,6 +76,15 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _memory_given_back():
+    """Workers share a GPU's memory: none keeps what its tests have freed."""
+    yield
+    if HAS_GPU and torch.accelerator.memory_reserved() > 1 << 30:
+        gc.collect()
+        torch.accelerator.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def _nothing_prepared():
     """On a GPU ops remember how they ran. A test that replaces a choice is not to find, or leave, another's."""
     if HAS_TRITON and runtime.MODE is runtime.Mode.GPU:
