@@ -157,7 +157,8 @@ def test_scales_beyond_a_length_may_be_nan(device):
     for s in scales:
         s[page, :21] = 1.0
     out = attention_paged(q, *small, *indices, k_scale=scales[0], v_scale=scales[1], config=CONFIG)
-    assert torch.equal(out, attention_paged(q, *small, *indices, config=CONFIG))
+    # Without scales a GPU fuses other products and sums.
+    assert relative_error(out, attention_paged(q, *small, *indices, config=CONFIG)) < 1e-6
 
 
 def test_in_16_bits(device):

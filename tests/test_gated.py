@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftile import Quantize, runtime
-from rooftile.cases.check import relative_error
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
 from rooftile.reference import gated as reference
 
@@ -41,7 +40,9 @@ def test_any_leading_shape_packed_or_not(leading, cols, dtype, activation):
     assert (y.shape, y.dtype, y.is_contiguous()) == (gate.shape, dtype, True)
     assert_same((from_packed,), (y,))
     expected = truth(gate.detach().double(), up.detach().double())
-    assert relative_error(y.detach(), expected) < 2 * torch.finfo(dtype).eps
+    # The factor of the gate is a difference from 1 where the gate is negative: its error is one of 1.
+    size = (gate * up).detach().double().norm()
+    assert (y.detach() - expected).norm() <= 2 * torch.finfo(dtype).eps * size
     apart = torch.autograd.grad(y, (gate, up), dy)
     assert_same(torch.autograd.grad(from_packed, packed, dy), (torch.cat(apart, dim=-1),))
 

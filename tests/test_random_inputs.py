@@ -101,6 +101,10 @@ def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, l
     assume(DTYPES[dtype] in case.dtypes)
     # Of an fp8 weight the op rounds x to fp8, too, if x has more rows; the case's reference does not.
     assume(not (case.name.startswith("rms_norm") and point.dims.get("fp8") and point["rows"] > 1))
+    # Of one class the gradient is 1 - 1, and what a z-loss adds has lost its digits to the ones.
+    assume(point.dims.get("vocabulary") != 1)
+    # Far below 0 a gate underflows in float32 and not in the reference, and a group of it has that for its scale.
+    assume(not (values == "large" and "per" in point.options))
     # A gradient of large scores is a difference of near numbers, whose digits no 16 bits hold.
     direction = data.draw(st.sampled_from(case.directions)) if values != "large" else "forward"
 

@@ -49,10 +49,14 @@ def row_length(x: Tensor) -> int:
     return n_cols
 
 
-def row_launcher(kernel: Any, c: RowConfig, splits: int = 1, **constants: Any) -> launching.KernelLauncher:
+def row_launcher(
+    kernel: Any, c: RowConfig, splits: int = 1, *, rounds_products: bool = False, **constants: Any
+) -> launching.KernelLauncher:
     """The kernel with those constants and the configuration's, of which it takes those that it has parameters for.
 
-    A row has `splits` programs.
+    A row has `splits` programs. With `rounds_products` no product is fused with the addition that follows it: then
+    `x * scale - maximum(x * scale)` is 0 at the maximum, where a fused one leaves the rounding error of the product,
+    whose exponential is infinite if `scale` is large.
     """
     known = {
         "ROWS": c.rows,
@@ -64,6 +68,8 @@ def row_launcher(kernel: Any, c: RowConfig, splits: int = 1, **constants: Any) -
         **constants,
     }
     options = resident(c.max_registers, cooperative=c.kernel == "split")
+    if rounds_products:
+        options = {**options, "enable_fp_fusion": False}
     taken = {name: known[name] for name in kernel.arg_names if name.isupper()}
     return launching.KernelLauncher(kernel, taken, num_warps=c.num_warps, **options)
 

@@ -102,6 +102,8 @@ def configuration(job: Job) -> Any:
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # transformers' SDPA leaves the soft cap out
     return config
 
 

@@ -448,6 +448,7 @@ def _launcher(
     return row_launcher(
         _row_kernel,
         c,
+        rounds_products=options.temperature != 1.0,
         SMOOTHING=float(options.label_smoothing),
         Z_LOSS=float(options.z_loss),
         SOFTCAP=float(options.softcap),

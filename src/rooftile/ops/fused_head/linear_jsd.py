@@ -184,7 +184,7 @@ def _launcher(
     dtypes: tuple[torch.dtype, ...], beta: float, has_scale: bool, mean: bool, gradient: bool, pack: int, c: RowConfig
 ) -> launching.KernelLauncher:
     flags = {"HAS_SCALE": has_scale, "MEAN": mean, "GRADIENT": gradient}
-    return row_launcher(_row_kernel, c, BETA=float(beta), PACK=pack, **flags)
+    return row_launcher(_row_kernel, c, rounds_products=True, BETA=float(beta), PACK=pack, **flags)
 
 
 def bind_rows(
