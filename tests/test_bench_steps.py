@@ -153,9 +153,9 @@ EAGER = [12.173, 12.169, 12.174, 12.162, 11.048, 10.694, 10.592, 10.289]
 LIGER = [12.173, 12.169, 12.174, 12.162, 11.046, 10.688, 10.594, 10.284]
 
 
-def verdict(losses, expected=EAGER):
+def verdict(losses, expected=EAGER, **options):
     row = Row(STEP, "step", "tiny", "bf16", OURS, dims={"batch": 1, "tokens": 8})
-    steps.fill(row, step_of(100.0, losses), expected, None)
+    steps.fill(row, step_of(100.0, losses), expected, None, **options)
     return row
 
 
@@ -171,6 +171,17 @@ def test_losses_that_do_not_follow_the_updates_are_wrong():
         verdict([*EAGER[:4], *(b + 0.2 * (a - b) for a, b in zip(EAGER[:4], EAGER[4:], strict=True))]).status == "FAIL"
     )
     assert verdict([*EAGER[:7], float("nan")]).status == "FAIL"
+
+
+def test_adapters_added_before_the_rounding_may_learn_more_and_not_less():
+    further, less = (
+        [*EAGER[:4], *(a - share * (a - b) for a, b in zip(EAGER[:4], EAGER[4:], strict=True))] for share in (2, 0.8)
+    )
+    assert verdict(further).status == "FAIL"
+    assert verdict(further, adapted=True).status == "ok"
+    assert verdict(less, adapted=True).status == verdict(EAGER[:4] * 2, adapted=True).status == "FAIL"
+    assert verdict([1.02 * loss for loss in further], adapted=True).status == "FAIL"
+    assert verdict([*further[:7], float("nan")], adapted=True).status == "FAIL"
 
 
 def test_a_plain_model_that_learns_nothing_is_wrong():

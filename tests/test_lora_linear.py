@@ -7,6 +7,8 @@ import torch
 from helpers import BF16, assert_same
 from test_matmul import TILED
 from test_matmul_hopper import HOPPER, apart
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rooftile import runtime
 from rooftile.cases import find_cases
@@ -14,7 +16,7 @@ from rooftile.cases.check import relative_error
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.config import GemmConfig, Operands
 from rooftile.ops.gemm.linear import linear
-from rooftile.ops.gemm.lora_linear import lora_linear
+from rooftile.ops.gemm.lora_linear import _scaled, lora_linear
 from rooftile.reference import lora_linear as reference
 
 TOLERANCES = find_cases(["lora_linear"])[0].tolerances
@@ -65,6 +67,26 @@ def test_hopper_is_the_same_function(config, layouts, device):
         out = lora_linear(x, weight, a, b, bias, scale=0.3, config=config)
         assert_close(out, truth(x, weight, a, b, bias, scale=0.3))
         assert torch.equal(out, lora_linear(x, weight, a, b, bias, scale=0.3, config=config))
+
+
+def test_an_adapter_below_the_results_rounding_is_not_lost(device):
+    """Its result is added before the layer's is rounded: on the average over elements, all of it arrives."""
+    x, weight, a, b, _ = drawn(64, 512, 256, 16, BF16, device)
+    b = b * 2.0**-11  # a quarter of the unit in the last place of most results
+    change = (x.double() @ a.double().mT) @ b.double().mT
+
+    def kept(out):
+        return ((out.double() - linear(x, weight).double()) * change).sum() / change.square().sum()
+
+    assert abs(kept(lora_linear(x, weight, a, b)) - 1) < 0.1
+    assert kept(linear(x, weight) + linear(linear(x, a), b)) < 0.5  # of the layers apart, most is lost
+
+
+def test_the_scaled_factor_keeps_its_strides_in_a_functional_graph():
+    """Strides are compiled into the kernel, and a graph without mutations has results with strides of their own."""
+    graph = make_fx(functionalize(lambda b: _scaled(b, 2.0)), tracing_mode="fake")(torch.randn(40, 5))
+    (result,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+    assert result.meta["val"].stride() == _scaled(torch.randn(40, 5), 2.0).stride() == (8, 1)
 
 
 def test_an_adapter_of_zeros_leaves_the_layers_bits(device):

@@ -67,16 +67,19 @@ def _padded_strides(rank: int) -> tuple[int, int]:
 
 
 def _padded(like: Tensor, rows: int, rank: int) -> Tensor:
-    """Memory for u, du or the scaled lora_b."""
+    """Memory for u and du, or what the scaled lora_b is like."""
     return torch.empty_strided((rows, rank), _padded_strides(rank), dtype=like.dtype, device=like.device)
 
 
 def _scaled(lora_b: Tensor, scale: float) -> Tensor:
     """`scale * lora_b` in rows of 16 bytes; lora_b itself where it is that."""
-    strides = _padded_strides(lora_b.shape[1])
+    n, rank = lora_b.shape
+    strides = _padded_strides(rank)
     if scale == 1.0 and lora_b.stride() == strides and dispatch.aligned(lora_b):
         return lora_b
-    return torch.mul(lora_b, scale, out=_padded(lora_b, *lora_b.shape))
+    # A slice, not strides: torch.compile replaces an `out` by a result with strides of its own.
+    rows = torch.empty((n, strides[0]), dtype=lora_b.dtype, device=lora_b.device)
+    return torch.mul(lora_b, scale, out=rows[:, :rank])
 
 
 def _bind_sum(
