@@ -222,8 +222,8 @@ def _launcher(
     dtype: torch.dtype, scale: float, causal: bool, even: bool, c: RowConfig, chunks: int = 0, splits: int = 1
 ) -> launching.KernelLauncher:
     kernel = {"tile": _tile_kernel, "loop": _loop_kernel, "split": _split_kernel}[c.kernel]
-    more = {"SCALE": as_float32(scale)[0], "CAUSAL": causal, "EVEN": even, "CHUNKS": chunks}
-    return row_launcher(kernel, c, splits, **more)
+    scale = as_float32(scale)[0]
+    return row_launcher(kernel, c, splits, SCALE=scale, CAUSAL=causal, EVEN=even, CHUNKS=chunks)
 
 
 def prepare(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Callable[..., Tensor]:
