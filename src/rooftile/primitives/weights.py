@@ -65,8 +65,8 @@ def view_in_pairs(scale: Tensor) -> tuple[Tensor, str]:
     """Scales of 16 bits viewed as words of two, where a row has an even number of them; and their dtype, or ""."""
     if scale.shape[-1] % 2 or scale.dtype not in _PAIRS:
         return scale, ""
-    if scale.storage_offset() % 2:
-        scale = scale.clone()
+    if scale.storage_offset() % 2 or scale.stride(0) % 2:  # one row may have any stride
+        scale = scale.clone(memory_format=torch.contiguous_format)
     return scale.view(torch.int32), _PAIRS[scale.dtype]
 
 
