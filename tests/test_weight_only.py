@@ -304,12 +304,11 @@ def test_scales_of_16_bits_that_begin_in_the_middle_of_a_word(dtype, device):
 
 def test_one_row_of_scales_may_have_any_stride(device):
     """PyTorch counts one row as contiguous whatever its stride, and views an odd one as no words of two."""
-    q, packed, scale = int4(1, 128, 64, device, BF16)
+    _, packed, scale = int4(1, 128, 64, device, BF16)
     x = torch.randn(1, 128, dtype=BF16, device=device)
     odd = torch.empty(1, 5, dtype=BF16, device=device)[:, :2].copy_(scale)
     assert (odd.stride(), odd.is_contiguous()) == ((5, 1), True)
     assert torch.equal(int4_linear(x, packed, odd), int4_linear(x, packed, scale))
-
 
 
 def test_sums_are_not_rounded_before_the_bias(device):

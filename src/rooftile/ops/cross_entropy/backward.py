@@ -88,9 +88,7 @@ def _launcher(
     in_place: bool, c: RowConfig,
 ) -> launching.KernelLauncher:  # fmt: skip
     flags = {"SMOOTHS": smooths, "REDUCES": reduces, "HAS_WEIGHT": dtypes[-1] is not None, "IN_PLACE": in_place}
-    return row_launcher(
-        _kernel, c, rounds_products=temperature != 1.0, SOFTCAP=softcap, SCALE=1 / temperature, **flags
-    )
+    return row_launcher(_kernel, c, rounds_products=temperature != 1.0, SOFTCAP=softcap, SCALE=1 / temperature, **flags)
 
 
 def _bind(
