@@ -26,8 +26,8 @@ from rooftile.cases.check import CheckRow
 from rooftile.demo import byte_model
 from rooftile.demo import compare as demo
 from rooftile.demo.__main__ import WIDTH, show_families
-from rooftile.demo.models import MODELS
 from rooftile.huggingface.random_model import random_model
+from rooftile.huggingface.small_models import MODELS
 
 DEVICE = runtime.default_device()
 

@@ -14,9 +14,9 @@ import transformers
 from helpers import Calls, nightly_but
 from tiny_models import _TINY, BY_TITLE, DEVICE, assert_same_gradients, build, error, gradients, tokens
 
-from rooftile.demo.models import inputs
 from rooftile.huggingface import attention, patch
 from rooftile.huggingface.attention import register_attention
+from rooftile.huggingface.small_models import inputs
 
 TITLES = (*BY_TITLE, "gpt-oss")
 _GPT_OSS = {**_TINY, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 8}

@@ -21,8 +21,8 @@ from helpers import Calls
 from tiny_models import BY_TITLE, DEVICE, TOLERANCE, assert_same_gradients, build, error, run, tokens
 
 import rooftile
-from rooftile.demo.models import inputs
 from rooftile.huggingface import families, patching, rewrite
+from rooftile.huggingface.small_models import inputs
 
 HEAD = {"head + cross entropy": 1}
 # By kind, in two layers.

@@ -13,8 +13,8 @@ from helpers import nightly_but
 from tiny_models import TOLERANCE, assert_same_gradients, build, error, gradients, run, tokens
 
 import rooftile
-from rooftile.demo.models import inputs
 from rooftile.huggingface.replacing import is_ours
+from rooftile.huggingface.small_models import inputs
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from helpers import Calls
 from tiny_models import DEVICE, TOLERANCE, assert_same_gradients, build, error, gradients, run, tokens
 
 import rooftile
-from rooftile.demo.models import inputs
 from rooftile.huggingface import memory, rewrite
 from rooftile.huggingface.planning import GATE_UP, LINEAR, QKV
+from rooftile.huggingface.small_models import inputs
 
 FP32 = torch.float32
 # In one layer (of T5: one of each half): linear layers, products of q, k and v, products of gate and up.

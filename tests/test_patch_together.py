@@ -14,8 +14,8 @@ from helpers import Calls, nightly_but
 from tiny_models import DEVICE, TOLERANCE, assert_same_gradients, build, error, run, tokens
 
 import rooftile
-from rooftile.demo.models import inputs
 from rooftile.huggingface.replacing import is_ours
+from rooftile.huggingface.small_models import inputs
 
 # What gradients can be compared without.
 NO_DROPOUT = {

@@ -16,8 +16,8 @@ from helpers import Calls
 from tiny_models import BY_TITLE, DEVICE, TOLERANCE, assert_same_gradients, build, error, gradients, run, tokens
 
 import rooftile
-from rooftile.demo.models import inputs
 from rooftile.huggingface import families, rewrite
+from rooftile.huggingface.small_models import inputs
 
 KIND = "head + cross entropy"
 FP32 = TOLERANCE[torch.float32]

@@ -105,6 +105,8 @@ def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, l
     assume(point.dims.get("vocabulary") != 1)
     # Far below 0 a gate underflows in float32 and not in the reference, and a group of it has that for its scale.
     assume(not (values == "large" and "per" in point.options))
+    # Logits of a fused head are rounded to 16 bits: large ones, and so the loss of a token, are off by tenths.
+    assume(not (values == "large" and dtype != "fp32" and {"hidden", "vocabulary"} <= set(point.dims)))
     # A mean is a sum times the inverse of the weights' sum, which is infinite below the smallest normal number.
     assume(not (values == "small" and (point.dims.get("has_weight") or point.dims.get("has_token_weights"))))
     # A gradient of large scores is a difference of near numbers, whose digits no 16 bits hold.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rooftile import runtime
-from rooftile.demo.models import BY_TITLE, inputs
+from rooftile.huggingface.small_models import BY_TITLE, inputs
 
 DEVICE = runtime.default_device()
 _TINY = BY_TITLE["Llama"].sizes

@@ -86,7 +86,7 @@ def compare_models(page: Console, details: Console) -> bool:
 
     from rooftile import runtime
     from rooftile.demo.compare import compare, show, show_short, text
-    from rooftile.demo.models import MODELS
+    from rooftile.huggingface.small_models import MODELS
 
     tokens = text(96, runtime.default_device())
     compared = [compare(model, tokens, dtype=torch.bfloat16) for model in MODELS]

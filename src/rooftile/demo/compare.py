@@ -15,8 +15,8 @@ from torch import Tensor
 
 import rooftile
 from rooftile.cases.check import NAMES, relative_error, rounding_floor
-from rooftile.demo.models import Model, inputs
 from rooftile.huggingface import Left
+from rooftile.huggingface.small_models import Model, inputs
 
 # Two correct roundings of one sum may differ by as much as each is off, so a patched model may be off by twice what
 # the plain one is. A model that is off by less than a rounding of its dtype is held to that.

@@ -25,8 +25,8 @@ from rooftile import runtime
 from rooftile.bench.rows import OURS
 from rooftile.bench.workloads import TRAINED
 from rooftile.byte_model import library_text
-from rooftile.demo.models import BY_TITLE, inputs
 from rooftile.huggingface.families import FAMILIES
+from rooftile.huggingface.small_models import BY_TITLE, inputs
 
 EAGER, COMPILE = "eager", "compile"
 WAYS = (EAGER, COMPILE, OURS)

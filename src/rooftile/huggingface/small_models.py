@@ -1,6 +1,6 @@
-"""The demo's models: Hugging Face models built from configuration, with random weights drawn from a seed.
+"""Small Hugging Face models of the families that `patch` knows, with random weights: for the demo, benchmarks, tests.
 
-They are small, so that they run in seconds in Triton's interpreter. The vocabulary is the bytes.
+They run in seconds in Triton's interpreter. The vocabulary is the bytes.
 """
 
 from __future__ import annotations
