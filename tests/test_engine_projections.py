@@ -78,7 +78,7 @@ class TestProducts:
                 monkeypatch.setattr(projections, "is_one_kernel", lambda *_: False)
             cache = {n: torch.zeros(rows, 8, 1, 16, device=device) for n in ("k_cache", "v_cache")}
             cache["layout"] = "bthd"
-            cache["lengths"] = torch.tensor([5, 2][:rows], dtype=torch.int32, device=device)
+            cache["starts"] = torch.tensor([5, 2][:rows], dtype=torch.int32, device=device)
             q = product.into_cache(x, weight, 1e-2, cos, sin, **cache)
             found.append((q, cache["k_cache"], cache["v_cache"]))
             one_kernel = at_once and rows == 1

@@ -44,16 +44,16 @@ def test_each_token_at_its_position_and_nothing_else_is_written(layout, device):
 def test_layout_is_that_of_the_new_tokens(cache_layout, device):
     """By default heads before tokens, as in `attention`, with caches of either layout."""
     q, k = drawn(2, 3, 4, 8, device=device), drawn(2, 3, 2, 8, device=device)
-    table, lengths = drawn(10, 8, device=device), ints([7, 2], device)
+    table, starts = drawn(10, 8, device=device), ints([7, 2], device)
     expected = [fresh((2, 10, 2, 8), device) for _ in range(2)]
-    wanted = rope_and_cache(q, k, k, table, table, *expected, lengths)
+    wanted = rope_and_cache(q, k, k, table, table, *expected, starts)
     shape = (2, 10, 2, 8) if cache_layout == "bthd" else (2, 2, 10, 8)
     caches = [fresh(shape, device) for _ in range(2)]
     heads_first = [x.transpose(1, 2) for x in (q, k, k)]
-    turned = ops.rope_and_cache(*heads_first, table, table, *caches, lengths, cache_layout=cache_layout)
+    turned = ops.rope_and_cache(*heads_first, table, table, *caches, starts, cache_layout=cache_layout)
     assert torch.equal(turned.transpose(1, 2), wanted)
     appended = [fresh(shape, device) for _ in range(2)]
-    ops.append_kv(*heads_first[1:], *appended, lengths, cache_layout=cache_layout)
+    ops.append_kv(*heads_first[1:], *appended, starts, cache_layout=cache_layout)
     for cache, other in ((caches[0], expected[0]), (caches[1], expected[1]), (appended[1], expected[1])):
         assert torch.equal(cache if cache_layout == "bthd" else cache.transpose(1, 2), other)
 
@@ -68,7 +68,7 @@ def test_pages_in_any_order(device):
     assert torch.equal(k_cache, v_cache)
 
 
-def test_counts_and_negative_lengths_leave_tokens_out(device):
+def test_counts_and_negative_starts_leave_tokens_out(device):
     q, k = drawn(3, 4, 2, 8, device=device), drawn(3, 4, 1, 8, device=device)
     k_cache, v_cache = fresh((3, 8, 1, 8), device), fresh((3, 8, 1, 8), device)
     cos, sin = torch.ones(8, 8, device=device), torch.zeros(8, 8, device=device)
@@ -89,8 +89,8 @@ def test_what_leads_out_of_the_cache_is_left_out_on_the_device(device):
     memory = fresh((6, 16, 1, 8), device)
     k_cache, v_cache = memory[1:3], fresh((2, 16, 1, 8), device)
     table = ints([[1, 7], [-1, 0], [0, 1]], device)
-    lengths = ints([14, 14, 30], device)
-    cache = Cache(k_cache, v_cache, lengths, table, None, None, None, "", "bthd")
+    starts = ints([14, 14, 30], device)
+    cache = Cache(k_cache, v_cache, starts, table, None, None, None, "", "bthd")
     prepare_append(k, k, "bthd", cache)(k, k, *cache.tensors(), *cache.indices())
     expected = fresh((2, 16, 1, 8), device)
     expected[1, 14:] = k[0, :2]
@@ -109,16 +109,16 @@ def test_the_rotation_is_ropes(style, device):
     q, k = drawn(2, 3, 4, 16, device=device), drawn(2, 3, 2, 16, device=device)
     angle = drawn(20, 6, device=device)
     angle = angle.repeat_interleave(2, -1) if style == "interleaved" else angle.repeat(1, 2)
-    cos, sin, lengths = angle.cos(), angle.sin(), ints([4, 9], device)
+    cos, sin, starts = angle.cos(), angle.sin(), ints([4, 9], device)
     k_cache, v_cache = fresh((2, 12, 2, 16), device), fresh((2, 12, 2, 16), device)
-    turned = rope_and_cache(q, k, k, cos, sin, k_cache, v_cache, lengths, rotary_dim=12, style=style)
-    ids = lengths[:, None].long() + torch.arange(3, device=device)
+    turned = rope_and_cache(q, k, k, cos, sin, k_cache, v_cache, starts, rotary_dim=12, style=style)
+    ids = starts[:, None].long() + torch.arange(3, device=device)
     expected = rope(q, k, cos, sin, position_ids=ids, rotary_dim=12, style=style, layout="bthd")
     assert torch.equal(turned, expected[0])
     assert torch.equal(k_cache[0, 4:7], expected[1][0])
     assert torch.equal(k_cache[1, 9:], expected[1][1])
     caches = fresh((2, 12, 2, 16), device), fresh((2, 12, 2, 16), device)
-    by_token = rope_and_cache(q, k, k, cos[ids], sin[ids], *caches, lengths.long(), rotary_dim=12, style=style)
+    by_token = rope_and_cache(q, k, k, cos[ids], sin[ids], *caches, starts, rotary_dim=12, style=style)
     assert torch.equal(by_token, turned)
     assert torch.equal(caches[0], k_cache)
     assert torch.equal(caches[1], v_cache)
@@ -135,40 +135,43 @@ def test_a_position_outside_the_table_is_nan(device):
 
 def test_errors_before_anything_is_written(device):
     k = drawn(2, 3, 2, 8, device=device)
-    cache, lengths = fresh((2, 10, 2, 8), device), ints([0, 0], device)
+    cache, starts = fresh((2, 10, 2, 8), device), ints([0, 0], device)
     paged, table = fresh((4, 16, 2, 8), device), ints([[0, 1], [2, 3]], device)
     eight = fresh((2, 10, 2, 8), device, torch.int8)
     one, by_token = torch.ones((), device=device), torch.ones((2, 10, 2), device=device)
     wrong = [
-        ((k[0], k, cache, cache, lengths), {}, ValueError, r"k has shape \(3, 2, 8\), expected 4 dimensions, bthd"),
-        ((k, k[:, :2], cache, cache, lengths), {}, ValueError, r"v has shape .*, expected \(2, 3, 2, value_dim\)"),
-        ((k, k.half(), cache, cache, lengths), {}, TypeError, "v has dtype torch.float16, expected torch.float32"),
-        ((k, k, cache[:1], cache, lengths), {}, ValueError, r"k_cache has shape .*, expected \(2, max_seq_len, 2, 8\)"),
-        ((k, k, cache, cache[:, :9], lengths), {}, ValueError, r"v_cache has shape .*, expected \(2, 10, 2, 8\)"),
-        ((k, k, cache.half(), cache, lengths), {}, TypeError, "k_cache has dtype torch.float16, expected"),
-        ((k, k, eight, cache, lengths), {}, TypeError, "v_cache has dtype torch.float32, expected torch.int8"),
-        ((k, k, cache, cache, lengths[:1]), {}, ValueError, r"lengths has shape \(1,\), expected \(2,\)"),
-        ((k, k, cache, cache, lengths.float()), {}, TypeError, "lengths has dtype torch.float32, expected int32"),
-        ((k, k, cache, cache, lengths), {"counts": lengths[:1]}, ValueError, r"counts has shape \(1,\)"),
-        ((k, k, cache, cache, lengths), {"layout": "thd"}, ValueError, "layout is 'thd', expected one of bhtd, bthd"),
-        ((k, k, cache, cache, lengths), {"cache_layout": "thd"}, ValueError, "cache_layout is 'thd', expected one of"),
-        ((k, k, cache, cache, lengths), {"k_scale": one, "v_scale": one}, ValueError, "k_scale is given for a cache"),
-        ((k, k, eight, eight, lengths), {}, ValueError, "the cache is int8 and has no scales"),
-        ((k, k, eight, eight, lengths), {"k_scale": one}, ValueError, "k_scale and v_scale are of two kinds"),
-        ((k, k, eight, eight, lengths), {"k_scale": one.double()}, TypeError, "k_scale has dtype torch.float64"),
-        ((k, k, eight, eight, lengths), {"k_scale": one.expand(3)}, ValueError, r"k_scale has shape \(3,\), expected"),
-        ((k, k, paged, paged, lengths), {"page_table": table[:1]}, ValueError, r"page_table has shape \(1, 2\)"),
-        ((k, k, paged[:, :9], paged[:, :9], lengths), {"page_table": table}, ValueError, "k_cache has pages of 9"),
+        ((k[0], k, cache, cache, starts), {}, ValueError, r"k has shape \(3, 2, 8\), expected 4 dimensions, bthd"),
+        ((k, k[:, :2], cache, cache, starts), {}, ValueError, r"v has shape .*, expected \(2, 3, 2, value_dim\)"),
+        ((k, k.half(), cache, cache, starts), {}, TypeError, "v has dtype torch.float16, expected torch.float32"),
+        ((k, k, cache[:1], cache, starts), {}, ValueError, r"k_cache has shape .*, expected \(2, max_seq_len, 2, 8\)"),
+        ((k, k, cache, cache[:, :9], starts), {}, ValueError, r"v_cache has shape .*, expected \(2, 10, 2, 8\)"),
+        ((k, k, cache.half(), cache, starts), {}, TypeError, "k_cache has dtype torch.float16, expected"),
+        ((k, k, eight, cache, starts), {}, TypeError, "v_cache has dtype torch.float32, expected torch.int8"),
+        ((k, k, cache, cache, starts[:1]), {}, ValueError, r"starts has shape \(1,\), expected \(2,\)"),
+        ((k, k, cache, cache, starts.float()), {}, TypeError, "starts has dtype torch.float32, expected int32"),
+        ((k, k, cache, cache, starts), {"counts": starts[:1]}, ValueError, r"counts has shape \(1,\)"),
+        # One dtype for all ops of a cache.
+        ((k, k, cache, cache, starts.long()), {}, TypeError, "starts has dtype torch.int64, expected int32"),
+        ((k, k, cache, cache, starts), {"counts": starts.long()}, TypeError, "counts has dtype torch.int64, expected"),
+        ((k, k, cache, cache, starts), {"layout": "thd"}, ValueError, "layout is 'thd', expected one of bhtd, bthd"),
+        ((k, k, cache, cache, starts), {"cache_layout": "thd"}, ValueError, "cache_layout is 'thd', expected one of"),
+        ((k, k, cache, cache, starts), {"k_scale": one, "v_scale": one}, ValueError, "k_scale is given for a cache"),
+        ((k, k, eight, eight, starts), {}, ValueError, "the cache is int8 and has no scales"),
+        ((k, k, eight, eight, starts), {"k_scale": one}, ValueError, "k_scale and v_scale are of two kinds"),
+        ((k, k, eight, eight, starts), {"k_scale": one.double()}, TypeError, "k_scale has dtype torch.float64"),
+        ((k, k, eight, eight, starts), {"k_scale": one.expand(3)}, ValueError, r"k_scale has shape \(3,\), expected"),
+        ((k, k, paged, paged, starts), {"page_table": table[:1]}, ValueError, r"page_table has shape \(1, 2\)"),
+        ((k, k, paged[:, :9], paged[:, :9], starts), {"page_table": table}, ValueError, "k_cache has pages of 9"),
         (
-            (k, k, cache.expand(2, 10, 2, 8).mT.contiguous().mT, cache, lengths),
+            (k, k, cache.expand(2, 10, 2, 8).mT.contiguous().mT, cache, starts),
             {},
             ValueError,
             "k_cache has a last stride of",
         ),
-        ((k, k, cache[:1].expand(2, -1, -1, -1), cache, lengths), {}, ValueError, "k_cache is expanded"),
-        ((k, k, cache, cache, lengths), {}, ValueError, "v_cache is the same memory as k_cache"),
+        ((k, k, cache[:1].expand(2, -1, -1, -1), cache, starts), {}, ValueError, "k_cache is expanded"),
+        ((k, k, cache, cache, starts), {}, ValueError, "v_cache is the same memory as k_cache"),
         (
-            (k, k, eight, eight.clone(), lengths),
+            (k, k, eight, eight.clone(), starts),
             {"k_scale": by_token, "v_scale": by_token},
             ValueError,
             "v_scale is the same memory as k_scale",
@@ -178,34 +181,34 @@ def test_errors_before_anything_is_written(device):
         with pytest.raises(kind, match=f"append_kv: {message}"):
             append_kv(*args, **options)
     with pytest.raises(ValueError, match=r"append_kv: k requires grad, but append_kv has no derivative"):
-        append_kv(k.clone().requires_grad_(), k, cache, cache.clone(), lengths)
+        append_kv(k.clone().requires_grad_(), k, cache, cache.clone(), starts)
     with pytest.raises(ValueError, match=r"rope_and_cache: q has shape .*, expected \(2, 3, q_heads, 8\) to match k"):
-        rope_and_cache(k[:1], k, k, k[0, :, 0], k[0, :, 0], cache, cache.clone(), lengths)
+        rope_and_cache(k[:1], k, k, k[0, :, 0], k[0, :, 0], cache, cache.clone(), starts)
     with pytest.raises(ValueError, match=r"rope_and_cache: cos has shape \(3, 3, 8\), expected \(positions, R\), or"):
-        rope_and_cache(k, k, k, *[k[:1, :, 0].expand(3, 3, 8)] * 2, cache, cache.clone(), lengths)
+        rope_and_cache(k, k, k, *[k[:1, :, 0].expand(3, 3, 8)] * 2, cache, cache.clone(), starts)
     assert all((memory == -7).all() for memory in (cache, paged, eight))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "options", "message"),
+    ("starts", "options", "message"),
     [
-        ([8, 0], {}, r"lengths\[0\] is 8, and 3 new tokens go beyond the cache's 10 positions"),
-        ([0, 10], {"counts": [3, 1]}, r"lengths\[1\] is 10, and 1 new tokens go beyond"),
+        ([8, 0], {}, r"starts\[0\] is 8, and 3 new tokens go beyond the cache's 10 positions"),
+        ([0, 10], {"counts": [3, 1]}, r"starts\[1\] is 10, and 1 new tokens go beyond"),
         ([0, 0], {"counts": [3, 4]}, r"counts\[1\] is 4, expected at most the 3 tokens of k"),
         ([14, 0], {"page_table": [[0, 4], [2, 3]]}, r"page_table\[0, 1\] is 4, expected one of the 4 pages"),
         ([14, 0], {"page_table": [[0, 1], [-1, 3]]}, r"page_table\[1, 0\] is -1, expected one of the 4 pages"),
         (
             [31, 0],
             {"page_table": [[0, 1], [2, 3]]},
-            r"lengths\[0\] is 31, and 3 new .* beyond the cache's 32",
+            r"starts\[0\] is 31, and 3 new .* beyond the cache's 32",
         ),
     ],
 )
-def test_lengths_and_pages_on_the_cpu_are_looked_at(lengths, options, message, device):
+def test_starts_and_pages_on_the_cpu_are_looked_at(starts, options, message, device):
     k = drawn(2, 3, 2, 8, device=device)
     shape = (4, 16, 2, 8) if "page_table" in options else (2, 10, 2, 8)
     caches = fresh(shape, device), fresh(shape, device)
     options = {name: ints(value, "cpu") for name, value in options.items()}
     with pytest.raises(ValueError, match=f"append_kv: {message}"):
-        append_kv(k, k, *caches, ints(lengths, "cpu"), **options)
+        append_kv(k, k, *caches, ints(starts, "cpu"), **options)
     assert all((cache == -7).all() for cache in caches)

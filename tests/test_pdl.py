@@ -128,7 +128,7 @@ calls = {
         k_scale=t(1, 64, 2, dtype=torch.float32), v_scale=t(1, 64, 2, dtype=torch.float32),
     ),
     "int8 qkv": lambda: rooftile.rms_norm_qkv_rope_cache(
-        x[None], norm, int8, angles, angles, **caches, lengths=lengths, weight_scale=scale
+        x[None], norm, int8, angles, angles, **caches, starts=lengths, weight_scale=scale
     ),
 }
 found = {}

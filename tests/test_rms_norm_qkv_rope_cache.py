@@ -38,7 +38,7 @@ def ints(values, device):
 
 
 def apart(
-    given, angles, written, lengths, *, heads, weight_scale=None, config=None, eps=1e-6, offset=0.0, layout="bthd",
+    given, angles, written, starts, *, heads, weight_scale=None, config=None, eps=1e-6, offset=0.0, layout="bthd",
     **options,
 ):  # fmt: skip
     """The two ops, one after the other."""
@@ -47,13 +47,13 @@ def apart(
     parts = by_head.split((heads[0], heads[1], heads[1]), dim=2)
     if layout == "bhtd":
         parts = [t.transpose(1, 2) for t in parts]
-    return rope_and_cache(*parts, *angles, *written, lengths, layout=layout, cache_layout=layout, **options)
+    return rope_and_cache(*parts, *angles, *written, starts, layout=layout, cache_layout=layout, **options)
 
 
-def together(given, angles, written, lengths, *, heads=None, config=None, layout="bthd", **options):
+def together(given, angles, written, starts, *, heads=None, config=None, layout="bthd", **options):
     x, norm, weight, bias = given.values()
     return rms_norm_qkv_rope_cache(
-        x, norm, weight, *angles, *written, lengths, bias=bias, layout=layout, cache_layout=layout, **options
+        x, norm, weight, *angles, *written, starts, bias=bias, layout=layout, cache_layout=layout, **options
     )
 
 
@@ -61,11 +61,11 @@ def bits(x):
     return x.contiguous().view(torch.uint8)  # NaN is what it was, too
 
 
-def assert_the_same(given, angles, written, lengths, *, heads, **options):
+def assert_the_same(given, angles, written, starts, *, heads, **options):
     again = [t.clone() for t in written]
     scales = {n: t.clone() for n, t in options.items() if n in ("k_scale", "v_scale")}
-    q = together(given, angles, written, lengths, **options)
-    expected = apart(given, angles, again, lengths, heads=heads, **options | scales)
+    q = together(given, angles, written, starts, **options)
+    expected = apart(given, angles, again, starts, heads=heads, **options | scales)
     assert q.stride() == expected.stride()
     if runtime.MODE is runtime.Mode.INTERPRETER:
         assert torch.equal(bits(q), bits(expected))
@@ -126,7 +126,7 @@ def test_head_dims_of_any_even_size(head_dim, launched, device):
 
 
 PLACELESS = pytest.mark.parametrize(
-    ("lengths", "more"),
+    ("starts", "more"),
     [
         ([-1], {}),  # no sequence
         ([CAPACITY], {}),  # past the cache and the table of angles: q is NaN
@@ -141,15 +141,15 @@ PLACELESS = pytest.mark.parametrize(
 
 
 @PLACELESS
-def test_tokens_that_have_no_place_are_left_out(lengths, more, launched, device, monkeypatch):
+def test_tokens_that_have_no_place_are_left_out(starts, more, launched, device, monkeypatch):
     """As the kernel sees it, which can't raise: here without the look that is taken at what is on the CPU."""
     monkeypatch.setattr("rooftile.ops.kv_cache.check_values", lambda *_: None)
     given, angles = drawn(device, BF16)
     written = caches(device, BF16, 2, paged="page_table" in more)
     options = {name: ints(values, device) for name, values in more.items()}
-    q, _ = assert_the_same(given, angles, written, ints(lengths, device), heads=(6, 2), **options)
+    q, _ = assert_the_same(given, angles, written, ints(starts, device), heads=(6, 2), **options)
     assert launched[0] in ONE
-    if lengths[0] < 0 or more.get("counts") == [0]:
+    if starts[0] < 0 or more.get("counts") == [0]:
         assert not q.any()
 
 
@@ -161,11 +161,11 @@ def test_x_of_no_finite_number_leaves_no_trace_where_there_is_no_token(device):
     assert not q.any()
 
 
-def test_angles_given_by_token_and_lengths_of_int64(launched, device):
+def test_angles_given_by_token(launched, device):
     given, (cos, sin) = drawn(device, BF16)
     written = caches(device, BF16, 2)
     angles = cos[None, 7:8].to(BF16), sin[None, 7:8].to(BF16)
-    assert_the_same(given, angles, written, ints([11], device).long(), heads=(6, 2))
+    assert_the_same(given, angles, written, ints([11], device), heads=(6, 2))
     assert launched[0] in ONE
 
 
@@ -225,17 +225,17 @@ def test_x_that_is_held(style, dtype, heads, head_dim, k, bias, rows, stages, pa
 
 
 @PLACELESS
-def test_x_that_is_held_of_a_token_that_has_no_place(lengths, more, kept, launched, device, monkeypatch):
+def test_x_that_is_held_of_a_token_that_has_no_place(starts, more, kept, launched, device, monkeypatch):
     monkeypatch.setattr("rooftile.ops.kv_cache.check_values", lambda *_: None)
     given, angles = drawn(device, BF16)
     config = kept(4, 2)
     written = caches(device, BF16, 2, paged="page_table" in more)
     options = {name: ints(values, device) for name, values in more.items()} | {"heads": (6, 2), "config": config}
-    if lengths[0] < 0:
+    if starts[0] < 0:
         given["x"][..., 3] = torch.inf
-    q, _ = assert_the_same(given, angles, written, ints(lengths, device), **options)
+    q, _ = assert_the_same(given, angles, written, ints(starts, device), **options)
     assert launched[0] == "gemv_persistent_kernel qkv"
-    if lengths[0] < 0 or more.get("counts") == [0]:
+    if starts[0] < 0 or more.get("counts") == [0]:
         assert not q.any()
 
 
@@ -256,7 +256,7 @@ def test_x_that_is_held_with_angles_by_token_and_views_of_a_larger_cache(kept, l
     memory = [torch.full((2, 1, CAPACITY, 4, D + 3), torch.nan, device=device, dtype=BF16) for _ in range(2)]
     written = [m[1, :, :, 1:3, 2 : 2 + D] for m in memory]
     angles = cos[None, 7:8], sin[None, 7:8]
-    assert_the_same(given, angles, written, ints([11], device).long(), heads=(6, 2), config=config)
+    assert_the_same(given, angles, written, ints([11], device), heads=(6, 2), config=config)
     assert launched[0] == "gemv_persistent_kernel qkv"
     assert all(m.isfinite().sum() == 2 * D for m in memory)
 
@@ -298,29 +298,29 @@ def test_weights_of_fewer_bits(format, launched, device):
     for rows in ((1, 1), (2, 3)):
         given["x"] = torch.randn(*rows, K, device=device).to(BF16)
         written = caches(device, BF16, 2, batch=rows[0])
-        lengths = ints([7, 2][: rows[0]], device)
-        assert_the_same(given, angles, written, lengths, heads=(6, 2), weight_scale=scale)
+        starts = ints([7, 2][: rows[0]], device)
+        assert_the_same(given, angles, written, starts, heads=(6, 2), weight_scale=scale)
     assert launched[0] == "gemv_kernel qkv"
     assert launched.count("gemv_kernel qkv") == 1
 
 
 def test_what_the_one_kernel_does_not_take_goes_through_the_two_ops(launched, device):
-    (given, angles), lengths = drawn(device, BF16), ints([9], device)
+    (given, angles), starts = drawn(device, BF16), ints([9], device)
     of_16 = {"heads": (6, 2)}
     for rows in ((2, 1), (1, 3), (3, 2)):
         several, _ = drawn(device, BF16, rows=rows)
         batch = rows[0]
         written = caches(device, BF16, 2, batch=batch)
         assert_the_same(several, angles, written, ints([9, 30, 1][:batch], device), **of_16)
-    assert_the_same(given, angles, caches(device, BF16, 2), lengths, style="deepseek", **of_16)
+    assert_the_same(given, angles, caches(device, BF16, 2), starts, style="deepseek", **of_16)
     in_32, _ = drawn(device)
-    assert_the_same(in_32, angles, caches(device, torch.float32, 2), lengths, style="interleaved", **of_16)
+    assert_the_same(in_32, angles, caches(device, torch.float32, 2), starts, style="interleaved", **of_16)
     _, partial = drawn(device, BF16, rotary=10)
-    assert_the_same(given, partial, caches(device, BF16, 2), lengths, rotary_dim=10, **of_16)
+    assert_the_same(given, partial, caches(device, BF16, 2), starts, rotary_dim=10, **of_16)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         written = [torch.zeros(1, CAPACITY, 2, D, device=device).to(dtype) for _ in range(2)]
         scales = {n: torch.zeros(1, CAPACITY, 2, device=device) for n in ("k_scale", "v_scale")}
-        assert_the_same(given, angles, written, lengths, **of_16, **scales)
+        assert_the_same(given, angles, written, starts, **of_16, **scales)
         assert (scales["k_scale"][0, 9] > 0).all()
     assert not set(ONE) & set(launched)
 
@@ -348,7 +348,7 @@ def test_errors_before_anything_is_written(device):
     given, (cos, sin) = drawn(device)
     x, norm, weight, bias = given.values()
     k, v = caches(device, torch.float32, 2)
-    lengths, table = ints([3], device), ints([[0, 1]], device)
+    starts, table = ints([3], device), ints([[0, 1]], device)
     rows_of = r"weight has {} rows, expected \(q_heads \+ 2 \* 2\) \* 16"
     wrong = [
         ({"x": x[0]}, ValueError, r"x has shape \(1, 96\), expected \(batch, tokens, K\)"),
@@ -364,8 +364,10 @@ def test_errors_before_anything_is_written(device):
         ({"v_cache": v[..., :8]}, ValueError, r"v_cache has shape .* to match k_cache"),
         ({"v_cache": v.half()}, TypeError, "v_cache has dtype torch.float16, expected torch.float32 to match k_cache"),
         ({"v_cache": k}, ValueError, "v_cache is the same memory as k_cache"),
-        ({"lengths": ints([3, 4], device)}, ValueError, r"lengths has shape \(2,\), expected \(1,\)"),
-        ({"lengths": lengths.float()}, TypeError, "lengths has dtype torch.float32, expected int32 or int64"),
+        ({"starts": ints([3, 4], device)}, ValueError, r"starts has shape \(2,\), expected \(1,\)"),
+        ({"starts": starts.float()}, TypeError, "starts has dtype torch.float32, expected int32"),
+        ({"starts": starts.long()}, TypeError, "starts has dtype torch.int64, expected int32"),
+        ({"page_table": table.long()}, TypeError, "page_table has dtype torch.int64, expected int32"),
         ({"page_table": table[0]}, ValueError, r"page_table has shape \(2,\), expected \(1, max_pages\)"),
         ({"page_table": table}, ValueError, "k_cache has pages of 40 tokens, expected a power of two"),
         ({"cos": cos[:, :7]}, ValueError, r"sin has shape \(40, 16\), expected \(40, 7\)"),
@@ -380,14 +382,14 @@ def test_errors_before_anything_is_written(device):
         ),
     ]
     right = {"x": x, "norm_weight": norm, "weight": weight, "cos": cos, "sin": sin, "bias": bias}
-    right |= {"k_cache": k, "v_cache": v, "lengths": lengths}
+    right |= {"k_cache": k, "v_cache": v, "starts": starts}
     for change, error, message in wrong:
         with pytest.raises(error, match=f"rms_norm_qkv_rope_cache: .*{message}"):
             rms_norm_qkv_rope_cache(**right | change)
     assert all(cache.isnan().all() for cache in (k, v))
     if device.type == "cpu":
-        with pytest.raises(ValueError, match=r"lengths\[0\] is 40, and 1 new tokens go beyond"):
-            rms_norm_qkv_rope_cache(**right | {"lengths": ints([40], device)})
+        with pytest.raises(ValueError, match=r"starts\[0\] is 40, and 1 new tokens go beyond"):
+            rms_norm_qkv_rope_cache(**right | {"starts": ints([40], device)})
 
 
 def test_it_is_launched_early_where_that_can_be(monkeypatch, device):

@@ -55,7 +55,7 @@ def run_far(case, kernel, lay, take, device):
         cos, sin = cos[:ROWS], sin[:ROWS]
     cache = torch.full((PAGES if paged else 1, ROWS, heads, D), -7.0, device=device, dtype=BF16)
     options = {"page_table": ints([[1, 3]], device)} if paged else {}
-    lengths = ints([2 * ROWS - 1 if paged else ROWS - 1], device)  # in the last page, the last row
+    starts = ints([2 * ROWS - 1 if paged else ROWS - 1], device)  # in the last page, the last row
     results = []
     for far in (False, True):
         tensors = {"weight": given["weight"], "cos": cos, "sin": sin, "k": cache.clone(), "v": cache.clone()}
@@ -63,7 +63,7 @@ def run_far(case, kernel, lay, take, device):
             tensors[name] = lay(tensors[name], axis, stride)
         written = tensors["k"], tensors["v"]
         q = together(
-            given | {"weight": tensors["weight"]}, (tensors["cos"], tensors["sin"]), written, lengths, **options
+            given | {"weight": tensors["weight"]}, (tensors["cos"], tensors["sin"]), written, starts, **options
         )
         for t in written:
             assert (t[-1, -1] != -7).all()

@@ -46,7 +46,7 @@ def _point(
     table: bool = True,
     **options: object,
 ) -> Point:
-    """`capacity`: positions of a sequence; by default as many as there are tokens, so that all lengths are 0. `scales`:
+    """`capacity`: positions of a sequence; by default as many as there are tokens, so that all starts are 0. `scales`:
     "", "tensor", "head" or "token". `table`: cos and sin are looked up by position, else they are given by token."""
     value_dim = head_dim if value_dim is None else value_dim
     capacity = seq_len if capacity is None else capacity
@@ -115,7 +115,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     inputs["k_cache"] = _cache(point, point["head_dim"], dtype, device, generator)
     inputs["v_cache"] = _cache(point, point["value_dim"], dtype, device, generator)
     free = max(point["capacity"], seq_len) - seq_len
-    inputs["lengths"] = integers(free + 1, (batch,), device, generator).to(torch.int32)
+    inputs["starts"] = integers(free + 1, (batch,), device, generator).to(torch.int32)
     if point["page_size"]:
         pages = batch * _pages(point)
         order = torch.randperm(pages, device=device, generator=None if device.type == "meta" else generator)
@@ -166,10 +166,10 @@ def _in_place(point: Point) -> Callable[..., Any]:
 
     layout, style = point.options.get("layout", "bthd"), point.options.get("style", "half")
 
-    def run(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, **more: Any) -> Any:
+    def run(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, **more: Any) -> Any:
         page_table = more.get("page_table")
         t = layout.index("t")
-        position = lengths[:, None].long() + torch.arange(k.shape[t], device=k.device)
+        position = starts[:, None].long() + torch.arange(k.shape[t], device=k.device)
         turned = []
         if "q" in more:
             cos, sin = (more[n][position] if point["table"] else more[n] for n in ("cos", "sin"))
@@ -191,7 +191,7 @@ def _elements(point: Point) -> int:
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """k and v read and written, scales written, lengths and pages read; with RoPE also q and the angles."""
+    """k and v read and written, scales written, starts and pages read; with RoPE also q and the angles."""
     batch, seq_len = point["batch"], point["seq_len"]
     stored = 1 if "dtype" in point.options else itemsize
     total = (itemsize + stored) * _elements(point) + 4 * batch
@@ -282,7 +282,7 @@ _OUTPUT_TOLERANCES = dict.fromkeys(("k_scale", "v_scale"), dict.fromkeys(TOLERAN
 CASES = (
     OpCase(
         name="append_kv",
-        formula="cache[lengths + t] = k[t], v[t]",
+        formula="cache[starts + t] = k[t], v[t]",
         function=_run_append,
         reference=in_one_layout(reference.append_kv),
         eager=in_one_layout(reference.append_kv_eager),
@@ -300,7 +300,7 @@ CASES = (
     ),
     OpCase(
         name="rope_and_cache",
-        formula="q, k turned by lengths + t; cache[lengths + t] = k[t], v[t]",
+        formula="q, k turned by starts + t; cache[starts + t] = k[t], v[t]",
         function=_run_rope,
         reference=in_one_layout(reference.rope_and_cache),
         eager=in_one_layout(reference.rope_and_cache_eager),

@@ -92,7 +92,7 @@ def _apart(point: Point) -> Callable[..., Any]:
         sin: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        lengths: Tensor,
+        starts: Tensor,
         *,
         bias: Tensor | None = None,
         weight_scale: Tensor | None = None,
@@ -105,14 +105,14 @@ def _apart(point: Point) -> Callable[..., Any]:
         q, k, v = qkv.unflatten(-1, (sum(heads), point["head_dim"])).split(heads, dim=2)
         if options.get("layout") == "bhtd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        q = rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, lengths, rotary_dim=rotary_dim(cos), **options)
+        q = rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, starts, rotary_dim=rotary_dim(cos), **options)
         return k_cache, v_cache, q
 
     return run
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """x and the weights read, q, k and v written, lengths, pages and angles read."""
+    """x and the weights read, q, k and v written, starts, pages and angles read."""
     tokens, n, k = point["batch"] * point["seq_len"], point["n"], point["k"]
     if _FORMATS[point["format"]] == "int4":
         weight = n * k // 2 + n * k // _group(k) * itemsize
@@ -137,7 +137,7 @@ _WRITTEN = ("k_cache", "v_cache")
 CASES = (
     OpCase(
         name="rms_norm_qkv_rope_cache",
-        formula="[q | k | v] = rms_norm_linear(x); q, k turned by lengths + t; cache[lengths + t] = k[t], v[t]",
+        formula="[q | k | v] = rms_norm_linear(x); q, k turned by starts + t; cache[starts + t] = k[t], v[t]",
         function=_run,
         reference=kv_cache.in_one_layout(reference.rms_norm_qkv_rope_cache),
         eager=kv_cache.in_one_layout(reference.eager),

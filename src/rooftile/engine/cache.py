@@ -265,7 +265,8 @@ class CacheBase:
         name = f"{type(self).__name__}.{op}"
         given = self.inputs(self._layer(op, layer))
         self._check_begun(name)
-        given |= {"lengths": self.starts, "counts": self.counts, "layout": self.layout}
+        del given["lengths"]
+        given |= {"starts": self.starts, "counts": self.counts, "layout": self.layout}
         if not self._advanced:
             raise RuntimeError(f"{name}: the lengths were not advanced for the tokens reserved; call advance first")
         if layer in self._appended:

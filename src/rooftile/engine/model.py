@@ -47,16 +47,16 @@ class Decoder:
         starts, lengths, pages = cache.starts[:b], cache.lengths[:b], cache.page_table[:b]
 
         def attend(layer: int, x: Tensor) -> Tensor:
-            given = cache.inputs(layer) | {"lengths": starts, "page_table": pages, "counts": cache.counts[:b]}
+            given = cache.inputs(layer) | {"lengths": lengths, "page_table": pages}
+            into = {name: x for name, x in given.items() if name != "lengths"}
+            into |= {"starts": starts, "counts": cache.counts[:b]}
             if c.qk_norm:
                 q, k, v = (t[:, None] for t in self._qkv(layer, x))  # (b, 1, H, D)
                 q, k = self._normalized_and_rotated(layer, q, k, self.cos, self.sin, starts[:, None])
-                append_kv(k, v, **given)
+                append_kv(k, v, **into)
             else:
                 w = self.weights.layers[layer]
-                q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, self.cos, self.sin, **given)
-            del given["counts"]
-            given["lengths"] = lengths
+                q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, self.cos, self.sin, **into)
             return decode_attention(q, **given, scale=c.attention_scale, window=c.windows[layer])[:, 0]  # type: ignore[call-overload]
 
         return self._logits(self._layers(self._embed(ids), attend))
@@ -70,7 +70,7 @@ class Decoder:
         cos, sin, positions = self.cos, self.sin, inputs.positions
         if prompts.length is not None:
             cos, sin = cos[: prompts.length], sin[: prompts.length]
-        into = {"lengths": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
+        into = {"starts": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
 
         def attend(layer: int, x: Tensor) -> Tensor:
             qkv = self._qkv(layer, x)
@@ -81,6 +81,7 @@ class Decoder:
                 rope_(q, k, cos, sin, position_ids=positions, layout="bthd")
             options = {"causal": True, "scale": c.attention_scale, "window": c.windows[layer]}
             given, longest = cache.inputs(layer) | into, prompts.longest
+            del given["lengths"]
             if positions is None:
                 append_kv(k, v, **given)
                 return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[arg-type,union-attr]

@@ -20,18 +20,18 @@ _FP8 = torch.float8_e4m3fn
 
 @triton.jit
 def locate_tokens(
-    lengths_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS: tl.constexpr,
+    starts_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """For each new token of a sequence: whether it exists, its position, and where it goes.
 
     The last three results are the cache's batch entry or page, the row in it, and whether that is inside the cache.
     """
-    length = tl.load(lengths_ptr + batch).to(tl.int64)
-    exists = (tokens < n_tokens) & (length >= 0)
+    start = tl.load(starts_ptr + batch).to(tl.int64)
+    exists = (tokens < n_tokens) & (start >= 0)
     if HAS_COUNTS:
         exists &= tokens < tl.load(counts_ptr + batch)
-    position = length + tokens
+    position = start + tokens
     written = exists & (position < capacity)
     if PAGE > 0:
         page = tl.load(table_ptr + batch * stride_tb + position // PAGE, mask=written, other=-1).to(tl.int64)
@@ -98,7 +98,7 @@ class Cache:
 
     k: Tensor
     v: Tensor
-    lengths: Tensor
+    starts: Tensor
     page_table: Tensor | None
     counts: Tensor | None
     k_scale: Tensor | None
@@ -126,10 +126,10 @@ class Cache:
         return (*axis_strides(self.k, self.layout), *axis_strides(self.v, self.layout), *scales)
 
     def indices(self) -> tuple[Tensor | None, ...]:
-        """lengths, counts and the page table, as a kernel reads them."""
+        """starts, counts and the page table, as a kernel reads them."""
         table = self.page_table
         return (
-            self.lengths.contiguous(),
+            self.starts.contiguous(),
             None if self.counts is None else self.counts.contiguous(),
             None if table is None else unit_last(table),
         )

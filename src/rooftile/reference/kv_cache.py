@@ -18,7 +18,7 @@ def append_kv(
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    starts: Tensor,
     *,
     page_table: Tensor | None = None,
     counts: Tensor | None = None,
@@ -34,7 +34,7 @@ def append_kv(
     `dtype` names that of a quantized cache, which may be given in float64 here.
     """
     k, v = _token_major(k, layout), _token_major(v, layout)
-    places = _places(k, k_cache, lengths, page_table, counts, cache_layout)
+    places = _places(k, k_cache, starts, page_table, counts, cache_layout)
     written: list[Tensor] = []
     scales: list[Tensor] = []
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
@@ -53,7 +53,7 @@ def rope_and_cache(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    starts: Tensor,
     *,
     counts: Tensor | None = None,
     rotary_dim: int | None = None,
@@ -67,14 +67,14 @@ def rope_and_cache(
     t = layout.index("t")
     tokens = torch.arange(k.shape[t], device=k.device)
     if cos.dim() == 2:  # a table: the row of each token's position, NaN where it has none
-        position = lengths[:, None] + tokens
+        position = starts[:, None] + tokens
         known = (position >= 0) & (position < cos.shape[0])
         cos, sin = (x[position.clamp(0, cos.shape[0] - 1)].where(known[..., None], torch.nan) for x in (cos, sin))
     q, k = turn(q, k, cos, sin, style=style, layout=layout)
-    there = (lengths[:, None] >= 0) & (tokens < (k.shape[t] if counts is None else counts[:, None]))
+    there = (starts[:, None] >= 0) & (tokens < (k.shape[t] if counts is None else counts[:, None]))
     q = q.where((there[:, None, :] if layout == "bhtd" else there[:, :, None])[..., None], 0.0)
     return (
-        *append_kv(k, v, k_cache, v_cache, lengths, counts=counts, layout=layout, cache_layout=cache_layout, **options),
+        *append_kv(k, v, k_cache, v_cache, starts, counts=counts, layout=layout, cache_layout=cache_layout, **options),
         q,
     )
 
@@ -99,13 +99,13 @@ def _token_major(x: Tensor, layout: str) -> Tensor:
 
 
 def _places(
-    k: Tensor, cache: Tensor, lengths: Tensor, page_table: Tensor | None, counts: Tensor | None, layout: str
+    k: Tensor, cache: Tensor, starts: Tensor, page_table: Tensor | None, counts: Tensor | None, layout: str
 ) -> Tensor:
     """The row of the cache, as (blocks * rows, ...), that each token goes to: (B, T); one past the last for none."""
     blocks, rows = cache.shape[0], cache.shape[layout.index("t")]
     tokens = torch.arange(k.shape[1], device=k.device)
-    position = lengths[:, None].long() + tokens
-    there = (lengths[:, None] >= 0) & (tokens < (k.shape[1] if counts is None else counts[:, None]))
+    position = starts[:, None].long() + tokens
+    there = (starts[:, None] >= 0) & (tokens < (k.shape[1] if counts is None else counts[:, None]))
     if page_table is None:
         block = torch.arange(k.shape[0], device=k.device)[:, None].expand_as(position)
         there = there & (position < rows)

@@ -18,7 +18,7 @@ def rms_norm_qkv_rope_cache(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    starts: Tensor,
     *,
     bias: Tensor | None = None,
     weight_scale: Tensor | None = None,
@@ -38,7 +38,7 @@ def rms_norm_qkv_rope_cache(
     h = layout.index("h")
     q, k, v = by_head.split((by_head.shape[h] - 2 * heads, heads, heads), dim=h)
     k_cache, v_cache, *_, q = rope_and_cache(
-        q, k, v, cos, sin, k_cache, v_cache, lengths, layout=layout, cache_layout=cache_layout, **options
+        q, k, v, cos, sin, k_cache, v_cache, starts, layout=layout, cache_layout=cache_layout, **options
     )
     return k_cache, v_cache, q
 

@@ -121,7 +121,7 @@ def _add_step(
 @triton.jit(do_not_specialize=["n_cols", "capacity", "n_pages", "n_angles"])
 def gemv_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr,
-    k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, lengths_ptr, counts_ptr, table_ptr,
+    k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, starts_ptr, counts_ptr, table_ptr,
     stride_wn, stride_wk,
     stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, stride_ct, stride_st,
     n_inner, n_cols, capacity, n_pages, n_angles,
@@ -187,7 +187,7 @@ def gemv_kernel(
             GROUPS, PAIRS, EVEN_K, BLOCK_K,
         )  # fmt: skip
         exists, position, page, line, written = locate_tokens(
-            lengths_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
+            starts_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
         )
         cos, sin = load_angles_of(
             cos_ptr, sin_ptr, exists, position, first, stride_ct, stride_st, n_angles, BY_POSITION

@@ -79,7 +79,7 @@ class QkvOutput:
     """Kernel arguments of the epilogue that rotates q and k and writes k and v into a cache, for one token.
 
     Attributes:
-        tensors: the caches, cos and sin, lengths, counts, the page table.
+        tensors: the caches, cos and sin, starts, counts, the page table.
         strides: of pages (or batch entries), heads and tokens of both caches, then of the rows of cos and of sin.
         sizes: positions of a sequence, pages, rows of cos.
         constants: Q_HEADS, KV_HEADS, HEAD_DIM, APART (elements between the two of a pair), PAGE (tokens of a page, or

@@ -268,7 +268,7 @@ def _worth(COLUMNS_OF: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit(do_not_specialize=["n_cols", "capacity", "n_pages", "n_angles"])
 def gemv_imma_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
-    k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, lengths_ptr, counts_ptr, table_ptr,
+    k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, starts_ptr, counts_ptr, table_ptr,
     stride_wn,
     stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, stride_ct, stride_st,
     n_cols, capacity, n_pages, n_angles,
@@ -330,7 +330,7 @@ def gemv_imma_kernel(
         residual = gl.load(residual_ptr + row).to(gl.float32)
     if IS_QKV:
         exists, position, page, line, written = locate_tokens(
-            lengths_ptr, counts_ptr, table_ptr, 0, 0, row.to(gl.int64) * 0, 1, capacity, n_pages, HAS_COUNTS, PAGE
+            starts_ptr, counts_ptr, table_ptr, 0, 0, row.to(gl.int64) * 0, 1, capacity, n_pages, HAS_COUNTS, PAGE
         )
         cos, sin = load_angles_of(
             cos_ptr, sin_ptr, exists, position, first, stride_ct, stride_st, n_angles, BY_POSITION

@@ -117,7 +117,7 @@ def _finish(z, bias, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl
 @triton.jit(do_not_specialize=["n_cols", "capacity", "n_pages", "n_angles"])
 def gemv_persistent_kernel(
     x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr,
-    k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, lengths_ptr, counts_ptr, table_ptr,
+    k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, starts_ptr, counts_ptr, table_ptr,
     stride_xm, stride_wn, stride_wk, stride_rm, stride_om,
     stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, stride_ct, stride_st,
     n_inner, n_cols, capacity, n_pages, n_angles,
@@ -145,7 +145,7 @@ def gemv_persistent_kernel(
         next_w = _load_rows(w_ptr, rows, stride_wn, stride_wk, n_inner, True, EVEN_K, BLOCK_K)
     if IS_QKV:
         exists, position, page, line, written = locate_tokens(
-            lengths_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
+            starts_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
         )
     x, rstd = _load_x(x_ptr, norm_ptr, n_inner, EPS, OFFSET, EVEN_K, BLOCK_K)
     if ROWS == 2:

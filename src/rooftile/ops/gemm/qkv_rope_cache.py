@@ -2,7 +2,7 @@
 
     [q | k | v] = rms_norm(x) @ weight^T + bias          `rooftile.rms_norm_linear`
     q, k turned by the angles of their positions,
-    cache[lengths[b] + t] = k[b, t], v[b, t]             `rooftile.rope_and_cache`
+    cache[starts[b] + t] = k[b, t], v[b, t]             `rooftile.rope_and_cache`
 
 One token of one sequence, a step of decoding, is one kernel: q, k and v are not written to be read again, and a launch
 is saved. It is "gemv_persistent" for weights of 16 bits with rows of up to 8192, "gemv_imma" for int8 and int4 weights
@@ -148,7 +148,7 @@ def _prepare(
     p, c = fused
     copies = library.Copies()
     rows = library.rows_of(x, copies, 0)
-    for place, tensor in ((3, bias), (5, norm_weight), (7, weight_scale), (12, cache.lengths), (13, cache.counts)):
+    for place, tensor in ((3, bias), (5, norm_weight), (7, weight_scale), (12, cache.starts), (13, cache.counts)):
         library.contiguous_of(tensor, copies, place)
     for place, tensor in ((10, cos), (11, sin), (14, cache.page_table)):
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
@@ -164,13 +164,13 @@ def _prepare(
 
     def run_one_kernel(
         x: Tensor, norm_weight: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, cos: Tensor,
-        sin: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None,
+        sin: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, page_table: Tensor | None,
         counts: Tensor | None, *rest: Any,
     ) -> Tensor:  # fmt: skip
         kv_cache.check_memory(_OP, k_cache, v_cache, None, None)
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         start(
-            x, weight, out, bias, None, norm_weight, None, weight_scale, k_cache, v_cache, cos, sin, lengths, counts,
+            x, weight, out, bias, None, norm_weight, None, weight_scale, k_cache, v_cache, cos, sin, starts, counts,
             page_table,
         )  # fmt: skip
         return out if layout == "bthd" else out.transpose(1, 2)
@@ -194,7 +194,7 @@ def rms_norm_qkv_rope_cache(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    starts: Tensor,
     *,
     bias: Tensor | None = None,
     weight_scale: Tensor | None = None,
@@ -223,15 +223,14 @@ def rms_norm_qkv_rope_cache(
         cos, sin, page_table, counts, k_scale, v_scale, rotary_dim, style, cache_layout: as `rope_and_cache`
             takes them.
         layout: the order of the dimensions of the returned q.
-        lengths: `(B,)`, int32 or int64: the tokens that each sequence has already, the new ones not among them, which
-            `decode_attention` counts. Of a `KVCache` or a `PagedKVCache` that is `starts`, and its method
-            `norm_qkv_rope_and_append` passes it.
+        starts: `(B,)`, int32: the tokens that each sequence has in the cache before this call, as `append_kv` takes it
+            and as a `KVCache` or a `PagedKVCache` has it; the method `norm_qkv_rope_and_append` of these passes it.
         k_cache, v_cache: the same, of one shape. Written in place.
         bias, weight_scale, eps, offset: as `rms_norm_linear` takes them; with weights of 8 and 4 bits several
             tokens are rounded as there. Under `torch.autocast` nothing is cast.
 
     Returns:
-        q turned, `(B, Hq, T, D)`, or `(B, T, Hq, D)` with `layout="bthd"`; zeros where `counts` or a negative length
+        q turned, `(B, Hq, T, D)`, or `(B, T, Hq, D)` with `layout="bthd"`; zeros where `counts` or a negative start
         say that there is no token.
 
     Raises:
@@ -241,11 +240,11 @@ def rms_norm_qkv_rope_cache(
     """
     library.check_tensors(
         _OP, x=x, norm_weight=norm_weight, weight=weight, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
-        lengths=lengths,
+        starts=starts,
     )  # fmt: skip
     if x.dim() != 3:
         raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}, expected (batch, tokens, K)")
     check_rotary_dim(_OP, k_cache, cos, rotary_dim)
     new = x.unsqueeze(1 if layout == "bhtd" else 2)  # of its batch and tokens
-    rest = cache_arguments(_OP, new, k_cache, lengths, page_table, counts, k_scale, v_scale, layout, cache_layout)
+    rest = cache_arguments(_OP, new, k_cache, starts, page_table, counts, k_scale, v_scale, layout, cache_layout)
     return _op(x, norm_weight, weight, weight_scale, bias, cos, sin, k_cache, v_cache, *rest, style, eps, offset)

@@ -1,6 +1,6 @@
 """Ops that write new keys and values into a KV cache, in one launch.
 
-    position = lengths[b] + t                                           of new token t of sequence b
+    position = starts[b] + t                                           of new token t of sequence b
     cache[b, position] = x[b, t]                                        contiguous
     cache[page_table[b, position // page_size], position % page_size] = x[b, t]     paged
 
@@ -11,8 +11,10 @@ each pair's two equal entries is read. The rest of the cache is not touched.
 A cache has the dtype of k, or is float8_e4m3fn or int8: `stored = round(x / scale)`. The scales are given, one for the
 tensor or for each head; or the kernel writes one for each token and head, `max(|x|) / largest`.
 
-Nothing is written outside the cache: the kernel leaves out a token whose length or page leads out of it. Lengths and
+Nothing is written outside the cache: the kernel leaves out a token whose position or page leads out of it. Starts and
 pages on the CPU are checked before the launch.
+
+`starts` counts the tokens before the new ones; `lengths`, in the ops that read a cache, counts the new ones too.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ def _check_new(op: str, k: Tensor, v: Tensor, layout: str) -> tuple[int, int, in
     return k.shape[0], k.shape[layout.index("t")], k.shape[layout.index("h")]
 
 
-def check_indices(op: str, batch: int, lengths: Tensor, page_table: Tensor | None, counts: Tensor | None) -> None:
-    for name, x in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
-        if x is not None and x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}, expected int32 or int64")
-    for name, x in (("lengths", lengths), ("counts", counts)):
+def check_indices(op: str, batch: int, starts: Tensor, page_table: Tensor | None, counts: Tensor | None) -> None:
+    for name, x in (("starts", starts), ("counts", counts), ("page_table", page_table)):
+        if x is not None and x.dtype != torch.int32:
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}, expected int32")
+    for name, x in (("starts", starts), ("counts", counts)):
         if x is not None and tuple(x.shape) != (batch,):
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected ({batch},), one for each sequence")
     if page_table is not None and (page_table.dim() != 2 or page_table.shape[0] != batch):
@@ -116,7 +118,7 @@ def check(op: str, k: Tensor, v: Tensor, layout: str, cache: Cache) -> None:
     """Raise for shapes, dtypes and strides that do not fit."""
     library.check_layout(op, cache.layout, "cache_layout")
     batch, _, heads = _check_new(op, k, v, layout)
-    check_indices(op, batch, cache.lengths, cache.page_table, cache.counts)
+    check_indices(op, batch, cache.starts, cache.page_table, cache.counts)
     entries, t = batch if cache.page_table is None else None, cache.layout.index("t")
     _check_cache(op, "k_cache", k, heads, cache.k, entries, None, cache.layout)
     page = cache.k.shape[t]
@@ -155,25 +157,25 @@ def check_rope(
 
 
 def check_values(op: str, tokens: int, cache: Cache) -> None:
-    """Check lengths and pages that are on the CPU. On a GPU the kernel leaves out what does not fit."""
-    lengths, counts, page_table = cache.lengths, cache.counts, cache.page_table
-    if lengths.device.type != "cpu" or (counts is not None and counts.device.type != "cpu"):
+    """Check starts and pages that are on the CPU. On a GPU the kernel leaves out what does not fit."""
+    starts, counts, page_table = cache.starts, cache.counts, cache.page_table
+    if starts.device.type != "cpu" or (counts is not None and counts.device.type != "cpu"):
         return
     rows = cache.k.shape[cache.layout.index("t")]
     capacity = rows if page_table is None else rows * page_table.shape[1]
-    new = [tokens] * len(lengths) if counts is None else [int(n) for n in counts]
+    new = [tokens] * len(starts) if counts is None else [int(n) for n in counts]
     table = page_table.tolist() if page_table is not None and page_table.device.type == "cpu" else None
-    for b, (length, n) in enumerate(zip(lengths.tolist(), new, strict=True)):
+    for b, (first, n) in enumerate(zip(starts.tolist(), new, strict=True)):
         if n > tokens:
             raise ValueError(f"{op}: counts[{b}] is {n}, expected at most the {tokens} tokens of k")
-        if length < 0 or n <= 0:
+        if first < 0 or n <= 0:
             continue
-        if length + n > capacity:
+        if first + n > capacity:
             raise ValueError(
-                f"{op}: lengths[{b}] is {length}, and {n} new tokens go beyond the cache's {capacity} positions"
+                f"{op}: starts[{b}] is {first}, and {n} new tokens go beyond the cache's {capacity} positions"
             )
         if table is not None:
-            for i in range(length // rows, (length + n - 1) // rows + 1):
+            for i in range(first // rows, (first + n - 1) // rows + 1):
                 if not 0 <= table[b][i] < cache.k.shape[0]:
                     raise ValueError(
                         f"{op}: page_table[{b}, {i}] is {table[b][i]}, expected one of the {cache.k.shape[0]} pages"
@@ -184,20 +186,20 @@ def check_values(op: str, tokens: int, cache: Cache) -> None:
 
 # The arguments that describe a cache. A scale by token is written, a given one is read: two arguments each.
 CACHE_SCHEMA = (
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? page_table, Tensor? counts, Tensor? k_scale, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor starts, Tensor? page_table, Tensor? counts, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, str cache_layout"
 )
 
 
 def cache_of(
-    op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None,
+    op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, page_table: Tensor | None,
     counts: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, k_token_scale: Tensor | None,
     v_token_scale: Tensor | None, layout: str, cache_layout: str,
 ) -> Cache:  # fmt: skip
     """The cache that an op was given by the arguments of `CACHE_SCHEMA`, after all checks."""
     k_scale, v_scale = k_token_scale if k_scale is None else k_scale, v_token_scale if v_scale is None else v_scale
     scales = "" if k_scale is None else "token" if k_scale.dim() == 3 else "given"
-    cache = Cache(k_cache, v_cache, lengths, page_table, counts, k_scale, v_scale, scales, cache_layout)
+    cache = Cache(k_cache, v_cache, starts, page_table, counts, k_scale, v_scale, scales, cache_layout)
     check(op, k, v, layout, cache)
     return cache
 
@@ -216,7 +218,7 @@ def _prepare_append(k: Tensor, v: Tensor, *of_cache: Any) -> Callable[..., None]
     start = prepare_append(k, v, layout, cache)
 
     def run(
-        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None,
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, page_table: Tensor | None,
         counts: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, k_token: Tensor | None,
         v_token: Tensor | None, *_: object,
     ) -> None:  # fmt: skip
@@ -224,7 +226,7 @@ def _prepare_append(k: Tensor, v: Tensor, *of_cache: Any) -> Callable[..., None]
             k_scale, v_scale = k_token, v_token
         if by_token or k_cache.data_ptr() == v_cache.data_ptr():
             check_memory("append_kv", k_cache, v_cache, k_token, v_token)
-        start(k, v, k_cache, v_cache, k_scale, v_scale, lengths, counts, page_table)
+        start(k, v, k_cache, v_cache, k_scale, v_scale, starts, counts, page_table)
 
     return run
 
@@ -245,14 +247,14 @@ def _prepare_rope_into(
 
     def run(
         op: str, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor,
-        v_cache: Tensor, lengths: Tensor, page_table: Tensor | None, counts: Tensor | None, k_scale: Tensor | None,
+        v_cache: Tensor, starts: Tensor, page_table: Tensor | None, counts: Tensor | None, k_scale: Tensor | None,
         v_scale: Tensor | None, k_token: Tensor | None, v_token: Tensor | None, *_: object,
     ) -> None:  # fmt: skip
         if by_token:
             k_scale, v_scale = k_token, v_token
         if by_token or k_cache.data_ptr() == v_cache.data_ptr():
             check_memory(op, k_cache, v_cache, k_token, v_token)
-        start(q, k, v, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, lengths, counts, page_table)
+        start(q, k, v, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, starts, counts, page_table)
 
     return run
 
@@ -296,7 +298,7 @@ def cache_arguments(
     op: str,
     k: Tensor,
     k_cache: Tensor,
-    lengths: Tensor,
+    starts: Tensor,
     page_table: Tensor | None,
     counts: Tensor | None,
     k_scale: Tensor | None,
@@ -304,26 +306,26 @@ def cache_arguments(
     layout: str,
     cache_layout: str,
 ) -> tuple[Any, ...]:
-    """The arguments of `CACHE_SCHEMA` after the caches. Lengths and pages on the CPU are checked and copied."""
+    """The arguments of `CACHE_SCHEMA` after the caches. Starts and pages on the CPU are checked and copied."""
     k_token = v_token = None
-    if not (isinstance(k, Tensor) and isinstance(lengths, Tensor)):
-        library.check_tensors(op, k=k, lengths=lengths)
+    if not (isinstance(k, Tensor) and isinstance(starts, Tensor)):
+        library.check_tensors(op, k=k, starts=starts)
     if k_scale is not None or v_scale is not None:
         library.check_tensors(op, **{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if s is not None})
         if k_scale is not None and k_scale.dim() == 3:
             k_scale, k_token = None, k_scale
         if v_scale is not None and v_scale.dim() == 3:
             v_scale, v_token = None, v_scale
-    if lengths.is_cpu and k.is_cuda:
+    if starts.is_cpu and k.is_cuda:
         # The op reports wrong shapes; while compiling there are no values yet.
         fits = k.dim() == k_cache.dim() == 4 and {layout, cache_layout} <= set(library.LAYOUTS)
         if fits and not torch.compiler.is_compiling():
-            check_indices(op, k.shape[0], lengths, page_table, counts)
-            cache = Cache(k_cache, k_cache, lengths, page_table, counts, None, None, "", cache_layout)
+            check_indices(op, k.shape[0], starts, page_table, counts)
+            cache = Cache(k_cache, k_cache, starts, page_table, counts, None, None, "", cache_layout)
             check_values(op, k.shape[layout.index("t")], cache)
-        lengths = lengths.to(k.device)
+        starts = starts.to(k.device)
         page_table, counts = (x if x is None or not x.is_cpu else x.to(k.device) for x in (page_table, counts))
-    return lengths, page_table, counts, k_scale, v_scale, k_token, v_token, layout, cache_layout
+    return starts, page_table, counts, k_scale, v_scale, k_token, v_token, layout, cache_layout
 
 
 def append_kv(
@@ -331,7 +333,7 @@ def append_kv(
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    starts: Tensor,
     *,
     page_table: Tensor | None = None,
     counts: Tensor | None = None,
@@ -342,7 +344,8 @@ def append_kv(
 ) -> None:
     """Append new keys and values to a cache, in one launch.
 
-    Token t of sequence b goes to position `lengths[b] + t`. The lengths are not changed.
+    Token t of sequence b goes to position `starts[b] + t`. `decode_attention` and `attention_paged`, which read the
+    cache afterwards, take `lengths = starts + T` (or `starts + counts`): the new tokens counted.
 
     Args:
         k: `(B, H, T, D)` (or `(B, T, H, D)` with `layout="bthd"`), float32, float16 or bfloat16, of any strides.
@@ -350,27 +353,26 @@ def append_kv(
         k_cache, v_cache: `(B, S, H, D)`, or `(pages, page_size, H, D)` with a page table (with
             `cache_layout="bhtd"`: `(B, H, S, D)`, `(pages, H, page_size, D)`), of k's dtype, float8_e4m3fn or int8,
             with a last stride of 1. Written in place.
-        lengths: `(B,)`, int32 or int64: the tokens that each sequence has already. A sequence with a negative length
-            gets no token.
-        page_table: `(B, max_pages)`, int32 or int64: the pages of each sequence, in order. The page size is a power
-            of two.
-        counts: `(B,)`, int32 or int64: how many of the T tokens are the sequence's; all by default.
+        starts: `(B,)`, int32: the tokens that each sequence has in the cache before this call, and so the position of
+            its first new one. It is not changed. A sequence with a negative start gets no token.
+        page_table: `(B, max_pages)`, int32: the pages of each sequence, in order. The page size is a power of two.
+        counts: `(B,)`, int32: how many of the T tokens are the sequence's; all by default.
         k_scale, v_scale: float32, for a float8 or int8 cache: `()` or `(H,)`, the factors of stored elements;
             or one for each token and head, of the caches' first three dimensions, which is written as well. A
             float8 cache without scales has a scale of 1.
         layout: the order of the dimensions of k and v.
         cache_layout: the order of the dimensions of the caches, and of scales by token.
 
-    A token whose position or page lies outside the cache is not written; if the lengths are on the CPU, that is an
-    error. Lengths on the CPU, with page table and counts, are copied to the device, which a CUDA graph cannot capture.
+    A token whose position or page lies outside the cache is not written; if the starts are on the CPU, that is an
+    error. Starts on the CPU, with page table and counts, are copied to the device, which a CUDA graph cannot capture.
 
     Raises:
         ValueError: a shape, stride or layout does not fit; a scale is missing, or given where there is none; k or v
-            requires grad; lengths, counts or a page table on the CPU lead out of the cache; devices differ or are the
+            requires grad; starts, counts or a page table on the CPU lead out of the cache; devices differ or are the
             CPU without the interpreter.
         TypeError: a dtype is not one of those named.
     """
-    rest = cache_arguments("append_kv", k, k_cache, lengths, page_table, counts, k_scale, v_scale, layout, cache_layout)
+    rest = cache_arguments("append_kv", k, k_cache, starts, page_table, counts, k_scale, v_scale, layout, cache_layout)
     _append(k, v, k_cache, v_cache, *rest)
 
 
@@ -382,7 +384,7 @@ def rope_and_cache(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    starts: Tensor,
     *,
     page_table: Tensor | None = None,
     counts: Tensor | None = None,
@@ -406,9 +408,9 @@ def rope_and_cache(
         style: which elements make a pair, as in `rooftile.rope`: `"half"`, `"interleaved"` or `"deepseek"`.
 
     Returns:
-        q rotated, in new memory of the same order; zeros for tokens excluded by `counts` or a negative length.
+        q rotated, in new memory of the same order; zeros for tokens excluded by `counts` or a negative start.
     """
     rest = cache_arguments(
-        "rope_and_cache", k, k_cache, lengths, page_table, counts, k_scale, v_scale, layout, cache_layout
+        "rope_and_cache", k, k_cache, starts, page_table, counts, k_scale, v_scale, layout, cache_layout
     )
     return _rope(q, k, v, cos, sin, k_cache, v_cache, *rest, style, rotary_dim)

@@ -27,7 +27,7 @@ import triton.language as tl  # isort: skip
 
 @triton.jit
 def _wait(PDL: tl.constexpr):
-    """Wait first: the next kernel may be decode attention, which reads lengths and pages without a wait of its own, and
+    """Wait first: the next kernel may be decode attention, which reads starts and pages without a wait of its own, and
     must find them final. These kernels write neither."""
     if PDL:
         pdl_wait()
@@ -89,7 +89,7 @@ def _rotate(
 # The page table's row stride and the sizes change from call to call: they select no kernel.
 @triton.jit(do_not_specialize=["stride_tb", "n_tokens", "capacity", "n_pages"])
 def append_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, lengths_ptr, counts_ptr, table_ptr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, counts_ptr, table_ptr,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_kcb, stride_kch, stride_kct, stride_vcb,
     stride_vch, stride_vct, stride_ksb, stride_ksh, stride_kst, stride_vsb, stride_vsh, stride_vst, stride_tb,
     n_tokens, capacity, n_pages,
@@ -102,7 +102,7 @@ def append_kernel(
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     _, _, block, row, written = locate_tokens(
-        lengths_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS, PAGE
+        starts_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS, PAGE
     )
 
     _copy(
@@ -119,7 +119,7 @@ def append_kernel(
 
 @triton.jit(do_not_specialize=["stride_tb", "n_tokens", "capacity", "n_pages", "n_angles"])
 def rope_kernel(
-    q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, cos_ptr, sin_ptr, starts_ptr,
     counts_ptr, table_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_qob,
     stride_qoh, stride_qot, stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, stride_ksb,
@@ -136,7 +136,7 @@ def rope_kernel(
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = ((tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     exists, position, block, row, written = locate_tokens(
-        lengths_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS, PAGE
+        starts_ptr, counts_ptr, table_ptr, stride_tb, batch, tokens, n_tokens, capacity, n_pages, HAS_COUNTS, PAGE
     )
     if BY_POSITION:
         angles = position
@@ -245,7 +245,7 @@ def _copies_of(cache: Cache, first: int, last: int) -> library.Copies:
     copies = library.Copies()
     if quantize.writable(cache.k) is not cache.k:
         copies |= dict.fromkeys((first, first + 1), _as_bytes)
-    library.contiguous_of(cache.lengths, copies, last - 2)
+    library.contiguous_of(cache.starts, copies, last - 2)
     library.contiguous_of(cache.counts, copies, last - 1)
     if cache.page_table is not None:
         unit_last_of(cache.page_table, copies, last)
@@ -285,10 +285,10 @@ def prepare_append(k: Tensor, v: Tensor, layout: str, cache: Cache) -> Callable[
     c = config(heads * max(head_dim, value_dim), runtime.target(k.device))
     constants |= {"BLOCK_T": c.block_t, "BLOCK_H": heads, "BLOCK_D": head_dim, "BLOCK_DV": value_dim}
     constants["PDL"] = pdl.early(k)
-    lengths, counts, table = cache.indices()
+    starts, counts, table = cache.indices()
     strides = (*axis_strides(k, layout), *axis_strides(v, layout), *cache.strides())
     return _bind(
-        append_kernel, (k, v, *cache.tensors(), lengths, counts, table), constants, c,
+        append_kernel, (k, v, *cache.tensors(), starts, counts, table), constants, c,
         batch * library.cdiv(n_tokens, c.block_t), (*strides, 0 if table is None else table.stride(0)),
         (n_tokens, *cache.numbers()), copies,
     )  # fmt: skip
@@ -322,11 +322,11 @@ def prepare_rope(
         "BLOCK_REST": _block(head_dim - rotary),
         "PDL": pdl.early(q),
     }
-    lengths, counts, table = cache.indices()
+    starts, counts, table = cache.indices()
     tables = [s for x in (cos, sin) for s in (x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else 0, x.stride(-2))]
     strides = [s for x in (q, k, v, q_out) for s in axis_strides(x, layout)]
     return _bind(
-        rope_kernel, (q, k, v, q_out, *cache.tensors(), cos, sin, lengths, counts, table), constants, c,
+        rope_kernel, (q, k, v, q_out, *cache.tensors(), cos, sin, starts, counts, table), constants, c,
         batch * library.cdiv(n_tokens, c.block_t),
         (*strides, *cache.strides(), *tables, 0 if table is None else table.stride(0)),
         (n_tokens, *cache.numbers(), cos.shape[-2]), copies,
