@@ -11,7 +11,7 @@ from helpers import BF16
 from test_attention_backward import formula
 
 from rooftile import launching, runtime
-from rooftile.ops.attention import attention, attention_varlen, ops
+from rooftile.ops.attention import attention, attention_varlen, ops, work_order
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, Scoring
 
 import triton  # isort: skip
@@ -146,10 +146,10 @@ def _order_kernel(
 ):  # fmt: skip
     """counts (PROGRAMS,), and (ROUNDS, PROGRAMS) of heads and ranks, of all programs at once."""
     program = tl.arange(0, PROGRAMS)
-    tl.store(counts_ptr + program, hopper_forward.count_of(program, programs, tiles))
+    tl.store(counts_ptr + program, work_order.count_of(program, programs, tiles))
     i = tl.arange(0, ROUNDS)[:, None]
     order = (width, wide, narrow, wide_rounds, narrow_rounds)
-    head, rank = hopper_forward.tile_of(i, program[None, :], programs, order, blocks)
+    head, rank = work_order.tile_of(i, program[None, :], programs, order, blocks)
     at = i * PROGRAMS + program[None, :]
     tl.store(heads_ptr + at, head)
     tl.store(ranks_ptr + at, rank)
@@ -157,7 +157,7 @@ def _order_kernel(
 
 def order_of(heads, blocks, programs, heads_in_l2, device):
     """The tiles of each program, (head, rank) in its order."""
-    order = hopper_forward.work_order(heads, blocks, programs, heads_in_l2)
+    order = work_order.work_order(heads, blocks, programs, heads_in_l2)
     tiles = heads * blocks
     sizes = [1 << (n - 1).bit_length() for n in (programs, -(-tiles // programs) + 1)]
     counts = torch.zeros(sizes[0], dtype=torch.int32, device=device)

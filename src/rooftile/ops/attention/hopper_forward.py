@@ -25,20 +25,7 @@ lowest maximum is finite, so that a row that sees no key needs no special case u
 The kernel's one constant, T, is a `Tiling`. num_warps of a configuration counts the consumers' warps, 4 for each 64
 queries of block_m; one more warp is the producer.
 
-# The order of tiles
-
-With causality or a window, tiles differ in length, and programs that end at different times leave SMs idle. So heads
-are taken in groups whose keys and values fit in the L2, and the tiles of a group from the longest to the shortest, in
-rounds. In each round every program takes one tile:
-
-    round 0    in the order of the programs
-    round 1    in the opposite order, so that two rounds together are about equally long for all programs
-    round 2    as round 0, but rotated, so that the same programs don't always get the longer of almost equal tiles
-
-A group has full rounds only. The shortest tiles of each group, fewer than a round, wait until all groups are done, and
-are then dealt out in the same way. The order is a formula of the program and the round (`tile_of`), so a new length
-costs nothing. Against a list schedule (each tile to the program that is free first), the longest program has at most 1
-percent or one block of keys more; see tests/test_attention_hopper.py.
+Tiles differ in length with causality or a window; `work_order` says which program takes which.
 """
 
 from __future__ import annotations
@@ -46,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +41,9 @@ from torch import Tensor
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
+from rooftile.ops.attention.work_order import count_of, tile_of, work_order
 from rooftile.primitives.gluon import describe, is_describable, load_tile, next_slot, store_tile
 
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
@@ -74,7 +60,6 @@ _BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured argu
 # What a kernel of 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
 _REGISTERS = {2: 168, 3: 128}
 _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in use
-_ROTATION = tl.constexpr(13)  # two rounds later, a 13th of the programs on: the best of 2 to 20 in the tests' shapes
 _LOWEST = gl.constexpr(-1e30)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
@@ -161,77 +146,6 @@ class Tiling:
         """An upper bound in bytes, for elements of 16 bits."""
         elements = self.stages * self.keys * self.dim + (self.q_buffers + 1) * self.tile_rows * self.dim
         return 2 * elements + _BARRIERS
-
-
-@triton.jit
-def divide(a, b):
-    """a // b for nonnegative ints. Unsigned division takes half of the instructions."""
-    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
-
-
-class WorkOrder(NamedTuple):
-    """What `tile_of` takes: `wide` groups of `width` heads, then `narrow` groups of one head fewer."""
-
-    width: int
-    wide: int
-    narrow: int
-    wide_rounds: int  # full rounds of a wide group
-    narrow_rounds: int
-
-
-def work_order(heads: int, blocks: int, programs: int, heads_in_l2: int) -> WorkOrder:
-    """The order for so many heads, of all batch entries, with so many blocks of queries each.
-
-    `heads_in_l2` is how many heads a group may have. Groups that would not fill a round are merged.
-    """
-    groups = max(1, min(library.cdiv(heads, heads_in_l2), heads * blocks // programs))
-    width = library.cdiv(heads, groups)
-    groups = library.cdiv(heads, width)
-    narrow = groups * width - heads
-    return WorkOrder(
-        width, groups - narrow, narrow, width * blocks // programs, (width - 1) * blocks // programs
-    )  # fmt: skip
-
-
-@triton.jit
-def _lane(i, program, programs):
-    """A program's place in round i."""
-    lane = program - i // 2 % _ROTATION * (programs // _ROTATION)
-    lane = tl.where(lane < 0, lane + programs, lane)
-    return tl.where(i % 2 == 1, programs - 1 - lane, lane)
-
-
-@triton.jit
-def count_of(program, programs, tiles):
-    """How many of all tiles a program has."""
-    rounds = tiles // programs
-    return rounds + tl.where(_lane(rounds, program, programs) < tiles - rounds * programs, 1, 0)
-
-
-@triton.jit
-def tile_of(i, program, programs, order, blocks):
-    """A program's tile i: its head, over all batch entries, and its rank among the head's tiles, the longest first."""
-    width, wide, narrow, wide_rounds, narrow_rounds = order
-    lane = _lane(i, program, programs)
-    rounds = wide * wide_rounds + narrow * narrow_rounds
-    wide_left = wide * (width * blocks - wide_rounds * programs)
-    late = i >= rounds
-    left = (i - rounds) * programs + lane
-    is_wide = tl.where(late, left < wide_left, i < wide * wide_rounds)
-
-    # A full round belongs to one group. After the full rounds, the groups take turns with their last tiles.
-    its_rounds = tl.where(is_wide, wide_rounds, narrow_rounds)
-    n = tl.where(late, left - tl.where(is_wide, 0, wide_left), i - tl.where(is_wide, 0, wide * wide_rounds))
-    by = tl.where(late, tl.where(is_wide, wide, narrow), its_rounds)
-    quotient = divide(n, by)
-    rest = n - quotient * by
-    group = tl.where(late, rest, quotient)
-    rank = tl.where(late, its_rounds * programs + quotient, rest * programs + lane)
-
-    heads = tl.where(is_wide, width, width - 1)
-    first = group * heads + tl.where(is_wide, 0, wide * width)
-    place = divide(rank, heads)
-    return first + rank - place * heads, place
 
 
 @gluon.jit
