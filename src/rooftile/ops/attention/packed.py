@@ -157,17 +157,17 @@ def list_tiles_kernel(
     # In its sequence, the tile has rank j. Before it in its head come the longer tiles of all sequences, and of the
     # sequences before its own those that are as long. Lengths are in blocks: a tile longer than u has over u * COLS.
     j = tile - first
-    its_tiles, slope, most = _sizes(its_n, its_n_cols, left, right, ROWS)
-    blocks = tl.maximum(tl.cdiv(tl.minimum(slope - j * ROWS, most), COLS), 1)
+    its_tiles, slope, its_most = _sizes(its_n, its_n_cols, left, right, ROWS)
+    blocks = tl.maximum(tl.cdiv(tl.minimum(slope - j * ROWS, its_most), COLS), 1)
     rank = j
     before, cols_before = 0, 0
     for start in tl.range(0, sequences, SEQS, num_stages=1):
         seqs = start + tl.arange(0, SEQS)
         _, n, before = _ranges(starts_ptr, seqs, sequences, n_rows, before)
         _, n_c, cols_before = _ranges(col_starts_ptr, seqs, sequences, n_cols, cols_before)
-        tiles, slope, most = _sizes(n, n_c, left, right, ROWS)
+        tiles, slopes, widest = _sizes(n, n_c, left, right, ROWS)
         least = (blocks[:, None] - (seqs[None, :] < seq[:, None]).to(tl.int32)) * COLS
-        longer = tl.where(most[None, :] > least, tl.cdiv(tl.maximum(slope[None, :] - least, 0), ROWS), 0)
+        longer = tl.where(widest[None, :] > least, tl.cdiv(tl.maximum(slopes[None, :] - least, 0), ROWS), 0)
         longer = tl.where(least == 0, tiles[None, :], tl.minimum(longer, tiles[None, :]))
         rank += tl.sum(tl.where(seqs[None, :] == seq[:, None], 0, longer), 1)
 
