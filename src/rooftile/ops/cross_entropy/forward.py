@@ -427,8 +427,8 @@ def config(n_cols: int, itemsize: int, options: Options, target: runtime.Target)
     block_n = max(min(whole, (32768 if long else 16384) // itemsize), 128)
     warps = max(1, block_n * itemsize // 1024 * 32 // target.warp_size)
     held = min(2, library.cdiv(n_cols, block_n)) if gradient else 0
-    # Smoothing and a soft cap need more registers; AMD's compiler has no such limit.
-    plain = not options.label_smoothing and not options.softcap and target.warp_size == 32
+    # Smoothing, a soft cap and loads of single elements need more registers; AMD's compiler has no such limit.
+    plain = not options.label_smoothing and not options.softcap and n_cols % 16 == 0 and target.warp_size == 32
     limit = 64 if held and plain and not long else None
     return RowConfig("loop", block_n, num_warps=warps, held=held, max_registers=limit)
 
