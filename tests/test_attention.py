@@ -129,6 +129,17 @@ def test_biases_together(device):
     assert_right(q, k, v, alibi_slopes=slopes, window=(5, 2))
 
 
+@pytest.mark.parametrize("kv", [2, 4])
+def test_slopes_of_each_sequence(kv, device):
+    q, k, v = drawn(device, b=2, h=4, kv=kv, n_q=30, n_k=41)
+    slopes = torch.rand(2, 4, device=device)
+    assert_right(q, k, v, alibi_slopes=slopes, causal=True)
+    assert_right(q, k, v, alibi_slopes=torch.rand(4, 2, device=device).T, softcap=3.0)
+    assert_same(
+        (attention(q, k, v, alibi_slopes=slopes[:1].expand(2, 4)),), (attention(q, k, v, alibi_slopes=slopes[0]),)
+    )
+
+
 def test_rows_that_see_nothing_are_zero_and_have_no_gradient(device):
     q, k, v = drawn(device, n_q=40, n_k=24)
     mask = torch.rand(40, 24, device=device) > 0.4
@@ -272,7 +283,9 @@ def test_shapes_that_do_not_fit(device):
         mask = torch.ones(shape, dtype=torch.bool, device=device)
         refused(r"mask has shape .*, expected one that broadcasts to \(2, 4, 8, 9\)", q, k, v, mask=mask)
     refused(r"sinks has shape \(2,\), expected \(4,\), a number for each head of q", q, k, v, sinks=q.new_zeros(2))
-    refused(r"alibi_slopes has shape \(\), expected", q, k, v, alibi_slopes=q.new_zeros(()))
+    for shape in ((), (2,), (4, 2), (1, 4), (2, 4, 1)):
+        message = r"alibi_slopes has shape .*, expected \(4,\), a number for each head of q, or \(2, 4\), for each seq"
+        refused(message, q, k, v, alibi_slopes=q.new_zeros(shape))
     refused("layout is 'BHTD', expected one of bhtd, bthd", q, k, v, layout="BHTD")
     refused("q has 8 heads, expected a multiple of the 9 heads of k and v", q, k, v, layout="bthd")
 

@@ -152,7 +152,7 @@ def test_soft_cap_alibi_and_sinks_together(softcap, mask, device):
         *inputs,
         Scoring(0.4, softcap, left=30, right=0),
         mask=torch.randn(50, 60, device=device) if mask else None,
-        alibi_slopes=torch.rand(4, device=device),
+        alibi_slopes=torch.rand((2, 4) if mask else (4,), device=device),
         sinks=torch.randn(4, device=device),
     )
 

@@ -50,7 +50,10 @@ def expected(q, k, v, table, lengths, starts, **options):
     for b in range(lengths.shape[0]):
         rows = slice(int(starts[b]), int(starts[b + 1]))
         keys, values = (gathered(t, table, lengths, b)[None] for t in (k, v))
-        out, lse = attention(q[None, rows], keys, values, layout="bthd", return_lse=True, **{"causal": True, **options})
+        given = {"causal": True, **options}
+        if (slopes := options.get("alibi_slopes")) is not None and slopes.dim() == 2:
+            given["alibi_slopes"] = slopes[b]
+        out, lse = attention(q[None, rows], keys, values, layout="bthd", return_lse=True, **given)
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, 1)
@@ -73,6 +76,7 @@ def test_sequences_of_any_lengths_in_shuffled_pages_among_nan(page, device):
         {"causal": False, "window": (9, 3)},
         {"softcap": 2.0, "scale": 0.3, "sinks": torch.randn(4, device=device)},
         {"alibi_slopes": torch.rand(4, device=device)},
+        {"alibi_slopes": torch.rand(8, 4, device=device)},
     ):
         found = attention_paged(*inputs, **options, return_lse=True, config=CONFIG)
         assert_close(found, expected(*inputs, **options))

@@ -13,7 +13,14 @@ INF = float("inf")
 def test_packed_sequences_are_alone(device):
     starts_q, starts_k = [0, 13, 13, 50, 51], [0, 20, 25, 62, 63]
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in drawn(device, h=4, kv=2, n_q=51, n_k=63, v=24))
-    for options in ({}, {"causal": True}, {"causal": True, "window": 9}, {"sinks": torch.randn(4, device=device)}):
+    slopes = torch.rand(4, 4, device=device)
+    for options in (
+        {},
+        {"causal": True},
+        {"causal": True, "window": 9},
+        {"sinks": torch.randn(4, device=device)},
+        {"alibi_slopes": slopes},
+    ):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         out, lse = attention_varlen(*leaves, starts_q, starts_k, return_lse=True, **options)
         dout = torch.randn_like(out)
@@ -21,7 +28,8 @@ def test_packed_sequences_are_alone(device):
         for i in range(4):
             a, b = slice(*starts_q[i : i + 2]), slice(*starts_k[i : i + 2])
             own = [t.detach().requires_grad_() for t in (q[None, a], k[None, b], v[None, b])]
-            expected, own_lse = attention(*own, layout="bthd", return_lse=True, **options)
+            numbers = options | ({"alibi_slopes": slopes[i]} if "alibi_slopes" in options else {})
+            expected, own_lse = attention(*own, layout="bthd", return_lse=True, **numbers)
             torch.testing.assert_close(out[a], expected[0])
             torch.testing.assert_close(lse[:, a], own_lse[0])
             own_grads = torch.autograd.grad(expected, own, dout[None, a])

@@ -117,6 +117,9 @@ def test_softcap_alibi_and_sinks(config, device):
     results = decode_attention(*inputs, **options, return_lse=True, config=config)
     assert_right(results, expected(*inputs, **options))
     torch.testing.assert_close(results[1][1, :, 0], options["sinks"])  # no key but the sink
+    options["alibi_slopes"] = torch.rand(4, 3, device=device).T  # of each sequence
+    results = decode_attention(*inputs, **options, return_lse=True, config=config)
+    assert_right(results, expected(*inputs, **options))
 
 
 @pytest.mark.parametrize("page", [16, 64])

@@ -101,7 +101,7 @@ def _in_heads(
     for i in range(q.shape[h]):
         of_head = (x.narrow(h, j, 1) for x, j in ((q, i), (k, i // group), (v, i // group)))
         seen = mask if mask is None or mask.dim() < 3 or mask.shape[-3] == 1 else mask.narrow(-3, i, 1)
-        numbers = (None if x is None else x[i : i + 1] for x in (alibi_slopes, sinks))
+        numbers = (None if x is None else x[..., i : i + 1] for x in (alibi_slopes, sinks))
         heads.append(some(*of_head, seen, *numbers))
     return torch.cat(heads, h)
 
@@ -134,7 +134,7 @@ def naive(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None].to(sums) * (p - j).abs()
+        scores = scores - alibi_slopes[..., None, None].to(sums) * (p - j).abs()
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask
         mask = None
@@ -259,7 +259,7 @@ def _eager(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None].to(q.dtype) * (p - j).abs().to(q.dtype)
+        scores = scores - alibi_slopes[..., None, None].to(q.dtype) * (p - j).abs().to(q.dtype)
     seen = sees(p, j, causal, window) if causal or window is not None else None
     if mask is not None and mask.dtype == torch.bool:
         seen = mask if seen is None else seen & mask

@@ -61,7 +61,8 @@ def decode_attention(
     (_, n_new, heads, head_dim), (_, kv_heads, n_keys, _) = q.shape, k_all.shape
     outs, lses = [torch.zeros(0, n_new, heads, v_all.shape[3])], [torch.zeros(0, heads, n_new)]
     masks = [None] * len(q) if mask is None else mask
-    for x, k, v, length, shown in zip(q, k_all, v_all, lengths, masks, strict=True):
+    slopes = [None] * len(q) if alibi_slopes is None else alibi_slopes.expand(len(q), heads)
+    for x, k, v, length, shown, slope in zip(q, k_all, v_all, lengths, masks, slopes, strict=True):
         x = x.transpose(0, 1).unflatten(0, (kv_heads, -1))  # (Hkv, group, T, D)
         s = (x @ k[:, None].transpose(2, 3)) * (head_dim**-0.5 if scale is None else scale)
         if softcap:
@@ -69,8 +70,8 @@ def decode_attention(
         seen, distance = _seen(n_new, n_keys, length, window)
         if shown is not None:
             seen = seen & shown
-        if alibi_slopes is not None:
-            s = s - alibi_slopes.to(s.dtype).view(kv_heads, -1, 1, 1) * distance
+        if slope is not None:
+            s = s - slope.to(s.dtype).view(kv_heads, -1, 1, 1) * distance
         s = s.masked_fill(~seen, float("-inf"))
         lse = torch.logsumexp(s, dim=-1)
         if sinks is not None:
@@ -116,7 +117,7 @@ def eager(
     j = torch.arange(n_keys, device=q.device)
     p = (lengths.clamp(0, n_keys)[:, None] - n_new + torch.arange(n_new, device=q.device))[:, None, :, None]
     if alibi_slopes is not None:
-        s = s - alibi_slopes.to(s.dtype)[:, None, None] * (p - j).abs()
+        s = s - alibi_slopes.to(s.dtype)[..., None, None] * (p - j).abs()
     seen = (j <= p) if window is None else (j <= p) & (j > p - window)
     if mask is not None:
         seen = seen & mask[:, None, None, :]

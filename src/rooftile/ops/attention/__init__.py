@@ -69,8 +69,8 @@ def attention(
         mask: broadcasts to `(B, Hq, Tq, Tk)` in either layout. bool: True is seen, together with `causal` and `window`;
             float32, float16 or bfloat16: added to the scores, and a key with less than -2.3e38 is not seen. It is read
             by its strides, never expanded. `scaled_dot_product_attention` calls it `attn_mask`.
-        alibi_slopes: `(Hq,)`: slope times |p - j| is subtracted from the score (Press et al. 2022,
-            https://arxiv.org/abs/2108.12409).
+        alibi_slopes: `(Hq,)` or `(B, Hq)`: slope times |p - j| is subtracted from the score (Press et al. 2022,
+            https://arxiv.org/abs/2108.12409). The kernels `"hopper"` don't take it; the choice avoids them.
         sinks: `(Hq,)`: for each head a score that takes part in the softmax and has no value, as in gpt-oss.
         layout: `"bhtd"`, or `"bthd"` for q, k, v and the output as `(B, T, H, D)`: handled by strides, without a copy.
         return_lse: also return the logarithm of the softmax's denominator.
@@ -138,7 +138,7 @@ def attention_varlen(
             Else the default is the number of tokens, which is correct and launches programs that have nothing to do.
             Rows past max_seqlen_q may be zeros, and keys past max_seqlen_k may have no gradient.
         causal, scale, window, softcap, alibi_slopes, sinks, return_lse, deterministic, config: as in `attention`;
-            positions are counted within each sequence.
+            positions are counted within each sequence. Slopes may be `(sequences, Hq)`.
 
     Returns:
         out, `(Tq, Hq, Dv)` in q's dtype, dense; with `return_lse`, `(out, lse)`; lse is `(Hq, Tq)` float32.
@@ -215,7 +215,7 @@ def attention_paged(
         cu_seqlens_q: `(sequences + 1,)` int32: where the queries of each sequence begin in q, and where the last ones
             end, as in `attention_varlen`.
         max_seqlen_q: the most queries of a sequence, as in `attention_varlen`. It decides about the tiles and the grid.
-        causal, scale, window, softcap, alibi_slopes, sinks: as in `attention`; positions are counted within each
+        causal, scale, window, softcap, alibi_slopes, sinks: as in `attention_varlen`; positions are counted within each
             sequence. Keys before a window are not read.
         k_scale, v_scale: float32, the factors of cached elements: `()`, `(Hkv,)`, or one for each token and head, of
             the cache's first three dimensions. An int8 cache needs them.

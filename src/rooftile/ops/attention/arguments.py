@@ -187,7 +187,7 @@ def check_tensors(
     q_heads, kv_heads = q.shape[heads], k.shape[heads]
     if q_heads % kv_heads if kv_heads else q_heads:
         raise ValueError(f"{op}: q has {q_heads} heads, expected a multiple of the {kv_heads} heads of k and v")
-    check_per_head(op, q_heads, alibi_slopes=alibi_slopes, sinks=sinks)
+    check_per_head(op, q_heads, sinks=sinks)
     if mask is None:
         return
     if mask.dtype is not torch.bool and mask.dtype not in library.FLOATS:
@@ -216,6 +216,14 @@ def check_per_head(op: str, q_heads: int, **tensors: Tensor | None) -> None:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(per_head.shape)}, expected ({q_heads},), a number for each head of q"
             )
+
+
+def check_slopes(op: str, slopes: Tensor | None, sequences: int, q_heads: int) -> None:
+    if slopes is not None and tuple(slopes.shape) not in ((q_heads,), (sequences, q_heads)):
+        raise ValueError(
+            f"{op}: alibi_slopes has shape {tuple(slopes.shape)}, expected ({q_heads},), a number for each head of q, "
+            f"or ({sequences}, {q_heads}), for each sequence and head"
+        )
 
 
 def check_starts(op: str, starts_q: Tensor, starts_k: Tensor | None) -> None:

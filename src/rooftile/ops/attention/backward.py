@@ -56,6 +56,7 @@ class _Tiling:
         head_dim, head_parts, value_dim, value_parts: a dimension and its blocks, as `split_dim` gives them.
         capped, has_left, has_right: see `Scoring.flags`.
         shared: query heads share KV heads; how many is an argument.
+        alibi: dimensions of the slopes: 0 for none, 1 by head, 2 by sequence and head.
         even: the sequence is a whole number of steps.
         wanted: which gradients: "dq", "dk", "dv" or "dkdv".
     """
@@ -72,7 +73,7 @@ class _Tiling:
     has_left: bool
     has_right: bool
     mask: str
-    alibi: bool
+    alibi: int
     packed: bool
     even: bool
     wanted: str
@@ -299,6 +300,8 @@ def dkdv_kernel(
     batch = (lane // kv_heads).to(tl.int64)
     total_q = n_q  # a head's rows of lse and delta
     first_row = batch * (kv_heads * group) * n_q
+    if T.alibi == 2:
+        slopes_ptr += batch * (kv_heads * group)
     start_k = batch * 0
     if T.packed:
         start_q, n_q = sequence_range(starts_q_ptr, batch, n_q)
@@ -466,6 +469,8 @@ def dq_kernel(
     head = (lane % heads).to(tl.int64)
     kv_head = head // group
     batch = (lane // heads).to(tl.int64)
+    if T.alibi == 2:
+        slopes_ptr += batch * heads
     rows_at = head * n_q  # of lse and delta
     start_q = batch * 0
     if T.packed:
@@ -674,7 +679,7 @@ def _tiling(x: Inputs, c: AttentionConfig, wanted: str) -> _Tiling:
         has_left=x.scoring.flags[1],
         has_right=x.scoring.flags[2],
         mask=x.mask_kind,
-        alibi=x.alibi_slopes is not None,
+        alibi=0 if x.alibi_slopes is None else x.alibi_slopes.dim(),
         packed=x.starts_q is not None,
         even=x.starts_q is None and walked % step == 0,
         wanted=wanted,

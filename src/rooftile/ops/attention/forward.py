@@ -293,6 +293,8 @@ def forward_kernel(
     stride_vb, stride_vh, stride_vt = eights(stride_vb, EIGHTS), eights(stride_vh, EIGHTS), eights(stride_vt, EIGHTS)
     stride_ob, stride_oh, stride_ot = eights(stride_ob, EIGHTS), eights(stride_oh, EIGHTS), eights(stride_ot, EIGHTS)
 
+    if ALIBI == 2:
+        slopes_ptr += batch * heads
     lse_ptr += head * n_q
     if PACKED:
         total_k = n_k
@@ -379,19 +381,20 @@ def _launcher(
     dims: tuple[int, int],
     flags: tuple[bool, bool, bool],
     mask: str,
+    alibi: int,
     packed: bool,
     eights: bool,
     raw: bool,
     c: AttentionConfig,
 ) -> KernelLauncher:
-    dtype, _mask, alibi_slopes, sinks = dtypes
+    dtype, _mask, _slopes, sinks = dtypes
     assert dtype is not None
     constants = {
         "CAPPED": flags[0],
         "HAS_LEFT": flags[1],
         "HAS_RIGHT": flags[2],
         "MASK": mask,
-        "ALIBI": alibi_slopes is not None,
+        "ALIBI": alibi,
         "SINKS": sinks is not None,
         "PACKED": packed,
         "EIGHTS": eights,
@@ -422,6 +425,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
     s = x.scoring
     raw = not (s.softcap or x.alibi_slopes is not None or x.mask_kind == "float") and s.numbers[0] >= 2.0**-126
     dtypes = tuple(None if t is None else t.dtype for t in (x.q, x.mask, x.alibi_slopes, x.sinks))
-    launcher = _launcher(dtypes, (head_dim, value_dim), s.flags, x.mask_kind, packed, eights, raw, c)
+    alibi = 0 if x.alibi_slopes is None else x.alibi_slopes.dim()
+    launcher = _launcher(dtypes, (head_dim, value_dim), s.flags, x.mask_kind, alibi, packed, eights, raw, c)
     numbers = (pairs, together, heads, group, n_q, n_k, n_blocks, *s.numbers)
     return bind(launcher, pairs * n_blocks, strides=(*strides, *x.mask_strides), numbers=numbers)

@@ -46,6 +46,8 @@ class _Arguments:
             raise ValueError(f"{self.op}: layout is {self.layout!r}, expected 'thd' with cu_seqlens_q and no other")
         if self.starts_q is not None:
             arguments.check_starts(self.op, self.starts_q, self.starts_k)
+        sequences = self.q.shape[0] if self.starts_q is None else self.starts_q.shape[0] - 1
+        arguments.check_slopes(self.op, self.alibi_slopes, sequences, self.q.shape[self.layout.index("h")])
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Memory for out and lse."""

@@ -51,6 +51,8 @@ def paged_kernel(
     seq = (pair // heads).to(tl.int64)
     kv_head = head // group
 
+    if ALIBI == 2:
+        slopes_ptr += seq * heads
     lse_ptr += head * n_q
     begin, n_q = sequence_range(starts_ptr, seq, n_q)
     if start_m >= n_q:
@@ -87,12 +89,13 @@ class _Kind:
     page: int
     ptx: bool
     flags: tuple[bool, bool, bool]
+    alibi: int
     raw: bool
 
 
 @functools.cache
 def _launcher(kind: _Kind, c: AttentionConfig) -> launching.KernelLauncher:
-    dtype, *_, alibi_slopes, sinks = kind.dtypes
+    dtype, *_, sinks = kind.dtypes
     assert dtype is not None
     constants = {
         "K_SCALES": kind.scales[0],
@@ -102,7 +105,7 @@ def _launcher(kind: _Kind, c: AttentionConfig) -> launching.KernelLauncher:
         "CAPPED": kind.flags[0],
         "HAS_LEFT": kind.flags[1],
         "HAS_RIGHT": kind.flags[2],
-        "ALIBI": alibi_slopes is not None,
+        "ALIBI": kind.alibi,
         "SINKS": sinks is not None,
         "RAW": kind.raw,
         **tile_constants(dtype, kind.dims, c),
@@ -165,7 +168,8 @@ class _Arguments:
         paging.check_pages(_OP, self.page_table, sequences, self.page)
         paging.check_scales(_OP, self.k_scale, self.v_scale, self.k_cache, kv_heads)
         library.check_floating(_OP, alibi_slopes=self.alibi_slopes, sinks=self.sinks)
-        arguments.check_per_head(_OP, heads, alibi_slopes=self.alibi_slopes, sinks=self.sinks)
+        arguments.check_per_head(_OP, heads, sinks=self.sinks)
+        arguments.check_slopes(_OP, self.alibi_slopes, sequences, heads)
 
     @property
     def page(self) -> int:
@@ -265,6 +269,7 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         page=a.page,
         ptx=target.arch.startswith("sm_"),
         flags=s.flags,
+        alibi=0 if a.alibi_slopes is None else a.alibi_slopes.dim(),
         # Without factors of keys, scores stay unscaled where they can, as in the dense kernel.
         raw=not (scales[0] or s.softcap or p.alibi) and s.numbers[0] >= 2.0**-126,
     )

@@ -116,7 +116,7 @@ class Inputs:
     Attributes:
         q, k, v: packed sequences are one batch entry.
         mask: broadcast to (B, Hq, Tq, Tk) by strides of 0; bool (True is seen) or floating (added to the score).
-        alibi_slopes: (Hq,); slope * |p - j| is taken off the score.
+        alibi_slopes: (Hq,) or (sequences, Hq); slope * |p - j| is taken off the score.
         sinks: (Hq,); a score that takes part in the softmax and has no value.
         starts_q, starts_k: (sequences + 1,) int32, of packed sequences: where each begins in q and in k.
         longest_q, longest_k: the most queries and keys of one sequence; all of them where nothing is packed.

@@ -46,7 +46,8 @@ class _Problem:
     """What selects the kernels, beside the configuration.
 
     `shape` has the batch rounded up to a power of two, the query rows of a KV head for `n_new`, and no sizes that are
-    arguments. `split`: items may be split; `one_item`: they are not, and each has a program of its own.
+    arguments. `split`: items may be split; `one_item`: they are not, and each has a program of its own. `alibi` is how
+    many dimensions the slopes have.
     """
 
     dtypes: tuple[torch.dtype | None, ...]
@@ -56,6 +57,7 @@ class _Problem:
     softcap: float
     window: int
     scale_kinds: tuple[str, str]
+    alibi: int
     has_lse: bool
     pdl: bool
     packed: str
@@ -72,7 +74,7 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
     tile, tiles = row_tile(s.n_new)
     width = max(v0, v1)
     itemsize = 1 if p.packed else p.dtypes[1].itemsize  # type: ignore[union-attr]
-    has_alibi, has_sinks, has_mask = (dtype is not None for dtype in p.dtypes[6:])
+    has_sinks, has_mask = (dtype is not None for dtype in p.dtypes[7:])
     min_blocks = c.min_blocks if p.split else NEVER_SPLIT.value
     last = max(1, min(64, 1024 * c.num_warps // (tile * width))) if p.split and c.combine == "last" else 0
     constants = {
@@ -88,7 +90,7 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
         "WINDOW": p.window,
         "K_SCALE_KIND": p.scale_kinds[0],
         "V_SCALE_KIND": p.scale_kinds[1],
-        "HAS_ALIBI": has_alibi,
+        "ALIBI": p.alibi,
         "HAS_SINKS": has_sinks,
         "HAS_MASK": has_mask,
         "HAS_LSE": p.has_lse,
@@ -183,6 +185,7 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         softcap=float(softcap or 0.0),
         window=window or 0,
         scale_kinds=(scale_kind(k_scale), scale_kind(v_scale)),
+        alibi=0 if alibi_slopes is None else alibi_slopes.dim(),
         has_lse=return_lse,
         pdl=c.pdl and pdl.supported(target),
         packed=packed,
@@ -311,7 +314,7 @@ def decode_attention(
         scale: of the scores; `1 / sqrt(D)` by default. A new value of scale, window or softcap compiles a new kernel.
         window: the most keys that a token sees, including its own. Earlier keys are not read.
         softcap: as in Gemma 2; None or 0 for none.
-        alibi_slopes: `(Hq,)`, floating (Press et al. 2022).
+        alibi_slopes: `(Hq,)` or `(B, Hq)`, floating (Press et al. 2022).
         sinks: `(Hq,)`, floating: a score of each head that takes part in the softmax without a value.
         mask: `(B, S)`, bool, where S is the capacity of a sequence (pages times page_size, with a page table): False
             hides a key that lengths, position and window would show. Any strides; copied where the last is not 1.

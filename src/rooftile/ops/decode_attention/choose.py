@@ -319,10 +319,11 @@ def check(
     else:
         paging.check_pages(_OP, page_table, batch, k_cache.shape[cache_layout.index("t")])
     paging.check_scales(_OP, k_scale, v_scale, k_cache, kv_heads)
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if per_head is not None:
-            library.check_floating(_OP, **{name: per_head})
-            _expect(name, per_head, (heads,), ": one for each head of q")
+    library.check_floating(_OP, alibi_slopes=alibi_slopes, sinks=sinks)
+    if sinks is not None:
+        _expect("sinks", sinks, (heads,), ": one for each head of q")
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) != (batch, heads):
+        _expect("alibi_slopes", alibi_slopes, (heads,), f" or ({batch}, {heads}): one for each head of q")
     s = shape_of(q, k_cache, v_cache, page_table, layout, cache_layout)
     if mask is not None:
         if mask.dtype != torch.bool:

@@ -124,7 +124,7 @@ def decode_kernel(
     n_seqs, n_new, kv_heads, capacity, n_pages, programs,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, PAGE: tl.constexpr,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_LSE: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
@@ -236,8 +236,11 @@ def decode_kernel(
         if low < high:
             row, mask, token, head = query_rows(item_in_seq, n_new, rows, GROUP, ROW_TILES, ROWS)
             position = (n_keys - n_new + token)[None, :]
-            if HAS_ALIBI:
-                slope = (tl.load(slopes_ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2E)[None, :]
+            if ALIBI:
+                slopes = slopes_ptr + head
+                if ALIBI == 2:
+                    slopes += seq.to(tl.int64) * (kv_heads * GROUP)
+                slope = (tl.load(slopes, mask=mask, other=0.0).to(tl.float32) * LOG2E)[None, :]
             k_head = k_ptr + kv_head.to(tl.int64) * stride_kh
             v_head = v_ptr + kv_head.to(tl.int64) * stride_vh
             k_scale_head = k_scale_ptr
@@ -291,7 +294,7 @@ def decode_kernel(
                 FACTOR: tl.constexpr = SCALE * LOG2E if SOFTCAP == 0 else SCALE / SOFTCAP
                 s = capped_scores(s, FACTOR, SOFTCAP * LOG2E, SOFTCAP > 0)
                 distance = position - cols[:, None]  # from the key to the query
-                if HAS_ALIBI:
+                if ALIBI:
                     s -= slope * tl.abs(distance).to(tl.float32)
                 seen = (distance >= 0) & inside[:, None]
                 if HAS_MASK:
