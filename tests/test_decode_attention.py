@@ -8,6 +8,7 @@ import torch
 
 from rooftile.cases.check import relative_error
 from rooftile.ops import decode_attention as op
+from rooftile.ops.attention import attention
 from rooftile.ops.decode_attention import DecodeConfig
 from rooftile.ops.decode_attention.choose import choose, decode, encode
 from rooftile.reference import decode_attention as reference_module
@@ -120,6 +121,26 @@ def test_softcap_alibi_and_sinks(config, device):
     options["alibi_slopes"] = torch.rand(4, 3, device=device).T  # of each sequence
     results = decode_attention(*inputs, **options, return_lse=True, config=config)
     assert_right(results, expected(*inputs, **options))
+
+
+@every_config
+def test_without_causality_all_tokens_see_all_keys(config, device):
+    """As many keys as tokens, fewer, none, and many; what lies beyond is NaN."""
+    inputs = make(device, [5, 2, 0, 100, 33], tokens=5, capacity=110)
+    for name in ("k", "v"):
+        cache = inputs[1 if name == "k" else 2]
+        for b, n in enumerate(inputs[3].tolist()):
+            cache[b, n:] = float("nan")
+    options = {"alibi_slopes": torch.rand(4, device=device), "softcap": 2.0, "causal": False}
+    zeroed = (inputs[0], *(t.nan_to_num() for t in inputs[1:3]), inputs[3])
+    results = decode_attention(*inputs, **options, return_lse=True, config=config)
+    assert_right(results, expected(*zeroed, **options))
+    results = decode_attention(*inputs, causal=False, return_lse=True, config=config)
+    for b, n in ((1, 2), (3, 100)):  # as attention without causality has it
+        one = [inputs[0][b : b + 1], *(t[b : b + 1, :n] for t in inputs[1:3])]
+        out, lse = attention(*one, layout="bthd", return_lse=True)
+        torch.testing.assert_close(results[0][b], out[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[1][b], lse[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -358,6 +379,7 @@ class TestRefused:
             ((q, k, v, lengths), {"alibi_slopes": ones}, r"alibi_slopes has shape \(3,\), expected \(4,\)"),
             ((q, k, v, lengths), {"layout": "thd"}, "layout is 'thd', expected one of bhtd, bthd"),
             ((q, k, v, lengths), {"window": 0}, "window is 0, expected at least 1"),
+            ((q, k, v, lengths), {"window": 3, "causal": False}, "window is 3 with causal=False, expected None"),
             ((q, k, v, lengths), {"softcap": -1.0}, "softcap is -1.0, expected 0 or more and below"),
             ((q, k, v, lengths), {"scale": float("nan")}, "scale is nan, expected a finite value"),
         ]
@@ -377,6 +399,7 @@ class TestRefused:
             ((q, k, v, lengths.long()), {}, "lengths has dtype torch.int64, expected int32"),
             ((q, k, v, lengths), {"k_scale": torch.ones((), dtype=BF16, device=device)}, "k_scale has dtype"),
             ((q, k, v, lengths), {"window": 2.5}, "window is a float, expected an int or None"),
+            ((q, k, v, lengths), {"causal": 1}, "causal is an int, expected a bool"),
             ((q, k, v, lengths), {"config": "fast"}, "config is a str, expected a DecodeConfig or None"),
         ]
         for args, options, message in wrong:

@@ -242,6 +242,7 @@ _EDGE = (
     _point(2, 70, (2, 1), (94, 32), tokens=2, cache="int8", scales="head"),
     _point(3, 70, (6, 2), (16, 40), tokens=2, page=32, ragged=True, alibi=True, masked=True),
     _point(2, 40, (2, 1), (32, 32), cache="fp8", scales="token", masked=True, cache_layout="bhtd"),
+    _point(3, 70, (4, 2), (16, 24), tokens=5, page=16, ragged=True, sinks=True, causal=False),
 )
 _BATCHES, _LENGTHS = (1, 2, 8, 32, 64), (512, 2048, 8192, 32768)
 # A token of one or two sequences: few enough for what is compiled anew for each shape, and for the naive form.

@@ -25,11 +25,11 @@ def dequantized(
     return x * _sequences(scale.to(dtype), page_table, layout)[..., None]
 
 
-def _seen(n_new: int, n_keys: int, length: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+def _seen(n_new: int, n_keys: int, length: Tensor, window: int | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Which keys (columns) each new token sees, and their distance."""
     j = torch.arange(n_keys, device=length.device)
     p = (length.clamp(0, n_keys) - n_new + torch.arange(n_new, device=length.device))[:, None]
-    seen = j <= p
+    seen = j <= p if causal else (j < length).expand(n_new, n_keys)
     if window is not None:
         seen = seen & (j > p - window)
     return seen, (p - j).abs()
@@ -45,6 +45,7 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
@@ -67,7 +68,7 @@ def decode_attention(
         s = (x @ k[:, None].transpose(2, 3)) * (head_dim**-0.5 if scale is None else scale)
         if softcap:
             s = softcap * torch.tanh(s / softcap)
-        seen, distance = _seen(n_new, n_keys, length, window)
+        seen, distance = _seen(n_new, n_keys, length, window, causal)
         if shown is not None:
             seen = seen & shown
         if slope is not None:
@@ -96,6 +97,7 @@ def eager(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
@@ -118,7 +120,9 @@ def eager(
     p = (lengths.clamp(0, n_keys)[:, None] - n_new + torch.arange(n_new, device=q.device))[:, None, :, None]
     if alibi_slopes is not None:
         s = s - alibi_slopes.to(s.dtype)[..., None, None] * (p - j).abs()
-    seen = (j <= p) if window is None else (j <= p) & (j > p - window)
+    seen = (j <= p) if causal else (j < lengths[:, None, None, None])
+    if window is not None:
+        seen = seen & (j > p - window)
     if mask is not None:
         seen = seen & mask[:, None, None, :]
     s = s.masked_fill(~seen, float("-inf"))

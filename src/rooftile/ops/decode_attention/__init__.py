@@ -56,6 +56,7 @@ class _Problem:
     scale: float
     softcap: float
     window: int
+    causal: bool
     scale_kinds: tuple[str, str]
     alibi: int
     has_lse: bool
@@ -88,6 +89,7 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
         "SCALE": p.scale,
         "SOFTCAP": p.softcap,
         "WINDOW": p.window,
+        "CAUSAL": p.causal,
         "K_SCALE_KIND": p.scale_kinds[0],
         "V_SCALE_KIND": p.scale_kinds[1],
         "ALIBI": p.alibi,
@@ -128,7 +130,7 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
 
 def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask = args[:10]
-    scale, window, softcap, layout, cache_layout, return_lse, config = args[10:]
+    scale, window, softcap, causal, layout, cache_layout, return_lse, config = args[10:]
     if isinstance(q, FunctionalTensor):
         raise launching.Untraceable("counters")
     results = _fake(*args)
@@ -184,6 +186,7 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         scale=s.head_dim**-0.5 if scale is None else float(scale),
         softcap=float(softcap or 0.0),
         window=window or 0,
+        causal=causal or s.n_new == 1,  # one token, the last, sees all keys in either case
         scale_kinds=(scale_kind(k_scale), scale_kind(v_scale)),
         alibi=0 if alibi_slopes is None else alibi_slopes.dim(),
         has_lse=return_lse,
@@ -253,8 +256,8 @@ def _allocator(out: Tensor, lse: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    q, v_cache, layout, return_lse = args[0], args[2], args[13], args[15]
-    check(*args[:15])
+    q, v_cache, layout, return_lse = args[0], args[2], args[14], args[16]
+    check(*args[:16])
     batch, heads, n_new, _ = (q.shape[layout.index(axis)] for axis in "bhtd")
     out = torch.empty((batch, n_new, heads, v_cache.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, n_new) if return_lse else (0,), dtype=torch.float32, device=q.device)
@@ -264,7 +267,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 _op = library.define(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, "
     "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, float? scale, int? window, float? softcap, "
-    "str layout, str cache_layout, bool return_lse, str config) -> (Tensor, Tensor)",
+    "bool causal, str layout, str cache_layout, bool return_lse, str config) -> (Tensor, Tensor)",
     prepare=_prepare,
     fake=_fake,
 )
@@ -280,6 +283,7 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
@@ -314,6 +318,8 @@ def decode_attention(
         scale: of the scores; `1 / sqrt(D)` by default. A new value of scale, window or softcap compiles a new kernel.
         window: the most keys that a token sees, including its own. Earlier keys are not read.
         softcap: as in Gemma 2; None or 0 for none.
+        causal: False for cross-attention: all new tokens see all keys of their sequence, `j < lengths[b]`; their own
+            keys need not be among them. It takes no window. ALiBi counts |p - j|, the last token at the last key.
         alibi_slopes: `(Hq,)` or `(B, Hq)`, floating (Press et al. 2022).
         sinks: `(Hq,)`, floating: a score of each head that takes part in the softmax without a value.
         mask: `(B, S)`, bool, where S is the capacity of a sequence (pages times page_size, with a page table): False
@@ -339,7 +345,7 @@ def decode_attention(
     if on_cpu and not torch.compiler.is_compiling():
         s = check(
             q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, scale, window,
-            softcap, layout, cache_layout,
+            softcap, causal, layout, cache_layout,
         )  # fmt: skip
         check_values(lengths, page_table, s)
         lengths = lengths.to(q.device)
@@ -350,6 +356,6 @@ def decode_attention(
         text = (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)  # compilers warn of a cache
     out, lse = _op(
         q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, scale, window, softcap,
-        layout, cache_layout, return_lse, text,
+        causal, layout, cache_layout, return_lse, text,
     )  # fmt: skip
     return (out, lse) if return_lse else out

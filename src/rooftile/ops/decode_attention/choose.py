@@ -240,7 +240,7 @@ def shape_of(
 
 
 def _check_options(
-    scale: float | None, window: int | None, softcap: float | None, layout: str, cache_layout: str
+    scale: float | None, window: int | None, softcap: float | None, causal: bool, layout: str, cache_layout: str
 ) -> None:
     library.check_layout(_OP, layout)
     library.check_layout(_OP, cache_layout, "cache_layout")
@@ -255,6 +255,10 @@ def _check_options(
         raise TypeError(f"{_OP}: window is {library.named(window)}, expected an int or None")
     if window is not None and window < 1:
         raise ValueError(f"{_OP}: window is {window}, expected at least 1: the query's own position")
+    if not isinstance(causal, bool):
+        raise TypeError(f"{_OP}: causal is {library.named(causal)}, expected a bool")
+    if window is not None and not causal:
+        raise ValueError(f"{_OP}: window is {window} with causal=False, expected None: all tokens see all keys")
 
 
 def _expect(name: str, t: Tensor, shape: tuple[object, ...], why: str = "") -> None:
@@ -277,11 +281,12 @@ def check(
     scale: float | None,
     window: int | None,
     softcap: float | None,
+    causal: bool,
     layout: str,
     cache_layout: str,
 ) -> Shape:
     """Raise for unsupported shapes, dtypes and options."""
-    _check_options(scale, window, softcap, layout, cache_layout)
+    _check_options(scale, window, softcap, causal, layout, cache_layout)
     if q.dim() != 4:
         expected = "B, T, Hq, D" if layout == "bthd" else "B, Hq, T, D"
         raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions ({expected})")

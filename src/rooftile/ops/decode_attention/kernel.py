@@ -124,12 +124,12 @@ def decode_kernel(
     n_seqs, n_new, kv_heads, capacity, n_pages, programs,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, PAGE: tl.constexpr,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_LSE: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
-    PREFETCH_BLOCKS: tl.constexpr, ONE_ITEM: tl.constexpr, K_LINES: tl.constexpr, V_LINES: tl.constexpr,
-    PDL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
+    CAUSAL: tl.constexpr, K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LSE: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr, PREFETCH_BLOCKS: tl.constexpr, ONE_ITEM: tl.constexpr, K_LINES: tl.constexpr,
+    V_LINES: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = tl.float16 if PACKED != "" else q_ptr.dtype.element_ty
     SCALE_QUERY: tl.constexpr = PACKED != "" and q_ptr.dtype.element_ty != tl.float16
@@ -296,7 +296,10 @@ def decode_kernel(
                 distance = position - cols[:, None]  # from the key to the query
                 if ALIBI:
                     s -= slope * tl.abs(distance).to(tl.float32)
-                seen = (distance >= 0) & inside[:, None]
+                if CAUSAL:
+                    seen = (distance >= 0) & inside[:, None]
+                else:
+                    seen = inside[:, None]
                 if HAS_MASK:
                     seen &= visible[:, None]
                 if WINDOW > 0:
