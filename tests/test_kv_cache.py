@@ -6,7 +6,10 @@ import pytest
 import torch
 from helpers import BF16
 
+from rooftile.engine import PagedKVCache
 from rooftile.ops import kv_cache as ops
+from rooftile.ops.attention import attention_paged
+from rooftile.ops.decode_attention import decode_attention
 from rooftile.ops.kv_cache.kernel import prepare_append
 from rooftile.ops.rope import rope
 from rooftile.primitives.paging import Cache
@@ -212,3 +215,25 @@ def test_starts_and_pages_on_the_cpu_are_looked_at(starts, options, message, dev
     with pytest.raises(ValueError, match=f"append_kv: {message}"):
         append_kv(k, k, *caches, ints(starts, "cpu"), **options)
     assert all((cache == -7).all() for cache in caches)
+
+
+def test_pages_of_512_in_every_op(device):
+    """A write across a page's end; what both readers find is what a contiguous cache gives."""
+    starts, new = ints([505, 30], device), 14
+    k, v = drawn(2, 600, 2, 16, device=device), drawn(2, 600, 2, 16, device=device)
+    q, table = drawn(2, new, 4, 16, device=device), ints([[3, 0], [2, 1]], device)
+    pages = [torch.full((4, 512, 2, 16), torch.nan, device=device) for _ in "kv"]
+    append_kv(k[:, :505], v[:, :505], *pages, ints([0, 0], device), page_table=table, counts=starts)
+    caches = [x.clone() for x in (k, v)]
+    at = starts[:, None].long() + torch.arange(new, device=device)
+    for x, cache in zip((k, v), caches, strict=True):
+        cache[torch.arange(2, device=device)[:, None], at] = x[:, -new:]
+    append_kv(k[:, -new:], v[:, -new:], *pages, starts, page_table=table)
+    lengths = starts + new
+    expected = decode_attention(q, *caches, lengths, layout="bthd")
+    found = decode_attention(q, *pages, lengths, page_table=table, layout="bthd")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found = attention_paged(q.flatten(0, 1), *pages, table, lengths, [0, new, 2 * new])
+    torch.testing.assert_close(found, expected.flatten(0, 1), rtol=1e-5, atol=1e-5)
+    cache = PagedKVCache(1, 512, 2, 16, max_sequences=1, dtype=torch.float32, device=device)
+    assert cache.page_size == 512

@@ -22,13 +22,11 @@ from rooftile.ops.decode_attention.choose import LONGEST_HEAD
 from rooftile.ops.kv_cache import QUANTIZED, Layout, append_kv, rope_and_cache
 from rooftile.ops.rope import Style
 from rooftile.primitives import pdl
+from rooftile.primitives.paging import PAGES
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-
-_PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 @triton.jit(do_not_specialize=["n", "capacity"])
@@ -504,7 +502,7 @@ class PagedKVCache(CacheBase):
 
     Args:
         pages: the size of the pool.
-        page_size: tokens of a page: 16, 32, 64, 128 or 256.
+        page_size: tokens of a page: 16, 32, 64, 128, 256 or 512.
         kv_heads, head_dim, value_dim, layers, dtype, device, layout, scales: as in `KVCache`.
         max_sequences: the most sequences at a time.
         max_seq_len: the most tokens of a sequence; by default what all pages hold.
@@ -529,9 +527,9 @@ class PagedKVCache(CacheBase):
         scales: str | tuple[Tensor, Tensor] | None = None,
     ) -> None:
         check_positive("PagedKVCache", pages=pages, max_sequences=max_sequences)
-        if page_size not in _PAGE_SIZES:
+        if page_size not in PAGES:
             raise ValueError(
-                f"PagedKVCache: page_size is {page_size!r}, expected one of {', '.join(str(n) for n in _PAGE_SIZES)}"
+                f"PagedKVCache: page_size is {page_size!r}, expected one of {', '.join(str(n) for n in PAGES)}"
             )
         if max_seq_len is None:
             max_seq_len = pages * page_size

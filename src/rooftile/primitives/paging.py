@@ -14,7 +14,7 @@ from rooftile.primitives import quantize
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-PAGES = (16, 32, 64, 128, 256)  # tokens of a page that kernels are compiled for
+PAGES = (16, 32, 64, 128, 256, 512)  # tokens of a page that kernels are compiled for
 _FP8 = torch.float8_e4m3fn
 
 

@@ -205,7 +205,7 @@ def attention_paged(
         q: `(Tq, Hq, D)`: the queries of all sequences, float32, float16 or bfloat16. Any strides; copied where the last
             is not 1.
         k_cache, v_cache: `(pages, page_size, Hkv, D)`, or `(pages, Hkv, page_size, D)` with `cache_layout="bhtd"`,
-            page_size 16, 32, 64, 128 or 256. Of q's dtype, float8_e4m3fn or int8. Query head h reads KV head
+            page_size 16, 32, 64, 128, 256 or 512. Of q's dtype, float8_e4m3fn or int8. Query head h reads KV head
             `h // (Hq // Hkv)`. D, and the last dimension of v_cache, which may be another, are 1 to 256. Any strides;
             copied as a whole where the last is not 1.
         page_table: `(sequences, most pages)`, int32: the pages of each sequence, which sequences may share. Entries

@@ -308,7 +308,7 @@ def decode_attention(
         q: `(B, Hq, T, D)` (or `(B, T, Hq, D)` with `layout="bthd"`), T at most 16, float32, float16 or bfloat16. Any
             strides; copied where the last is not 1.
         k_cache, v_cache: `(B, S, Hkv, D)`, or `(B, Hkv, S, D)` with `cache_layout="bhtd"`; with a page table
-            `(pages, page_size, Hkv, D)` or `(pages, Hkv, page_size, D)`, page_size 16, 32, 64, 128 or 256. Of q's
+            `(pages, page_size, Hkv, D)` or `(pages, Hkv, page_size, D)`, page_size 16, 32, 64, 128, 256 or 512. Of q's
             dtype, float8_e4m3fn or int8. Query head h reads KV head `h // (Hq // Hkv)`. D, and the last dimension of
             v_cache, which may be another, are 1 to 256. Any strides; copied as a whole where the last is not 1, or
             where rows of 8-bit elements begin at odd bytes.
