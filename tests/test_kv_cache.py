@@ -237,3 +237,80 @@ def test_pages_of_512_in_every_op(device):
     torch.testing.assert_close(found, expected.flatten(0, 1), rtol=1e-5, atol=1e-5)
     cache = PagedKVCache(1, 512, 2, 16, max_sequences=1, dtype=torch.float32, device=device)
     assert cache.page_size == 512
+
+
+class TestCacheBatchIdx:
+    """A contiguous cache of more entries than the batch has sequences, in another order."""
+
+    @pytest.mark.parametrize("cache_layout", ["bthd", "bhtd"])
+    def test_writes_and_reads_are_those_of_the_entries_alone(self, cache_layout, device):
+        k, v = drawn(3, 2, 2, 16, device=device), drawn(3, 2, 2, 8, device=device)
+        q, table = drawn(3, 2, 4, 16, device=device), drawn(40, 16, device=device)
+        starts, entries = ints([7, 30, 12], device), ints([4, 0, 3], device)
+        shapes = [(6, 40, 2, d) if cache_layout == "bthd" else (6, 2, 40, d) for d in (16, 8)]
+        caches = [drawn(*shape, device=device) for shape in shapes]
+        alone = [cache[entries.long()] for cache in caches]
+        expected = [cache.clone() for cache in caches]
+        given = {"cache_layout": cache_layout}
+        turned = rope_and_cache(q, k, v, table, table, *alone, starts, **given)
+        again = rope_and_cache(q, k, v, table, table, *caches, starts, cache_batch_idx=entries, **given)
+        assert torch.equal(again, turned)
+        append_kv(k, v, *alone, starts + 4, **given)
+        append_kv(k, v, *caches, starts + 4, cache_batch_idx=entries, **given)
+        for cache, own, before in zip(caches, alone, expected, strict=True):
+            before[entries.long()] = own
+            assert torch.equal(cache, before)
+        lengths, shared = starts + 6, ints([3, 3, 4], device)
+        for at in (entries, shared, shared.repeat_interleave(2)[::2]):
+            wanted = decode_attention(q, *(t[at.long()] for t in caches), lengths, layout="bthd", **given)
+            found = decode_attention(q, *caches, lengths, cache_batch_idx=at, layout="bthd", **given)
+            assert torch.equal(found, wanted)
+
+    def test_scales_and_bytes_of_the_entries(self, device):
+        k = drawn(2, 1, 2, 32, device=device)
+        caches = [torch.zeros(4, 20, 2, 32, dtype=torch.int8, device=device) for _ in "kv"]
+        scales = [torch.ones(4, 20, 2, device=device) for _ in "kv"]
+        given = {"k_scale": scales[0], "v_scale": scales[1], "cache_batch_idx": ints([3, 1], device)}
+        for at in range(3):
+            append_kv(k * (at + 1), k, *caches, ints([at, at], device), **given)
+        own = [t[[3, 1]] for t in (*caches, *scales)]
+        assert all(not t[[0, 2]].any() for t in caches)
+        lengths = ints([3, 2], device)
+        wanted = decode_attention(k, *own[:2], lengths, k_scale=own[2], v_scale=own[3], layout="bthd")
+        assert torch.equal(decode_attention(k, *caches, lengths, layout="bthd", **given), wanted)
+
+    def test_entries_outside_are_refused_or_left_out(self, device):
+        q, cache = drawn(2, 1, 2, 16, device=device), fresh((3, 8, 2, 16), device)
+        caches, starts = (cache, cache.clone()), ints([1, 2], device)
+        two = "cache_batch_idx and page_table are given"
+        wrong = [
+            ({"cache_batch_idx": ints([0], device)}, ValueError, r"cache_batch_idx has shape \(1,\), expected \(2,\)"),
+            ({"cache_batch_idx": ints([[0, 1]], device)}, ValueError, r"cache_batch_idx has shape \(1, 2\), expected"),
+            ({"cache_batch_idx": ints([0, 1], device).long()}, TypeError, "cache_batch_idx has dtype torch.int64"),
+            ({"cache_batch_idx": [0, 1]}, TypeError, "cache_batch_idx is a list, expected a tensor"),
+            ({"cache_batch_idx": ints([0, 1], device), "page_table": ints([[0], [1]], device)}, ValueError, two),
+            (
+                {"page_table": ints([0, 1], device)},
+                ValueError,
+                r"page_table has shape \(2,\), expected \(2, max_pages\)",
+            ),
+        ]
+        if device.type == "cpu":
+            outside = r"cache_batch_idx\[1\] is 3, expected 0 to 2, a sequence of k_cache"
+            wrong.append(({"cache_batch_idx": ints([0, 3], device)}, ValueError, outside))
+        for options, error, message in wrong:
+            with pytest.raises(error, match=f"append_kv: {message}"):
+                append_kv(q, q, *caches, starts, **options)
+            with pytest.raises(error, match=f"decode_attention: {message}"):
+                decode_attention(q, *caches, starts, layout="bthd", **options)
+
+    def test_the_kernel_writes_to_no_entry_that_there_is_not(self, device):
+        """Past the checks of the host, which a GPU's tensors do not have."""
+        k = drawn(3, 2, 2, 8, device=device)
+        memory = fresh((5, 16, 2, 8), device)
+        cache = Cache(
+            memory[1:4], memory[1:4].clone(), ints([0] * 3, device), ints([-1, 3, 1], device), *[None] * 3, "", "bthd"
+        )
+        prepare_append(k, k, "bthd", cache)(k, k, *cache.tensors(), *cache.indices())
+        assert torch.equal(memory[2, :2], k[2])
+        assert (memory[[0, 1, 3, 4]] == -7).all()

@@ -25,6 +25,8 @@ def locate_tokens(
 ):  # fmt: skip
     """For each new token of a sequence: whether it exists, its position, and where it goes.
 
+    Without PAGE, a table has each sequence's entry in a contiguous cache; without a table they are in order.
+
     The last three results are the cache's batch entry or page, the row in it, and whether that is inside the cache.
     """
     start = tl.load(starts_ptr + batch).to(tl.int64)
@@ -37,8 +39,11 @@ def locate_tokens(
         page = tl.load(table_ptr + batch * stride_tb + position // PAGE, mask=written, other=-1).to(tl.int64)
         written &= (page >= 0) & (page < n_pages)
         return exists, position, page, position % PAGE, written
-    else:
+    elif table_ptr is None:
         return exists, position, batch + tokens * 0, position, written
+    else:
+        entry = tl.load(table_ptr + batch * stride_tb).to(tl.int64) + tokens * 0
+        return exists, position, entry, position, written & (entry >= 0) & (entry < n_pages)
 
 
 @triton.jit
@@ -63,10 +68,14 @@ def page_of(
 ):  # fmt: skip
     """The first index into the cache for a block's keys: the sequence, the block's page, or the page of each key.
 
-    Clamped to existing pages, whatever the table says. The table is not read past the last key.
+    Of a contiguous cache a table has each sequence's entry. Clamped to existing pages or entries, whatever the table
+    says. The table is not read past the last key.
     """
-    if PAGE == 0:
+    if PAGE == 0 and pages_ptr is None:
         page = seq.to(tl.int64)
+    elif PAGE == 0:
+        page = _load_page(pages_ptr + seq.to(tl.int64) * stride_pb, PTX)
+        page = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
     else:
         token = block * BLOCK_N
         if PAGE < BLOCK_N:
@@ -92,6 +101,8 @@ def token_in_page(block, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 class Cache:
     """The tensors of a cache that new tokens are written to; they were checked.
 
+    A page table with one dimension has the entry of each sequence in a contiguous cache.
+
     `scales` is "" without scales, "given" if they are only read, "token" if one is written for each token and head.
     `layout` is that of the caches and of scales by token.
     """
@@ -109,7 +120,11 @@ class Cache:
     @property
     def page_size(self) -> int:
         """Tokens of a page; 0 for a contiguous cache."""
-        return 0 if self.page_table is None else int(self.k.shape[self.layout.index("t")])
+        return int(self.k.shape[self.layout.index("t")]) if self.paged else 0
+
+    @property
+    def paged(self) -> bool:
+        return self.page_table is not None and self.page_table.dim() > 1
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return quantize.writable(self.k), quantize.writable(self.v), self.k_scale, self.v_scale
@@ -135,11 +150,11 @@ class Cache:
         )
 
     def numbers(self) -> tuple[int, int]:
-        """Positions of a sequence, and pages of the cache (0 if it is contiguous)."""
+        """Positions of a sequence, and pages or entries of the cache (0 without a table)."""
         positions = int(self.k.shape[self.layout.index("t")])
         if self.page_table is None:
             return positions, 0
-        return positions * self.page_table.shape[1], self.k.shape[0]
+        return positions * (self.page_table.shape[1] if self.paged else 1), self.k.shape[0]
 
 
 # The arguments of ops that read a cache
@@ -194,6 +209,45 @@ def check_scales(op: str, k_scale: Tensor | None, v_scale: Tensor | None, k_cach
             raise ValueError(f"{op}: {name} is None, expected scales for an int8 cache")
 
 
+def table_of(op: str, starts: Tensor, page_table: Tensor | None, cache_batch_idx: Tensor | None) -> Tensor | None:
+    """The page table, or the entries of a contiguous cache, which ops take as a table with one dimension.
+
+    `starts` is a tensor with a number for each sequence: its starts or its length.
+    """
+    if page_table is not None:
+        if cache_batch_idx is not None:
+            raise ValueError(f"{op}: cache_batch_idx and page_table are given, expected at most one of them")
+        raise ValueError(
+            f"{op}: page_table has shape {tuple(page_table.shape)}, expected ({starts.shape[0]}, max_pages)"
+        )
+    library.check_tensors(op, cache_batch_idx=cache_batch_idx)
+    assert cache_batch_idx is not None
+    check_entries(op, cache_batch_idx, starts.shape[0])
+    if cache_batch_idx.device != starts.device:
+        raise ValueError(
+            f"{op}: cache_batch_idx is on {cache_batch_idx.device}, expected {starts.device}, as the tokens' counts"
+        )
+    return cache_batch_idx
+
+
+def check_entries(op: str, entries: Tensor, batch: int) -> None:
+    """Raise unless there is an entry of the cache for each sequence."""
+    if tuple(entries.shape) != (batch,):
+        raise ValueError(
+            f"{op}: cache_batch_idx has shape {tuple(entries.shape)}, expected ({batch},), one for each sequence"
+        )
+    if entries.dtype != torch.int32:
+        raise TypeError(f"{op}: cache_batch_idx has dtype {entries.dtype}, expected int32")
+
+
+def check_entry_values(op: str, entries: list[int], n_entries: int) -> None:
+    for b, entry in enumerate(entries):
+        if not 0 <= entry < n_entries:
+            raise ValueError(
+                f"{op}: cache_batch_idx[{b}] is {entry}, expected 0 to {n_entries - 1}, a sequence of k_cache"
+            )
+
+
 def check_pages(op: str, page_table: Tensor, batch: int, page: int) -> None:
     """Raise unless the table has a row of pages for each sequence, of a size that kernels are compiled for."""
     if page_table.dim() != 2 or page_table.shape[0] != batch:
@@ -207,11 +261,14 @@ def check_pages(op: str, page_table: Tensor, batch: int, page: int) -> None:
 
 
 def check_values(op: str, lengths: Tensor, page_table: Tensor | None, capacity: int, page: int, n_pages: int) -> None:
-    """Check lengths and pages on the CPU. Those on the GPU would cost a synchronization; the kernel clamps them."""
+    """Check lengths, and pages or entries, on the CPU. On the GPU that would synchronize; the kernel clamps them."""
     if lengths.device.type == "cpu" and lengths.numel() and int(lengths.max()) > capacity:
         at = int(lengths.argmax())
         raise ValueError(f"{op}: lengths[{at}] is {int(lengths[at])}, expected at most {capacity}, the cache's")
     if page_table is None or page_table.device.type != "cpu" or lengths.device.type != "cpu" or not page_table.numel():
+        return
+    if page_table.dim() == 1:
+        check_entry_values(op, page_table.tolist(), n_pages)
         return
     used = torch.arange(page_table.shape[1], device="cpu") * page < lengths[:, None]
     wrong = used & ((page_table < 0) | (page_table >= n_pages))

@@ -34,7 +34,7 @@ from rooftile.ops.decode_attention.choose import (
 from rooftile.ops.decode_attention.kernel import as_pairs, decode_kernel, packed_format
 from rooftile.ops.decode_attention.schedule import NEVER_SPLIT, combine_kernel
 from rooftile.primitives import pdl
-from rooftile.primitives.paging import scale_kind, scale_strides
+from rooftile.primitives.paging import scale_kind, scale_strides, table_of
 from rooftile.primitives.quantize import writable
 from rooftile.primitives.scores import split_dim
 
@@ -137,7 +137,9 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     s = shape_of(q, k_cache, v_cache, page_table, layout, cache_layout)
     check_values(lengths, page_table, s)
     allocate = _allocator(*results)
-    if results[0].numel() == 0 or s.capacity == 0 or (s.page and s.n_pages == 0):  # no keys, for any lengths
+    if (
+        results[0].numel() == 0 or s.capacity == 0 or (page_table is not None and s.n_pages == 0)
+    ):  # no keys, for any lengths
 
         def without_keys(*args: Any) -> tuple[Tensor, Tensor]:
             out, lse = allocate()
@@ -280,6 +282,7 @@ def decode_attention(
     lengths: Tensor,
     *,
     page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -315,6 +318,8 @@ def decode_attention(
         lengths: `(B,)`, int32: the keys of each sequence, including the new tokens; 0 or less for none. The cache may
             hold anything beyond them.
         page_table: `(B, most pages)`, int32: the pages of each sequence. Entries beyond its length are not read.
+        cache_batch_idx: `(B,)`, int32: the entry of each sequence in a contiguous cache, `k_cache[cache_batch_idx[b]]`,
+            as in FlashAttention; b by default. The cache may have any number of entries, and sequences may share them.
         scale: of the scores; `1 / sqrt(D)` by default. A new value of scale, window or softcap compiles a new kernel.
         window: the most keys that a token sees, including its own. Earlier keys are not read.
         softcap: as in Gemma 2; None or 0 for none.
@@ -341,6 +346,9 @@ def decode_attention(
             lead out of the cache. On the GPU both are clamped, and nothing outside the cache is read.
         TypeError: an unsupported dtype.
     """
+    if cache_batch_idx is not None or (isinstance(page_table, Tensor) and page_table.dim() == 1):
+        library.check_tensors("decode_attention", lengths=lengths)
+        page_table = table_of("decode_attention", lengths, page_table, cache_batch_idx)
     on_cpu = isinstance(lengths, Tensor) and lengths.is_cpu and isinstance(q, Tensor) and not q.is_cpu
     if on_cpu and not torch.compiler.is_compiling():
         s = check(

@@ -214,7 +214,10 @@ _OP = "decode_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a call. `capacity` is the most keys of a sequence; `page` is 0 for a contiguous cache."""
+    """The sizes of a call. `capacity` is the most keys of a sequence; `page` is 0 for a contiguous cache.
+
+    `n_pages`, of pages or of sequences, is 0 for a contiguous cache without `cache_batch_idx`.
+    """
 
     batch: int
     n_new: int
@@ -233,7 +236,9 @@ def shape_of(
     batch, heads, n_new, head_dim = (q.shape[layout.index(axis)] for axis in "bhtd")
     tokens, kv_heads = cache_layout.index("t"), cache_layout.index("h")
     page, n_pages, capacity = 0, 0, k_cache.shape[tokens]
-    if page_table is not None:
+    if page_table is not None and page_table.dim() == 1:
+        n_pages = k_cache.shape[0]
+    elif page_table is not None:
         page, n_pages = k_cache.shape[tokens], k_cache.shape[0]
         capacity = page_table.shape[1] * page
     return Shape(batch, n_new, heads, k_cache.shape[kv_heads], head_dim, v_cache.shape[3], capacity, page, n_pages)
@@ -294,7 +299,7 @@ def check(
         if cache.dim() != 4:
             expected = (
                 ("B, S, Hkv, D" if cache_layout == "bthd" else "B, Hkv, S, D")
-                if page_table is None
+                if page_table is None or page_table.dim() == 1
                 else ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
             )
             raise ValueError(f"{_OP}: {name} has shape {tuple(cache.shape)}, expected 4 dimensions ({expected})")
@@ -321,6 +326,8 @@ def check(
     if page_table is None:
         if k_cache.shape[0] != batch:
             raise ValueError(f"{_OP}: k_cache has {k_cache.shape[0]} sequences, expected {batch} to match q")
+    elif page_table.dim() == 1:
+        paging.check_entries(_OP, page_table, batch)
     else:
         paging.check_pages(_OP, page_table, batch, k_cache.shape[cache_layout.index("t")])
     paging.check_scales(_OP, k_scale, v_scale, k_cache, kv_heads)

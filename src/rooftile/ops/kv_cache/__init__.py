@@ -28,7 +28,7 @@ from torch import Tensor
 from rooftile import library
 from rooftile.ops.kv_cache.kernel import prepare_append, prepare_rope
 from rooftile.ops.rope import Style, check_rotary_dim, check_style, dense
-from rooftile.primitives.paging import Cache
+from rooftile.primitives.paging import Cache, check_entries, check_entry_values, table_of
 
 Layout = Literal["bthd", "bhtd"]
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
@@ -56,6 +56,9 @@ def _check_new(op: str, k: Tensor, v: Tensor, layout: str) -> tuple[int, int, in
 
 
 def check_indices(op: str, batch: int, starts: Tensor, page_table: Tensor | None, counts: Tensor | None) -> None:
+    if page_table is not None and page_table.dim() == 1:
+        check_entries(op, page_table, batch)
+        page_table = None
     for name, x in (("starts", starts), ("counts", counts), ("page_table", page_table)):
         if x is not None and x.dtype != torch.int32:
             raise TypeError(f"{op}: {name} has dtype {x.dtype}, expected int32")
@@ -125,7 +128,7 @@ def check(op: str, k: Tensor, v: Tensor, layout: str, cache: Cache) -> None:
     _check_cache(op, "v_cache", v, heads, cache.v, cache.k.shape[0], page, cache.layout)
     if cache.v.dtype != cache.k.dtype:
         raise TypeError(f"{op}: v_cache has dtype {cache.v.dtype}, expected {cache.k.dtype} to match k_cache")
-    if cache.page_table is not None and (page < 1 or page & (page - 1)):
+    if cache.paged and (page < 1 or page & (page - 1)):
         raise ValueError(f"{op}: k_cache has pages of {page} tokens, expected a power of two")
     _check_scales(op, cache.k, heads, {"k_scale": cache.k_scale, "v_scale": cache.v_scale})
 
@@ -157,14 +160,17 @@ def check_rope(
 
 
 def check_values(op: str, tokens: int, cache: Cache) -> None:
-    """Check starts and pages that are on the CPU. On a GPU the kernel leaves out what does not fit."""
+    """Check starts, and pages or entries, that are on the CPU. On a GPU the kernel leaves out what does not fit."""
     starts, counts, page_table = cache.starts, cache.counts, cache.page_table
     if starts.device.type != "cpu" or (counts is not None and counts.device.type != "cpu"):
         return
     rows = cache.k.shape[cache.layout.index("t")]
-    capacity = rows if page_table is None else rows * page_table.shape[1]
+    capacity, _ = cache.numbers()
     new = [tokens] * len(starts) if counts is None else [int(n) for n in counts]
     table = page_table.tolist() if page_table is not None and page_table.device.type == "cpu" else None
+    if table is not None and not cache.paged:
+        check_entry_values(op, table, cache.k.shape[0])
+        table = None
     for b, (first, n) in enumerate(zip(starts.tolist(), new, strict=True)):
         if n > tokens:
             raise ValueError(f"{op}: counts[{b}] is {n}, expected at most the {tokens} tokens of k")
@@ -185,6 +191,7 @@ def check_values(op: str, tokens: int, cache: Cache) -> None:
 # The ops
 
 # The arguments that describe a cache. A scale by token is written, a given one is read: two arguments each.
+# A page table with one dimension is `cache_batch_idx`.
 CACHE_SCHEMA = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor starts, Tensor? page_table, Tensor? counts, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, str cache_layout"
@@ -305,11 +312,14 @@ def cache_arguments(
     v_scale: Tensor | None,
     layout: str,
     cache_layout: str,
+    cache_batch_idx: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The arguments of `CACHE_SCHEMA` after the caches. Starts and pages on the CPU are checked and copied."""
     k_token = v_token = None
     if not (isinstance(k, Tensor) and isinstance(starts, Tensor)):
         library.check_tensors(op, k=k, starts=starts)
+    if cache_batch_idx is not None or (isinstance(page_table, Tensor) and page_table.dim() == 1):
+        page_table = table_of(op, starts, page_table, cache_batch_idx)
     if k_scale is not None or v_scale is not None:
         library.check_tensors(op, **{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if s is not None})
         if k_scale is not None and k_scale.dim() == 3:
@@ -336,6 +346,7 @@ def append_kv(
     starts: Tensor,
     *,
     page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
     counts: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -356,6 +367,9 @@ def append_kv(
         starts: `(B,)`, int32: the tokens that each sequence has in the cache before this call, and so the position of
             its first new one. It is not changed. A sequence with a negative start gets no token.
         page_table: `(B, max_pages)`, int32: the pages of each sequence, in order. The page size is a power of two.
+        cache_batch_idx: `(B,)`, int32: the entry of each sequence in a contiguous cache, `k_cache[cache_batch_idx[b]]`,
+            as in FlashAttention; b by default. The cache may have any number of entries. No two sequences with new
+            tokens may have the same one.
         counts: `(B,)`, int32: how many of the T tokens are the sequence's; all by default.
         k_scale, v_scale: float32, for a float8 or int8 cache: `()` or `(H,)`, the factors of stored elements;
             or one for each token and head, of the caches' first three dimensions, which is written as well. A
@@ -368,11 +382,13 @@ def append_kv(
 
     Raises:
         ValueError: a shape, stride or layout does not fit; a scale is missing, or given where there is none; k or v
-            requires grad; starts, counts or a page table on the CPU lead out of the cache; devices differ or are the
-            CPU without the interpreter.
+            requires grad; starts, counts, entries or a page table on the CPU lead out of the cache; devices differ or
+            are the CPU without the interpreter.
         TypeError: a dtype is not one of those named.
     """
-    rest = cache_arguments("append_kv", k, k_cache, starts, page_table, counts, k_scale, v_scale, layout, cache_layout)
+    rest = cache_arguments(
+        "append_kv", k, k_cache, starts, page_table, counts, k_scale, v_scale, layout, cache_layout, cache_batch_idx
+    )
     _append(k, v, k_cache, v_cache, *rest)
 
 
@@ -387,6 +403,7 @@ def rope_and_cache(
     starts: Tensor,
     *,
     page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
     counts: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -411,6 +428,7 @@ def rope_and_cache(
         q rotated, in new memory of the same order; zeros for tokens excluded by `counts` or a negative start.
     """
     rest = cache_arguments(
-        "rope_and_cache", k, k_cache, starts, page_table, counts, k_scale, v_scale, layout, cache_layout
-    )
+        "rope_and_cache", k, k_cache, starts, page_table, counts, k_scale, v_scale, layout, cache_layout,
+        cache_batch_idx,
+    )  # fmt: skip
     return _rope(q, k, v, cos, sin, k_cache, v_cache, *rest, style, rotary_dim)
