@@ -301,6 +301,9 @@ def test_options_that_make_no_sense(device):
     refused(ValueError, r"window is \(-2, 0\), expected sides of 0 or more", window=(-2, 0))
     for window in ("3", 1.5, True, (1,), (1, 2.0)):
         refused(TypeError, "window is .*, expected an int", window=window)
+    seven = torch.tensor(7, device=device)
+    for window in (seven, (seven, 0), (None, seven)):
+        refused(TypeError, "window is or has a tensor, expected ints: .* would make the host wait", window=window)
     for scale in (INF, NAN):
         refused(ValueError, "scale is .*, expected a finite number", scale=scale)
     for softcap in (-1.0, 1e-40, INF, NAN):

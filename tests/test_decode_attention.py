@@ -399,6 +399,7 @@ class TestRefused:
             ((q, k, v, lengths.long()), {}, "lengths has dtype torch.int64, expected int32"),
             ((q, k, v, lengths), {"k_scale": torch.ones((), dtype=BF16, device=device)}, "k_scale has dtype"),
             ((q, k, v, lengths), {"window": 2.5}, "window is a float, expected an int or None"),
+            ((q, k, v, lengths), {"window": lengths[0]}, "window is or has a tensor, expected ints: .* the host wait"),
             ((q, k, v, lengths), {"causal": 1}, "causal is an int, expected a bool"),
             ((q, k, v, lengths), {"config": "fast"}, "config is a str, expected a DecodeConfig or None"),
         ]

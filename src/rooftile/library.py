@@ -474,6 +474,15 @@ def named(value: object) -> str:
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
+def check_window(op: str, *sides: object) -> None:
+    """Raise TypeError for a tensor: windows choose kernels and grids on the host."""
+    if any(isinstance(side, Tensor) for side in sides):
+        raise TypeError(
+            f"{op}: window is or has a tensor, expected ints: reading it would make the host wait for the device; pass "
+            "int(window) if that is meant"
+        )
+
+
 def shown(shape: Sequence[int | str]) -> str:
     """A shape of numbers and names: (1, heads, 8)."""
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

@@ -64,7 +64,7 @@ def attention(
         scale: the factor of q·k; `1 / sqrt(D)` by default.
         window: an int w: each query sees its own position and the w - 1 keys before it, and without `causal` also the
             w - 1 after it. Or `(left, right)`: that many keys before and after, None (or -1) for no limit, as in
-            FlashAttention; `causal` makes right 0.
+            FlashAttention; `causal` makes right 0. No tensor: reading it would make the host wait for the device.
         softcap: scores become `softcap * tanh(s / softcap)`, as in Gemma 2; before masks and biases.
         mask: broadcasts to `(B, Hq, Tq, Tk)` in either layout. bool: True is seen, together with `causal` and `window`;
             float32, float16 or bfloat16: added to the scores, and a key with less than -2.3e38 is not seen. It is read

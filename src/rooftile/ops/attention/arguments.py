@@ -45,6 +45,7 @@ def _window(op: str, window: Window | None, causal: bool) -> tuple[int, int]:
     """How many keys before and after its own position a query sees; -1 is no limit."""
     if window is None:
         return -1, 0 if causal else -1
+    library.check_window(op, *(window if isinstance(window, (tuple, list)) else (window,)))
     wrong = TypeError(f"{op}: window is {window!r}, expected an int, (left, right) of ints or None, or None")
     if isinstance(window, int) and not isinstance(window, bool):
         if window < 1:

@@ -321,7 +321,8 @@ def decode_attention(
         cache_batch_idx: `(B,)`, int32: the entry of each sequence in a contiguous cache, `k_cache[cache_batch_idx[b]]`,
             as in FlashAttention; b by default. The cache may have any number of entries, and sequences may share them.
         scale: of the scores; `1 / sqrt(D)` by default. A new value of scale, window or softcap compiles a new kernel.
-        window: the most keys that a token sees, including its own. Earlier keys are not read.
+        window: the most keys that a token sees, including its own. Earlier keys are not read. No tensor: reading it
+            would make the host wait for the device.
         softcap: as in Gemma 2; None or 0 for none.
         causal: False for cross-attention: all new tokens see all keys of their sequence, `j < lengths[b]`; their own
             keys need not be among them. It takes no window. ALiBi counts |p - j|, the last token at the last key.

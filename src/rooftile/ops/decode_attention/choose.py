@@ -256,6 +256,7 @@ def _check_options(
         raise ValueError(f"{_OP}: scale is {scale}, expected a finite value below 2^127")
     if softcap is not None and not 0 <= softcap < 2.0**64:
         raise ValueError(f"{_OP}: softcap is {softcap}, expected 0 or more and below 2^64")
+    library.check_window(_OP, window)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
         raise TypeError(f"{_OP}: window is {library.named(window)}, expected an int or None")
     if window is not None and window < 1:
