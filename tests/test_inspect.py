@@ -128,6 +128,7 @@ def test_tasks_are_dealt_to_processes_by_op():
 # Lengths
 
 LENGTHS = (1, 2, 15, 16, 17, 1024, 4097)
+ATTENTION = ("attention", "attention_varlen", "attention_paged")
 
 
 def _lengths(case):
@@ -143,8 +144,8 @@ def _lengths(case):
             yield Point(" ".join(f"{k}={v}" for k, v in lengths.items()), {**base.dims, **lengths}, base.options)
 
 
-def recompilations(tasks):
-    """Kernels that differ from another in nothing but the lengths they were called with."""
+def kernels_of(tasks):
+    """What each task would be compiled to: the direction, what the launcher chose, and what Triton specializes on."""
     script = Path(__file__).with_name("specializations.py")
     questions = "".join(json.dumps(task.as_json()) + "\n" for task in tasks)
     run = subprocess.run(
@@ -156,9 +157,13 @@ def recompilations(tasks):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    answers = [json.loads(line) for line in run.stdout.splitlines()]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def recompilations(tasks):
+    """Kernels that differ from another in nothing but the lengths they were called with."""
     by_config = {}
-    for task, kernels in zip(tasks, answers, strict=True):
+    for task, kernels in zip(tasks, kernels_of(tasks), strict=True):
         for direction, chosen, given in kernels:
             config = (task.op, direction, json.dumps(chosen, sort_keys=True))
             by_config.setdefault(config, {}).setdefault(json.dumps(given, sort_keys=True), str(task.point))
@@ -171,6 +176,34 @@ def test_a_length_that_changes_recompiles_no_kernel():
     broken = plan([BROKEN["specialized"], BROKEN["good"]], source=broken_kernels.__name__)
     found = {op: points for (op, *_), points in recompilations(tasks + broken).items()}
     assert found == {"specialized": ["16 rows", "100 rows"]}
+
+
+@pytest.mark.parametrize("portable", ["", "1"])
+def test_a_new_scale_window_or_softcap_recompiles_no_attention(portable, monkeypatch):
+    """Neither of the forward nor of the backward, portable or in Gluon. That there is one of them may."""
+    monkeypatch.setenv("ROOFTILE_PORTABLE", portable)
+    changes = (
+        {"scale": (0.3, 0.7, 2)},
+        {"scale": (0.3, 0.7, 2), "window": (17, 600, 64)},
+        {"scale": (0.3, 0.7, 2), "softcap": (2.0, 30.0, 50)},
+        {"window": ((5, 9), (16, 1), (100, 7))},
+    )
+    tasks, forms = [], []
+    for case in find_cases():
+        if case.name not in ATTENTION:
+            continue
+        point = next(p for p in (*case.sets["llm"], *case.sets["tiny"]) if not set(p.options) & {"window", "softcap"})
+        for change, direction in itertools.product(changes, case.directions):
+            forms.append((case.name, direction, list(change)))
+            for i in range(3):
+                options = {**point.options, **{name: values[i] for name, values in change.items()}}
+                tasks.append(Task(case.name, Point(f"{point} {i}", point.dims, options), "bf16", direction))
+    answers = iter(kernels_of(tasks))
+    for form in forms:
+        first, *others = (next(answers) for _ in range(3))
+        assert first, form
+        for other in others:
+            assert other == first, form
 
 
 # What is wrong with a kernel
