@@ -98,7 +98,6 @@ def test_it_takes_what_its_tests_give_it(point):
         {"dtype": torch.float32},
         {"mask": "bool"},
         {"alibi": True},
-        {"packed": True},
         {"head_dim": 100, "value_dim": 100},
         {"value_dim": 64},
         {"aligned": False},

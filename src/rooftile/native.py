@@ -82,7 +82,7 @@ def _map(descriptor: Any, meta: dict[str, Any]) -> tuple[Any, ...]:
 
     dims = tuple(reversed(descriptor.shape))
     strides = tuple(meta["elem_size"] * stride for stride in reversed(descriptor.strides[:-1]))
-    last = dims[-1] * (strides[-1] if strides else meta["elem_size"])
+    last = dims[-1] * (strides[-1] if strides else meta["elem_size"]) % 2**64  # the driver does not read it
     fill = 1 if descriptor.padding == "nan" else 0
     kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
     return kind, meta["swizzle"], fill, dims, (*strides, last), tuple(reversed(meta["block_size"]))

@@ -17,6 +17,8 @@ import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import tma  # isort: skip
 
+_RAGGED = gl.constexpr(1 << 30)  # more than the tokens of any tensor
+
 # Triton 3.9 renamed these. The old names of the copies still exist there, and raise.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -91,3 +93,27 @@ def describe(t: Tensor, block: tuple[int, ...], layout: Any) -> Descriptor:
     any_stride = t.shape[-1] + -t.shape[-1] % 16  # the stride of a dimension of size 1 is arbitrary
     strides = [d if n > 1 else any_stride for n, d in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
     return Descriptor(tuple(t.shape), (*strides, 1), block, layout)
+
+
+def describe_packed(t: Tensor, block: tuple[int, int], layout: Any) -> Descriptor:
+    """As `describe`, of packed sequences (1, heads, tokens, dim) with tiles (tokens, dim), at `packed_at`.
+
+    Loads past a sequence's end give zeros, whatever the next sequence has there, and stores past it are dropped. For
+    this the tokens are a dimension that ends after 2^30, in which a sequence is moved back by the dimension before it
+    and by the first one. With s the stride of tokens, all addresses modulo 2^64:
+
+        2^30 (2^34 - s) + end s + (2^30 - n + row) s = (end - n + row) s    in elements of 2^n bytes
+
+    (Triton's `triton.tools.ragged_tma` does the same.) The layout is of rank 5.
+    """
+    (_, heads, tokens, dim), plain = t.shape, describe(t, (1, 1, *block), layout)
+    _, stride_h, stride_t, _ = plain.strides
+    ragged = _RAGGED.value
+    shape = (ragged + 1, tokens + 1, heads, ragged, dim)
+    return Descriptor(shape, ((1 << 34) - stride_t, stride_t, stride_h, stride_t, 1), (1, 1, 1, *block), layout)
+
+
+@gluon.jit
+def packed_at(end, n, head, row):
+    """Where TMA finds the rows from `row` on of the sequence of n tokens that ends before token `end`."""
+    return _RAGGED, end, head, _RAGGED - n + row, 0

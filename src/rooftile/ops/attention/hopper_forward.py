@@ -25,7 +25,10 @@ lowest maximum is finite, so that a row that sees no key needs no special case u
 The kernel's one constant, T, is a `Tiling`. num_warps of a configuration counts the consumers' warps, 4 for each 64
 queries of block_m; one more warp is the producer.
 
-Tiles differ in length with causality or a window; `work_order` says which program takes which.
+Tiles differ in length with causality or a window; `work_order` says which program takes which. The lengths of packed
+sequences are on the device: a kernel ahead lists the tiles (`packed`). TMA ends each sequence as it ends a tensor. It
+reads zeros past a sequence's last token, so that what the next one has there, NaN even, is not seen, and writes nothing
+there (`primitives.gluon.describe_packed`).
 """
 
 from __future__ import annotations
@@ -40,9 +43,18 @@ from torch import Tensor
 
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import KernelLauncher, bind
+from rooftile.ops.attention import packed
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
 from rooftile.ops.attention.work_order import count_of, tile_of, work_order
-from rooftile.primitives.gluon import describe, is_describable, load_tile, next_slot, store_tile
+from rooftile.primitives.gluon import (
+    describe,
+    describe_packed,
+    is_describable,
+    load_tile,
+    next_slot,
+    packed_at,
+    store_tile,
+)
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -85,6 +97,7 @@ class Tiling:
         joined: a tile's first dot of scores is started with the previous tile's last dot of values.
         capped, has_left, has_right: see `Scoring.flags`.
         scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
+        packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
     """
 
     keys: int
@@ -99,6 +112,7 @@ class Tiling:
     has_right: bool
     scale: float = 0.0
     rows: int = 64
+    packed: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -151,7 +165,7 @@ class Tiling:
 @gluon.jit
 def _count_tiles(size, T: gl.constexpr):
     """How many tiles this program has."""
-    if T.limited:
+    if T.packed or T.limited:
         return count_of(gl.program_id(0), gl.num_programs(0), size[0])
     else:
         return gl.cdiv(size[0] - gl.program_id(0), gl.num_programs(0))
@@ -159,10 +173,22 @@ def _count_tiles(size, T: gl.constexpr):
 
 @gluon.jit
 def _place(i, size, limits, order, T: gl.constexpr):
-    """Of this program's tile i: batch, head, first query, and the first and the end of the blocks of keys it sees.
+    """Of this program's tile i: sequence, head, first query, and the first and the end of the blocks of keys it sees.
 
-    At least one block, so that all tiles take the same path.
+    At least one block, so that all tiles take the same path. A sequence is its index in the batch; a packed one is the
+    end of its queries, how many they are, the end of its keys, and how many they are.
     """
+    if T.packed:
+        tile = packed.listed_tile(order, i, gl.program_id(0), gl.num_programs(0))
+        head, row, begin, end, end_q, n_q, end_k, n_k = tile
+        return (end_q, n_q, end_k, n_k), head, row, begin, end
+    else:
+        return _place_in_batch(i, size, limits, order, T)
+
+
+@gluon.jit
+def _place_in_batch(i, size, limits, order, T: gl.constexpr):
+    """`_place` where a formula of i says it."""
     _tiles, heads, n_q, n_k = size
     left, right = limits
     blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))
@@ -185,6 +211,33 @@ def _place(i, size, limits, order, T: gl.constexpr):
         end = gl.minimum(gl.minimum(row + T.tile_rows, n_q) + shift + right, n_k)
     end = gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin + 1)
     return head // heads, head % heads, row, begin, end
+
+
+@gluon.jit
+def _size_of(seq, size, T: gl.constexpr):
+    """The size with the lengths of that sequence."""
+    if T.packed:
+        return size[0], size[1], seq[1], seq[3]
+    else:
+        return size
+
+
+@gluon.jit
+def _queries_at(seq, head, row, T: gl.constexpr):
+    """Where queries or rows of the output are, for TMA."""
+    if T.packed:
+        return packed_at(seq[0], seq[1], head, row)
+    else:
+        return seq, head, row, 0
+
+
+@gluon.jit
+def _keys_at(seq, head, row, T: gl.constexpr):
+    """Where keys or values are, for TMA."""
+    if T.packed:
+        return packed_at(seq[2], seq[3], head, row)
+    else:
+        return seq, head, row, 0
 
 
 @gluon.jit
@@ -231,12 +284,12 @@ def _as_operand(weights, dtype, T: gl.constexpr):
 
 
 @gluon.jit
-def _fill(desc, batch, head, block, ring, slot, parity, T: gl.constexpr):
+def _fill(desc, seq, head, block, ring, slot, parity, T: gl.constexpr):
     """Copy a block of keys or values into the ring."""
     tiles, ready, free = ring
     mbarrier.wait(free.index(slot), parity ^ 1)
     mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-    load_tile(desc, [batch, head, block * T.keys, 0], ready.index(slot), tiles.index(slot))
+    load_tile(desc, _keys_at(seq, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
     return next_slot(slot, parity, T.stages)
 
 
@@ -245,43 +298,43 @@ def _produce(q_desc, k_desc, v_desc, memory, size, limits, order, T: gl.constexp
     """Keep the ring full."""
     q_ring, ring, _out_ring, _turns = memory
     q_tiles, q_ready, q_free = q_ring
-    heads_per_kv = size[1] // k_desc.shape[1]
+    heads_per_kv = size[1] // k_desc.shape[2 if T.packed else 1]
     slot = 0
     parity = 0
     buffer = 0
     q_parity = 0
-    old_batch = 0
+    old_seq = (0, 0, 0, 0) if T.packed else 0
     old_head = 0
     old_block = 0
     count = _count_tiles(size, T)
     for i in range(count):
-        batch, head, row, begin, end = _place(i, size, limits, order, T)
+        seq, head, row, begin, end = _place(i, size, limits, order, T)
         kv_head = head // heads_per_kv
-        slot, parity = _fill(k_desc, batch, kv_head, end - 1, ring, slot, parity, T)
+        slot, parity = _fill(k_desc, seq, kv_head, end - 1, ring, slot, parity, T)
         if T.joined:  # noqa: SIM102  # the one is known when it is compiled
             if i > 0:
-                slot, parity = _fill(v_desc, old_batch, old_head, old_block, ring, slot, parity, T)
+                slot, parity = _fill(v_desc, old_seq, old_head, old_block, ring, slot, parity, T)
         mbarrier.wait(q_free.index(buffer), q_parity ^ 1)
         mbarrier.expect(q_ready.index(buffer), T.consumers * q_desc.block_type.nbytes)
         for j in gl.static_range(gl.constexpr(T.consumers)):
             to = q_tiles.index(buffer * T.consumers + j)
-            load_tile(q_desc, [batch, head, row + j * T.rows, 0], q_ready.index(buffer), to)
+            load_tile(q_desc, _queries_at(seq, head, row + j * T.rows, T), q_ready.index(buffer), to)
         buffer += 1
         q_parity = gl.where(buffer == T.q_buffers, q_parity ^ 1, q_parity)
         buffer = gl.where(buffer == T.q_buffers, 0, buffer)
         for j in range(begin + 1, end):
             block = begin + end - 1 - j
-            slot, parity = _fill(k_desc, batch, kv_head, block, ring, slot, parity, T)
-            slot, parity = _fill(v_desc, batch, kv_head, block + 1, ring, slot, parity, T)
+            slot, parity = _fill(k_desc, seq, kv_head, block, ring, slot, parity, T)
+            slot, parity = _fill(v_desc, seq, kv_head, block + 1, ring, slot, parity, T)
         if T.joined:
-            old_batch = batch
+            old_seq = seq
             old_head = kv_head
             old_block = begin
         else:
-            slot, parity = _fill(v_desc, batch, kv_head, begin, ring, slot, parity, T)
+            slot, parity = _fill(v_desc, seq, kv_head, begin, ring, slot, parity, T)
     if T.joined:  # the last tile's last dot is started with scores that nobody needs
-        slot, parity = _fill(k_desc, old_batch, old_head, old_block, ring, slot, parity, T)
-        slot, parity = _fill(v_desc, old_batch, old_head, old_block, ring, slot, parity, T)
+        slot, parity = _fill(k_desc, old_seq, old_head, old_block, ring, slot, parity, T)
+        slot, parity = _fill(v_desc, old_seq, old_head, old_block, ring, slot, parity, T)
 
 
 @gluon.jit
@@ -358,7 +411,7 @@ def _steps(state, q, ring, turns, at, row, begin, end, size, scoring, mine: gl.c
 
 
 @gluon.jit
-def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, size, scale, T: gl.constexpr):
+def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T: gl.constexpr):
     """A tile's rows of the output, from the buffer `out`, and their log-sum-exp."""
     heads, n_q = size[1], size[2]
     total = gl.convert_layout(gl.sum(total, 1), peak.type.layout, assert_trivial=True)
@@ -371,13 +424,18 @@ def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, 
         o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc))[:, None]
         peak = higher
     rows = row + gl.arange(0, T.rows, layout=peak.type.layout)
-    at = lse_ptr + (batch * heads + head).to(gl.int64) * n_q
+    if T.packed:
+        at = lse_ptr + head.to(gl.int64) * n_q
+        end_q, n_q, _end_k, _n_k = seq
+        at += end_q - n_q
+    else:
+        at = lse_ptr + (seq * heads + head).to(gl.int64) * n_q
     gl.store(at + rows, (peak + gl.log2(total)) * _LN2, mask=rows < n_q)
     o = o * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, T.acc))[:, None]
     tma.store_wait(0)
     out.store(o.to(out_desc.dtype))
     fence_async_shared()
-    store_tile(out_desc, [batch, head, row, 0], out)
+    store_tile(out_desc, _queries_at(seq, head, row, T), out)
 
 
 @gluon.jit
@@ -398,26 +456,36 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     q_parity = 0
     turn = 0 if mine else 1  # the first need not wait
     count = _count_tiles(size, T)
-    batch, head, row, begin, end = _place(0, size, limits, order, T)
+    seq, head, row, begin, end = _place(0, size, limits, order, T)
     row += mine * T.rows
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(ring[1].index(0), 0)
     s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, 0, T),))
     mbarrier.arrive(ring[2].index(0), count=1)
-    s = _hidden(_capped(s, cap_factor, T), row, end - 1, size, limits, T)
+    s = _hidden(_capped(s, cap_factor, T), row, end - 1, _size_of(seq, size, T), limits, T)
     weights, total, peak, _factor = _weigh(s, lowest, scale, T)
     w = _as_operand(weights, out_desc.dtype, T)
     slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
     for i in range(count):
         last = i + 1 == count
-        new_batch, new_head, new_row, new_begin, new_end = _place(gl.minimum(i + 1, count - 1), size, limits, order, T)
-        new_row += mine * T.rows
+        if not T.packed:
+            following = gl.minimum(i + 1, count - 1)
+            new_seq, new_head, new_row, new_begin, new_end = _place(following, size, limits, order, T)
+            new_row += mine * T.rows
         q = q_tiles.index(buffer * T.consumers + mine)
         state = (zeros, w, total, peak)
-        state, at = _steps(state, q, ring, turns, (slot, parity, turn), row, begin, end, size, scoring, mine, T)
+        own_size = _size_of(seq, size, T)
+        state, at = _steps(state, q, ring, turns, (slot, parity, turn), row, begin, end, own_size, scoring, mine, T)
         slot, parity, turn = at
         o, w, total, peak = state
+        if T.packed:  # the tile's own place once more: the loop has no registers for what only its end needs
+            seq, head, row, begin, end = _place(i, size, limits, order, T)
+            row += mine * T.rows
+            following = gl.minimum(i + 1, count - 1)
+            new_seq, new_head, new_row, new_begin, new_end = _place(following, size, limits, order, T)
+            new_row += mine * T.rows
+        new_size = _size_of(new_seq, size, T)
         mbarrier.arrive(q_free.index(buffer), count=1)
         # The next tile's queries; at the end those of the last tile once more.
         next_buffer = gl.where(buffer + 1 == T.q_buffers, 0, buffer + 1)
@@ -436,7 +504,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
             _pass_turn(turns, mine, T)
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(ring[2].index(before), count=1)
-            s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, size, limits, T)
+            s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
             weights, new_total, new_peak, _factor = _weigh(s, lowest, scale, T)
             before = slot
             slot, parity = next_slot(slot, parity, T.stages)
@@ -445,29 +513,29 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
             o = warpgroup_mma_wait(0, (o,))
             mbarrier.arrive(ring[2].index(before), count=1)
             w = _as_operand(weights, out_desc.dtype, T)
-            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, size, scale, T)
+            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
             total = new_total
             peak = new_peak
         else:
             o = warpgroup_mma_wait(0, (warpgroup_mma(w, ring[0].index(slot), o, is_async=True),))
             mbarrier.arrive(ring[2].index(slot), count=1)
             slot, parity = next_slot(slot, parity, T.stages)
-            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, batch, head, row, size, scale, T)
+            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
             if not last:
                 mbarrier.wait(q_ready.index(buffer), q_parity)
                 mbarrier.wait(ring[1].index(slot), parity)
                 s = warpgroup_mma_wait(0, (_start_scores(q, ring, slot, T),))
                 mbarrier.arrive(ring[2].index(slot), count=1)
-                s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, size, limits, T)
+                s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
                 weights, total, peak, _factor = _weigh(s, lowest, scale, T)
                 w = _as_operand(weights, out_desc.dtype, T)
                 slot, parity = next_slot(slot, parity, T.stages)
                 mbarrier.wait(ring[1].index(slot), parity)
-        batch, head, row, begin, end = new_batch, new_head, new_row, new_begin, new_end
+        seq, head, row, begin, end = new_seq, new_head, new_row, new_begin, new_end
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "tiles_ptr"])
 def attend(
     q_desc,
     k_desc,
@@ -475,6 +543,7 @@ def attend(
     out_desc,
     lse_ptr,
     sinks_ptr,
+    tiles_ptr,
     scale,
     cap_factor,
     left,
@@ -501,18 +570,22 @@ def attend(
     for i in gl.static_range(gl.constexpr(T.q_buffers)):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_free.index(i), count=T.consumers)
-    for i in gl.static_range(gl.constexpr(T.consumers)):
-        mbarrier.init(turns.index(i), count=1)
+    if T.turns or not T.packed:  # Triton may put barriers that are not used where it passes a warp its arguments
+        for i in gl.static_range(gl.constexpr(T.consumers)):
+            mbarrier.init(turns.index(i), count=1)
     fence_async_shared()  # makes the initialised barriers visible to TMA
 
-    heads = q_desc.shape[1]
-    n_q = q_desc.shape[2]
-    count = q_desc.shape[0] * heads * gl.cdiv(n_q, gl.constexpr(T.tile_rows))
-    size = (count, heads, n_q, k_desc.shape[2])
+    if T.packed:
+        size = (gl.load(tiles_ptr), q_desc.shape[2], q_desc.shape[1] - 1, k_desc.shape[1] - 1)
+    else:
+        heads = q_desc.shape[1]
+        n_q = q_desc.shape[2]
+        count = q_desc.shape[0] * heads * gl.cdiv(n_q, gl.constexpr(T.tile_rows))
+        size = (count, heads, n_q, k_desc.shape[2])
     memory = ((q_tiles, q_ready, q_free), (tiles, ready, free), out_ring, turns)
     limits = (left, right)
     scoring = (scale, cap_factor, limits)
-    order = (width, wide, narrow, wide_rounds, narrow_rounds)
+    order = tiles_ptr if T.packed else (width, wide, narrow, wide_rounds, narrow_rounds)
     if T.consumers == 2:
         gl.warp_specialize(
             [
@@ -538,7 +611,7 @@ def attend(
 
 
 @functools.cache
-def _tiling(c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int) -> Tiling:
+def _tiling(c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int, packed: bool) -> Tiling:
     """What the kernel is compiled for. Two tiles of queries are in shared memory at once if they fit."""
     dim = max(32, 1 << (head_dim - 1).bit_length())
     # As measured on an H200: joined is 2 to 8 percent faster, also with turns, but not for two consumers of short
@@ -548,7 +621,7 @@ def _tiling(c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, l
     joined = not short and dim <= 128 and not (three and capped)
 
     def tiling(q_buffers: int) -> Tiling:
-        return Tiling(c.block_n, dim, c.num_warps // 4, c.num_stages, q_buffers, short, joined, *flags)
+        return Tiling(c.block_n, dim, c.num_warps // 4, c.num_stages, q_buffers, short, joined, *flags, packed=packed)
 
     return tiling(2) if tiling(2).shared_memory <= limit else tiling(1)
 
@@ -559,8 +632,8 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
     if p.dtype not in _DTYPES:
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
-    if p.packed or p.mask or p.alibi:
-        return "kernel 'hopper' takes no packed sequences, no mask and no ALiBi"
+    if p.mask or p.alibi:
+        return "kernel 'hopper' takes no mask and no ALiBi"
     if p.head_dim != p.value_dim or p.head_dim % 8 or not 8 <= p.head_dim <= 256:
         return (
             f"kernel 'hopper' takes one head_dim for keys and values, a multiple of 8 up to 256, not {p.head_dim} and "
@@ -574,7 +647,10 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return f"kernel 'hopper' takes a scale above 0, and it or the softcap from 2^-100 to 2^27, not {p.scoring}"
     if min(p.batch, p.heads, p.n_q, p.n_k) < 1 or max(p.n_q, p.n_k) >= 2**30:
         return f"kernel 'hopper' takes from 1 to 2^30 - 1 queries and keys, not {p.n_q} and {p.n_k}"
-    if p.batch * p.heads * library.cdiv(p.n_q, 64) >= 2**30:
+    if p.packed:
+        if p.tokens >= 2**29 or p.heads * (p.tokens // 64 + p.batch) >= 2**27:  # 8 numbers a tile
+            return f"kernel 'hopper' takes fewer than {p.tokens} tokens of {p.batch} sequences and {p.heads} heads"
+    elif p.batch * p.heads * library.cdiv(p.n_q, 64) >= 2**30:
         return f"kernel 'hopper' takes fewer tiles than {p.batch} x {p.heads} heads of {p.n_q} queries are"
     if c.num_warps not in (8, 12) or c.block_m != 16 * c.num_warps:
         return f"block_m is {c.block_m}: kernel 'hopper' takes 64 queries for every 4 of 8 or 12 warps"
@@ -582,7 +658,7 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return f"block_n is {c.block_n}: kernel 'hopper' takes 16 to 256 keys"
     if c.num_stages < 2:
         return f"num_stages is {c.num_stages}: kernel 'hopper' takes a ring of 2 blocks or more"
-    t = _tiling(c, p.scoring.flags, p.head_dim, target.shared_memory)
+    t = _tiling(c, p.scoring.flags, p.head_dim, target.shared_memory, p.packed)
     if t.rows * (t.dim * 2 + t.keys * 3) // 256 > (180 if t.consumers == 2 else 130):
         return f"the tile is {c.block_m} x {c.block_n}: more than the registers of {c.num_warps} warps hold"
     if t.shared_memory > target.shared_memory:
@@ -597,28 +673,42 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
 
     q, k, v and out are (batch, heads, tokens, dim) that TMA can describe, and lse (batch, heads, tokens) contiguous.
     """
-    target = runtime.target(x.q.device)
+    target, is_packed = runtime.target(x.q.device), x.starts_q is not None
     batch, heads, n_q, head_dim = x.q.shape
-    n_k = x.k.shape[2]
-    t = _tiling(c, x.scoring.flags, head_dim, target.shared_memory)
-    blocks = library.cdiv(n_q, t.tile_rows)
-    programs = min(target.multiprocessors, batch * heads * blocks)
-    heads_in_l2 = max(1, _L2 // (2 * n_k * t.dim * x.k.element_size()))
-    order = work_order(batch * heads, blocks, programs, heads_in_l2)
+    kv_heads, n_k = x.k.shape[1:3]
+    t = _tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed)
     factor, cap, left, right = x.scoring.numbers
     scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
     t = dataclasses.replace(t, scale=x.scoring.default_factor(head_dim))
-    layout = gl.NVMMASharedLayout(_swizzle_bytes(t.dim), 16, rank=4)
-    blocks_of = ((x.q, t.rows), (x.k, t.keys), (x.v, t.keys), (out, t.rows))
+    heads_in_l2 = max(1, _L2 // (2 * n_k * t.dim * x.k.element_size()))
+    list_tiles = None
+    if is_packed:
+        in_l2 = heads_in_l2 * (heads // kv_heads)
+        numbers = (n_q, n_k, t.tile_rows, t.keys, left, right, target.multiprocessors, in_l2)
+        tiles = packed.TileList(heads, x.sequences, *numbers)
+        programs, order = tiles.programs, (0,) * 5
+        list_tiles = packed.prepare_tiles(tiles)
+    else:
+        blocks = library.cdiv(n_q, t.tile_rows)
+        programs = min(target.multiprocessors, batch * heads * blocks)
+        order = work_order(batch * heads, blocks, programs, heads_in_l2)
+    layout = gl.NVMMASharedLayout(_swizzle_bytes(t.dim), 16, rank=5 if is_packed else 4)
+    descriptors = {}
+    for i, (tensor, rows) in enumerate(((x.q, t.rows), (x.k, t.keys), (x.v, t.keys), (out, t.rows))):
+        if is_packed:
+            descriptors[i] = describe_packed(tensor, (rows, t.dim), layout)
+        else:
+            descriptors[i] = describe(tensor, (1, 1, rows, t.dim), layout)
     start = bind(
         _launcher(t, x.q.dtype, None if x.sinks is None else x.sinks.dtype),
         programs,
         numbers=(scale, cap_factor, left, right, *order),
-        descriptors={i: describe(tensor, (1, 1, rows, t.dim), layout) for i, (tensor, rows) in enumerate(blocks_of)},
+        descriptors=descriptors,
     )
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, slopes: None, *rest: Any) -> None:
-        start(q, k, v, out, lse, rest[0])
+        sinks, starts_q, starts_k = rest
+        start(q, k, v, out, lse, sinks, None if list_tiles is None else list_tiles(starts_q, starts_k))
 
     return run
 

@@ -91,8 +91,9 @@ def listed_tile(tiles_ptr, i, program, programs):
     last of them before end_col of all.
     """
     at = tiles_ptr + (1 + i * programs + program) * _FIELDS
-    span = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), *span
+    head, row, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    end_row, n_rows, end_col, n_cols = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    return head, row, begin, end, end_row, n_rows, end_col, n_cols
 
 
 @triton.jit

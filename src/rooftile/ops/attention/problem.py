@@ -167,6 +167,7 @@ class Inputs:
             alibi=self.alibi_slopes is not None,
             sinks=self.sinks is not None,
             packed=self.starts_q is not None,
+            tokens=max(self.q.shape[2], self.k.shape[2]) if self.starts_q is not None else 0,
             aligned=all(map(_is_aligned, (self.q, self.k, self.v))),
         )
 
@@ -197,6 +198,7 @@ class Problem:
     alibi: bool = False
     sinks: bool = False
     packed: bool = False
+    tokens: int = 0  # of packed sequences, all together: queries or keys, whichever are more
     narrow: bool = False  # keys and values have 8 bits, and are converted in registers
     aligned: bool = True  # bases and strides of q, k and v are multiples of 16 bytes, as TMA needs
 
@@ -282,7 +284,7 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
         yield _interpreted(p)
         return
     dim = _dim(p)
-    if target.gluon and p.n_q > 64:
+    if target.gluon and p.n_q > 64 and not p.packed:  # packed sequences: not measured yet
         yield from _hopper(p, dim)
     if p.dtype.itemsize == 4:
         yield from _float32(p, dim, target)
