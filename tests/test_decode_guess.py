@@ -147,8 +147,8 @@ def test_one_length_of_many_that_differs_is_seen(at, by, device):
 def _plan_kernel(out_ptr, lengths_ptr, programs, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr, N: tl.constexpr):
     program = tl.program_id(0)
     lengths = tl.load(lengths_ptr + tl.arange(0, N))
-    sharing, at, stop = plan_work(lengths, program, N, 1, 2, 150, programs, 0, N, 16, MIN_BLOCKS, SLACK)
-    part = work_at(at, stop, program, programs, lengths, sharing, 1, 2, 150, 0, N, 16)
+    sharing, at, stop = plan_work(lengths, program, N, 1, 2, 150, programs, None, N, 16, MIN_BLOCKS, SLACK)
+    part = work_at(at, stop, program, programs, lengths, sharing, 1, 2, 150, None, N, 16)
     tl.store(out_ptr + 3 * program, at)
     tl.store(out_ptr + 3 * program + 1, stop)
     tl.store(out_ptr + 3 * program + 2, part[5] - part[4])

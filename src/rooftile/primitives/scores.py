@@ -5,6 +5,8 @@ Scores are kept times log2(e), for a softmax of powers of two: exp2 is one instr
 
 from __future__ import annotations
 
+import math
+
 from rooftile import library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
@@ -35,6 +37,18 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
         return float(scale * LOG2E.value), 0.0
     limit = 3e38  # of float32; tanh is 1 long before
     return max(-limit, min(limit, scale / softcap)), float(softcap * LOG2E.value)
+
+
+def default_factor(head_dim: int, scale: float | None, softcap: float) -> float:
+    """The factor of scores without a cap, if `scale` is the default one; else 0.
+
+    Kernels that are bound by FFMAs or by latency have it compiled in: an argument is a register. A difference that
+    float32 can't hold is none.
+    """
+    usual = 1.0 / math.sqrt(head_dim)
+    if softcap or not (scale is None or math.isclose(scale, usual, rel_tol=1e-8)):
+        return 0.0
+    return score_factors(usual, 0.0)[0]
 
 
 @triton.jit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Literal
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftile import library, runtime
-from rooftile.primitives.scores import score_factors, split_dim
+from rooftile.primitives.scores import default_factor, score_factors, split_dim
 
 Kernel = Literal["portable", "hopper"]
 KERNELS: tuple[Kernel, ...] = ("portable", "hopper")
@@ -98,15 +97,12 @@ class Scoring:
         return *score_factors(self.scale, self.softcap), self.left, self.right
 
     def default_factor(self, head_dim: int) -> float:
-        """The factor of scores without a cap, if `scale` is the default one; else 0.
+        """`primitives.scores.default_factor`.
 
         The Hopper kernels have it compiled in: an argument is a register, the third operand of each FFMA of the
-        softmax. A difference that float32 can't hold is none.
+        softmax.
         """
-        usual = 1.0 / math.sqrt(head_dim)
-        if self.softcap or not math.isclose(self.scale, usual, rel_tol=1e-8):
-            return 0.0
-        return score_factors(usual, 0.0)[0]
+        return default_factor(head_dim, self.scale, self.softcap)
 
 
 @dataclasses.dataclass(frozen=True)

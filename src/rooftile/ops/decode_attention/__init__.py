@@ -36,7 +36,7 @@ from rooftile.ops.decode_attention.schedule import NEVER_SPLIT, combine_kernel
 from rooftile.primitives import pdl
 from rooftile.primitives.paging import scale_kind, scale_strides, table_of
 from rooftile.primitives.quantize import writable
-from rooftile.primitives.scores import split_dim
+from rooftile.primitives.scores import default_factor, score_factors, split_dim
 
 __all__ = ["DecodeConfig", "decode_attention"]
 
@@ -45,17 +45,17 @@ __all__ = ["DecodeConfig", "decode_attention"]
 class _Problem:
     """What selects the kernels, beside the configuration.
 
-    `shape` has the batch rounded up to a power of two, the query rows of a KV head for `n_new`, and no sizes that are
-    arguments. `split`: items may be split; `one_item`: they are not, and each has a program of its own. `alibi` is how
-    many dimensions the slopes have.
+    `factor` is that of the default scale, or 0. `shape` has the batch rounded up to a power of two, the query rows
+    of a KV head for `n_new`, and no sizes that are arguments. `split`: items may be split; `one_item`: they are
+    not, and each has a program of its own. `alibi` is how many dimensions the slopes have.
     """
 
     dtypes: tuple[torch.dtype | None, ...]
     shape: Shape
     token_strides: tuple[int, int]
-    scale: float
-    softcap: float
-    window: int
+    factor: float
+    capped: bool
+    has_window: bool
     causal: bool
     scale_kinds: tuple[str, str]
     alibi: int
@@ -86,9 +86,9 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
         "PAGE": s.page,
         "STRIDE_KT": p.token_strides[0],
         "STRIDE_VT": p.token_strides[1],
-        "SCALE": p.scale,
-        "SOFTCAP": p.softcap,
-        "WINDOW": p.window,
+        "FACTOR": p.factor,
+        "CAPPED": p.capped,
+        "HAS_WINDOW": p.has_window,
         "CAUSAL": p.causal,
         "K_SCALE_KIND": p.scale_kinds[0],
         "V_SCALE_KIND": p.scale_kinds[1],
@@ -181,13 +181,15 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     n_partial = programs * 2 * tile * (v0 + v1 + 2) if split else 0
     n_counters = items if split and c.combine == "last" else 0
     k_strides, v_strides = (library.axis_strides(t, cache_layout) for t in (k_bytes, v_bytes))
+    cap, last = float(softcap or 0.0), 0 if window is None or window >= 1 << 30 else window
+    factors = score_factors(s.head_dim**-0.5 if scale is None else float(scale), cap)
     problem = _Problem(
         dtypes=tuple(None if t is None else t.dtype for t in (q, k_bytes, *args[3:10])),
         shape=dataclasses.replace(s, batch=library.power_of_two(s.batch), n_new=rows, capacity=0, n_pages=0),
         token_strides=(k_strides[2], v_strides[2]),
-        scale=s.head_dim**-0.5 if scale is None else float(scale),
-        softcap=float(softcap or 0.0),
-        window=window or 0,
+        factor=default_factor(s.head_dim, scale, cap),
+        capped=cap > 0.0,
+        has_window=last > 0,
         causal=causal or s.n_new == 1,  # one token, the last, sees all keys in either case
         scale_kinds=(scale_kind(k_scale), scale_kind(v_scale)),
         alibi=0 if alibi_slopes is None else alibi_slopes.dim(),
@@ -212,11 +214,11 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         1 if mask is None else mask.stride(0),  # a 1 is compiled in: without a mask there is one argument less
     )
     sizes = (s.batch, s.n_new, s.kv_heads, s.capacity)
-    start = launching.bind(launcher, programs, strides=strides, numbers=(*sizes, s.n_pages, programs))
+    start = launching.bind(launcher, programs, strides=strides, numbers=(*sizes, s.n_pages, programs, *factors, last))
     start = library.copying(start, copies)
     finish = None
     if combine is not None:
-        finish = launching.bind(combine, items * tile, numbers=(*sizes, programs))
+        finish = launching.bind(combine, items * tile, numbers=(*sizes, programs, last))
         finish = library.copying(finish, {i: Tensor.contiguous for i, place in ((0, 3), (1, 8)) if place in copies})
     device = results[0].device
 
@@ -320,7 +322,8 @@ def decode_attention(
         page_table: `(B, most pages)`, int32: the pages of each sequence. Entries beyond its length are not read.
         cache_batch_idx: `(B,)`, int32: the entry of each sequence in a contiguous cache, `k_cache[cache_batch_idx[b]]`,
             as in FlashAttention; b by default. The cache may have any number of entries, and sequences may share them.
-        scale: of the scores; `1 / sqrt(D)` by default. A new value of scale, window or softcap compiles a new kernel.
+        scale: of the scores; `1 / sqrt(D)` by default, which is compiled in. A new value of scale, window or softcap
+            compiles nothing.
         window: the most keys that a token sees, including its own. Earlier keys are not read. No tensor: reading it
             would make the host wait for the device.
         softcap: as in Gemma 2; None or 0 for none.

@@ -113,7 +113,7 @@ def _transpose_output(o, o_odd, PACKED: tl.constexpr):
 
 # A mask's row stride may follow a growing cache: its alignment does not select another kernel.
 @triton.jit(
-    do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "programs"],
+    do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "programs", "window"],
     do_not_specialize_on_alignment=["stride_mb"],
 )
 def decode_kernel(
@@ -121,16 +121,18 @@ def decode_kernel(
     lse_ptr, partial_ptr, counters_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ksb, stride_kst, stride_ksh,
     stride_vsb, stride_vst, stride_vsh, stride_pb, stride_mb,
-    n_seqs, n_new, kv_heads, capacity, n_pages, programs,
+    n_seqs, n_new, kv_heads, capacity, n_pages, programs, score_factor, cap, window,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, PAGE: tl.constexpr,
-    STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, ALIBI: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LSE: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
+    STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, FACTOR: tl.constexpr, CAPPED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr,
+    ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LSE: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
     COMBINE_SPLITS: tl.constexpr, PREFETCH_BLOCKS: tl.constexpr, ONE_ITEM: tl.constexpr, K_LINES: tl.constexpr,
     V_LINES: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    if not HAS_WINDOW:
+        window = None
     DTYPE: tl.constexpr = tl.float16 if PACKED != "" else q_ptr.dtype.element_ty
     SCALE_QUERY: tl.constexpr = PACKED != "" and q_ptr.dtype.element_ty != tl.float16
     PER_WORD: tl.constexpr = 2 if PACKED != "" else 1  # elements per item of the cache's pointers
@@ -160,11 +162,11 @@ def decode_kernel(
     # meanwhile, and kept if the lengths turn out equal. If no item is split, the final lengths just replace them.
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
     partition, at, stop = plan_work(
-        lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
+        lengths, program, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     if SPECULATE:
         work = work_at(
-            at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+            at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window, BLOCK_B, BLOCK_N
         )
         prefetch_blocks(
             k_ptr, v_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, work, n_pages,
@@ -199,20 +201,20 @@ def decode_kernel(
             if MIN_BLOCKS == NEVER_SPLIT:  # the lengths decide how long an item is, not which one it is
                 lengths = known
                 work = work_at(
-                    program, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW, BLOCK_B,
+                    program, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window, BLOCK_B,
                     BLOCK_N,
                 )  # fmt: skip
             elif any_differs(known, lengths):
                 lengths = known
                 partition, at, stop = plan_work(
-                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS,
+                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS,
                     SLACK,
                 )  # fmt: skip
                 work = no_work(at)  # the next iteration follows the new plan
             speculative = False
         else:
             work = work_at(
-                at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW, BLOCK_B, BLOCK_N
+                at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window, BLOCK_B, BLOCK_N
             )
             q, q_second = load_queries(
                 q_ptr,
@@ -291,8 +293,7 @@ def decode_kernel(
                     scale_offset = page * stride_ksb + (token_index if SCATTERED else token_index + key) * stride_kst
                     key_scale = tl.load(k_scale_head + scale_offset, mask=inside, other=0.0)
                     s *= key_scale[:, None]
-                FACTOR: tl.constexpr = SCALE * LOG2E if SOFTCAP == 0 else SCALE / SOFTCAP
-                s = capped_scores(s, FACTOR, SOFTCAP * LOG2E, SOFTCAP > 0)
+                s = capped_scores(s, FACTOR if FACTOR != 0 else score_factor, cap, CAPPED)
                 distance = position - cols[:, None]  # from the key to the query
                 if ALIBI:
                     s -= slope * tl.abs(distance).to(tl.float32)
@@ -302,8 +303,8 @@ def decode_kernel(
                     seen = inside[:, None]
                 if HAS_MASK:
                     seen &= visible[:, None]
-                if WINDOW > 0:
-                    seen &= distance < WINDOW
+                if window is not None:
+                    seen &= distance < window
                 s = tl.where(seen, s, float("-inf"))
 
                 new = tl.maximum(m, tl.max(s, axis=0))

@@ -28,13 +28,16 @@ NEVER_SPLIT = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def count_blocks(lengths, n_new, capacity, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For each length: its keys, the first block that the window sees, and the number of blocks to read."""
+def count_blocks(lengths, n_new, capacity, window, BLOCK_N: tl.constexpr):
+    """For each length: its keys, the first block that the window sees, and the number of blocks to read.
+
+    Here and below `window` is None where there is none.
+    """
     n_keys = tl.minimum(tl.maximum(lengths, 0), capacity).to(tl.int32)
     end = (n_keys + (BLOCK_N - 1)) // BLOCK_N
     first = end * 0
-    if WINDOW > 0:
-        first = tl.maximum(n_keys - n_new - (WINDOW - 1), 0) // BLOCK_N
+    if window is not None:
+        first = tl.maximum(n_keys - n_new - (window - 1), 0) // BLOCK_N
     return n_keys, first, tl.maximum(end - first, 1)
 
 
@@ -53,7 +56,7 @@ def select_length(lengths, seq, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def partition_work(
-    lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr,
+    lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     """Partition the blocks of all sequences, of `per_seq` items each, among the programs.
@@ -66,7 +69,7 @@ def partition_work(
         blocks, and the first `more` shares have one more.
     """
     seqs = tl.arange(0, BLOCK_B)
-    _, _, blocks = count_blocks(lengths, n_new, capacity, WINDOW, BLOCK_N)
+    _, _, blocks = count_blocks(lengths, n_new, capacity, window, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
     total = tl.sum(blocks, axis=0) * per_seq
     longest = tl.max(blocks, axis=0)
@@ -150,7 +153,7 @@ def partial_slot(split, first, second_slot):
 
 @triton.jit
 def work_at(
-    at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, WINDOW: tl.constexpr,
+    at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program's work at position `at`: blocks `low` to `high` of one item.
@@ -169,7 +172,7 @@ def work_at(
     of_block, begin_of_block = sequence_of_block(ends, at)
     seq = tl.where(aligned, item // per_seq, of_block)
     begin = tl.where(aligned, 0, begin_of_block)
-    n_keys, first_block, n_blocks = count_blocks(select_length(lengths, seq, BLOCK_B), n_new, capacity, WINDOW, BLOCK_N)
+    n_keys, first_block, n_blocks = count_blocks(select_length(lengths, seq, BLOCK_B), n_new, capacity, window, BLOCK_N)
     item_in_seq = item - seq * per_seq
     n_splits = tl.minimum(splits, n_blocks)
     low = split * n_blocks // n_splits
@@ -197,7 +200,7 @@ def no_work(after):
 
 @triton.jit
 def plan_work(
-    lengths, program, n_seqs, n_new, per_seq, capacity, programs, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr,
+    lengths, program, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     """A program's plan, derived from the lengths by a long chain of dependent divisions and sums.
@@ -207,7 +210,7 @@ def plan_work(
         results of `partition_work`; `at` and `stop` are the program's range.
     """
     blocks, aligned, splits, shares, each, more = partition_work(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
+        lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     at, stop, ends = program_range(program, programs, blocks, aligned, splits, shares, each, more, n_seqs, per_seq)
     return (ends, aligned, splits, each, more), at, stop
@@ -319,16 +322,18 @@ def write_output(
         tl.store(lse_ptr + at, lse, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "programs"])
+@triton.jit(do_not_specialize=["n_seqs", "n_new", "kv_heads", "capacity", "programs", "window"])
 def combine_kernel(
     lengths_ptr, sinks_ptr, partial_ptr, out_ptr, lse_ptr,
-    n_seqs, n_new, kv_heads, capacity, programs,
-    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    n_seqs, n_new, kv_heads, capacity, programs, window,
+    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
     COMBINE_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combine one row of an item, if the item was split."""
+    if not HAS_WINDOW:
+        window = None
     per_seq = kv_heads * ROW_TILES
     item = tl.program_id(0) // ROWS
     rows = tl.program_id(0) % ROWS + tl.arange(0, 1)
@@ -337,7 +342,7 @@ def combine_kernel(
         pdl_launch_dependents()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
     blocks, aligned, splits, _, each, more = partition_work(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, WINDOW, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
+        lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     seq = item // per_seq
     item_in_seq = item % per_seq
