@@ -225,7 +225,7 @@ class TestPagedKVCache:
         assert cache.free_pages == 6
 
     def test_wrong_page_sizes(self, device):
-        for size in (8, 24, 512):
+        for size in (8, 24, 1024):
             with pytest.raises(ValueError, match=f"PagedKVCache: page_size is {size}, expected one of 16, 32, 64"):
                 PagedKVCache(4, size, 1, 8, max_sequences=1, device=device)
 
