@@ -127,7 +127,7 @@ def slot_of(head, place, programs, order, blocks):
     rounds = wide * wide_rounds + narrow * narrow_rounds
     wide_left = wide * (width * blocks - wide_rounds * programs)
     is_wide = head < wide * width
-    heads = tl.where(is_wide, width, width - 1)
+    heads = tl.maximum(tl.where(is_wide, width, width - 1), 1)  # heads that do not exist may be given
     head -= tl.where(is_wide, 0, wide * width)
     group = head // heads
     rank = place * heads + head - group * heads
