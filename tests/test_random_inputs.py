@@ -103,8 +103,8 @@ def test_results_are_right_within_bounds_or_the_shape_is_refused(place, dtype, l
     assume(not (case.name.startswith("rms_norm") and point.dims.get("fp8") and point["rows"] > 1))
     # Of one class the gradient is 1 - 1, and what a z-loss adds has lost its digits to the ones.
     assume(point.dims.get("vocabulary") != 1)
-    # Far below 0 a gate underflows in float32 and not in the reference, and a group of it has that for its scale.
-    assume(not (values == "large" and "per" in point.options))
+    # Far below 0 a gate underflows in float32 and not in the reference, and a row or group has that for its scale.
+    assume(not (values == "large" and case.name.endswith("mul_quantized")))
     # Logits of a fused head are rounded to 16 bits: large ones, and so the loss of a token, are off by tenths.
     assume(not (values == "large" and dtype != "fp32" and {"hidden", "vocabulary"} <= set(point.dims)))
     # A mean is a sum times the inverse of the weights' sum, which is infinite below the smallest normal number.
