@@ -50,6 +50,22 @@ def test_a_register_that_one_path_has_not_written_is_found():
     ]
 
 
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "UMOV UR13, UR21 ;",
+        "MOV R5, UR21 ;\n R2UR UR13, R5 ;",
+        "IMAD.U32 R5, RZ, RZ, UR21 ;\n IMAD.MOV.U32 R6, RZ, RZ, R5 ;\n R2UR UR13, R6 ;",
+    ],
+)
+def test_a_copy_of_what_nothing_wrote_is_found_where_it_is_used(copy):
+    """ptxas also moves a pair of registers and computes one of them later."""
+    zero = "UMOV UR13, 0x0 ;"
+    assert unwritten(GOOD.replace(zero, copy)) == ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT"]
+    assert unwritten(GOOD.replace(zero, f"{copy}\n{zero}")) == []
+    assert unwritten(GOOD.replace(zero, f"{zero}\nMOV R5, UR21 ;\nIADD3 R6, R4, R5, RZ ;")) == ["IADD3 R6, R4, R5, RZ"]
+
+
 def test_an_operand_in_registers_has_no_descriptor():
     code = GOOD.replace("gdesc[UR12], RZ", "R4, gdesc[UR12], RZ").replace("UMOV UR12, 0x2", "NOP")
     assert unwritten(code) == []

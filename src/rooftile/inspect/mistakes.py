@@ -3,7 +3,8 @@
 - A warpgroup MMA (sm_90) gets the shared-memory addresses of its operands from descriptors in uniform registers. Some
   versions of ptxas (12.8 among them) compute a descriptor from registers that nothing wrote. The MMA then reads other
   memory or raises an illegal access, and only sometimes. In the machine code, a uniform register is read although not
-  every path from the entry has written it.
+  every path from the entry has written it. A copy is no such read: ptxas also moves half-computed pairs of registers,
+  and computes the other half after that. It hands on what nothing wrote, to a register of either kind.
 - A conditional sum or maximum over a warp's lanes (REDUX) was guarded by a predicate that ptxas (12.8 and 12.9) had
   already reused. So none may be guarded.
 - A barrier may be initialized but never used. Triton reuses its memory for data handed to a specialized warp, and the
@@ -18,7 +19,11 @@ from collections.abc import Sequence, Sized
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r"^(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;$")
-_ALL = (1 << 64) - 1  # every uniform register, one bit each
+_UNIFORM = 64  # registers, one bit each; those of threads have the bits above
+_THREADS = ((1 << 256) - 1) << _UNIFORM
+_ALL = _THREADS | ((1 << _UNIFORM) - 1)
+_COPY = re.compile(r"^(U?R\d+), (?:RZ, RZ, )?(U?R\d+)$")
+_COPIES = ("MOV", "UMOV", "R2UR", "IMAD.U32", "IMAD.MOV.U32")
 
 Instruction = tuple[str | None, str, str]  # predicate, name with modifiers, operands
 
@@ -35,8 +40,21 @@ def _parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
     return code, labels
 
 
+def _bit(register: str) -> int:
+    return 1 << int(register[2:]) if register.startswith("UR") else 1 << (_UNIFORM + int(register[1:]))
+
+
+def _copied(name: str, operands: str) -> tuple[int, int] | None:
+    """The bits of the register that a copy writes, and of the one that it reads."""
+    found = _COPY.match(operands) if name in _COPIES else None
+    return (_bit(found[1]), _bit(found[2])) if found else None
+
+
 def _registers(name: str, operands: str) -> tuple[int, int]:
-    """The uniform registers that an instruction writes, and those that it reads, as bit masks."""
+    """The registers that an instruction writes, and those that it reads, as bit masks.
+
+    Of threads' registers it is the first one of each operand. Only copies leave one of them unwritten.
+    """
     parts = [part.strip() for part in operands.split(",")]
     if "gdesc[UR" in operands:  # two registers for each operand in shared memory; the first may be in registers
         found = re.search(r"gdesc\[UR(\d+)\]", operands)
@@ -46,12 +64,16 @@ def _registers(name: str, operands: str) -> tuple[int, int]:
         return 0, (12 << first) | (3 << first if in_memory else 0)
     writes = reads = 0
     is_wide = ".64" in name or ".WIDE" in name
-    while parts and re.match(r"^!?UP\w+$", parts[0]):  # predicates that it writes
+    while parts and re.match(r"^!?U?P\w+$", parts[0]):  # predicates that it writes
         parts.pop(0)
     if parts and (target := re.match(r"^UR(\d+)$", parts[0])):
         writes = (3 if is_wide else 1) << int(target[1])
         parts.pop(0)
+    elif parts and re.match(r"^R\d+$", parts[0]):
+        writes = _bit(parts.pop(0))
     for part in parts:
+        for n in re.findall(r"\bR(\d+)\b", part):
+            reads |= 1 << (_UNIFORM + int(n))
         for n in re.findall(r"\bUR(\d+)\b", part):
             is_pair = part.startswith("desc[") or (".64" in name and name.startswith("U"))
             reads |= (3 if is_pair else 1) << int(n)
@@ -73,25 +95,30 @@ def _next(code: Sequence[Instruction], labels: dict[str, int], i: int) -> list[i
 
 
 def unwritten(sass: str) -> list[str]:
-    """The instructions that read a uniform register that some path to them has not written."""
+    """The instructions but copies that read a uniform register, or a copy of one, that some path has not written."""
     if "gdesc[UR" not in sass:
         return []
     code, labels = _parse(sass)
     registers = [_registers(name, operands) for _, name, operands in code]
+    copies = [_copied(name, operands) for _, name, operands in code]
     written = [_ALL] * len(code)  # before each instruction, on every path to it
     reached = [False] * len(code)
     work = [0]
-    written[0], reached[0] = 0, True
+    written[0], reached[0] = _THREADS, True
     while work:
         i = work.pop()
-        after = written[i] | registers[i][0]
+        after, copy = written[i] | registers[i][0], copies[i]
+        if copy and not written[i] & copy[1]:
+            after &= ~copy[0]
         for j in _next(code, labels, i):
             both = written[j] & after
             if both != written[j] or not reached[j]:
                 written[j], reached[j] = both, True
                 work.append(j)
     return [
-        " ".join(filter(None, code[i][1:])) for i in range(len(code)) if reached[i] and registers[i][1] & ~written[i]
+        " ".join(filter(None, code[i][1:]))
+        for i in range(len(code))
+        if reached[i] and not copies[i] and registers[i][1] & ~written[i]
     ]
 
 
