@@ -137,8 +137,9 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: queries and keys of the longest sequence. For cu_seqlens on the CPU they are found.
             Else the default is the number of tokens, which is correct and launches programs that have nothing to do.
             Rows past max_seqlen_q may be zeros, and keys past max_seqlen_k may have no gradient.
-        causal, scale, window, softcap, alibi_slopes, sinks, return_lse, deterministic, config: as in `attention`;
-            positions are counted within each sequence. Slopes may be `(sequences, Hq)`.
+        causal, scale, window, softcap, alibi_slopes, sinks, return_lse, deterministic: as in `attention`; positions are
+            counted within each sequence. Slopes may be `(sequences, Hq)`.
+        config: as in `attention`. Gradients are computed by the portable kernels, too, unless its kernel is "hopper".
 
     Returns:
         out, `(Tq, Hq, Dv)` in q's dtype, dense; with `return_lse`, `(out, lse)`; lse is `(Hq, Tq)` float32.

@@ -8,6 +8,11 @@ taken where only dq, or only dk or dv, are asked for: then one of the two kernel
 A kernel before them computes the rows' lse and delta, and one after the fast way casts dq (row_sums.py). Heads of up to
 64 or 128 are computed as 64 or 128. block_m is the queries of a step of the fast way, 64 for heads over 64 and 128 for
 others; block_n is 128 keys; num_stages is the steps in flight.
+
+Packed sequences take the same kernels. The last tile of a sequence is loaded with zeros past its end, where the next
+sequence is, and stored without those rows (`primitives.gluon.describe_packed`), so that to the main loops it is the end
+of a tensor. A program finds its sequence and block on the device (`slots`). Where sequences have fewer queries on
+average than a step, padding would make dq's sum more than twice as long as dq, and dq has its own kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from rooftile import library, runtime
 from rooftile.ops.attention import hopper_backward_dkdv, hopper_backward_dq, row_sums
 from rooftile.ops.attention.hopper_backward_parts import KEYS, ROWS, padded
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
+from rooftile.ops.attention.slots import block_slots, prepare_starts
 from rooftile.primitives.gluon import is_describable
 
 accepts = is_describable
@@ -39,14 +45,17 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
             "the backward of kernel 'hopper' takes one head_dim for keys and values, a multiple of 8 up to 128, not "
             f"{p.head_dim} and {p.value_dim}"
         )
-    if p.mask or p.alibi or p.packed:
-        return "the backward of kernel 'hopper' takes no mask, ALiBi or packed sequences"
+    if p.mask or p.alibi:
+        return "the backward of kernel 'hopper' takes no mask and no ALiBi"
     if not p.aligned:
         return "kernel 'hopper' takes q, k and v whose rows begin at multiples of 16 bytes"
     if min(p.batch, p.heads, p.n_q, p.n_k) < 1:
         return "kernel 'hopper' takes no empty tensors"
-    rows = p.batch * p.heads * library.cdiv(p.n_q, 128) * 128
-    keys = p.batch * p.kv_heads * library.cdiv(p.n_k, KEYS) * KEYS
+    if p.packed:
+        rows = keys = p.heads * block_slots(p.tokens, 128, p.batch) * 128
+    else:
+        rows = p.batch * p.heads * library.cdiv(p.n_q, 128) * 128
+        keys = p.batch * p.kv_heads * library.cdiv(p.n_k, KEYS) * KEYS
     if max(rows, keys) >= 2**30 or p.n_q + p.n_k > 2**30:
         return f"the backward of kernel 'hopper' takes fewer than 2^30 rows, all heads together, not {max(rows, keys)}"
     if max(p.scoring.left, p.scoring.right) >= 2**30:
@@ -89,44 +98,48 @@ def prepare(
     dim, n_k, s = padded(head_dim), x.k.shape[2], x.scoring
     factor = s.default_factor(head_dim)
     with_keys = dk is not None or dv is not None
-    with_sums = with_keys and dq is not None and not deterministic
+    packed = x.starts_q is not None
+    sequences = x.sequences if packed else 0
+    with_sums = with_keys and dq is not None and not deterministic and n_q >= sequences * c.block_m
     float32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
     of_sinks = None if dsinks is None else row_sums.prepare_delta(out, dout, dlse, x.sinks, dsinks)
-    masked = n_k % KEYS != 0 or s.limited
-    padded_rows = batch * heads * library.cdiv(n_q, c.block_m) * c.block_m
+    masked = packed or n_k % KEYS != 0 or s.limited
+    padded_rows = batch * heads * row_sums.row_blocks(n_q, c.block_m, sequences) * c.block_m
+    make_starts = prepare_starts(sequences, n_q, n_k) if packed else None
     make_stats = make_dkdv = make_dq = finish = None
     if with_keys or dq is not None:
-        make_stats = row_sums.prepare_stats(out, dout, dlse, with_sums, c.block_m, dim)
+        make_stats = row_sums.prepare_stats(out, dout, dlse, with_sums, c.block_m, dim, sequences)
     if with_keys:
-        t = hopper_backward_dkdv.tiling(dim, masked, s, c.num_stages, with_sums, factor)
+        t = hopper_backward_dkdv.tiling(dim, masked, s, c.num_stages, with_sums, factor, packed)
         stats = torch.empty(padded_rows * 2, **float32)
         like = (x.k if dk is None else dk, x.v if dv is None else dv)
         make_dkdv = hopper_backward_dkdv.prepare_dkdv(t, x, dout, stats, *like)
     if with_sums:
         assert dq is not None
-        finish = row_sums.prepare_finish(dq, s.scale, c.block_m, dim)
+        finish = row_sums.prepare_finish(dq, s.scale, c.block_m, dim, sequences)
     elif dq is not None:
-        t_dq = hopper_backward_dq.tiling(dim, masked, s, c.num_stages, factor)
+        t_dq = hopper_backward_dq.tiling(dim, masked, s, c.num_stages, factor, packed)
         make_dq = hopper_backward_dq.prepare_dq(t_dq, x, dout, dq)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *rest: Any
     ) -> None:
-        dq, dk, dv, dsinks, _mask, _slopes, sinks, *_ = rest
+        dq, dk, dv, dsinks, _mask, _slopes, sinks, starts_q, starts_k = rest
         if of_sinks is not None:
             of_sinks(out, dout, dlse, torch.empty((batch, heads, n_q), **float32), lse, sinks, dsinks)
         if make_stats is None:
             return
+        starts = None if make_starts is None else make_starts(starts_q, starts_k)
         stats = torch.empty(padded_rows * 2, **float32)
         sums = torch.empty(padded_rows * dim, **float32) if with_sums else None
-        make_stats(out, dout, lse, dlse, stats, sums)
+        make_stats(out, dout, lse, dlse, stats, sums, starts)
         if make_dkdv is not None:  # it writes both, also to scratch memory
             dk = torch.empty_strided(k.shape, k.stride(), dtype=k.dtype, device=k.device) if dk is None else dk
             dv = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) if dv is None else dv
-            make_dkdv(q, k, v, dout, stats, dk, dv, sums)
+            make_dkdv(q, k, v, dout, stats, dk, dv, sums, starts)
         if finish is not None:
-            finish(sums, dq)
+            finish(sums, dq, starts)
         elif make_dq is not None:
-            make_dq(q, k, v, dout, dq, stats)
+            make_dq(q, k, v, dout, dq, stats, starts)
 
     return run

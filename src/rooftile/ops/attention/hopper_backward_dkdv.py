@@ -42,14 +42,18 @@ from rooftile.ops.attention.hopper_backward_parts import (
     ROWS,
     BackwardTiling,
     describe_rows,
+    find_work,
     heads_together,
     probabilities,
+    rows_at,
     scores_gradient,
     scoring_numbers,
+    stat_blocks,
     write,
 )
 from rooftile.ops.attention.parts import place
 from rooftile.ops.attention.problem import Inputs, Scoring
+from rooftile.ops.attention.slots import block_slots
 from rooftile.primitives.gluon import describe, load_tile, next_slot, view_as
 
 import triton.experimental.gluon.language as gl  # isort: skip
@@ -115,6 +119,8 @@ def _queries(block, size, scoring, T: gl.constexpr):
     if T.has_left:
         last = gl.minimum(block * T.keys + T.keys, n_k) + left - off
         high = gl.minimum(high, gl.cdiv(gl.maximum(last, 0), gl.constexpr(T.rows)))
+    if T.packed:  # a slot that no block has
+        high = gl.where(block * T.keys < n_k, high, low)
     return low, gl.maximum(high, low)
 
 
@@ -123,34 +129,34 @@ def _produce(q_desc, k_desc, v_desc, o_desc, stats_desc, work, memory, bars, siz
     """Copy the keys and values, then keep the rings full."""
     k_tiles, v_tiles, q_ring, o_ring, stats, _ds_ring = memory
     q_ready, q_free, o_ready, o_free, _ds_ready, kv_ready, _all_done = bars
-    n_q, _n_k, heads, group = size
+    _n_q, _n_k, _heads, group = size
     block, head, entry = work
     low, high = _queries(block, size, scoring, T)
-    stat_blocks = gl.cdiv(n_q, gl.constexpr(T.stat_rows))
 
     mbarrier.expect(kv_ready, 4 * k_desc.block_type.nbytes)
     for w in gl.static_range(2):
-        at = block * T.keys + w * 64
-        load_tile(k_desc, [entry, head, at, 0], kv_ready, k_tiles.index(w))
-        load_tile(v_desc, [entry, head, at, 0], kv_ready, v_tiles.index(w))
+        keys = rows_at(entry, 1, head, block * T.keys + w * 64, T)
+        load_tile(k_desc, keys, kv_ready, k_tiles.index(w))
+        load_tile(v_desc, keys, kv_ready, v_tiles.index(w))
     slot = 0
     parity = 0
     for g in range(group):
         q_head = head * group + g
-        stat = (entry * heads + q_head) * stat_blocks * (2 * T.stat_rows)
+        first, _blocks = stat_blocks(entry, q_head, size, gl.int32, T)
+        stat = first * (2 * T.stat_rows)
         for m in range(low, high):
             row = m * T.rows
             at = stat + row + row // T.stat_rows * T.stat_rows
             bar = q_ready.index(slot)
             mbarrier.wait(q_free.index(slot), parity ^ 1)
             mbarrier.expect(bar, q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-            load_tile(q_desc, [entry, q_head, row, 0], bar, q_ring.index(slot))
+            load_tile(q_desc, rows_at(entry, 0, q_head, row, T), bar, q_ring.index(slot))
             load_tile(stats_desc, [at], bar, stats.index(2 * slot))
             load_tile(stats_desc, [at + T.stat_rows], bar, stats.index(2 * slot + 1))
             bar = o_ready.index(slot)
             mbarrier.wait(o_free.index(slot), parity ^ 1)
             mbarrier.expect(bar, o_desc.block_type.nbytes)
-            load_tile(o_desc, [entry, q_head, row, 0], bar, o_ring.index(slot))
+            load_tile(o_desc, rows_at(entry, 0, q_head, row, T), bar, o_ring.index(slot))
             slot, parity = next_slot(slot, parity, T.stages)
 
 
@@ -219,10 +225,9 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, scoring, scale,
     """Compute dk and dv of 64 keys, and a tile of dq at every step."""
     k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring = memory
     _q_ready, q_free, _o_ready, o_free, ds_ready, kv_ready, all_done = bars
-    n_q, _n_k, heads, group = size
+    _n_q, _n_k, _heads, group = size
     block, head, entry = work
     low, high = _queries(block, size, scoring, T)
-    row_blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
     key = block * T.keys + mine * 64
     k = k_tiles.index(mine)
     v = v_tiles.index(mine)
@@ -232,7 +237,7 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, scoring, scale,
     slot = 0
     parity = 0
     m = low
-    tile = (entry * heads + head * group) * row_blocks
+    tile, row_blocks = stat_blocks(entry, head * group, size, gl.int32, T)
     steps = group * (high - low)
     mbarrier.wait(kv_ready, 0)
     if T.with_dq:
@@ -298,14 +303,17 @@ def _consume(dk_desc, dv_desc, dq_ptr, work, memory, bars, size, scoring, scale,
             if steps > 0:
                 dk = warpgroup_mma_wait(0, (warpgroup_mma(ds_16, q_ring.index(before), dk, is_async=True),))
 
-    write(dv, v, dv_desc, entry, head, key)
+    write(dv, v, dv_desc, rows_at(entry, 1, head, key, T))
     if T.with_dq:
         mbarrier.wait(all_done, 0)  # the other consumer no longer reads these keys
-    write(dk * scale, k, dk_desc, entry, head, key)
+    write(dk * scale, k, dk_desc, rows_at(entry, 1, head, key, T))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right"])
+@gluon.jit(
+    do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right", "sequences"],
+    do_not_specialize_on_alignment=["starts_ptr"],
+)
 def keys_gradients(
     q_desc,
     k_desc,
@@ -315,6 +323,7 @@ def keys_gradients(
     dk_desc,
     dv_desc,
     dq_ptr,
+    starts_ptr,
     heads,
     kv_heads,
     n_q,
@@ -326,9 +335,13 @@ def keys_gradients(
     cap,
     left,
     right,
+    sequences,
     T: gl.constexpr,
 ):
-    """dk and dv; and dq / scale added to a float32 sum, whose tiles `_add_dq` orders. lanes are batch x kv_heads."""
+    """dk and dv; and dq / scale added to a float32 sum, whose tiles `_add_dq` orders.
+
+    lanes are batch x kv_heads. With packed sequences n_q and n_k are those of all together.
+    """
     DTYPE: gl.constexpr = q_desc.dtype
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
     v_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
@@ -362,9 +375,15 @@ def keys_gradients(
     fence_async_shared()  # makes the initialised barriers visible to TMA
 
     # The first block, which with causal is the longest, comes first.
-    lane, block = place(gl.program_id(0), together, lanes, gl.cdiv(n_k, gl.constexpr(T.keys)))
-    work = (block, lane % kv_heads, lane // kv_heads)
-    size = (n_q, n_k, heads, heads // kv_heads)
+    if T.packed:
+        head, slot = place(gl.program_id(0), together, lanes, n_k // T.keys + sequences)
+        size = (n_q, n_k, heads, heads // kv_heads)
+        block, entry, size = find_work(slot, starts_ptr, size, sequences, 1, T)
+        work = (block, head, entry)
+    else:
+        lane, block = place(gl.program_id(0), together, lanes, gl.cdiv(n_k, gl.constexpr(T.keys)))
+        work = (block, lane % kv_heads, lane // kv_heads)
+        size = (n_q, n_k, heads, heads // kv_heads)
     scoring = (factor, cap, left, right)
     bars = (q_ready, q_free, o_ready, o_free, ds_ready, kv_ready, all_done)
     memory = (k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring)
@@ -380,7 +399,9 @@ def keys_gradients(
 
 
 @functools.cache
-def tiling(dim: int, masked: bool, s: Scoring, stages: int, with_dq: bool, factor: float = 0.0) -> KeysTiling:
+def tiling(
+    dim: int, masked: bool, s: Scoring, stages: int, with_dq: bool, factor: float = 0.0, packed: bool = False
+) -> KeysTiling:
     """What the kernel of dk and dv is compiled for, for that padded head_dim.
 
     On an H200, with dq, causal heads of 64 are faster with dv started early (455 TF/s instead of 437), and all else is
@@ -390,28 +411,36 @@ def tiling(dim: int, masked: bool, s: Scoring, stages: int, with_dq: bool, facto
     """
     if with_dq:
         early = dim == 64 and s.right >= 0 and not s.softcap
-        return KeysTiling(dim, *s.flags, masked, ROWS[dim], factor, ROWS[dim], stages, True, early)
+        return KeysTiling(dim, *s.flags, masked, ROWS[dim], factor, packed, ROWS[dim], stages, True, early)
     loose = dim == 128 and not s.softcap
-    return KeysTiling(dim, *s.flags, masked, ROWS[dim], factor, ROWS[dim], stages + 1, False, loose, loose)
+    return KeysTiling(dim, *s.flags, masked, ROWS[dim], factor, packed, ROWS[dim], stages + 1, False, loose, loose)
 
 
 @functools.cache
 def _launcher(t: KeysTiling, dtype: torch.dtype) -> KernelLauncher:
-    return KernelLauncher(keys_gradients, {"T": t}, num_warps=4, maxnreg=REGISTERS)
+    return KernelLauncher(keys_gradients, {"T": t}, newest_assembler=t.packed, num_warps=4, maxnreg=REGISTERS)
 
 
 def prepare_dkdv(t: KeysTiling, x: Inputs, dout: Tensor, stats: Tensor, dk: Tensor, dv: Tensor) -> Callable[..., None]:
-    """The launch for tensors like these, to be called with `q, k, v, dout, stats, dk, dv, sums`."""
+    """The launch for tensors like these.
+
+    To be called with `q, k, v, dout, stats, dk, dv, sums, starts`.
+    """
     batch, heads, n_q, _ = x.q.shape
     kv_heads, n_k = x.k.shape[1:3]
     lanes = batch * kv_heads
-    walked = heads // kv_heads * n_q * t.dim * (4 + (4 if t.with_dq else 0))
+    walked = heads // kv_heads * x.longest_q * t.dim * (4 + (4 if t.with_dq else 0))
     rows = (t.rows, 64, 64, t.rows, 0, 64, 64)
     tensors = (x.q, x.k, x.v, dout, stats, dk, dv)
     descriptors = {
-        i: describe_rows(tensor, n) if n else describe(tensor, (t.rows,), gl.NVMMASharedLayout(0, 32, 1))
+        i: describe_rows(tensor, n, t.packed) if n else describe(tensor, (t.rows,), gl.NVMMASharedLayout(0, 32, 1))
         for i, (tensor, n) in enumerate(zip(tensors, rows, strict=True))
     }
-    numbers = (heads, kv_heads, n_q, n_k, lanes, heads_together(lanes, walked), *scoring_numbers(x.scoring))
-    programs = lanes * library.cdiv(n_k, KEYS)
-    return bind(_launcher(t, x.q.dtype), programs, numbers=numbers, descriptors=descriptors)
+    sizes = (heads, kv_heads, n_q, n_k, lanes, heads_together(lanes, walked))
+    blocks = block_slots(n_k, KEYS, x.sequences) if t.packed else library.cdiv(n_k, KEYS)
+    return bind(
+        _launcher(t, x.q.dtype),
+        lanes * blocks,
+        numbers=(*sizes, *scoring_numbers(x.scoring), x.sequences),
+        descriptors=descriptors,
+    )

@@ -30,14 +30,18 @@ from rooftile.ops.attention.hopper_backward_parts import (
     ROWS,
     BackwardTiling,
     describe_rows,
+    find_work,
     heads_together,
     probabilities,
+    rows_at,
     scores_gradient,
     scoring_numbers,
+    stat_blocks,
     write,
 )
 from rooftile.ops.attention.parts import place
 from rooftile.ops.attention.problem import Inputs, Scoring
+from rooftile.ops.attention.slots import block_slots
 from rooftile.primitives.gluon import load_tile, next_slot
 
 import triton.experimental.gluon.language as gl  # isort: skip
@@ -89,6 +93,8 @@ def _keys(row, size, scoring, T: gl.constexpr):
         begin = gl.maximum(row + off - left, 0) // T.keys
     if T.has_right:
         end = gl.maximum(gl.minimum(gl.minimum(row + T.rows, n_q) + off + right, n_k), 0)
+    if T.packed:  # a slot that no block has
+        end = gl.where(row < n_q, end, 0)
     return begin, gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin)
 
 
@@ -103,29 +109,31 @@ def _produce(q_desc, k_desc, v_desc, o_desc, work, memory, bars, size, scoring, 
 
     mbarrier.expect(q_ready, 4 * q_desc.block_type.nbytes)
     for w in gl.static_range(2):
-        load_tile(q_desc, [entry, head, row + w * 64, 0], q_ready, q_tiles.index(w))
-        load_tile(o_desc, [entry, head, row + w * 64, 0], q_ready, o_tiles.index(w))
+        queries = rows_at(entry, 0, head, row + w * 64, T)
+        load_tile(q_desc, queries, q_ready, q_tiles.index(w))
+        load_tile(o_desc, queries, q_ready, o_tiles.index(w))
     slot = 0
     parity = 0
     for block in range(begin, end):
+        keys = rows_at(entry, 1, head // group, block * T.keys, T)
         mbarrier.wait(k_free.index(slot), parity ^ 1)
         mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
-        load_tile(k_desc, [entry, head // group, block * T.keys, 0], k_ready.index(slot), k_ring.index(slot))
+        load_tile(k_desc, keys, k_ready.index(slot), k_ring.index(slot))
         mbarrier.wait(v_free.index(slot), parity ^ 1)
         mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
-        load_tile(v_desc, [entry, head // group, block * T.keys, 0], v_ready.index(slot), v_ring.index(slot))
+        load_tile(v_desc, keys, v_ready.index(slot), v_ring.index(slot))
         slot, parity = next_slot(slot, parity, T.stages)
 
 
 @gluon.jit
 def _row_stats(stats_ptr, row, entry, head, size, T: gl.constexpr):
     """lse and delta of this consumer's queries."""
-    n_q, _n_k, heads, _group = size
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, T.s))
-    block = (entry * heads + head).to(gl.int64) * gl.cdiv(n_q, gl.constexpr(T.stat_rows)) + row // T.stat_rows
+    first, _blocks = stat_blocks(entry, head, size, gl.int64, T)
+    block = first + row // T.stat_rows
     at = stats_ptr + block * (2 * T.stat_rows) + (rows - row // T.stat_rows * T.stat_rows)
-    lse = gl.load(at, mask=rows < n_q, other=float("inf"))
-    return lse, gl.load(at + T.stat_rows, mask=rows < n_q, other=0.0)
+    lse = gl.load(at, mask=rows < size[0], other=float("inf"))
+    return lse, gl.load(at + T.stat_rows, mask=rows < size[0], other=0.0)
 
 
 @gluon.jit
@@ -176,11 +184,14 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, mine:
     if T.deferred:  # noqa: SIM102  # the one is known when it is compiled
         if end > begin:
             dq = warpgroup_mma_wait(0, (warpgroup_mma(ds_16, k_ring.index(before), dq, is_async=True),))
-    write(dq * scale, q, dq_desc, entry, head, row)
+    write(dq * scale, q, dq_desc, rows_at(entry, 0, head, row, T))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right"])
+@gluon.jit(
+    do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right", "sequences"],
+    do_not_specialize_on_alignment=["starts_ptr"],
+)
 def queries_gradient(
     q_desc,
     k_desc,
@@ -188,6 +199,7 @@ def queries_gradient(
     o_desc,
     dq_desc,
     stats_ptr,
+    starts_ptr,
     heads,
     kv_heads,
     n_q,
@@ -199,9 +211,10 @@ def queries_gradient(
     cap,
     left,
     right,
+    sequences,
     T: gl.constexpr,
 ):
-    """dq. lanes are batch x heads."""
+    """dq. lanes are batch x heads. With packed sequences n_q and n_k are those of all together."""
     DTYPE: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
     o_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
@@ -220,12 +233,20 @@ def queries_gradient(
     mbarrier.init(q_ready, count=1)
     fence_async_shared()  # makes the initialised barriers visible to TMA
 
-    blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
-    lane, block = place(gl.program_id(0), together, lanes, blocks)
-    if T.has_right:  # the last queries see the most keys
-        block = blocks - 1 - block
-    work = (block * T.rows, lane % heads, lane // heads)
-    size = (n_q, n_k, heads, heads // kv_heads)
+    if T.packed:
+        head, slot = place(gl.program_id(0), together, lanes, n_q // T.rows + sequences)
+        size = (n_q, n_k, heads, heads // kv_heads)
+        block, entry, size = find_work(slot, starts_ptr, size, sequences, 0, T)
+        if T.has_right:
+            block = gl.maximum(gl.cdiv(size[0], gl.constexpr(T.rows)) - 1 - block, 0)
+        work = (block * T.rows, head, entry)
+    else:
+        blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
+        lane, block = place(gl.program_id(0), together, lanes, blocks)
+        if T.has_right:  # the last queries see the most keys
+            block = blocks - 1 - block
+        work = (block * T.rows, lane % heads, lane // heads)
+        size = (n_q, n_k, heads, heads // kv_heads)
     scoring = (factor, cap, left, right)
     bars = (k_ready, k_free, v_ready, v_free, q_ready)
     memory = (q_tiles, o_tiles, k_ring, v_ring)
@@ -241,14 +262,14 @@ def queries_gradient(
 
 
 @functools.cache
-def tiling(dim: int, masked: bool, s: Scoring, stages: int, factor: float = 0.0) -> QueriesTiling:
+def tiling(dim: int, masked: bool, s: Scoring, stages: int, factor: float = 0.0, packed: bool = False) -> QueriesTiling:
     """What the kernel of dq is compiled for, for that padded head_dim.
 
     Heads of 128 take 64 keys a step and defer a dot: 764 TF/s (of three dots) on an H200. With 128 keys the registers
     hold no second step: 724. Heads of 64 take 128 keys; ptxas serialises their dots if one is deferred.
     """
     keys = 64 if dim == 128 else 128
-    return QueriesTiling(dim, *s.flags, masked, ROWS[dim], factor, keys, stages * (128 // keys), keys == 64)
+    return QueriesTiling(dim, *s.flags, masked, ROWS[dim], factor, packed, keys, stages * (128 // keys), keys == 64)
 
 
 @functools.cache
@@ -257,16 +278,17 @@ def _launcher(t: QueriesTiling, dtype: torch.dtype) -> KernelLauncher:
 
 
 def prepare_dq(t: QueriesTiling, x: Inputs, dout: Tensor, dq: Tensor) -> Callable[..., None]:
-    """The launch for tensors like these, to be called with `q, k, v, dout, dq, stats`."""
+    """The launch for tensors like these, to be called with `q, k, v, dout, dq, stats, starts`."""
     batch, heads, n_q, _ = x.q.shape
     kv_heads, n_k = x.k.shape[1:3]
     lanes, group = batch * heads, heads // kv_heads
     rows = (64, t.keys, t.keys, 64, 64)
     tensors = zip((x.q, x.k, x.v, dout, dq), rows, strict=True)
-    together = min(lanes, group * heads_together(lanes, n_k * t.dim * 4))
+    together = min(lanes, group * heads_together(lanes, x.longest_k * t.dim * 4))
+    blocks = block_slots(n_q, t.rows, x.sequences) if t.packed else library.cdiv(n_q, t.rows)
     return bind(
         _launcher(t, x.q.dtype),
-        lanes * library.cdiv(n_q, t.rows),
-        numbers=(heads, kv_heads, n_q, n_k, lanes, together, *scoring_numbers(x.scoring)),
-        descriptors={i: describe_rows(tensor, n) for i, (tensor, n) in enumerate(tensors)},
+        lanes * blocks,
+        numbers=(heads, kv_heads, n_q, n_k, lanes, together, *scoring_numbers(x.scoring), x.sequences),
+        descriptors={i: describe_rows(tensor, n, t.packed) for i, (tensor, n) in enumerate(tensors)},
     )

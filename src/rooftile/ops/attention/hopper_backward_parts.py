@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rooftile.launching import Descriptor
 from rooftile.ops.attention.problem import Scoring
-from rooftile.primitives.gluon import describe, store_tile
+from rooftile.ops.attention.slots import find_block, sequence_span
+from rooftile.primitives.gluon import describe, describe_packed, packed_at, store_tile
 from rooftile.primitives.scores import LOG2E
 
 import triton.experimental.gluon.language as gl  # isort: skip
@@ -35,9 +36,12 @@ def heads_together(lanes: int, lane_bytes: int) -> int:
     return max(1, min(lanes, _L2 // lane_bytes))
 
 
-def describe_rows(t: Tensor, rows: int) -> Descriptor:
+def describe_rows(t: Tensor, rows: int, packed: bool) -> Descriptor:
     """t, (B, H, T, D), in tiles of so many rows."""
-    return describe(t, (1, 1, rows, padded(t.shape[3])), gl.NVMMASharedLayout(128, 16, 4))
+    columns = padded(t.shape[3])
+    if packed:
+        return describe_packed(t, (rows, columns), gl.NVMMASharedLayout(128, 16, 5))
+    return describe(t, (1, 1, rows, columns), gl.NVMMASharedLayout(128, 16, 4))
 
 
 def scoring_numbers(s: Scoring) -> tuple[float, float, float, int, int]:
@@ -54,7 +58,9 @@ class BackwardTiling:
         capped, has_left, has_right: see `Scoring.flags`.
         masked: a query may not see all keys of a block, or the last block of keys is not whole.
         stat_rows: queries of a block of the rows' lse and delta in memory, (batch, heads, blocks, 2, stat_rows).
+            With packed sequences, a block is where its slot (`slots`) is.
         factor: `Scoring.default_factor`; if it is 0, the factor is an argument.
+        packed: the tensors are packed sequences.
     """
 
     dim: int
@@ -64,6 +70,7 @@ class BackwardTiling:
     masked: bool
     stat_rows: int
     factor: float
+    packed: bool
 
     @property
     def acc(self) -> gl.NVMMADistributedLayout:
@@ -81,11 +88,52 @@ class BackwardTiling:
 
 
 @gluon.jit
-def write(z, memory, desc, entry, head, at):
+def find_work(slot, starts_ptr, size, sequences, SIDE: gl.constexpr, T: gl.constexpr):
+    """Of packed sequences: the block of queries (SIDE 0) or of keys (1) of a slot, its entry, and its sequence's size.
+
+    An entry is what `rows_at` and `stat_blocks` take: of dense tensors the batch entry, here the ends and lengths of
+    the sequence's queries and of its keys, its first block of rows' statistics, and the blocks of a head.
+    """
+    total_q, _total_k, heads, group = size
+    if SIDE == 0:
+        index, start_q, n_q, block = find_block(slot, starts_ptr, sequences, SIDE, T.rows)
+        start_k, n_k = sequence_span(starts_ptr, index, 1)
+    else:
+        index, start_k, n_k, block = find_block(slot, starts_ptr, sequences, SIDE, T.keys)
+        start_q, n_q = sequence_span(starts_ptr, index, 0)
+    first = start_q // T.stat_rows + index
+    entry = ((start_q + n_q, n_q), (start_k + n_k, n_k), first, total_q // T.stat_rows + sequences)
+    return block, entry, (n_q, n_k, heads, group)
+
+
+@gluon.jit
+def rows_at(entry, SIDE: gl.constexpr, head, row, T: gl.constexpr):
+    """Where a tile from `row` on is: of the queries (SIDE 0) or of the keys (1)."""
+    if T.packed:
+        end, length = entry[SIDE]
+        return packed_at(end, length, head, row)
+    else:
+        return entry, head, row, 0
+
+
+@gluon.jit
+def stat_blocks(entry, head, size, INT: gl.constexpr, T: gl.constexpr):
+    """The first block of the statistics of a head's rows, and how many blocks further on the next head's is."""
+    n_q, _n_k, heads, _group = size
+    if T.packed:
+        _of_queries, _of_keys, first, blocks = entry
+        return head.to(INT) * blocks + first, blocks
+    else:
+        blocks = gl.cdiv(n_q, gl.constexpr(T.stat_rows))
+        return (entry * heads + head).to(INT) * blocks, blocks
+
+
+@gluon.jit
+def write(z, memory, desc, at):
     """Write a consumer's 64 rows of a gradient, by way of shared memory that is no longer read."""
     memory.store(z.to(desc.dtype))
     fence_async_shared()
-    store_tile(desc, [entry, head, at, 0], memory)
+    store_tile(desc, at, memory)
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ because its derivative by a score is that score's probability. A sink is one mor
 -delta times its probability. Bytes: dout and out are read once, delta is a float32 a row.
 
 For the Hopper kernels, delta is stored beside lse times log2(e), in tiles that TMA copies, and dq's float32 sum is
-cleared before them; after them, dq is read from that sum, scaled, and cast to its dtype and strides.
+cleared before them; after them, dq is read from that sum, scaled, and cast to its dtype and strides. The tiles of
+packed sequences are where their slots are (`slots`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from rooftile import library, runtime
 from rooftile.launching import KernelLauncher, bind
+from rooftile.ops.attention.slots import block_slots, find_block
 from rooftile.primitives.partials import prepare_sum
 from rooftile.primitives.scores import LOG2E
 
@@ -141,7 +143,7 @@ def prepare_delta(
     return run
 
 
-@triton.jit(do_not_specialize=["n_q", "heads"])
+@triton.jit(do_not_specialize=["n_q", "heads", "sequences"], do_not_specialize_on_alignment=["starts_ptr"])
 def _stats_kernel(
     out_ptr,
     dout_ptr,
@@ -149,6 +151,7 @@ def _stats_kernel(
     dlse_ptr,
     stats_ptr,
     sums_ptr,
+    starts_ptr,
     stride_ob,
     stride_oh,
     stride_ot,
@@ -160,21 +163,31 @@ def _stats_kernel(
     stride_lt,
     n_q,
     heads,
+    sequences,
     HAS_DLSE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     N: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """stats, (B * H, blocks, 2, ROWS): lse times log2(e), or +inf for rows that see nothing or don't exist; delta."""
-    n_blocks = tl.cdiv(n_q, ROWS)
+    n_blocks = n_q // ROWS + sequences if PACKED else tl.cdiv(n_q, ROWS)
     tile = tl.program_id(0).to(tl.int64)
     block = tl.program_id(0) % n_blocks
     flat = tile // n_blocks
     batch = flat // heads
     head = flat % heads
-    row = block * ROWS + tl.arange(0, ROWS)
-    there = row < n_q
+    end = n_q
+    if PACKED:
+        _, begin, length, block = find_block(block, starts_ptr, sequences, 0, ROWS)
+        if length == 0:
+            return
+        row = begin + block * ROWS + tl.arange(0, ROWS)
+        end = begin + length
+    else:
+        row = block * ROWS + tl.arange(0, ROWS)
+    there = row < end
     rows = row.to(tl.int64)[:, None]
     cols = tl.arange(0, DIM)[None, :]
     mask = there[:, None] & (cols < N)
@@ -197,27 +210,38 @@ def _stats_kernel(
     tl.store(stats_ptr + ROWS, tl.where(blind, 0.0, delta))
 
 
-@triton.jit(do_not_specialize=["n_q", "heads", "scale"])
+@triton.jit(do_not_specialize=["n_q", "heads", "scale", "sequences"], do_not_specialize_on_alignment=["starts_ptr"])
 def _finish_kernel(
     sums_ptr,
     dq_ptr,
+    starts_ptr,
     stride_b,
     stride_h,
     stride_t,
     n_q,
     heads,
     scale,
+    sequences,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     N: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """One of the two tiles of 64 x 64 of dq that a block of queries has."""
-    n_blocks = tl.cdiv(n_q, ROWS)
+    n_blocks = n_q // ROWS + sequences if PACKED else tl.cdiv(n_q, ROWS)
     program = tl.program_id(0).to(tl.int64)
     tile = program // 2
     part = program % 2
     flat = tile // n_blocks
-    row = (tile % n_blocks) * ROWS + (part // (DIM // 64)) * 64 + tl.arange(0, 64)
+    end = n_q
+    if PACKED:
+        _, begin, length, block = find_block((tile % n_blocks).to(tl.int32), starts_ptr, sequences, 0, ROWS)
+        if length == 0:
+            return
+        row = begin + block * ROWS + (part // (DIM // 64)) * 64 + tl.arange(0, 64)
+        end = begin + length
+    else:
+        row = (tile % n_blocks) * ROWS + (part // (DIM // 64)) * 64 + tl.arange(0, 64)
     cols = (part % (DIM // 64)) * 64 + tl.arange(0, 64)
 
     sums = tl.load(sums_ptr + program * 4096 + tl.arange(0, 4096))
@@ -225,41 +249,57 @@ def _finish_kernel(
     dq = sums.reshape(4, 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
 
     dq_ptr += (flat // heads) * stride_b + (flat % heads) * stride_h
-    mask = (row[:, None] < n_q) & (cols[None, :] < N)
+    mask = (row[:, None] < end) & (cols[None, :] < N)
     tl.store(dq_ptr + row[:, None] * stride_t + cols[None, :], dq.to(dq_ptr.dtype.element_ty), mask)
+
+
+def row_blocks(n_q: int, rows: int, packed: int) -> int:
+    """Blocks of a head's rows in stats and dq's sum. `packed` is how many sequences they are, or 0."""
+    return block_slots(n_q, rows, packed) if packed else library.cdiv(n_q, rows)
 
 
 @functools.cache
 def _stats_launcher(
-    dtypes: tuple[torch.dtype | None, ...], has_sums: bool, rows: int, head_dim: int, dim: int
+    dtypes: tuple[torch.dtype | None, ...], has_sums: bool, packed: bool, rows: int, head_dim: int, dim: int
 ) -> KernelLauncher:
-    constants = {"HAS_DLSE": dtypes[2] is not None, "HAS_SUMS": has_sums, "ROWS": rows, "N": head_dim, "DIM": dim}
+    constants = {
+        "HAS_DLSE": dtypes[2] is not None,
+        "HAS_SUMS": has_sums,
+        "PACKED": packed,
+        "ROWS": rows,
+        "N": head_dim,
+        "DIM": dim,
+    }
     return KernelLauncher(_stats_kernel, constants, num_warps=4)
 
 
 def prepare_stats(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, has_sums: bool, rows: int, dim: int
+    out: Tensor, dout: Tensor, dlse: Tensor | None, has_sums: bool, rows: int, dim: int, packed: int = 0
 ) -> Callable[..., None]:
-    """The launch for tensors like these, to be called with `out, dout, lse, dlse, stats, sums`.
+    """The launch for tensors like these, to be called with `out, dout, lse, dlse, stats, sums, starts`.
 
     It fills stats, and clears dq's sum, if there is one. out and dout are (B, H, T, D) with a last stride of 1; dim is
-    D, padded, and rows are those of a tile.
+    D, padded, and rows are those of a tile. `packed` is how many sequences they are, or 0.
     """
     batch, heads, n_q, head_dim = out.shape
     dtypes = (out.dtype, dout.dtype, None if dlse is None else dlse.dtype)
     strides = (*out.stride()[:3], *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()))
-    launcher = _stats_launcher(dtypes, has_sums, rows, head_dim, dim)
-    return bind(launcher, batch * heads * library.cdiv(n_q, rows), strides=strides, numbers=(n_q, heads))
+    launcher = _stats_launcher(dtypes, has_sums, packed > 0, rows, head_dim, dim)
+    return bind(launcher, batch * heads * row_blocks(n_q, rows, packed), strides=strides, numbers=(n_q, heads, packed))
 
 
 @functools.cache
-def _finish_launcher(dtype: torch.dtype, rows: int, head_dim: int, dim: int) -> KernelLauncher:
-    return KernelLauncher(_finish_kernel, {"ROWS": rows, "N": head_dim, "DIM": dim}, num_warps=4)
+def _finish_launcher(dtype: torch.dtype, packed: bool, rows: int, head_dim: int, dim: int) -> KernelLauncher:
+    constants = {"PACKED": packed, "ROWS": rows, "N": head_dim, "DIM": dim}
+    return KernelLauncher(_finish_kernel, constants, num_warps=4)
 
 
-def prepare_finish(dq: Tensor, scale: float, rows: int, dim: int) -> Callable[..., None]:
-    """The launch for dq (B, H, T, D) with a last stride of 1, to be called with `sums, dq`: dq out of its sum."""
+def prepare_finish(dq: Tensor, scale: float, rows: int, dim: int, packed: int = 0) -> Callable[..., None]:
+    """The launch for dq (B, H, T, D) with a last stride of 1, to be called with `sums, dq, starts`: dq out of its sum.
+
+    The other arguments are as in `prepare_stats`.
+    """
     batch, heads, n_q, head_dim = dq.shape
-    programs = 2 * batch * heads * library.cdiv(n_q, rows)
-    launcher = _finish_launcher(dq.dtype, rows, head_dim, dim)
-    return bind(launcher, programs, strides=dq.stride()[:3], numbers=(n_q, heads, scale))
+    programs = 2 * batch * heads * row_blocks(n_q, rows, packed)
+    launcher = _finish_launcher(dq.dtype, packed > 0, rows, head_dim, dim)
+    return bind(launcher, programs, strides=dq.stride()[:3], numbers=(n_q, heads, scale, packed))
