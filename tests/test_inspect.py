@@ -288,12 +288,14 @@ def test_what_is_empty_need_not_launch_anything():
     assert rows == []
 
 
+@pytest.mark.nightly
 def test_a_worker_that_cannot_begin_fails_every_task():
     (row,) = compile_on("sm_91", plan([BROKEN["good"]]), {"good": BROKEN["good"]})
     assert (row.verdict, row.points) == ("FAIL", ("16 rows", "100 rows"))
     assert "sm_91" in row.log
 
 
+@pytest.mark.nightly
 def test_one_call_can_be_compiled_alone_and_never_out_of_a_cache():
     case = BROKEN["good"]
     (row,) = compile_case(case, case.sets["llm"][0], arch="sm_86", source=broken_kernels.__name__)
@@ -309,6 +311,7 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, ["inspect", *arguments])
 
 
+@pytest.mark.nightly
 def test_the_command_shows_and_writes_every_kernel(tmp_path, monkeypatch):
     case = all_cases()["silu_mul"]
     bf16 = {torch.bfloat16: case.tolerances[torch.bfloat16]}

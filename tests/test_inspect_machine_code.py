@@ -88,6 +88,7 @@ def compiled(arch):
     return {row.op: row.kernel for row in rows}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("change", ["renamed", "parameters", "comments"])
 def test_a_renamed_or_moved_kernel_keeps_its_hash(arch, change):
@@ -96,11 +97,13 @@ def test_a_renamed_or_moved_kernel_keeps_its_hash(arch, change):
     assert kernels[change].instructions == kernels["plain"].instructions > 50
 
 
+@pytest.mark.nightly
 def test_the_order_of_parameters_is_not_hashed_on_nvidia():
     kernels = compiled("sm_90")
     assert kernels["reordered"].machine_code == kernels["plain"].machine_code
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_changed_constant_moves_the_hash(arch):
     kernels = compiled(arch)
@@ -191,6 +194,7 @@ def test_a_file_without_hashes_is_refused():
         compare([row(code="")], [row()])
 
 
+@pytest.mark.nightly
 def test_the_command_compares_with_an_earlier_file(tmp_path, monkeypatch):
     case = next(c for c in broken_kernels.CASES if c.name == "good")
     rows = compile_on("sm_86", plan([case], source=broken_kernels.__name__), {"good": case}, hashed=True)

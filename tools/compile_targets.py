@@ -38,8 +38,7 @@ SMALL = ("sm_86",)  # that with the least shared memory
 BY_SIZE = (
     "matmul", "linear", "gated_linear", "int8_linear", "int4_linear", "fp8_linear", "fp8_weight_linear",
     "rms_norm_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache", "attention", "attention_varlen",
-    "attention_paged", "decode_attention", "linear_cross_entropy", "linear_jsd", "sample", "rms_norm", "layer_norm",
-    "softmax",
+    "attention_paged", "decode_attention", "linear_cross_entropy", "linear_jsd", "rms_norm", "softmax",
 )  # fmt: skip
 
 PLANS = {
