@@ -245,10 +245,7 @@ def test_a_configuration_that_names_it_is_followed_by_its_gradients(device):
     launched = []
     for given in (forward, None):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            try:
-                out = attention_varlen(*leaves, starts, causal=True, config=given)
-            except ValueError as error_:
-                pytest.skip(f"the forward can't be launched: {error_}")
+            out = attention_varlen(*leaves, starts, causal=True, config=given)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
             torch.cuda.synchronize()
         launched.append({event.key for event in profile.key_averages()})

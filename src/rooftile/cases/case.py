@@ -103,8 +103,8 @@ class OpCase:
         deterministic: whether two runs on one GPU must be bit-identical; "asked" if only under
             `torch.use_deterministic_algorithms`, and other kernels run without it: both are checked.
         over: the dimension of the charts of time and memory, if a run has several sizes of it.
-        float32_floor: an error that float32 may always have, whatever eager PyTorch's error; if it is more than
-            that of all ops (check.rounding_floor), the case gives the reason.
+        float32_floor: an error that float32 may always have, whatever eager PyTorch's error, in both directions or by
+            direction; if it is more than that of all ops (check.rounding_floor), the case gives the reason.
         training: what a call of forward and backward does, if not all gradients and the sums of both directions.
         roof: the roof of a row: "copy", a copy of the same bytes; "gemm", the slower of a streaming read of these
             bytes and a GEMM of as many operations, in the inputs' dtype or the one named.
@@ -131,9 +131,16 @@ class OpCase:
     odd_spills: int = 0
     deterministic: bool | Literal["asked"] = True
     over: str = ""
-    float32_floor: float = 0.0
+    float32_floor: float | Mapping[Direction, float] = 0.0
     training: Training | None = None
     roof: Roof = "copy"
+
+    def floor(self, dtype: torch.dtype, direction: Direction) -> float:
+        """The error that results of that dtype may always have; 0 if only what all ops may have."""
+        if dtype != torch.float32:
+            return 0.0
+        by = self.float32_floor
+        return by.get(direction, 0.0) if isinstance(by, Mapping) else by
 
     def tolerance(self, dtype: torch.dtype, direction: Direction, output: str) -> Tolerance:
         """The tolerance of that output (or gradient, `d<input>`)."""

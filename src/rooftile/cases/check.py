@@ -294,8 +294,7 @@ def check_point(
             eager_error = relative_error(eager.to(expected), ref)
             allowed = case.tolerance(dtype, direction, name)
             ceiling = allowed.ceiling if own else max(PEERS_CEILINGS * allowed.ceiling, allowed.peers)
-            floor = max(rounding_floor(dtype), rounding_floor(expected))
-            floor = max(floor, case.float32_floor) if dtype == torch.float32 else floor
+            floor = max(rounding_floor(dtype), rounding_floor(expected), case.floor(dtype, direction))
             tolerance = min(ceiling, max(2 * eager_error, floor))
             comparable = out.shape == ref.shape
             error = relative_error(out, ref) if comparable else math.nan

@@ -100,9 +100,9 @@ def describe_packed(t: Tensor, block: tuple[int, int], layout: Any) -> Descripto
 
     Loads past a sequence's end give zeros, whatever the next sequence has there, and stores past it are dropped. For
     this the tokens are a dimension that ends after 2^30, in which a sequence is moved back by the dimension before it
-    and by the first one. With s the stride of tokens, all addresses modulo 2^64:
+    and by the first one. With s the stride of tokens in elements, and addresses modulo 2^64 elements:
 
-        2^30 (2^34 - s) + end s + (2^30 - n + row) s = (end - n + row) s    in elements of 2^n bytes
+        2^30 (2^34 - s) + end s + (2^30 - n + row) s = (end - n + row) s
 
     (Triton's `triton.tools.ragged_tma` does the same.) The layout is of rank 5.
     """

@@ -223,19 +223,10 @@ def _size_of(seq, size, T: gl.constexpr):
 
 
 @gluon.jit
-def _queries_at(seq, head, row, T: gl.constexpr):
-    """Where queries or rows of the output are, for TMA."""
+def _rows_at(seq, SIDE: gl.constexpr, head, row, T: gl.constexpr):
+    """Where TMA finds rows: of queries and the output (SIDE 0), or of keys and values (1)."""
     if T.packed:
-        return packed_at(seq[0], seq[1], head, row)
-    else:
-        return seq, head, row, 0
-
-
-@gluon.jit
-def _keys_at(seq, head, row, T: gl.constexpr):
-    """Where keys or values are, for TMA."""
-    if T.packed:
-        return packed_at(seq[2], seq[3], head, row)
+        return packed_at(seq[2 * SIDE], seq[2 * SIDE + 1], head, row)
     else:
         return seq, head, row, 0
 
@@ -289,7 +280,7 @@ def _fill(desc, seq, head, block, ring, slot, parity, T: gl.constexpr):
     tiles, ready, free = ring
     mbarrier.wait(free.index(slot), parity ^ 1)
     mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-    load_tile(desc, _keys_at(seq, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
+    load_tile(desc, _rows_at(seq, 1, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
     return next_slot(slot, parity, T.stages)
 
 
@@ -318,7 +309,7 @@ def _produce(q_desc, k_desc, v_desc, memory, size, limits, order, T: gl.constexp
         mbarrier.expect(q_ready.index(buffer), T.consumers * q_desc.block_type.nbytes)
         for j in gl.static_range(gl.constexpr(T.consumers)):
             to = q_tiles.index(buffer * T.consumers + j)
-            load_tile(q_desc, _queries_at(seq, head, row + j * T.rows, T), q_ready.index(buffer), to)
+            load_tile(q_desc, _rows_at(seq, 0, head, row + j * T.rows, T), q_ready.index(buffer), to)
         buffer += 1
         q_parity = gl.where(buffer == T.q_buffers, q_parity ^ 1, q_parity)
         buffer = gl.where(buffer == T.q_buffers, 0, buffer)
@@ -435,7 +426,7 @@ def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, si
     tma.store_wait(0)
     out.store(o.to(out_desc.dtype))
     fence_async_shared()
-    store_tile(out_desc, _queries_at(seq, head, row, T), out)
+    store_tile(out_desc, _rows_at(seq, 0, head, row, T), out)
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rooftile import library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import bind, launcher
+from rooftile.ops.attention.slots import larger
 from rooftile.ops.attention.work_order import count_of, slot_of, work_order_on_device
 
 import triton  # isort: skip
@@ -97,15 +98,10 @@ def listed_tile(tiles_ptr, i, program, programs):
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
 def _ranges(starts_ptr, seqs, sequences, total, before):
     """Where sequences end, their lengths, and the last end. `before` is that of the sequences before these."""
     begins = tl.minimum(tl.load(starts_ptr + tl.minimum(seqs, sequences)), total)
-    begins = tl.associative_scan(tl.maximum(begins, before), 0, _larger)
+    begins = tl.associative_scan(tl.maximum(begins, before), 0, larger)
     ends = tl.minimum(tl.load(starts_ptr + tl.minimum(seqs + 1, sequences)), total)
     ends = tl.maximum(ends, begins)
     return ends, ends - begins, tl.max(ends, 0)

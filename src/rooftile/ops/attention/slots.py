@@ -54,7 +54,8 @@ def find_block(slot, starts_ptr, sequences, SIDE: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
+    """For a running maximum."""
     return tl.maximum(a, b)
 
 
@@ -71,7 +72,7 @@ def _starts_kernel(starts_q_ptr, starts_k_ptr, starts_ptr, sequences, n_q, n_k, 
         of_q = tl.load(starts_q_ptr + at, mask=(at <= sequences) & (side == 0), other=0)
         of_k = tl.load(starts_k_ptr + at, mask=(at <= sequences) & (side == 1), other=0)
         starts = tl.maximum(tl.minimum(tl.where(side == 0, of_q, of_k), total), before)
-        starts = tl.associative_scan(starts, 0, _larger)
+        starts = tl.associative_scan(starts, 0, larger)
         tl.store(starts_ptr + 2 * at + side, starts, mask=at <= sequences)
         before = tl.max(starts, 0)
 

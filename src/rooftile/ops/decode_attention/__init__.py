@@ -137,9 +137,8 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     s = shape_of(q, k_cache, v_cache, page_table, layout, cache_layout)
     check_values(lengths, page_table, s)
     allocate = _allocator(*results)
-    if (
-        results[0].numel() == 0 or s.capacity == 0 or (page_table is not None and s.n_pages == 0)
-    ):  # no keys, for any lengths
+    no_pages = page_table is not None and s.n_pages == 0
+    if results[0].numel() == 0 or s.capacity == 0 or no_pages:  # no keys, for any lengths
 
         def without_keys(*args: Any) -> tuple[Tensor, Tensor]:
             out, lse = allocate()

@@ -67,7 +67,7 @@ def _padded_strides(rank: int) -> tuple[int, int]:
 
 
 def _padded(like: Tensor, rows: int, rank: int) -> Tensor:
-    """Memory for u and du, or what the scaled lora_b is like."""
+    """Memory for u or du; the scaled lora_b has such strides too."""
     return torch.empty_strided((rows, rank), _padded_strides(rank), dtype=like.dtype, device=like.device)
 
 
