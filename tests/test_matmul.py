@@ -327,6 +327,15 @@ def test_every_problem_has_a_configuration_that_its_kernel_takes(target):
             assert choose.can_implement(p, c, target) is None, (p, c)
 
 
+def test_products_as_thin_as_a_lora_adapter_have_narrow_tiles_on_every_sm():
+    target = runtime.TARGETS["sm_90"]
+    for m, n, layouts in ((4096, 8, "kk"), (4096, 16, "kn"), (16, 4096, "mn")):
+        c = choose.choose(Problem(m, n, 4096, BF16, 1, False, "", "ieee", *layouts), target)
+        assert (c.block_m if m == 16 else c.block_n) == 16
+        assert c.split_k * 4096 // 64 == 128  # of 132 SMs
+    assert choose.choose(Problem(16, 4096, 4096, BF16), target).kernel == "skinny"  # of decoding
+
+
 def test_a_tuned_entry_comes_first_unless_it_can_not_be_launched(monkeypatch):
     target = runtime.TARGETS["sm_90"]
     p = Problem(13, 4096, 4096, BF16)

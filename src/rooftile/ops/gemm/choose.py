@@ -206,6 +206,8 @@ def _of_dense(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     # On an H200 64 rows were 3 to 20 % faster so than in the skinny kernel, which reads x too often, and 32 rows of
     # 4096 -> 28672 6 % slower, perhaps because half of the tile of x is then beyond its end.
     if target.gluon and (p.m > 32 or not along_k):
+        if min(p.m, p.n) <= 16 and p.dtype.itemsize == 2 and _vectors(p) and not p.gated:
+            yield _thin(p, target)
         yield from _hopper(p, target)
     # Without tensor cores, as IEEE float32 is, their sides don't matter; without vectors a deep pipeline has no room.
     if along_k and p.m <= 64 and _on_tensor_cores(p) and _vectors(p) and target.warp_size == 32:
@@ -241,6 +243,18 @@ def _one_row(p: Problem, target: runtime.Target) -> GemmConfig:
         block_n, block_k, warps = 16, 512, 8
     warps = max(1, warps * 32 // target.warp_size)
     return GemmConfig("gemv", 1, max(1, block_n // (1 + p.gated)), block_k * 2 // p.dtype.itemsize, 1, 1, warps, 1)
+
+
+def _thin(p: Problem, target: runtime.Target) -> GemmConfig:
+    """Tiles as narrow as the result, of 64 along its other side, as the products of a LoRA adapter have.
+
+    On an H100, rank 16, of 34 configurations in 12 shapes: within 3 % of the fastest, and 0.87 to 0.93 of the time of
+    TMA's tiles, whose 64 columns are mostly beyond the end.
+    """
+    tiles = library.cdiv(max(p.m, p.n), 64)
+    split = _split(tiles, library.cdiv(p.k, 128), 4, target)
+    block_m, block_n = (64, 16) if p.m >= p.n else (16, 64)
+    return GemmConfig("tiled", block_m, block_n, 128, 8, split, 4, 4)
 
 
 def _skinny(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
