@@ -19,7 +19,7 @@ from rooftile.inspect import compile_on, plan
 from rooftile.launching import Descriptor
 from rooftile.ops.attention import attention, attention_varlen, packed
 from rooftile.ops.attention.ops import attention_varlen_op
-from rooftile.ops.attention.problem import AttentionConfig, Problem, Scoring, choose_forward
+from rooftile.ops.attention.problem import AttentionConfig, Problem, Scoring, choose_backward, choose_forward
 
 hopper_forward = pytest.importorskip("rooftile.ops.attention.hopper_forward")
 gluon = pytest.importorskip("rooftile.primitives.gluon")
@@ -239,8 +239,19 @@ def test_it_takes_what_its_tests_give_it(point):
         assert hopper_forward.can_implement(problem(point), config, runtime.TARGETS["sm_90"]) is None
 
 
-def test_it_is_chosen_by_a_configuration_alone():
-    assert choose_forward(problem(POINTS[0]), runtime.TARGETS["sm_90"]).kernel == "portable"
+@pytest.mark.parametrize("lengths", ["edges", "any"])
+def test_both_directions_choose_it(lengths):
+    p = problem((lengths, *POINTS[0][1:]))
+    for choose in (choose_forward, choose_backward):
+        assert choose(p, runtime.TARGETS["sm_90"]).kernel == "hopper"
+        assert choose(p, runtime.TARGETS["sm_80"]).kernel == "portable"
+
+
+@pytest.mark.parametrize("lengths", ["tiny"])
+def test_sequences_too_short_for_its_tiles_do_not(lengths):
+    p = problem((lengths, *POINTS[0][1:]))
+    for choose in (choose_forward, choose_backward):
+        assert choose(p, runtime.TARGETS["sm_90"]).kernel == "portable"
 
 
 @pytest.mark.parametrize("other", [{"tokens": 2**29}, {"alibi": True}, {"batch": 2**27}], ids=str)
@@ -296,12 +307,12 @@ def test_native_code_takes_the_strides_of_packed_sequences():
     assert all(0 <= n < 2**64 for n in strides)  # C's unsigned long long
 
 
-def modelled(point, config, q, k, v, starts_q, starts_k, programs):
+def modelled(point, config, q, k, v, starts_q, starts_k, programs, device):
     """out and lse as the kernel makes them of its list of tiles, and how often each row of each head is written."""
     s, heads, kv_heads = scoring(point), q.shape[1], k.shape[1]
     tile = (config.block_m, config.block_n, s.left, s.right)
     listing = packed.TileList(heads, len(starts_q) - 1, q.shape[0], k.shape[0], *tile, programs, 2)
-    taken = listed(packed.prepare_tiles(listing)(starts_q, starts_k), listing)
+    taken = listed(packed.prepare_tiles(listing)(starts_q.to(device), starts_k.to(device)), listing)
     out, lse = torch.zeros_like(q), torch.full((heads, q.shape[0]), -torch.inf, dtype=q.dtype)
     written = torch.zeros(heads, q.shape[0], dtype=torch.int64)
     views = [t.transpose(0, 1)[None] for t in (q, k, v)]
@@ -354,7 +365,7 @@ def modelled(point, config, q, k, v, starts_q, starts_k, programs):
     ],
     ids=str,
 )
-def test_a_model_of_the_kernel_over_the_list_is_attention(point):
+def test_a_model_of_the_kernel_over_the_list_is_attention(point, device):
     """Each row of each head is written once, and NaN of every other sequence stays there."""
     q, k, v, starts_q, starts_k, _ = drawn(point, torch.device("cpu"))
     q, k, v = (t.double() for t in (q, k, v))
@@ -365,7 +376,7 @@ def test_a_model_of_the_kernel_over_the_list_is_attention(point):
     kept = torch.ones(q.shape[0], dtype=torch.bool)
     for i in range(0, len(starts_q) - 1, 2):
         kept[starts_q[i] : starts_q[i + 1]] = False
-    out, lse, written = modelled(point, CONFIGS[128][0], q, k, v, starts_q, starts_k, 7)
+    out, lse, written = modelled(point, CONFIGS[128][0], q, k, v, starts_q, starts_k, 7, device)
     assert (written == 1).all()
     torch.testing.assert_close(out[kept], expected[kept])
     torch.testing.assert_close(lse[:, kept], expected_lse[:, kept])

@@ -400,7 +400,7 @@ def _save_dense(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
     q, k, v, starts_q, starts_k, alibi_slopes, sinks, *scoring, config, ctx.deterministic = inputs
-    ctx.portable = not config.startswith("hopper")  # packed sequences: not measured yet
+    ctx.portable = config.startswith("portable")
     ctx.scoring, ctx.layout = scoring, "thd"
     ctx.save_for_backward(q, k, v, *outputs, None, alibi_slopes, sinks, starts_q, starts_k)
 
