@@ -247,11 +247,12 @@ def test_both_directions_choose_it(lengths):
         assert choose(p, runtime.TARGETS["sm_80"]).kernel == "portable"
 
 
-@pytest.mark.parametrize("lengths", ["tiny"])
-def test_sequences_too_short_for_its_tiles_do_not(lengths):
-    p = problem((lengths, *POINTS[0][1:]))
-    for choose in (choose_forward, choose_backward):
-        assert choose(p, runtime.TARGETS["sm_90"]).kernel == "portable"
+def test_sequences_too_short_for_its_tiles_have_small_portable_ones():
+    p = problem(("tiny", *POINTS[0][1:]))
+    p = dataclasses.replace(p, n_q=p.tokens)  # no hint of the longest
+    assert choose_backward(p, runtime.TARGETS["sm_90"]).kernel == "portable"
+    c = choose_forward(p, runtime.TARGETS["sm_90"])
+    assert (c.kernel, c.block_m) == ("portable", 64)
 
 
 @pytest.mark.parametrize("other", [{"tokens": 2**29}, {"alibi": True}, {"batch": 2**27}], ids=str)

@@ -267,16 +267,18 @@ def _dim(p: Problem) -> int:
 
 def _rows(p: Problem, most: int) -> int:
     """Rows of a tile: those that exist, rounded up, and at least 64, which a warpgroup multiplies at once."""
-    return max(64, min(most, library.power_of_two(max(1, p.n_q))))
+    longest = 64 if _many_short(p) else max(1, p.n_q)
+    return max(64, min(most, library.power_of_two(longest)))
 
 
 def _many_short(p: Problem) -> bool:
-    """Whether packed sequences are too short, on average, to fill the Hopper kernels' tiles.
+    """Whether packed sequences are too short, on average, for tiles of 128 queries.
 
-    On an H100, 4096 sequences of 4 tokens take the portable forward 0.67 of its time; one of 8192 among 128 of 32
-    takes the Hopper forward 0.39 of the portable one's.
+    On an H100, for 32/8 heads of 128 and 16384 tokens, portable tiles of 64 queries take 0.62, 0.69 and 0.85 of the
+    Hopper forward's time for sequences of 16, 32 and 64 tokens, and 1.57, 1.41 and 1.52 for 96, 128 and 512. Portable
+    tiles of 128 take 1.3 to 1.9. One sequence of 8192 among 128 of 32 takes the Hopper forward 0.39 of the portable's.
     """
-    return p.packed and p.tokens < 64 * p.batch
+    return p.packed and p.tokens <= 64 * p.batch
 
 
 def _interpreted(p: Problem) -> AttentionConfig:
