@@ -39,6 +39,16 @@ def test_a_model_has_the_tokens_per_second_and_the_memory_of_its_row(tmp_path: P
     assert "3.00 GiB" in headline.table(tmp_path)
 
 
+def test_a_speedup_is_over_the_fastest_baseline(tmp_path: Path) -> None:
+    rows = _rows(STEP, "step", eager=200.0, liger=400.0, rooftile=125.0, rooftile_lora=100.0)
+    for row in rows:
+        row.tokens_per_s, row.dims = 1e6 / (row.us or 1), {"batch": 1, "tokens": 1}
+    write_json(tmp_path / "h100" / "training" / f"{STEP}-gemma-3-1b.json", META, rows)
+    (ours,) = headline.figures(tmp_path)  # of a model beside the first, the fastest
+    assert (ours.impl, ours.speedup, ours.baseline) == ("rooftile lora", 2.0, "eager")
+    assert "| **Rooftile**, `lora=True` | 10000 | 2.00 × Hugging Face |" in re.sub(" +", " ", headline.table(tmp_path))
+
+
 def test_every_op_that_loses_is_shown(tmp_path: Path) -> None:
     rows = [
         *_rows("rope", "forward", rooftile=1.0, compile=TIE - 0.01),

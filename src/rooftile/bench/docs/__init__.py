@@ -224,6 +224,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": docs_quality.table,
     "training": docs_training.table,
     "training-steps": docs_training.steps,
+    "training-convergence": docs_training.convergence,
     **{f"chart-{s.name}": functools.partial(docs_sweeps.sweep, name=s.name) for s in charts.SWEEPS},
     "passes": docs_passes.table,
     "rooflines": docs_sweeps.rooflines,

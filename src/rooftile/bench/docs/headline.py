@@ -21,7 +21,7 @@ from rooftile.bench.e2e.paths import CUDA, HF
 from rooftile.bench.e2e.results import FILES, over, read_results
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, best_peer, groups, is_ours, read_json
-from rooftile.bench.training.steps import STEP
+from rooftile.bench.training.steps import STEP, WORKLOADS
 from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL
 from rooftile.runtime import TARGETS
 
@@ -42,14 +42,13 @@ NAMES = {
     EAGER: "Hugging Face",
     COMPILE: "Hugging Face, `torch.compile`",
     LIGER: "Hugging Face, Liger-Kernel",
-    OURS: "**Rooftile**",
-    OURS_ALL: "**Rooftile**, `attention=True, linear=True`",
 }
+SHORT = {CUDA: "PyTorch", EAGER: "Hugging Face", COMPILE: "`torch.compile`", LIGER: "Liger"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One implementation of a whole model. `speedup` is over `baseline`, measured in the same run."""
+    """One implementation of a whole model. `speedup` is over `baseline`, the fastest one measured in the same run."""
 
     work: str
     impl: str
@@ -67,7 +66,10 @@ class Figure:
 
     @property
     def name(self) -> str:
-        return NAMES[self.impl] + (f", {self.weights}" if self.weights else "")
+        ours, *switches = self.impl.split()
+        name = "**Rooftile**" if ours == OURS else NAMES[self.impl]
+        said = f"`{', '.join(f'{switch}=True' for switch in switches)}`" if ours == OURS and switches else ""
+        return ", ".join(filter(None, (name, said, self.weights)))
 
 
 def short(gpu: str) -> str:
@@ -103,18 +105,25 @@ def generation(results: Path, new: int = NEW) -> list[Figure]:
 
 
 def training_steps(results: Path) -> list[Figure]:
+    """Every implementation of `TRAINED`, and of each other model the fastest of ours."""
     found = []
-    for path in sorted(results.glob(f"*/{training.SUITE}/{STEP}-{TRAINED}.json")):
+    order = {f"{STEP}-{name}": i for i, name in enumerate(WORKLOADS)}
+    paths = (path for path in results.glob(f"*/{training.SUITE}/{STEP}-*.json") if path.stem in order)
+    for path in sorted(paths, key=lambda path: (order[path.stem], str(path))):
         meta, rows = read_json(path)
+        model = path.stem.removeprefix(f"{STEP}-")
         rows = [r for r in rows if r.op == STEP and r.status == "ok" and r.us and r.tokens_per_s]
-        liger = next((r for r in rows if r.impl == LIGER), None)
-        for impl in (EAGER, COMPILE, LIGER, OURS, OURS_ALL):
-            for row in (r for r in rows if r.impl == impl):
-                speedup = liger.us / row.us if liger and is_ours(impl) else None  # type: ignore[operator]
-                work = f"train {TRAINED}, {row.dims['batch']} x {row.dims['tokens']} tokens"
-                command = f"rooftile bench training steps --model {TRAINED}"
-                place = (work, impl, "", float(row.tokens_per_s or 0), speedup, LIGER)
-                found.append(Figure(*place, row.peak_bytes, meta, command))
+        best = min((r for r in rows if not is_ours(r.impl)), key=lambda r: r.us or 0.0, default=None)
+        if model == TRAINED:
+            rows = [r for impl in (EAGER, COMPILE, LIGER, OURS, OURS_ALL) for r in rows if r.impl == impl]
+        else:
+            rows = sorted((r for r in rows if is_ours(r.impl)), key=lambda r: r.us or 0.0)[:1]
+        for row in rows:
+            speedup = best.us / row.us if best and is_ours(row.impl) else None  # type: ignore[operator]
+            work = f"train {model}, {row.dims['batch']} x {row.dims['tokens']} tokens"
+            command = f"rooftile bench training steps --model {model}"
+            place = (work, row.impl, "", float(row.tokens_per_s or 0), speedup, best.impl if best else "")
+            found.append(Figure(*place, row.peak_bytes, meta, command))
     return found
 
 
@@ -125,7 +134,7 @@ def figures(results: Path, new: int = NEW) -> list[Figure]:
 
 def _cells(f: Figure) -> list[str]:
     memory = "–" if f.peak_bytes is None else f"{number(f.peak_bytes / 2**30)} GiB"
-    faster = "–" if f.speedup is None else f"{ratio(f.speedup)} × {'Liger' if f.baseline == LIGER else 'PyTorch'}"
+    faster = "–" if f.speedup is None else f"{ratio(f.speedup)} × {SHORT[f.baseline]}"
     return [f.work, f.name, number(f.tokens_per_s, 4), faster, memory, f.gpu]
 
 
@@ -133,7 +142,7 @@ def _sources(found: Sequence[Figure]) -> list[str]:
     """A line for each machine and commit, with the commands, and whether the kernels have changed since."""
     commands: dict[str, dict[str, bool]] = {}
     for f in found:
-        op, suite = (STEP, training.SUITE) if f.baseline == LIGER else ("decode", GENERATION)
+        op, suite = ("decode", GENERATION) if f.baseline == CUDA else (STEP, training.SUITE)
         command = f"`{f.command.partition(' --quantize')[0]}`"
         commands.setdefault(machine(f.meta), {})[command] = is_older(op, f.meta, suite)
     return [f"{', '.join(said)}: {line}.{aged(said)}" for line, said in commands.items()]
@@ -142,7 +151,7 @@ def _sources(found: Sequence[Figure]) -> list[str]:
 def table(results: Path) -> str:
     """Tokens a second of whole models, beside what users run today: a chart and a table."""
     found = figures(results)
-    works = dict.fromkeys(f"{f.work} ({f.gpu})" for f in found)
+    works = (f"{work} ({some[0].gpu})" for work, some in _compared(results).items())
     chart = f"![Tokens a second: {'; '.join(works)}]({CHART})"
     return "\n".join([chart, "", markdown(COLUMNS, map(_cells, found)), "", *_sources(found)]) if found else NO_RESULTS
 
@@ -207,15 +216,22 @@ def targets(results: Path) -> str:
 CHART = Path("docs/images/headline.svg")  # in the repository
 
 
+def _compared(results: Path) -> dict[str, list[Figure]]:
+    """The figures of each work that has more than one."""
+    works: dict[str, list[Figure]] = {}
+    for f in figures(results):
+        works.setdefault(f.work, []).append(f)
+    return {work: found for work, found in works.items() if len(found) > 1}
+
+
 def chart_data(results: Path) -> list[Any]:
-    return [[f.work, f.impl, f.weights, f.gpu, number(f.tokens_per_s, 4)] for f in figures(results)]
+    found = (f for figures in _compared(results).values() for f in figures)
+    return [[f.work, f.impl, f.weights, f.gpu, number(f.tokens_per_s, 4)] for f in found]
 
 
 def draw(results: Path, chart: Path = CHART) -> None:
     """Bars of tokens a second, one panel for each work."""
-    works: dict[str, list[Figure]] = {}
-    for f in figures(results):
-        works.setdefault(f.work, []).append(f)
+    works = _compared(results)
     heights = [len(found) for found in works.values()]
     with charts.page() as plt:
         fig, axes = plt.subplots(

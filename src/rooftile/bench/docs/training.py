@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rooftile.bench.docs.tables import (
     closing,
     groups_of,
     impls_of,
+    machine,
     machines,
     markdown,
     ours_of,
@@ -19,6 +21,7 @@ from rooftile.bench.docs.tables import (
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row
 from rooftile.bench.training import SUITE
+from rooftile.bench.training import convergence as convergence_
 from rooftile.bench.training.steps import BATCH, COLUMNS, STEP, cells
 
 
@@ -55,6 +58,27 @@ def steps(results: Path) -> str:
             made = [{r.impl: str(r.dims["batch"]) if r.status == "ok" else r.status for r in group} for group in found]
             lines = ([g[0].shape, *(m.get(i, "–") for i in impls)] for g, m in zip(found, made, strict=True))
             parts += [markdown(("largest batch", *(f"{i}>" for i in impls)), lines), ""]
+    return "\n".join(parts).strip() or NO_RESULTS
+
+
+def convergence(results: Path) -> str:
+    """Whole trainings of each family beside eager's and torch.compile's."""
+    parts = []
+    for path in sorted(results.glob(f"*/{convergence_.FOLDER}/convergence.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        runs, usual = data["runs"], convergence_.typical(data["runs"])
+        parts += [f"{machine(data['meta'])}.", ""]
+        parts += [markdown(convergence_.COLUMNS, (convergence_.cells(each, usual) for each in runs)), ""]
+        parts += [
+            f"{each['name']} {each['dtype']}: {why}."
+            for each in runs
+            if (why := convergence_.verdict(each, usual)) != "ok"
+        ]
+        means = ", ".join(f"{name} {ratio:.2f}" for name, ratio in convergence_.mean_ratios(runs).items())
+        parts += [
+            f"bf16: off from eager, over what `torch.compile` is off by, geometric means over the families: {means}.",
+            "",
+        ]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
