@@ -189,8 +189,8 @@ def show(console: Console, found: Sequence[Mapping[str, Any]], measures: bool) -
         "largest of all steps; loss_rms, the root of their mean square; logprobs, of the ten likeliest tokens at each "
         "place of held-out text, and weights, after the last step. Rooftile's run may be off by "
         f"{FLOAT32:g} in fp32, or by {BOUNDS['fp32']:g} times as much as torch.compile's if that is more, and in bf16 "
-        f"by {BOUNDS['bf16']:g} times as much as torch.compile's, or as the geometric mean of that over the families if "
-        "that is more. Of the losses, loss is judged in fp32 and loss_rms in bf16.",
+        f"by {BOUNDS['bf16']:g} times as much as torch.compile's, or as its mean over the families if that is more. "
+        "Of the losses, loss is judged in fp32 and loss_rms in bf16.",
         caption_justify="left",
     )
     for name in COLUMNS:

@@ -623,8 +623,8 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
     if p.dtype not in _DTYPES:
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
-    if p.mask or p.alibi:
-        return "kernel 'hopper' takes no mask and no ALiBi"
+    if p.mask or p.alibi or p.page:
+        return "kernel 'hopper' takes no mask, no ALiBi and no pages"
     if p.head_dim != p.value_dim or p.head_dim % 8 or not 8 <= p.head_dim <= 256:
         return (
             f"kernel 'hopper' takes one head_dim for keys and values, a multiple of 8 up to 256, not {p.head_dim} and "

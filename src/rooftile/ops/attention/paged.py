@@ -201,6 +201,8 @@ class _Arguments:
             alibi=self.alibi_slopes is not None,
             sinks=self.sinks is not None,
             packed=True,
+            tokens=tokens,
+            page=self.page,
             narrow=self.k_cache.element_size() == 1,
         )
 

@@ -195,6 +195,7 @@ class Problem:
     sinks: bool = False
     packed: bool = False
     tokens: int = 0  # of packed sequences, all together: queries or keys, whichever are more
+    page: int = 0  # keys and values are in pages of so many tokens
     narrow: bool = False  # keys and values have 8 bits, and are converted in registers
     aligned: bool = True  # bases and strides of q, k and v are multiples of 16 bytes, as TMA needs
 
