@@ -3,6 +3,7 @@
 from rooftile import losses as losses
 from rooftile import nn as nn
 from rooftile import optim as optim
+from rooftile.engine import AsyncEngine as AsyncEngine
 from rooftile.engine import Completion as Completion
 from rooftile.engine import Engine as Engine
 from rooftile.engine import KVCache as KVCache

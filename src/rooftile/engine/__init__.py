@@ -1,8 +1,22 @@
 """Inference: models that generate text, and the KV caches."""
 
+from rooftile.engine.async_engine import AsyncEngine, EngineStats, QueueFull, RequestError, Stream
 from rooftile.engine.cache import KVCache, PagedKVCache, PagedSequence
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.engine import Engine
 from rooftile.engine.generation import Completion, StreamChunk
 
-__all__ = ["Completion", "Engine", "KVCache", "ModelConfig", "PagedKVCache", "PagedSequence", "StreamChunk"]
+__all__ = [
+    "AsyncEngine",
+    "Completion",
+    "Engine",
+    "EngineStats",
+    "KVCache",
+    "ModelConfig",
+    "PagedKVCache",
+    "PagedSequence",
+    "QueueFull",
+    "RequestError",
+    "Stream",
+    "StreamChunk",
+]

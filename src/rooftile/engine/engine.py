@@ -14,7 +14,8 @@ from rooftile import runtime
 from rooftile.engine import weights as weights_
 from rooftile.engine.cache import check_positive
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.generation import Completion, Readback, StreamChunk, Watch, encoded, integer, stops_of
+from rooftile.engine.generation import Completion, StreamChunk, Watch, encoded, integer, stops_of
+from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.weights import Weights
@@ -205,11 +206,6 @@ class Engine:
 
         All checks come before anything runs.
         """
-        limit = integer(max_new_tokens)
-        if limit is None:
-            raise TypeError(f"generate: max_new_tokens is {max_new_tokens!r}, expected an integer")
-        if limit < 1:
-            raise ValueError(f"generate: max_new_tokens is {limit}, expected a positive integer")
         ids = encoded(prompts, self.tokenizer, self.config.vocab)
         one = integer(seed)
         if one is not None:
@@ -223,67 +219,64 @@ class Engine:
                 f"generate: seed has {len(seeds)} numbers, expected one, or {len(ids)}, one for each prompt"
             )
         requests = [
-            Request(i, prompt, limit, Sampling(temperature, top_k, top_p, min_p, repetition_penalty, s))
+            self._request(
+                i, prompt, max_new_tokens, stop, logprobs, ignore_eos,
+                Sampling(temperature, top_k, top_p, min_p, repetition_penalty, s),
+            )
             for i, (prompt, s) in enumerate(zip(ids, seeds, strict=True))
-        ]
-        cache = self.runner.cache
-        scheduler = Scheduler(self.max_batch, cache.k.shape[1], cache.page_size, PROMPT_TOKENS)
-        for request in requests:
-            if request.longest + 1 > self.max_seq_len:
-                raise ValueError(
-                    f"generate: prompt {request.index} has {len(request.prompt)} tokens, and {limit} new ones "
-                    f"are more than max_seq_len, {self.max_seq_len}"
-                )
-            if scheduler.pages_of(request) > cache.k.shape[1]:
-                raise ValueError(
-                    f"generate: prompt {request.index} and its new tokens need {scheduler.pages_of(request)} pages, "
-                    f"and the cache has {cache.k.shape[1]}"
-                )
-        ends = () if ignore_eos else self.config.eos
-        watches = [
-            Watch(r, ends, stops_of(stop, self.tokenizer, self.config.vocab), self.tokenizer, logprobs)
-            for r in requests
-        ]
+        ]  # fmt: skip
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
-        scheduler.waiting.extend(requests)
-        chunks = self._chunks(scheduler, watches, logprobs)
+        loop = Loop(self.runner, self._scheduler())
+        loop.scheduler.waiting.extend(requests)
+        chunks = self._chunks(loop)
         if stream:
             return chunks
         deque(chunks, maxlen=0)
-        return [watch.completion() for watch in watches]
+        return [r.watch.completion() for r in requests if r.watch is not None]
 
-    def _chunks(self, scheduler: Scheduler, watches: list[Watch], logprobs: bool) -> Iterator[StreamChunk]:
-        """Launch a step, then read the tokens of the previous one, until all requests have ended."""
+    def _scheduler(self) -> Scheduler:
+        cache = self.runner.cache
+        return Scheduler(self.max_batch, cache.k.shape[1], cache.page_size, PROMPT_TOKENS)
+
+    def _request(
+        self, index: int, prompt: list[int], max_new_tokens: object, stop: Stop, logprobs: bool, ignore_eos: bool,
+        sampling: Sampling,
+    ) -> Request:  # fmt: skip
+        """A checked request."""
+        limit = integer(max_new_tokens)
+        if limit is None:
+            raise TypeError(f"generate: max_new_tokens is {max_new_tokens!r}, expected an integer")
+        if limit < 1:
+            raise ValueError(f"generate: max_new_tokens is {limit}, expected a positive integer")
+        request, cache = Request(index, prompt, limit, sampling), self.runner.cache
+        if request.longest + 1 > self.max_seq_len:
+            raise ValueError(
+                f"generate: prompt {index} has {len(prompt)} tokens, and {limit} new ones are more than max_seq_len, "
+                f"{self.max_seq_len}"
+            )
+        needed = -(-request.longest // cache.page_size)
+        if needed > cache.k.shape[1]:
+            raise ValueError(
+                f"generate: prompt {index} and its new tokens need {needed} pages, and the cache has {cache.k.shape[1]}"
+            )
+        ends = () if ignore_eos else self.config.eos
+        stops = stops_of(stop, self.tokenizer, self.config.vocab)
+        request.watch = Watch(request, ends, stops, self.tokenizer, logprobs)
+        return request
+
+    def _chunks(self, loop: Loop) -> Iterator[StreamChunk]:
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
         self._generating = True
-        runner, launched = self.runner, deque[Readback]()
         try:
-            while scheduler.waiting or scheduler.running:
-                if requests := scheduler.admit():
-                    sequences = runner.prefill([r.prompt for r in requests], [r.sampling for r in requests])
-                    for request, sequence in zip(requests, sequences, strict=True):
-                        request.sequence = sequence
-                elif requests := scheduler.unfinished():
-                    runner.decode([r.sequence for r in requests if r.sequence is not None])
-                if requests:
-                    for request in requests:
-                        request.launched += 1
-                    launched.append(Readback(runner, requests, logprobs))
-                while len(launched) > bool(requests):
-                    for request, token, logprob in launched.popleft().tokens():
-                        if request.finish_reason is not None:
-                            continue  # its end was not known when the step was launched
-                        yield watches[request.index].add(token, logprob)
-                        if request.finish_reason is not None and request.sequence is not None:
-                            runner.free(request.sequence)
-                            request.sequence = None
-                            scheduler.remove(request)
+            while loop.busy:
+                for _, chunk in loop.step():
+                    if isinstance(chunk, Exception):
+                        raise chunk
+                    yield chunk
         finally:
-            for request in scheduler.running:
-                if request.sequence is not None:
-                    runner.free(request.sequence)
+            loop.clear()
             self._generating = False
 
     def logits(self, prompts: Prompts) -> list[Tensor]:

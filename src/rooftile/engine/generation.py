@@ -27,7 +27,8 @@ class Completion:
         prompt: its tokens.
         tokens: the new ones, including the one that stopped it.
         text: of the new tokens, without that one; None if the engine has no tokenizer.
-        finish_reason: "stop" (an end token, or one of the caller's stops) or "length".
+        finish_reason: "stop" (an end token, or one of the caller's stops) or "length"; "abort" for a request that was
+            aborted.
         logprobs: of each new token, if they were asked for.
     """
 
@@ -44,7 +45,7 @@ class StreamChunk:
 
     Attributes:
         index: of the prompt.
-        token: its id.
+        token: its id; -1 in the last chunk of a request that was aborted, which has no token.
         text: what this token adds to the prompt's text. It may be empty; with the last token it includes what was held
             back.
         logprob: if it was asked for.
@@ -196,7 +197,11 @@ class Text:
 
 
 class Watch:
-    """Follows one request: adds its tokens, releases its text, and sees where it ends."""
+    """Follows one request: adds its tokens, releases its text, and sees where it ends.
+
+    Attributes:
+        logprobs: whether log-probabilities were asked for.
+    """
 
     def __init__(
         self,
@@ -206,13 +211,14 @@ class Watch:
         tokenizer: Tokenizer | None,
         logprobs: bool,
     ) -> None:
-        self._request, self._logprobs = request, logprobs
+        self._request, self.logprobs = request, logprobs
         self._ends = {*ends, *stops[0]}
         self._text = None if tokenizer is None else Text(tokenizer, stops[1])
 
     def add(self, token: int, logprob: float | None) -> StreamChunk:
         request = self._request
         request.tokens.append(token)
+        logprob = logprob if self.logprobs else None
         if logprob is not None:
             request.logprobs.append(logprob)
         text = None if self._text is None else ""
@@ -226,6 +232,11 @@ class Watch:
                 text = (text or "") + self._text.end()
         return StreamChunk(request.index, token, text, logprob, request.finish_reason)
 
+    def abort(self) -> StreamChunk:
+        """End the request early. The chunk has no token, but what was held back of the text."""
+        self._request.finish_reason = "abort"
+        return StreamChunk(self._request.index, -1, None if self._text is None else self._text.end(), None, "abort")
+
     def completion(self) -> Completion:
         request = self._request
         return Completion(
@@ -233,7 +244,7 @@ class Watch:
             tokens=request.tokens,
             text=None if self._text is None else self._text.text,
             finish_reason=request.finish_reason or "length",
-            logprobs=request.logprobs if self._logprobs else None,
+            logprobs=request.logprobs if self.logprobs else None,
         )
 
 

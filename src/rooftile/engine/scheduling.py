@@ -9,9 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rooftile.engine.cache import PagedSequence
 from rooftile.engine.runner import Sampling
+
+if TYPE_CHECKING:
+    from rooftile.engine.generation import Watch
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,7 +26,10 @@ class Request:
         index: of the prompt.
         limit: the most new tokens.
         launched: new tokens whose steps were launched; the host has seen `len(tokens)` of them.
-        finish_reason: "stop" or "length", once it has ended.
+        finish_reason: "stop", "length", "abort" or "error", once it has ended.
+        watch: follows its tokens.
+        priority: requests with a lower number start first.
+        id: of a request that was added to an `AsyncEngine`.
     """
 
     index: int
@@ -34,6 +41,9 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    watch: Watch | None = None
+    priority: int = 0
+    id: str = ""
 
     @property
     def longest(self) -> int:
@@ -58,6 +68,13 @@ class Scheduler:
     def pages_of(self, request: Request) -> int:
         return -(-request.longest // self._page_size)
 
+    def add(self, request: Request) -> None:
+        """Let a request wait, behind those that came before it and those of a lower number."""
+        at = len(self.waiting)
+        while at and self.waiting[at - 1].priority > request.priority:
+            at -= 1
+        self.waiting.insert(at, request)
+
     def admit(self) -> list[Request]:
         """Move requests from the head of the queue to the running ones, as long as they fit, and return them."""
         admitted: list[Request] = []
@@ -78,4 +95,8 @@ class Scheduler:
         return [r for r in self.running if r.launched < r.limit]
 
     def remove(self, request: Request) -> None:
-        self.running.remove(request)
+        """Take a request out, whether it waits or runs."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)

@@ -1,0 +1,489 @@
+"""An engine that takes requests as they come: a thread runs the loop, and each request has a stream of its own.
+
+The thread alone touches the device and the scheduler. What other threads want (a new request, an abort) reaches it
+through a queue that a destructor may use too, wherever the garbage collector runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rooftile.engine.cache import check_positive
+from rooftile.engine.engine import Engine, Stop
+from rooftile.engine.generation import Completion, StreamChunk, encoded, integer
+from rooftile.engine.loop import Loop
+from rooftile.engine.runner import Sampling
+from rooftile.engine.scheduling import Request
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may."""
+
+
+class RequestError(RuntimeError):
+    """What ended a request; its cause is what was raised."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """What an `AsyncEngine` does now, and has done so far.
+
+    Attributes:
+        running, waiting: requests now.
+        pages_used, pages: of the cache: those that running requests hold, and all.
+        prompt_tokens: tokens of prompts that were computed.
+        generated_tokens: new tokens.
+        prefix_hit_tokens, prefix_query_tokens: tokens of prompts that were found in the prefix cache, of how many.
+        preemptions: how often a running request gave back its pages, to be computed again.
+        steps: forward passes.
+        finished: requests that ended, by reason: "stop", "length", "abort" and "error".
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    finished: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class _Channel:
+    """What one request's stream has yet to yield. The loop writes; threads and event loops read."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.ended = False
+        self.error: RequestError | None = None
+        self._items: deque[StreamChunk | RequestError] = deque()
+        self._changed = threading.Condition()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def put(self, item: StreamChunk | RequestError, last: bool) -> None:
+        with self._changed:
+            self._items.append(item)
+            self.ended = last
+            self.error = item if isinstance(item, RequestError) else None
+            self._changed.notify_all()
+            waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(_wake, future)
+
+    def get(self) -> StreamChunk | RequestError | None:
+        """The next item, as soon as there is one; None after the last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self.ended)
+            return self._items.popleft() if self._items else None
+
+    async def get_async(self) -> StreamChunk | RequestError | None:
+        while True:
+            with self._changed:
+                if self._items or self.ended:
+                    return self._items.popleft() if self._items else None
+                loop = asyncio.get_running_loop()
+                waiter = loop, loop.create_future()
+                self._waiters.append(waiter)
+            try:
+                await waiter[1]
+            finally:
+                with self._changed, contextlib.suppress(ValueError):
+                    self._waiters.remove(waiter)
+
+
+class Stream:
+    """The new tokens of one request, as they come: an iterator and an asynchronous iterator of `StreamChunk`.
+
+    Any thread may take from it, and any event loop. The last chunk has the `finish_reason`: "stop", "length" or
+    "abort". An error in the request raises `RequestError`. A stream that is closed, or that nobody refers to any more,
+    aborts its request.
+
+    Attributes:
+        request_id: of the request.
+        prompt_tokens: the tokens of its prompt.
+    """
+
+    def __init__(self, engine: AsyncEngine, channel: _Channel, abort: Callable[[_Channel], bool]) -> None:
+        self._engine = engine  # an engine that nobody refers to ends
+        self._channel, self._abort = channel, abort
+        self.request_id, self.prompt_tokens = channel.request.id, list(channel.request.prompt)
+        self._finalizer = weakref.finalize(self, abort, channel)
+        self._finalizer.atexit = False
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> StreamChunk:
+        if (item := self._channel.get()) is None:
+            raise StopIteration
+        return self._checked(item)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        if (item := await self._channel.get_async()) is None:
+            raise StopAsyncIteration
+        return self._checked(item)
+
+    @staticmethod
+    def _checked(item: StreamChunk | RequestError) -> StreamChunk:
+        if isinstance(item, RequestError):
+            raise item
+        return item
+
+    def result(self) -> Completion:
+        """Wait for the end, and return all that was generated, whatever of it was taken before.
+
+        Raises:
+            RequestError: an error ended the request.
+        """
+        for _ in self:
+            pass
+        if self._channel.error is not None:
+            raise self._channel.error
+        watch = self._channel.request.watch
+        assert watch is not None
+        return watch.completion()
+
+    def abort(self) -> bool:
+        """End the request, and give back its slot and pages. Returns whether it was waiting or running."""
+        return self._abort(self._channel)
+
+    def close(self) -> None:
+        """Abort the request, unless it has ended."""
+        self._finalizer()
+
+    async def aclose(self) -> None:
+        """As `close`."""
+        self.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """The thread of an `AsyncEngine`, and what reaches it."""
+
+    def __init__(self, engine: Engine, loop: Loop, max_waiting: int) -> None:
+        self.engine, self.loop, self.max_waiting = engine, loop, max_waiting
+        # A request to add, the channel of one to abort, or None, to look at the rest.
+        self._inbox: queue.SimpleQueue[Request | _Channel | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._live: dict[str, _Channel] = {}  # with the lock, as all below
+        self._untaken = 0  # requests in the inbox
+        self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._stats = EngineStats()
+        self._closing = self._draining = False
+        self._failure: BaseException | None = None
+        self._ids = itertools.count()
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="rooftile-engine", daemon=True)
+        self._thread.start()
+
+    # Called by any thread.
+
+    def add(self, request: Request, request_id: str | None) -> _Channel:
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError("AsyncEngine.add: the engine has failed") from self._failure
+            if self._closing:
+                raise RuntimeError("AsyncEngine.add: the engine is closed")
+            if request_id in self._live:
+                raise ValueError(f"AsyncEngine.add: request_id is {request_id!r}, which a live request has")
+            if self._stats.waiting + self._untaken >= self.max_waiting:
+                raise QueueFull(f"AsyncEngine.add: {self.max_waiting} requests wait already")
+            if request_id is None:
+                request_id = next(i for n in self._ids if (i := f"request-{n}") not in self._live)
+            request.id = request_id
+            channel = self._live[request_id] = _Channel(request)
+            self._untaken += 1
+            self._inbox.put(request)  # inside of the lock: requests start in the order in which they were added
+        return channel
+
+    def named(self, request_id: str) -> _Channel | None:
+        with self._lock:
+            return self._live.get(request_id)
+
+    def abort(self, channel: _Channel) -> bool:
+        if channel.ended:
+            return False
+        self._inbox.put(channel)  # no lock: the garbage collector may call this where the lock is held
+        return True
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            return dataclasses.replace(
+                self._stats, waiting=self._stats.waiting + self._untaken, finished=dict(self._finished)
+            )
+
+    def stop(self) -> None:
+        """Refuse new requests, abort those that live, and end the thread."""
+        self._closing, self._draining = True, False
+        self._inbox.put(None)  # no lock, as in `abort`
+
+    def close(self, drain: bool, timeout: float | None) -> None:
+        if drain and not self._closing:
+            with self._lock:
+                self._closing = self._draining = True
+            self._inbox.put(None)
+            self._thread.join(timeout)
+        self.stop()
+        self._thread.join(None if drain else timeout)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take()
+                if self._closing and not (self._draining and (self.loop.busy or self._untaken)):
+                    break
+                if self.loop.busy:
+                    self._step()
+        except BaseException as error:
+            with self._lock:
+                self._failure = error
+        finally:
+            with contextlib.suppress(Exception):  # the device may be lost
+                self.loop.clear()
+            with self._lock:  # from here on, none is added
+                self._untaken, channels = 0, list(self._live.values())
+            self._publish()
+            for channel in channels:
+                self._deliver(channel.request, self._failure or self._aborted(channel.request))
+            self.engine._generating = False
+
+    def _take(self) -> None:
+        """Do what the inbox asks for; wait for it if there is nothing else to do."""
+        wait = not (self.loop.busy or self._closing)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                asked = self._inbox.get(block=wait)
+                wait = False
+                if isinstance(asked, Request):
+                    self.loop.add(asked)
+                    with self._lock:
+                        self._untaken -= 1
+                        self._stats = dataclasses.replace(self._stats, waiting=len(self.loop.scheduler.waiting))
+                elif asked is not None and not asked.ended:
+                    self.loop.remove(asked.request)
+                    self._publish()
+                    self._deliver(asked.request, self._aborted(asked.request))
+
+    def _step(self) -> None:
+        try:
+            events = self.loop.step()
+        except Exception as error:
+            # What the step has read is lost with it, and no request can go on.
+            ended = [*self.loop.scheduler.waiting, *self.loop.scheduler.running]
+            self.loop.clear()  # if this fails, too, the engine has failed
+            self._publish()
+            for request in ended:
+                self._deliver(request, error)
+        else:
+            self._publish()  # first: who sees the end of a stream sees its pages free
+            for request, event in events:
+                self._deliver(request, event)
+
+    @staticmethod
+    def _aborted(request: Request) -> StreamChunk | Exception:
+        assert request.watch is not None
+        try:
+            return request.watch.abort()
+        except Exception as error:  # of the tokenizer
+            request.finish_reason = "error"
+            return error
+
+    def _deliver(self, request: Request, event: StreamChunk | BaseException) -> None:
+        channel, reason = self._live[request.id], request.finish_reason
+        item: StreamChunk | RequestError
+        if isinstance(event, StreamChunk):
+            item, reason = event, event.finish_reason
+        else:
+            item = RequestError(f"request {request.id} ended with an error: {event!r}")
+            item.__cause__ = event
+            request.finish_reason = reason = "error"
+        if reason is not None:
+            with self._lock:
+                del self._live[request.id]
+                self._finished[reason] += 1
+        channel.put(item, last=reason is not None)
+
+    def _publish(self) -> None:
+        loop, cache = self.loop, self.loop.runner.cache
+        pages = cache.k.shape[1]
+        with self._lock:
+            self._stats = EngineStats(
+                running=len(loop.scheduler.running),
+                waiting=len(loop.scheduler.waiting),
+                pages_used=pages - cache.free_pages,
+                pages=pages,
+                prompt_tokens=loop.prompt_tokens,
+                generated_tokens=loop.generated_tokens,
+                steps=loop.steps,
+            )
+
+
+_WORKERS: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that runs while the interpreter ends may crash."""
+    for worker in list(_WORKERS):
+        worker.close(False, None)
+
+
+class AsyncEngine:
+    """An engine that takes requests at any time, from any thread.
+
+        with rooftile.AsyncEngine.from_pretrained("path/to/a/checkpoint", max_batch=64) as engine:
+            for chunk in engine.add("Once upon a time", max_new_tokens=100):
+                print(chunk.text, end="")
+
+    A thread of its own runs the steps. Meanwhile `engine.generate` raises.
+
+    Args:
+        engine: what computes; it belongs to this object until `close`.
+        max_waiting: the most requests that wait. One more raises `QueueFull`.
+        prefix_cache: keep the pages of earlier requests for later ones that begin with the same tokens.
+        step_tokens: the most tokens of a step: one of each sequence that decodes, and parts of prompts.
+
+    Attributes:
+        engine: with `config`, `tokenizer`, `max_seq_len` and `max_batch`.
+    """
+
+    def __init__(
+        self, engine: Engine, *, max_waiting: int = 1024, prefix_cache: bool = True, step_tokens: int = 512
+    ) -> None:
+        if not isinstance(engine, Engine):
+            raise TypeError(f"AsyncEngine: engine is {engine!r}, expected an Engine")
+        check_positive("AsyncEngine", max_waiting=max_waiting, step_tokens=step_tokens)
+        if engine._generating:
+            raise RuntimeError("AsyncEngine: the engine generates already")
+        engine._generating = True
+        self.engine = engine
+        self._worker = _Worker(engine, Loop(engine.runner, engine._scheduler()), max_waiting)
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+        self._finalizer.atexit = False
+        _WORKERS.add(self._worker)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        max_waiting: int = 1024,
+        prefix_cache: bool = True,
+        step_tokens: int = 512,
+        **engine_options: Any,
+    ) -> AsyncEngine:
+        """Load a checkpoint; `engine_options` and what is raised are as in `Engine.from_pretrained`."""
+        engine = Engine.from_pretrained(path, **engine_options)
+        return cls(engine, max_waiting=max_waiting, prefix_cache=prefix_cache, step_tokens=step_tokens)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        max_waiting: int = 1024,
+        prefix_cache: bool = True,
+        step_tokens: int = 512,
+        **engine_options: Any,
+    ) -> AsyncEngine:
+        """A model with random weights; `engine_options` and what is raised are as in `Engine.from_config`."""
+        engine = Engine.from_config(config, **engine_options)
+        return cls(engine, max_waiting=max_waiting, prefix_cache=prefix_cache, step_tokens=step_tokens)
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        stop: Stop = (),
+        seed: int = 0,
+        logprobs: bool = False,
+        ignore_eos: bool = False,
+        priority: int = 0,
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """Add a request. It starts as soon as there is room for it.
+
+        Args:
+            prompt: a text or token ids.
+            max_new_tokens, stop, seed, logprobs, ignore_eos: as in `Engine.generate`.
+            priority: requests with a lower number start first; those with the same number start as they came.
+            request_id: a name of your choice, which no live request has.
+            sampling: the other options of `Engine.generate`: temperature, top_k, top_p, min_p, repetition_penalty.
+
+        Raises:
+            ValueError, TypeError: as `Engine.generate`. All checks are made here.
+            QueueFull: `max_waiting` requests wait already.
+            RuntimeError: the engine is closed, or has failed.
+        """
+        if not isinstance(prompt, str) and integer(prompt) is not None:
+            raise TypeError(f"add: prompt is {prompt!r}, expected text or token ids")
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"add: request_id is {request_id!r}, expected a string")
+        rank = integer(priority)
+        if rank is None:
+            raise TypeError(f"add: priority is {priority!r}, expected an integer")
+        one = integer(seed)
+        how = Sampling(seed=seed if one is None else one, **sampling)
+        (ids,) = encoded([prompt], self.engine.tokenizer, self.engine.config.vocab)
+        request = self.engine._request(0, ids, max_new_tokens, stop, logprobs, ignore_eos, how)
+        request.priority = rank
+        return Stream(self, self._worker.add(request, request_id), self._worker.abort)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request, and give back its slot and pages. Its stream ends with the reason "abort".
+
+        Returns whether such a request was waiting or running.
+        """
+        channel = self._worker.named(request_id)
+        return channel is not None and self._worker.abort(channel)
+
+    def stats(self) -> EngineStats:
+        """What runs and waits after the last step, and counts since the start."""
+        return self._worker.stats()
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Take no more requests, and end the thread; the engine is free again.
+
+        Args:
+            drain: wait until all requests have ended, instead of aborting them.
+            timeout: seconds to wait; with `drain`, requests that still live are aborted then.
+        """
+        self._worker.close(drain, timeout)
+
+    def __enter__(self) -> AsyncEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

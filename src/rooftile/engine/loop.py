@@ -1,0 +1,91 @@
+"""The loop of generation: launch a step, then read the tokens of the previous one.
+
+`Engine.generate` runs it until its prompts have ended; `AsyncEngine` runs it in a thread, with requests as they come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rooftile.engine.generation import Readback, StreamChunk
+from rooftile.engine.runner import Runner
+from rooftile.engine.scheduling import Request, Scheduler
+
+Event = tuple[Request, StreamChunk | Exception]
+
+
+class Loop:
+    """Steps of a scheduler's requests. One thread at a time may use it.
+
+    Args:
+        runner: of the engine.
+        scheduler: its requests have a `watch`.
+
+    Attributes:
+        steps, prompt_tokens, generated_tokens: how many were launched, computed and read so far.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self._launched = deque[Readback]()
+        self.steps = self.prompt_tokens = self.generated_tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> list[Event]:
+        """Launch the next step, and read the previous one: the new chunk of each request, or its error.
+
+        A request that has ended has given back its slot and pages. If anything is raised, `clear` gives back all.
+        """
+        requests, events = self._launch(), list[Event]()
+        while len(self._launched) > bool(requests):
+            for request, token, logprob in self._launched.popleft().tokens():
+                if request.finish_reason is not None:
+                    continue  # its end was not known when the step was launched
+                assert request.watch is not None
+                try:
+                    events.append((request, request.watch.add(token, logprob)))
+                    self.generated_tokens += 1
+                except Exception as error:
+                    request.finish_reason = "error"
+                    events.append((request, error))
+                if request.finish_reason is not None:
+                    self.remove(request)
+        return events
+
+    def _launch(self) -> list[Request]:
+        """The requests that get a token in the step that was launched."""
+        runner, scheduler = self.runner, self.scheduler
+        if requests := scheduler.admit():
+            sequences = runner.prefill([r.prompt for r in requests], [r.sampling for r in requests])
+            for request, sequence in zip(requests, sequences, strict=True):
+                request.sequence = sequence
+                self.prompt_tokens += len(request.prompt)
+        elif requests := scheduler.unfinished():
+            runner.decode([r.sequence for r in requests if r.sequence is not None])
+        if requests:
+            self.steps += 1
+            for request in requests:
+                request.launched += 1
+            logprobs = any(r.watch is not None and r.watch.logprobs for r in requests)
+            self._launched.append(Readback(runner, requests, logprobs))
+        return requests
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is. Its slot and pages are free for the next step."""
+        self.scheduler.remove(request)
+        sequence, request.sequence = request.sequence, None
+        if sequence is not None:
+            self.runner.free(sequence)
+
+    def clear(self) -> None:
+        """Take all requests out."""
+        self._launched.clear()
+        for request in [*self.scheduler.waiting, *self.scheduler.running]:
+            self.remove(request)
