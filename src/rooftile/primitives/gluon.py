@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rooftile.launching import Descriptor  # before Triton: runtime fixes the mode of the process
+from rooftile.primitives.paging import page_step
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -95,6 +96,12 @@ def describe(t: Tensor, block: tuple[int, ...], layout: Any) -> Descriptor:
     return Descriptor(tuple(t.shape), (*strides, 1), block, layout)
 
 
+def _ragged(positions: int, heads: int, dim: int, strides: tuple[int, ...], block: tuple[int, int], layout: Any) -> Any:
+    _, stride_h, stride_t, _ = strides
+    shape = (_RAGGED.value + 1, positions + 1, heads, _RAGGED.value, dim)
+    return Descriptor(shape, ((1 << 34) - stride_t, stride_t, stride_h, stride_t, 1), (1, 1, 1, *block), layout)
+
+
 def describe_packed(t: Tensor, block: tuple[int, int], layout: Any) -> Descriptor:
     """As `describe`, of packed sequences (1, heads, tokens, dim) with tiles (tokens, dim), at `packed_at`.
 
@@ -106,14 +113,21 @@ def describe_packed(t: Tensor, block: tuple[int, int], layout: Any) -> Descripto
 
     (Triton's `triton.tools.ragged_tma` does the same.) The layout is of rank 5.
     """
-    (_, heads, tokens, dim), plain = t.shape, describe(t, (1, 1, *block), layout)
-    _, stride_h, stride_t, _ = plain.strides
-    ragged = _RAGGED.value
-    shape = (ragged + 1, tokens + 1, heads, ragged, dim)
-    return Descriptor(shape, ((1 << 34) - stride_t, stride_t, stride_h, stride_t, 1), (1, 1, 1, *block), layout)
+    _, heads, tokens, dim = t.shape
+    return _ragged(tokens, heads, dim, describe(t, (1, 1, *block), layout).strides, block, layout)
 
 
 @gluon.jit
-def packed_at(end, n, head, row):
-    """Where TMA finds the rows from `row` on of the sequence of n tokens that ends before token `end`."""
-    return _RAGGED, end, head, _RAGGED - n + row, 0
+def packed_at(end, n, head, row, col=0):
+    """Where TMA finds the rows from `row` on, and the columns from `col` on, of the sequence of n tokens that ends
+    before token `end`."""
+    return _RAGGED, end, head, _RAGGED - n + row, col
+
+
+def describe_pages(t: Tensor, block: tuple[int, int], layout: Any) -> Descriptor:
+    """As `describe_packed`, of pages (pages, heads, page, dim) that have a `primitives.paging.page_step`.
+
+    The n first tokens of page p are the sequence that ends before token p * page_step + n.
+    """
+    pages, heads, page, dim = t.shape
+    return _ragged(pages * page_step(t) + page, heads, dim, describe(t, (1, 1, *block), layout).strides, block, layout)

@@ -160,6 +160,17 @@ class Cache:
 # The arguments of ops that read a cache
 
 
+def page_step(t: Tensor) -> int:
+    """How many tokens of t (pages, heads, page, dim) a page's begin is from the next one's, if it is a whole number.
+
+    Else 0, also where the tokens to the last page are more than an int32 counts.
+    """
+    pages, _, page, _ = t.shape
+    stride_p, _, stride_t, _ = t.stride()
+    step = page if pages <= 1 else stride_p // stride_t if stride_t > 0 and stride_p % stride_t == 0 else 0
+    return step if 0 <= pages * step + page < 1 << 31 else 0
+
+
 def scale_kind(scale: Tensor | None) -> str:
     """Whether a scale is by "head" (a scalar has a head stride of 0) or by "token"; "" without one."""
     return "" if scale is None else "head" if scale.dim() < 2 else "token"

@@ -29,6 +29,9 @@ Tiles differ in length with causality or a window; `work_order` says which progr
 sequences are on the device: a kernel ahead lists the tiles (`packed`). TMA ends each sequence as it ends a tensor. It
 reads zeros past a sequence's last token, so that what the next one has there, NaN even, is not seen, and writes nothing
 there (`primitives.gluon.describe_packed`).
+
+Of keys and values in pages, the producer copies a block at a time, too: a part of a page, or, where pages are smaller
+than blocks, each of its pages by copies of their own.
 """
 
 from __future__ import annotations
@@ -42,19 +45,22 @@ import torch
 from torch import Tensor
 
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.launching import KernelLauncher, bind
+from rooftile.launching import Descriptor, KernelLauncher, bind
 from rooftile.ops.attention import packed
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
 from rooftile.ops.attention.work_order import count_of, tile_of, work_order
 from rooftile.primitives.gluon import (
     describe,
     describe_packed,
+    describe_pages,
     is_describable,
     load_tile,
     next_slot,
     packed_at,
     store_tile,
+    view_as,
 )
+from rooftile.primitives.paging import page_step
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -75,7 +81,7 @@ _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in
 _LOWEST = gl.constexpr(-1e30)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
-_NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds"]
+_NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds", "stride_pages", "n_pages"]
 
 
 def _swizzle_bytes(dim: int) -> int:
@@ -98,6 +104,8 @@ class Tiling:
         capped, has_left, has_right: see `Scoring.flags`.
         scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
         packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
+        page: tokens of a page of keys and values; 0 if they are packed as the queries are.
+        step: tokens from one page to the next in memory.
     """
 
     keys: int
@@ -113,6 +121,8 @@ class Tiling:
     scale: float = 0.0
     rows: int = 64
     packed: bool = False
+    page: int = 0
+    step: int = 0
 
     @property
     def tile_rows(self) -> int:
@@ -126,6 +136,22 @@ class Tiling:
     @property
     def ring(self) -> list[int]:
         return [self.stages, self.keys, self.dim]
+
+    @property
+    def piece_rows(self) -> int:
+        """Keys or values that one copy takes: those of a block, or of a page, if that is less."""
+        return self.page if 0 < self.page < self.keys else self.keys
+
+    @property
+    def piece_cols(self) -> int:
+        """Their columns: all, or in a part of a block those of one swizzle, which are together in shared memory."""
+        return self.dim if self.piece_rows == self.keys else min(self.dim, 64)
+
+    @property
+    def pieces(self) -> list[int]:
+        """The ring by such copies."""
+        rows, cols = self.piece_rows, self.piece_cols
+        return [self.stages * self.keys * self.dim // (rows * cols), rows, cols]
 
     @property
     def q_ring(self) -> list[int]:
@@ -176,7 +202,8 @@ def _place(i, size, limits, order, T: gl.constexpr):
     """Of this program's tile i: sequence, head, first query, and the first and the end of the blocks of keys it sees.
 
     At least one block, so that all tiles take the same path. A sequence is its index in the batch; a packed one is the
-    end of its queries, how many they are, the end of its keys, and how many they are.
+    end of its queries, how many they are, the end of its keys (or, if they are in pages, its index), and how many they
+    are.
     """
     if T.packed:
         tile = packed.listed_tile(order, i, gl.program_id(0), gl.num_programs(0))
@@ -275,17 +302,40 @@ def _as_operand(weights, dtype, T: gl.constexpr):
 
 
 @gluon.jit
-def _fill(desc, seq, head, block, ring, slot, parity, T: gl.constexpr):
+def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
     """Copy a block of keys or values into the ring."""
     tiles, ready, free = ring
     mbarrier.wait(free.index(slot), parity ^ 1)
-    mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-    load_tile(desc, _rows_at(seq, 1, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
+    if T.page:
+        _copy_pages(desc, table, seq, head, block, ready, slot, T)
+    else:
+        mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
+        load_tile(desc, _rows_at(seq, 1, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
     return next_slot(slot, parity, T.stages)
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, memory, size, limits, order, T: gl.constexpr):
+def _copy_pages(desc, table, seq, head, block, ready, slot, T: gl.constexpr):
+    """Start the copies of a block's pages. Tokens past the sequence's last one are zeros, whatever the page holds."""
+    pages_ptr, stride, n_pages, pieces = table
+    _end_q, _n_q, index, n_k = seq
+    PAGES: gl.constexpr = T.keys // T.piece_rows
+    PARTS: gl.constexpr = T.dim // T.piece_cols
+    mbarrier.expect(ready.index(slot), PAGES * PARTS * desc.block_type.nbytes)
+    last = gl.maximum(n_k - 1, 0) // T.page
+    for j in range(PAGES):
+        row = block * T.keys + j * T.piece_rows
+        number = row // T.page
+        page = gl.load(pages_ptr + index.to(gl.int64) * stride + gl.minimum(number, last))
+        page = gl.minimum(gl.maximum(page, 0), n_pages - 1)
+        n = gl.minimum(gl.maximum(n_k - number * T.page, 0), T.page)
+        for part in gl.static_range(PARTS):
+            at = packed_at(page * T.step + n, n, head, row - number * T.page, part * T.piece_cols)
+            load_tile(desc, at, ready.index(slot), pieces.index((slot * PARTS + part) * PAGES + j))
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.constexpr):
     """Keep the ring full."""
     q_ring, ring, _out_ring, _turns = memory
     q_tiles, q_ready, q_free = q_ring
@@ -301,10 +351,10 @@ def _produce(q_desc, k_desc, v_desc, memory, size, limits, order, T: gl.constexp
     for i in range(count):
         seq, head, row, begin, end = _place(i, size, limits, order, T)
         kv_head = head // heads_per_kv
-        slot, parity = _fill(k_desc, seq, kv_head, end - 1, ring, slot, parity, T)
+        slot, parity = _fill(k_desc, table, seq, kv_head, end - 1, ring, slot, parity, T)
         if T.joined:  # noqa: SIM102  # the one is known when it is compiled
             if i > 0:
-                slot, parity = _fill(v_desc, old_seq, old_head, old_block, ring, slot, parity, T)
+                slot, parity = _fill(v_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
         mbarrier.wait(q_free.index(buffer), q_parity ^ 1)
         mbarrier.expect(q_ready.index(buffer), T.consumers * q_desc.block_type.nbytes)
         for j in gl.static_range(gl.constexpr(T.consumers)):
@@ -315,17 +365,17 @@ def _produce(q_desc, k_desc, v_desc, memory, size, limits, order, T: gl.constexp
         buffer = gl.where(buffer == T.q_buffers, 0, buffer)
         for j in range(begin + 1, end):
             block = begin + end - 1 - j
-            slot, parity = _fill(k_desc, seq, kv_head, block, ring, slot, parity, T)
-            slot, parity = _fill(v_desc, seq, kv_head, block + 1, ring, slot, parity, T)
+            slot, parity = _fill(k_desc, table, seq, kv_head, block, ring, slot, parity, T)
+            slot, parity = _fill(v_desc, table, seq, kv_head, block + 1, ring, slot, parity, T)
         if T.joined:
             old_seq = seq
             old_head = kv_head
             old_block = begin
         else:
-            slot, parity = _fill(v_desc, seq, kv_head, begin, ring, slot, parity, T)
+            slot, parity = _fill(v_desc, table, seq, kv_head, begin, ring, slot, parity, T)
     if T.joined:  # the last tile's last dot is started with scores that nobody needs
-        slot, parity = _fill(k_desc, old_seq, old_head, old_block, ring, slot, parity, T)
-        slot, parity = _fill(v_desc, old_seq, old_head, old_block, ring, slot, parity, T)
+        slot, parity = _fill(k_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
+        slot, parity = _fill(v_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
 
 
 @gluon.jit
@@ -526,7 +576,9 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "tiles_ptr"])
+@gluon.jit(
+    do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "tiles_ptr", "pages_ptr"]
+)
 def attend(
     q_desc,
     k_desc,
@@ -535,6 +587,7 @@ def attend(
     lse_ptr,
     sinks_ptr,
     tiles_ptr,
+    pages_ptr,
     scale,
     cap_factor,
     left,
@@ -544,10 +597,14 @@ def attend(
     narrow,
     wide_rounds,
     narrow_rounds,
+    stride_pages,
+    n_pages,
     T: gl.constexpr,
 ):
     """out = softmax(scores of q and k) v, and the log-sum-exp of each row of scores."""
-    tiles = gl.allocate_shared_memory(k_desc.dtype, T.ring, T.shared)
+    pieces = gl.allocate_shared_memory(k_desc.dtype, T.pieces, T.shared)
+    RING: gl.constexpr = T.ring
+    tiles = pieces if T.piece_rows == T.keys else view_as(pieces, RING, pieces)
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, T.q_ring, T.shared)
     out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, T.shared)
     ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
@@ -574,6 +631,7 @@ def attend(
         count = q_desc.shape[0] * heads * gl.cdiv(n_q, gl.constexpr(T.tile_rows))
         size = (count, heads, n_q, k_desc.shape[2])
     memory = ((q_tiles, q_ready, q_free), (tiles, ready, free), out_ring, turns)
+    table = (pages_ptr, stride_pages, n_pages, pieces) if T.page else 0
     limits = (left, right)
     scoring = (scale, cap_factor, limits)
     order = tiles_ptr if T.packed else (width, wide, narrow, wide_rounds, narrow_rounds)
@@ -582,7 +640,7 @@ def attend(
             [
                 (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 0, T)),
                 (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 1, T)),
-                (_produce, (q_desc, k_desc, v_desc, memory, size, limits, order, T)),
+                (_produce, (q_desc, k_desc, v_desc, table, memory, size, limits, order, T)),
             ],
             [4, 1],
             [232, 40],
@@ -594,7 +652,7 @@ def attend(
                 (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 0, T)),
                 (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 1, T)),
                 (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 2, T)),
-                (_produce, (q_desc, k_desc, v_desc, memory, size, limits, order, T)),
+                (_produce, (q_desc, k_desc, v_desc, table, memory, size, limits, order, T)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -623,8 +681,10 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
     if p.dtype not in _DTYPES:
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
-    if p.mask or p.alibi or p.page:
-        return "kernel 'hopper' takes no mask, no ALiBi and no pages"
+    if p.mask or p.alibi:
+        return "kernel 'hopper' takes no mask and no ALiBi"
+    if p.narrow:
+        return f"kernel 'hopper' takes keys and values in {p.dtype}, not in 8 bits or with scales"
     if p.head_dim != p.value_dim or p.head_dim % 8 or not 8 <= p.head_dim <= 256:
         return (
             f"kernel 'hopper' takes one head_dim for keys and values, a multiple of 8 up to 256, not {p.head_dim} and "
@@ -659,49 +719,68 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
     return None
 
 
-def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
+def prepare(x: Inputs, out: Tensor, c: AttentionConfig, table: Tensor | None = None) -> Callable[..., None]:
     """The launch for tensors like these, to be called with `q, k, v, out, lse, *x.tensors`.
 
     q, k, v and out are (batch, heads, tokens, dim) that TMA can describe, and lse (batch, heads, tokens) contiguous.
+
+    With a table, k and v are (pages, heads, page, dim), starts_k are the lengths, and the table is a last argument.
     """
     target, is_packed = runtime.target(x.q.device), x.starts_q is not None
     batch, heads, n_q, head_dim = x.q.shape
-    kv_heads, n_k = x.k.shape[1:3]
+    pages, kv_heads, n_k = x.k.shape[:3]
     t = _tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed)
     factor, cap, left, right = x.scoring.numbers
     scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
     t = dataclasses.replace(t, scale=x.scoring.default_factor(head_dim))
+    stride = 0
+    if table is not None:
+        t = dataclasses.replace(t, page=n_k, step=page_step(x.k))
+        stride, n_k = table.stride(0), table.shape[1] * n_k
     heads_in_l2 = max(1, _L2 // (2 * n_k * t.dim * x.k.element_size()))
     list_tiles = None
     if is_packed:
         in_l2 = heads_in_l2 * (heads // kv_heads)
         numbers = (n_q, n_k, t.tile_rows, t.keys, left, right, target.multiprocessors, in_l2)
-        tiles = packed.TileList(heads, x.sequences, *numbers)
+        tiles = packed.TileList(heads, x.sequences, *numbers, counted=table is not None)
         programs, order = tiles.programs, (0,) * 5
         list_tiles = packed.prepare_tiles(tiles)
     else:
         blocks = library.cdiv(n_q, t.tile_rows)
         programs = min(target.multiprocessors, batch * heads * blocks)
         order = work_order(batch * heads, blocks, programs, heads_in_l2)
-    layout = gl.NVMMASharedLayout(_swizzle_bytes(t.dim), 16, rank=5 if is_packed else 4)
-    descriptors = {}
-    for i, (tensor, rows) in enumerate(((x.q, t.rows), (x.k, t.keys), (x.v, t.keys), (out, t.rows))):
-        if is_packed:
-            descriptors[i] = describe_packed(tensor, (rows, t.dim), layout)
-        else:
-            descriptors[i] = describe(tensor, (1, 1, rows, t.dim), layout)
     start = bind(
         _launcher(t, x.q.dtype, None if x.sinks is None else x.sinks.dtype),
         programs,
-        numbers=(scale, cap_factor, left, right, *order),
-        descriptors=descriptors,
+        numbers=(scale, cap_factor, left, right, *order, stride, pages),
+        descriptors=_descriptors(x, out, t),
     )
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, slopes: None, *rest: Any) -> None:
-        sinks, starts_q, starts_k = rest
-        start(q, k, v, out, lse, sinks, None if list_tiles is None else list_tiles(starts_q, starts_k))
+        sinks, starts_q, starts_k = rest[:3]
+        tiles = None if list_tiles is None else list_tiles(starts_q, starts_k)
+        start(q, k, v, out, lse, sinks, tiles, None if table is None else rest[3])
 
     return run
+
+
+def _descriptors(x: Inputs, out: Tensor, t: Tiling) -> dict[int, Descriptor]:
+    """Those of q, k, v and out."""
+    rows, keys = (t.rows, t.dim), (t.piece_rows, t.piece_cols)
+    describe_rows = describe_packed if t.packed else _describe_batch
+    describe_keys = describe_pages if t.page else describe_rows
+    rank = 5 if t.packed else 4
+    of_rows, of_keys = (gl.NVMMASharedLayout(_swizzle_bytes(cols), 16, rank=rank) for _, cols in (rows, keys))
+    return {
+        0: describe_rows(x.q, rows, of_rows),
+        1: describe_keys(x.k, keys, of_keys),
+        2: describe_keys(x.v, keys, of_keys),
+        3: describe_rows(out, rows, of_rows),
+    }
+
+
+def _describe_batch(t: Tensor, block: tuple[int, int], layout: Any) -> Descriptor:
+    return describe(t, (1, 1, *block), layout)
 
 
 @functools.cache

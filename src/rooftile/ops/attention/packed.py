@@ -46,6 +46,8 @@ class TileList:
             -1 is no limit.
         multiprocessors: the most programs.
         heads_in_l2: how many heads are worked on at the same time.
+        counted: columns are not packed: in place of their starts come how many each sequence has, n_cols at most. A
+            tile then has its sequence in place of end_col.
     """
 
     heads: int
@@ -58,6 +60,7 @@ class TileList:
     right: int
     multiprocessors: int
     heads_in_l2: int
+    counted: bool = False
 
     @property
     def most(self) -> int:
@@ -108,6 +111,16 @@ def _ranges(starts_ptr, seqs, sequences, total, before):
 
 
 @triton.jit
+def _columns(col_starts_ptr, seqs, sequences, n_cols, before, COUNTED: tl.constexpr):
+    """`_ranges` of the columns; where they are counted, the sequences in place of their ends."""
+    if COUNTED:
+        counts = tl.load(col_starts_ptr + tl.minimum(seqs, sequences - 1))
+        return seqs, tl.minimum(tl.maximum(counts, 0), n_cols), before
+    else:
+        return _ranges(col_starts_ptr, seqs, sequences, n_cols, before)
+
+
+@triton.jit
 def _sizes(n_rows, n_cols, left, right, ROWS: tl.constexpr):
     """Tiles of sequences, and (slope, most): the tile of rank j sees about min(slope - j * ROWS, most) columns."""
     tiles = tl.cdiv(n_rows, ROWS)
@@ -129,6 +142,7 @@ def _sizes(n_rows, n_cols, left, right, ROWS: tl.constexpr):
 def list_tiles_kernel(
     starts_ptr, col_starts_ptr, tiles_ptr, sequences, n_rows, n_cols, heads, programs, heads_in_l2, left, right,
     ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, SEQS: tl.constexpr, HEADS: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     """A program lists TILES tiles of each head, numbered from sequence to sequence."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
@@ -138,7 +152,7 @@ def list_tiles_kernel(
     for start in tl.range(0, sequences, SEQS, num_stages=1):
         seqs = start + tl.arange(0, SEQS)
         ends, n, before = _ranges(starts_ptr, seqs, sequences, n_rows, before)
-        col_ends, n_c, cols_before = _ranges(col_starts_ptr, seqs, sequences, n_cols, cols_before)
+        col_ends, n_c, cols_before = _columns(col_starts_ptr, seqs, sequences, n_cols, cols_before, COUNTED)
         tiles, _, _ = _sizes(n, n_c, left, right, ROWS)
         tile_ends = count + tl.cumsum(tiles, 0)
         tile_begins = tile_ends - tiles
@@ -161,7 +175,7 @@ def list_tiles_kernel(
     for start in tl.range(0, sequences, SEQS, num_stages=1):
         seqs = start + tl.arange(0, SEQS)
         _, n, before = _ranges(starts_ptr, seqs, sequences, n_rows, before)
-        _, n_c, cols_before = _ranges(col_starts_ptr, seqs, sequences, n_cols, cols_before)
+        _, n_c, cols_before = _columns(col_starts_ptr, seqs, sequences, n_cols, cols_before, COUNTED)
         tiles, slopes, widest = _sizes(n, n_c, left, right, ROWS)
         least = (blocks[:, None] - (seqs[None, :] < seq[:, None]).to(tl.int32)) * COLS
         longer = tl.where(widest[None, :] > least, tl.cdiv(tl.maximum(slopes[None, :] - least, 0), ROWS), 0)
@@ -208,8 +222,11 @@ _TILES = 16
 
 
 def prepare_tiles(x: TileList) -> Callable[[Tensor, Tensor], Tensor]:
-    """The launch, to be called with the starts of rows and of columns, (sequences + 1,) int32. It returns the list."""
-    constants = {"ROWS": x.rows, "COLS": x.cols, "TILES": _TILES, "SEQS": 256, "HEADS": 16}
+    """The launch, to be called with the starts of rows and of columns, (sequences + 1,) int32. It returns the list.
+
+    Where columns are counted, their counts are (sequences,) int32.
+    """
+    constants = {"ROWS": x.rows, "COLS": x.cols, "TILES": _TILES, "SEQS": 256, "HEADS": 16, "COUNTED": x.counted}
     numbers = (x.sequences, x.n_rows, x.n_cols, x.heads, x.programs, x.heads_in_l2, x.left, x.right)
     programs = library.cdiv(max(1, x.most), _TILES)
     start = bind(launcher(list_tiles_kernel, (), constants, num_warps=4), programs, numbers=numbers)

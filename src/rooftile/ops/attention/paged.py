@@ -20,7 +20,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.attention import arguments, parts, problem
 from rooftile.ops.attention.forward import attend, tile_constants
 from rooftile.ops.attention.parts import place, sequence_range
-from rooftile.ops.attention.problem import AttentionConfig, Problem, Scoring
+from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, Scoring, is_aligned
 from rooftile.primitives import paging
 from rooftile.primitives.quantize import writable
 
@@ -186,14 +186,32 @@ class _Arguments:
         out = torch.empty((tokens, heads, self.v_cache.shape[3]), dtype=self.q.dtype, device=self.q.device)
         return out, torch.empty((heads, tokens), dtype=torch.float32, device=self.q.device)
 
+    @property
+    def vectors(self) -> tuple[Tensor | None, ...]:
+        return self.k_scale, self.v_scale, self.alibi_slopes, self.sinks
+
+    def views(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q as (1, heads, tokens, dim), and the caches as (pages, heads, page, dim)."""
+        k, v = (t if self.layout == "bhtd" else t.transpose(1, 2) for t in (self.k_cache, self.v_cache))
+        return arguments.as_bhtd(self.q, "thd"), k, v
+
+    def inputs(self, scoring: Scoring) -> Inputs:
+        """The same where pages are no kernel's own matter: lengths are in place of where keys begin."""
+        longest = min(self.longest, self.q.shape[0]) if self.longest else self.q.shape[0]
+        return Inputs(
+            *self.views(), scoring, sinks=self.sinks, alibi_slopes=self.alibi_slopes, starts_q=self.starts,
+            starts_k=self.lengths, longest_q=longest, longest_k=self.capacity,
+        )  # fmt: skip
+
     def problem(self, scoring: Scoring) -> Problem:
         tokens, heads, head_dim = self.q.shape
+        views = self.views()
         return Problem(
             batch=self.lengths.shape[0],
             heads=heads,
             kv_heads=self.k_cache.shape[self.layout.index("h")],
             n_q=min(self.longest, tokens) if self.longest else tokens,
-            n_k=self.capacity,
+            n_k=self.capacity if self.k_cache.shape[0] else 0,  # a cache without pages has no keys
             head_dim=head_dim,
             value_dim=self.v_cache.shape[3],
             dtype=self.q.dtype,
@@ -203,7 +221,8 @@ class _Arguments:
             packed=True,
             tokens=tokens,
             page=self.page,
-            narrow=self.k_cache.element_size() == 1,
+            narrow=self.k_cache.element_size() == 1 or self.k_scale is not None or self.v_scale is not None,
+            aligned=all(map(is_aligned, views)) and all(map(paging.page_step, views[1:])),
         )
 
 
@@ -249,9 +268,45 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     copies = library.Copies()
     q, k, v = (library.unit_last_of(t, copies, i) for i, t in enumerate((a.q, a.k_cache, a.v_cache)))
-    table = library.unit_last_of(a.page_table, copies, 5)
+    a = dataclasses.replace(a, q=q, k_cache=k, v_cache=v, page_table=library.unit_last_of(a.page_table, copies, 5))
     for i, t in ((6, a.lengths), (7, a.starts), (10, a.alibi_slopes), (11, a.sinks)):
         library.contiguous_of(t, copies, i)
+    start = _prepare_hopper(a, s, c, out) if c.kernel == "hopper" else _prepare_portable(a, s, c, out, copies)
+    start = library.copying(start, copies)
+    clear = parts.prepare_zero_uncovered(arguments.as_bhtd(out, "thd"), True, a.starts.contiguous(), p.n_q)
+    clear = library.copying(clear, {2: Tensor.contiguous} if 7 in copies else {})
+
+    def run(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, starts: Tensor,
+        k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, *_: object,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = new_out(), new_lse()
+        clear(out, lse, starts)
+        start(q, k_cache, v_cache, out, lse, page_table, lengths, starts, k_scale, v_scale, alibi_slopes, sinks)
+        return out, lse
+
+    return run
+
+
+def _prepare_hopper(a: _Arguments, s: Scoring, c: AttentionConfig, out: Tensor) -> Callable[..., None]:
+    module = problem.forward_module(c.kernel)
+    assert module is not None, "can_implement refuses a kernel that is not there"
+    start = module.prepare(a.inputs(s), arguments.as_bhtd(out, "thd"), c, a.page_table)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, lengths: Tensor, starts: Tensor,
+        k_scale: None, v_scale: None, slopes: None, sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        start(q, k, v, out, lse, None, None, sinks, starts, lengths, table)
+
+    return run
+
+
+def _prepare_portable(
+    a: _Arguments, s: Scoring, c: AttentionConfig, out: Tensor, copies: library.Copies
+) -> Callable[..., None]:
+    """The launch of `paged_kernel`, for tensors whose last stride is 1; `copies` has what makes them so."""
+    p, target, q, k, v = a.problem(s), runtime.target(a.q.device), a.q, a.k_cache, a.v_cache
     k_bytes, v_bytes = (t if t.element_size() > 1 else writable(t) for t in (k, v))
     for i, t, as_bytes in ((1, k, k_bytes), (2, v, v_bytes)):
         if as_bytes is not t:
@@ -265,7 +320,7 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     together = min(max(1, pairs), max(1, target.l2 // 2 // max(1, kv_bytes)) * group)
     scales = paging.scale_kind(a.k_scale), paging.scale_kind(a.v_scale)
     kind = _Kind(
-        dtypes=tuple(None if t is None else t.dtype for t in (q, k_bytes, *args[6:10])),
+        dtypes=tuple(None if t is None else t.dtype for t in (q, k_bytes, *a.vectors)),
         dims=(head_dim, value_dim),
         scales=scales,
         page=a.page,
@@ -283,27 +338,12 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         *(out.stride(1), out.stride(0)),
         *paging.scale_strides(a.k_scale, a.layout),
         *paging.scale_strides(a.v_scale, a.layout),
-        table.stride(0),
+        a.page_table.stride(0),
     )
-    # A cache without pages has no keys, whatever the lengths say.
-    numbers = (pairs, together, heads, group, tokens, p.n_k if n_pages else 0, n_pages, n_blocks, *s.numbers)
-    start = library.start_nothing
-    if pairs * n_blocks:
-        start = launching.bind(_launcher(kind, c), pairs * n_blocks, strides=strides, numbers=numbers)
-    start = library.copying(start, copies)
-    clear = parts.prepare_zero_uncovered(arguments.as_bhtd(out, "thd"), True, a.starts.contiguous(), p.n_q)
-    clear = library.copying(clear, {2: Tensor.contiguous} if 7 in copies else {})
-
-    def run(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, starts: Tensor,
-        k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, *_: object,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = new_out(), new_lse()
-        clear(out, lse, starts)
-        start(q, k_cache, v_cache, out, lse, page_table, lengths, starts, k_scale, v_scale, alibi_slopes, sinks)
-        return out, lse
-
-    return run
+    numbers = (pairs, together, heads, group, tokens, p.n_k, n_pages, n_blocks, *s.numbers)
+    if not pairs * n_blocks:
+        return library.start_nothing
+    return launching.bind(_launcher(kind, c), pairs * n_blocks, strides=strides, numbers=numbers)
 
 
 def _as_bytes(first: Callable[[Tensor], Tensor] | None, t: Tensor) -> Tensor:

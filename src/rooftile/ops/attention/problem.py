@@ -164,11 +164,11 @@ class Inputs:
             sinks=self.sinks is not None,
             packed=self.starts_q is not None,
             tokens=max(self.q.shape[2], self.k.shape[2]) if self.starts_q is not None else 0,
-            aligned=all(map(_is_aligned, (self.q, self.k, self.v))),
+            aligned=all(map(is_aligned, (self.q, self.k, self.v))),
         )
 
 
-def _is_aligned(t: Tensor) -> bool:
+def is_aligned(t: Tensor) -> bool:
     """Whether the base and all strides but the last are multiples of 16 bytes, as those of a copy are."""
     if t.stride(-1) != 1 and t.shape[-1] > 1:
         return True
@@ -196,7 +196,7 @@ class Problem:
     packed: bool = False
     tokens: int = 0  # of packed sequences, all together: queries or keys, whichever are more
     page: int = 0  # keys and values are in pages of so many tokens
-    narrow: bool = False  # keys and values have 8 bits, and are converted in registers
+    narrow: bool = False  # keys and values have 8 bits or factors, and are converted in registers
     aligned: bool = True  # bases and strides of q, k and v are multiples of 16 bytes, as TMA needs
 
 
@@ -292,7 +292,7 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
         yield _interpreted(p)
         return
     dim = _dim(p)
-    if target.gluon and p.n_q > 64 and not _many_short(p):
+    if target.gluon and p.n_q > 64 and not p.page and not _many_short(p):  # pages: not measured yet
         yield from _hopper(p, dim)
     if p.dtype.itemsize == 4:
         yield from _float32(p, dim, target)
