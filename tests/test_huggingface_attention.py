@@ -135,6 +135,20 @@ def test_greedy_tokens_of_a_padded_batch_are_decoded(title, cache):
     assert any(m is not None and not m.all() for m in masks), "a window may have left the padding behind"
 
 
+@pytest.mark.parametrize("title", nightly_but(("Llama",), ("Llama", "Gemma 2", "Gemma 3", "gpt-oss")))
+def test_a_prompt_in_a_new_static_cache_has_no_mask(title):
+    """Nor do its queries read the keys that are not filled."""
+    eager, ours = pair(title)
+    ids = tokens(20, 2)
+    options = {"max_new_tokens": 3, "do_sample": False, "min_new_tokens": 3, "cache_implementation": "static"}
+    with Calls() as record:
+        found = ours.generate(ids, disable_compile=True, **options)
+    assert torch.equal(found, eager.generate(ids, disable_compile=True, **options))
+    prompts = [args for func, args, _ in record.calls if func._schema.name == "rooftile::attention"]
+    assert len(prompts) == ours.config.get_text_config().num_hidden_layers
+    assert all(args[3] is None and args[1].shape[1] == args[0].shape[1] == 20 for args in prompts)
+
+
 def test_masks_of_padding_and_of_one_token_are_decoded_and_others_are_not():
     """A prompt of few tokens with padding; several tokens with a mask that says all; a mask that is added."""
     eager, ours = pair("Llama")

@@ -2,11 +2,13 @@
 
 Two functions are registered. `attention_mask` describes which keys a query sees. It returns None where the causal
 rule and the window say everything and the last query is aligned with the last key; `(B, Tk)` if there is padding too;
-the starts of sequences, in one dimension, if position_ids that restart say that they are packed; and the full
-`(B, 1, Tq, Tk)` for everything else (static caches with an unfilled tail, a model's own masks, packed sequences in
-graphs of torch.compile). `attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for
-several tokens with a full mask, packed sequences by `rooftile.attention_varlen`, and everything else by
-`rooftile.attention`. So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the
+`(B, n)` with fewer columns than keys if only the first n are filled, as by a prompt in a new static cache; the starts
+of sequences, in one dimension, if position_ids that restart say that they are packed; and the full `(B, 1, Tq, Tk)` for
+everything else (later steps of static caches, a model's own masks, packed sequences in graphs of torch.compile).
+`attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for several tokens with a full
+mask, packed sequences by `rooftile.attention_varlen`, and everything else by `rooftile.attention`.
+
+So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the
 window are skipped.
 
 What the kernels lack goes to another implementation: dropout, a position bias that needs a gradient (T5 in training),
@@ -84,6 +86,11 @@ def attention_mask(
         plain = told and local_size == getattr(config, "sliding_window", None) and not chunked
     if allow_is_causal_skip and plain and aligned:
         return _padding(attention_mask, kv_length, kv_offset)
+    starts = type(q_offset) is int and q_offset == kv_offset == 0 and 1 < q_length < kv_length
+    if allow_is_causal_skip and plain and starts and not torch.compiler.is_compiling():
+        # A prompt in a new static cache: no query sees the keys after it.
+        padding = _padding(attention_mask, q_length, 0)
+        return _seen(q_length, options.get("device")) if padding is None else padding.contiguous()
     if attention_mask is None and (local_size is None or plain) and q_length == kv_length and aligned:
         sequences = _sequences(mask_function, local_size)
         if sequences is not None and not torch.compiler.is_compiling() and not _is_capturing(sequences.device):
@@ -182,6 +189,17 @@ def _lengths(n: int, batch: int, device: torch.device) -> Tensor:
             _LENGTHS[device] = known
             return known[4 * n : 4 * n + 1]
     return torch.full((batch,), n, dtype=torch.int32, device=device)
+
+
+def _seen(n: int, device: Any) -> Tensor:
+    """`(1, n)`: n keys that are all valid. One element with strides of 0: `_first` need not read it."""
+    return torch.ones((), dtype=torch.bool, device=device).expand(1, n)
+
+
+def _first(mask: Tensor) -> tuple[int, Tensor | None]:
+    """How many keys a mask of the first ones has, and which of them are valid; None if all."""
+    n = mask.shape[1]
+    return n, None if n > 1 and mask.stride() == (0, 0) else mask
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -290,6 +308,9 @@ def attention_forward(
             cache_layout="bhtd",
         )  # fmt: skip
         return out, None  # type: ignore[return-value]
+    if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] < key.shape[2]:
+        n, attention_mask = _first(attention_mask)
+        key, value = key[:, :, :n], value[:, :, :n]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     call = _Call(
         module, query, key, value, attention_mask, bool(causal), sliding_window or None, scaling, softcap or None,
