@@ -1,0 +1,199 @@
+"""Commands that talk: `serve`, the OpenAI-compatible server, and `chat`, a conversation in the terminal."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rooftile.cli.common import DType, Panel, QuantizeName, choose_mode, command, console, notices
+from rooftile.cli.engine import CacheName
+
+if TYPE_CHECKING:
+    from rooftile import AsyncEngine
+
+
+class ToolFormat(str, enum.Enum):
+    """How a model writes tool calls, as in `rooftile.serve.chat.FORMATS`."""
+
+    auto = "auto"
+    hermes = "hermes"
+    llama3 = "llama3"
+    none = "none"
+
+
+CheckpointPath = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`, the small model in the package.")]
+Quantize = Annotated[QuantizeName, typer.Option(help="Quantize the weights of the GEMMs.")]
+ModelType = Annotated[DType, typer.Option(help="Of other weights and activations.")]
+CacheType = Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")]
+Length = Annotated[
+    int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer. Default: the model's, at most 4096.")
+]
+Template = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="A Jinja file, instead of the checkpoint's chat template."),
+]
+PrefixCache = Annotated[
+    bool,
+    typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts' pages for later prompts that begin alike."),
+]
+
+
+def _refuse(name: str, error: Exception) -> typer.Exit:
+    notices.print(f"rooftile {name}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(2)
+
+
+def _load(
+    folder: Path, dtype: DType, quantize: QuantizeName, kv_dtype: CacheName | None, **options: Any
+) -> AsyncEngine:
+    import rooftile
+    from rooftile.bench.generate import CACHES
+    from rooftile.cases.check import DTYPES
+
+    return rooftile.AsyncEngine.from_pretrained(
+        folder,
+        dtype=DTYPES[dtype.value],
+        quantize=quantize.kind,
+        kv_dtype=None if kv_dtype is None else CACHES[kv_dtype.value],
+        **options,
+    )
+
+
+@command(Panel.run)
+def serve(
+    path: CheckpointPath,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is every one of the machine's.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="ROOFTILE_API_KEY", help="That requests to /v1 must have; repeatable. Default: none."),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="By which requests name the model; repeatable. Default: the folder's name.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 32,
+    max_seq_len: Length = None,
+    pages: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the cache. Default: enough for --max-batch sequences of --max-seq-len."),
+    ] = None,
+    quantize: Quantize = QuantizeName.none,
+    dtype: ModelType = DType.bf16,
+    kv_dtype: CacheType = None,
+    prefix_cache: PrefixCache = True,
+    chat_template: Template = None,
+    tool_format: Annotated[
+        ToolFormat,
+        typer.Option(
+            metavar="FORMAT", help="Of tool calls: hermes, llama3, none, or auto, which looks at the chat template."
+        ),
+    ] = ToolFormat.auto,
+    max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get 429.")] = 1024,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Default: as many as there is room for.")] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 4 << 20,
+    body_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which a request must come.")] = 30.0,
+    send_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a client may read nothing.")] = 60.0,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 60.0,
+) -> None:
+    """Answer requests of OpenAI's API over HTTP: completions, chats, /health and /metrics.
+
+    SIGTERM lets running requests end, and refuses new ones.
+    """
+    import logging
+
+    from rooftile.serve import check_installed
+
+    try:
+        check_installed()
+    except ImportError as error:
+        raise _refuse("serve", error) from None
+    choose_mode()
+    from rooftile.bench.generate import folder_of
+    from rooftile.serve.app import Options, create_app, folder_options
+    from rooftile.serve.server import Server
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        folder = folder_of(path)
+        options = Options(
+            names=tuple(served_model_name or [path if path == "demo" else folder.resolve().name]),
+            api_keys=tuple(api_key or ()),
+            max_body=max_body,
+            max_prompt_tokens=max_prompt_tokens,
+            body_timeout=body_timeout,
+            send_timeout=send_timeout,
+            **folder_options(folder, chat_template, tool_format.value),
+        )
+        engine = _load(
+            folder, dtype, quantize, kv_dtype, max_batch=max_batch, max_seq_len=max_seq_len, pages=pages,
+            max_waiting=max_queue, prefix_cache=prefix_cache,
+        )  # fmt: skip
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise _refuse("serve", error) from None
+    with engine:
+        try:
+            app = create_app(engine, options)
+        except ValueError as error:
+            raise _refuse("serve", error) from None
+        server = Server(app, abort=engine.close, drain_timeout=drain_timeout, host=host, port=port, log_config=None)
+        server.run()
+
+
+@command(Panel.run)
+def chat(
+    path: CheckpointPath,
+    system: Annotated[str | None, typer.Option(help="A message before all others.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens that reach this probability together.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 is no limit.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of an answer. Default: as many as there is room for.")
+    ] = None,
+    max_seq_len: Length = None,
+    quantize: Quantize = QuantizeName.none,
+    dtype: ModelType = DType.bf16,
+    kv_dtype: CacheType = None,
+    prefix_cache: PrefixCache = True,
+    chat_template: Template = None,
+) -> None:
+    """Talk with a model. The answer is written as it comes, and then its speed.
+
+    /reset forgets the conversation, /quit leaves, Ctrl-C ends an answer.
+    """
+    import importlib.util
+    import sys
+
+    if importlib.util.find_spec("jinja2") is None:
+        raise _refuse("chat", ImportError("chat templates need jinja2: pip install 'rooftile[serve]'"))
+    choose_mode()
+    from rooftile.bench.generate import folder_of
+    from rooftile.serve.terminal import HELP, talk, template_of
+
+    try:
+        folder = folder_of(path)
+        template = template_of(folder, chat_template)
+        engine = _load(
+            folder, dtype, quantize, kv_dtype, max_batch=1, max_seq_len=max_seq_len, prefix_cache=prefix_cache
+        )
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise _refuse("chat", error) from None
+    if engine.engine.tokenizer is None:
+        raise _refuse("chat", ValueError(f"{folder} has no tokenizer.json"))
+    terminal = sys.stdin.isatty()
+    if terminal:
+        notices.print(HELP, style="dim", markup=False)
+    with engine:
+        talk(
+            engine, template, lambda: input("> " if terminal else ""), console, notices, system=system,
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        )  # fmt: skip

@@ -1,0 +1,283 @@
+"""From the engine's streams to the answers of OpenAI's API: as one JSON object, or as events while tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from rooftile.serve.chat import ToolCall, ToolParser
+from rooftile.serve.metrics import Metrics
+
+Decode = Callable[[int], str]
+
+
+class Choice:
+    """One continuation: the stream that it comes from, and what came so far.
+
+    Args:
+        index: in the answer.
+        stream: of the engine's loop.
+        begins: the text before the first token: the prompt, where `echo` asks for it.
+        parser: finds tool calls, if any are looked for.
+    """
+
+    def __init__(self, index: int, stream: Any, begins: str = "", parser: ToolParser | None = None) -> None:
+        self.index, self.stream, self.begins, self.parser = index, stream, begins, parser
+        self.text = begins
+        self.tokens: list[int] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.calls: list[ToolCall] = []
+        self.finish_reason: str | None = None
+        self.first = 0.0  # when its first token came
+
+
+class Answer:
+    """The answer to one request.
+
+    Args:
+        kind: the `object` field, without `.chunk`.
+        base: `id`, `created` and `model`.
+        choices: what is generated.
+        prompt_tokens: of all prompts.
+        logprobs: whether they were asked for.
+        ends: tokens that end a text without being a part of it.
+        decode: the text of one token.
+        metrics, started: where the times go, and when the request came.
+        token_ids: whether they were asked for.
+    """
+
+    kind = ""
+    event_kind = ""
+
+    def __init__(
+        self,
+        base: dict[str, Any],
+        choices: Sequence[Choice],
+        *,
+        prompt_tokens: int,
+        logprobs: bool,
+        ends: frozenset[int],
+        decode: Decode,
+        metrics: Metrics,
+        started: float,
+        token_ids: bool = False,
+    ) -> None:
+        self.base, self.choices, self.prompt_tokens = base, choices, prompt_tokens
+        self._logprobs, self._ends, self._decode = logprobs, ends, decode
+        self._metrics, self._started, self._token_ids = metrics, started, token_ids
+
+    async def chunks(self) -> AsyncGenerator[tuple[Choice, Any], None]:
+        """All streams' chunks as they come, each recorded in its choice."""
+        async for choice, chunk in self._merged():
+            now = time.perf_counter()
+            if chunk.token >= 0:  # the last chunk of a sequence that was aborted has none
+                if not choice.tokens:
+                    choice.first = now
+                    self._metrics.first_token.observe(now - self._started)
+                choice.tokens.append(chunk.token)
+            choice.finish_reason = chunk.finish_reason
+            if chunk.finish_reason is not None:
+                self._metrics.finished.labels(chunk.finish_reason).inc()
+                self._metrics.whole.observe(now - self._started)
+                if len(choice.tokens) > 1:
+                    self._metrics.per_token.observe((now - choice.first) / (len(choice.tokens) - 1))
+            yield choice, chunk
+
+    async def _merged(self) -> AsyncGenerator[tuple[Choice, Any], None]:
+        if len(self.choices) == 1:
+            async for chunk in self.choices[0].stream:
+                yield self.choices[0], chunk
+            return
+        queue: asyncio.Queue[tuple[Choice, Any]] = asyncio.Queue()
+
+        async def pump(choice: Choice) -> None:
+            try:
+                async for chunk in choice.stream:
+                    queue.put_nowait((choice, chunk))
+                queue.put_nowait((choice, None))
+            except Exception as error:
+                queue.put_nowait((choice, error))
+
+        pumps = [asyncio.ensure_future(pump(choice)) for choice in self.choices]
+        try:
+            left = len(pumps)
+            while left:
+                choice, chunk = await queue.get()
+                if chunk is None:
+                    left -= 1
+                elif isinstance(chunk, Exception):
+                    raise chunk
+                else:
+                    yield choice, chunk
+        finally:
+            for each in pumps:
+                each.cancel()
+
+    async def close(self) -> None:
+        """Give back what the streams hold. One that has ended holds nothing."""
+        for choice in self.choices:
+            await choice.stream.aclose()
+
+    def usage(self) -> dict[str, int]:
+        generated = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
+        }
+
+    def _logprob(self, chunk: Any) -> list[dict[str, Any]]:
+        """The entry of a chunk's token; none of a token that only ends the text."""
+        if not self._logprobs or chunk.logprob is None or (chunk.finish_reason and chunk.token in self._ends):
+            return []
+        top = getattr(chunk, "top_logprobs", None) or ()
+        return [
+            {**self._token(chunk.token, chunk.logprob), "top_logprobs": [self._token(t, value) for t, value in top]}
+        ]
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._decode(token)
+        # JSON has no infinity: as OpenAI's API, -9999.
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+    def events(self, choice: Choice, chunk: Any) -> list[dict[str, Any]]:
+        """What is sent for a chunk: perhaps nothing, while text is held back."""
+        raise NotImplementedError
+
+    def openings(self) -> list[dict[str, Any]]:
+        """What is sent before the first token."""
+        return []
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, once `chunks` is exhausted."""
+        raise NotImplementedError
+
+    def add(self, choice: Choice, chunk: Any) -> None:
+        """Record a chunk for `whole`."""
+        raise NotImplementedError
+
+    def last(self) -> dict[str, Any]:
+        """The event with the usage."""
+        return {**self.base, "object": self.event_kind, "choices": [], "usage": self.usage()}
+
+    def _ids(self, tokens: list[int]) -> dict[str, Any]:
+        return {"token_ids": tokens} if self._token_ids else {}
+
+
+class CompletionAnswer(Answer):
+    kind = event_kind = "text_completion"
+
+    def openings(self) -> list[dict[str, Any]]:
+        return [self._event(choice, choice.begins, None, None, []) for choice in self.choices if choice.begins]
+
+    def events(self, choice: Choice, chunk: Any) -> list[dict[str, Any]]:
+        logprobs = self._logprobs_of(self._logprob(chunk), [len(choice.text)])
+        text = chunk.text or ""
+        choice.text += text
+        if not (text or logprobs or chunk.finish_reason or self._token_ids):
+            return []
+        return [self._event(choice, text, logprobs, chunk.finish_reason, [chunk.token])]
+
+    def _event(
+        self, choice: Choice, text: str, logprobs: Any, finish_reason: str | None, tokens: list[int]
+    ) -> dict[str, Any]:
+        made = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self.base, "object": self.kind, "choices": [{**made, **self._ids(tokens)}]}
+
+    def add(self, choice: Choice, chunk: Any) -> None:
+        choice.logprobs += [{**entry, "offset": len(choice.text)} for entry in self._logprob(chunk)]
+        choice.text += chunk.text or ""
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {
+                "index": choice.index,
+                "text": choice.text,
+                "logprobs": self._logprobs_of(choice.logprobs, [entry["offset"] for entry in choice.logprobs]),
+                "finish_reason": choice.finish_reason,
+                **self._ids(choice.tokens),
+            }
+            for choice in self.choices
+        ]
+        return {**self.base, "object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def _logprobs_of(self, entries: list[dict[str, Any]], offsets: list[int]) -> dict[str, Any] | None:
+        """In this API's older form."""
+        if not self._logprobs:
+            return None
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {each["token"]: each["logprob"] for each in (entry, *entry["top_logprobs"])} for entry in entries
+            ],
+            "text_offset": offsets[: len(entries)],
+        }
+
+
+class ChatAnswer(Answer):
+    kind, event_kind = "chat.completion", "chat.completion.chunk"
+
+    def openings(self) -> list[dict[str, Any]]:
+        return [self._event(choice, {"role": "assistant", "content": ""}) for choice in self.choices]
+
+    def _pieces(self, choice: Choice, chunk: Any) -> list[str | ToolCall]:
+        """Text and calls that a chunk completes."""
+        text = chunk.text or ""
+        if choice.parser is None:
+            return [text] if text else []
+        found = choice.parser.add(text)
+        return [*found, *choice.parser.end()] if chunk.finish_reason is not None else found
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        return "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
+
+    def events(self, choice: Choice, chunk: Any) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        for piece in self._pieces(choice, chunk):
+            if isinstance(piece, str):
+                made.append(self._event(choice, {"content": piece}))
+            else:
+                delta = {"tool_calls": [{"index": len(choice.calls), **piece.json()}]}
+                choice.calls.append(piece)
+                made.append(self._event(choice, delta))
+        logprobs = self._logprob(chunk)
+        if not made and (logprobs or chunk.finish_reason is not None or self._token_ids):
+            made.append(self._event(choice, {}))
+        if made:
+            made[0]["choices"][0] |= self._ids([chunk.token])
+            if logprobs:
+                made[0]["choices"][0]["logprobs"] = {"content": logprobs, "refusal": None}
+            made[-1]["choices"][0]["finish_reason"] = self._finish_reason(choice)
+        return made
+
+    def _event(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self.base, "object": self.event_kind, "choices": [made]}
+
+    def add(self, choice: Choice, chunk: Any) -> None:
+        choice.logprobs += self._logprob(chunk)
+        for piece in self._pieces(choice, chunk):
+            if isinstance(piece, str):
+                choice.text += piece
+            else:
+                choice.calls.append(piece)
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for choice in self.choices:
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.calls:
+                message |= {"content": choice.text or None, "tool_calls": [call.json() for call in choice.calls]}
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": message,
+                    "logprobs": {"content": choice.logprobs, "refusal": None} if self._logprobs else None,
+                    "finish_reason": self._finish_reason(choice),
+                    **self._ids(choice.tokens),
+                }
+            )
+        return {**self.base, "object": self.kind, "choices": choices, "usage": self.usage()}

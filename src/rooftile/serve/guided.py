@@ -1,0 +1,128 @@
+"""Outputs that follow a JSON schema, a regular expression or a grammar, by a mask of the tokens that may come next."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rooftile.serve.protocol import ResponseFormat, StructuredOutputs
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+# Between the parts of JSON: room for a new line and its indentation, but no endless white space.
+_SPACE = r"[ \t\n\r]{0,32}"
+
+
+class TokenMask(Protocol):
+    """What restricts the tokens of one sequence. The engine calls `mask` before it draws a token, `advance` after."""
+
+    def mask(self) -> Tensor:
+        """The tokens that may come next: int32, (ceil(vocab / 32),), on the host.
+
+        Token t is bit t % 32 of word t // 32.
+        """
+
+    def advance(self, token: int) -> None:
+        """The token that was drawn."""
+
+
+class Grammar:
+    """A mask by llguidance, for one sequence. End tokens are allowed where the text may end."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def mask(self) -> Tensor:
+        mask = self._matcher.compute_bitmask()
+        self._check()
+        return torch.frombuffer(bytearray(mask), dtype=torch.int32)
+
+    def advance(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RuntimeError(f"the grammar can't be followed further: {self._matcher.get_error()}")
+
+
+class Grammars:
+    """Compiles grammars for the tokens of one model.
+
+    Args:
+        tokenizer, vocab, eos: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> None:
+        self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        """Read at the first use: it takes seconds for a large vocabulary."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab, eos_token=self._eos or None)
+
+    def check(self, grammar: str) -> None:
+        """Raises ValueError, with the reason, if the grammar is not valid."""
+        from llguidance import LLMatcher
+
+        failed, said = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
+        if failed:
+            raise ValueError(said[0].strip().splitlines()[0] if said[0].strip() else "no valid grammar")
+
+    def mask(self, grammar: str) -> Grammar:
+        """A new sequence's mask, from its first token on."""
+        from llguidance import LLMatcher
+
+        return Grammar(LLMatcher(self._tokens, grammar, log_level=0))
+
+
+def of_schema(schema: dict[str, Any] | str) -> str:
+    """The grammar of a JSON schema.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from llguidance import LLMatcher
+
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _SPACE})
+
+
+def grammar_of(format: ResponseFormat | None, structured: StructuredOutputs | None) -> str | None:
+    """The grammar that a request asks for, in llguidance's form, or None.
+
+    Raises:
+        ValueError: it is none, or there are two.
+        ImportError: llguidance is not installed.
+    """
+    if format is not None and format.type == "text":
+        format = None
+    if format is None and structured is None:
+        return None
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise ImportError("structured outputs need llguidance: pip install 'rooftile[serve]'") from None
+    if format is not None and structured is not None:
+        raise ValueError("expected response_format or structured_outputs, not both")
+    if format is not None:
+        schema = format.json_schema.schema_ if format.json_schema is not None else None
+        return of_schema(schema if format.type == "json_schema" and schema is not None else {"type": "object"})
+    assert structured is not None
+    if structured.json_schema is not None:
+        return of_schema(structured.json_schema)
+    if structured.regex is not None:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice)))
+    assert structured.grammar is not None
+    return LLMatcher.grammar_from_lark(structured.grammar)

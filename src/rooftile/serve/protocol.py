@@ -1,0 +1,160 @@
+"""What a request may contain, as in OpenAI's API, with vLLM's names for what that API lacks.
+
+Types are strict: "5" is not a number. Unknown fields are ignored, as vLLM does, and logged. A field that is known, and
+that would change the answer if it were ignored, is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+
+
+class StructuredOutputs(Fields):
+    """vLLM's extension: exactly one of them."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None  # in Lark's syntax
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if sum(x is not None for x in (self.json_schema, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("expected exactly one of json, regex, choice and grammar")
+        return self
+
+
+class JsonSchema(Fields):
+    name: str = ""
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("json_schema needs json_schema.schema")
+        return self
+
+
+class Sampled(Fields):
+    """What both kinds of completion take."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # Not OpenAI's.
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    stop_token_ids: list[Token] | None = Field(None, max_length=64)
+    ignore_eos: bool = False
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _only_streams_have_stream_options(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream: true")
+        return self
+
+
+class CompletionRequest(Sampled):
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: int | None = Field(16, ge=0, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    suffix: None = None  # refused
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of is not supported: expected n")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0: expected a positive number, or echo: true")
+        return self
+
+
+class Function(Fields):
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Part(Fields):
+    type: Literal["text"]  # there are no models for images or sound
+    text: str
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Sampled):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)  # replaced by max_completion_tokens in OpenAI's API
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs: true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice is only allowed with tools")
+        if isinstance(self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools or ()]
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice is {self.tool_choice.function.name!r}, expected one of tools: {names}")
+        return self

@@ -1,0 +1,391 @@
+"""The server and the official client, sync and async, unchanged: on an engine without a model, and on a small model."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+import torch
+from fake_engine import FakeEngine, expected
+
+import rooftile
+from rooftile import byte_model
+from rooftile.serve.app import Options, create_app
+from rooftile.serve.chat import ChatTemplate
+from rooftile.serve.server import BackgroundServer
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ (tools or []) | tojson }}[assistant]"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def prompt_of(*messages, tools="[]"):
+    return "".join(f"[{m['role']}]{m['content']}" for m in messages) + f"{tools}[assistant]"
+
+
+def serve(engine, **options):
+    options = {"names": ("small", "alias"), "chat_template": ChatTemplate({"default": TEMPLATE}, {}), **options}
+    return BackgroundServer(create_app(engine, Options(**options)))
+
+
+def client_of(server, **more):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **more)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with serve(engine) as server, client_of(server) as client:
+        yield client
+
+
+def refused(error, *parts):
+    """The client's exception for a 400, which names what is wrong."""
+    assert isinstance(error.value, openai.BadRequestError)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+class TestModels:
+    def test_list_and_retrieve(self, client):
+        assert [model.id for model in client.models.list()] == ["small", "alias"]
+        assert client.models.retrieve("alias").id == "alias"
+
+    def test_an_unknown_model(self, client):
+        with pytest.raises(openai.NotFoundError, match="'large' does not exist"):
+            client.models.retrieve("large")
+        with pytest.raises(openai.NotFoundError) as error:
+            client.completions.create(model="large", prompt="hello")
+        assert error.value.code == "model_not_found"
+
+
+class TestCompletions:
+    def test_text_usage_and_ids(self, client):
+        made = client.completions.create(model="small", prompt="hello", max_tokens=64)
+        assert made.choices[0].text == expected("hello")
+        assert made.choices[0].finish_reason == "stop"
+        assert (made.usage.prompt_tokens, made.usage.completion_tokens, made.usage.total_tokens) == (5, 41, 46)
+        assert made.id.startswith("cmpl-")
+        assert made.model == "small"
+        assert made._request_id
+
+    def test_the_default_length_is_16(self, client):
+        (choice,) = client.completions.create(model="small", prompt="hello").choices
+        assert (choice.text, choice.finish_reason) == (expected("hello")[:16], "length")
+
+    def test_several_prompts_and_n(self, client):
+        made = client.completions.create(model="small", prompt=["a", "b"], n=2, max_tokens=8)
+        assert [c.text for c in made.choices] == [expected(p)[:8] for p in "aabb"]
+        assert [c.index for c in made.choices] == [0, 1, 2, 3]
+        assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (2, 32)
+
+    def test_token_ids_as_prompts(self, client, engine):
+        ids = engine.engine.tokenizer.encode("hello").ids
+        for prompt in (ids, [ids]):
+            made = client.completions.create(
+                model="small", prompt=prompt, max_tokens=4, extra_body={"return_token_ids": True}
+            )
+            assert made.choices[0].text == expected("hello")[:4]
+            assert engine.engine.tokenizer.decode(made.choices[0].token_ids) == expected("hello")[:4]
+
+    def test_streams_of_several_choices(self, client):
+        texts = {}
+        for event in client.completions.create(model="small", prompt=["a", "b"], n=2, max_tokens=64, stream=True):
+            (choice,) = event.choices
+            texts.setdefault(choice.index, []).append(choice.text)
+        assert ["".join(texts[i]) for i in range(4)] == [expected(p) for p in "aabb"]
+        assert all(len(pieces) > 30 for pieces in texts.values())
+
+    def test_usage_of_a_stream(self, client):
+        options = {"include_usage": True}
+        *events, last = client.completions.create(
+            model="small", prompt="a", max_tokens=4, stream=True, stream_options=options
+        )
+        assert all(event.usage is None for event in events)
+        assert last.choices == []
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (1, 4)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_logprobs(self, client, stream):
+        made = client.completions.create(model="small", prompt="a", max_tokens=64, logprobs=1, stream=stream)
+        found = [e.choices[0].logprobs for e in made] if stream else [made.choices[0].logprobs]
+        tokens = [token for each in found for token in each.tokens]
+        assert tokens == [*expected("a")]  # the end token is no part of the text
+        assert [offset for each in found for offset in each.text_offset] == list(range(40))
+        assert all(value == -0.5 for each in found for value in each.token_logprobs)
+
+    def test_echo(self, client):
+        for prompt in ("hello", [104, 105]):
+            with_echo, without = (
+                client.completions.create(model="small", prompt=prompt, max_tokens=4, echo=echo).choices[0].text
+                for echo in (True, False)
+            )
+            assert with_echo.endswith(without)
+            assert len(with_echo) > len(without)
+        made = client.completions.create(model="small", prompt="hello", max_tokens=0, echo=True)
+        assert (made.choices[0].text, made.usage.completion_tokens) == ("hello", 0)
+        events = client.completions.create(model="small", prompt="hello", max_tokens=4, echo=True, stream=True)
+        assert "".join(event.choices[0].text for event in events) == "hello" + expected("hello")[:4]
+
+    def test_options_reach_the_engine(self, client, engine):
+        client.completions.create(
+            model="alias",
+            prompt="a",
+            max_tokens=3,
+            temperature=0.5,
+            top_p=0.9,
+            seed=7,
+            stop=["x", "yz"],
+            user="someone",
+            extra_body={
+                "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [9], "ignore_eos": True,
+                "priority": 3,
+            },
+        )  # fmt: skip
+        asked = {
+            "max_new_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["x", "yz", 9], "top_k": 5,
+            "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True, "priority": 3, "logprobs": False,
+        }  # fmt: skip
+        assert {name: engine.last[name] for name in asked} == asked
+        client.completions.create(model="alias", prompt="a", n=3, seed=2**63 - 1)
+        assert engine.last["seed"] == -(2**63) + 1  # each choice has a seed of its own
+        client.completions.create(model="alias", prompt="a")
+        assert (engine.last["temperature"], engine.last["top_p"], engine.last["top_k"]) == (1.0, 1.0, 0)
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", 2**70), ("max_tokens", 1000), ("max_tokens", "5"),
+            ("n", 0), ("n", -2), ("n", 10**9), ("temperature", -1), ("temperature", 3), ("temperature", 1e308),
+            ("top_p", 0), ("top_p", 1.5), ("seed", 2**64), ("seed", 0.5), ("stop", ""), ("stop", ["a"] * 17),
+            ("presence_penalty", 5), ("frequency_penalty", -3), ("logit_bias", {"a": 1}), ("logit_bias", {"264": 1}),
+            ("logit_bias", {"1": 101}), ("logprobs", -1), ("logprobs", 100), ("best_of", 5), ("suffix", "x"),
+            ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", [264]), ("prompt", [-1]), ("prompt", 5),
+            ("prompt", ["a", 1]), ("prompt", "a" * 600), ("stream_options", {"include_usage": True}),
+        ],
+    )  # fmt: skip
+    def test_what_is_wrong_is_named(self, client, field, value):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.completions.create(**{"model": "small", "prompt": "a", "extra_body": {field: value}})
+        refused(error, field)
+
+    @pytest.mark.parametrize(
+        "extra",
+        [{"top_k": -5}, {"min_p": 2}, {"repetition_penalty": 0}, {"stop_token_ids": [264]}, {"priority": 2**40}],
+    )
+    def test_extensions_are_checked_too(self, client, extra):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.completions.create(model="small", prompt="a", extra_body=extra)
+        refused(error, *extra)
+
+    @pytest.mark.parametrize("extra", [{"presence_penalty": 1.0}, {"logit_bias": {"5": 1.0}}, {"logprobs": 5}])
+    def test_what_the_engine_lacks_is_refused(self, client, extra):
+        """The engine of these tests takes none of them."""
+        with pytest.raises(openai.BadRequestError) as error:
+            client.completions.create(model="small", prompt="a", extra_body=extra)
+        refused(error, "this engine", *extra)
+
+    def test_unknown_fields_are_ignored(self, client):
+        made = client.completions.create(model="small", prompt="a", max_tokens=2, extra_body={"no_such": {"a": 1}})
+        assert made.choices[0].text == expected("a")[:2]
+
+    def test_an_error_in_a_request_ends_that_one_alone(self):
+        engine = FakeEngine(fails=lambda stream, i: i == 2 and len(stream.prompt_tokens) == 3)
+        with serve(engine) as server, client_of(server) as client:
+            with pytest.raises(openai.InternalServerError, match="failed in the engine"):
+                client.completions.create(model="small", prompt="bad")
+            with pytest.raises(openai.APIError, match="failed in the engine"):
+                list(client.completions.create(model="small", prompt="bad", stream=True))
+            assert client.completions.create(model="small", prompt="good").choices[0].text == expected("good")[:16]
+
+
+class TestChat:
+    def test_the_template_makes_the_prompt(self, client):
+        messages = [
+            {"role": "system", "content": "short"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ]
+        made = client.chat.completions.create(model="small", messages=messages)
+        plain = prompt_of({"role": "system", "content": "short"}, {"role": "user", "content": "a\nb"})
+        assert made.choices[0].message.content == expected(plain)
+        assert made.choices[0].finish_reason == "stop"
+        assert made.usage.prompt_tokens == len(plain)
+
+    @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+    def test_a_stream(self, client, name):
+        events = list(client.chat.completions.create(model="small", messages=HELLO, stream=True, **{name: 5}))
+        assert events[0].choices[0].delta.role == "assistant"
+        assert "".join(e.choices[0].delta.content or "" for e in events) == expected(prompt_of(*HELLO))[:5]
+        assert [e.choices[0].finish_reason for e in events[-2:]] == [None, "length"]
+
+    def test_the_helper_that_accumulates_a_stream(self, client):
+        with client.chat.completions.stream(model="small", messages=HELLO) as stream:
+            for _ in stream:
+                pass
+            assert stream.get_final_completion().choices[0].message.content == expected(prompt_of(*HELLO))
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_logprobs(self, client, stream):
+        made = client.chat.completions.create(model="small", messages=HELLO, logprobs=True, stream=stream)
+        parts = [e.choices[0].logprobs for e in made if e.choices[0].logprobs] if stream else [made.choices[0].logprobs]
+        entries = [entry for part in parts for entry in part.content]
+        assert "".join(entry.token for entry in entries) == expected(prompt_of(*HELLO))
+        assert bytes(b for entry in entries for b in entry.bytes).decode() == expected(prompt_of(*HELLO))
+
+    def test_n(self, client):
+        made = client.chat.completions.create(model="small", messages=HELLO, n=3, max_tokens=4)
+        assert [c.message.content for c in made.choices] == [expected(prompt_of(*HELLO))[:4]] * 3
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("messages", []), ("messages", [{"role": "wizard", "content": "a"}]), ("messages", "hello"),
+            ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            ("messages", [{"role": "user", "content": "a" * 600}]), ("top_logprobs", 3), ("max_completion_tokens", -1),
+            ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "poem"}),
+            ("response_format", {"type": "json_schema"}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ],
+    )  # fmt: skip
+    def test_what_is_wrong_is_named(self, client, field, value):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model="small", messages=HELLO, extra_body={field: value})
+        refused(error, field)
+
+    def test_without_a_template(self):
+        refusal = pytest.raises(openai.BadRequestError, match="no chat template")
+        with serve(FakeEngine(), chat_template=None) as server, client_of(server) as client, refusal:
+            client.chat.completions.create(model="small", messages=HELLO)
+
+    def test_what_a_template_refuses(self):
+        template = ChatTemplate({"default": "{{ raise_exception('no system here') }}"}, {})
+        refusal = pytest.raises(openai.BadRequestError, match="no system here")
+        with serve(FakeEngine(), chat_template=template) as server, client_of(server) as client, refusal:
+            client.chat.completions.create(model="small", messages=HELLO)
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+
+
+class TestTools:
+    CALL = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n' * 2
+
+    def test_calls_are_parsed(self):
+        engine = FakeEngine(answer=lambda prompt: self.CALL)
+        with serve(engine, tool_format="hermes") as server, client_of(server) as client:
+            (choice,) = client.chat.completions.create(model="small", messages=HELLO, tools=TOOLS).choices
+            assert choice.finish_reason == "tool_calls"
+            assert [call.function.name for call in choice.message.tool_calls] == ["weather"] * 2
+            assert json.loads(choice.message.tool_calls[1].function.arguments) == {"city": "Ulm"}
+            prompt = engine.engine.tokenizer.decode(engine.last["prompt"])
+            assert '"name": "weather"' in prompt
+
+            with client.chat.completions.stream(model="small", messages=HELLO, tools=TOOLS) as stream:
+                for _ in stream:
+                    pass
+                message = stream.get_final_completion().choices[0].message
+            assert [json.loads(c.function.arguments) for c in message.tool_calls] == [{"city": "Ulm"}] * 2
+            assert len({call.id for call in message.tool_calls}) == 2
+            assert message.content.replace("\n", "") == "Let me see." * 2
+
+            # An answer goes back with the result of the call.
+            messages = [*HELLO, choice.message, {"role": "tool", "tool_call_id": "x", "content": "rain"}]
+            client.chat.completions.create(model="small", messages=messages, tools=TOOLS)
+            assert "[tool]rain" in engine.engine.tokenizer.decode(engine.last["prompt"])
+
+    def test_none_leaves_them_out(self):
+        engine = FakeEngine(answer=lambda prompt: self.CALL)
+        with serve(engine, tool_format="hermes") as server, client_of(server) as client:
+            made = client.chat.completions.create(model="small", messages=HELLO, tools=TOOLS, tool_choice="none")
+            assert made.choices[0].message.content == self.CALL
+            assert "weather" not in engine.engine.tokenizer.decode(engine.last["prompt"])
+
+
+class TestAsync:
+    def test_requests_at_once(self, engine):
+        async def ask(client, i):
+            made = await client.chat.completions.create(
+                model="small", messages=[{"role": "user", "content": f"{i}"}], stream=bool(i % 2)
+            )
+            if not i % 2:
+                return made.choices[0].message.content
+            return "".join([e.choices[0].delta.content or "" async for e in made])
+
+        async def run(url):
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+                return await asyncio.gather(*(ask(client, i) for i in range(20)))
+
+        with serve(FakeEngine(delay=0.001)) as server:
+            answers = asyncio.run(run(server.url))
+        assert answers == [expected(prompt_of({"role": "user", "content": f"{i}"})) for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    with rooftile.AsyncEngine.from_pretrained(
+        byte_model.folder(), dtype=torch.float32, max_batch=4, max_seq_len=64, progress=False
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model_client(model):
+    with serve(model) as server, client_of(server) as client:
+        yield client
+
+
+class TestSmallModel:
+    """The same through a model, in the interpreter where there is no GPU."""
+
+    PROMPT = "    for line in "
+
+    def test_a_stream_has_the_tokens_of_generate(self, model_client, model):
+        events = list(
+            model_client.completions.create(
+                model="small", prompt=self.PROMPT, max_tokens=5, temperature=0, stream=True, logprobs=0
+            )
+        )
+        direct = list(model.add(self.PROMPT, max_new_tokens=5, logprobs=True))
+        assert "".join(e.choices[0].text for e in events) == "".join(chunk.text for chunk in direct)
+        values = [value for e in events for value in e.choices[0].logprobs.token_logprobs]
+        torch.testing.assert_close(values, [chunk.logprob for chunk in direct])
+
+    def test_n_seeds_and_stop(self, model_client):
+        asked = {"model": "small", "prompt": self.PROMPT, "max_tokens": 4, "temperature": 1.0}
+        first = model_client.completions.create(**asked, seed=3, n=2)
+        again = model_client.completions.create(**asked, seed=3, n=2)
+        assert [c.text for c in first.choices] == [c.text for c in again.choices]
+        assert len({c.text for c in first.choices}) > 1
+        text = first.choices[0].text
+        stopped = model_client.completions.create(**asked, seed=3, stop=text[1]).choices[0]
+        assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[1])], "stop")
+
+    def test_a_chat(self, model_client):
+        made = model_client.chat.completions.create(model="small", messages=HELLO, max_tokens=3, temperature=0)
+        assert made.usage.completion_tokens == 3
+
+    def test_a_client_that_leaves_frees_its_slot(self, model_client, model):
+        with model_client.completions.create(model="small", prompt="a", max_tokens=50, stream=True) as stream:
+            next(iter(stream))
+        with pytest.raises(openai.APITimeoutError):
+            model_client.with_options(timeout=0.3).completions.create(model="small", prompt="b", max_tokens=50)
+
+        async def idle():
+            for _ in range(200):
+                stats = model.stats()
+                if not (stats.running or stats.waiting):
+                    return True
+                await asyncio.sleep(0.05)
+            return False
+
+        assert asyncio.run(idle())
+        assert model.stats().pages_used == 0 or model.stats().prefix_query_tokens  # cached pages may stay
