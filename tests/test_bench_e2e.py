@@ -70,6 +70,11 @@ def prompts(model: e2e_model.Model, batch: int, tokens: int) -> torch.Tensor:
     return torch.randint(model.config.vocab, (batch, tokens), device=DEVICE, generator=generator)
 
 
+def test_a_family_that_only_the_engine_computes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model_type is 'smollm3', expected one of llama, granite"):
+        tiny(tmp_path, model_type="smollm3")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_rivals_compute_the_model_with_the_engines_own_tensors(name: str, tmp_path: Path) -> None:

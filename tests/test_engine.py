@@ -52,6 +52,10 @@ FAMILIES = {
     "Qwen2.5": ("Qwen2Config", {}),
     "Qwen3": ("Qwen3Config", {"head_dim": 16}),
     "Mistral": ("MistralConfig", {"sliding_window": 7}),
+    "SmolLM3": (
+        "SmolLM3Config",
+        {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7},
+    ),
 }
 # Layers of float32 products in other orders; through 64 tokens, whose keys carry their own roundings.
 TOLERANCE = 2e-5

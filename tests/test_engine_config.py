@@ -64,6 +64,15 @@ MISTRAL_7B = {
     "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "vocab_size": 32000,
 }  # fmt: skip
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128012,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536, "max_window_layers": 28,
+    "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
 
 # What each says beside what all of them have.
 _COMMON = {
@@ -102,6 +111,13 @@ PUBLISHED = {
         {"family": "qwen3", "layers": 36, "intermediate": 12288, "qk_norm": True, "norm_eps": 1e-6, "eos": (151645,)},
     ),
     "Mistral-7B-v0.1": (MISTRAL_7B, {"family": "mistral", "windows": 4096, "vocab": 32000, "eos": (2,), "bos": 1}),
+    "SmolLM3-3B": (
+        SMOLLM3_3B,
+        {
+            "family": "smollm3", "hidden": 2048, "heads": 16, "kv_heads": 4, "layers": 36, "intermediate": 11008,
+            "vocab": 128256, "tied": True, "norm_eps": 1e-6, "eos": (128012,), "max_positions": 65536,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -118,6 +134,16 @@ def test_published_models(name):
     again = ModelConfig.from_hf(transformers.CONFIG_MAPPING[published["model_type"]].from_dict(dict(published)))
     assert dataclasses.replace(again, source="config") == config
     hash(config)
+
+
+def test_layers_without_rope():
+    config = ModelConfig.from_hf(SMOLLM3_3B)
+    assert [r.kind for r in config.rotaries] == ["default", "default", "default", "none"] * 9
+    cos, sin = config.rotaries[3].tables(5)
+    assert torch.equal(cos, torch.ones(5, 128))
+    assert not sin.any()
+    again = ModelConfig.from_hf({k: v for k, v in SMOLLM3_3B.items() if k != "no_rope_layers"})
+    assert again.rotaries == config.rotaries
 
 
 def test_files(tmp_path):
@@ -182,6 +208,7 @@ def test_windows_of_layers():
         (GRANITE_3_1_8B, {"residual_multiplier": 0.0}, r"residual_multiplier is 0.0, expected a positive number"),
         (GRANITE_3_1_8B, {"logits_scaling": 0}, r"logits_scaling is 0, expected a positive number"),
         (MISTRAL_7B, {"sliding_window": -3}, r"sliding_window is -3, expected a positive integer, or null"),
+        (SMOLLM3_3B, {"no_rope_layers": [1, 2] * 18}, r"no_rope_layers is \[1, 2, .*expected a 0 or 1 for each of 36"),
         (QWEN2_5_7B, {"layer_types": ["full_attention"] * 3}, r"layer_types"),
         (QWEN2_5_7B, {"layer_types": ["sliding_attention"] * 28}, r"layer_types has sliding_attention, expected a sl"),
         (QWEN2_5_7B, {"layer_types": ["linear_attention"] * 28}, r"layer_types has 'linear_attention', expected full"),

@@ -41,6 +41,7 @@ def config(family="llama", **more):
         ("qwen2", {}, "int8", 2, torch.float32),
         ("qwen2", {}, "int4", 1, torch.float32),
         ("qwen2", {}, "int4", 2, torch.float32),
+        ("smollm3", {"no_rope_layers": [1, 0]}, None, 1, torch.float32),
         ("qwen2", {"num_hidden_layers": 1}, "int4", 129, torch.bfloat16),
     ],
 )

@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {"head_dim": 32, "attention_bias": True},
     "mistral": {"sliding_window": 8},
+    "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A model's sizes and options, read from its Hugging Face configuration.
 
-Five families are one decoder with options. q and k are normalized per head where qk_norm is set:
+Six families are one decoder with options. q and k are normalized per head where qk_norm is set:
 
     s = embedding(ids) * embedding_scale
     for each layer:
@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 # transformers would replace a missing one by the default of some model.
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -44,7 +45,7 @@ class ModelConfig:
     """A model's sizes and options.
 
     Attributes:
-        family: "llama", "granite", "qwen2", "qwen3" or "mistral".
+        family: the model_type, one of FAMILIES.
         hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes.
         max_positions: the context length of the model.
         norm_eps: of the norms of hidden states, as the kernels take it: see above.
@@ -56,7 +57,7 @@ class ModelConfig:
         attention_scale: multiplies the scores.
         embedding_scale, logits_scale: see above; logits_scale is folded into the last norm's weight.
         eos, bos: end tokens, and the first token.
-        rotary: frequencies of the rotary embedding.
+        rotaries: for each layer the frequencies of its rotary embedding.
         torch_dtype: of the checkpoint, if it states one.
         initializer_range: the standard deviation of random weights.
         source: the file or object it was read from, for errors.
@@ -84,10 +85,15 @@ class ModelConfig:
     logits_scale: float
     eos: tuple[int, ...]
     bos: int | None
-    rotary: Rotary
+    rotaries: tuple[Rotary, ...]
     torch_dtype: torch.dtype | None = None
     initializer_range: float = 0.02
     source: str = "config"
+
+    @property
+    def rotary(self) -> Rotary:
+        """The first layer's, and in most families every layer's."""
+        return self.rotaries[0]
 
     @classmethod
     def from_hf(cls, config: str | os.PathLike[str] | Mapping[str, Any] | Any) -> ModelConfig:
@@ -187,13 +193,17 @@ def _tokens(value: Any, source: str) -> tuple[int, ...]:
     return tokens
 
 
+# Families whose layer_types say which layers have a window.
+_LISTED = ("qwen2", "qwen3", "smollm3")
+
+
 def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None, ...]:
-    """Llama and Granite have no window, Mistral one for all layers; Qwen lists the layers that have one."""
+    """Llama and Granite have no window, Mistral one for all layers; Qwen and SmolLM3 list the layers that have one."""
     kinds: list[Any] = getattr(hf, "layer_types", None) or []
-    window = getattr(hf, "sliding_window", None) if family in ("qwen2", "qwen3", "mistral") else None
+    window = getattr(hf, "sliding_window", None) if family in ("mistral", *_LISTED) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"{source}: sliding_window is {window!r}, expected a positive integer, or null")
-    if family in ("qwen2", "qwen3"):
+    if family in _LISTED:
         accepted = {"full_attention": None, "sliding_attention": window}
         if len(kinds) != layers:
             raise ValueError(f"{source}: layer_types has {len(kinds)} entries, expected {layers}, one for each layer")
@@ -207,6 +217,17 @@ def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None
     if kinds and set(kinds) != {own}:
         raise ValueError(f"{source}: layer_types has {', '.join(sorted(set(kinds)))}, expected {own} for {family}")
     return (window,) * layers
+
+
+def _rotaries(hf: Any, family: str, layers: int, head_dim: int, source: str) -> tuple[Rotary, ...]:
+    """One for all layers; SmolLM3 lists the layers that have it."""
+    of_all = rotary.of(hf, head_dim, source)
+    if family != "smollm3":
+        return (of_all,) * layers
+    has = hf.no_rope_layers  # 1 where a layer rotates
+    if len(has) < layers or any(h not in (0, 1) for h in has):
+        raise ValueError(f"{source}: no_rope_layers is {has!r}, expected a 0 or 1 for each of {layers} layers")
+    return tuple(of_all if h else rotary.none(head_dim) for h in has[:layers])
 
 
 def _number(hf: Any, name: str, source: str) -> float:
@@ -234,7 +255,7 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
     granite = family == "granite"
     m = _number(hf, "residual_multiplier", source) if granite else 1.0
     # Qwen2 has biases of q, k and v without a field for them.
-    attention_bias = family in ("llama", "granite", "qwen3") and bool(hf.attention_bias)
+    attention_bias = family in ("llama", "granite", "qwen3", "smollm3") and bool(hf.attention_bias)
     dtype = hf.dtype if isinstance(hf.dtype, torch.dtype) else getattr(torch, str(hf.dtype), None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
     bos = hf.bos_token_id
@@ -252,7 +273,7 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
         head_norm_eps=eps,
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=family in ("llama", "granite") and bool(hf.mlp_bias),
+        mlp_bias=family in ("llama", "granite", "smollm3") and bool(hf.mlp_bias),
         qk_norm=family == "qwen3",
         windows=_windows(hf, family, hf.num_hidden_layers, source),
         tied=bool(hf.tie_word_embeddings),
@@ -261,7 +282,7 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
         logits_scale=1.0 / _number(hf, "logits_scaling", source) if granite else 1.0,
         eos=_tokens(hf.eos_token_id, source),
         bos=bos[0] if isinstance(bos, (list, tuple)) and bos else bos,
-        rotary=rotary.of(hf, head_dim, source),
+        rotaries=_rotaries(hf, family, hf.num_hidden_layers, head_dim, source),
         torch_dtype=dtype,
         initializer_range=float(hf.initializer_range),
         source=source,

@@ -36,7 +36,8 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, cache: PagedKVCache) -> None:
         self.config, self.weights, self.cache = config, weights, cache
-        self.cos, self.sin = config.rotary.tables(cache.capacity, cache.k.device)
+        tables = {r: r.tables(cache.capacity, cache.k.device) for r in dict.fromkeys(config.rotaries)}
+        self.tables = [tables[r] for r in config.rotaries]  # cos and sin of each layer
 
     def decode(self, ids: Tensor) -> Tensor:
         """Logits `(b, V)` of the token that follows `ids`, `(b,)`, one for each of the first b slots.
@@ -52,11 +53,11 @@ class Decoder:
             into |= {"starts": starts, "counts": cache.counts[:b]}
             if c.qk_norm:
                 q, k, v = (t[:, None] for t in self._qkv(layer, x))  # (b, 1, H, D)
-                q, k = self._normalized_and_rotated(layer, q, k, self.cos, self.sin, starts[:, None])
+                q, k = self._normalized_and_rotated(layer, q, k, *self.tables[layer], starts[:, None])
                 append_kv(k, v, **into)
             else:
                 w = self.weights.layers[layer]
-                q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, self.cos, self.sin, **into)
+                q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, *self.tables[layer], **into)
             return decode_attention(q, **given, scale=c.attention_scale, window=c.windows[layer])[:, 0]  # type: ignore[call-overload]
 
         return self._logits(self._layers(self._embed(ids), attend))
@@ -67,13 +68,13 @@ class Decoder:
         The cache has pages for the prompts; nothing has been written into them.
         """
         c, cache = self.config, self.cache
-        cos, sin, positions = self.cos, self.sin, inputs.positions
-        if prompts.length is not None:
-            cos, sin = cos[: prompts.length], sin[: prompts.length]
+        positions = inputs.positions
         into = {"starts": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
 
         def attend(layer: int, x: Tensor) -> Tensor:
-            qkv = self._qkv(layer, x)
+            qkv, (cos, sin) = self._qkv(layer, x), self.tables[layer]
+            if prompts.length is not None:
+                cos, sin = cos[: prompts.length], sin[: prompts.length]
             q, k, v = (t.unflatten(0, (prompts.n, -1)) if positions is None else t[None] for t in qkv)
             if c.qk_norm:
                 q, k = self._normalized_and_rotated(layer, q, k, cos, sin, positions)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 # Types with fixed frequencies; those of "dynamic" are fixed up to max_position_embeddings.
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
+NONE = "none"  # no rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Rotary:
         )
         angles = torch.cat((angles, angles), dim=1)
         return (angles.cos() * self.attention_factor).to(device), (angles.sin() * self.attention_factor).to(device)
+
+
+def none(head_dim: int) -> Rotary:
+    """No rotation: of layers without RoPE. All angles are 0, so that cos is 1 and sin is 0."""
+    return Rotary(NONE, (0.0,) * (head_dim // 2))
 
 
 def of(config: Any, head_dim: int, source: str) -> Rotary:

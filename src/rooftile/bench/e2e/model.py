@@ -14,6 +14,8 @@ from rooftile.engine.config import ModelConfig
 from rooftile.engine.projections import Dense, Projection
 from rooftile.engine.weights import Layer, Weights
 
+FAMILIES = ("llama", "granite", "qwen2", "qwen3", "mistral")
+
 
 class LayerTensors(NamedTuple):
     """A layer's weights as plain tensors: qkv has the rows of q, k and v, gate_up those of gate and up."""
@@ -119,6 +121,8 @@ def load(
     """
     title, values = read(name, MODELS, layers)
     config = ModelConfig.from_hf(values)
+    if config.family not in FAMILIES:  # the others' options are unknown to the paths beside the engine's
+        raise ValueError(f"{title}: model_type is {config.family!r}, expected one of {', '.join(FAMILIES)}")
 
     def make(quantize: str | None) -> Weights:
         if weights == RANDOM:
