@@ -226,3 +226,106 @@ def bench_quality(
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)
+
+
+@command(Panel.measure, "bench serve")
+def bench_serve(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; with --url, the server's name of its model. "
+            "Default: llama-3-8b, and in the interpreter tiny.",
+        ),
+    ] = None,
+    weights: Annotated[str, typer.Option(metavar="random|PATH", help="random, or a checkpoint folder.")] = "random",
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A server with OpenAI's API. Default: an engine in this process.")
+    ] = None,
+    key: Annotated[str | None, typer.Option("--api-key", help="Of that server.")] = None,
+    impl: Annotated[str, typer.Option("--name", help="What the rows call the implementation.")] = "rooftile",
+    rates: Annotated[
+        list[str] | None,
+        typer.Option("--rate", metavar="X", help="Requests a second, in an open loop; repeatable, or with commas."),
+    ] = None,
+    clients: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N",
+            help="Clients of a closed loop; repeatable, or with commas. "
+            "Default without --rate: 1, 8, 32, 64, 128, 256.",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, on average.")] = 220,
+    new: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 190,
+    fixed: Annotated[bool, typer.Option("--fixed", help="All prompts and answers have those lengths.")] = False,
+    first_limit: Annotated[
+        float, typer.Option("--first", metavar="SECONDS", help="A good answer's first token comes within this.")
+    ] = 0.5,
+    each_limit: Annotated[
+        float, typer.Option("--each", metavar="SECONDS", help="And each of the others, on average.")
+    ] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of requests and arrivals.")] = 0,
+    dtype: Annotated[DType, typer.Option(help="Of unquantized weights and activations.")] = DType.bf16,
+    quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, in this process.")] = 256,
+    max_seq_len: Annotated[int, typer.Option(min=4, help="Tokens of a prompt and its answer, at most.")] = 2048,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/serve/<model>.json, or add to it."),
+    ] = None,
+) -> None:
+    """Time requests that come while others run, to an engine here or to a server. Exit code 1 if one failed."""
+    choose_mode()
+    from rooftile import runtime
+    from rooftile.bench import load
+    from rooftile.bench.workloads import MODELS
+    from rooftile.cases.check import DTYPES
+
+    interpreted = runtime.MODE is runtime.Mode.INTERPRETER
+    model = model or ("tiny" if interpreted and url is None else "llama-3-8b")
+    if url is None and model not in MODELS:
+        raise typer.BadParameter(f"unknown {model}; known: {', '.join(MODELS)}", param_hint="--model")
+    default = ["1", "8", "32", "64", "128", "256"]
+    try:
+        settings = load.Settings(
+            model=model,
+            weights=weights,
+            url=url,
+            key=key,
+            impl=impl,
+            rates=_rates(names_of(rates) or []),
+            clients=_positive(clients or ([] if rates else default), "--clients"),
+            workload=load.Workload(
+                requests, prompt, new, fixed, max_seq_len, MODELS.get(model, MODELS["llama-3-8b"])["vocab_size"], seed
+            ),
+            limits=load.Limits(first_limit, each_limit),
+            engine={
+                "max_batch": max_batch, "max_seq_len": max_seq_len, "quantize": quantize.kind,
+                "dtype": DTYPES[dtype.value],
+            },
+            json=json_file,
+            results=results,
+        )  # fmt: skip
+        code = load.run(settings, console)
+    except (OSError, ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+def _rates(given: list[str]) -> list[float]:
+    found = []
+    for text in given:
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < float("inf"):
+            raise typer.BadParameter(f"{text} is no positive number", param_hint="--rate")
+        found.append(rate)
+    return found

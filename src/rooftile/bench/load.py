@@ -1,0 +1,416 @@
+"""`rooftile bench serve`: requests that come while others run, and how long each waits for its tokens.
+
+In an open loop, requests arrive by a Poisson process of a given rate, whether earlier ones have ended or not, as users
+do. In a closed loop, a number of clients send one request after another. The same requests go to an engine in this
+process (`rooftile.AsyncEngine`), or to any server with OpenAI's API, ours or another.
+
+Prompts are random token ids. Their lengths, and how many tokens each asks for, are drawn from log-normal
+distributions, as those of conversations are: many are short, and a few are long. Every answer has as many tokens as
+were asked for; one that has not counts as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from rooftile import runtime
+from rooftile.bench import charts, report
+from rooftile.bench.info import check_results, machine, may_join
+from rooftile.bench.rows import gpu_slug, percentile, write_whole
+
+FOLDER = "e2e/serve"  # a folder of its own: its files have no rows of times
+SPREAD = 0.9  # the standard deviation of a length's logarithm
+TAIL = 6  # times the mean, and no length is longer
+WARM = 4  # requests before those that count
+TIMEOUT_S = 600.0  # without a token
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens it asks for."""
+
+    prompt: list[int]
+    new: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The requests of a run.
+
+    Args:
+        requests: how many.
+        prompt, new: the mean tokens of prompts, and of answers.
+        fixed: all have the mean.
+        longest: the most tokens of a prompt and its answer together.
+        vocab: token ids are drawn below it.
+        seed: the same seed gives the same requests and arrivals.
+    """
+
+    requests: int
+    prompt: int
+    new: int
+    fixed: bool
+    longest: int
+    vocab: int
+    seed: int
+
+    def draw(self) -> list[Request]:
+        numbers = random.Random(self.seed)
+        return [self._one(numbers) for _ in range(self.requests)]
+
+    def _one(self, numbers: random.Random) -> Request:
+        prompt, new = (self._length(numbers, mean) for mean in (self.prompt, self.new))
+        prompt = max(1, min(prompt, self.longest - 2))
+        ids = [numbers.randrange(self.vocab) for _ in range(prompt)]
+        return Request(ids, max(2, min(new, self.longest - prompt)))
+
+    def _length(self, numbers: random.Random, mean: int) -> int:
+        if self.fixed:
+            return mean
+        drawn = numbers.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)
+        return max(2, min(round(drawn), TAIL * mean))
+
+    def arrivals(self, rate: float) -> list[float]:
+        """Seconds from the start at which requests arrive, `rate` a second on average."""
+        numbers = random.Random(self.seed + 1)
+        return list(itertools.accumulate(numbers.expovariate(rate) for _ in range(self.requests)))
+
+
+class Target(Protocol):
+    """Where requests go."""
+
+    def tokens(self, request: Request) -> AsyncIterator[int]:
+        """How many tokens have come, each time that some do."""
+        ...
+
+
+class InProcess:
+    """An engine in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    async def tokens(self, request: Request) -> AsyncIterator[int]:
+        stream = self.engine.add(request.prompt, max_new_tokens=request.new, ignore_eos=True)
+        async for _ in stream:
+            yield 1
+
+
+class Server:
+    """A server with OpenAI's API, asked for completions of token ids."""
+
+    def __init__(self, client: Any, model: str) -> None:
+        self.client, self.model = client, model
+
+    async def tokens(self, request: Request) -> AsyncIterator[int]:
+        body = {
+            "model": self.model, "prompt": request.prompt, "max_tokens": request.new, "temperature": 0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        seen = 0
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                said = (await answer.aread()).decode(errors="replace")
+                raise RuntimeError(f"status {answer.status_code}: {said[:200]}")
+            async for line in answer.aiter_lines():
+                text = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or text == "[DONE]":
+                    continue
+                event = json.loads(text)
+                if "error" in event:
+                    raise RuntimeError(str(event["error"]))
+                if event.get("choices"):
+                    seen += 1
+                    yield 1
+                if (usage := event.get("usage")) and not event.get("choices") and usage["completion_tokens"] > seen:
+                    yield usage["completion_tokens"] - seen  # of events that had several tokens
+
+
+@dataclasses.dataclass
+class Answer:
+    """When the tokens of a request came, by the clock of this process."""
+
+    request: Request
+    arrived: float
+    times: list[float] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.arrived
+
+    @property
+    def each(self) -> float:
+        """Seconds a token, after the first."""
+        return (self.times[-1] - self.times[0]) / max(1, self.tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.times)]
+
+
+async def _ask(target: Target, request: Request, answers: list[Answer]) -> None:
+    answer = Answer(request, time.perf_counter())
+    answers.append(answer)
+    try:
+        async for tokens in target.tokens(request):
+            answer.times.append(time.perf_counter())
+            answer.tokens += tokens
+    except Exception as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    else:
+        if answer.tokens != request.new:
+            answer.error = f"{answer.tokens} tokens, expected {request.new}"
+
+
+async def open_loop(target: Target, requests: Sequence[Request], arrivals: Sequence[float]) -> list[Answer]:
+    """Send each request at its time."""
+    answers: list[Answer] = []
+    start, tasks = time.perf_counter(), []
+    for request, at in zip(requests, arrivals, strict=True):
+        await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(_ask(target, request, answers)))
+    await asyncio.gather(*tasks)
+    return answers
+
+
+async def closed_loop(target: Target, requests: Sequence[Request], clients: int) -> list[Answer]:
+    """Send requests by so many clients, each as soon as its last one has ended."""
+    answers: list[Answer] = []
+    waiting = iter(requests)
+
+    async def client() -> None:
+        for request in waiting:
+            await _ask(target, request, answers)
+
+    await asyncio.gather(*(client() for _ in range(min(clients, len(requests)))))
+    return answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds within which an answer is good: to its first token, and for each further one on average."""
+
+    first: float
+    each: float
+
+
+def row_of(impl: str, load: Mapping[str, Any], answers: Sequence[Answer], limits: Limits) -> dict[str, Any]:
+    """The figures of one load: seconds, and tokens and requests a second from the first arrival to the last token."""
+    good = [a for a in answers if not a.error]
+    failed = [a.error for a in answers if a.error]
+    row = {
+        "impl": impl,
+        **load,
+        "requests": len(answers),
+        "failed": len(failed),
+        "message": failed[0] if failed else "",
+    }
+    if not good:
+        return row
+    seconds = max(a.times[-1] for a in good) - min(a.arrived for a in answers)
+    within = sum(a.first <= limits.first and a.each <= limits.each for a in good)
+    gaps = [gap for a in good for gap in a.gaps]
+    row |= {
+        "seconds": seconds,
+        "prompt_tokens": sum(len(a.request.prompt) for a in good),
+        "output_tokens": sum(a.tokens for a in good),
+        "tokens_per_s": sum(a.tokens for a in good) / seconds,
+        "requests_per_s": len(good) / seconds,
+        "good_per_s": within / seconds,
+        "longest_gap": max(gaps, default=0.0),
+    }
+    for name, values in (("first", [a.first for a in good]), ("each", [a.each for a in good]), ("gap", gaps or [0.0])):
+        row |= {f"{name}_p50": percentile(values, 0.5), f"{name}_p99": percentile(values, 0.99)}
+    return row
+
+
+COLUMNS = (
+    "load", "implementation", "requests>", "failed>", "tokens/s>", "requests/s>", "good/s>", "first token, ms: p50>",
+    "p99>", "a token, ms: p50>", "p99>", "longest gap, ms>",
+)  # fmt: skip
+
+
+def load_name(row: Mapping[str, Any]) -> str:
+    if row.get("rate"):
+        return f"{row['rate']:g} requests/s"
+    return f"{row['clients']} client{'s' * (row['clients'] != 1)}"
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row under `COLUMNS`."""
+    head = [load_name(row), row["impl"], str(row["requests"]), str(row["failed"])]
+    if "seconds" not in row:
+        return head + ["–"] * (len(COLUMNS) - len(head))
+    rates = [report.number(row[name], 4) for name in ("tokens_per_s", "requests_per_s", "good_per_s")]
+    names = ("first_p50", "first_p99", "each_p50", "each_p99", "longest_gap")
+    return head + rates + [report.number(1e3 * row[name]) for name in names]
+
+
+def show(console: Console, rows: Sequence[Mapping[str, Any]], limits: Limits, measures: bool) -> None:
+    table = Table(
+        title="serving" + ("" if measures else f" ({report.NO_MEASUREMENT})"),
+        title_justify="left",
+        caption=f"good/s: requests a second whose first token came within {limits.first:g} s, and the others within "
+        f"{limits.each:g} s each on average.",
+        caption_justify="left",
+    )
+    for name in COLUMNS:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
+    for row in rows:
+        table.add_row(*cells(row), style="red" if row["failed"] else "")
+    out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
+    out.print(table)
+    for row in rows:
+        if row["failed"]:
+            out.print(f"{load_name(row)}: {row['message']}", markup=False, highlight=False, soft_wrap=True)
+
+
+def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Write the rows, and those that the file has of this machine, commit and workload; all that it has then."""
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["impl"], row.get("rate"), row.get("clients")
+
+    every = {key(row): row for row in rows}
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if may_join(meta, before["meta"], ("workload", "limits")):
+            every = {key(row): row for row in before["rows"]} | every
+    ordered = sorted(every.values(), key=lambda row: (row.get("rate") or 0, row.get("clients") or 0, row["impl"]))
+    lines = ",\n".join(json.dumps(row) for row in ordered)
+    write_whole(path, f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+    return ordered
+
+
+def draw(path: Path) -> Path | None:
+    """A chart of a file of rows, beside it: the time to the first token, and of each, over the rate."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in data["rows"] if row.get("rate") and "seconds" in row]
+    if not rows:
+        return None
+    panels = (
+        ("first_p99", "first token, ms, p99"),
+        ("each_p99", "a token, ms, p99"),
+        ("good_per_s", "good requests/s"),
+    )
+    with charts.page() as plt:
+        figure, axes = plt.subplots(1, len(panels), figsize=(11.0, 3.6), layout="constrained")
+        for ax, (name, label) in zip(axes, panels, strict=True):
+            factor = 1.0 if name == "good_per_s" else 1e3
+            for impl in dict.fromkeys(row["impl"] for row in rows):
+                own = [row for row in rows if row["impl"] == impl]
+                ax.plot([row["rate"] for row in own], [factor * row[name] for row in own], **charts.style(impl))
+            ax.set_xlabel("requests/s")
+            ax.set_ylabel(label)
+        axes[0].legend()
+        figure.suptitle(f"{data['meta']['model']}, {data['meta']['gpu'] or report.NO_MEASUREMENT}", fontsize=11)
+        chart = path.with_suffix(".png")
+        figure.savefig(chart, dpi=110)
+        plt.close(figure)
+        return chart
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the command line asks for.
+
+    Args:
+        model: a name of `workloads.MODELS`, or with a URL the name that the server has for it.
+        weights: "random", or a checkpoint's folder.
+        url: of a server; without one, an engine in this process.
+        impl: what the rows call it.
+        rates, clients: open loops of so many requests a second, and closed loops of so many clients.
+        engine: options of `AsyncEngine.from_config`.
+    """
+
+    model: str
+    weights: str
+    url: str | None
+    key: str | None
+    impl: str
+    rates: Sequence[float]
+    clients: Sequence[int]
+    workload: Workload
+    limits: Limits
+    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    json: Path | None = None
+    results: Path | None = None
+
+
+async def measure(target: Target, settings: Settings, console: Console) -> list[dict[str, Any]]:
+    """A row for each load, one after another."""
+    requests, rows = settings.workload.draw(), []
+    warm = dataclasses.replace(settings.workload, requests=WARM, seed=settings.workload.seed + 2).draw()
+    loads: list[dict[str, Any]] = [{"rate": rate} for rate in settings.rates]
+    loads += [{"clients": clients} for clients in settings.clients]
+    for load in loads:
+        await closed_loop(target, warm, WARM)
+        if "rate" in load:
+            answers = await open_loop(target, requests, settings.workload.arrivals(load["rate"]))
+        else:
+            answers = await closed_loop(target, requests, load["clients"])
+        rows.append(row_of(settings.impl, load, answers, settings.limits))
+        console.print(f"{load_name(load)}: {len(answers)} requests, {rows[-1]['failed']} failed", highlight=False)
+    return rows
+
+
+async def _of_server(settings: Settings, console: Console) -> list[dict[str, Any]]:
+    import httpx
+
+    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
+    unlimited = httpx.Limits(max_connections=None)
+    assert settings.url is not None
+    url = settings.url.rstrip("/").removesuffix("/v1")
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=unlimited) as client:
+        return await measure(Server(client, settings.model), settings, console)
+
+
+def _of_engine(settings: Settings, console: Console) -> list[dict[str, Any]]:
+    from rooftile import AsyncEngine
+    from rooftile.bench.workloads import MODELS, RANDOM
+
+    if settings.weights != RANDOM:
+        made = AsyncEngine.from_pretrained(settings.weights, **settings.engine)
+    else:
+        made = AsyncEngine.from_config(MODELS[settings.model], **settings.engine)
+    with made as engine:
+        return asyncio.run(measure(InProcess(engine), settings, console))
+
+
+def run(settings: Settings, console: Console) -> int:
+    """Measure, show and write. Returns 1 if a request failed, else 0.
+
+    Raises:
+        ValueError: results are requested in the interpreter.
+    """
+    measures = runtime.MODE is runtime.Mode.GPU or settings.url is not None
+    check_results(settings.results, measures)
+    rows = asyncio.run(_of_server(settings, console)) if settings.url else _of_engine(settings, console)
+    show(console, rows, settings.limits, measures)
+    meta = {
+        **machine(), "model": settings.model, "weights": settings.weights,
+        "workload": dataclasses.asdict(settings.workload), "limits": dataclasses.asdict(settings.limits),
+    }  # fmt: skip
+    if settings.json is not None:
+        write_whole(settings.json, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    if settings.results is not None:
+        path = settings.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{settings.model}.json"
+        write(path, meta, rows)
+        if (chart := draw(path)) is not None:
+            console.print(str(chart), highlight=False, soft_wrap=True)
+    return int(any(row["failed"] for row in rows))

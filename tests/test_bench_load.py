@@ -1,0 +1,197 @@
+"""The benchmark of serving: the same requests for everyone, arrivals at their rate, and honest figures."""
+
+import asyncio
+import dataclasses
+import http.server
+import io
+import json
+import statistics
+import threading
+import time
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from rooftile.bench import load
+from rooftile.cli import app
+
+WORK = load.Workload(400, 200, 100, False, 2048, 1000, 3)
+LIMITS = load.Limits(0.5, 0.05)
+
+
+def test_a_seed_gives_the_same_requests_and_arrivals():
+    assert WORK.draw() == WORK.draw() != dataclasses.replace(WORK, seed=4).draw()
+    assert WORK.arrivals(5.0) == WORK.arrivals(5.0)
+    assert WORK.draw()[:7] == dataclasses.replace(WORK, requests=7).draw()
+
+
+def test_lengths_have_their_means_and_a_tail():
+    drawn = dataclasses.replace(WORK, requests=4000).draw()
+    prompts, new = [len(r.prompt) for r in drawn], [r.new for r in drawn]
+    # The standard error of a mean of 4000 is 1.8 % of it; the tail that is cut takes 1 %.
+    assert statistics.mean(prompts) == pytest.approx(200, rel=0.07)
+    assert statistics.mean(new) == pytest.approx(100, rel=0.07)
+    assert statistics.median(prompts) < 0.75 * statistics.mean(prompts)
+    assert max(prompts) <= load.TAIL * 200
+    assert all(0 <= token < 1000 for r in drawn[:20] for token in r.prompt)
+
+
+def test_requests_fit_into_the_longest_sequence():
+    for fixed in (True, False):
+        short = dataclasses.replace(WORK, longest=50, fixed=fixed)
+        assert all(len(r.prompt) + r.new <= 50 and r.new >= 2 and r.prompt for r in short.draw())
+    assert {(len(r.prompt), r.new) for r in dataclasses.replace(WORK, fixed=True).draw()} == {(200, 100)}
+
+
+def test_arrivals_come_at_the_rate():
+    times = dataclasses.replace(WORK, requests=4000).arrivals(20.0)
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(200, rel=0.07)  # the standard error is 1.6 %
+
+
+class Slow:
+    """Answers with a token every `pause` seconds; one in `faulty` raises, one in `short` ends early."""
+
+    def __init__(self, pause=0.002, faulty=0, short=0):
+        self.pause, self.faulty, self.short = pause, faulty, short
+        self.running = self.most = self.count = 0
+
+    async def tokens(self, request):
+        self.count += 1
+        number = self.count
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            for _ in range(request.new - bool(self.short and number % self.short == 0)):
+                await asyncio.sleep(self.pause)
+                if self.faulty and number % self.faulty == 0:
+                    raise RuntimeError("lost")
+                yield 1
+        finally:
+            self.running -= 1
+
+
+SMALL = dataclasses.replace(WORK, requests=12, prompt=5, new=4, longest=64)
+
+
+def test_a_closed_loop_has_its_clients_and_no_more():
+    target = Slow()
+    answers = asyncio.run(load.closed_loop(target, SMALL.draw(), 3))
+    assert target.most == 3
+    assert len(answers) == 12
+    assert all(not a.error and a.tokens == a.request.new == len(a.times) for a in answers)
+
+
+def test_an_open_loop_does_not_wait_for_answers():
+    target = Slow(pause=0.05)
+    since = time.perf_counter()
+    answers = asyncio.run(load.open_loop(target, SMALL.draw(), [0.001 * i for i in range(12)]))
+    assert target.most == 12
+    assert all(a.arrived - since < 0.05 * 2 for a in answers)  # before a second token of anyone
+
+
+def test_what_fails_is_counted_and_has_no_part_in_the_figures():
+    answers = asyncio.run(load.closed_loop(Slow(faulty=4, short=6), SMALL.draw(), 4))
+    row = load.row_of("rooftile", {"clients": 4}, answers, LIMITS)
+    assert row["failed"] == 4  # 4, 8 and 12; 6, and 12 again
+    assert row["message"] in {"RuntimeError: lost"} | {f"{n - 1} tokens, expected {n}" for n in range(2, 30)}
+    assert row["output_tokens"] == sum(a.request.new for a in answers if not a.error)
+    lost = load.row_of("rooftile", {"clients": 1}, [a for a in answers if a.error], LIMITS)
+    assert "tokens_per_s" not in lost
+    assert load.cells(lost)[3:5] == ["4", "–"]
+
+
+def test_figures_of_known_times():
+    request = load.Request([1, 2, 3], 3)
+    slow = load.Answer(request, 0.0, [1.0, 1.1, 1.6], 3)
+    fast = load.Answer(request, 1.0, [1.2, 1.21, 1.22], 3)
+    row = load.row_of("x", {"rate": 2.0}, [slow, fast], LIMITS)
+    assert row["seconds"] == pytest.approx(1.6)
+    assert row["tokens_per_s"] == pytest.approx(6 / 1.6)
+    assert row["good_per_s"] == pytest.approx(1 / 1.6)
+    assert row["longest_gap"] == pytest.approx(0.5)
+    assert (slow.first, slow.each) == (1.0, pytest.approx(0.3))
+    assert row["first_p99"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_rows_of_one_machine_commit_and_workload_join_a_file(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    meta = {**load.machine(), "commit": "abc", "model": "m", "workload": {"seed": 1}, "limits": {}}
+    row = load.row_of("rooftile", {"rate": 2.0}, [load.Answer(load.Request([1], 2), 0.0, [1.0, 1.1], 2)], LIMITS)
+    path = tmp_path / "m.json"
+    load.write(path, meta, [row])
+    assert len(load.write(path, meta, [{**row, "impl": "vllm"}])) == 2
+    assert len(load.write(path, {**meta, "workload": {"seed": 2}}, [row])) == 1
+    assert load.draw(path).stat().st_size > 1000
+
+
+class _Api(http.server.BaseHTTPRequestHandler):
+    """Streams two tokens in one event, and the rest one by one."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, self.headers["Authorization"], body))
+        if body["model"] != "m":
+            self.send_error(404, "no such model")
+            return
+        self.send_response(200)
+        self.end_headers()
+        for i in range(body["max_tokens"] - 1):
+            self.wfile.write(f"data: {json.dumps({'choices': [{'text': 'ab' if i == 0 else 'c'}]})}\n\n".encode())
+        usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+        self.wfile.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    pytest.importorskip("httpx", reason="httpx is not installed")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Api)
+    server.seen = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def settings(server, model):
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    return load.Settings(model, "random", url, "secret", "other", [50.0], [2], SMALL, LIMITS)
+
+
+def test_any_server_with_the_api_is_measured(server, tmp_path):
+    out = Console(file=io.StringIO(), width=200)
+    path = tmp_path / "rows.json"
+    assert load.run(dataclasses.replace(settings(server, "m"), json=path), out) == 0
+    asked, key, body = server.seen[-1]
+    assert (asked, key, body["ignore_eos"], body["stream"]) == ("/v1/completions", "Bearer secret", True, True)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["impl"], row["failed"], row["output_tokens"]) for row in rows] == [
+        ("other", 0, sum(r.new for r in SMALL.draw()))
+    ] * 2
+
+
+def test_a_server_that_refuses_fails_the_run(server):
+    out = Console(file=io.StringIO(), width=200)
+    assert load.run(settings(server, "unknown"), out) == 1
+    assert "RuntimeError: status 404" in out.file.getvalue()
+
+
+def test_an_engine_of_this_process_is_measured_by_the_command():
+    options = "--model tiny --requests 3 --prompt 4 --new 3 --clients 2 --max-batch 2 --max-seq-len 32 --dtype fp32"
+    done = CliRunner().invoke(app, ["bench", "serve", *options.split()])
+    assert done.exit_code == 0, done.output
+    assert "2 clients" in done.output
+
+
+@pytest.mark.parametrize("bad", [["--rate", "0"], ["--rate", "x"], ["--clients", "0"], ["--model", "lama"]])
+def test_bad_options_are_refused(bad):
+    done = CliRunner().invoke(app, ["bench", "serve", "--model", "tiny", *bad])
+    assert done.exit_code == 2
