@@ -56,6 +56,7 @@ FAMILIES = {
         "SmolLM3Config",
         {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7},
     ),
+    "OLMo 2": ("Olmo2Config", {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}),
 }
 # Layers of float32 products in other orders; through 64 tokens, whose keys carry their own roundings.
 TOLERANCE = 2e-5

@@ -73,12 +73,20 @@ SMOLLM3_3B = {
     "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 128256,
 }  # fmt: skip
+OLMO_2_7B = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "eos_token_id": 100257, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+    "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
+    "tie_word_embeddings": False, "torch_dtype": "float32", "vocab_size": 100352,
+}  # fmt: skip
 
 # What each says beside what all of them have.
 _COMMON = {
     "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "layers": 32,
-    "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": None, "tied": False,
-    "attention_scale": 128**-0.5, "embedding_scale": 1.0, "logits_scale": 1.0, "norm_eps": 1e-5,
+    "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "whole_qk_norm": False,
+    "input_norms": True, "output_norms": False, "windows": None, "tied": False, "attention_scale": 128**-0.5,
+    "embedding_scale": 1.0, "logits_scale": 1.0, "norm_eps": 1e-5,
     "torch_dtype": torch.bfloat16, "initializer_range": 0.02,
 }  # fmt: skip
 PUBLISHED = {
@@ -119,6 +127,14 @@ PUBLISHED = {
         },
     ),
 }  # fmt: skip
+
+PUBLISHED["OLMo-2-7B"] = (
+    OLMO_2_7B,
+    {
+        "family": "olmo2", "kv_heads": 32, "intermediate": 11008, "vocab": 100352, "norm_eps": 1e-6, "eos": (100257,),
+        "bos": None, "input_norms": False, "output_norms": True, "whole_qk_norm": True, "torch_dtype": torch.float32,
+    },
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -42,6 +42,10 @@ def config(family="llama", **more):
         ("qwen2", {}, "int4", 1, torch.float32),
         ("qwen2", {}, "int4", 2, torch.float32),
         ("smollm3", {"no_rope_layers": [1, 0]}, None, 1, torch.float32),
+        ("olmo2", {}, None, 1, torch.float32),
+        ("olmo2", {"num_hidden_layers": 1}, "fp8", 1, torch.float32),
+        ("olmo2", {"num_hidden_layers": 1}, "fp8", 2, torch.float32),
+        ("olmo2", {"num_hidden_layers": 1}, "int4", 2, torch.float32),
         ("qwen2", {"num_hidden_layers": 1}, "int4", 129, torch.bfloat16),
     ],
 )

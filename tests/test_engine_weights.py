@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3": {"head_dim": 32, "attention_bias": True},
     "mistral": {"sliding_window": 8},
     "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "olmo2": {"num_key_value_heads": 4},
 }  # fmt: skip
 
 
@@ -73,12 +74,19 @@ def assert_holds(weights, state, config, dense=True):
             assert (product.bias is not None) == bias, f"{i} {name}"
             if bias:
                 assert torch.equal(product.bias.cpu(), fused(at, parts, "bias")), f"{i} {name}"
-        norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm}
-        assert (layer.q_norm is not None) == (layer.k_norm is not None) == config.qk_norm
-        if config.qk_norm:
-            norms |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        after, before_mlp = "post_attention_layernorm", "pre_feedforward_layernorm"
+        norms = {
+            "input_layernorm": layer.input_norm,
+            after: layer.attention_norm if config.output_norms else layer.post_norm,
+            before_mlp: layer.post_norm if config.output_norms else None,
+            "post_feedforward_layernorm": layer.mlp_norm,
+            "self_attn.q_norm": layer.q_norm,
+            "self_attn.k_norm": layer.k_norm,
+        }
         for name, norm in norms.items():
-            assert torch.equal(norm.cpu(), cpu[f"{at}{name}.weight"]), f"{i} {name}"
+            assert (norm is not None) == (f"{at}{name}.weight" in cpu), f"{i} {name}"
+            if norm is not None:
+                assert torch.equal(norm.cpu(), cpu[f"{at}{name}.weight"]), f"{i} {name}"
     assert torch.equal(weights.embedding.cpu(), cpu["model.embed_tokens.weight"])
     assert torch.equal(weights.norm.cpu(), cpu["model.norm.weight"] * config.logits_scale)
     assert equal(dense_of(weights.lm_head).cpu(), cpu["lm_head.weight"])

@@ -1,11 +1,13 @@
 """A model's sizes and options, read from its Hugging Face configuration.
 
-Six families are one decoder with options. q and k are normalized per head where qk_norm is set:
+All families are one decoder with options. Where output_norms is set, what a layer adds is normalized, too, and where
+input_norms is not, its input is not. Each head of q and k is normalized where qk_norm is set, and all heads of q
+together, and of k, where whole_qk_norm is:
 
     s = embedding(ids) * embedding_scale
     for each layer:
-        s = s + o(attention(rope(qkv(norm(s)))))
-        s = s + down(silu(gate(norm(s))) * up(norm(s)))
+        s = s + [norm] o(attention(rope(qkv([norm] s))))
+        s = s + [norm] down(silu(gate([norm] s)) * up([norm] s))
     logits = lm_head(norm(s)) * logits_scale
 
 Granite multiplies what a layer adds by m (residual_multiplier): r' = r + m f(norm(r)). The engine keeps s = r / m
@@ -35,6 +37,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 # transformers would replace a missing one by the default of some model.
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -51,7 +54,8 @@ class ModelConfig:
         norm_eps: of the norms of hidden states, as the kernels take it: see above.
         head_norm_eps: of the norms of q and k.
         qkv_bias, o_bias, mlp_bias: which projections have biases.
-        qk_norm: whether each head of q and k is normalized.
+        input_norms, output_norms: whether the inputs of attention and MLP are normalized, and their results.
+        qk_norm, whole_qk_norm: whether each head of q and k is normalized, and whether q and k are as wholes.
         windows: for each layer the number of tokens that a token sees, including itself, or None for all.
         tied: whether lm_head is the embedding.
         attention_scale: multiplies the scores.
@@ -77,7 +81,10 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    input_norms: bool
+    output_norms: bool
     qk_norm: bool
+    whole_qk_norm: bool
     windows: tuple[int | None, ...]
     tied: bool
     attention_scale: float
@@ -198,7 +205,7 @@ _LISTED = ("qwen2", "qwen3", "smollm3")
 
 
 def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None, ...]:
-    """Llama and Granite have no window, Mistral one for all layers; Qwen and SmolLM3 list the layers that have one."""
+    """Mistral has one window for all layers, Qwen and SmolLM3 list the layers that have one, the others have none."""
     kinds: list[Any] = getattr(hf, "layer_types", None) or []
     window = getattr(hf, "sliding_window", None) if family in ("mistral", *_LISTED) else None
     if window is not None and (not isinstance(window, int) or window < 1):
@@ -255,7 +262,7 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
     granite = family == "granite"
     m = _number(hf, "residual_multiplier", source) if granite else 1.0
     # Qwen2 has biases of q, k and v without a field for them.
-    attention_bias = family in ("llama", "granite", "qwen3", "smollm3") and bool(hf.attention_bias)
+    attention_bias = family not in ("qwen2", "mistral") and bool(hf.attention_bias)
     dtype = hf.dtype if isinstance(hf.dtype, torch.dtype) else getattr(torch, str(hf.dtype), None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
     bos = hf.bos_token_id
@@ -274,7 +281,10 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
         mlp_bias=family in ("llama", "granite", "smollm3") and bool(hf.mlp_bias),
+        input_norms=family != "olmo2",
+        output_norms=family == "olmo2",
         qk_norm=family == "qwen3",
+        whole_qk_norm=family == "olmo2",
         windows=_windows(hf, family, hf.num_hidden_layers, source),
         tied=bool(hf.tie_word_embeddings),
         attention_scale=_number(hf, "attention_multiplier", source) if granite else head_dim**-0.5,

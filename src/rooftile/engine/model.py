@@ -2,7 +2,8 @@
 
 Decoding one sequence takes five kernels a layer: norm, qkv GEMV, RoPE and cache write; attention; the output projection
 with the residual; norm and gated GEMV; the down projection with the residual. With several sequences RoPE and the cache
-write are a sixth. `rooftile.engine.plan` counts the bytes of each.
+write are a sixth. Where what a layer adds is normalized, norm and addition are kernels of their own.
+`rooftile.engine.plan` counts the bytes of each.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from rooftile.engine.cache import PagedKVCache
 from rooftile.engine.config import ModelConfig
+from rooftile.engine.projections import Activations, Projection
 from rooftile.engine.prompts import Inputs, PromptBatch
 from rooftile.engine.weights import Weights
+from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.decode_attention import decode_attention
 from rooftile.ops.embedding import embedding
-from rooftile.ops.kv_cache import append_kv
+from rooftile.ops.kv_cache import append_kv, rope_and_cache
 from rooftile.ops.qk_norm_rope import qk_norm_rope
+from rooftile.ops.rms_norm import rms_norm
 from rooftile.ops.rope import rope_
 
 # (layer, hidden states) -> the output of the layer's heads, (tokens, heads, head_dim).
@@ -51,7 +55,10 @@ class Decoder:
             given = cache.inputs(layer) | {"lengths": lengths, "page_table": pages}
             into = {name: x for name, x in given.items() if name != "lengths"}
             into |= {"starts": starts, "counts": cache.counts[:b]}
-            if c.qk_norm:
+            if c.whole_qk_norm:
+                q, k, v = (t[:, None] for t in self._qkv(layer, x))
+                q = rope_and_cache(q, k, v, *self.tables[layer], **into)
+            elif c.qk_norm:
                 q, k, v = (t[:, None] for t in self._qkv(layer, x))  # (b, 1, H, D)
                 q, k = self._normalized_and_rotated(layer, q, k, *self.tables[layer], starts[:, None])
                 append_kv(k, v, **into)
@@ -101,16 +108,26 @@ class Decoder:
     def _layers(self, x: Tensor, attend: Attend) -> Tensor:
         """All layers, over hidden states `(tokens, hidden)`."""
         for index, layer in enumerate(self.weights.layers):
-            x = layer.o(attend(index, x).flatten(-2), residual=x)
-            x = layer.down(layer.gate_up.gated(x, layer.post_norm, self.config.norm_eps), residual=x)
+            x = self._add(x, layer.o, attend(index, x).flatten(-2), layer.attention_norm)
+            x = self._add(x, layer.down, layer.gate_up.gated(x, layer.post_norm, self.config.norm_eps), layer.mlp_norm)
         return x
+
+    def _add(self, x: Tensor, projection: Projection, y: Activations, norm: Tensor | None) -> Tensor:
+        """x plus the projection of y, or plus the norm of that."""
+        if norm is None:
+            return projection(y, residual=x)
+        return add_rms_norm(rms_norm(projection(y), norm, eps=self.config.norm_eps, rounding="none"), x)[1]
 
     def _qkv(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v of hidden states, `(tokens, heads, head_dim)` each."""
         c, w = self.config, self.weights.layers[layer]
         heads = (c.heads, c.kv_heads, c.kv_heads)
         qkv = w.qkv.normed(x, w.input_norm, c.norm_eps)
-        return qkv.unflatten(-1, (sum(heads), c.head_dim)).split(heads, dim=-2)
+        q, k, v = qkv.unflatten(-1, (sum(heads), c.head_dim)).split(heads, dim=-2)
+        if c.whole_qk_norm:
+            norms = ((q, w.q_norm), (k, w.k_norm))
+            q, k = (rms_norm(t.flatten(-2), n, eps=c.head_norm_eps, rounding="none").view(t.shape) for t, n in norms)
+        return q, k, v
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.weights.lm_head.normed(x, self.weights.norm, self.config.norm_eps)

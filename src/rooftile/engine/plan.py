@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rooftile import library, runtime
 from rooftile.engine import weights
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.projections import Dense, Projection, is_one_kernel
+from rooftile.engine.weights import Layer
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
 from rooftile.ops.gemm.choose import choose, dequantizes
@@ -111,11 +113,12 @@ class _Builder:
         """Bytes of activations with those columns, a row for each sequence."""
         return self.batch * sum(columns) * self.size
 
-    def _norm(self, name: str, columns: int, quantized: bool, times: int) -> OpCall:
+    def _norm(self, name: str, norm: Tensor, quantized: bool, times: int) -> OpCall:
         """A norm as a kernel of its own."""
+        columns = norm.shape[0]
         op = "rms_norm_quantized" if quantized else "rms_norm"
         out = self.batch * (columns + 4) if quantized else self._rows(columns)
-        read = self._rows(columns) + columns * self.size
+        read = self._rows(columns) + norm.nbytes
         return OpCall(name, op, f"{self.batch} x {columns}", read, out, times=times)
 
     def _product(
@@ -140,25 +143,33 @@ class _Builder:
         shape = f"{self.batch} x {p.k} -> {p.n}" if out == p.n else f"{self.batch} x {p.k} -> {p.n // out} x {out}"
         return OpCall(name, op, shape, p.nbytes + x_bytes + more, written, flops, launches, times)
 
-    def _normed(self, name: str, p: Projection, times: int, *, gated: bool = False) -> Iterator[OpCall]:
+    def _normed(
+        self, name: str, p: Projection, norm: Tensor | None, times: int, *, gated: bool = False
+    ) -> Iterator[OpCall]:
         """`Projection.normed`, or `gated`."""
         n = p.n // (1 + gated)
-        if isinstance(p, Dense) or self._alone(p):
+        if norm is None and gated and isinstance(p, Dense):
+            yield self._product(name, "gated_linear", p, self._rows(p.k), n, times=times)
+            return
+        if norm is not None and (isinstance(p, Dense) or self._alone(p)):
             op = "rms_norm_gated_linear" if gated else "rms_norm_linear"
-            norm, launches = p.k * self.size, 1
+            launches = 1
             if (
                 isinstance(p, Dense)
                 and choose(Problem(self.batch, n, p.k, self.dtype, gated=gated, norm=True), self.target) is None
             ):
                 launches = 2
             yield self._product(
-                f"norm and {name}", op, p, self._rows(p.k), n, more=norm, launches=launches, times=times
+                f"norm and {name}", op, p, self._rows(p.k), n, more=norm.nbytes, launches=launches, times=times
             )
             return
-        fp8 = p.kind == "fp8"
-        yield self._norm(f"norm before {name}", p.k, fp8, times)
-        x = self.batch * (p.k + 4) if fp8 else self._rows(p.k)
-        yield self._product(name, f"{p.kind}_linear", p, x, p.n, times=times)
+        fp8 = p.kind == "fp8" and not self._alone(p)
+        if norm is None:
+            yield self._plain(name, p, times)
+        else:
+            yield self._norm(f"norm before {name}", norm, fp8, times)
+            x = self.batch * (p.k + 4) if fp8 else self._rows(p.k)
+            yield self._product(name, f"{p.kind}_linear", p, x, p.n, times=times)
         if gated:
             out = self.batch * (n + 4) if fp8 else self._rows(n)
             op = "silu_mul_quantized" if fp8 else "silu_mul_packed"
@@ -168,33 +179,47 @@ class _Builder:
         """Whether p is quantized and x has one row, which is not quantized."""
         return self.batch == 1 and not isinstance(p, Dense)
 
-    def _added(self, name: str, p: Projection, times: int) -> OpCall:
-        """A GEMM with a residual."""
-        op, residual = "linear" if isinstance(p, Dense) else f"{p.kind}_linear", self._rows(p.n)
+    def _added(self, name: str, p: Projection, norm: Tensor | None, times: int) -> Iterator[OpCall]:
+        """A GEMM with a residual; with a norm the residual is added by a kernel of its own."""
+        if norm is None:
+            yield self._plain(name, p, times, residual=self._rows(p.n))
+            return
+        yield self._plain(name, p, times)
+        yield self._norm(f"norm after {name}", norm, False, times)
+        both = self._rows(p.n, p.n)
+        yield OpCall(f"addition after {name}", "add_rms_norm", f"{self.batch} x {p.n}", both, both, times=times)
+
+    def _plain(self, name: str, p: Projection, times: int, residual: int = 0) -> OpCall:
+        """A GEMM of activations that are not normalized, with a residual of that many bytes."""
+        op = "linear" if isinstance(p, Dense) else f"{p.kind}_linear"
         fp8 = p.kind == "fp8"
         if fp8 and self._alone(p):
             op, fp8 = "fp8_weight_linear", False
         quantized = fp8 and name == "down"
         x = self.batch * (p.k + 4) if quantized else self._rows(p.k)
-        # Attention's output is not quantized: fp8_linear does that by a launch of its own.
+        # Other activations than the gate's are not quantized: fp8_linear does that by a launch of its own.
         launches = 2 if fp8 and not quantized else 1
         return self._product(name, op, p, x, p.n, more=residual, launches=launches, times=times)
 
-    def _into_cache(self, p: Projection, times: int) -> Iterator[OpCall]:
+    def _into_cache(self, layer: Layer, times: int) -> Iterator[OpCall]:
         """From hidden states to the rotated q, and to keys and values in the cache."""
-        c, b = self.c, self.batch
+        c, b, p = self.c, self.batch, layer.qkv
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         scales = 4 * c.kv_heads if self.kv_dtype.itemsize == 1 else 0  # one per token and head
         cached = b * 2 * (kv * self.kv_dtype.itemsize + scales)
         tables = b * 2 * len(c.rotary.inv_freq) * 4  # cos and sin of each pair
         places = b * 3 * _LENGTH  # the token's place: a length, a count, a page
         shape = f"{b} x {c.heads}/{c.kv_heads} heads of {c.head_dim}"
-        if not c.qk_norm and is_one_kernel(p, b, self.kv_dtype):
-            more = p.k * self.size + tables + places
+        if layer.q_norm is None and layer.input_norm is not None and is_one_kernel(p, b, self.kv_dtype):
+            more = layer.input_norm.nbytes + tables + places
             name, op = "norm, qkv, RoPE and cache write", "rms_norm_qkv_rope_cache"
             yield self._product(name, op, p, self._rows(p.k), p.n, more=more, times=times)
             return
-        yield from self._normed("qkv", p, times)
+        yield from self._normed("qkv", p, layer.input_norm, times)
+        if c.whole_qk_norm:
+            for name, norm in (("q", layer.q_norm), ("k", layer.k_norm)):
+                assert norm is not None, "both or neither"
+                yield self._norm(f"norm of {name}", norm, False, times)
         if c.qk_norm:
             read = self._rows(q, kv) + tables + 2 * c.head_dim * self.size + b * _LENGTH
             yield OpCall("norms of q and k, RoPE", "qk_norm_rope", shape, read, self._rows(q, kv), times=times)
@@ -247,13 +272,13 @@ class _Builder:
             self._rows(c.hidden) + b * _LENGTH,
             self._rows(c.hidden),
         )
-        yield from self._into_cache(layer.qkv, n)
+        yield from self._into_cache(layer, n)
         for window, times in Counter(c.windows).items():
             yield self._attention(window, times)
-        yield self._added("o", layer.o, n)
-        yield from self._normed("gate_up", layer.gate_up, n, gated=True)
-        yield self._added("down", layer.down, n)
-        yield from self._normed("lm_head", w.lm_head, 1)
+        yield from self._added("o", layer.o, layer.attention_norm, n)
+        yield from self._normed("gate_up", layer.gate_up, layer.post_norm, n, gated=True)
+        yield from self._added("down", layer.down, layer.mlp_norm, n)
+        yield from self._normed("lm_head", w.lm_head, w.norm, 1)
         yield self._sampling()
 
     def _sampling(self) -> OpCall:

@@ -24,7 +24,7 @@ from torch import Tensor
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.gated import silu_mul_packed
 from rooftile.ops.gemm.fp8_linear import fp8_linear
-from rooftile.ops.gemm.linear import linear
+from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
 from rooftile.ops.gemm.packing import GROUPS
 from rooftile.ops.gemm.qkv_rope_cache import rms_norm_qkv_rope_cache
@@ -121,19 +121,19 @@ class Projection:
         """`x @ weight^T + bias + residual`, `(..., n)` of `(..., k)`."""
         raise NotImplementedError
 
-    def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-        """The projection of `rms_norm(x)`."""
-        return self(self._norm(x, norm_weight, eps))
+    def normed(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
+        """The projection of `rms_norm(x)`, or of x where there is no weight."""
+        return self(x if norm_weight is None else self._norm(x, norm_weight, eps))
 
     def into_cache(
-        self, x: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, **cache: Any
+        self, x: Tensor, norm_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, **cache: Any
     ) -> Tensor:  # fmt: skip
         """`normed` of x `(b, k)`, one token of each of b sequences, as their q, k and v.
 
         Writes the rotated k and v into the cache and returns the rotated q, `(b, 1, q_heads, head_dim)`. `cache` holds
         `rope_and_cache`'s arguments that describe a cache.
         """
-        if is_one_kernel(self, x.shape[0], cache["k_cache"].dtype):
+        if norm_weight is not None and is_one_kernel(self, x.shape[0], cache["k_cache"].dtype):
             scale = self.scale if isinstance(self, Quantized) else None
             return rms_norm_qkv_rope_cache(
                 x[:, None], norm_weight, self.weight, cos, sin, bias=self.bias, weight_scale=scale, eps=eps, **cache
@@ -143,8 +143,8 @@ class Projection:
         q, k, v = qkv.split((qkv.shape[-2] - 2 * heads, heads, heads), dim=-2)
         return rope_and_cache(q, k, v, cos, sin, **cache)
 
-    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
-        """`silu(g) * u` of the projection `[g | u]` of `rms_norm(x)`, as a projection of the same format takes it."""
+    def gated(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Activations:
+        """`silu(g) * u` of `normed`, `[g | u]`, as a projection of the same format takes it."""
         return self._gate(self.normed(x, norm_weight, eps))
 
     def _gate(self, gate_up: Tensor) -> Activations:
@@ -176,10 +176,14 @@ class Dense(Projection):
         assert isinstance(x, Tensor), "a dense projection takes unquantized activations"
         return linear(x, self.weight, self.bias, residual=residual)
 
-    def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    def normed(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
+        if norm_weight is None:
+            return self(x)
         return rms_norm_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
-    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
+    def gated(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Activations:
+        if norm_weight is None:
+            return gated_linear(x, self.weight, self.bias)
         return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
 
@@ -190,13 +194,13 @@ class Quantized(Projection):
     def scale(self) -> Tensor:
         return self._tensors[1]
 
-    def normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-        if not is_one_row(x):
+    def normed(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
+        if norm_weight is None or not is_one_row(x):
             return super().normed(x, norm_weight, eps)
         return rms_norm_linear(x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps)
 
-    def gated(self, x: Tensor, norm_weight: Tensor, eps: float) -> Activations:
-        if not is_one_row(x):
+    def gated(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Activations:
+        if norm_weight is None or not is_one_row(x):
             return super().gated(x, norm_weight, eps)
         return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps)
 
@@ -235,7 +239,7 @@ class Fp8(Quantized):
         )
 
     def _gate(self, gate_up: Tensor) -> Activations:
-        return silu_mul_packed(gate_up, quantize=_BY_ROW)
+        return super()._gate(gate_up) if is_one_row(gate_up) else silu_mul_packed(gate_up, quantize=_BY_ROW)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
         return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_ROW)

@@ -30,16 +30,20 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer's weights. qkv has the rows of q, then k, then v; gate_up those of gate, then up."""
+    """A layer's weights. qkv has the rows of q, then k, then v; gate_up those of gate, then up. Norms that the model
+    does not have are None: before attention, of q and k, of what attention adds, before the MLP, of what the MLP adds.
+    """
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Projection
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Projection
-    post_norm: Tensor
+    attention_norm: Tensor | None
+    post_norm: Tensor | None
     gate_up: Projection
     down: Projection
+    mlp_norm: Tensor | None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -47,7 +51,8 @@ class Layer:
 
     @property
     def norms(self) -> tuple[Tensor, ...]:
-        return tuple(n for n in (self.input_norm, self.q_norm, self.k_norm, self.post_norm) if n is not None)
+        norms = (self.input_norm, self.q_norm, self.k_norm, self.attention_norm, self.post_norm, self.mlp_norm)
+        return tuple(n for n in norms if n is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +129,9 @@ def _empty(
     c, kind = config, kind_of(quantize)
     places: dict[str, _Place] = {}
 
-    def norm(name: str, size: int) -> Tensor:
+    def norm(name: str, size: int, present: bool = True) -> Tensor | None:
+        if not present:
+            return None
         tensor = torch.ones(size, dtype=dtype, device=device)
         places[f"{name}.weight"] = _into(tensor)
         return tensor
@@ -138,23 +145,31 @@ def _empty(
     places[_EMBEDDING] = _into(embedding)
     layers = []
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    # Of what attention adds where there is one, else before the MLP.
+    between = "post_attention_layernorm"
+    before_mlp = "pre_feedforward_layernorm" if c.output_norms else between
+    q_norm, k_norm = (q, kv) if c.whole_qk_norm else (c.head_dim, c.head_dim)
+    has_qk_norm = c.qk_norm or c.whole_qk_norm
     for i in range(c.layers):
         at = f"model.layers.{i}."
         layers.append(
             Layer(
-                input_norm=norm(f"{at}input_layernorm", c.hidden),
+                input_norm=norm(f"{at}input_layernorm", c.hidden, c.input_norms),
                 qkv=projection(f"{at}self_attn.", {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden, c.qkv_bias),
-                q_norm=norm(f"{at}self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-                k_norm=norm(f"{at}self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+                q_norm=norm(f"{at}self_attn.q_norm", q_norm, has_qk_norm),
+                k_norm=norm(f"{at}self_attn.k_norm", k_norm, has_qk_norm),
                 o=projection(f"{at}self_attn.", {"o_proj": c.hidden}, q, c.o_bias),
-                post_norm=norm(f"{at}post_attention_layernorm", c.hidden),
+                attention_norm=norm(f"{at}{between}", c.hidden, c.output_norms),
+                post_norm=norm(f"{at}{before_mlp}", c.hidden, c.input_norms),
                 gate_up=projection(
                     f"{at}mlp.", {"gate_proj": c.intermediate, "up_proj": c.intermediate}, c.hidden, c.mlp_bias
                 ),
                 down=projection(f"{at}mlp.", {"down_proj": c.hidden}, c.intermediate, c.mlp_bias),
+                mlp_norm=norm(f"{at}post_feedforward_layernorm", c.hidden, c.output_norms),
             )
         )
     last = norm("model.norm", c.hidden)
+    assert last is not None, "every model has it"
     lm_kind = kind_of(quantize, lm_head=True)
     if tied and lm_kind is Dense:
         return Weights(embedding, layers, last, Dense.of(embedding)), places

@@ -113,6 +113,8 @@ def _float32(w: Layer) -> LayerTensors:
     def of(projection: Projection) -> tuple[Tensor, Tensor | None]:
         return _weight(projection), None if projection.bias is None else projection.bias.float()
 
+    assert w.input_norm is not None, "FAMILIES have it"
+    assert w.post_norm is not None, "FAMILIES have it"
     q_norm, k_norm = (None if norm is None else norm.float() for norm in (w.q_norm, w.k_norm))
     return LayerTensors(
         w.input_norm.float(), *of(w.qkv), q_norm, k_norm, *of(w.o), w.post_norm.float(), *of(w.gate_up), *of(w.down)

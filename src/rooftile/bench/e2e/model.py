@@ -45,6 +45,8 @@ def _dense(projection: Projection) -> tuple[Tensor, Tensor | None]:
 def layer_tensors(layer: Layer) -> LayerTensors:
     """The tensors that the engine itself multiplies by, not copies."""
     qkv, o, gate_up, down = (_dense(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    assert layer.input_norm is not None, "FAMILIES have it"
+    assert layer.post_norm is not None, "FAMILIES have it"
     return LayerTensors(layer.input_norm, *qkv, layer.q_norm, layer.k_norm, *o, layer.post_norm, *gate_up, *down)
 
 
