@@ -65,6 +65,7 @@ from rooftile.ops.rope import rope_ as rope_
 from rooftile.ops.sample import mark_seen_ as mark_seen_
 from rooftile.ops.sample import sample as sample
 from rooftile.ops.sample import sample_ as sample_
+from rooftile.ops.sample import top_logprobs as top_logprobs
 from rooftile.ops.softmax import softmax as softmax
 from rooftile.quantize import Quantize as Quantize
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
 from rooftile.cases.draw import integers, normal
-from rooftile.ops.sample import mark_seen_, sample, sample_
+from rooftile.ops.sample import mark_seen_, sample, sample_, top_logprobs
 from rooftile.reference import sample as reference
 
 # A row's two best sums of logit and noise are as near as float32's rounding (1e-6) in one row of a million, and those
@@ -18,14 +18,29 @@ _LOGPROBS = "a difference in float32 of a logit and a logarithm, both some units
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     dtype: {"forward": Tolerance(1e-6, _LOGPROBS)} for dtype in (torch.float32, torch.float16, torch.bfloat16)
 }
+_COUNTS = Tolerance(0.0, "integers")
 _BITS = Tolerance(0.0, "bits, which are set or not")
 
 
-def _point(rows: int, vocabulary: int, *, given: bool = False, seen: bool = False, **options: object) -> Point:
-    """`given`: each row has parameters of its own, in tensors, and one in four is greedy. `seen`: and seen tokens."""
-    label = f"B{rows} V{vocabulary}" + (" by row" if given else "") + (" seen" if seen else "")
+def _point(
+    rows: int,
+    vocabulary: int,
+    *,
+    given: bool = False,
+    seen: bool = False,
+    counts: bool = False,
+    bias: bool = False,
+    mask: bool = False,
+    **options: object,
+) -> Point:
+    """`given`: each row has parameters of its own, in tensors, and one in four is greedy. The others: that table."""
+    named = {"by row": given, "seen": seen, "counts": counts, "bias": bias, "mask": mask}
+    label = " ".join((f"B{rows} V{vocabulary}", *(name for name, there in named.items() if there)))
     seen = seen or given or "repetition_penalty" in options
-    return Point(label, {"rows": rows, "vocabulary": vocabulary, "given": int(given), "seen": int(seen)}, options)
+    tables = {"given": given, "seen": seen, "counts": counts, "bias": bias, "mask": mask}
+    return Point(
+        label, {"rows": rows, "vocabulary": vocabulary, **{n: int(there) for n, there in tables.items()}}, options
+    )
 
 
 def _words(point: Point, device: torch.device, generator: torch.Generator) -> Tensor:
@@ -47,10 +62,20 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         drawn["top_p"] = 0.5 + 0.625 * uniform()
         drawn["min_p"] = 0.125 * uniform()
         drawn["repetition_penalty"] = 1 + 0.5 * (uniform() - 0.5).clamp(min=0)
+        if point["counts"]:
+            drawn["presence_penalty"] = 2 * uniform() - 1
+            drawn["frequency_penalty"] = 2 * (uniform() - 0.5).clamp(min=0)
         drawn["seeds"] = integers(2**62, (rows,), device, generator)
         drawn["positions"] = integers(8192, (rows,), device, generator).to(torch.int32)
     if point["seen"]:
         drawn["seen"] = _words(point, device, generator)
+    shape = (rows, point["vocabulary"])
+    if point["counts"]:
+        drawn["counts"] = (integers(6, shape, device, generator) - 3).clamp(min=0).to(torch.int16)
+    if point["bias"]:
+        drawn["logit_bias"] = normal(shape, torch.float32, device, generator)
+    if point["mask"]:
+        drawn["mask"] = _words(point, device, generator)
     return drawn
 
 
@@ -66,40 +91,50 @@ def _inputs_in_place(
 
 
 def _run_in_place(
-    tokens: Tensor, logprobs: Tensor, logits: Tensor, *, seen: Tensor | None = None, **options: Any
+    tokens: Tensor,
+    logprobs: Tensor,
+    logits: Tensor,
+    *,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
-    sample_(tokens, logprobs, logits, seen=seen, **options)
-    return tokens, logprobs, _or_none(seen, logits)
+    sample_(tokens, logprobs, logits, seen=seen, counts=counts, **options)
+    return tokens, logprobs, *_or_none(seen, counts, logits)
 
 
-def _or_none(seen: Tensor | None, like: Tensor) -> Tensor:
-    return torch.empty((0,), dtype=torch.int32, device=like.device) if seen is None else seen
+def _or_none(seen: Tensor | None, counts: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty((0,), dtype=torch.int32, device=like.device) if seen is None else seen,
+        torch.empty((0,), dtype=torch.int16, device=like.device) if counts is None else counts,
+    )
 
 
 def _own(run: Callable[..., Any]) -> Callable[..., Any]:
     """A reference, its tokens in the dtype of those that the op writes."""
 
     def own(tokens: Tensor, logprobs: Tensor, logits: Tensor, **given: Any) -> tuple[Tensor, ...]:
-        new, logprob, *seen = run(tokens, logprobs, logits, **given)
-        return new.to(tokens.dtype), logprob, _or_none(seen[0] if seen else None, logits)
+        new, logprob, seen, counts = run(tokens, logprobs, logits, **given)
+        return new.to(tokens.dtype), logprob, *_or_none(seen, counts, logits)
 
     return own
 
 
 def _of_rows(point: Point) -> int:
     """Bytes of a row's parameters."""
-    return (5 * 4 + 8 + 4) if point["given"] else 0
+    return (5 * 4 + 8 + 4 + 8 * point["counts"]) if point["given"] else 0
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """The logits, what rows have of their own, the words of seen tokens; a token and a log-probability written."""
-    words = -(-point["vocabulary"] // 32) if point["seen"] else 0
-    return point["rows"] * (itemsize * point["vocabulary"] + 4 * words + _of_rows(point) + 12)
+    """The logits, what rows have of their own, bits, counts and biases; a token and a log-probability written."""
+    words = -(-point["vocabulary"] // 32) * (point["seen"] + point["mask"])
+    of_token = itemsize + 2 * point["counts"] + 4 * point["bias"]
+    return point["rows"] * (of_token * point["vocabulary"] + 4 * words + _of_rows(point) + 12)
 
 
 def _nbytes_in_place(point: Point, itemsize: int, direction: Direction) -> int:
-    """As `sample`, a token of 4 bytes; and a word of seen tokens read and written, where there are any."""
-    return _nbytes(point, itemsize, direction) + point["rows"] * (8 * point["seen"] - 4)
+    """As `sample`, a token of 4 bytes; and a word of seen tokens, and a count, read and written where there are any."""
+    return _nbytes(point, itemsize, direction) + point["rows"] * (8 * point["seen"] + 4 * point["counts"] - 4)
 
 
 def _flops(point: Point, direction: Direction) -> int:
@@ -108,14 +143,46 @@ def _flops(point: Point, direction: Direction) -> int:
 
 
 def _argmax(point: Point) -> Callable[..., Any]:
-    if point.options.get("temperature", 0.0) != 0.0 or point["seen"]:
-        raise Unsupported("torch.argmax draws nothing and penalises nothing")
+    if point.options.get("temperature", 0.0) != 0.0 or any(point[n] for n in ("seen", "counts", "bias", "mask")):
+        raise Unsupported("torch.argmax draws nothing and changes no logits")
 
     def run(logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         top, tokens = logits.max(-1)
         return tokens, top.float() - torch.logsumexp(logits.float(), dim=-1)
 
     return run
+
+
+def _topk(point: Point) -> Callable[..., Any]:
+    """As `torch.topk` alone would be used: its log-probabilities need the sum only."""
+
+    def run(logits: Tensor, k: int = 20) -> tuple[Tensor, Tensor]:
+        top, tokens = logits.topk(k, dim=-1)
+        return tokens, top.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+
+    return run
+
+
+def _top_inputs(
+    point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The largest logits of a row differ: `torch.topk` orders equals as it likes."""
+    rows, n_cols = point["rows"], point["vocabulary"]
+    logits = normal((rows, n_cols), dtype, device, generator).clamp(max=2.0)
+    n = min(20, n_cols)
+    each = torch.arange(n, device=device)
+    places = (integers(n_cols, (rows, 1), device, generator) + each * (n_cols // n)) % n_cols
+    largest = 2.5 + 0.5 * ((7 * each + 3) % n)
+    return {"logits": logits.scatter(1, places, largest.to(dtype).expand(rows, n))}
+
+
+def _top_nbytes(point: Point, itemsize: int, direction: Direction) -> int:
+    """The logits; k tokens and log-probabilities written."""
+    return point["rows"] * (itemsize * point["vocabulary"] + 12 * point.options.get("k", 20))
+
+
+def _top_point(rows: int, vocabulary: int, **options: int) -> Point:
+    return Point(f"B{rows} V{vocabulary}", {"rows": rows, "vocabulary": vocabulary}, options)
 
 
 def _mark_inputs(
@@ -145,12 +212,19 @@ def _mark_point(ids: int, batch: int, vocabulary: int) -> Point:
 
 
 # What lives through all passes of a row (its threshold's place, its parameters) is spilled where a target has too few
-# registers, and read again once a pass: 20 bytes on sm_90, 208 before it, 360 on gfx942.
-_SPILLS = 384
+# registers, and read again once a pass: 20 bytes on sm_90, 208 before it, 360 on gfx942, and 480 with all options.
+_SPILLS = 512
 
 _DRAW: dict[str, Any] = {"temperature": 0.8, "seeds": 17, "positions": 512}
 _USUAL: dict[str, Any] = {**_DRAW, "top_k": 50, "top_p": 0.95}
-_TINY = (_point(3, 300), _point(1, 301, **_USUAL), _point(2, 300, given=True))
+_PENALTIES: dict[str, Any] = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+_TINY = (
+    _point(3, 300),
+    _point(1, 301, **_USUAL),
+    _point(2, 300, given=True),
+    _point(2, 300, mask=True),
+    _point(2, 301, given=True, mask=True, bias=True, counts=True),
+)
 _EDGE = (
     _point(1, 1),
     _point(2, 4099, repetition_penalty=1.25),
@@ -159,6 +233,9 @@ _EDGE = (
     _point(1, 33, **_DRAW, top_k=1, min_p=0.1),
     _point(2, 127, **_DRAW, top_k=500, top_p=1e-9),
     _point(1, 129, **_DRAW, min_p=1.0),
+    _point(3, 4099, **_USUAL, bias=True, mask=True),
+    _point(2, 300, counts=True, **_PENALTIES),
+    _point(1, 1, **_DRAW, counts=True, bias=True, mask=True, presence_penalty=-1.5),
     _point(0, 64, **_USUAL),
 )
 _SETS = {
@@ -175,6 +252,9 @@ _SETS = {
             for o in ({}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.05})
         ),
         *(_point(b, 128256, given=True) for b in (1, 32)),
+        *(_point(b, 128256, **o, mask=True) for b in (1, 32) for o in ({}, _USUAL)),
+        *(_point(b, 128256, **_USUAL, counts=True, **_PENALTIES) for b in (1, 32)),
+        *(_point(b, 128256, **_USUAL, bias=True) for b in (1, 32)),
     ),
     "decode": (*(_point(b, 128256) for b in (2, 64)), *(_point(b, 128256, given=True) for b in (2, 8, 64))),
 }
@@ -205,21 +285,54 @@ CASES = (
         reference=_own(reference.sample_),
         eager=_own(reference.eager_),
         inputs=_inputs_in_place,
-        outputs=("tokens", "logprobs", "seen"),
-        output_dtypes=lambda point: {"tokens": torch.int32, "logprobs": torch.float32, "seen": torch.int32},
+        outputs=("tokens", "logprobs", "seen", "counts"),
+        output_dtypes=lambda point: {
+            "tokens": torch.int32,
+            "logprobs": torch.float32,
+            "seen": torch.int32,
+            "counts": torch.int16,
+        },
         grads=(),
         nbytes=_nbytes_in_place,
         flops=_flops,
         tolerances=TOLERANCES,
-        output_tolerances={"tokens": dict.fromkeys(TOLERANCES, _TOKENS), "seen": dict.fromkeys(TOLERANCES, _BITS)},
+        output_tolerances={
+            "tokens": dict.fromkeys(TOLERANCES, _TOKENS),
+            "seen": dict.fromkeys(TOLERANCES, _BITS),
+            "counts": dict.fromkeys(TOLERANCES, _COUNTS),
+        },
         sets={
-            "tiny": (_point(3, 300), _point(2, 300, seen=True), _point(1, 300, given=True)),
-            "edge": (_EDGE[0], _EDGE[1], _point(0, 64, seen=True, **_USUAL)),
+            "tiny": (_point(3, 300), _point(2, 300, seen=True), _point(1, 300, given=True), _TINY[3], _TINY[4]),
+            "edge": (_EDGE[0], _EDGE[1], _point(0, 64, seen=True, **_USUAL), _point(2, 33, counts=True)),
             "llm": tuple(_point(b, 128256, **o) for b in (1, 32) for o in ({}, _USUAL)),
-            "decode": tuple(_point(b, 128256, given=True) for b in (1, 8, 64)),
+            "decode": (
+                *(_point(b, 128256, given=True) for b in (1, 8, 64)),
+                *(_point(b, 128256, given=True, mask=True, bias=True, counts=True) for b in (1, 64)),
+            ),
         },
         spills=_SPILLS,
-        mutates=("tokens", "logprobs", "seen"),
+        mutates=("tokens", "logprobs", "seen", "counts"),
+    ),
+    OpCase(
+        name="top_logprobs",
+        formula="the k largest of log softmax(l), and their tokens",
+        function=top_logprobs,
+        reference=reference.top_logprobs,
+        eager=reference.eager_top_logprobs,
+        inputs=_top_inputs,
+        outputs=("tokens", "logprobs"),
+        output_dtypes=lambda point: {"tokens": torch.int64, "logprobs": torch.float32},
+        grads=(),
+        nbytes=_top_nbytes,
+        flops=_flops,
+        tolerances=TOLERANCES,
+        output_tolerances={"tokens": dict.fromkeys(TOLERANCES, _TOKENS)},
+        sets={
+            "tiny": (_top_point(3, 300), _top_point(2, 4101, k=5)),
+            "edge": (_top_point(1, 1, k=1), _top_point(2, 3, k=3), _top_point(2, 9001, k=7), _top_point(0, 64, k=2)),
+            "llm": tuple(_top_point(b, v) for v in (128256, 32000) for b in (1, 32)),
+        },
+        peers=(Peer("topk", _topk),),
     ),
     OpCase(
         name="mark_seen_",

@@ -71,6 +71,29 @@ def penalised(logits: Tensor, penalty: Any, seen: Tensor | None) -> Tensor:
     return torch.where(bits(seen, logits.shape[1]), torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
+def changed(
+    logits: Tensor,
+    repetition_penalty: Any = 1.0,
+    presence_penalty: Any = 0.0,
+    frequency_penalty: Any = 0.0,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The logits to sample from, before the temperature."""
+    z = logits
+    if mask is not None:
+        z = torch.where(bits(mask, z.shape[1]), z, -torch.inf)
+    if logit_bias is not None:
+        z = z + logit_bias
+    z = penalised(z, repetition_penalty, seen)
+    if counts is not None:
+        frequency, presence = (_column(x, z).to(z.dtype) for x in (frequency_penalty, presence_penalty))
+        z = z - frequency * counts - presence * (counts > 0)
+    return z
+
+
 def kept(z: Tensor, top_k: Any, top_p: Any, min_p: Any) -> Tensor:
     """Which of the logits (after the temperature) may be drawn: a stable sort, equals in the order of their index."""
     n_cols = z.shape[1]
@@ -94,13 +117,18 @@ def sample(
     top_p: Any = 1.0,
     min_p: Any = 0.0,
     repetition_penalty: Any = 1.0,
+    presence_penalty: Any = 0.0,
+    frequency_penalty: Any = 0.0,
     seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    mask: Tensor | None = None,
     seeds: Any = 0,
     positions: Any = 0,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log-probabilities, in the logits' dtype: give it float64 for the truth. NaN counts as the largest."""
     n_rows, n_cols = logits.shape
-    z = penalised(logits, repetition_penalty, seen)
+    z = changed(logits, repetition_penalty, presence_penalty, frequency_penalty, seen, counts, logit_bias, mask)
     nan = z.isnan()
     best = torch.where(nan.any(-1), nan.long().argmax(-1), z.argmax(-1))
     temperature = _column(temperature, logits)
@@ -113,10 +141,30 @@ def sample(
     return tokens, torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, None])[:, 0]
 
 
-def sample_(tokens: Tensor, logprobs: Tensor, logits: Tensor, *, seen: Tensor | None = None, **options: Any) -> Any:
-    """What tokens, logprobs and seen are afterwards; nothing is written in place."""
-    new, logprob = sample(logits, seen=seen, **options)
-    return new, logprob, *(() if seen is None else (_with(seen, new),))
+def sample_(
+    tokens: Tensor,
+    logprobs: Tensor,
+    logits: Tensor,
+    *,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """What tokens, logprobs, seen and counts are afterwards; nothing is written in place."""
+    new, logprob = sample(logits, seen=seen, counts=counts, **options)
+    return new, logprob, None if seen is None else _with(seen, new), None if counts is None else counted(counts, new)
+
+
+def counted(counts: Tensor, tokens: Tensor) -> Tensor:
+    """The counts with one more of each row's token, at most 32767."""
+    more = torch.zeros_like(counts, dtype=torch.int32).scatter(1, tokens[:, None].long(), 1)
+    return (counts.int() + more).clamp(max=32767).to(counts.dtype)
+
+
+def top_logprobs(logits: Tensor, k: int = 20) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens and their log-probabilities, by a stable sort. NaN counts as the largest."""
+    ordered = logits.sort(dim=-1, descending=True, stable=True)[1][:, :k]
+    return ordered, torch.log_softmax(logits, dim=-1).gather(-1, ordered)
 
 
 def _with(seen: Tensor, tokens: Tensor) -> Tensor:
@@ -140,7 +188,12 @@ def eager(
     top_p: Any = 1.0,
     min_p: Any = 0.0,
     repetition_penalty: Any = 1.0,
+    presence_penalty: Any = 0.0,
+    frequency_penalty: Any = 0.0,
     seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    mask: Tensor | None = None,
     seeds: Any = 0,
     positions: Any = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -149,14 +202,16 @@ def eager(
     The draw is by the kernel's noise, so that the tokens are the same. Where seed and position are numbers, one row of
     noise serves all, and is drawn before; where parameters are tensors, this is the reference in float32.
     """
-    given = (temperature, top_k, top_p, min_p, seeds, positions)
+    given = (temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, seeds, positions)
     if any(isinstance(x, Tensor) for x in given) or logits.device.type == "meta":
         return sample(
             logits.float(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, seen=seen, seeds=seeds, positions=positions,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, seen=seen, counts=counts, logit_bias=logit_bias, mask=mask,
+            seeds=seeds, positions=positions,
         )  # fmt: skip
     logits = logits.float()
-    z = penalised(logits, repetition_penalty, seen)
+    z = changed(logits, repetition_penalty, presence_penalty, frequency_penalty, seen, counts, logit_bias, mask)
     if temperature > 0:
         z = z / temperature
         if 0 < top_k < z.shape[1] or top_p < 1:
@@ -169,6 +224,20 @@ def eager(
     return tokens, torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, None])[:, 0]
 
 
-def eager_(tokens: Tensor, logprobs: Tensor, logits: Tensor, *, seen: Tensor | None = None, **options: Any) -> Any:
-    new, logprob = eager(logits, seen=seen, **options)
-    return new, logprob, *(() if seen is None else (_with(seen, new),))
+def eager_(
+    tokens: Tensor,
+    logprobs: Tensor,
+    logits: Tensor,
+    *,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    new, logprob = eager(logits, seen=seen, counts=counts, **options)
+    return new, logprob, None if seen is None else _with(seen, new), None if counts is None else counted(counts, new)
+
+
+def eager_top_logprobs(logits: Tensor, k: int = 20) -> tuple[Tensor, Tensor]:
+    """As servers compute it: a log-softmax in float32, and its k largest."""
+    top, tokens = torch.log_softmax(logits.float(), dim=-1).topk(k, dim=-1)
+    return tokens, top

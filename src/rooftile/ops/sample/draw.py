@@ -33,12 +33,14 @@ from rooftile.ops.sample.parts import (
     LARGEST,
     LOG2E,
     Parameters,
+    Tables,
     finish,
     given,
     key_in,
     key_of,
     load_logits,
     noise,
+    strides_of,
     value_of,
     with_index,
 )
@@ -127,7 +129,7 @@ def _columns(parts, N: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _measure(
-    x_ptr, seen_ptr, begin, end, n_cols, penalty, top, rate,
+    logits, begin, end, n_cols, top, rate,
     first, low, high, step, shift, temperature,
     PIVOTS: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +147,7 @@ def _measure(
     for start in tl.range(begin, end, LANES * PACK, num_stages=1):
         cols = start + block
         mask = cols < n_cols
-        _, z = load_logits(x_ptr, seen_ptr, cols, mask, penalty)
+        _, z = load_logits(logits, cols, mask)
         key = tl.where(mask, key_of(z), -LARGEST - 1)
         mass = _mass(_below(z, top, rate))
         new_counts = ()
@@ -170,8 +172,8 @@ def _target(top_p, mass):
 
 @triton.jit
 def _threshold(
-    x_ptr, seen_ptr, words_ptr, counter_ptr, split, splits, n_barriers, begin, end, n_cols,
-    penalty, top, rate, temperature, top_k, top_p, shift, low, ceiling, low_mass,
+    logits, words_ptr, counter_ptr, split, splits, n_barriers, begin, end, n_cols,
+    top, rate, temperature, top_k, top_p, shift, low, ceiling, low_mass,
     PIVOTS: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """What top-k and top-p keep: all keys at or above `high`, and those from `low` up to `high`. With `cut` only the
@@ -200,7 +202,7 @@ def _threshold(
         if going:
             step = (high - low + (PIVOTS + 1) * unit - 1) // ((PIVOTS + 1) * unit) * unit
             count, mass = _measure(
-                x_ptr, seen_ptr, begin, end, n_cols, penalty, top, rate,
+                logits, begin, end, n_cols, top, rate,
                 first, low, high, step, shift, temperature, PIVOTS, LANES, PACK,
             )  # fmt: skip
             at = words_of(words_ptr, n_barriers, splits)
@@ -247,7 +249,7 @@ def _threshold(
 
 @triton.jit
 def _draw(
-    x_ptr, seen_ptr, begin, end, n_cols, penalty, top, rate, seed, position, min_p, low, high, cut, kept, before,
+    logits, begin, end, n_cols, top, rate, seed, position, min_p, low, high, cut, kept, before,
     QUADS: tl.constexpr,
 ):  # fmt: skip
     """The largest sum of logit and noise among the kept columns of the program, with its column.
@@ -260,7 +262,7 @@ def _draw(
     for start in tl.range(begin, end, QUADS * 4, num_stages=1):
         cols = start + block
         mask = cols < n_cols
-        _, z = load_logits(x_ptr, seen_ptr, cols, mask, penalty)
+        _, z = load_logits(logits, cols, mask)
         key = key_of(z)
         exponent = _below(z, top, rate)
         keep = mask & (key >= low)
@@ -280,13 +282,13 @@ def _draw(
 
 
 @triton.jit
-def _ties(x_ptr, seen_ptr, begin, end, n_cols, penalty, low, high, LANES: tl.constexpr, PACK: tl.constexpr):
+def _ties(logits, begin, end, n_cols, low, high, LANES: tl.constexpr, PACK: tl.constexpr):
     """How many of the program's columns lie between low and high."""
     count = tl.zeros((LANES,), tl.int32)
     block = tl.arange(0, LANES)[:, None] * PACK + tl.arange(0, PACK)[None, :]
     for start in tl.range(begin, end, LANES * PACK, num_stages=1):
         mask = start + block < n_cols
-        _, z = load_logits(x_ptr, seen_ptr, start + block, mask, penalty)
+        _, z = load_logits(logits, start + block, mask)
         key = key_of(z)
         count += tl.sum((mask & (key >= low) & (key < high)).to(tl.int32), axis=1)
     return tl.sum(count, axis=0)
@@ -294,11 +296,12 @@ def _ties(x_ptr, seen_ptr, begin, end, n_cols, penalty, low, high, LANES: tl.con
 
 @triton.jit
 def _row(
-    row, split, splits, x_ptr, seen_ptr, tokens_ptr, logprobs_ptr, words_ptr, counters_ptr, n_cols,
-    temperature, top_k, top_p, min_p, penalty, seed, position,
-    SHIFT: tl.constexpr, WRITES_SEEN: tl.constexpr, PIVOTS: tl.constexpr,
+    row, split, splits, logits, tokens_ptr, logprobs_ptr, words_ptr, counters_ptr, n_cols,
+    how, seed, position,
+    SHIFT: tl.constexpr, WRITES: tl.constexpr, PIVOTS: tl.constexpr,
     LANES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    temperature, top_k, top_p, min_p = how
     BLOCK: tl.constexpr = LANES * PACK
     share = tl.cdiv(tl.cdiv(n_cols, BLOCK), splits) * BLOCK
     begin = split * share
@@ -312,7 +315,7 @@ def _row(
     for start in tl.range(begin, end, BLOCK, num_stages=1):
         cols = start + block
         mask = cols < n_cols
-        x, z = load_logits(x_ptr, seen_ptr, cols, mask, penalty)
+        x, z = load_logits(logits, cols, mask)
         best = tl.maximum(best, tl.max(tl.where(mask, with_index(key_of(z), cols), -(2**63)), axis=1))
         raw = tl.maximum(raw, tl.max(tl.where(mask, key_of(x), -LARGEST - 1), axis=1))
     at = words_of(words_ptr, n_barriers, splits)
@@ -330,7 +333,7 @@ def _row(
     mass = tl.zeros((LANES,), tl.int64)
     for start in tl.range(begin, end, BLOCK, num_stages=1):
         cols = start + block
-        x, z = load_logits(x_ptr, seen_ptr, cols, cols < n_cols, penalty)
+        x, z = load_logits(logits, cols, cols < n_cols)
         raw_mass += tl.sum(_mass(_below(x, raw_top, LOG2E)), axis=1)
         mass += tl.sum(_mass(_below(z, top, rate)), axis=1)
     at = words_of(words_ptr, n_barriers, splits)
@@ -340,15 +343,15 @@ def _row(
     sums = tl.sum(gather(at, 0, splits, SPLITS), axis=0)
     total = _at(sums, 0).to(tl.float32) / ONE
 
-    # 16-bit logits differ only in their upper bits, unless some were divided by a penalty.
+    # 16-bit logits differ only in their upper bits, unless some were changed (with biases or counts SHIFT is 0).
     shift = tl.full((), SHIFT, tl.int64)
-    if seen_ptr is not None:
-        shift = tl.where(penalty == 1.0, shift, 0)
+    if logits[1] is not None:
+        shift = tl.where(logits[5] == 1.0, shift, 0)
     low = tl.full((), -(2**31), tl.int64)
     ceiling = ((key_in(best).to(tl.int64) >> shift) + 1) << shift
     n_barriers, low, high, kept, cut = _threshold(
-        x_ptr, seen_ptr, words_ptr, counters_ptr, split, splits, n_barriers, begin, end, n_cols,
-        penalty, top, rate, temperature, tl.where(draws, top_k, 0), tl.where(draws, top_p, 1.0), shift, low, ceiling,
+        logits, words_ptr, counters_ptr, split, splits, n_barriers, begin, end, n_cols,
+        top, rate, temperature, tl.where(draws, top_k, 0), tl.where(draws, top_p, 1.0), shift, low, ceiling,
         _at(sums, 1), PIVOTS, LANES, PACK, SPLITS,
     )  # fmt: skip
 
@@ -357,7 +360,7 @@ def _row(
     before = tl.zeros((), tl.int32)
     if cut:
         at = words_of(words_ptr, n_barriers, splits)
-        ties_here = _ties(x_ptr, seen_ptr, begin, end, n_cols, penalty, low, high, LANES, PACK)
+        ties_here = _ties(logits, begin, end, n_cols, low, high, LANES, PACK)
         tl.store(at + split * WORDS, ties_here.to(tl.int64))
         n_barriers = row_barrier(counters_ptr, n_barriers, splits)
         rows = tl.arange(0, SPLITS)
@@ -365,7 +368,7 @@ def _row(
         before += tl.sum(of_rows, axis=0).to(tl.int32)
     if draws:
         drawn = _draw(
-            x_ptr, seen_ptr, begin, end, n_cols, penalty, top, rate, seed, position, min_p, low, high, cut, kept,
+            logits, begin, end, n_cols, top, rate, seed, position, min_p, low, high, cut, kept,
             before, LANES,
         )  # fmt: skip
         at = words_of(words_ptr, n_barriers, splits)
@@ -375,7 +378,7 @@ def _row(
         tl.store(counters_ptr, 0)  # all programs have passed the last barrier
         if draws:
             best = largest(words_of(words_ptr, n_barriers, splits), 0, splits, SPLITS)
-        finish(row, best, x_ptr, seen_ptr, tokens_ptr, logprobs_ptr, raw_top, total, WRITES_SEEN)
+        finish(row, best, logits, tokens_ptr, logprobs_ptr, raw_top, total, WRITES)
 
 
 @triton.jit
@@ -384,13 +387,16 @@ def _count(top_k):
     return tl.minimum(tl.maximum(top_k, 0), 2147483647).to(tl.int32)
 
 
-_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "position")
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "position", "presence", "frequency")
 
 
 @triton.jit(do_not_specialize=["n_rows", "splits", "groups", *_NUMBERS])
 def sample_kernel(
     x_ptr,
     seen_ptr,
+    allowed_ptr,
+    bias_ptr,
+    counts_ptr,
     tokens_ptr,
     logprobs_ptr,
     temperature_ptr,
@@ -398,12 +404,17 @@ def sample_kernel(
     top_p_ptr,
     min_p_ptr,
     penalty_ptr,
+    presence_ptr,
+    frequency_ptr,
     seeds_ptr,
     positions_ptr,
     words_ptr,
     counters_ptr,
     stride_x,
     stride_s,
+    stride_a,
+    stride_b,
+    stride_c,
     n_cols,
     n_rows,
     splits,
@@ -415,8 +426,10 @@ def sample_kernel(
     penalty: tl.float32,
     seed: tl.int64,
     position,
+    presence: tl.float32,
+    frequency: tl.float32,
     SHIFT: tl.constexpr,
-    WRITES_SEEN: tl.constexpr,
+    WRITES: tl.constexpr,
     PIVOTS: tl.constexpr,
     LANES: tl.constexpr,
     PACK: tl.constexpr,
@@ -428,13 +441,29 @@ def sample_kernel(
         seen_row = seen_ptr
         if seen_ptr is not None:
             seen_row = seen_ptr + at * stride_s
+        x_row = x_ptr + at * stride_x
+        words_row = words_ptr + at * (2 * WORDS) * splits
+        counters_row = counters_ptr + 2 * row
+        how = (
+            given(temperature_ptr, temperature, row),
+            _count(given(top_k_ptr, top_k, row)),
+            given(top_p_ptr, top_p, row),
+            given(min_p_ptr, min_p, row),
+        )
+        logits = (
+            x_row,
+            seen_row if seen_ptr is not None else None,
+            allowed_ptr + at * stride_a if allowed_ptr is not None else None,
+            bias_ptr + at * stride_b if bias_ptr is not None else None,
+            counts_ptr + at * stride_c if counts_ptr is not None else None,
+            given(penalty_ptr, penalty, row),
+            given(presence_ptr, presence, row),
+            given(frequency_ptr, frequency, row),
+        )
         _row(
-            row, split, splits, x_ptr + at * stride_x, seen_row, tokens_ptr, logprobs_ptr,
-            words_ptr + at * (2 * WORDS) * splits, counters_ptr + 2 * row, n_cols,
-            given(temperature_ptr, temperature, row), _count(given(top_k_ptr, top_k, row)),
-            given(top_p_ptr, top_p, row), given(min_p_ptr, min_p, row), given(penalty_ptr, penalty, row),
+            row, split, splits, logits, tokens_ptr, logprobs_ptr, words_row, counters_row, n_cols, how,
             given(seeds_ptr, seed, row).to(tl.int64), given(positions_ptr, position, row).to(tl.int32),
-            SHIFT, WRITES_SEEN, PIVOTS, LANES, PACK, SPLITS,
+            SHIFT, WRITES, PIVOTS, LANES, PACK, SPLITS,
         )  # fmt: skip
 
 
@@ -489,10 +518,11 @@ _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @functools.cache
-def _launcher(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: DrawConfig) -> launching.KernelLauncher:
+def _launcher(dtypes: tuple[torch.dtype | None, ...], writes: bool, c: DrawConfig) -> launching.KernelLauncher:
+    logits, _, _, _, bias, counts, *_ = dtypes
     constants = {
-        "SHIFT": _SHIFTS[dtypes[0]],  # type: ignore[index]
-        "WRITES_SEEN": writes_seen,
+        "SHIFT": _SHIFTS[logits] if bias is counts is None else 0,  # type: ignore[index]
+        "WRITES": writes,
         "PIVOTS": c.pivots,
         "LANES": c.lanes,
         "PACK": c.pack,
@@ -502,33 +532,34 @@ def _launcher(dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, c: Draw
 
 
 def prepare(
-    tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters, writes_seen: bool
+    tokens: Tensor, logprobs: Tensor, logits: Tensor, tables: Tables, how: Parameters, writes: bool
 ) -> Callable[..., None]:
-    """The launch over such tensors, which are checked, to be called with them. `seen` is None unless it is used."""
+    """The launch over such tensors, which are checked, to be called with them. `tables` has those that are used."""
     copies: library.Copies = {}
     rows = library.rows_of(logits, copies, 0)
     (n_rows, n_cols), device = rows.shape, logits.device
     c = config(n_rows < FEW, runtime.target(device))
     splits, groups = c.programs(n_rows, n_cols)
-    tensors = [v if isinstance(v, Tensor) else None for v in how]
-    for i, tensor in enumerate(tensors):
-        library.contiguous_of(tensor, copies, 4 + i)
+    of_rows = [v if isinstance(v, Tensor) else None for v in how]
+    for i, tensor in enumerate(of_rows):
+        library.contiguous_of(tensor, copies, 7 + i)
     # Typed by the kernel. Seeds and positions are given by each call.
-    numbers = [0 if isinstance(v, Tensor) else v for v in how[:-2]]
-    dtypes = (logits.dtype, tokens.dtype, *(None if t is None else t.dtype for t in (seen, *tensors)))
+    *numbers, presence, frequency, _, _ = [0 if isinstance(v, Tensor) else v for v in how]
+    tensors = (logits, tokens, tables.seen, tables.mask, tables.logit_bias, tables.counts, *of_rows)
     start = launching.bind(
-        _launcher(dtypes, writes_seen, c),
+        _launcher(tuple(None if t is None else t.dtype for t in tensors), writes, c),
         splits * groups,
-        strides=(rows.stride(0), 0 if seen is None else seen.stride(0), n_cols),
-        numbers=(n_rows, splits, groups, *numbers, None, None),
+        strides=(rows.stride(0), *strides_of(tables, copies, 1), n_cols),
+        numbers=(n_rows, splits, groups, *numbers, None, None, presence, frequency),
     )
     start = library.copying(start, copies)
 
-    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters) -> None:
+    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, tables: Tables, how: Parameters) -> None:
         words = torch.empty(n_rows * 2 * splits * WORDS.value, dtype=torch.int64, device=device)
         of_rows = [v if isinstance(v, Tensor) else None for v in how]
         varying = [0 if isinstance(v, Tensor) else v for v in how[-2:]]
         counters = launching.counters(2 * n_rows, device)
-        start(logits, seen, tokens, logprobs, *of_rows, words, counters, *varying)
+        changes = (tables.seen, tables.mask, tables.logit_bias, tables.counts)
+        start(logits, *changes, tokens, logprobs, *of_rows, words, counters, *varying)
 
     return run

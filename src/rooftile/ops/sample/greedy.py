@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.sample.parts import LOG2E, LOWEST, Parameters, finish, given, key_of, load_logits, with_index
+from rooftile.ops.sample.parts import (
+    LOG2E,
+    LOWEST,
+    Parameters,
+    Tables,
+    finish,
+    given,
+    key_of,
+    load_logits,
+    strides_of,
+    with_index,
+)
 from rooftile.primitives import pdl
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 from rooftile.primitives.splitk import arrives_last
@@ -22,11 +33,16 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
-@triton.jit(do_not_specialize=["penalty", "slices"])
+@triton.jit(do_not_specialize=["slices", "penalty", "presence", "frequency"])
 def _greedy_kernel(
     x_ptr,
     seen_ptr,
+    allowed_ptr,
+    bias_ptr,
+    counts_ptr,
     penalty_ptr,
+    presence_ptr,
+    frequency_ptr,
     tokens_ptr,
     logprobs_ptr,
     best_ptr,
@@ -34,10 +50,15 @@ def _greedy_kernel(
     counters_ptr,
     stride_x,
     stride_s,
+    stride_a,
+    stride_b,
+    stride_c,
     n_cols,
     slices,
     penalty: tl.float32,
-    WRITES_SEEN: tl.constexpr,
+    presence: tl.float32,
+    frequency: tl.float32,
+    WRITES: tl.constexpr,
     BLOCK: tl.constexpr,
     SLICES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -47,13 +68,21 @@ def _greedy_kernel(
         pdl_wait()
     row = tl.program_id(0) // slices
     part = tl.program_id(0) % slices
-    x_ptr += row.to(tl.int64) * stride_x
-    if seen_ptr is not None:
-        seen_ptr += row.to(tl.int64) * stride_s
+    at = row.to(tl.int64)
+    logits = (
+        x_ptr + at * stride_x,
+        seen_ptr + at * stride_s if seen_ptr is not None else None,
+        allowed_ptr + at * stride_a if allowed_ptr is not None else None,
+        bias_ptr + at * stride_b if bias_ptr is not None else None,
+        counts_ptr + at * stride_c if counts_ptr is not None else None,
+        given(penalty_ptr, penalty, row),
+        given(presence_ptr, presence, row),
+        given(frequency_ptr, frequency, row),
+    )
     cols = part * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
 
-    x, z = load_logits(x_ptr, seen_ptr, cols, mask, given(penalty_ptr, penalty, row))
+    x, z = load_logits(logits, cols, mask)
 
     # Ties at -inf: the columns outside the row come last.
     best = tl.max(with_index(key_of(z), cols), axis=0)
@@ -73,7 +102,7 @@ def _greedy_kernel(
         totals = tl.load(top_ptr + 2 * parts + 1, mask=there, other=0.0, cache_modifier=".cg")
         top = tl.max(tops, axis=0)
         total = tl.sum(totals * tl.exp2((tops - top) * LOG2E), axis=0)
-        finish(row, tl.max(bests, axis=0), x_ptr, seen_ptr, tokens_ptr, logprobs_ptr, top, total, WRITES_SEEN)
+        finish(row, tl.max(bests, axis=0), logits, tokens_ptr, logprobs_ptr, top, total, WRITES)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a cache key on every call: hashed by identity
@@ -94,37 +123,41 @@ def config(target: runtime.Target) -> GreedyConfig:
 
 @functools.cache
 def _launcher(
-    dtypes: tuple[torch.dtype | None, ...], writes_seen: bool, slices: int, early: bool, c: GreedyConfig
+    dtypes: tuple[torch.dtype | None, ...], writes: bool, slices: int, early: bool, c: GreedyConfig
 ) -> launching.KernelLauncher:
-    constants = {"WRITES_SEEN": writes_seen, "BLOCK": c.block, "SLICES": slices, "EARLY": early}
+    constants = {"WRITES": writes, "BLOCK": c.block, "SLICES": slices, "EARLY": early}
     return launching.KernelLauncher(_greedy_kernel, constants, num_warps=c.num_warps, **pdl.options(early))
 
 
 def prepare(
-    tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters, writes_seen: bool
+    tokens: Tensor, logprobs: Tensor, logits: Tensor, tables: Tables, how: Parameters, writes: bool
 ) -> Callable[..., None]:
-    """The launch over such tensors, which are checked, to be called with them. `seen` is None unless it is used."""
+    """The launch over such tensors, which are checked, to be called with them. `tables` has those that are used."""
     copies: library.Copies = {}
     rows = library.rows_of(logits, copies, 0)
     (n_rows, n_cols), device = rows.shape, logits.device
     c = config(runtime.target(device))
     slices = library.cdiv(n_cols, c.block)
-    penalty = how.repetition_penalty
-    of_row, number = (penalty, 1.0) if isinstance(penalty, Tensor) else (None, penalty)
-    library.contiguous_of(of_row, copies, 2)
-    dtypes = tuple(None if t is None else t.dtype for t in (logits, tokens, seen, of_row))
+    penalties = how.penalties
+    of_rows = [x if isinstance(x, Tensor) else None for x in penalties]
+    for i, x in enumerate(of_rows):
+        library.contiguous_of(x, copies, 5 + i)
+    tensors = (logits, tokens, tables.seen, tables.mask, tables.logit_bias, tables.counts, *of_rows)
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
     start = launching.bind(
-        _launcher(dtypes, writes_seen, library.power_of_two(slices), pdl.early(logits), c),
+        _launcher(dtypes, writes, library.power_of_two(slices), pdl.early(logits), c),
         n_rows * slices,
-        strides=(rows.stride(0), 0 if seen is None else seen.stride(0), n_cols),
-        numbers=(slices, number),
+        strides=(rows.stride(0), *strides_of(tables, copies, 1), n_cols),
+        numbers=(slices, *(0.0 if isinstance(x, Tensor) else x for x in penalties)),
     )
     start = library.copying(start, copies)
 
-    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, seen: Tensor | None, how: Parameters) -> None:
+    def run(tokens: Tensor, logprobs: Tensor, logits: Tensor, tables: Tables, how: Parameters) -> None:
         best = torch.empty(n_rows * slices, dtype=torch.int64, device=device)
         top = torch.empty(n_rows * slices * 2, dtype=torch.float32, device=device)
-        penalty = None if of_row is None else how.repetition_penalty
-        start(logits, seen, penalty, tokens, logprobs, best, top, launching.counters(n_rows, device))
+        of_rows = [x if isinstance(x, Tensor) else None for x in how.penalties]
+        counters = launching.counters(n_rows, device)
+        changes = (tables.seen, tables.mask, tables.logit_bias, tables.counts)
+        start(logits, *changes, *of_rows, tokens, logprobs, best, top, counters)
 
     return run

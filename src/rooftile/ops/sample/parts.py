@@ -1,4 +1,4 @@
-"""Parts that the kernels share: penalized logits, integer keys in the order of floats, random numbers of a row."""
+"""Parts that the kernels share: a row's logits with its options, integer keys in the order of floats, noise."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile import library, runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(0x7FFFFFFF)  # of int32: the key of NaN, above the key of infinity
+MOST_COUNTED = tl.constexpr(32767)  # of a token: counts stay there
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
 
 
@@ -26,18 +27,34 @@ def given(ptr, number, row):
 
 
 @triton.jit
-def load_logits(x_ptr, seen_ptr, cols, mask, penalty):
-    """The raw logits at those columns, -inf outside, and the penalized ones. Logits of seen tokens are divided by the
-    penalty if positive, else multiplied (Keskar et al. 2019, https://arxiv.org/abs/1909.05858, as in Hugging Face)."""
+def load_logits(logits, cols, mask):
+    """The raw logits at those columns, -inf outside, and those to sample from: masked, biased, and penalized.
+
+    `logits` is of one row: pointers to its logits and, or None, its seen tokens, allowed tokens, biases and counts;
+    its repetition, presence and frequency penalty.
+    Logits of seen tokens are divided by the first if positive, else multiplied (Keskar et al. 2019,
+    https://arxiv.org/abs/1909.05858, as in Hugging Face).
+    """
+    x_ptr, seen_ptr, allowed_ptr, bias_ptr, counts_ptr, penalty, presence, frequency = logits
     x = tl.load(x_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
     z = x
+    if allowed_ptr is not None:
+        allowed = tl.load(allowed_ptr + (cols >> 5), mask=mask, other=0)
+        z = tl.where(((allowed >> (cols & 31)) & 1) != 0, z, float("-inf"))
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols, mask=mask, other=0.0)
     if seen_ptr is not None:
         word_ptrs = seen_ptr + (cols >> 5)
         if penalty != 1.0:
             words = tl.load(word_ptrs, mask=mask, other=0)
             seen = ((words >> (cols & 31)) & 1) != 0
             # Correctly rounded, so that exact quotients are exact and ties stay ties.
-            z = tl.where(seen, tl.where(x > 0.0, tl.div_rn(x, tl.zeros_like(x) + penalty), x * penalty), x)
+            z = tl.where(seen, tl.where(z > 0.0, tl.div_rn(z, tl.zeros_like(z) + penalty), z * penalty), z)
+    if counts_ptr is not None:  # noqa: SIM102  # a constant, then a number
+        if (presence != 0.0) | (frequency != 0.0):
+            n = tl.load(counts_ptr + cols, mask=mask, other=0).to(tl.float32)
+            # An explicit fma: each pass over the row has to round alike.
+            z = tl.fma(tl.zeros_like(n) - frequency, n, z - tl.where(n > 0.0, presence, 0.0))
     return x, z
 
 
@@ -98,15 +115,38 @@ def noise(seed, position, first, QUADS: tl.constexpr):
 
 
 @triton.jit
-def finish(row, best, x_ptr, seen_ptr, tokens_ptr, logprobs_ptr, top, total, WRITES_SEEN: tl.constexpr):
-    """Store a row's token and its log-probability, and mark the token as seen. `total` is the sum of exp(x - top)."""
+def finish(row, best, logits, tokens_ptr, logprobs_ptr, top, total, WRITES: tl.constexpr):
+    """Store a row's token and its log-probability. `total` is the sum of exp(x - top). With WRITES the token is seen,
+    and counted, where there are bits and counts."""
     token = column_of(best)
-    x = tl.load(x_ptr + token).to(tl.float32)
+    x = tl.load(logits[0] + token).to(tl.float32)
     tl.store(tokens_ptr + row, token.to(tokens_ptr.dtype.element_ty))
     tl.store(logprobs_ptr + row, (x - top) - tl.log(total))
-    if WRITES_SEEN:
-        word_ptr = seen_ptr + (token >> 5)
-        tl.store(word_ptr, tl.load(word_ptr) | (1 << (token & 31)).to(tl.int32))
+    if WRITES:
+        if logits[1] is not None:
+            word_ptr = logits[1] + (token >> 5)
+            tl.store(word_ptr, tl.load(word_ptr) | (1 << (token & 31)).to(tl.int32))
+        if logits[4] is not None:
+            count_ptr = logits[4] + token
+            tl.store(count_ptr, tl.minimum(tl.load(count_ptr).to(tl.int32) + 1, MOST_COUNTED).to(tl.int16))
+
+
+class Tables(NamedTuple):
+    """What changes the logits of each row: bits of seen tokens, counts of generated ones, biases, allowed tokens."""
+
+    seen: Tensor | None = None
+    counts: Tensor | None = None
+    logit_bias: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def strides_of(tables: Tables, copies: library.Copies, place: int) -> tuple[int | None, ...]:
+    """Row strides of seen tokens (0 without), allowed tokens, biases and counts, at those places of a launch."""
+    if tables.logit_bias is not None:
+        library.rows_of(tables.logit_bias, copies, place + 2)
+    bias = None if tables.logit_bias is None else library.as_rows(tables.logit_bias)
+    mask, counts = (None if t is None else t.stride(0) for t in (tables.mask, tables.counts))
+    return 0 if tables.seen is None else tables.seen.stride(0), mask, None if bias is None else bias.stride(0), counts
 
 
 class Parameters(NamedTuple):
@@ -117,6 +157,8 @@ class Parameters(NamedTuple):
     top_p: Tensor | float
     min_p: Tensor | float
     repetition_penalty: Tensor | float
+    presence_penalty: Tensor | float
+    frequency_penalty: Tensor | float
     seeds: Tensor | int
     positions: Tensor | int
 
@@ -126,5 +168,14 @@ class Parameters(NamedTuple):
         return not isinstance(self.temperature, Tensor) and self.temperature == 0
 
     @property
+    def penalties(self) -> tuple[Tensor | float, ...]:
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @property
     def penalized(self) -> bool:
         return isinstance(self.repetition_penalty, Tensor) or self.repetition_penalty != 1
+
+    @property
+    def counting(self) -> bool:
+        """Whether a penalty depends on the counts of generated tokens."""
+        return any(isinstance(x, Tensor) or x != 0 for x in (self.presence_penalty, self.frequency_penalty))
