@@ -4,12 +4,29 @@ import asyncio
 import hashlib
 import types
 
+import torch
 from tokenizers import Tokenizer
 
 from rooftile import byte_model
-from rooftile.engine import QueueFull, RequestError, StreamChunk
+from rooftile.engine import QueueFull, RequestError
+from rooftile.serve.app import Options, create_app
+from rooftile.serve.chat import ChatTemplate
+from rooftile.serve.server import BackgroundServer
 
 END = 256
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ (tools or []) | tojson }}[assistant]"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def prompt_of(*messages, tools="[]"):
+    """What the template makes of messages."""
+    return "".join(f"[{m['role']}]{m['content']}" for m in messages) + f"{tools}[assistant]"
+
+
+def serve(engine, **options):
+    """A server on a free port of loopback, to be entered."""
+    options = {"names": ("small", "alias"), "chat_template": ChatTemplate({"default": TEMPLATE}, {}), **options}
+    return BackgroundServer(create_app(engine, Options(**options)))
 
 
 def expected(prompt, n=40):
@@ -19,9 +36,9 @@ def expected(prompt, n=40):
 
 
 class Stream:
-    def __init__(self, engine, request_id, prompt_tokens, tokens, logprobs):
+    def __init__(self, engine, request_id, prompt_tokens, tokens, logprobs, top=0):
         self.request_id, self.prompt_tokens = request_id, prompt_tokens
-        self._engine, self._tokens, self._logprobs = engine, tokens, logprobs
+        self._engine, self._tokens, self._logprobs, self._top = engine, tokens, logprobs, top
         self._queue = asyncio.Queue()
         self._ended = False
         self._task = asyncio.ensure_future(self._run())
@@ -42,7 +59,12 @@ class Stream:
                 last = i + 1 == len(self._tokens)
                 reason = ("stop" if token == END else "length") if last else None
                 text = "" if token == END else engine.engine.tokenizer.decode([token])
-                self._queue.put_nowait(StreamChunk(0, token, text, -0.5 if self._logprobs else None, reason))
+                chunk = types.SimpleNamespace(
+                    token=token, text=text, logprob=-0.5 if self._logprobs else None, finish_reason=reason
+                )
+                if self._top:
+                    chunk.top_logprobs = [(token, -0.5), (token + 1, -1.5)][: self._top]
+                self._queue.put_nowait(chunk)
                 engine.generated_tokens += 1
         except RequestError as error:
             self._queue.put_nowait(error)
@@ -88,14 +110,16 @@ class FakeEngine:
         self, prompt, *, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
         stop=(), seed=0, logprobs=False, ignore_eos=False, priority=0, request_id=None,
     ):  # fmt: skip
-        self.last = dict(locals())
+        return self._add(prompt, dict(locals()), self.answer(self.engine.tokenizer.decode(prompt)))
+
+    def _add(self, prompt, options, text, top=0):
+        self.last = options
         if self.waiting >= self.max_waiting:
             raise QueueFull("as many wait as may")
         self.added += 1
         self.prompt_tokens += len(prompt)
-        text = self.answer(self.engine.tokenizer.decode(prompt))
-        tokens = [*self.engine.tokenizer.encode(text).ids, END][:max_new_tokens]
-        return Stream(self, request_id or f"request-{self.added}", prompt, tokens, logprobs)
+        tokens = [*self.engine.tokenizer.encode(text).ids, END][: options["max_new_tokens"]]
+        return Stream(self, f"request-{self.added}", prompt, tokens, options["logprobs"], top)
 
     def stats(self):
         return types.SimpleNamespace(
@@ -110,3 +134,30 @@ class FakeEngine:
             preemptions=0,
             steps=0,
         )
+
+
+def written(mask, tokenizer):
+    """A text whose tokens are among those that the mask allows, which ends as soon as it may."""
+    ids, closing, space = [], [END, *tokenizer.encode('"}],:{').ids], tokenizer.encode(" \t\n\r").ids
+    for _ in range(200):
+        words = mask.mask()
+        assert (words.dtype, words.shape) == (torch.int32, (9,))
+        allowed = [t for t in range(264) if int(words[t // 32]) >> t % 32 & 1]
+        token = next((t for t in closing if t in allowed), min(allowed, key=lambda t: (t in space, t)))
+        mask.advance(token)
+        if token == END:
+            return tokenizer.decode(ids)
+        ids.append(token)
+    raise AssertionError("it did not end")
+
+
+class MaskedEngine(FakeEngine):
+    """One that takes all options of sampling, and writes what a mask allows."""
+
+    def add(
+        self, prompt, *, max_new_tokens, logprobs=False, mask=None, presence_penalty=0.0, frequency_penalty=0.0,
+        logit_bias=None, top_logprobs=0, **options,
+    ):  # fmt: skip
+        tokenizer = self.engine.tokenizer
+        text = self.answer(tokenizer.decode(prompt)) if mask is None else written(mask, tokenizer)
+        return self._add(prompt, dict(locals()), text, top_logprobs)

@@ -2,29 +2,17 @@
 
 import asyncio
 import json
+import re
 
 import openai
+import pydantic
 import pytest
 import torch
-from fake_engine import FakeEngine, expected
+from fake_engine import HELLO, FakeEngine, MaskedEngine, expected, prompt_of, serve
 
 import rooftile
 from rooftile import byte_model
-from rooftile.serve.app import Options, create_app
 from rooftile.serve.chat import ChatTemplate
-from rooftile.serve.server import BackgroundServer
-
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ (tools or []) | tojson }}[assistant]"
-HELLO = [{"role": "user", "content": "hello"}]
-
-
-def prompt_of(*messages, tools="[]"):
-    return "".join(f"[{m['role']}]{m['content']}" for m in messages) + f"{tools}[assistant]"
-
-
-def serve(engine, **options):
-    options = {"names": ("small", "alias"), "chat_template": ChatTemplate({"default": TEMPLATE}, {}), **options}
-    return BackgroundServer(create_app(engine, Options(**options)))
 
 
 def client_of(server, **more):
@@ -308,6 +296,103 @@ class TestTools:
             made = client.chat.completions.create(model="small", messages=HELLO, tools=TOOLS, tool_choice="none")
             assert made.choices[0].message.content == self.CALL
             assert "weather" not in engine.engine.tokenizer.decode(engine.last["prompt"])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Ulm", "Bonn"]}, "n": {"type": "integer"}},
+    "required": ["city", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def masked():
+    with serve(MaskedEngine()) as server, client_of(server) as client:
+        yield client
+
+
+class TestStructuredOutputs:
+    """With an engine that writes what its mask allows, and ends as soon as it may."""
+
+    def test_a_schema(self, masked):
+        format = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+        made = masked.chat.completions.create(model="small", messages=HELLO, response_format=format, n=2)
+        for choice in made.choices:
+            found = json.loads(choice.message.content)
+            assert found["city"] in ("Ulm", "Bonn")
+            assert isinstance(found["n"], int)
+            assert choice.finish_reason == "stop"
+
+    def test_the_helper_that_parses(self, masked):
+        class Place(pydantic.BaseModel):
+            city: str
+            n: int
+
+        made = masked.chat.completions.parse(model="small", messages=HELLO, response_format=Place)
+        assert isinstance(made.choices[0].message.parsed, Place)
+
+    def test_an_object(self, masked):
+        format = {"type": "json_object"}
+        made = masked.chat.completions.create(model="small", messages=HELLO, response_format=format)
+        assert isinstance(json.loads(made.choices[0].message.content), dict)
+
+    def test_text_is_not_restricted(self, masked):
+        made = masked.chat.completions.create(model="small", messages=HELLO, response_format={"type": "text"})
+        assert made.choices[0].message.content == expected(prompt_of(*HELLO))
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_regular_expression(self, masked, stream):
+        extra = {"structured_outputs": {"regex": "[ab]{3}c"}}
+        made = masked.completions.create(model="small", prompt="x", extra_body=extra, stream=stream)
+        text = "".join(e.choices[0].text for e in made) if stream else made.choices[0].text
+        assert re.fullmatch("[ab]{3}c", text)
+
+    @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+    def test_a_tool_that_must_be_called(self, masked, choice):
+        made = masked.chat.completions.create(model="small", messages=HELLO, tools=TOOLS, tool_choice=choice)
+        (call,) = made.choices[0].message.tool_calls
+        assert (made.choices[0].finish_reason, call.function.name) == ("tool_calls", "weather")
+        assert isinstance(json.loads(call.function.arguments)["city"], str)
+
+    @pytest.mark.parametrize(
+        "extra",
+        [
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+            {"structured_outputs": {"regex": "("}},
+            {"structured_outputs": {"grammar": "start: ("}},
+            {"structured_outputs": {"json": "{"}},
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        ],
+    )
+    def test_what_is_not_valid_is_refused(self, masked, extra):
+        with pytest.raises(openai.BadRequestError) as error:
+            masked.completions.create(model="small", prompt="x", extra_body=extra)
+        assert next(iter(extra)) in str(error.value) or "not both" in str(error.value)
+
+    def test_an_engine_without_a_mask(self):
+        refusal = pytest.raises(openai.BadRequestError, match="no token mask")
+        with serve(FakeEngine()) as server, client_of(server) as client, refusal:
+            client.completions.create(
+                model="small", prompt="x", extra_body={"response_format": {"type": "json_object"}}
+            )
+
+    def test_penalties_biases_and_top_logprobs_reach_an_engine_that_takes_them(self):
+        engine = MaskedEngine()
+        with serve(engine) as server, client_of(server) as client:
+            made = client.chat.completions.create(
+                model="small", messages=HELLO, max_tokens=2, presence_penalty=0.5, frequency_penalty=-1,
+                logit_bias={"5": -100, "7": 2.5}, logprobs=True, top_logprobs=2,
+            )  # fmt: skip
+            assert engine.last["presence_penalty"] == 0.5
+            assert engine.last["frequency_penalty"] == -1
+            assert engine.last["logit_bias"] == {5: -100, 7: 2.5}
+            assert engine.last["top_logprobs"] == 2
+            (first, _) = made.choices[0].logprobs.content
+            assert [len(top.token) for top in first.top_logprobs] == [1, 1]
+            assert first.top_logprobs[0].token == first.token
+            older = client.completions.create(model="small", prompt="a", max_tokens=2, logprobs=2)
+            assert [len(top) for top in older.choices[0].logprobs.top_logprobs] == [2, 2]
 
 
 class TestAsync:

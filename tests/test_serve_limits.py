@@ -13,8 +13,7 @@ import time
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, expected
-from test_serve import HELLO, TEMPLATE, serve
+from fake_engine import HELLO, TEMPLATE, FakeEngine, expected, serve
 from typer.testing import CliRunner
 
 from rooftile import byte_model

@@ -9,8 +9,7 @@ import time
 import httpx
 import pytest
 import torch
-from fake_engine import FakeEngine, expected
-from test_serve import prompt_of, serve
+from fake_engine import FakeEngine, expected, prompt_of, serve
 
 import rooftile
 from rooftile import byte_model
