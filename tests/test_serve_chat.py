@@ -181,8 +181,7 @@ def grammars():
 
 def write(grammars, grammar):
     """The shortest text that follows it, or nearly."""
-    grammars.check(grammar)
-    return written(grammars.mask(grammar), Tokenizer.from_file(str(byte_model.folder() / "tokenizer.json")))
+    return written(grammars.compile(grammar).copy(), Tokenizer.from_file(str(byte_model.folder() / "tokenizer.json")))
 
 
 class TestGrammars:
@@ -205,7 +204,7 @@ class TestGrammars:
 
     def test_white_space_ends(self, grammars):
         """A model that prefers white space must not write it for ever."""
-        mask = grammars.mask(guided.grammar_of(ResponseFormat(type="json_object"), None))
+        mask = grammars.compile(guided.grammar_of(ResponseFormat(type="json_object"), None)).copy()
         open_brace, space = (
             Tokenizer.from_file(str(byte_model.folder() / "tokenizer.json")).encode(c).ids[0] for c in "{ "
         )
@@ -242,10 +241,15 @@ class TestGrammars:
     )
     def test_what_is_not_valid(self, grammars, structured):
         with pytest.raises(ValueError, match=r"\S"):
-            grammars.check(guided.grammar_of(None, StructuredOutputs.model_validate(structured)))
+            grammars.compile(guided.grammar_of(None, StructuredOutputs.model_validate(structured)))
+
+    def test_a_compiled_grammar_is_kept_unchanged(self, grammars):
+        grammar = guided.grammar_of(None, StructuredOutputs(regex="[ab]c"))
+        assert grammars.compile(grammar) is grammars.compile(grammar)
+        assert [write(grammars, grammar) for _ in range(2)] == ["ac", "ac"]
 
     def test_a_token_that_is_not_allowed_is_an_error(self, grammars):
-        mask = grammars.mask(guided.grammar_of(None, StructuredOutputs(regex="a")))
+        mask = grammars.compile(guided.grammar_of(None, StructuredOutputs(regex="a"))).copy()
         with pytest.raises(RuntimeError, match="the grammar can't be followed"):
             mask.advance(98)
 

@@ -124,6 +124,7 @@ def test_200_clients():
         assert engine.stats().pages_used == 0
 
 
+@pytest.mark.nightly  # a slot that leaks fails the tests of AsyncEngine, a stream that is not closed the test above
 def test_clients_of_a_model():
     """On a small model: those that stay get what they get alone; those that leave hold nothing."""
 

@@ -24,6 +24,7 @@ from rooftile.engine import QueueFull, RequestError
 from rooftile.serve import chat, errors
 from rooftile.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from rooftile.serve.errors import ApiError
+from rooftile.serve.guided import Grammar
 from rooftile.serve.limits import Gate, Limits
 from rooftile.serve.metrics import Metrics
 from rooftile.serve.prompts import Prompt, Prompts, seeds, wants_logprobs
@@ -195,10 +196,10 @@ class _Server:
             return _Events(answer, usage, self.options.send_timeout, http.state.notes)
         return _Whole(answer, http.state.notes)
 
-    def _add(self, prompt: Prompt, limit: int, seed: int, options: dict[str, Any], grammar: str | None) -> Any:
+    def _add(self, prompt: Prompt, limit: int, seed: int, options: dict[str, Any], grammar: Grammar | None) -> Any:
         if limit == 0:
             return _Nothing()
-        masks = {} if grammar is None else {"mask": self.prompts.mask(grammar)}
+        masks = {} if grammar is None else {"mask": grammar.copy()}
         try:
             return self.engine.add(prompt.tokens, max_new_tokens=limit, seed=seed, **options, **masks)
         except QueueFull as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_KEPT = 64  # compiled grammars: clients send the same schema again and again
 # Between the parts of JSON: room for a new line and its indentation, but no endless white space.
 _SPACE = r"[ \t\n\r]{0,32}"
 
@@ -38,6 +40,10 @@ class Grammar:
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
+
+    def copy(self) -> Grammar:
+        """A mask for another sequence, in the same state."""
+        return Grammar(self._matcher.deep_copy())
 
     def mask(self) -> Tensor:
         mask = self._matcher.compute_bitmask()
@@ -62,6 +68,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
+        self._lock = threading.Lock()
+        self._compiled: dict[str, Grammar] = {}
 
     @functools.cached_property
     def _tokens(self) -> Any:
@@ -70,19 +78,24 @@ class Grammars:
 
         return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab, eos_token=self._eos or None)
 
-    def check(self, grammar: str) -> None:
-        """Raises ValueError, with the reason, if the grammar is not valid."""
+    def compile(self, grammar: str) -> Grammar:
+        """A mask that has seen no token, to be copied for each sequence. It takes up to a second; any thread may call.
+
+        Raises:
+            ValueError: the grammar is not valid; the message has the reason.
+        """
         from llguidance import LLMatcher
 
-        failed, said = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
-        if failed:
-            raise ValueError(said[0].strip().splitlines()[0] if said[0].strip() else "no valid grammar")
-
-    def mask(self, grammar: str) -> Grammar:
-        """A new sequence's mask, from its first token on."""
-        from llguidance import LLMatcher
-
-        return Grammar(LLMatcher(self._tokens, grammar, log_level=0))
+        with self._lock:
+            if (found := self._compiled.pop(grammar, None)) is None:
+                matcher = LLMatcher(self._tokens, grammar, log_level=0)
+                if matcher.is_error():
+                    raise ValueError((matcher.get_error().strip() or "no valid grammar").splitlines()[0])
+                found = Grammar(matcher)
+            self._compiled[grammar] = found  # the one used last is the last
+            if len(self._compiled) > _KEPT:
+                del self._compiled[next(iter(self._compiled))]
+        return found
 
 
 def of_schema(schema: dict[str, Any] | str) -> str:

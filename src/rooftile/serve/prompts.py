@@ -15,8 +15,8 @@ from rooftile.serve.protocol import ChatRequest, CompletionRequest, Fields, Samp
 
 log = logging.getLogger("rooftile.serve")
 
-# Texts of more characters are tokenized in a thread, so that the event loop goes on.
-_LONG = 4096
+# Texts of more characters, and chats of more messages, are read in a thread, so that the event loop goes on.
+_LONG, _MANY = 4096, 64
 # Sequences of one request: prompts times n.
 _SEQUENCES = 256
 
@@ -70,10 +70,14 @@ class Prompts:
         tools = None
         if request.tools and request.tool_choice != "none":
             tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
-        try:
-            messages = self._template.dicts(request.messages)
+        template, long = self._template, len(request.messages) > _MANY
+
+        def render() -> str:
             more = {k: v for k, v in (request.chat_template_kwargs or {}).items() if k not in ("messages", "tools")}
-            text = self._template.render(messages, tools, **more)
+            return template.render(template.dicts(request.messages), tools, **more)
+
+        try:
+            text = await asyncio.to_thread(render) if long else render()
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
         return Prompt(await self._encoded(text, "messages", False))
@@ -179,8 +183,8 @@ class Prompts:
                 )
         return {int(token): bias for token, bias in given.items()}
 
-    async def grammar(self, request: Sampled) -> str | None:
-        """What the answers must follow, checked; None for any text."""
+    async def grammar(self, request: Sampled) -> guided.Grammar | None:
+        """What the answers must follow, to be copied for each; None for any text."""
         forced = chat.forced_schema(request) if isinstance(request, ChatRequest) else None
         format = request.response_format
         param = "response_format" if format is not None else "structured_outputs"
@@ -194,13 +198,9 @@ class Prompts:
                 return None
             if "mask" not in self._takes:
                 raise ValueError("this engine has no token mask")
-            await asyncio.to_thread(self._grammars.check, grammar)
+            return await asyncio.to_thread(self._grammars.compile, grammar)
         except (ValueError, ImportError) as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
-        return grammar
-
-    def mask(self, grammar: str) -> guided.TokenMask:
-        return self._grammars.mask(grammar)
 
 
 def wants_logprobs(request: Sampled) -> bool:
