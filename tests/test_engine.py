@@ -56,6 +56,28 @@ FAMILIES = {
         "SmolLM3Config",
         {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7},
     ),
+    "Phi-3": (
+        "Phi3Config",
+        {
+            "sliding_window": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75},
+        },
+    ),
+    "Phi-3, long": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 96,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0],
+                "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+            },
+        },
+    ),
     "OLMo 2": ("Olmo2Config", {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}),
 }
 # Layers of float32 products in other orders; through 64 tokens, whose keys carry their own roundings.

@@ -80,11 +80,26 @@ OLMO_2_7B = {
     "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
     "tie_word_embeddings": False, "torch_dtype": "float32", "vocab_size": 100352,
 }  # fmt: skip
+PHI_3_MINI_4K = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+    "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+    "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32064,
+}  # fmt: skip
+# Its factors are other numbers.
+PHI_4_MINI = PHI_3_MINI_4K | {
+    "eos_token_id": 199999, "bos_token_id": 199999, "pad_token_id": 199999, "max_position_embeddings": 131072,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75, "sliding_window": 262144,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "tie_word_embeddings": True, "vocab_size": 200064,
+}  # fmt: skip
 
 # What each says beside what all of them have.
 _COMMON = {
     "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "layers": 32,
-    "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "whole_qk_norm": False,
+    "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "whole_qk_norm": False, "packed": False,
     "input_norms": True, "output_norms": False, "windows": None, "tied": False, "attention_scale": 128**-0.5,
     "embedding_scale": 1.0, "logits_scale": 1.0, "norm_eps": 1e-5,
     "torch_dtype": torch.bfloat16, "initializer_range": 0.02,
@@ -133,6 +148,21 @@ PUBLISHED["OLMo-2-7B"] = (
     {
         "family": "olmo2", "kv_heads": 32, "intermediate": 11008, "vocab": 100352, "norm_eps": 1e-6, "eos": (100257,),
         "bos": None, "input_norms": False, "output_norms": True, "whole_qk_norm": True, "torch_dtype": torch.float32,
+    },
+)  # fmt: skip
+
+PUBLISHED["Phi-3-mini-4k"] = (
+    PHI_3_MINI_4K,
+    {
+        "family": "phi3", "hidden": 3072, "kv_heads": 32, "head_dim": 96, "intermediate": 8192, "vocab": 32064,
+        "eos": (32000,), "windows": 2047, "attention_scale": 96**-0.5, "packed": True,
+    },
+)  # fmt: skip
+PUBLISHED["Phi-4-mini"] = (
+    PHI_4_MINI,
+    {
+        "family": "phi3", "hidden": 3072, "heads": 24, "kv_heads": 8, "intermediate": 8192, "vocab": 200064,
+        "eos": (199999,), "windows": 262144, "tied": True, "packed": True, "max_positions": 131072,
     },
 )  # fmt: skip
 
@@ -214,8 +244,8 @@ def test_windows_of_layers():
         (LLAMA_3_8B, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5, expected 1"),
         (
             LLAMA_3_8B,
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
-            r"rope_type is 'longrope', expected one of default, linear, llama3, yarn, dynamic",
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            r"rope_type is 'proportional', expected one of default, linear, llama3, yarn, dynamic, longrope",
         ),
         (LLAMA_3_8B, {"rope_scaling": {"rope_type": "linear"}}, r"transformers does not take it: .*factor"),
         (LLAMA_3_8B, {"rope_scaling": {"type": "linear", "factor": 0.0}}, r"whose frequencies are not finite"),
@@ -224,6 +254,8 @@ def test_windows_of_layers():
         (GRANITE_3_1_8B, {"residual_multiplier": 0.0}, r"residual_multiplier is 0.0, expected a positive number"),
         (GRANITE_3_1_8B, {"logits_scaling": 0}, r"logits_scaling is 0, expected a positive number"),
         (MISTRAL_7B, {"sliding_window": -3}, r"sliding_window is -3, expected a positive integer, or null"),
+        (PHI_3_MINI_4K, {"partial_rotary_factor": 0.1}, r"partial_rotary_factor is 0.1, expected an even number of th"),
+        (PHI_3_MINI_4K, {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"(?s)not take it: .*longrope.* linear"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 2] * 18}, r"no_rope_layers is \[1, 2, .*expected a 0 or 1 for each of 36"),
         (QWEN2_5_7B, {"layer_types": ["full_attention"] * 3}, r"layer_types"),
         (QWEN2_5_7B, {"layer_types": ["sliding_attention"] * 28}, r"layer_types has sliding_attention, expected a sl"),
@@ -291,6 +323,20 @@ class TestRotary:
         assert config.rotary.inv_freq[:2] == pytest.approx((1.0, 1e4 ** (-1 / 16)), rel=1e-6)
         assert scaled.rotary.kind == "yarn"
         assert scaled.rotary.inv_freq[-1] == pytest.approx(config.rotary.inv_freq[-1] / 4, rel=1e-6)
+
+    def test_a_part_of_each_head_and_short_factors_up_to_the_trained_length(self):
+        from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+        scaling = {"type": "longrope", "short_factor": [1.0 + i / 4 for i in range(48)], "long_factor": [3.0] * 48}
+        described = PHI_4_MINI | {"rope_scaling": scaling}
+        module = Phi3RotaryEmbedding(transformers.Phi3Config.from_dict(dict(described)))
+        rotary = ModelConfig.from_hf(described).rotary
+        ours = rotary.tables(600)
+        assert ours[0].shape == (600, 96)
+        for actual, expected in zip(ours, module(torch.zeros(1), torch.arange(600)[None]), strict=True):
+            torch.testing.assert_close(actual, expected[0], rtol=0, atol=2e-7)
+        with pytest.raises(ValueError, match=r"'longrope', whose frequencies are fixed for the first 4096 positions"):
+            rotary.tables(4097)
 
     def test_dynamic_frequencies_are_fixed_up_to_the_models_length(self):
         described = {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}

@@ -43,6 +43,8 @@ def config(family="llama", **more):
         ("qwen2", {}, "int4", 2, torch.float32),
         ("smollm3", {"no_rope_layers": [1, 0]}, None, 1, torch.float32),
         ("olmo2", {}, None, 1, torch.float32),
+        ("phi3", {"pad_token_id": 0}, None, 1, torch.float32),
+        ("phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.5}, "int8", 1, torch.float32),
         ("olmo2", {"num_hidden_layers": 1}, "fp8", 1, torch.float32),
         ("olmo2", {"num_hidden_layers": 1}, "fp8", 2, torch.float32),
         ("olmo2", {"num_hidden_layers": 1}, "int4", 2, torch.float32),

@@ -34,6 +34,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 8},
     "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "olmo2": {"num_key_value_heads": 4},
+    "phi3": {},
 }  # fmt: skip
 
 
@@ -58,6 +59,8 @@ def assert_holds(weights, state, config, dense=True):
     cpu = {name: tensor.cpu() for name, tensor in state.items()}
 
     def fused(at, names, kind="weight"):
+        if config.packed:
+            names = {"q": ["self_attn.qkv_proj"], "g": ["mlp.gate_up_proj"]}.get(names[0].split(".")[1][0], names)
         return torch.cat([cpu[f"{at}{name}.{kind}"] for name in names])
 
     for i, layer in enumerate(weights.layers):

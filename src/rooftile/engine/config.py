@@ -38,6 +38,7 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 # transformers would replace a missing one by the default of some model.
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -56,6 +57,7 @@ class ModelConfig:
         qkv_bias, o_bias, mlp_bias: which projections have biases.
         input_norms, output_norms: whether the inputs of attention and MLP are normalized, and their results.
         qk_norm, whole_qk_norm: whether each head of q and k is normalized, and whether q and k are as wholes.
+        packed: whether the checkpoint has q, k and v in one tensor, and gate and up in one.
         windows: for each layer the number of tokens that a token sees, including itself, or None for all.
         tied: whether lm_head is the embedding.
         attention_scale: multiplies the scores.
@@ -85,6 +87,7 @@ class ModelConfig:
     output_norms: bool
     qk_norm: bool
     whole_qk_norm: bool
+    packed: bool
     windows: tuple[int | None, ...]
     tied: bool
     attention_scale: float
@@ -205,9 +208,9 @@ _LISTED = ("qwen2", "qwen3", "smollm3")
 
 
 def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None, ...]:
-    """Mistral has one window for all layers, Qwen and SmolLM3 list the layers that have one, the others have none."""
+    """Mistral and Phi-3 have one window for all layers, _LISTED name the layers that have one, the others have none."""
     kinds: list[Any] = getattr(hf, "layer_types", None) or []
-    window = getattr(hf, "sliding_window", None) if family in ("mistral", *_LISTED) else None
+    window = getattr(hf, "sliding_window", None) if family in ("mistral", "phi3", *_LISTED) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"{source}: sliding_window is {window!r}, expected a positive integer, or null")
     if family in _LISTED:
@@ -228,7 +231,7 @@ def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None
 
 def _rotaries(hf: Any, family: str, layers: int, head_dim: int, source: str) -> tuple[Rotary, ...]:
     """One for all layers; SmolLM3 lists the layers that have it."""
-    of_all = rotary.of(hf, head_dim, source)
+    of_all = rotary.of(hf, head_dim, source, partial=family == "phi3")
     if family != "smollm3":
         return (of_all,) * layers
     has = hf.no_rope_layers  # 1 where a layer rotates
@@ -262,7 +265,7 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
     granite = family == "granite"
     m = _number(hf, "residual_multiplier", source) if granite else 1.0
     # Qwen2 has biases of q, k and v without a field for them.
-    attention_bias = family not in ("qwen2", "mistral") and bool(hf.attention_bias)
+    attention_bias = family not in ("qwen2", "mistral", "phi3") and bool(hf.attention_bias)
     dtype = hf.dtype if isinstance(hf.dtype, torch.dtype) else getattr(torch, str(hf.dtype), None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
     bos = hf.bos_token_id
@@ -285,6 +288,7 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
         output_norms=family == "olmo2",
         qk_norm=family == "qwen3",
         whole_qk_norm=family == "olmo2",
+        packed=family == "phi3",
         windows=_windows(hf, family, hf.num_hidden_layers, source),
         tied=bool(hf.tie_word_embeddings),
         attention_scale=_number(hf, "attention_multiplier", source) if granite else head_dim**-0.5,

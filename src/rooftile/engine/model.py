@@ -86,7 +86,7 @@ class Decoder:
             if c.qk_norm:
                 q, k = self._normalized_and_rotated(layer, q, k, cos, sin, positions)
             else:
-                rope_(q, k, cos, sin, position_ids=positions, layout="bthd")
+                rope_(q, k, cos, sin, position_ids=positions, rotary_dim=cos.shape[-1], layout="bthd")
             options = {"causal": True, "scale": c.attention_scale, "window": c.windows[layer]}
             given, longest = cache.inputs(layer) | into, prompts.longest
             del given["lengths"]

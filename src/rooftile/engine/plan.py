@@ -210,7 +210,8 @@ class _Builder:
         tables = b * 2 * len(c.rotary.inv_freq) * 4  # cos and sin of each pair
         places = b * 3 * _LENGTH  # the token's place: a length, a count, a page
         shape = f"{b} x {c.heads}/{c.kv_heads} heads of {c.head_dim}"
-        if layer.q_norm is None and layer.input_norm is not None and is_one_kernel(p, b, self.kv_dtype):
+        plain = layer.q_norm is None and 2 * len(c.rotary.inv_freq) == c.head_dim
+        if plain and layer.input_norm is not None and is_one_kernel(p, b, self.kv_dtype):
             more = layer.input_norm.nbytes + tables + places
             name, op = "norm, qkv, RoPE and cache write", "rms_norm_qkv_rope_cache"
             yield self._product(name, op, p, self._rows(p.k), p.n, more=more, times=times)

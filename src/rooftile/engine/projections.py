@@ -133,15 +133,16 @@ class Projection:
         Writes the rotated k and v into the cache and returns the rotated q, `(b, 1, q_heads, head_dim)`. `cache` holds
         `rope_and_cache`'s arguments that describe a cache.
         """
-        if norm_weight is not None and is_one_kernel(self, x.shape[0], cache["k_cache"].dtype):
+        heads, head_dim = cache["k_cache"].shape[-2:]
+        whole = cos.shape[-1] == head_dim  # heads are rotated
+        if norm_weight is not None and whole and is_one_kernel(self, x.shape[0], cache["k_cache"].dtype):
             scale = self.scale if isinstance(self, Quantized) else None
             return rms_norm_qkv_rope_cache(
                 x[:, None], norm_weight, self.weight, cos, sin, bias=self.bias, weight_scale=scale, eps=eps, **cache
             )
-        heads, head_dim = cache["k_cache"].shape[-2:]
         qkv = self.normed(x, norm_weight, eps)[:, None].unflatten(-1, (-1, head_dim))
         q, k, v = qkv.split((qkv.shape[-2] - 2 * heads, heads, heads), dim=-2)
-        return rope_and_cache(q, k, v, cos, sin, **cache)
+        return rope_and_cache(q, k, v, cos, sin, rotary_dim=cos.shape[-1], **cache)
 
     def gated(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Activations:
         """`silu(g) * u` of `normed`, `[g | u]`, as a projection of the same format takes it."""
@@ -210,7 +211,7 @@ def is_one_row(x: Tensor) -> bool:
 
 
 def is_one_kernel(p: Projection, rows: int, cache: torch.dtype) -> bool:
-    """Whether `into_cache` is one kernel for that number of rows and a cache of that dtype."""
+    """Whether `into_cache` of heads that are rotated whole is one kernel, for rows and a cache of that dtype."""
     return rows == 1 and cache == p.dtype
 
 

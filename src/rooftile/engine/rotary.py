@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types with fixed frequencies; those of "dynamic" are fixed up to max_position_embeddings.
-KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
+# Types with fixed frequencies. Those of "dynamic" are fixed up to max_position_embeddings, those of "longrope" up to
+# original_max_position_embeddings.
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 NONE = "none"  # no rotation
 
 
@@ -26,7 +27,7 @@ class Rotary:
 
     Attributes:
         kind: the rope type.
-        inv_freq: radians per token of each pair, rounded to float32.
+        inv_freq: radians per token of each pair, rounded to float32. Elements of a head past them are not rotated.
         attention_factor: multiplies cos and sin.
         limit: from this position on, frequencies depend on the length; None if they never do.
         source: the configuration that it was read from, for errors.
@@ -39,7 +40,7 @@ class Rotary:
     source: str = dataclasses.field(default="config", compare=False)
 
     def tables(self, positions: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin of the first positions, `(positions, head_dim)` in float32, as `rooftile.rope` takes them.
+        """cos and sin of the first positions, `(positions, 2 * pairs)` in float32, as `rooftile.rope` takes them.
 
         Raises:
             ValueError: positions go beyond `limit`.
@@ -47,7 +48,7 @@ class Rotary:
         if self.limit is not None and positions > self.limit:
             raise ValueError(
                 f"{self.source}: rope_type is {self.kind!r}, whose frequencies are fixed for the first {self.limit} "
-                f"positions (max_position_embeddings), and {positions} are asked for; expected at most {self.limit}"
+                f"positions, and {positions} are asked for; expected at most {self.limit}"
             )
         # On the CPU, so that the tables are the same on every device.
         angles = torch.outer(
@@ -63,8 +64,8 @@ def none(head_dim: int) -> Rotary:
     return Rotary(NONE, (0.0,) * (head_dim // 2))
 
 
-def of(config: Any, head_dim: int, source: str) -> Rotary:
-    """The rotary embedding of a transformers configuration.
+def of(config: Any, head_dim: int, source: str, *, partial: bool = False) -> Rotary:
+    """The rotary embedding of a transformers configuration. `partial`: it may rotate a part of each head.
 
     Raises:
         ValueError: the rope type is not one of KINDS, or its settings are not valid.
@@ -77,15 +78,20 @@ def of(config: Any, head_dim: int, source: str) -> Rotary:
     kind = settings.get("rope_type", "default")
     if kind not in KINDS:
         raise ValueError(f"{source}: rope_type is {kind!r}, expected one of {', '.join(KINDS)}")
-    part = settings.get("partial_rotary_factor", 1.0)
-    if part not in (None, 1):
+    part = settings.get("partial_rotary_factor") or 1.0
+    if part != 1 and not partial:
         raise ValueError(f"{source}: partial_rotary_factor is {part!r}, expected 1")
+    rotated = int(head_dim * part)
+    if rotated < 2 or rotated % 2 or rotated > head_dim:
+        raise ValueError(
+            f"{source}: partial_rotary_factor is {part!r}, expected an even number of the {head_dim} elements of a head"
+        )
     theta = settings.get("rope_theta")
     if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ValueError(f"{source}: rope_theta is {theta!r}, expected a positive number")
     if kind == "default":
         inv_freq, factor = (
-            1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)),
+            1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / rotated)),
             1.0,
         )
     else:
@@ -98,5 +104,8 @@ def of(config: Any, head_dim: int, source: str) -> Rotary:
             raise ValueError(f"{source}: rope_parameters is {settings}, not valid for {kind!r}: {e!r}") from e
     if not bool(torch.isfinite(inv_freq).all()) or not math.isfinite(factor):
         raise ValueError(f"{source}: rope_parameters is {settings}, whose frequencies are not finite")
-    limit = config.max_position_embeddings if kind == "dynamic" else None
+    limit = {
+        "dynamic": config.max_position_embeddings,
+        "longrope": settings.get("original_max_position_embeddings"),
+    }.get(kind)
     return Rotary(kind, tuple(inv_freq.float().tolist()), float(factor), limit, source)

@@ -145,6 +145,9 @@ def _empty(
     places[_EMBEDDING] = _into(embedding)
     layers = []
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    qkv, gate_up = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": c.intermediate, "up_proj": c.intermediate}
+    if c.packed:  # in the same order
+        qkv, gate_up = {"qkv_proj": q + 2 * kv}, {"gate_up_proj": 2 * c.intermediate}
     # Of what attention adds where there is one, else before the MLP.
     between = "post_attention_layernorm"
     before_mlp = "pre_feedforward_layernorm" if c.output_norms else between
@@ -155,15 +158,13 @@ def _empty(
         layers.append(
             Layer(
                 input_norm=norm(f"{at}input_layernorm", c.hidden, c.input_norms),
-                qkv=projection(f"{at}self_attn.", {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden, c.qkv_bias),
+                qkv=projection(f"{at}self_attn.", qkv, c.hidden, c.qkv_bias),
                 q_norm=norm(f"{at}self_attn.q_norm", q_norm, has_qk_norm),
                 k_norm=norm(f"{at}self_attn.k_norm", k_norm, has_qk_norm),
                 o=projection(f"{at}self_attn.", {"o_proj": c.hidden}, q, c.o_bias),
                 attention_norm=norm(f"{at}{between}", c.hidden, c.output_norms),
                 post_norm=norm(f"{at}{before_mlp}", c.hidden, c.input_norms),
-                gate_up=projection(
-                    f"{at}mlp.", {"gate_proj": c.intermediate, "up_proj": c.intermediate}, c.hidden, c.mlp_bias
-                ),
+                gate_up=projection(f"{at}mlp.", gate_up, c.hidden, c.mlp_bias),
                 down=projection(f"{at}mlp.", {"down_proj": c.hidden}, c.intermediate, c.mlp_bias),
                 mlp_norm=norm(f"{at}post_feedforward_layernorm", c.hidden, c.output_norms),
             )
