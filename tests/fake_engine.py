@@ -86,6 +86,11 @@ class Stream:
 
     async def aclose(self):
         self._task.cancel()
+        self._engine.live.discard(self)
+
+    def end(self):
+        self._task.cancel()
+        self._queue.put_nowait(types.SimpleNamespace(token=-1, text="", logprob=None, finish_reason="abort"))
 
 
 class FakeEngine:
@@ -103,6 +108,7 @@ class FakeEngine:
         )
         self.answer, self.delay, self.fails, self.max_waiting = answer, delay, fails, max_waiting
         self.slots = asyncio.Semaphore(max_batch)
+        self.live = set()
         self.running = self.waiting = self.generated_tokens = self.prompt_tokens = self.added = 0
         self.last = {}
 
@@ -119,7 +125,15 @@ class FakeEngine:
         self.added += 1
         self.prompt_tokens += len(prompt)
         tokens = [*self.engine.tokenizer.encode(text).ids, END][: options["max_new_tokens"]]
-        return Stream(self, f"request-{self.added}", prompt, tokens, options["logprobs"], top)
+        stream = Stream(self, f"request-{self.added}", prompt, tokens, options["logprobs"], top)
+        self.live.add(stream)
+        self.loop = asyncio.get_running_loop()
+        return stream
+
+    def close(self):
+        """Abort everything. Any thread may call it."""
+        for stream in [*self.live]:
+            self.loop.call_soon_threadsafe(stream.end)
 
     def stats(self):
         return types.SimpleNamespace(

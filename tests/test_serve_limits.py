@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from rooftile import byte_model
 from rooftile.cli import app as command_line
+from rooftile.serve.app import Options, create_app
+from rooftile.serve.server import BackgroundServer
 
 ASK = {"model": "small", "prompt": "a"}
 JSON = {"content-type": "application/json"}
@@ -263,6 +265,30 @@ class TestDraining:
             assert httpx.get(server.url + "/metrics").status_code == 200
             thread.join()
             assert answers[0].json()["choices"][0]["text"] == expected("a")[:30]
+
+    def test_what_does_not_end_in_time_is_aborted(self):
+        engine = FakeEngine(delay=0.05)
+        app = create_app(engine, Options(names=("small",)))
+        with BackgroundServer(app, abort=engine.close, drain_timeout=0.2) as server:
+            answers = []
+
+            def ask(stream):
+                answers.append(post(server, {**ASK, "max_tokens": 200, "stream": stream}))
+
+            threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+            engine.answer = lambda prompt: "x" * 400
+            for thread in threads:
+                thread.start()
+            time.sleep(0.3)
+            server._server.handle_exit(signal.SIGTERM, None)
+            for thread in threads:
+                thread.join(5)
+            server._thread.join(5)
+            assert not server._thread.is_alive()
+        whole, events = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "shutting_down")
+        assert '"finish_reason":"abort"' in events.text
+        assert events.text.endswith("data: [DONE]\n\n")
 
     def test_sigterm(self, tmp_path):
         """The command, in a process of its own: what runs is finished, and the process ends with code 0."""
