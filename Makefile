@@ -28,6 +28,7 @@ test:
 
 test-all:
 	$(WITH) test -m pytest -n $(JOBS) --dist loadfile -m "nightly or not nightly" $(ARGS)
+	$(WITH) test tools/compile_targets.py options
 
 lint:
 	$(WITH) dev -m ruff check .
