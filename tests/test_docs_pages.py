@@ -1,5 +1,6 @@
 """The documentation: its examples run as they stand, its links lead somewhere, and the layout names all there is."""
 
+import importlib
 import inspect
 import re
 
@@ -108,7 +109,10 @@ def test_the_reference_has_every_public_name_once():
     named = [
         n for page in REFERENCE for n in re.findall(r"^::: rooftile\.(\S+)$", page.read_text("utf-8"), re.MULTILINE)
     ]
-    assert sorted(named) == sorted(set(rooftile.__all__) - {"__version__"})
+    assert len(named) == len(set(named))
+    assert {n for n in named if "." not in n} == set(rooftile.__all__) - {"__version__"}
+    for module, _, name in (n.rpartition(".") for n in named if "." in n):  # public in a module of its own
+        assert name in importlib.import_module(f"rooftile.{module}").__all__
 
 
 def _wrong_names(value):

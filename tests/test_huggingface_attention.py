@@ -92,7 +92,7 @@ def test_logits_of_padded_batches(title):
         assert {func._schema.name for func, _, _ in record.calls} == {"rooftile::attention"}
 
 
-@pytest.mark.parametrize("title", nightly_but(("Llama", "Gemma 3", "DeepSeek-V3", "GPT-2", "T5"), GENERATING))
+@pytest.mark.parametrize("title", nightly_but(("Llama", "Gemma 3", "T5"), GENERATING))
 def test_greedy_tokens_of_a_padded_batch(title):
     """The prompt's token, and two steps after it."""
     eager, ours = pair(title)
@@ -174,7 +174,7 @@ def test_beams_and_several_tokens_a_step():
     assert any(1 < args[0].shape[1] < 11 for _, args, _ in record.calls)
 
 
-@pytest.mark.parametrize("title", ["Llama", "Gemma 3", "gpt-oss"])
+@pytest.mark.parametrize("title", nightly_but(("gpt-oss",), ("Llama", "Gemma 3", "gpt-oss")))
 def test_a_prompt_in_two_parts(title):
     """More than one new token against a cache: causal at the end of the keys."""
     eager, ours = pair(title)
