@@ -301,8 +301,9 @@ def bench_serve(
             impl=impl,
             rates=_rates(names_of(rates) or []),
             clients=_positive(clients or ([] if rates else default), "--clients"),
+            # Of a model that is not known here, ids that every tokenizer has.
             workload=load.Workload(
-                requests, prompt, new, fixed, max_seq_len, MODELS.get(model, MODELS["llama-3-8b"])["vocab_size"], seed
+                requests, prompt, new, fixed, max_seq_len, MODELS.get(model, {"vocab_size": 256})["vocab_size"], seed
             ),
             limits=load.Limits(first_limit, each_limit),
             engine={
