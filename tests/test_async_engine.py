@@ -1,7 +1,9 @@
 """AsyncEngine: requests as they come get the tokens of `generate`, and all they took is given back."""
 
 import asyncio
+import collections
 import gc
+import random
 import threading
 import time
 
@@ -10,6 +12,7 @@ import torch
 
 import rooftile
 from rooftile.engine import QueueFull, RequestError
+from rooftile.engine.prefix import PrefixCache, page_names
 
 pytest.importorskip("transformers")
 
@@ -157,8 +160,9 @@ def test_the_queue_is_bounded_and_a_lower_number_goes_first(engine):
             add(served, 0)
         with pytest.raises(ValueError, match="request_id is '1', which a live request has"):
             add(served, 0, request_id="1")
-        order, admit = [], served._worker.loop.scheduler.admit
-        served._worker.loop.scheduler.admit = lambda: (got := admit(), order.extend(r.id for r in got))[0]
+        order, scheduler = [], served._worker.loop.scheduler
+        admitted = scheduler._admitted
+        scheduler._admitted = lambda r, work: admitted(r, work) and (order.append(r.id) or True)
         release()
         for stream in running + waiting:
             stream.result()
@@ -193,6 +197,191 @@ def until(true):
             return
         time.sleep(0.01)
     raise AssertionError("it did not come true in 30 s")
+
+
+LONG = [[(7 * t) % 131 for t in range(37)], [(5 * t + 3) % 131 for t in range(20)]]
+
+
+@pytest.mark.parametrize(("family", "step_tokens"), [("llama", 4), ("mistral", 11), ("qwen3", 30)])
+def test_prompts_in_parts_beside_decoding_give_the_tokens_of_whole_ones(family, step_tokens):
+    """None decodes less often than once a step, and no step has more tokens than it may."""
+    more = {"llama": {}, "mistral": {"sliding_window": 7}, "qwen3": {"head_dim": 8}}[family]
+    engine = rooftile.Engine.from_config(
+        CONFIG | {"model_type": family} | more, dtype=torch.float32, max_batch=3, max_seq_len=48, page_size=16
+    )
+    prompts = [PROMPTS[1], *LONG, PROMPTS[3]]
+    expected = [c.tokens for c in engine.generate(prompts, max_new_tokens=8, ignore_eos=True)]
+    plans = []
+    with rooftile.AsyncEngine(engine, step_tokens=step_tokens, prefix_cache=False) as served:
+        scheduler = served._worker.loop.scheduler
+        plan = scheduler.plan
+        scheduler.plan = lambda: plans.append(plan()) or plans[-1]
+        streams = [served.add(p, max_new_tokens=8, ignore_eos=True) for p in prompts]
+        assert [s.result().tokens for s in streams] == expected
+        assert served.stats().prompt_tokens == sum(len(p) for p in prompts)
+    assert max(sum(p.values()) for p in plans) <= step_tokens
+    assert any(1 in p.values() and len({*p.values()}) > 1 for p in plans), "no step was mixed"
+    assert free_of(engine) == (9, 0)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_cache_of_8_bits_is_read_with_its_scales(kv_dtype):
+    """A part of a prompt sees the rounded keys of earlier parts: log-probabilities are about those of exact ones."""
+    exact = made().generate(LONG[0], max_new_tokens=1, logprobs=True, ignore_eos=True)[0]
+    with rooftile.AsyncEngine(made(kv_dtype=kv_dtype), step_tokens=8) as served:
+        found = served.add(LONG[0], max_new_tokens=1, logprobs=True, ignore_eos=True).result()
+    assert found.tokens == exact.tokens
+    assert found.logprobs == pytest.approx(exact.logprobs, abs=0.1)
+    assert found.logprobs != exact.logprobs
+
+
+def checked(served):
+    """Check after each step that pages are free or used as often as sequences hold them. Returns the plans."""
+    loop, cache, plans = served._worker.loop, served.engine.runner.cache, []
+    step, plan = loop.step, loop.scheduler.plan
+
+    def step_and_check():
+        events = step()
+        running = {id(r.sequence) for r in loop.scheduler.running}
+        assert running == {id(s) for s in cache.sequences}
+        assert not any(r.sequence for r in loop.scheduler.waiting)
+        users = collections.Counter(page for s in cache.sequences for page in s.pages)
+        assert cache._users == [users[page] for page in range(len(cache._users))]
+        assert sorted([*cache._free, *cache._unused, *users]) == list(range(len(cache._users)))
+        assert cache._page_of == {name: page for page, name in cache._name_of.items()}
+        assert {*cache._unused} <= {*cache._name_of}
+        assert not {*cache._free} & {*cache._name_of}
+        for s in cache.sequences:
+            assert (s.length, len(s.pages)) == (int(cache.lengths[s.slot]), -(-s.length // cache.page_size))
+            for page in s.pages[s.length // cache.page_size :]:
+                assert users[page] == 1, "a page that is still written has several users"
+        return events
+
+    loop.step, loop.scheduler.plan = step_and_check, lambda: plans.append(plan()) or plans[-1]
+    return plans
+
+
+def test_equal_beginnings_share_pages_and_give_the_tokens_of_whole_prompts():
+    """While the first one runs, after it has ended, behind its new tokens, and for a prompt that is all there."""
+    engine, beginning = made(max_batch=2), LONG[0][:32]
+    prompts = [[*beginning, 1, 2, 3], [*beginning, 9], beginning, beginning[:16] + [5] * 9]
+    expected = [engine.generate(p, max_new_tokens=6, ignore_eos=True)[0].tokens for p in prompts]
+    with rooftile.AsyncEngine(engine, step_tokens=40) as served:
+        checked(served)
+        first = served.add(prompts[0], max_new_tokens=6, ignore_eos=True)
+        next(first)
+        streams = [served.add(p, max_new_tokens=6, ignore_eos=True) for p in prompts[1:]]
+        assert [s.result().tokens for s in (first, *streams)] == expected
+        stats = served.stats()
+        assert stats.prefix_hit_tokens == 0 + 32 + 16 + 16
+        assert stats.prefix_query_tokens == sum(len(p) for p in prompts)
+        assert stats.prompt_tokens == stats.prefix_query_tokens - stats.prefix_hit_tokens
+
+        longest = served.add(LONG[1], max_new_tokens=16, ignore_eos=True).result()
+        follow = longest.prompt + longest.tokens
+        served.add(follow, max_new_tokens=2, ignore_eos=True).result()
+        assert served.stats().prefix_hit_tokens - stats.prefix_hit_tokens == 32  # of 35 whose keys were computed
+        assert served.stats().pages_used == 0
+    with rooftile.AsyncEngine(engine, prefix_cache=False) as served:
+        assert served.add(prompts[0], max_new_tokens=6, ignore_eos=True).result().tokens == expected[0]
+        assert served.stats().prefix_query_tokens == 0
+
+
+def test_pages_that_were_used_least_recently_lose_their_names_first(device):
+    cache = PrefixCache(4, 16, 1, 8, max_sequences=2, dtype=torch.float32, device=device)
+    names = {}
+    for token in (1, 2):
+        sequence = cache.allocate()
+        cache.extend({sequence: 32})
+        names[token] = page_names([token] * 40, 16)
+        assert len(names[token]) == 2
+        cache.name(sequence, names[token])
+        cache.free(sequence)
+    assert page_names([1] * 16 + [2] * 16, 16) == [names[1][0], page_names([1] * 16 + [2] * 16, 16)[1]]
+    assert page_names([1] * 16 + [2] * 16, 16)[1] not in names[2]
+    assert cache.free_pages == 4
+    again = cache.share(cache.find(names[1]))  # used now
+    assert (cache.free_pages, cache.unused(again.pages)) == (2, 0)
+    cache.free(again)
+    other = cache.allocate()
+    cache.extend({other: 17})
+    assert [len(cache.find(names[token])) for token in (1, 2)] == [2, 0]
+    cache.extend({other: 16})
+    assert [len(cache.find(names[token])) for token in (1, 2)] == [1, 0]  # the end before the beginning
+    cache.forget()
+    assert cache.find(names[1]) == []
+    cache.free(other)
+    assert cache.free_pages == 4
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_who_came_last_gives_its_pages_back_and_gets_equal_tokens_later(prefix_cache):
+    """Pages for the beginning of two, and the whole of one; drawn and penalised ones."""
+    engine, new = made(pages=3), 7
+    prompts = [[7, 8, 9] * 4, [20, 21] * 6, [40] * 11]
+    options = [{"max_new_tokens": new, "ignore_eos": True, **how} for how in HOW[1:]]
+    expected = [engine.generate(p, **how)[0].tokens for p, how in zip(prompts, options, strict=True)]
+    with rooftile.AsyncEngine(engine, prefix_cache=prefix_cache) as served:
+        plans = checked(served)
+        streams = [served.add(p, **how) for p, how in zip(prompts, options, strict=True)]
+        assert [s.result().tokens for s in streams] == expected
+        stats = served.stats()
+    assert stats.preemptions >= 1
+    assert stats.finished["length"] == 3
+    # The first one never stands still.
+    first = next(r for r in plans[0] if r.order == 0)
+    assert [first in plan for plan in plans[:new]] == [True] * new
+
+
+def test_threads_that_add_and_abort_at_random_lose_and_mix_nothing():
+    """Three threads, few pages, equal beginnings, small steps, and streams that are read, aborted or abandoned."""
+    engine = made(pages=6)
+    prompts = [LONG[0][:18], LONG[0][:33], [*LONG[0][:16], 9], LONG[1], PROMPTS[0]]
+    options = [{"max_new_tokens": 8 if len(p) < 30 else 4, "ignore_eos": True} for p in prompts]
+    options[1] |= HOW[1]
+    options[3] |= HOW[3]
+    expected = [engine.generate(p, **how)[0].tokens for p, how in zip(prompts, options, strict=True)]
+    ended = collections.Counter()
+    problems = []
+
+    def client(rng):
+        try:
+            for _ in range(5):
+                i, what = rng.randrange(len(prompts)), rng.choice(["read", "read", "abort", "abandon"])
+                stream = served.add(prompts[i], priority=rng.randrange(2), **options[i])
+                tokens = []
+                for chunk in stream:
+                    if chunk.token >= 0:
+                        tokens.append(chunk.token)
+                    if what != "read" and len(tokens) >= rng.randrange(4):
+                        break
+                if what == "abort":
+                    stream.abort()
+                    found = stream.result()
+                    assert found.finish_reason in ("abort", "length")
+                    tokens = found.tokens
+                assert tokens == expected[i][: len(tokens)], (i, what)
+                ended[what] += len(tokens) == len(expected[i])
+        except BaseException as error:
+            problems.append(error)
+
+    with rooftile.AsyncEngine(engine, step_tokens=12) as served:
+        checked(served)
+        threads = [threading.Thread(target=client, args=(random.Random(n),)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if problems:
+            raise problems[0]
+        gc.collect()
+        until(lambda: served.stats().running == served.stats().waiting == 0)
+        stats = served.stats()
+        assert sum(stats.finished.values()) == 15
+        assert stats.finished["error"] == stats.pages_used == 0
+        assert stats.prefix_hit_tokens > 0
+        assert ended["read"] > 0
+    assert free_of(engine) == (6, 0)
 
 
 def test_an_error_in_one_request_ends_that_request_alone(served, expected, monkeypatch):

@@ -6,9 +6,13 @@ from rooftile import optim as optim
 from rooftile.engine import AsyncEngine as AsyncEngine
 from rooftile.engine import Completion as Completion
 from rooftile.engine import Engine as Engine
+from rooftile.engine import EngineStats as EngineStats
 from rooftile.engine import KVCache as KVCache
 from rooftile.engine import PagedKVCache as PagedKVCache
 from rooftile.engine import PagedSequence as PagedSequence
+from rooftile.engine import QueueFull as QueueFull
+from rooftile.engine import RequestError as RequestError
+from rooftile.engine import Stream as Stream
 from rooftile.engine import StreamChunk as StreamChunk
 from rooftile.huggingface import AutoModelForCausalLM as AutoModelForCausalLM
 from rooftile.huggingface import PatchHandle as PatchHandle

@@ -24,7 +24,7 @@ from rooftile.engine.engine import Engine, Stop
 from rooftile.engine.generation import Completion, StreamChunk, encoded, integer
 from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Sampling
-from rooftile.engine.scheduling import Request
+from rooftile.engine.scheduling import ContinuousScheduler, Request
 
 
 class QueueFull(RuntimeError):
@@ -188,8 +188,9 @@ class Stream:
 class _Worker:
     """The thread of an `AsyncEngine`, and what reaches it."""
 
-    def __init__(self, engine: Engine, loop: Loop, max_waiting: int) -> None:
-        self.engine, self.loop, self.max_waiting = engine, loop, max_waiting
+    def __init__(self, engine: Engine, scheduler: ContinuousScheduler, max_waiting: int) -> None:
+        self.engine, self.max_waiting, self._scheduler = engine, max_waiting, scheduler
+        self.loop = Loop(engine.runner, scheduler)
         # A request to add, the channel of one to abort, or None, to look at the rest.
         self._inbox: queue.SimpleQueue[Request | _Channel | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -301,6 +302,7 @@ class _Worker:
             # What the step has read is lost with it, and no request can go on.
             ended = [*self.loop.scheduler.waiting, *self.loop.scheduler.running]
             self.loop.clear()  # if this fails, too, the engine has failed
+            self.engine.runner.cache.forget()  # what the failed step wrote
             self._publish()
             for request in ended:
                 self._deliver(request, error)
@@ -344,6 +346,9 @@ class _Worker:
                 pages=pages,
                 prompt_tokens=loop.prompt_tokens,
                 generated_tokens=loop.generated_tokens,
+                prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
+                prefix_query_tokens=self._scheduler.prefix_query_tokens,
+                preemptions=self._scheduler.preemptions,
                 steps=loop.steps,
             )
 
@@ -383,11 +388,17 @@ class AsyncEngine:
         if not isinstance(engine, Engine):
             raise TypeError(f"AsyncEngine: engine is {engine!r}, expected an Engine")
         check_positive("AsyncEngine", max_waiting=max_waiting, step_tokens=step_tokens)
+        if step_tokens <= engine.max_batch:
+            raise ValueError(
+                f"AsyncEngine: step_tokens is {step_tokens}, expected more than max_batch, {engine.max_batch}: each "
+                "sequence that decodes gets a token in every step"
+            )
         if engine._generating:
             raise RuntimeError("AsyncEngine: the engine generates already")
         engine._generating = True
         self.engine = engine
-        self._worker = _Worker(engine, Loop(engine.runner, engine._scheduler()), max_waiting)
+        scheduler = ContinuousScheduler(engine.runner, step_tokens, prefix_cache)
+        self._worker = _Worker(engine, scheduler, max_waiting)
         self._finalizer = weakref.finalize(self, self._worker.stop)
         self._finalizer.atexit = False
         _WORKERS.add(self._worker)

@@ -653,10 +653,10 @@ class PagedKVCache(CacheBase):
                 if users.setdefault(last, self._users[last]) > 1:
                     users[last] -= 1  # the last of its sequences keeps the page
                     shared.append(sequence)
-        if needed + len(shared) > len(self._free):
+        if needed + len(shared) > self.free_pages:
             raise ValueError(
                 f"PagedKVCache.reserve: the cache is full: the new tokens need {needed + len(shared)} pages, and "
-                f"{len(self._free)} are free"
+                f"{self.free_pages} are free"
             )
 
         pairs = []

@@ -228,7 +228,8 @@ class Engine:
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
         loop = Loop(self.runner, self._scheduler())
-        loop.scheduler.waiting.extend(requests)
+        for request in requests:
+            loop.add(request)
         chunks = self._chunks(loop)
         if stream:
             return chunks

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+from rooftile.engine.cache import PagedSequence
 from rooftile.engine.generation import Readback, StreamChunk
-from rooftile.engine.runner import Runner
+from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
 
 Event = tuple[Request, StreamChunk | Exception]
@@ -59,20 +61,40 @@ class Loop:
     def _launch(self) -> list[Request]:
         """The requests that get a token in the step that was launched."""
         runner, scheduler = self.runner, self.scheduler
-        if requests := scheduler.admit():
-            sequences = runner.prefill([r.prompt for r in requests], [r.sampling for r in requests])
-            for request, sequence in zip(requests, sequences, strict=True):
+        work = scheduler.plan()
+        if not work:
+            return []
+        self.steps += 1
+        self.prompt_tokens += sum(n for r, n in work.items() if not r.decoding)
+        if all(r.decoding for r in work):
+            runner.decode([r.sequence for r in work if r.sequence is not None])
+        elif all(r.sequence is None and n == len(r.filled) for r, n in work.items()):
+            sequences = runner.prefill([r.filled for r in work], [r.sampling for r in work])
+            for request, sequence in zip(work, sequences, strict=True):
                 request.sequence = sequence
-                self.prompt_tokens += len(request.prompt)
-        elif requests := scheduler.unfinished():
-            runner.decode([r.sequence for r in requests if r.sequence is not None])
+        else:
+            self._extend(work)
+        for request in work:
+            scheduler.launched(request)
+        requests = [r for r in work if r.decoding]  # by now
         if requests:
-            self.steps += 1
             for request in requests:
                 request.launched += 1
             logprobs = any(r.watch is not None and r.watch.logprobs for r in requests)
             self._launched.append(Readback(runner, requests, logprobs))
         return requests
+
+    def _extend(self, work: dict[Request, int]) -> None:
+        new: dict[PagedSequence, Sequence[int] | None] = {}
+        begun: dict[PagedSequence, tuple[Sequence[int], Sampling]] = {}
+        for request, n in work.items():
+            if request.sequence is None:
+                request.sequence = self.runner.share([])
+            at, sequence = request.computed, request.sequence
+            new[sequence] = None if request.decoding else request.filled[at : at + n]
+            if at < len(request.filled) == at + n:
+                begun[sequence] = request.filled, request.sampling
+        self.runner.extend(new, begun)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

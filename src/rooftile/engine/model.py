@@ -15,10 +15,10 @@ from torch import Tensor
 from rooftile.engine.cache import PagedKVCache
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.projections import Activations, Projection
-from rooftile.engine.prompts import Inputs, PromptBatch
+from rooftile.engine.prompts import Inputs, MixedBatch, PromptBatch
 from rooftile.engine.weights import Weights
 from rooftile.ops.add_rms_norm import add_rms_norm
-from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.attention import attention, attention_paged, attention_varlen
 from rooftile.ops.decode_attention import decode_attention
 from rooftile.ops.embedding import embedding
 from rooftile.ops.kv_cache import append_kv, rope_and_cache
@@ -69,13 +69,14 @@ class Decoder:
 
         return self._logits(self._layers(self._embed(ids), attend))
 
-    def prefill(self, prompts: PromptBatch, inputs: Inputs) -> Tensor:
+    def prefill(self, prompts: PromptBatch | MixedBatch, inputs: Inputs) -> Tensor:
         """Logits of the token that follows each prompt, `(n, V)`, or of every token, where the batch asks for them.
 
-        The cache has pages for the prompts; nothing has been written into them.
+        The cache has pages for the prompts; nothing has been written into them. A `MixedBatch` continues what is in the
+        cache, which is in the step of its tokens.
         """
         c, cache = self.config, self.cache
-        positions = inputs.positions
+        positions, ends = inputs.positions, inputs.ends
         into = {"starts": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
 
         def attend(layer: int, x: Tensor) -> Tensor:
@@ -95,7 +96,14 @@ class Decoder:
                 return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[arg-type,union-attr]
             q, k, v = q[0], k[0], v[0]
             append_kv(k[:, None], v[:, None], **given)
-            return attention_varlen(q, k, v, inputs.ends, max_seqlen_q=longest, max_seqlen_k=longest, **options)  # type: ignore[arg-type,return-value]
+            if prompts.in_cache and ends is not None:
+                slots, given = ends.shape[0] - 1, cache.inputs(layer)
+                scales = {name: given[name] for name in ("k_scale", "v_scale", "cache_layout")}
+                return attention_paged(  # type: ignore[return-value]
+                    q, given["k_cache"], given["v_cache"], cache.page_table[:slots], cache.lengths[:slots], ends,
+                    max_seqlen_q=longest, **scales, **options,  # type: ignore[arg-type]
+                )  # fmt: skip
+            return attention_varlen(q, k, v, ends, max_seqlen_q=longest, max_seqlen_k=longest, **options)  # type: ignore[arg-type,return-value]
 
         x = self._layers(self._embed(inputs.ids), attend)
         if inputs.rows is not None:

@@ -7,6 +7,7 @@ are packed into one sequence, and each token carries its place in the cache.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,47 +54,16 @@ class Inputs(NamedTuple):
     ends: Tensor | None
 
 
-class PromptBatch:
-    """Prompts, laid out on the host.
-
-    Args:
-        prompts: the tokens of each, one or more.
-        pages: the pages of each, with room for all tokens; nothing has been written into them.
-        page_size, capacity: of the cache.
-        every: whether logits of every token are wanted, not only of each prompt's last.
-        pad: whether padding is allowed. In float16 it is not: an activation of the padding may overflow, attention
-            multiplies it by 0, and infinity times 0 is NaN.
+class _Laid:
+    """Fields of `Inputs`, side by side in memory of the host.
 
     Attributes:
-        n: the number of prompts.
-        length: of each, with padding; None where they are packed.
-        shape: (n, length), which determines all launches, if that length gets a graph; else None.
-        longest: tokens of the longest prompt.
-        numbers: all of `Inputs`, int32, in (pinned) host memory.
+        numbers: all fields, int32, in (pinned) host memory.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        pages: Sequence[Sequence[int]],
-        page_size: int,
-        capacity: int,
-        *,
-        every: bool = False,
-        pad: bool = True,
-        pinned: bool = False,
-    ) -> None:
-        lengths = [len(p) for p in prompts]
-        self.n, self.longest = len(prompts), max(lengths)
-        self.length = self.longest if self.longest == min(lengths) else None
-        padded = None if every else padded_length(lengths, capacity)
-        if padded is not None and (pad or padded == self.length):
-            self.length = padded
-        else:
-            padded = None
-        self.shape = None if padded is None else (self.n, padded)
-        layout = self._packed if self.length is None else self._batch
-        fields = layout(prompts, pages, page_size, every)
+    in_cache = False  # whether the keys that the tokens see are read from the cache
+
+    def _lay(self, fields: Inputs, pinned: bool) -> None:
         self._shapes = [None if x is None else x.shape for x in fields]
         # 16 bytes apart: Triton compiles another kernel for another alignment.
         self._at = list(
@@ -120,6 +90,48 @@ class PromptBatch:
             for at, shape in zip(self._at, self._shapes, strict=False)
         ]
 
+
+class PromptBatch(_Laid):
+    """Prompts, laid out on the host.
+
+    Args:
+        prompts: the tokens of each, one or more.
+        pages: the pages of each, with room for all tokens; nothing has been written into them.
+        page_size, capacity: of the cache.
+        every: whether logits of every token are wanted, not only of each prompt's last.
+        pad: whether padding is allowed. In float16 it is not: an activation of the padding may overflow, attention
+            multiplies it by 0, and infinity times 0 is NaN.
+
+    Attributes:
+        n: the number of prompts.
+        length: of each, with padding; None where they are packed.
+        shape: (n, length), which determines all launches, if that length gets a graph; else None.
+        longest: tokens of the longest prompt.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        page_size: int,
+        capacity: int,
+        *,
+        every: bool = False,
+        pad: bool = True,
+        pinned: bool = False,
+    ) -> None:
+        lengths = [len(p) for p in prompts]
+        self.n, self.longest = len(prompts), max(lengths)
+        self.length = self.longest if self.longest == min(lengths) else None
+        padded = None if every else padded_length(lengths, capacity)
+        if padded is not None and (pad or padded == self.length):
+            self.length = padded
+        else:
+            padded = None
+        self.shape = None if padded is None else (self.n, padded)
+        layout = self._packed if self.length is None else self._batch
+        self._lay(layout(prompts, pages, page_size, every), pinned)
+
     def _batch(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page_size: int, every: bool
     ) -> Inputs:
@@ -144,6 +156,73 @@ class PromptBatch:
         return Inputs(
             torch.cat(ids), rows, positions % page_size, torch.cat(of_tokens)[:, None], None, positions, ends
         )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """New tokens of one sequence.
+
+    Attributes:
+        slot: of the sequence.
+        start: the position of the first.
+        tokens: None for a single one, the newest of that slot, which the device knows.
+        pages: of the sequence, with room for them.
+        last: whether the logits behind the last one are wanted.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int] | None
+    pages: Sequence[int]
+    last: bool
+
+
+class MixedBatch(_Laid):
+    """New tokens of sequences, any number of each, whose earlier tokens are in the cache, laid out on the host.
+
+    They are packed in the order of their slots; `ends` has a range for each slot, which may be empty. So the page table
+    and the lengths of the cache are what attention needs.
+
+    Args:
+        parts: one or more, of different slots.
+        page_size: of the cache.
+
+    Attributes:
+        rows: the number of logits, those of the first slots; slots whose logits are not wanted have any.
+        longest: tokens of the longest part.
+    """
+
+    in_cache, length = True, None
+
+    def __init__(self, parts: Sequence[Part], page_size: int, *, pinned: bool = False) -> None:
+        parts = sorted(parts, key=lambda part: part.slot)
+        ids, positions, pages = list[int](), list[int](), list[int]()
+        counts, rows = [0] * (parts[-1].slot + 1), [0] * (max((p.slot for p in parts if p.last), default=0) + 1)
+        self._runs: list[tuple[int, int, int]] = []  # of newest tokens: their place, the first slot, how many
+        for part in parts:
+            n = counts[part.slot] = 1 if part.tokens is None else len(part.tokens)
+            if part.tokens is None:
+                place, first, many = self._runs[-1] if self._runs else (0, 0, 0)
+                if many and (place + many, first + many) == (len(ids), part.slot):
+                    self._runs[-1] = place, first, many + 1
+                else:
+                    self._runs.append((len(ids), part.slot, 1))
+            ids += (0,) if part.tokens is None else part.tokens
+            positions += range(part.start, part.start + n)
+            pages += (part.pages[at // page_size] for at in range(part.start, part.start + n))
+            if part.last:
+                rows[part.slot] = len(ids) - 1
+        self.n, self.rows, self.longest = 1, len(rows), max(counts)
+        at, ends = _int32(positions), _int32(list(itertools.accumulate(counts, initial=0)))
+        fields = Inputs(_int32(ids), _int32(rows), at % page_size, _int32(pages)[:, None], None, at, ends)
+        self._lay(fields, pinned)
+
+    def filled(self, device: torch.device, newest: Tensor) -> Inputs:
+        """Everything on the device, with the newest tokens of slots where they belong. Nothing waits."""
+        inputs = self.on(device)
+        for place, slot, n in self._runs:
+            inputs.ids[place : place + n].copy_(newest[slot : slot + n])
+        return inputs
 
 
 def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile.engine.cache import PagedKVCache, PagedSequence
+from rooftile.engine.cache import PagedSequence
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.modes import on, plain_mode
-from rooftile.engine.prompts import PromptBatch
+from rooftile.engine.prefix import PrefixCache
+from rooftile.engine.prompts import MixedBatch, Part, PromptBatch
 from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import mark_seen_, sample_
@@ -188,7 +189,7 @@ class Runner:
     ) -> None:
         device = weights.embedding.device
         needed = max_batch * -(-max_seq_len // page_size)
-        self.cache = PagedKVCache(
+        self.cache = PrefixCache(
             needed if pages is None else pages, page_size, config.kv_heads, config.head_dim,
             max_sequences=max_batch, max_seq_len=max_seq_len, layers=config.layers,
             dtype=weights.embedding.dtype if kv_dtype is None else kv_dtype, device=device,
@@ -278,6 +279,39 @@ class Runner:
                 self._step(b, greedy)
             else:
                 graph.replay()
+
+    def extend(
+        self,
+        new: Mapping[PagedSequence, Sequence[int] | None],
+        begun: Mapping[PagedSequence, tuple[Sequence[int], Sampling]],
+    ) -> None:
+        """A step that mixes parts of prompts with single tokens.
+
+        Args:
+            new: the next tokens of each sequence; None for its newest token, which is on the device.
+            begun: sequences that have no new token yet and get the first one in this step, with all of their tokens.
+                Those whose newest token is extended get another. The newest tokens of other slots are lost.
+
+        Raises:
+            ValueError: a sequence would be longer than `max_seq_len`, or there are no pages left. Nothing has changed
+                then.
+        """
+        with self._entered(f"extend {len(new)}"):
+            starts = {s: s.length for s in new}
+            self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
+            parts = [Part(s.slot, starts[s], t, s.pages, t is None or s in begun) for s, t in new.items()]
+            laid_out = MixedBatch(parts, self.cache.page_size, pinned=self._device.type == "cuda")
+            logits = self.decoder.prefill(laid_out, laid_out.filled(self._device, self.tokens))
+            if begun:
+                tokens, sampling = zip(*begun.values(), strict=True)
+                self._set([s.slot for s in begun], tokens, sampling)
+            if slots := [part.slot for part in parts if part.last]:
+                self._sample(slice(0, laid_out.rows), logits, all(self._sampling[slot].greedy for slot in slots))
+
+    def share(self, pages: Sequence[int]) -> PagedSequence:
+        """A new sequence of the tokens of those pages, none or more, which the cache has found."""
+        with self._entered():
+            return self.cache.share(pages)
 
     def free(self, sequence: PagedSequence) -> None:
         """Release a sequence's slot and pages."""

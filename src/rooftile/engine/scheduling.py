@@ -1,7 +1,12 @@
-"""Which sequences run: first come, first served, as soon as there are a slot and enough pages.
+"""Which sequences run, and how many tokens each gets in a step.
 
-A sequence is admitted only if the cache has pages for its prompt and all of its new tokens, so it never has to wait or
-to be evicted later. It takes the pages as it grows.
+`Scheduler` is for prompts that are all there: first come, first served, as soon as there are a slot and enough pages. A
+sequence is admitted only if the cache has pages for its prompt and all of its new tokens, so it never has to wait or to
+be evicted later. It takes the pages as it grows. Prompts are computed whole, while no sequence decodes.
+
+`ContinuousScheduler` is for requests as they come. A step has one token of each sequence that decodes, and parts of
+prompts up to a number of tokens. A sequence is admitted as soon as there are pages for its prompt. Where pages run out
+later, the sequence that came last gives its pages back and is computed again.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rooftile.engine.cache import PagedSequence
-from rooftile.engine.runner import Sampling
+from rooftile.engine.prefix import page_names
+from rooftile.engine.runner import Runner, Sampling
 
 if TYPE_CHECKING:
     from rooftile.engine.generation import Watch
@@ -25,10 +31,13 @@ class Request:
     Attributes:
         index: of the prompt.
         limit: the most new tokens.
+        filled: the tokens to compute before the next one is drawn: the prompt, and what was drawn before the sequence
+            gave its pages back.
+        names: of the full pages of its tokens, as far as they were needed.
         launched: new tokens whose steps were launched; the host has seen `len(tokens)` of them.
         finish_reason: "stop", "length", "abort" or "error", once it has ended.
         watch: follows its tokens.
-        priority: requests with a lower number start first.
+        priority, order: requests with a lower number start first, and among equals the one that came first.
         id: of a request that was added to an `AsyncEngine`.
     """
 
@@ -37,18 +46,35 @@ class Request:
     limit: int
     sampling: Sampling
     sequence: PagedSequence | None = None
+    filled: Sequence[int] = ()
+    names: list[bytes] = dataclasses.field(default_factory=list)
     launched: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     watch: Watch | None = None
     priority: int = 0
+    order: int = 0
     id: str = ""
 
     @property
     def longest(self) -> int:
         """The most tokens that the cache will hold: the last new token is never written."""
         return len(self.prompt) + self.limit - 1
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.priority, self.order
+
+    @property
+    def computed(self) -> int:
+        """Tokens in the cache."""
+        return 0 if self.sequence is None else self.sequence.length
+
+    @property
+    def decoding(self) -> bool:
+        """Whether each of its steps is a single token."""
+        return self.sequence is not None and self.sequence.length >= len(self.filled)
 
 
 class Scheduler:
@@ -64,16 +90,31 @@ class Scheduler:
         self.running: list[Request] = []
         self._slots, self._page_size, self._prompt_tokens = slots, page_size, prompt_tokens
         self._pages = pages
+        self._added = 0
 
     def pages_of(self, request: Request) -> int:
         return -(-request.longest // self._page_size)
 
     def add(self, request: Request) -> None:
-        """Let a request wait, behind those that came before it and those of a lower number."""
+        """Let a request wait, behind those of the same priority that came before it."""
+        request.order, self._added = self._added, self._added + 1
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         at = len(self.waiting)
-        while at and self.waiting[at - 1].priority > request.priority:
+        while at and self.waiting[at - 1].rank > request.rank:
             at -= 1
         self.waiting.insert(at, request)
+
+    def plan(self) -> dict[Request, int]:
+        """The requests of the next step, with the number of tokens that are computed of each."""
+        admitted = self.admit()
+        for request in admitted:
+            request.filled = request.prompt
+        return {r: len(r.filled) for r in admitted} or dict.fromkeys(self.unfinished(), 1)
+
+    def launched(self, request: Request) -> None:
+        """The tokens that were planned for the request are computed by a step that was launched."""
 
     def admit(self) -> list[Request]:
         """Move requests from the head of the queue to the running ones, as long as they fit, and return them."""
@@ -100,3 +141,107 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+
+
+class ContinuousScheduler(Scheduler):
+    """The waiting and the running requests of an `AsyncEngine`.
+
+    Args:
+        runner: of the engine.
+        step_tokens: the most of a step, more than there are slots.
+        prefix_cache: whether requests share the pages of equal beginnings.
+
+    Attributes:
+        preemptions: how often a running request gave its pages back.
+        prefix_hit_tokens, prefix_query_tokens: how many tokens of prompts were found in the cache, of how many.
+    """
+
+    def __init__(self, runner: Runner, step_tokens: int, prefix_cache: bool) -> None:
+        cache = runner.cache
+        super().__init__(runner.max_batch, cache.k.shape[1], cache.page_size, step_tokens)
+        self._runner, self._cache, self._prefix_cache = runner, cache, prefix_cache
+        self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
+
+    def plan(self) -> dict[Request, int]:
+        """Sequences that run come first, in the order of their ranks; then those that wait. None overtakes another."""
+        work: dict[Request, int] = {}
+        given_way = self.preemptions
+        running = sorted(self.unfinished(), key=lambda r: r.rank)
+        budget = self._prompt_tokens - sum(r.decoding for r in running)
+        for request in running:
+            if request not in self.running:
+                continue  # it gave way
+            n = 1 if request.decoding else min(len(request.filled) - request.computed, budget)
+            if not n or not self._make_room(request, n, work):
+                continue
+            work[request] = n
+            budget -= 0 if request.decoding else n
+        while self.waiting and budget and self.preemptions == given_way and len(self.running) < self._slots:
+            request = self.waiting[0]
+            if not self._admitted(request, work):
+                break
+            work[request] = min(len(request.filled) - request.computed, budget)
+            budget -= work[request]
+        return work
+
+    def _missing(self, request: Request, tokens: int) -> int:
+        """The pages that a request needs to hold so many tokens, beside those it has."""
+        held = 0 if request.sequence is None else len(request.sequence.pages)
+        return max(0, -(-tokens // self._page_size) - held)
+
+    def _make_room(self, request: Request, n: int, work: dict[Request, int]) -> bool:
+        """Find pages for n more tokens of a request; false if it had to give its own back.
+
+        Those that came last give way first. Steps that were launched go on: a freed page is written by later ones.
+        """
+        while self._missing(request, request.computed + n) > self._cache.free_pages - sum(
+            self._missing(r, r.computed + planned) for r, planned in work.items()
+        ):
+            last = max(self.running, key=lambda r: r.rank)
+            self.preemptions += 1
+            work.pop(last, None)
+            self.remember(last)
+            if last.sequence is not None:
+                self._runner.free(last.sequence)
+            last.sequence = None
+            self.running.remove(last)
+            self._queue(last)
+            if last is request:
+                return False
+        return True
+
+    def _admitted(self, request: Request, work: dict[Request, int]) -> bool:
+        """Admit a request if there are pages for its prompt, and one for each that runs; share those it finds."""
+        request.filled = [*request.prompt, *request.tokens]
+        pages: list[int] = []
+        if self._prefix_cache:
+            # Of the last token at least the logits are needed.
+            request.names = page_names(request.filled, self._page_size, request.names)
+            pages = self._cache.find(request.names[: (len(request.filled) - 1) // self._page_size])
+        if self.running:
+            promised = sum(self._missing(r, max(len(r.filled), r.computed + work.get(r, 0))) + 1 for r in self.running)
+            needed = -(-len(request.filled) // self._page_size) - len(pages) + self._cache.unused(pages)
+            if needed > self._cache.free_pages - promised:
+                return False
+        if self._prefix_cache and not request.launched:
+            self.prefix_query_tokens += len(request.filled)
+            self.prefix_hit_tokens += len(pages) * self._page_size
+        if pages:
+            request.sequence = self._runner.share(pages)
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def launched(self, request: Request) -> None:
+        if not request.decoding or request.computed == len(request.filled):
+            self.remember(request)
+
+    def remember(self, request: Request) -> None:
+        """Name the full pages of a request whose tokens the host knows, for others that begin with the same tokens."""
+        if self._prefix_cache and request.sequence is not None:
+            tokens = [*request.prompt, *request.tokens][: request.computed]
+            request.names = page_names(tokens, self._page_size, request.names)
+            self._cache.name(request.sequence, request.names[: len(tokens) // self._page_size])
+
+    def remove(self, request: Request) -> None:
+        self.remember(request)
+        super().remove(request)
