@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -17,6 +17,7 @@ from rooftile.engine.config import ModelConfig
 from rooftile.engine.generation import Completion, StreamChunk, Watch, encoded, integer, stops_of
 from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Runner, Sampling
+from rooftile.engine.sampling import TokenMask
 from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.weights import Weights
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Stop = str | int | Sequence[str | int]
+Masks = TokenMask | Sequence[TokenMask | None] | None
 Quantization = Literal["fp8", "int8", "int4"]
 
 # Prompt tokens of one forward pass. GEMMs of some thousand rows run at full speed; more rows only take more memory.
@@ -150,15 +152,19 @@ class Engine:
     @overload
     def generate(
         self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
-        top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., stop: Stop = ...,
-        seed: int | Sequence[int] = ..., logprobs: bool = ..., stream: Literal[False] = ..., ignore_eos: bool = ...,
+        top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., presence_penalty: float = ...,
+        frequency_penalty: float = ..., logit_bias: Mapping[int, float] | None = ..., mask: Masks = ...,
+        stop: Stop = ..., seed: int | Sequence[int] = ..., logprobs: bool = ..., top_logprobs: int = ...,
+        stream: Literal[False] = ..., ignore_eos: bool = ...,
     ) -> list[Completion]: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
-        top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., stop: Stop = ...,
-        seed: int | Sequence[int] = ..., logprobs: bool = ..., stream: Literal[True], ignore_eos: bool = ...,
+        top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., presence_penalty: float = ...,
+        frequency_penalty: float = ..., logit_bias: Mapping[int, float] | None = ..., mask: Masks = ...,
+        stop: Stop = ..., seed: int | Sequence[int] = ..., logprobs: bool = ..., top_logprobs: int = ...,
+        stream: Literal[True], ignore_eos: bool = ...,
     ) -> Iterator[StreamChunk]: ...  # fmt: skip
 
     def generate(
@@ -171,9 +177,14 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        mask: Masks = None,
         stop: Stop = (),
         seed: int | Sequence[int] = 0,
         logprobs: bool = False,
+        top_logprobs: int = 0,
         stream: bool = False,
         ignore_eos: bool = False,
     ) -> list[Completion] | Iterator[StreamChunk]:
@@ -186,11 +197,19 @@ class Engine:
             max_new_tokens: the most for each prompt.
             temperature: 0 takes the most likely token.
             top_k, top_p, min_p, repetition_penalty: as in `rooftile.sample`.
+            presence_penalty, frequency_penalty: are subtracted from the logits of generated tokens: the first once, the
+                second as often as the token was generated. -2 to 2, as in OpenAI's API.
+            logit_bias: numbers by token id, added to the logits.
+            mask: an object for each prompt (of a single one, the object itself) that restricts its tokens, such as a
+                grammar: `mask()` returns those that may come next, int32 `(ceil(V / 32),)` on the CPU, bit t % 32 of
+                word t // 32 for token t; `advance(token)` is told of each token. Steps then wait for the tokens of the
+                previous step. None restricts nothing.
             stop: strings and token ids. The text ends before the stop; the tokens include the one that completed it.
             seed: one for all prompts, or one each. A token depends on its logits, the seed and its position alone, so
                 equal prompts with one seed get equal tokens as long as their logits are equal. Batches of another size
                 use other kernels, which round logits differently.
-            logprobs: also return the log-probability of each token, before temperature and penalty.
+            logprobs: also return the log-probability of each token, before mask, bias, penalties and temperature.
+            top_logprobs: also return so many of the most likely tokens with their log-probabilities, 20 at most.
             stream: return an iterator of `StreamChunk`, one for each token, instead of a list.
             ignore_eos: continue after the model's end tokens.
 
@@ -218,12 +237,18 @@ class Engine:
             raise ValueError(
                 f"generate: seed has {len(seeds)} numbers, expected one, or {len(ids)}, one for each prompt"
             )
+        masks = list(mask) if isinstance(mask, Sequence) else [mask] * (len(ids) if mask is None else 1)
+        if len(masks) != len(ids):
+            raise ValueError(f"generate: mask has {len(masks)} objects, expected {len(ids)}, one for each prompt")
         requests = [
             self._request(
                 i, prompt, max_new_tokens, stop, logprobs, ignore_eos,
-                Sampling(temperature, top_k, top_p, min_p, repetition_penalty, s),
+                Sampling(
+                    temperature, top_k, top_p, min_p, repetition_penalty, s, presence_penalty, frequency_penalty,
+                    logit_bias, restricts, top_logprobs,
+                ),
             )
-            for i, (prompt, s) in enumerate(zip(ids, seeds, strict=True))
+            for i, (prompt, s, restricts) in enumerate(zip(ids, seeds, masks, strict=True))
         ]  # fmt: skip
         if self._generating:
             raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
@@ -250,6 +275,7 @@ class Engine:
             raise TypeError(f"generate: max_new_tokens is {max_new_tokens!r}, expected an integer")
         if limit < 1:
             raise ValueError(f"generate: max_new_tokens is {limit}, expected a positive integer")
+        sampling.check(self.config.vocab)
         request, cache = Request(index, prompt, limit, sampling), self.runner.cache
         if request.longest + 1 > self.max_seq_len:
             raise ValueError(

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+Top = list[tuple[int, float]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """What was generated for one prompt.
@@ -30,6 +33,7 @@ class Completion:
         finish_reason: "stop" (an end token, or one of the caller's stops) or "length"; "abort" for a request that was
             aborted.
         logprobs: of each new token, if they were asked for.
+        top_logprobs: for each new token the most likely ones with their log-probabilities, if they were asked for.
     """
 
     prompt: list[int]
@@ -37,6 +41,7 @@ class Completion:
     text: str | None
     finish_reason: str
     logprobs: list[float] | None
+    top_logprobs: list[Top] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,8 @@ class StreamChunk:
             back.
         logprob: if it was asked for.
         finish_reason: with the last token of a prompt, as in `Completion`; else None.
+        top_logprobs: the most likely tokens with their log-probabilities, from the most likely on, if they were asked
+            for.
     """
 
     index: int
@@ -57,6 +64,7 @@ class StreamChunk:
     text: str | None
     logprob: float | None
     finish_reason: str | None
+    top_logprobs: Top | None = None
 
 
 def _as_lists(x: Any) -> Any:
@@ -215,12 +223,14 @@ class Watch:
         self._ends = {*ends, *stops[0]}
         self._text = None if tokenizer is None else Text(tokenizer, stops[1])
 
-    def add(self, token: int, logprob: float | None) -> StreamChunk:
+    def add(self, token: int, logprob: float | None, top: Top | None = None) -> StreamChunk:
         request = self._request
         request.tokens.append(token)
         logprob = logprob if self.logprobs else None
         if logprob is not None:
             request.logprobs.append(logprob)
+        if top is not None:
+            request.top_logprobs.append(top)
         text = None if self._text is None else ""
         ended = token in self._ends
         if self._text is not None and not ended:
@@ -230,7 +240,7 @@ class Watch:
             request.finish_reason = "stop" if ended else "length"
             if self._text is not None:
                 text = (text or "") + self._text.end()
-        return StreamChunk(request.index, token, text, logprob, request.finish_reason)
+        return StreamChunk(request.index, token, text, logprob, request.finish_reason, top)
 
     def abort(self) -> StreamChunk:
         """End the request early. The chunk has no token, but what was held back of the text."""
@@ -245,6 +255,7 @@ class Watch:
             text=None if self._text is None else self._text.text,
             finish_reason=request.finish_reason or "length",
             logprobs=request.logprobs if self.logprobs else None,
+            top_logprobs=request.top_logprobs if request.sampling.top_logprobs else None,
         )
 
 
@@ -255,6 +266,8 @@ class Readback:
         self._slots = [(r, r.sequence.slot) for r in requests if r.sequence is not None]
         self._tokens = self._copy(runner.tokens)
         self._logprobs = self._copy(runner.logprobs) if logprobs else None
+        self._top = [(first, self._copy(tokens), self._copy(of)) for first, tokens, of in runner.options.top]
+        self._failed = runner.options.failed
         self._done = None
         if runner.tokens.is_cuda:
             self._done = torch.cuda.Event()
@@ -264,11 +277,22 @@ class Readback:
     def _copy(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
-    def tokens(self) -> Iterator[tuple[Request, int, float | None]]:
-        """Each request with its new token."""
+    def tokens(self) -> Iterator[tuple[Request, int, float | None, Top | None]]:
+        """Each request with its new token, and with the most likely ones, as many as it asked for."""
         if self._done is not None:
             self._done.synchronize()
         tokens = self._tokens.tolist()
         logprobs = [None] * len(tokens) if self._logprobs is None else self._logprobs.tolist()
+        top: dict[int, Top] = {}
+        for first, of_rows, logprobs_of_rows in self._top:
+            pairs = zip(of_rows.tolist(), logprobs_of_rows.tolist(), strict=True)
+            top |= {first + i: list(zip(*row, strict=True)) for i, row in enumerate(pairs)}
         for request, slot in self._slots:
-            yield request, tokens[slot], logprobs[slot]
+            k = request.sampling.top_logprobs
+            yield request, tokens[slot], logprobs[slot], top[slot][:k] if k else None
+
+    def check(self, request: Request) -> None:
+        """Raise what the request's mask raised: its token was drawn without it."""
+        for r, slot in self._slots:
+            if r is request and slot in self._failed:
+                raise self._failed[slot]

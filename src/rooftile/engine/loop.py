@@ -42,21 +42,32 @@ class Loop:
 
         A request that has ended has given back its slot and pages. If anything is raised, `clear` gives back all.
         """
-        requests, events = self._launch(), list[Event]()
-        while len(self._launched) > bool(requests):
-            for request, token, logprob in self._launched.popleft().tokens():
+        events = list[Event]()
+        if any(request.sampling.mask is not None for request in self.scheduler.running):
+            self._read(0, events)  # a mask depends on the token before
+        requests = self._launch()
+        self._read(bool(requests), events)
+        return events
+
+    def _read(self, left: int, events: list[Event]) -> None:
+        """Read the tokens of all steps but the last ones."""
+        while len(self._launched) > left:
+            read = self._launched.popleft()
+            for request, token, logprob, top in read.tokens():
                 if request.finish_reason is not None:
                     continue  # its end was not known when the step was launched
                 assert request.watch is not None
                 try:
-                    events.append((request, request.watch.add(token, logprob)))
+                    read.check(request)
+                    if request.sampling.mask is not None:
+                        request.sampling.mask.advance(token)
+                    events.append((request, request.watch.add(token, logprob, top)))
                     self.generated_tokens += 1
                 except Exception as error:
                     request.finish_reason = "error"
                     events.append((request, error))
                 if request.finish_reason is not None:
                     self.remove(request)
-        return events
 
     def _launch(self) -> list[Request]:
         """The requests that get a token in the step that was launched."""
@@ -69,7 +80,7 @@ class Loop:
         if all(r.decoding for r in work):
             runner.decode([r.sequence for r in work if r.sequence is not None])
         elif all(r.sequence is None and n == len(r.filled) for r, n in work.items()):
-            sequences = runner.prefill([r.filled for r in work], [r.sampling for r in work])
+            sequences = runner.prefill([r.filled for r in work], [r.sampling for r in work], [r.tokens for r in work])
             for request, sequence in zip(work, sequences, strict=True):
                 request.sequence = sequence
         else:
@@ -86,14 +97,14 @@ class Loop:
 
     def _extend(self, work: dict[Request, int]) -> None:
         new: dict[PagedSequence, Sequence[int] | None] = {}
-        begun: dict[PagedSequence, tuple[Sequence[int], Sampling]] = {}
+        begun: dict[PagedSequence, tuple[Sequence[int], Sampling, Sequence[int]]] = {}
         for request, n in work.items():
             if request.sequence is None:
                 request.sequence = self.runner.share([])
             at, sequence = request.computed, request.sequence
             new[sequence] = None if request.decoding else request.filled[at : at + n]
             if at < len(request.filled) == at + n:
-                begun[sequence] = request.filled, request.sampling
+                begun[sequence] = request.filled, request.sampling, request.tokens
         self.runner.extend(new, begun)
 
     def add(self, request: Request) -> None:

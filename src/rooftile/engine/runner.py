@@ -8,8 +8,6 @@ the previous step.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,49 +20,14 @@ from rooftile.engine.model import Decoder
 from rooftile.engine.modes import on, plain_mode
 from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompts import MixedBatch, Part, PromptBatch
+from rooftile.engine.sampling import Sampling as Sampling
+from rooftile.engine.sampling import SlotOptions
 from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import mark_seen_, sample_
 from rooftile.primitives.pdl import constant_weights
 
-# Each option's type, the check of its values, and the words for them.
-_NUMBER = (int, float)
-_ACCEPTED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "0 (the most likely token) or more"),
-    "top_k": (int, lambda x: 0 <= x < 2**31, "0 (no limit) or more"),
-    "top_p": (_NUMBER, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
-    "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "0 to 1"),
-    "repetition_penalty": (_NUMBER, lambda x: 0 < x < math.inf, "a positive number"),
-    "seed": (int, lambda x: -(2**63) <= x < 2**63, "an integer of 64 bits"),
-}
-
-
 KEPT = 64  # graphs of prompts, each of some hundred launches and with logits of its own; one prompt has 24 lengths
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """The sampling options of a sequence: see `rooftile.sample`."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, (kind, accepts, said) in _ACCEPTED.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, kind):
-                expected = "an integer" if kind is int else "a number"
-                raise TypeError(f"sampling: {name} is {value!r}, expected {expected}")
-            if not accepts(value):
-                raise ValueError(f"sampling: {name} is {value!r}, expected {said}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0 and self.repetition_penalty == 1
 
 
 _DTYPES = {
@@ -74,7 +37,10 @@ _DTYPES = {
     "min_p": torch.float32,
     "repetition_penalty": torch.float32,
     "seeds": torch.int64,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
 }
+_BY_COUNTS = ("presence_penalty", "frequency_penalty")
 
 
 def _given(memory: Tensor, slots: int) -> dict[str, Tensor]:
@@ -173,6 +139,7 @@ class Runner:
 
     Attributes:
         tokens, logprobs: `(max_batch,)`, int32 and float32, on the device: the newest token of each slot.
+        options: of slots whose sampling needs more than a few numbers.
     """
 
     def __init__(
@@ -213,8 +180,10 @@ class Runner:
             (len(_DTYPES), 8 * (max_batch + max_batch % 2)), dtype=torch.uint8, device=device
         )
         self._given = _given(self._given_bytes, max_batch)
+        self.options = SlotOptions(max_batch, config.vocab, device)
         self._send_sampling([Sampling()] * max_batch)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] | None = None
+        # By rows, and by how they are sampled: greedily, or not; None: outside of the graph. With the graph's logits.
+        self._graphs: dict[tuple[int, bool | None], tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
         self._of_prompts: PromptGraphs | None = None
         if cuda_graphs and device.type == "cuda":
             # One after another on one stream: a step's logits are sampled before the next replay.
@@ -234,8 +203,15 @@ class Runner:
                 self._order.enter()
             yield
 
-    def prefill(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[PagedSequence]:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        generated: Sequence[Sequence[int]] | None = None,
+    ) -> list[PagedSequence]:
         """New sequences for those prompts, each with its first new token.
+
+        `generated` has those of each prompt's tokens that are not the caller's but were drawn earlier.
 
         Raises:
             ValueError: a prompt is empty, there are too few slots or pages, or a prompt is longer than `max_seq_len`.
@@ -252,7 +228,8 @@ class Runner:
                     sequences = self._begin(prompts)
                     logits = self._logits(prompts, sequences)
                 slots = [s.slot for s in sequences]
-                self._set(slots, prompts, sampling)
+                self._set(slots, prompts, sampling, generated)
+                self.options.begin()
                 for first, end in _runs(slots, [how.greedy for how in sampling]):
                     rows = slice(slots[first], slots[end - 1] + 1)
                     self._sample(rows, logits[first:end], sampling[first].greedy)
@@ -272,24 +249,30 @@ class Runner:
             return
         slots = [s.slot for s in live]
         b, greedy = self._bucket(max(slots) + 1), all(self._sampling[slot].greedy for slot in slots)
+        inside = None if self.options.live(b) else greedy
         with self._entered(f"decode {len(live)}"):
-            graph = None if self._graphs is None else self._graph(b, greedy)
+            self.options.begin()
+            recorded = None if self._graphs is None else self._graph(b, inside)
             self.cache.reserve(dict.fromkeys(live, 1))
-            if graph is None:
-                self._step(b, greedy)
+            if recorded is None:
+                logits = self._step(b, inside)
             else:
+                graph, logits = recorded
                 graph.replay()
+            if inside is None:
+                self._sample(slice(0, b), logits, greedy)
 
     def extend(
         self,
         new: Mapping[PagedSequence, Sequence[int] | None],
-        begun: Mapping[PagedSequence, tuple[Sequence[int], Sampling]],
+        begun: Mapping[PagedSequence, tuple[Sequence[int], Sampling, Sequence[int]]],
     ) -> None:
         """A step that mixes parts of prompts with single tokens.
 
         Args:
             new: the next tokens of each sequence; None for its newest token, which is on the device.
-            begun: sequences that have no new token yet and get the first one in this step, with all of their tokens.
+            begun: sequences that have no new token yet and get the first one in this step, with all of their tokens,
+                their sampling, and those of the tokens that were drawn earlier.
                 Those whose newest token is extended get another. The newest tokens of other slots are lost.
 
         Raises:
@@ -303,8 +286,8 @@ class Runner:
             laid_out = MixedBatch(parts, self.cache.page_size, pinned=self._device.type == "cuda")
             logits = self.decoder.prefill(laid_out, laid_out.filled(self._device, self.tokens))
             if begun:
-                tokens, sampling = zip(*begun.values(), strict=True)
-                self._set([s.slot for s in begun], tokens, sampling)
+                self._set([s.slot for s in begun], *zip(*begun.values(), strict=True))
+            self.options.begin()
             if slots := [part.slot for part in parts if part.last]:
                 self._sample(slice(0, laid_out.rows), logits, all(self._sampling[slot].greedy for slot in slots))
 
@@ -316,6 +299,7 @@ class Runner:
     def free(self, sequence: PagedSequence) -> None:
         """Release a sequence's slot and pages."""
         with self._entered():
+            self.options.free(sequence.slot)
             self.cache.free(sequence)
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -363,16 +347,20 @@ class Runner:
         """Rows of the step for n slots: few sizes, so few graphs."""
         return min(self.max_batch, 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16)
 
-    def _step(self, b: int, greedy: bool) -> None:
+    def _step(self, b: int, greedy: bool | None) -> Tensor:
+        """The logits of a step, which samples unless `greedy` is None."""
         self.cache.advance()
-        self._sample(slice(0, b), self.decoder.decode(self.tokens[:b]), greedy)
+        logits = self.decoder.decode(self.tokens[:b])
+        if greedy is not None:
+            self._sample(slice(0, b), logits, greedy)
+        return logits
 
-    def _graph(self, b: int, greedy: bool) -> torch.cuda.CUDAGraph:
+    def _graph(self, b: int, greedy: bool | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         assert self._graphs is not None
         if (b, greedy) not in self._graphs:
 
-            def step() -> None:
-                self._step(b, greedy)
+            def step() -> Tensor:
+                return self._step(b, greedy)
 
             def warm() -> None:
                 """A step without sequences, and a reserved one for the capture."""
@@ -383,18 +371,26 @@ class Runner:
             # The warm-up overwrites the tokens of live sequences.
             kept = [(x, x.clone()) for x in (self.tokens, self.logprobs, self._seen)]
             try:
-                self._graphs[b, greedy], _ = self._turns.record(step, warm)
+                self._graphs[b, greedy] = self._turns.record(step, warm)
             finally:
                 for x, old in kept:
                     x.copy_(old)
         return self._graphs[b, greedy]
 
-    def _set(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
+    def _set(
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        generated: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Set the sampling options of slots."""
         found = list(self._sampling)
         pairs: list[tuple[int, int]] = []
-        for slot, prompt, how in zip(slots, prompts, sampling, strict=True):
+        earlier = [()] * len(slots) if generated is None else generated
+        for slot, prompt, how, drawn in zip(slots, prompts, sampling, earlier, strict=True):
             found[slot] = how
+            self.options.set(slot, how, drawn)
             if not how.greedy:
                 self._seen[slot].copy_(self._none_seen)
             if how.repetition_penalty != 1:
@@ -418,10 +414,9 @@ class Runner:
         self._sampling = sampling
 
     def _sample(self, rows: slice, logits: Tensor, greedy: bool) -> None:
-        if greedy:
-            sample_(self.tokens[rows], self.logprobs[rows], logits)
-            return
-        given = {name: tensor[rows] for name, tensor in self._given.items()}
+        given = {name: tensor[rows] for name, tensor in self._given.items() if name not in _BY_COUNTS}
         # The position of the sampled token is the number of tokens in the cache.
-        positions = self.cache.lengths[rows]
-        sample_(self.tokens[rows], self.logprobs[rows], logits, seen=self._seen[rows], positions=positions, **given)
+        more = {} if greedy else {"seen": self._seen[rows], "positions": self.cache.lengths[rows], **given}
+        more |= self.options.of(rows, {name: self._given[name] for name in _BY_COUNTS})
+        sample_(self.tokens[rows], self.logprobs[rows], logits, **more)
+        self.options.find_top(rows, logits)

@@ -21,7 +21,7 @@ from rooftile.engine.prefix import page_names
 from rooftile.engine.runner import Runner, Sampling
 
 if TYPE_CHECKING:
-    from rooftile.engine.generation import Watch
+    from rooftile.engine.generation import Top, Watch
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,6 +51,7 @@ class Request:
     launched: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[Top] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     watch: Watch | None = None
     priority: int = 0
