@@ -451,7 +451,7 @@ class AsyncEngine:
             max_new_tokens, stop, seed, logprobs, ignore_eos: as in `Engine.generate`.
             priority: requests with a lower number start first; those with the same number start as they came.
             request_id: a name of your choice, which no live request has.
-            sampling: the other options of `Engine.generate`: temperature, top_k, top_p, min_p, repetition_penalty.
+            sampling: the other options of `Engine.generate`, from temperature on, with one mask.
 
         Raises:
             ValueError, TypeError: as `Engine.generate`. All checks are made here.
