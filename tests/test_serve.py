@@ -458,6 +458,35 @@ class TestSmallModel:
         made = model_client.chat.completions.create(model="small", messages=HELLO, max_tokens=3, temperature=0)
         assert made.usage.completion_tokens == 3
 
+    def test_a_grammar_and_top_logprobs(self, model_client):
+        made = model_client.completions.create(
+            model="small",
+            prompt=self.PROMPT,
+            max_tokens=8,
+            logprobs=2,
+            extra_body={"structured_outputs": {"regex": "[xz]{2}7"}},
+        )
+        (choice,) = made.choices
+        assert re.fullmatch("[xz]{2}7", choice.text)
+        assert choice.finish_reason == "stop"
+        for token, value, top in zip(
+            *(getattr(choice.logprobs, n) for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+        ):
+            assert top[token] == value
+            assert len(top) in (2, 3)  # the token itself is among the two, or beside them
+            assert value <= max(top.values()) <= 0
+
+    def test_biases_and_penalties(self, model_client):
+        made = model_client.completions.create(
+            model="small",
+            prompt=self.PROMPT,
+            max_tokens=3,
+            temperature=0,
+            logit_bias={"88": 100},
+            presence_penalty=-2.0,
+        )
+        assert made.choices[0].text == "XXX"
+
     def test_a_client_that_leaves_frees_its_slot(self, model_client, model):
         with model_client.completions.create(model="small", prompt="a", max_tokens=50, stream=True) as stream:
             next(iter(stream))

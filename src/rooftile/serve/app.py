@@ -199,9 +199,9 @@ class _Server:
     def _add(self, prompt: Prompt, limit: int, seed: int, options: dict[str, Any], grammar: Grammar | None) -> Any:
         if limit == 0:
             return _Nothing()
-        masks = {} if grammar is None else {"mask": grammar.copy()}
+        masks = {} if grammar is None else {"mask": grammar.copy(), "ignore_eos": False}
         try:
-            return self.engine.add(prompt.tokens, max_new_tokens=limit, seed=seed, **options, **masks)
+            return self.engine.add(prompt.tokens, max_new_tokens=limit, seed=seed, **{**options, **masks})
         except QueueFull as error:
             raise ApiError(429, f"the queue is full: {error}", code="queue_full", retry_after=1) from None
         except (ValueError, TypeError) as error:

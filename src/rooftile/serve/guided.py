@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,21 +22,8 @@ _KEPT = 64  # compiled grammars: clients send the same schema again and again
 _SPACE = r"[ \t\n\r]{0,32}"
 
 
-class TokenMask(Protocol):
-    """What restricts the tokens of one sequence. The engine calls `mask` before it draws a token, `advance` after."""
-
-    def mask(self) -> Tensor:
-        """The tokens that may come next: int32, (ceil(vocab / 32),), on the host.
-
-        Token t is bit t % 32 of word t // 32.
-        """
-
-    def advance(self, token: int) -> None:
-        """The token that was drawn."""
-
-
 class Grammar:
-    """A mask by llguidance, for one sequence. End tokens are allowed where the text may end."""
+    """A `TokenMask` by llguidance, for one sequence. End tokens are allowed where the text may end."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
