@@ -25,6 +25,10 @@ ASK = {"model": "small", "prompt": "a"}
 JSON = {"content-type": "application/json"}
 
 
+def long_answer(prompt):
+    return "x" * 400
+
+
 def post(server, body=ASK, path="/v1/completions", **more):
     if isinstance(body, bytes):
         return httpx.post(server.url + path, content=body, headers={**JSON, **more.pop("headers", {})}, **more)
@@ -40,6 +44,19 @@ def idle(engine, seconds=10.0):
             return True
         time.sleep(0.01)
     return False
+
+
+def until(true, seconds=20.0):
+    """Wait until that is true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def all_left(server):
+    """Wait until no request is in the server: it counts and logs one after the answer was sent."""
+    until(lambda: server.app.state.gate.inside == 0)
 
 
 @pytest.fixture(scope="module")
@@ -125,18 +142,20 @@ class TestKeys:
 
 class TestQueue:
     def test_a_full_queue(self):
-        engine = FakeEngine(delay=0.05, max_batch=1, max_waiting=1)
+        engine = FakeEngine(answer=long_answer, delay=0.05, max_batch=1, max_waiting=1)
         with serve(engine) as server:
             stop = threading.Event()
 
             def ask():
-                with httpx.stream("POST", server.url + "/v1/completions", json={**ASK, "stream": True}):
-                    stop.wait(10)
+                with httpx.stream(
+                    "POST", server.url + "/v1/completions", json={**ASK, "stream": True, "max_tokens": 400}
+                ):
+                    stop.wait(20)
 
             threads = [threading.Thread(target=ask) for _ in range(2)]
-            for thread in threads:
+            for thread, (running, waiting) in zip(threads, [(1, 0), (1, 1)], strict=True):
                 thread.start()
-                time.sleep(0.1)
+                until(lambda r=running, w=waiting: (engine.running, engine.waiting) == (r, w))
             found = post(server)
             assert found.status_code == 429
             assert int(found.headers["retry-after"]) >= 1
@@ -189,6 +208,7 @@ class TestRequestIds:
     def test_it_is_in_the_log(self, server, caplog):
         with caplog.at_level("INFO", logger="rooftile.serve"):
             post(server, headers={"x-request-id": "mine-2"})
+            all_left(server)
         (line,) = [r.getMessage() for r in caplog.records if "mine-2" in r.getMessage()]
         assert "'/v1/completions' 200" in line
         assert "prompt=1 tokens=16" in line
@@ -201,6 +221,7 @@ class TestMetrics:
             post(server)
             post(server, b"{")
             httpx.get(server.url + "/" + "x" * 50)
+            all_left(server)
             text = httpx.get(server.url + "/metrics").text
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert lines['rooftile_http_requests_total{path="/v1/completions",status="200"}'] == "1.0"
@@ -218,16 +239,16 @@ class TestClientsThatLeave:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("n", [1, 4])
     def test_their_slots_are_free(self, stream, n):
-        engine = FakeEngine(delay=0.05, max_batch=2)
+        engine = FakeEngine(answer=long_answer, delay=0.05, max_batch=2)
         with serve(engine) as server:
-            asked = {**ASK, "stream": stream, "n": n, "max_tokens": 40}
+            asked = {**ASK, "stream": stream, "n": n, "max_tokens": 400}
             if stream:
                 with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
                     next(answer.iter_lines())
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     post(server, asked, timeout=0.3)
-            assert idle(engine, 1.0)  # it would need 2 seconds to end
+            assert idle(engine)  # it would need 20 seconds to end, or more
 
     def test_one_that_never_reads(self):
         """Its answer is larger than all buffers between."""
@@ -241,10 +262,7 @@ class TestClientsThatLeave:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
             client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
             assert idle(engine)
-            end = time.monotonic() + 10
-            while server.app.state.gate.inside and time.monotonic() < end:
-                time.sleep(0.02)
-            assert server.app.state.gate.inside == 0
+            all_left(server)
             assert post(server).status_code == 200
             client.close()
 
@@ -256,7 +274,7 @@ class TestDraining:
             answers = []
             thread = threading.Thread(target=lambda: answers.append(post(server, {**ASK, "max_tokens": 30})))
             thread.start()
-            time.sleep(0.2)
+            until(lambda: engine.running)
             server.app.state.gate.closed = True
             found = post(server)
             assert (found.status_code, found.json()["error"]["code"]) == (503, "shutting_down")
@@ -267,7 +285,7 @@ class TestDraining:
             assert answers[0].json()["choices"][0]["text"] == expected("a")[:30]
 
     def test_what_does_not_end_in_time_is_aborted(self):
-        engine = FakeEngine(delay=0.05)
+        engine = FakeEngine(answer=long_answer, delay=0.05)
         app = create_app(engine, Options(names=("small",)))
         with BackgroundServer(app, abort=engine.close, drain_timeout=0.2) as server:
             answers = []
@@ -276,10 +294,9 @@ class TestDraining:
                 answers.append(post(server, {**ASK, "max_tokens": 200, "stream": stream}))
 
             threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
-            engine.answer = lambda prompt: "x" * 400
             for thread in threads:
                 thread.start()
-            time.sleep(0.3)
+            until(lambda: engine.running == 2)
             server._server.handle_exit(signal.SIGTERM, None)
             for thread in threads:
                 thread.join(5)
@@ -312,13 +329,13 @@ class TestDraining:
             rest = threading.Thread(target=lambda: lines.extend(process.stderr))
             rest.start()
             url, key = found[1], {"authorization": "Bearer secret"}
-            asked = {"model": "small", "messages": HELLO, "max_tokens": 12, "stream": True, "temperature": 0}
+            asked = {"model": "small", "messages": HELLO, "max_tokens": 24, "stream": True, "temperature": 0}
             to = url + "/v1/chat/completions"
             with httpx.stream("POST", to, json=asked, headers=key, timeout=60) as stream:
                 events = stream.iter_lines()
                 next(events)
                 process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
+                until(lambda: httpx.get(url + "/health").status_code == 503)
                 assert httpx.post(url + "/v1/completions", json=ASK, headers=key).status_code == 503
                 events = [line for line in events if line]
             assert events[-1] == "data: [DONE]"

@@ -110,7 +110,6 @@ class Limits:
                 raise  # uvicorn closes the connection
             await errors.response(ApiError(500, "an error in the server"))(scope, receive, answer)
         finally:
-            self._gate.inside -= 1
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.answers.labels(path, str(status or 499)).inc()
             # A path may have any character.
@@ -120,6 +119,7 @@ class Limits:
             log.log(
                 level, "%s %r %s %.3fs id=%s%s", scope["method"], scope["path"], status or 499, took, request_id, said
             )
+            self._gate.inside -= 1
 
     def _admit(self, headers: Headers) -> None:
         if self._keys:
