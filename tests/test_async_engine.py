@@ -202,10 +202,24 @@ def until(true):
 LONG = [[(7 * t) % 131 for t in range(37)], [(5 * t + 3) % 131 for t in range(20)]]
 
 
-@pytest.mark.parametrize(("family", "step_tokens"), [("llama", 4), ("mistral", 11), ("qwen3", 30)])
+@pytest.mark.parametrize(
+    ("family", "step_tokens"),
+    [
+        ("llama", 4),
+        ("mistral", 11),
+        ("qwen3", 30),
+        pytest.param("phi3", 11, marks=pytest.mark.nightly),
+        pytest.param("gemma2", 11, marks=pytest.mark.nightly),
+    ],
+)
 def test_prompts_in_parts_beside_decoding_give_the_tokens_of_whole_ones(family, step_tokens):
     """None decodes less often than once a step, and no step has more tokens than it may."""
-    more = {"llama": {}, "mistral": {"sliding_window": 7}, "qwen3": {"head_dim": 8}}[family]
+    more = {
+        "mistral": {"sliding_window": 7},
+        "qwen3": {"head_dim": 8},
+        "phi3": {"partial_rotary_factor": 0.5, "pad_token_id": 0},
+        "gemma2": {"head_dim": 16, "sliding_window": 7, "num_hidden_layers": 2, "attn_logit_softcapping": 1.5},
+    }.get(family, {})
     engine = rooftile.Engine.from_config(
         CONFIG | {"model_type": family} | more, dtype=torch.float32, max_batch=3, max_seq_len=48, page_size=16
     )

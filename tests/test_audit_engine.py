@@ -91,10 +91,19 @@ def test_nor_does_a_quantised_engine(quantize):
         ({"model_type": "qwen2"}, {}),
         ({"model_type": "mistral", "sliding_window": 2}, {}),
         ({"model_type": "olmo2"}, {}),
+        ({"model_type": "gemma2", "head_dim": 8}, {}),
         ({"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22}, {}),
         ({}, {"kv_dtype": torch.float8_e4m3fn}),
     ],
-    ids=["norms of q and k", "biases", "a window", "norms of what layers add", "multipliers", "a cache of 8 bits"],
+    ids=[
+        "norms of q and k",
+        "biases",
+        "a window",
+        "norms of what layers add",
+        "soft caps",
+        "multipliers",
+        "a cache of 8 bits",
+    ],
 )
 def test_nor_do_other_families_and_caches(fields, options):
     assert not Audit("engine", recorded(lambda: engine_parts(engine(fields, **options), 3, 1)[:2])).faults

@@ -95,11 +95,40 @@ PHI_4_MINI = PHI_3_MINI_4K | {
     "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
     "tie_word_embeddings": True, "vocab_size": 200064,
 }  # fmt: skip
+GEMMA_2_9B = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1, "final_logit_softcapping": 30.0,
+    "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584,
+    "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "gemma2",
+    "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "pad_token_id": 0,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+    "sliding_window_size": 4096, "torch_dtype": "bfloat16", "vocab_size": 256000,
+}  # fmt: skip
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None, "bos_token_id": 2,
+    "cache_implementation": "hybrid", "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+    "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "vocab_size": 262144,
+}  # fmt: skip
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}  # fmt: skip
 
 # What each says beside what all of them have.
 _COMMON = {
     "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "layers": 32,
     "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "whole_qk_norm": False, "packed": False,
+    "norm_offset": 0.0, "activation": "silu", "attention_softcap": None, "logits_softcap": None, "multimodal": False,
     "input_norms": True, "output_norms": False, "windows": None, "tied": False, "attention_scale": 128**-0.5,
     "embedding_scale": 1.0, "logits_scale": 1.0, "norm_eps": 1e-5,
     "torch_dtype": torch.bfloat16, "initializer_range": 0.02,
@@ -166,13 +195,46 @@ PUBLISHED["Phi-4-mini"] = (
     },
 )  # fmt: skip
 
+_GEMMA = {
+    "head_dim": 256, "tied": True, "input_norms": True, "output_norms": True, "norm_offset": 1.0,
+    "activation": "gelu_tanh", "norm_eps": 1e-6, "attention_scale": 1 / 16, "bos": 2,
+}  # fmt: skip
+PUBLISHED["Gemma-2-9B"] = (
+    GEMMA_2_9B,
+    _GEMMA
+    | {
+        "family": "gemma2", "hidden": 3584, "heads": 16, "layers": 42, "vocab": 256000, "eos": (1,),
+        "embedding_scale": 3584**0.5, "attention_softcap": 50.0, "logits_softcap": 30.0,
+        "windows": (4096, None) * 21,
+    },
+)  # fmt: skip
+PUBLISHED["Gemma-3-1B"] = (
+    GEMMA_3_1B,
+    _GEMMA
+    | {
+        "family": "gemma3_text", "hidden": 1152, "heads": 4, "kv_heads": 1, "layers": 26, "intermediate": 6912,
+        "vocab": 262144, "eos": (1, 106), "embedding_scale": 1152**0.5, "qk_norm": True,
+        "windows": ((512,) * 5 + (None,)) * 4 + (512,) * 2,
+    },
+)  # fmt: skip
+PUBLISHED["Gemma-3-4B"] = (
+    GEMMA_3_4B,
+    _GEMMA
+    | {
+        "family": "gemma3_text", "hidden": 2560, "heads": 8, "kv_heads": 4, "layers": 34, "intermediate": 10240,
+        "vocab": 262208, "eos": (1, 106), "embedding_scale": 2560**0.5, "qk_norm": True, "multimodal": True,
+        "windows": ((1024,) * 5 + (None,)) * 5 + (1024,) * 4, "max_positions": 131072,
+    },
+)  # fmt: skip
+
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models(name):
     published, said = PUBLISHED[name]
     config = ModelConfig.from_hf(published)
     expected = _COMMON | said
-    expected["windows"] = (expected["windows"],) * expected["layers"]
+    if not isinstance(expected["windows"], tuple):
+        expected["windows"] = (expected["windows"],) * expected["layers"]
     for field, value in expected.items():
         found = getattr(config, field)
         assert found == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), field
@@ -180,6 +242,15 @@ def test_published_models(name):
     again = ModelConfig.from_hf(transformers.CONFIG_MAPPING[published["model_type"]].from_dict(dict(published)))
     assert dataclasses.replace(again, source="config") == config
     hash(config)
+
+
+def test_two_bases_of_rope():
+    config = ModelConfig.from_hf(GEMMA_3_4B)
+    local, whole = config.rotaries[0], config.rotaries[5]
+    assert config.rotaries == ((local,) * 5 + (whole,)) * 5 + (local,) * 4
+    assert local.inv_freq[1] == pytest.approx(1e4 ** (-1 / 128), rel=1e-6)
+    assert whole.inv_freq[1] == pytest.approx(1e6 ** (-1 / 128) / 8, rel=1e-6)
+    assert config.rotary is local
 
 
 def test_layers_without_rope():
@@ -256,6 +327,13 @@ def test_windows_of_layers():
         (MISTRAL_7B, {"sliding_window": -3}, r"sliding_window is -3, expected a positive integer, or null"),
         (PHI_3_MINI_4K, {"partial_rotary_factor": 0.1}, r"partial_rotary_factor is 0.1, expected an even number of th"),
         (PHI_3_MINI_4K, {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"(?s)not take it: .*longrope.* linear"),
+        (GEMMA_2_9B, {"hidden_activation": "gelu"}, r"hidden_activation is 'gelu', expected gelu_pytorch_tanh"),
+        (GEMMA_2_9B, {"use_bidirectional_attention": True}, r"use_bidirectional_attention is true, expected false"),
+        (GEMMA_2_9B, {"final_logit_softcapping": -1.0}, r"final_logit_softcapping is -1.0, expected a positive number"),
+        (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50.0, expected null for gemma3_"),
+        (GEMMA_3_1B, {"sliding_window": None}, r"layer_types has sliding_attention, expected a sliding_window"),
+        (GEMMA_3_4B, {"text_config": None}, r"text_config is None, expected an object"),
+        (GEMMA_3_4B, {"text_config": {"hidden_size": 64}}, r"intermediate_size is absent, expected an integer"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 2] * 18}, r"no_rope_layers is \[1, 2, .*expected a 0 or 1 for each of 36"),
         (QWEN2_5_7B, {"layer_types": ["full_attention"] * 3}, r"layer_types"),
         (QWEN2_5_7B, {"layer_types": ["sliding_attention"] * 28}, r"layer_types has sliding_attention, expected a sl"),

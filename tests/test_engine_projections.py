@@ -61,6 +61,21 @@ class TestProducts:
         assert self.error(out, norm(t) @ dense_of(last).T + last.bias) < tolerance(kind, rows)
         assert out.dtype == x.dtype
 
+    @pytest.mark.parametrize("rows", [1, 5])
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    def test_gates_of_inputs_with_a_norm_and_without(self, kind, rows, activation, device):
+        k, inner = 96, 64
+        gate_up = kind.of(torch.randn(2 * inner, k, device=device) / 8)
+        down = kind.of(torch.randn(k, inner, device=device) / 8)
+        x, weight = torch.randn(rows, k, device=device), torch.rand(k, device=device) + 0.5
+        for norm in (None, weight):
+            y = x if norm is None else torch.nn.functional.rms_norm(x, (k,), norm, 1e-2)
+            gate, up = (y @ dense_of(gate_up).T).chunk(2, -1)
+            gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+            act = torch.nn.functional.silu(gate) if activation == "silu" else gelu
+            out = down(gate_up.gated(x, norm, 1e-2, activation))
+            assert self.error(out, (act * up) @ dense_of(down).T) < tolerance(kind, rows)
+
     @pytest.mark.parametrize("rows", [1, 2])
     def test_into_a_cache_at_once_or_in_two_steps(self, kind, rows, device, monkeypatch):
         product = kind.of(torch.randn(4 * 16, 96, device=device) / 8, torch.randn(4 * 16, device=device))

@@ -23,7 +23,14 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-FAMILIES = {"llama": {}, "mistral": {"sliding_window": 7}, "qwen3": {"head_dim": 8}}
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen3": {"head_dim": 8},
+    "olmo2": {},
+    "phi3": {"partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 7, "sliding_window_pattern": 2, "final_logit_softcapping": 2.0},
+}
 # With room for 32 tokens each a batch of 3 x 32 of which an eighth is padding; packed with another that is short.
 ABOUT_EQUAL = [[(7 * i + 5 * t) % 131 for t in range(n)] for i, n in enumerate((29, 26, 29))]
 UNEQUAL = [*ABOUT_EQUAL, [50, 3]]

@@ -35,6 +35,8 @@ FAMILIES = {
     "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "olmo2": {"num_key_value_heads": 4},
     "phi3": {},
+    "gemma2": {"head_dim": 16, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 16},
 }  # fmt: skip
 
 
@@ -89,9 +91,9 @@ def assert_holds(weights, state, config, dense=True):
         for name, norm in norms.items():
             assert (norm is not None) == (f"{at}{name}.weight" in cpu), f"{i} {name}"
             if norm is not None:
-                assert torch.equal(norm.cpu(), cpu[f"{at}{name}.weight"]), f"{i} {name}"
+                assert torch.equal(norm.cpu(), cpu[f"{at}{name}.weight"] + config.norm_offset), f"{i} {name}"
     assert torch.equal(weights.embedding.cpu(), cpu["model.embed_tokens.weight"])
-    assert torch.equal(weights.norm.cpu(), cpu["model.norm.weight"] * config.logits_scale)
+    assert torch.equal(weights.norm.cpu(), (cpu["model.norm.weight"] + config.norm_offset) * config.logits_scale)
     assert equal(dense_of(weights.lm_head).cpu(), cpu["lm_head.weight"])
 
 
@@ -113,6 +115,30 @@ def test_a_checkpoint_of_every_family(family, tmp_path, device):
         # All but the embedding, which a step reads some rows of.
         count = sum(p.numel() for p in model.parameters())
         assert weights.nbytes == 4 * (count - (0 if config.tied else config.vocab * config.hidden))
+
+
+@pytest.mark.parametrize("renamed", [{}, {"language_model.model.": "model.language_model."}])
+def test_the_text_part_of_a_multimodal_checkpoint(renamed, tmp_path, device):
+    """Its tensors go by a prefix, in published checkpoints by one of two; the vision part is not read."""
+    text = {**_TINY, "head_dim": 16, "sliding_window": 8}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / SINGLE
+    state = safetensors_torch.load_file(path)
+    for old, new in renamed.items():
+        state = {n.replace(old, new): t for n, t in state.items()}
+    assert any("vision" in name for name in state)
+    safetensors_torch.save_file(state, path)
+    config = ModelConfig.from_hf(tmp_path)
+    names = {n.replace(next(iter(renamed.values()), "language_model.model."), "model."): n for n in state}
+    state = {new: state[old] for new, old in names.items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    assert_holds(load(tmp_path, device), state, config)
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])

@@ -7,8 +7,8 @@ together, and of k, where whole_qk_norm is:
     s = embedding(ids) * embedding_scale
     for each layer:
         s = s + [norm] o(attention(rope(qkv([norm] s))))
-        s = s + [norm] down(silu(gate([norm] s)) * up([norm] s))
-    logits = lm_head(norm(s)) * logits_scale
+        s = s + [norm] down(act(gate([norm] s)) * up([norm] s))
+    logits = lm_head(norm(s)) * logits_scale, and cap * tanh(logits / cap) where there is a logits_softcap
 
 Granite multiplies what a layer adds by m (residual_multiplier): r' = r + m f(norm(r)). The engine keeps s = r / m
 instead, so that s' = s + f(norm(s)) has nothing to multiply. rms_norm does not depend on the scale of its input except
@@ -29,6 +29,7 @@ import torch
 
 from rooftile.engine import rotary
 from rooftile.engine.rotary import Rotary
+from rooftile.ops.gemm.config import Activation
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -39,9 +40,14 @@ FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 # transformers would replace a missing one by the default of some model.
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_NEEDED_TEXT = _NEEDED[:3]  # published configurations of Gemma 3 with a text_config rely on defaults for the others
+_GEMMA = ("gemma2", "gemma3_text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +55,14 @@ class ModelConfig:
     """A model's sizes and options.
 
     Attributes:
-        family: the model_type, one of FAMILIES.
+        family: the model_type, one of FAMILIES; "gemma3_text" for the text part of "gemma3", too.
+        multimodal: whether the checkpoint has the weights of other parts beside the text's, which are not read.
         hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes.
         max_positions: the context length of the model.
         norm_eps: of the norms of hidden states, as the kernels take it: see above.
         head_norm_eps: of the norms of q and k.
+        norm_offset: added to the weight of every norm while it is loaded.
+        activation: of the gate, "silu" or "gelu_tanh".
         qkv_bias, o_bias, mlp_bias: which projections have biases.
         input_norms, output_norms: whether the inputs of attention and MLP are normalized, and their results.
         qk_norm, whole_qk_norm: whether each head of q and k is normalized, and whether q and k are as wholes.
@@ -61,7 +70,9 @@ class ModelConfig:
         windows: for each layer the number of tokens that a token sees, including itself, or None for all.
         tied: whether lm_head is the embedding.
         attention_scale: multiplies the scores.
+        attention_softcap, logits_softcap: the soft caps of scores and logits, or None.
         embedding_scale, logits_scale: see above; logits_scale is folded into the last norm's weight.
+        embedding_scale_rounds: whether the scale is rounded to the embedding's dtype, in which models were trained.
         eos, bos: end tokens, and the first token.
         rotaries: for each layer the frequencies of its rotary embedding.
         torch_dtype: of the checkpoint, if it states one.
@@ -70,6 +81,7 @@ class ModelConfig:
     """
 
     family: str
+    multimodal: bool
     hidden: int
     layers: int
     heads: int
@@ -80,6 +92,8 @@ class ModelConfig:
     max_positions: int
     norm_eps: float
     head_norm_eps: float
+    norm_offset: float
+    activation: Activation
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -91,7 +105,10 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     tied: bool
     attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
     embedding_scale: float
+    embedding_scale_rounds: bool
     logits_scale: float
     eos: tuple[int, ...]
     bos: int | None
@@ -118,7 +135,7 @@ class ModelConfig:
             ImportError: transformers is not installed.
         """
         fields, source = _fields(config)
-        return _checked(cls, _from_transformers(fields, source), source)
+        return _checked(cls, _from_transformers(fields, source), source, fields.get("model_type") == "gemma3")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -177,7 +194,10 @@ def _from_transformers(fields: dict[str, Any], source: str) -> Any:
             f"{source}: quantization_config has quant_method {method!r}, expected none: the engine quantizes weights "
             'of 16 or 32 bits itself (quantize="fp8", "int8" or "int4")'
         )
-    for name in _NEEDED:
+    needed: tuple[str, ...] = _NEEDED
+    if family == "gemma3":
+        fields, family, needed = _text_part(fields, source), "gemma3_text", _NEEDED_TEXT
+    for name in needed:
         if name not in fields:
             raise ValueError(f"{source}: {name} is absent, expected an integer")
     try:
@@ -195,6 +215,15 @@ def _from_transformers(fields: dict[str, Any], source: str) -> Any:
         raise ValueError(f"{source}: transformers does not take it: {e}") from e
 
 
+def _text_part(fields: dict[str, Any], source: str) -> dict[str, Any]:
+    """text_config, with what is stated for all parts."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{source}: text_config is {text!r}, expected an object")
+    for_all = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "torch_dtype", "dtype")
+    return {**text, **{name: fields[name] for name in for_all if fields.get(name) is not None}}
+
+
 def _tokens(value: Any, source: str) -> tuple[int, ...]:
     """End tokens from None, one token or a list."""
     tokens = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
@@ -204,7 +233,7 @@ def _tokens(value: Any, source: str) -> tuple[int, ...]:
 
 
 # Families whose layer_types say which layers have a window.
-_LISTED = ("qwen2", "qwen3", "smollm3")
+_LISTED = ("qwen2", "qwen3", "smollm3", *_GEMMA)
 
 
 def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None, ...]:
@@ -230,7 +259,10 @@ def _windows(hf: Any, family: str, layers: int, source: str) -> tuple[int | None
 
 
 def _rotaries(hf: Any, family: str, layers: int, head_dim: int, source: str) -> tuple[Rotary, ...]:
-    """One for all layers; SmolLM3 lists the layers that have it."""
+    """One for all layers; SmolLM3 lists the layers that have it, and Gemma 3 has one for layers with a window."""
+    if family == "gemma3_text":
+        of_type = {kind: rotary.of(hf, head_dim, source, layer_type=kind) for kind in dict.fromkeys(hf.layer_types)}
+        return tuple(of_type[kind] for kind in hf.layer_types)
     of_all = rotary.of(hf, head_dim, source, partial=family == "phi3")
     if family != "smollm3":
         return (of_all,) * layers
@@ -247,8 +279,19 @@ def _number(hf: Any, name: str, source: str) -> float:
     return float(value)
 
 
-def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
+def _softcap(hf: Any, name: str, source: str) -> float | None:
+    """Of Gemma 2 and 3; Gemma 3 does not apply the one of the scores."""
+    value = getattr(hf, name) if hf.model_type in _GEMMA else None
+    if value is None:
+        return None
+    if name == "attn_logit_softcapping" and hf.model_type == "gemma3_text":
+        raise ValueError(f"{source}: {name} is {value!r}, expected null for gemma3_text")
+    return _number(hf, name, source)
+
+
+def _checked(cls: type[ModelConfig], hf: Any, source: str, multimodal: bool) -> ModelConfig:
     family = hf.model_type
+    gemma = family in _GEMMA
     for name in (*_NEEDED, "max_position_embeddings", "num_key_value_heads"):
         value = getattr(hf, name)
         if not isinstance(value, int) or value < 1:
@@ -259,18 +302,31 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
         raise ValueError(f"{source}: head_dim is {head_dim!r}, expected an even number")
-    if hf.hidden_act not in ("silu", "swish"):
-        raise ValueError(f"{source}: hidden_act is {hf.hidden_act!r}, expected silu")
+    field, accepted = ("hidden_activation", ("gelu_pytorch_tanh",)) if gemma else ("hidden_act", ("silu", "swish"))
+    if getattr(hf, field) not in accepted:
+        raise ValueError(f"{source}: {field} is {getattr(hf, field)!r}, expected {accepted[0]}")
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise ValueError(f"{source}: use_bidirectional_attention is true, expected false: the engine generates text")
     eps = _number(hf, "rms_norm_eps", source)
     granite = family == "granite"
     m = _number(hf, "residual_multiplier", source) if granite else 1.0
     # Qwen2 has biases of q, k and v without a field for them.
     attention_bias = family not in ("qwen2", "mistral", "phi3") and bool(hf.attention_bias)
+    scale = head_dim**-0.5
+    if granite:
+        scale = _number(hf, "attention_multiplier", source)
+    elif gemma:
+        scale = _number(hf, "query_pre_attn_scalar", source) ** -0.5
+    embedding_scale = hf.hidden_size**0.5 if gemma else 1.0
+    if granite:
+        embedding_scale = _number(hf, "embedding_multiplier", source) / m
+    windows = _windows(hf, family, hf.num_hidden_layers, source)
     dtype = hf.dtype if isinstance(hf.dtype, torch.dtype) else getattr(torch, str(hf.dtype), None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
     bos = hf.bos_token_id
     return cls(
         family=family,
+        multimodal=multimodal,
         hidden=hf.hidden_size,
         layers=hf.num_hidden_layers,
         heads=heads,
@@ -281,18 +337,23 @@ def _checked(cls: type[ModelConfig], hf: Any, source: str) -> ModelConfig:
         max_positions=hf.max_position_embeddings,
         norm_eps=eps / m**2,
         head_norm_eps=eps,
+        norm_offset=1.0 if gemma else 0.0,
+        activation="gelu_tanh" if gemma else "silu",
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
         mlp_bias=family in ("llama", "granite", "smollm3") and bool(hf.mlp_bias),
         input_norms=family != "olmo2",
-        output_norms=family == "olmo2",
-        qk_norm=family == "qwen3",
+        output_norms=gemma or family == "olmo2",
+        qk_norm=family in ("qwen3", "gemma3_text"),
         whole_qk_norm=family == "olmo2",
         packed=family == "phi3",
-        windows=_windows(hf, family, hf.num_hidden_layers, source),
+        windows=windows,
         tied=bool(hf.tie_word_embeddings),
-        attention_scale=_number(hf, "attention_multiplier", source) if granite else head_dim**-0.5,
-        embedding_scale=_number(hf, "embedding_multiplier", source) / m if granite else 1.0,
+        attention_scale=scale,
+        attention_softcap=_softcap(hf, "attn_logit_softcapping", source),
+        logits_softcap=_softcap(hf, "final_logit_softcapping", source),
+        embedding_scale=embedding_scale,
+        embedding_scale_rounds=gemma,
         logits_scale=1.0 / _number(hf, "logits_scaling", source) if granite else 1.0,
         eos=_tokens(hf.eos_token_id, source),
         bos=bos[0] if isinstance(bos, (list, tuple)) and bos else bos,

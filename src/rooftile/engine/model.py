@@ -9,13 +9,16 @@ write are a sixth. Where what a layer adds is normalized, norm and addition are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from rooftile.engine.cache import PagedKVCache
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.projections import Activations, Projection
 from rooftile.engine.prompts import Inputs, MixedBatch, PromptBatch
+from rooftile.engine.softcap import softcap_
 from rooftile.engine.weights import Weights
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.attention import attention, attention_paged, attention_varlen
@@ -42,6 +45,11 @@ class Decoder:
         self.config, self.weights, self.cache = config, weights, cache
         tables = {r: r.tables(cache.capacity, cache.k.device) for r in dict.fromkeys(config.rotaries)}
         self.tables = [tables[r] for r in config.rotaries]  # cos and sin of each layer
+        self.embedding_scale = config.embedding_scale
+        if config.embedding_scale_rounds:
+            self.embedding_scale = torch.tensor(
+                self.embedding_scale, dtype=weights.embedding.dtype, device="cpu"
+            ).item()
 
     def decode(self, ids: Tensor) -> Tensor:
         """Logits `(b, V)` of the token that follows `ids`, `(b,)`, one for each of the first b slots.
@@ -65,7 +73,7 @@ class Decoder:
             else:
                 w = self.weights.layers[layer]
                 q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, *self.tables[layer], **into)
-            return decode_attention(q, **given, scale=c.attention_scale, window=c.windows[layer])[:, 0]  # type: ignore[call-overload]
+            return decode_attention(q, **given, **self._scoring(layer))[:, 0]  # type: ignore[call-overload]
 
         return self._logits(self._layers(self._embed(ids), attend))
 
@@ -88,12 +96,12 @@ class Decoder:
                 q, k = self._normalized_and_rotated(layer, q, k, cos, sin, positions)
             else:
                 rope_(q, k, cos, sin, position_ids=positions, rotary_dim=cos.shape[-1], layout="bthd")
-            options = {"causal": True, "scale": c.attention_scale, "window": c.windows[layer]}
+            options = {"causal": True, **self._scoring(layer)}
             given, longest = cache.inputs(layer) | into, prompts.longest
             del given["lengths"]
             if positions is None:
                 append_kv(k, v, **given)
-                return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[arg-type,union-attr]
+                return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[union-attr]
             q, k, v = q[0], k[0], v[0]
             append_kv(k[:, None], v[:, None], **given)
             if prompts.in_cache and ends is not None:
@@ -101,7 +109,7 @@ class Decoder:
                 scales = {name: given[name] for name in ("k_scale", "v_scale", "cache_layout")}
                 return attention_paged(  # type: ignore[return-value]
                     q, given["k_cache"], given["v_cache"], cache.page_table[:slots], cache.lengths[:slots], ends,
-                    max_seqlen_q=longest, **scales, **options,  # type: ignore[arg-type]
+                    max_seqlen_q=longest, **scales, **options,
                 )  # fmt: skip
             return attention_varlen(q, k, v, ends, max_seqlen_q=longest, max_seqlen_k=longest, **options)  # type: ignore[arg-type,return-value]
 
@@ -110,14 +118,21 @@ class Decoder:
             x = embedding(inputs.rows, x)
         return self._logits(x)
 
+    def _scoring(self, layer: int) -> dict[str, Any]:
+        """What the attention ops take."""
+        c = self.config
+        return {"scale": c.attention_scale, "window": c.windows[layer], "softcap": c.attention_softcap}
+
     def _embed(self, ids: Tensor) -> Tensor:
-        return embedding(ids, self.weights.embedding, scale=self.config.embedding_scale)
+        return embedding(ids, self.weights.embedding, scale=self.embedding_scale)
 
     def _layers(self, x: Tensor, attend: Attend) -> Tensor:
         """All layers, over hidden states `(tokens, hidden)`."""
+        c = self.config
         for index, layer in enumerate(self.weights.layers):
             x = self._add(x, layer.o, attend(index, x).flatten(-2), layer.attention_norm)
-            x = self._add(x, layer.down, layer.gate_up.gated(x, layer.post_norm, self.config.norm_eps), layer.mlp_norm)
+            gated = layer.gate_up.gated(x, layer.post_norm, c.norm_eps, c.activation)
+            x = self._add(x, layer.down, gated, layer.mlp_norm)
         return x
 
     def _add(self, x: Tensor, projection: Projection, y: Activations, norm: Tensor | None) -> Tensor:
@@ -138,7 +153,9 @@ class Decoder:
         return q, k, v
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.weights.lm_head.normed(x, self.weights.norm, self.config.norm_eps)
+        logits = self.weights.lm_head.normed(x, self.weights.norm, self.config.norm_eps)
+        cap = self.config.logits_softcap
+        return logits if cap is None else softcap_(logits, cap)
 
     def _normalized_and_rotated(
         self, layer: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None

@@ -33,7 +33,7 @@ class OpCall:
 
     Attributes:
         name: the part of the model.
-        op: Rooftile's op; "" for the cache's own kernel.
+        op: Rooftile's op; "" for the kernels of the engine itself.
         shape: of its operands, as text.
         read, written: bytes.
         flops: two per multiply-add.
@@ -172,7 +172,8 @@ class _Builder:
             yield self._product(name, f"{p.kind}_linear", p, x, p.n, times=times)
         if gated:
             out = self.batch * (n + 4) if fp8 else self._rows(n)
-            op = "silu_mul_quantized" if fp8 else "silu_mul_packed"
+            op = "silu_mul" if self.c.activation == "silu" else "gelu_mul"
+            op += "_quantized" if fp8 else "_packed"
             yield OpCall("activation", op, f"{self.batch} x {n}", self._rows(p.n), out, times=times)
 
     def _alone(self, p: Projection) -> bool:
@@ -280,6 +281,9 @@ class _Builder:
         yield from self._normed("gate_up", layer.gate_up, layer.post_norm, n, gated=True)
         yield from self._added("down", layer.down, layer.mlp_norm, n)
         yield from self._normed("lm_head", w.lm_head, w.norm, 1)
+        if c.logits_softcap is not None:
+            logits = self._rows(c.vocab)
+            yield OpCall("soft cap of logits", "", f"{b} x {c.vocab}", logits, logits)
         yield self._sampling()
 
     def _sampling(self) -> OpCall:

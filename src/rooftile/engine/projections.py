@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.gated import silu_mul_packed
+from rooftile.ops.gated import gelu_mul_packed, silu_mul_packed
+from rooftile.ops.gemm.config import Activation
 from rooftile.ops.gemm.fp8_linear import fp8_linear
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
@@ -144,12 +145,14 @@ class Projection:
         q, k, v = qkv.split((qkv.shape[-2] - 2 * heads, heads, heads), dim=-2)
         return rope_and_cache(q, k, v, cos, sin, rotary_dim=cos.shape[-1], **cache)
 
-    def gated(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Activations:
-        """`silu(g) * u` of `normed`, `[g | u]`, as a projection of the same format takes it."""
-        return self._gate(self.normed(x, norm_weight, eps))
+    def gated(
+        self, x: Tensor, norm_weight: Tensor | None, eps: float, activation: Activation = "silu"
+    ) -> Activations:  # fmt: skip
+        """`act(g) * u` of `normed`, `[g | u]`, as a projection of the same format takes it."""
+        return self._gate(self.normed(x, norm_weight, eps), activation)
 
-    def _gate(self, gate_up: Tensor) -> Activations:
-        return silu_mul_packed(gate_up)
+    def _gate(self, gate_up: Tensor, activation: Activation) -> Activations:
+        return silu_mul_packed(gate_up) if activation == "silu" else gelu_mul_packed(gate_up, activation=activation)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
         """Rounded once, as the norm inside the dense kernels is."""
@@ -182,10 +185,12 @@ class Dense(Projection):
             return self(x)
         return rms_norm_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
-    def gated(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Activations:
+    def gated(
+        self, x: Tensor, norm_weight: Tensor | None, eps: float, activation: Activation = "silu"
+    ) -> Activations:  # fmt: skip
         if norm_weight is None:
-            return gated_linear(x, self.weight, self.bias)
-        return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, eps=eps)
+            return gated_linear(x, self.weight, self.bias, activation=activation)
+        return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, eps=eps, activation=activation)
 
 
 class Quantized(Projection):
@@ -200,10 +205,14 @@ class Quantized(Projection):
             return super().normed(x, norm_weight, eps)
         return rms_norm_linear(x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps)
 
-    def gated(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Activations:
+    def gated(
+        self, x: Tensor, norm_weight: Tensor | None, eps: float, activation: Activation = "silu"
+    ) -> Activations:  # fmt: skip
         if norm_weight is None or not is_one_row(x):
-            return super().gated(x, norm_weight, eps)
-        return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps)
+            return super().gated(x, norm_weight, eps, activation)
+        return rms_norm_gated_linear(
+            x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps, activation=activation
+        )
 
 
 def is_one_row(x: Tensor) -> bool:
@@ -239,8 +248,12 @@ class Fp8(Quantized):
             x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype
         )
 
-    def _gate(self, gate_up: Tensor) -> Activations:
-        return super()._gate(gate_up) if is_one_row(gate_up) else silu_mul_packed(gate_up, quantize=_BY_ROW)
+    def _gate(self, gate_up: Tensor, activation: Activation) -> Activations:
+        if is_one_row(gate_up):
+            return super()._gate(gate_up, activation)
+        if activation == "silu":
+            return silu_mul_packed(gate_up, quantize=_BY_ROW)
+        return gelu_mul_packed(gate_up, activation=activation, quantize=_BY_ROW)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
         return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_ROW)

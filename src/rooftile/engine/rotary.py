@@ -64,13 +64,19 @@ def none(head_dim: int) -> Rotary:
     return Rotary(NONE, (0.0,) * (head_dim // 2))
 
 
-def of(config: Any, head_dim: int, source: str, *, partial: bool = False) -> Rotary:
-    """The rotary embedding of a transformers configuration. `partial`: it may rotate a part of each head.
+def of(
+    config: Any, head_dim: int, source: str, *, partial: bool = False, layer_type: str | None = None
+) -> Rotary:  # fmt: skip
+    """The rotary embedding of a transformers configuration, or of its layers of that type.
+
+    `partial`: it may rotate a part of each head.
 
     Raises:
         ValueError: the rope type is not one of KINDS, or its settings are not valid.
     """
     settings = config.rope_parameters or {}
+    if layer_type is not None:
+        settings = settings.get(layer_type) or {}
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise ValueError(
             f"{source}: rope_parameters has settings for {', '.join(map(str, settings))}, expected one for all layers"
@@ -97,9 +103,10 @@ def of(config: Any, head_dim: int, source: str, *, partial: bool = False) -> Rot
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+        of_layers = {} if layer_type is None else {"layer_type": layer_type}
         config.head_dim = head_dim  # absent or None in some configurations
         try:
-            inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **of_layers)
         except (ArithmeticError, KeyError, TypeError, ValueError) as e:
             raise ValueError(f"{source}: rope_parameters is {settings}, not valid for {kind!r}: {e!r}") from e
     if not bool(torch.isfinite(inv_freq).all()) or not math.isfinite(factor):

@@ -132,8 +132,13 @@ def _empty(
     def norm(name: str, size: int, present: bool = True) -> Tensor | None:
         if not present:
             return None
-        tensor = torch.ones(size, dtype=dtype, device=device)
-        places[f"{name}.weight"] = _into(tensor)
+        if c.norm_offset == 0:
+            tensor = torch.ones(size, dtype=dtype, device=device)
+            places[f"{name}.weight"] = _into(tensor)
+            return tensor
+        # In float32, so that the sum is not rounded.
+        tensor = torch.ones(size, dtype=torch.float32, device=device)
+        places[f"{name}.weight"] = _Place((size,), lambda at, rows: _set(tensor, at, rows.float() + c.norm_offset))
         return tensor
 
     def projection(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Projection:
@@ -202,6 +207,28 @@ def _with_logits_scale(weights: Weights, scale: float) -> Weights:
 def _harmless(name: str, tied: bool) -> bool:
     """Whether a tensor without a place may be dropped: RoPE frequencies of old checkpoints, and a tied lm_head."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _LM_HEAD)
+
+
+# Prefixes of a multimodal checkpoint's names, and what text models have in their place, or None for other parts.
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.vision_tower.": None,
+    "vision_tower.": None,
+    "model.multi_modal_projector.": None,
+    "multi_modal_projector.": None,
+}
+
+
+def _only_text(entries: dict[str, Entry]) -> None:
+    """Rename the tensors of the text part of a multimodal checkpoint as those of a text model, and drop the others."""
+    for name in list(entries):
+        prefix = next((p for p in _PREFIXES if name.startswith(p)), None)
+        if prefix is not None:
+            entry, new = entries.pop(name), _PREFIXES[prefix]
+            if new is not None:
+                entries[new + name.removeprefix(prefix)] = entry
 
 
 def _some(names: list[str]) -> str:
@@ -298,6 +325,8 @@ def load(
     device = runtime.default_device() if device is None else torch.device(device)
     _check(config, dtype, quantize)
     checkpoint = Checkpoint(folder)
+    if config.multimodal:
+        _only_text(checkpoint.entries)
     tied = _is_tied(config, checkpoint)
     # Checked on the meta device first, which takes no memory.
     _matched(config, checkpoint, _empty(config, dtype, quantize, torch.device("meta"), tied)[1], tied)
