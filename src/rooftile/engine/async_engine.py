@@ -15,7 +15,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,23 @@ class EngineStats:
     finished: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+_Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+def _wake(waiters: Iterable[_Waiter]) -> None:
+    """Let coroutines go on, by one call for each event loop: a call costs a system call."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for loop, future in waiters:
+        by_loop.setdefault(loop, []).append(future)
+    for loop, futures in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(_go_on, futures)
+
+
+def _go_on(futures: Iterable[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 class _Channel:
@@ -77,18 +91,17 @@ class _Channel:
         self.error: RequestError | None = None
         self._items: deque[StreamChunk | RequestError] = deque()
         self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[_Waiter] = []
 
-    def put(self, item: StreamChunk | RequestError, last: bool) -> None:
+    def put(self, item: StreamChunk | RequestError, last: bool) -> list[_Waiter]:
+        """Returns the coroutines that wait for it."""
         with self._changed:
             self._items.append(item)
             self.ended = last
             self.error = item if isinstance(item, RequestError) else None
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
-        for loop, future in waiters:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_wake, future)
+        return waiters
 
     def get(self) -> StreamChunk | RequestError | None:
         """The next item, as soon as there is one; None after the last."""
@@ -274,8 +287,8 @@ class _Worker:
             with self._lock:  # from here on, none is added
                 self._untaken, channels = 0, list(self._live.values())
             self._publish()
-            for channel in channels:
-                self._deliver(channel.request, self._failure or self._aborted(channel.request))
+            requests = [channel.request for channel in channels]
+            self._deliver((request, self._failure or self._aborted(request)) for request in requests)
             self.engine._generating = False
 
     def _take(self) -> None:
@@ -293,7 +306,7 @@ class _Worker:
                 elif asked is not None and not asked.ended:
                     self.loop.remove(asked.request)
                     self._publish()
-                    self._deliver(asked.request, self._aborted(asked.request))
+                    self._deliver([(asked.request, self._aborted(asked.request))])
 
     def _step(self) -> None:
         try:
@@ -304,12 +317,10 @@ class _Worker:
             self.loop.clear()  # if this fails, too, the engine has failed
             self.engine.runner.cache.forget()  # what the failed step wrote
             self._publish()
-            for request in ended:
-                self._deliver(request, error)
+            self._deliver((request, error) for request in ended)
         else:
             self._publish()  # first: who sees the end of a stream sees its pages free
-            for request, event in events:
-                self._deliver(request, event)
+            self._deliver(events)
 
     @staticmethod
     def _aborted(request: Request) -> StreamChunk | Exception:
@@ -320,7 +331,10 @@ class _Worker:
             request.finish_reason = "error"
             return error
 
-    def _deliver(self, request: Request, event: StreamChunk | BaseException) -> None:
+    def _deliver(self, events: Iterable[tuple[Request, StreamChunk | BaseException]]) -> None:
+        _wake([waiter for request, event in events for waiter in self._put(request, event)])
+
+    def _put(self, request: Request, event: StreamChunk | BaseException) -> list[_Waiter]:
         channel, reason = self._live[request.id], request.finish_reason
         item: StreamChunk | RequestError
         if isinstance(event, StreamChunk):
@@ -333,7 +347,7 @@ class _Worker:
             with self._lock:
                 del self._live[request.id]
                 self._finished[reason] += 1
-        channel.put(item, last=reason is not None)
+        return channel.put(item, last=reason is not None)
 
     def _publish(self) -> None:
         loop, cache = self.loop, self.loop.runner.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -186,6 +186,8 @@ class MixedBatch(_Laid):
     Args:
         parts: one or more, of different slots.
         page_size: of the cache.
+        rounded: the number of slots that are passed for one that is needed: few numbers, so that few launches are
+            prepared.
 
     Attributes:
         rows: the number of logits, those of the first slots; slots whose logits are not wanted have any.
@@ -194,10 +196,13 @@ class MixedBatch(_Laid):
 
     in_cache, length = True, None
 
-    def __init__(self, parts: Sequence[Part], page_size: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[Part], page_size: int, rounded: Callable[[int], int], *, pinned: bool = False
+    ) -> None:
         parts = sorted(parts, key=lambda part: part.slot)
         ids, positions, pages = list[int](), list[int](), list[int]()
-        counts, rows = [0] * (parts[-1].slot + 1), [0] * (max((p.slot for p in parts if p.last), default=0) + 1)
+        counts = [0] * rounded(parts[-1].slot + 1)
+        rows = [0] * rounded(max((part.slot for part in parts if part.last), default=0) + 1)
         self._runs: list[tuple[int, int, int]] = []  # of newest tokens: their place, the first slot, how many
         for part in parts:
             n = counts[part.slot] = 1 if part.tokens is None else len(part.tokens)

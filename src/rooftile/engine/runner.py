@@ -283,7 +283,7 @@ class Runner:
             starts = {s: s.length for s in new}
             self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
             parts = [Part(s.slot, starts[s], t, s.pages, t is None or s in begun) for s, t in new.items()]
-            laid_out = MixedBatch(parts, self.cache.page_size, pinned=self._device.type == "cuda")
+            laid_out = MixedBatch(parts, self.cache.page_size, self._bucket, pinned=self._device.type == "cuda")
             logits = self.decoder.prefill(laid_out, laid_out.filled(self._device, self.tokens))
             if begun:
                 self._set([s.slot for s in begun], *zip(*begun.values(), strict=True))

@@ -170,8 +170,8 @@ class ContinuousScheduler(Scheduler):
         running = sorted(self.unfinished(), key=lambda r: r.rank)
         budget = self._prompt_tokens - sum(r.decoding for r in running)
         for request in running:
-            if request not in self.running:
-                continue  # it gave way
+            if self.preemptions > given_way and request not in self.running:
+                continue
             n = 1 if request.decoding else min(len(request.filled) - request.computed, budget)
             if not n or not self._make_room(request, n, work):
                 continue
@@ -195,7 +195,8 @@ class ContinuousScheduler(Scheduler):
 
         Those that came last give way first. Steps that were launched go on: a freed page is written by later ones.
         """
-        while self._missing(request, request.computed + n) > self._cache.free_pages - sum(
+        missing = self._missing(request, request.computed + n)
+        while missing and missing > self._cache.free_pages - sum(
             self._missing(r, r.computed + planned) for r, planned in work.items()
         ):
             last = max(self.running, key=lambda r: r.rank)
