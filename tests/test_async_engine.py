@@ -13,6 +13,7 @@ import torch
 import rooftile
 from rooftile.engine import QueueFull, RequestError
 from rooftile.engine.prefix import PrefixCache, page_names
+from rooftile.engine.prompts import MixedBatch, Part
 
 pytest.importorskip("transformers")
 
@@ -38,9 +39,9 @@ HOW = [
 NEW = 4
 
 
-def made(**more):
+def made(config=None, **more):
     options = {"dtype": torch.float32, "max_batch": 3, "max_seq_len": 48, "page_size": 16, **more}
-    return rooftile.Engine.from_config(CONFIG, **options)
+    return rooftile.Engine.from_config(CONFIG | (config or {}), **options)
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +237,47 @@ def test_prompts_in_parts_beside_decoding_give_the_tokens_of_whole_ones(family, 
     assert max(sum(p.values()) for p in plans) <= step_tokens
     assert any(1 in p.values() and len({*p.values()}) > 1 for p in plans), "no step was mixed"
     assert free_of(engine) == (9, 0)
+
+
+def test_the_layout_of_a_mixed_step(device):
+    """Two newest tokens side by side, a part of a prompt, and two more that are apart."""
+    parts = [
+        Part(5, 16, None, [8, 9], True),
+        Part(0, 3, None, [2], True),
+        Part(2, 15, [71, 72, 73], [4, 5], False),
+        Part(1, 40, None, [1, 6, 7], True),
+        Part(3, 0, None, [3], True),
+    ]
+    batch = MixedBatch(parts, 16, lambda n: n + n % 2)
+    inputs = batch.filled(device, torch.arange(100, 108, dtype=torch.int32, device=device))
+    assert inputs.ids.tolist() == [100, 101, 71, 72, 73, 103, 105]
+    assert inputs.positions.tolist() == [3, 40, 15, 16, 17, 0, 16]
+    assert inputs.starts.tolist() == [3, 8, 15, 0, 1, 0, 0]
+    assert inputs.pages.tolist() == [[2], [7], [4], [5], [5], [3], [9]]
+    assert inputs.ends.tolist() == [0, 1, 2, 5, 6, 6, 7]
+    assert inputs.rows.tolist() == [0, 1, 0, 5, 0, 6]
+    assert (batch.rows, batch.longest) == (6, 3)
+
+
+@pytest.mark.gpu
+def test_graphs_between_mixed_steps_give_what_plain_launches_give(device):
+    """Bit-identical for one order of arrival: the loop begins when all requests are there."""
+    found, more = [], {"config": {"num_hidden_layers": 2}, "device": device}
+    for graphs in (True, False):
+        engine = made(cuda_graphs=graphs, max_batch=4, **more)
+        with rooftile.AsyncEngine(engine, step_tokens=11) as served:
+            step, begun = served._worker.loop.step, threading.Event()
+            served._worker.loop.step = lambda step=step, begun=begun: begun.wait(60) and step()
+            prompts = [*PROMPTS, *LONG, LONG[0][:30]]
+            options = [*HOW, HOW[1], HOW[0], HOW[3]]
+            streams = [
+                served.add(p, max_new_tokens=9, logprobs=True, ignore_eos=True, **how)
+                for p, how in zip(prompts, options, strict=True)
+            ]
+            begun.set()
+            found.append([s.result() for s in streams])
+        assert bool(engine.runner._graphs) == graphs
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8])
