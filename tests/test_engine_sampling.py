@@ -1,6 +1,8 @@
 """Sampling options of requests in the engine: what each does to the tokens, beside requests without them."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +123,7 @@ def test_requests_with_and_without_options_do_not_affect_each_other(engine):
     assert steps(engine, hows, [3, 0, 1, 2]) == together  # in slots that others had
     for i in range(4):
         assert steps(engine, hows, [i]) == {i: together[i]}
+    for i in (1, 3):
         assert by_the_formula(engine, PROMPTS[i], hows[i]) == together[i]
     assert not engine.runner.options.live(4)
 
@@ -171,6 +174,23 @@ def test_what_a_mask_raises_ends_its_request_alone(engine):
         with pytest.raises(rooftile.engine.RequestError, match="no way on"):
             wrong.result()
     assert not engine.runner.cache.sequences
+
+
+def test_a_grammar_restricts_a_text_to_its_end():
+    pytest.importorskip("llguidance")
+    pytest.importorskip("pydantic")
+    from llguidance import LLMatcher
+
+    from rooftile.serve.guided import Grammars
+
+    path = Path(rooftile.__file__).parent / "byte_model"
+    model = rooftile.Engine.from_pretrained(path, dtype=torch.float32, max_batch=2, max_seq_len=32, progress=False)
+    grammars = Grammars(model.tokenizer, model.config.vocab, model.config.eos)
+    masks = [grammars.compile(LLMatcher.grammar_from_regex(regex)).copy() for regex in ("[0-9]{3}", "(yes|no)!")]
+    one, other = model.generate(["def f(", "x ="], max_new_tokens=9, mask=masks)
+    assert re.fullmatch("[0-9]{3}", one.text)
+    assert other.text in ("yes!", "no!")
+    assert (one.finish_reason, other.finish_reason) == ("stop", "stop")
 
 
 def test_penalties_count_what_was_generated_before_pages_were_given_back(engine):
