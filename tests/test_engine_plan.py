@@ -100,6 +100,13 @@ def test_a_step_reads_every_weight_once(quantize):
     assert drawn.nbytes < p.read < drawn.nbytes + 24 * c.layers * 2 * (c.hidden + c.intermediate)
 
 
+def test_norms_in_float32_are_counted_as_such():
+    c = config("gemma2", head_dim=8, tie_word_embeddings=False)
+    drawn, p = weights.random(c, device="meta"), plan(c, 1, 1)
+    assert {n.dtype for layer in drawn.layers for n in layer.norms} == {torch.float32}
+    assert drawn.nbytes < p.read < drawn.nbytes + 24 * c.layers * 2 * (c.hidden + c.intermediate)
+
+
 def test_attention_reads_what_a_window_leaves():
     c = config("mistral", sliding_window=16)
     near, far = (next(s for s in plan(c, 3, n).steps if s.op == "decode_attention") for n in (16, 48))
