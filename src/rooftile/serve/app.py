@@ -109,7 +109,6 @@ class _Server:
         self.gate, self.metrics = Gate(), Metrics(engine.stats)
         self.prompts = Prompts(engine, options.chat_template, options.max_prompt_tokens)
         self.begun = int(time.time())
-        self.failed = False
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._card(name) for name in self.options.names]}
@@ -128,7 +127,7 @@ class _Server:
 
     async def health(self) -> JSONResponse:
         """200 while requests are let in and the engine runs."""
-        status = "failed" if self.failed else "draining" if self.gate.closed else "ok"
+        status = "failed" if self.engine.failed else "draining" if self.gate.closed else "ok"
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def read_metrics(self) -> Response:
@@ -207,7 +206,6 @@ class _Server:
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error)) from None
         except RuntimeError as error:
-            self.failed = True
             log.error("the engine takes no requests: %s", error, exc_info=error)
             raise ApiError(503, "the engine takes no requests", code="engine_failed", retry_after=30) from None
 
