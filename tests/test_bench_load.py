@@ -131,6 +131,11 @@ def test_rows_of_one_machine_commit_and_workload_join_a_file(tmp_path):
 class _Api(http.server.BaseHTTPRequestHandler):
     """Streams two tokens in one event, and the rest one by one."""
 
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "m"}, {"id": "n"}]}).encode())
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, self.headers["Authorization"], body))
@@ -176,6 +181,11 @@ def test_any_server_with_the_api_is_measured(server, tmp_path):
     assert [(row["impl"], row["failed"], row["output_tokens"]) for row in rows] == [
         ("other", 0, sum(r.new for r in SMALL.draw()))
     ] * 2
+
+
+def test_without_a_name_the_servers_first_model_is_asked(server):
+    assert load.run(settings(server, ""), Console(file=io.StringIO(), width=200)) == 0
+    assert server.seen[-1][2]["model"] == "m"
 
 
 def test_a_server_that_refuses_fails_the_run(server):

@@ -373,7 +373,7 @@ def test_sequences_wait_for_pages(llama, tmp_path, device):
     pieces = list(engine.generate([[5] * 14, [6] * 14], max_new_tokens=6, stream=True, ignore_eos=True))
     assert [p.index for p in pieces] == [0] * 6 + [1] * 6
     assert free_of(engine) == (2, 0)
-    with pytest.raises(ValueError, match="prompt 1 has 14 tokens, and 19 new ones are more than max_seq_len, 32"):
+    with pytest.raises(ValueError, match="prompt 1 has 14 tokens, and max_new_tokens is 19: more than max_seq_len, 32"):
         engine.generate([[5], [6] * 14], max_new_tokens=19)
 
 

@@ -16,7 +16,7 @@ from rooftile.ops.embedding import _prepare as prepare_embedding
 from rooftile.ops.gemm.weight_only import int4_linear, int8_linear
 from rooftile.ops.kv_cache import kernel as kv_cache
 from rooftile.ops.sample import greedy
-from rooftile.ops.sample.parts import Parameters
+from rooftile.ops.sample.parts import Parameters, Tables
 from rooftile.primitives.paging import Cache
 from rooftile.primitives.pdl import pdl_launch_dependents
 
@@ -45,8 +45,8 @@ def embed():
 
 
 def sample():
-    tensors = torch.empty(1, dtype=torch.int32), torch.empty(1), torch.empty(1, 64), None
-    how = Parameters(0.0, 0, 1.0, 0.0, 1.0, 0, 0)
+    tensors = torch.empty(1, dtype=torch.int32), torch.empty(1), torch.empty(1, 64), Tables()
+    how = Parameters(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0)
     greedy.prepare(*tensors, how, False)(*tensors, how)
 
 

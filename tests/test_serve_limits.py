@@ -325,7 +325,7 @@ class TestDraining:
             lines = []
             for line in process.stderr:
                 lines.append(line)
-                if found := re.search(r"running on (http://\S+)", line):
+                if found := re.search(r"listening on (http://\S+)", line):
                     break
             assert found, "".join(lines)
             rest = threading.Thread(target=lambda: lines.extend(process.stderr))

@@ -330,7 +330,7 @@ class Settings:
     """What the command line asks for.
 
     Args:
-        model: a name of `workloads.MODELS`, or with a URL the name that the server has for it.
+        model: a name of `workloads.MODELS`, or with a URL the name that the server has for it; "" is its first.
         weights: "random", or a checkpoint's folder.
         url: of a server; without one, an engine in this process.
         impl: what the rows call it.
@@ -377,7 +377,15 @@ async def _of_server(settings: Settings, console: Console) -> list[dict[str, Any
     assert settings.url is not None
     url = settings.url.rstrip("/").removesuffix("/v1")
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=unlimited) as client:
-        return await measure(Server(client, settings.model), settings, console)
+        model = settings.model
+        if not model:
+            try:
+                answer = await client.get("/v1/models")
+                answer.raise_for_status()
+            except httpx.HTTPError as error:
+                raise OSError(f"{url}/v1/models: {error}") from None
+            model = answer.json()["data"][0]["id"]
+        return await measure(Server(client, model), settings, console)
 
 
 def _of_engine(settings: Settings, console: Console) -> list[dict[str, Any]]:
@@ -409,7 +417,7 @@ def run(settings: Settings, console: Console) -> int:
     if settings.json is not None:
         write_whole(settings.json, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     if settings.results is not None:
-        path = settings.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{settings.model}.json"
+        path = settings.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{settings.model or 'server'}.json"
         write(path, meta, rows)
         if (chart := draw(path)) is not None:
             console.print(str(chart), highlight=False, soft_wrap=True)

@@ -18,7 +18,7 @@ _LOGPROBS = "a difference in float32 of a logit and a logarithm, both some units
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     dtype: {"forward": Tolerance(1e-6, _LOGPROBS)} for dtype in (torch.float32, torch.float16, torch.bfloat16)
 }
-_COUNTS = Tolerance(0.0, "integers")
+_COUNTS = Tolerance(0.0, "whole numbers, which are counted exactly")
 _BITS = Tolerance(0.0, "bits, which are set or not")
 
 

@@ -235,7 +235,7 @@ def bench_serve(
         typer.Option(
             metavar="NAME",
             help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; with --url, the server's name of its model. "
-            "Default: llama-3-8b, and in the interpreter tiny.",
+            "Default: llama-3-8b, in the interpreter tiny, and with --url the server's first.",
         ),
     ] = None,
     weights: Annotated[str, typer.Option(metavar="random|PATH", help="random, or a checkpoint folder.")] = "random",
@@ -288,7 +288,7 @@ def bench_serve(
     from rooftile.cases.check import DTYPES
 
     interpreted = runtime.MODE is runtime.Mode.INTERPRETER
-    model = model or ("tiny" if interpreted and url is None else "llama-3-8b")
+    model = model or ("" if url is not None else "tiny" if interpreted else "llama-3-8b")
     if url is None and model not in MODELS:
         raise typer.BadParameter(f"unknown {model}; known: {', '.join(MODELS)}", param_hint="--model")
     default = ["1", "8", "32", "64", "128", "256"]

@@ -115,11 +115,12 @@ def serve(
     choose_mode()
     from rooftile.bench.generate import folder_of
     from rooftile.serve.app import Options, create_app, folder_options
-    from rooftile.serve.server import Server
+    from rooftile.serve.server import Server, listen
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         folder = folder_of(path)
+        listening = listen(host, port)  # before the model is loaded
         options = Options(
             names=tuple(served_model_name or [path if path == "demo" else folder.resolve().name]),
             api_keys=tuple(api_key or ()),
@@ -140,8 +141,11 @@ def serve(
             app = create_app(engine, options)
         except ValueError as error:
             raise _refuse("serve", error) from None
-        server = Server(app, abort=engine.close, drain_timeout=drain_timeout, host=host, port=port, log_config=None)
-        server.run()
+        log = logging.getLogger("rooftile.serve")
+        made, (address, taken) = engine.engine, listening.getsockname()[:2]
+        log.info("%s: %r, at most %d sequences", ", ".join(options.names), made, made.max_batch)
+        log.info("listening on http://%s:%d", f"[{address}]" if ":" in address else address, taken)
+        Server(app, abort=engine.close, drain_timeout=drain_timeout, log_config=None).run(sockets=[listening])
 
 
 @command(Panel.run)

@@ -483,10 +483,13 @@ class AsyncEngine:
         rank = integer(priority)
         if rank is None:
             raise TypeError(f"add: priority is {priority!r}, expected an integer")
+        known = [field.name for field in dataclasses.fields(Sampling)]
+        if unknown := [name for name in sampling if name not in known]:
+            raise TypeError(f"add: unknown option {unknown[0]!r}, expected one of {', '.join(known)}")
         one = integer(seed)
         how = Sampling(seed=seed if one is None else one, **sampling)
         (ids,) = encoded([prompt], self.engine.tokenizer, self.engine.config.vocab)
-        request = self.engine._request(0, ids, max_new_tokens, stop, logprobs, ignore_eos, how)
+        request = self.engine._request(0, ids, max_new_tokens, stop, logprobs, ignore_eos, how, "add")
         request.priority = rank
         return Stream(self, self._worker.add(request, request_id), self._worker.abort)
 

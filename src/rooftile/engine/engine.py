@@ -34,6 +34,9 @@ PROMPT_TOKENS = 8192
 _DEFAULT_LENGTH = 4096
 
 
+_BUSY = "another call generates, or an AsyncEngine has this engine; exhaust the call's iterator, or close either"
+
+
 class Engine:
     """A model with its cache, which generates text.
 
@@ -251,7 +254,7 @@ class Engine:
             for i, (prompt, s, restricts) in enumerate(zip(ids, seeds, masks, strict=True))
         ]  # fmt: skip
         if self._generating:
-            raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
+            raise RuntimeError(f"generate: {_BUSY}")
         loop = Loop(self.runner, self._scheduler())
         for request in requests:
             loop.add(request)
@@ -267,25 +270,25 @@ class Engine:
 
     def _request(
         self, index: int, prompt: list[int], max_new_tokens: object, stop: Stop, logprobs: bool, ignore_eos: bool,
-        sampling: Sampling,
+        sampling: Sampling, op: str = "generate",
     ) -> Request:  # fmt: skip
         """A checked request."""
         limit = integer(max_new_tokens)
         if limit is None:
-            raise TypeError(f"generate: max_new_tokens is {max_new_tokens!r}, expected an integer")
+            raise TypeError(f"{op}: max_new_tokens is {max_new_tokens!r}, expected an integer")
         if limit < 1:
-            raise ValueError(f"generate: max_new_tokens is {limit}, expected a positive integer")
+            raise ValueError(f"{op}: max_new_tokens is {limit}, expected a positive integer")
         sampling.check(self.config.vocab)
         request, cache = Request(index, prompt, limit, sampling), self.runner.cache
         if request.longest + 1 > self.max_seq_len:
             raise ValueError(
-                f"generate: prompt {index} has {len(prompt)} tokens, and {limit} new ones are more than max_seq_len, "
-                f"{self.max_seq_len}"
+                f"{op}: prompt {index} has {len(prompt)} tokens, and max_new_tokens is {limit}: more than "
+                f"max_seq_len, {self.max_seq_len}"
             )
         needed = -(-request.longest // cache.page_size)
         if needed > cache.k.shape[1]:
             raise ValueError(
-                f"generate: prompt {index} and its new tokens need {needed} pages, and the cache has {cache.k.shape[1]}"
+                f"{op}: prompt {index} and its new tokens need {needed} pages, and the cache has {cache.k.shape[1]}"
             )
         ends = () if ignore_eos else self.config.eos
         stops = stops_of(stop, self.tokenizer, self.config.vocab)
@@ -294,7 +297,7 @@ class Engine:
 
     def _chunks(self, loop: Loop) -> Iterator[StreamChunk]:
         if self._generating:
-            raise RuntimeError("generate: another call generates; exhaust its iterator, or close it")
+            raise RuntimeError(f"generate: {_BUSY}")
         self._generating = True
         try:
             while loop.busy:

@@ -77,7 +77,7 @@ class Grammars:
             if (found := self._compiled.pop(grammar, None)) is None:
                 matcher = LLMatcher(self._tokens, grammar, log_level=0)
                 if matcher.is_error():
-                    raise ValueError((matcher.get_error().strip() or "no valid grammar").splitlines()[0])
+                    raise ValueError(" ".join(matcher.get_error().split())[:500] or "no valid grammar")
                 found = Grammar(matcher)
             self._compiled[grammar] = found  # the one used last is the last
             if len(self._compiled) > _KEPT:

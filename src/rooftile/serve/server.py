@@ -18,11 +18,24 @@ from fastapi import FastAPI
 log = logging.getLogger("rooftile.serve")
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound to the address; clients wait in its backlog until the server runs.
+
+    Raises:
+        OSError: the address is in use, or none of this machine's; the message names it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"can't listen on {host}:{port}: {error.strerror or error}; --port takes another") from None
+
+
 class Server(uvicorn.Server):
     """uvicorn, which on SIGTERM lets running requests end first.
 
     After the first signal new requests get 503, on open connections and on new ones, so that a load balancer sees it.
-    When all requests have ended, or the time is over, the server exits. A second signal ends it at once.
+    When all requests have ended, or the time is over, the server exits. A second signal ends it within 5 s.
 
     Args:
         app: of `create_app`.
