@@ -151,6 +151,7 @@ def test_the_patched_models_prompt_is_compiled_once(monkeypatch):
     assert len(graphs) == 2, "one of prompts and one of steps"
 
 
+@pytest.mark.nightly
 def test_the_patched_models_graphs_have_one_product_of_q_k_v_and_one_of_gate_and_up(monkeypatch, device):
     """Of the model that the audit and `rooftile bench e2e` make, compiled as the audit compiles it."""
     pytest.importorskip("transformers")

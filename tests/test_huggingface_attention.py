@@ -164,6 +164,7 @@ def test_masks_of_padding_and_of_one_token_are_decoded_and_others_are_not():
         assert {func._schema.name for func, _, _ in record.calls} == {f"rooftile::{op}"}
 
 
+@pytest.mark.nightly
 def test_beams_and_several_tokens_a_step():
     eager, ours = pair("Gemma 3")
     ids, options = tokens(11, 1), {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

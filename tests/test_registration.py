@@ -358,6 +358,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.nightly
 def test_tensors_on_the_cpu_without_the_interpreter():
     """In a compiled graph too: launches are not traced into it, and the op, which stays whole, says what it needs."""
     environment = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "ROOFTILE_COMPILE_TARGET")}

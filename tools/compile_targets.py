@@ -40,9 +40,13 @@ MEASURED = ("sm_90",)  # the target on which the kernels were measured
 SMALL = ("sm_86",)  # that with the least shared memory
 # Their tiles and schedules depend on the sizes.
 BY_SIZE = (
-    "matmul", "linear", "gated_linear", "int8_linear", "int4_linear", "fp8_linear", "fp8_weight_linear",
-    "rms_norm_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache", "attention", "attention_varlen",
-    "attention_paged", "decode_attention", "linear_cross_entropy", "linear_jsd", "rms_norm", "softmax",
+    "linear", "gated_linear", "int4_linear", "rms_norm_linear", "attention", "attention_varlen", "decode_attention",
+    "linear_cross_entropy", "softmax",
+)  # fmt: skip
+# Theirs too, and they share the kernels of those.
+LIKEWISE = (
+    "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache",
+    "attention_paged", "linear_jsd", "rms_norm",
 )  # fmt: skip
 
 # Each option is a flag of one kernel, which the interpreter runs with it: compiled by `make test-all`.
@@ -66,7 +70,7 @@ PLANS = {
         Line(tuple(TARGETS)),
         Line(SMALL, dtype="fp32"),
     ),
-    "options": (Line(MEASURED, ("tiny",), ROWWISE),),
+    "options": (Line(MEASURED, ("tiny",), ROWWISE), Line(SMALL, ops=LIKEWISE, first=False)),
     # These have every kernel: ops left out differ by a flag, or in what is allocated.
     "newest": (
         Line(
