@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import pytest
 import torch
@@ -36,19 +37,44 @@ def tiling(config, dim, t):
 # What can be shown without a GPU
 
 
+class _Number(int):
+    """A number of the device."""
+
+    def to(self, _dtype):
+        return self
+
+
+def copies(monkeypatch, desc, table, sequence, head, block, slot, t):
+    """What `_copy_pages` starts: the bytes that it expects, and where each copy reads and which piece it writes."""
+    expected, started = [], []
+    language = types.SimpleNamespace(
+        maximum=max, minimum=min, static_range=range, int64=None, load=lambda at: table[at], constexpr=lambda x: x
+    )
+    monkeypatch.setattr(hopper_forward, "gl", language)
+    barriers = types.SimpleNamespace(expect=lambda bar, nbytes: expected.append(nbytes))
+    monkeypatch.setattr(hopper_forward, "mbarrier", barriers)
+    monkeypatch.setattr(hopper_forward, "packed_at", gluon.packed_at.fn)
+    monkeypatch.setattr(hopper_forward, "load_tile", lambda desc, at, bar, piece: started.append((at, piece)))
+    places = types.SimpleNamespace(index=lambda i: i)
+    given = (0, 0, max(table) + 1, places)  # the table's begin, its stride, the pages, the ring
+    hopper_forward._copy_pages.fn(desc, given, sequence, head, block, places, slot, t)
+    (nbytes,) = expected
+    return nbytes, [([int(value(x)) for x in at], piece) for at, piece in started]
+
+
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 @pytest.mark.parametrize("page", [16, 64, 128, 256])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_the_copies_of_a_block_are_its_keys_and_zeros_past_the_last(dim, page, layout):
-    """A model of `_copy_pages`: each element of shared memory is written once, with a key of the sequence or zero."""
-    config = CONFIGS[max(64, dim)]
+def test_the_copies_of_a_block_are_its_keys_and_zeros_past_the_last(dim, page, layout, monkeypatch):
+    """Each element of the slot in shared memory is written once, with a key of the sequence or zero."""
     cache = torch.arange(5 * page * 3 * dim, dtype=torch.int64).view(5, page, 3, dim)
     if layout == "bhtd":
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     keys = cache.transpose(1, 2)  # (pages, heads, page, dim)
-    t = tiling(config, dim, keys)
+    t = tiling(CONFIGS[max(64, dim)], dim, keys)
     d = gluon.describe_pages(keys, (t.piece_rows, t.piece_cols), None)
-    pages, parts = t.keys // t.piece_rows, t.dim // t.piece_cols
+    desc = types.SimpleNamespace(block_type=types.SimpleNamespace(nbytes=2 * t.piece_rows * t.piece_cols))
+    parts, per_slot, slot = t.dim // t.piece_cols, t.pieces[0] // t.stages, 1
     table = [4, 0, 2]
     for n_k, head in itertools.product((0, 1, page, page + 9, 3 * page - 1, 3 * page), (0, 2)):
         whole = torch.cat([cache[p, :, head] for p in table])[:n_k]
@@ -56,20 +82,16 @@ def test_the_copies_of_a_block_are_its_keys_and_zeros_past_the_last(dim, page, l
             expected = torch.zeros(t.keys, dim, dtype=torch.int64)
             own = whole[block * t.keys : (block + 1) * t.keys]
             expected[: len(own)] = own
-            found = torch.full((parts * pages, t.piece_rows, t.piece_cols), -1)
-            for j, part in itertools.product(range(pages), range(parts)):
-                row = block * t.keys + j * t.piece_rows
-                number = row // page
-                place = table[min(number, max(n_k - 1, 0) // page)]
-                n = min(max(n_k - number * page, 0), page)
-                at = gluon.packed_at.fn(place * t.step + n, n, head, row - number * page, part * t.piece_cols)
-                at = [int(value(x)) for x in at]
-                assert at[4] == part * t.piece_cols
-                assert (found[part * pages + j] == -1).all()
-                rows = copied_rows(keys, d, at)
+            sequence = (0, 1, _Number(0), n_k)
+            nbytes, started = copies(monkeypatch, desc, table, sequence, head, block, slot, t)
+            assert nbytes == 2 * t.keys * t.dim == len(started) * desc.block_type.nbytes
+            assert sorted(piece for _, piece in started) == list(range(slot * per_slot, (slot + 1) * per_slot))
+            found = torch.empty(per_slot, t.piece_rows, t.piece_cols, dtype=torch.int64)
+            for at, piece in started:
                 zeros = torch.zeros(t.piece_cols, dtype=torch.int64)
+                rows = copied_rows(keys, d, at)
                 read = [zeros if p is None else keys.as_strided((t.piece_cols,), (1,), p) for p in rows]
-                found[part * pages + j] = torch.stack(read)
+                found[piece - slot * per_slot] = torch.stack(read)
             # A block of columns wider than a swizzle lies in shared memory as parts of that width, one after another.
             block_of = found.view(parts, t.keys, t.piece_cols).transpose(0, 1).reshape(t.keys, t.dim)
             torch.testing.assert_close(block_of[:, :dim], expected)

@@ -153,6 +153,10 @@ class TestToolCalls:
             ('{"a": 1}', ('{"a": 1}', [])),
             ('{"name": "f", "parameters": {', ('{"name": "f", "parameters": {', [])),
             ("<|python", ("<|python", [])),
+            *(
+                (text, (text, []))
+                for text in ('{"name": "f", "parameters": {}}; 5', '{"name": "f", "parameters": {}} [2]')
+            ),
             ("{" * 5000, ("{" * 5000, [])),
         ],
     )

@@ -43,13 +43,13 @@ BY_SIZE = (
     "linear", "gated_linear", "int4_linear", "rms_norm_linear", "attention", "attention_varlen", "decode_attention",
     "linear_cross_entropy", "softmax",
 )  # fmt: skip
-# Theirs too, and they share the kernels of those.
+# So do these, but their kernels are those of the ops above with other flags: compiled by `make test-all`.
 LIKEWISE = (
     "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache",
     "attention_paged", "linear_jsd", "rms_norm",
 )  # fmt: skip
 
-# Each option is a flag of one kernel, which the interpreter runs with it: compiled by `make test-all`.
+# Their options are flags of one kernel, and the interpreter runs each: compiled by `make test-all`.
 ROWWISE = (
     "add_rms_norm", "rms_norm", "layer_norm", "softmax", "rope", "rope_", "qk_norm_rope", "bias_gelu", "bias_silu",
     "gelu_mul", "gelu_mul_packed", "silu_mul", "silu_mul_packed", "embedding", "quantize_tensor", "rms_norm_quantized",

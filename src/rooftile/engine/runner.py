@@ -269,11 +269,13 @@ class Runner:
     ) -> None:
         """A step that mixes parts of prompts with single tokens.
 
+        A sequence whose newest token is computed gets another one. The newest tokens of slots without a sequence in
+        this step are lost.
+
         Args:
             new: the next tokens of each sequence; None for its newest token, which is on the device.
-            begun: sequences that have no new token yet and get the first one in this step, with all of their tokens,
-                their sampling, and those of the tokens that were drawn earlier.
-                Those whose newest token is extended get another. The newest tokens of other slots are lost.
+            begun: sequences whose last tokens before the first new one are computed in this step: all of their tokens,
+                their sampling, and those of the tokens that were drawn before a preemption.
 
         Raises:
             ValueError: a sequence would be longer than `max_seq_len`, or there are no pages left. Nothing has changed

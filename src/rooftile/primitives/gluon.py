@@ -96,7 +96,10 @@ def describe(t: Tensor, block: tuple[int, ...], layout: Any) -> Descriptor:
     return Descriptor(tuple(t.shape), (*strides, 1), block, layout)
 
 
-def _ragged(positions: int, heads: int, dim: int, strides: tuple[int, ...], block: tuple[int, int], layout: Any) -> Any:
+def _ragged(
+    positions: int, heads: int, dim: int, strides: tuple[int, ...], block: tuple[int, int], layout: Any
+) -> Descriptor:
+    """`describe_packed`, of sequences that may end at so many positions, a stride of tokens apart."""
     _, stride_h, stride_t, _ = strides
     shape = (_RAGGED.value + 1, positions + 1, heads, _RAGGED.value, dim)
     return Descriptor(shape, ((1 << 34) - stride_t, stride_t, stride_h, stride_t, 1), (1, 1, 1, *block), layout)

@@ -36,8 +36,10 @@ class Choice:
 class Answer:
     """The answer to one request.
 
+    Attributes:
+        kind, event_kind: the `object` field of the whole answer, and of an event.
+
     Args:
-        kind: the `object` field, without `.chunk`.
         base: `id`, `created` and `model`.
         choices: what is generated.
         prompt_tokens: of all prompts.

@@ -263,7 +263,8 @@ class Llama3(Whole):
                 found, end = decoder.raw_decode(text)
             except (ValueError, RecursionError):
                 return []
-            call = _call(found) if "parameters" in found or "arguments" in found else None
+            has_arguments = isinstance(found, dict) and ("parameters" in found or "arguments" in found)
+            call = _call(found) if has_arguments else None
             if call is None:
                 return []
             calls.append(call)

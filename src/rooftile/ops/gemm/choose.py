@@ -251,9 +251,8 @@ def _thin(p: Problem, target: runtime.Target) -> GemmConfig:
     On an H100, rank 16, of 34 configurations in 12 shapes: within 3 % of the fastest, and 0.87 to 0.93 of the time of
     TMA's tiles, whose 64 columns are mostly beyond the end.
     """
-    tiles = library.cdiv(max(p.m, p.n), 64)
-    split = _split(tiles, library.cdiv(p.k, 128), 4, target)
     block_m, block_n = (64, 16) if p.m >= p.n else (16, 64)
+    split = _split(_programs(p, (block_m, block_n, 128, 4)), library.cdiv(p.k, 128), 4, target)
     return GemmConfig("tiled", block_m, block_n, 128, 8, split, 4, 4)
 
 
