@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import BF16, assert_same
 
-from rooftile import Quantize, launching, pack_int4, quantize_int4, quantize_int8, quantize_tensor, runtime
+from rooftile import Quantize, launching, pack_int4, quantize_int4, quantize_int8, quantize_tensor, runtime, unpack_int4
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.ops.gemm import choose
@@ -163,9 +163,47 @@ def test_sums_of_numbers_that_are_too_large_are_for_16_bits_alone(monkeypatch):
     ):
         monkeypatch.setattr(runtime, "target", lambda _, arch=arch: runtime.TARGETS[arch])
         _, _, form = weights.Format.of(packed, scale, 128, dtype)
-        assert form == (False, 64, 2, "", fast_conversions)
+        assert form == (False, 64, 2, "", False, fast_conversions)
         _, _, form = weights.Format.of(packed.view(torch.int8), scale[:, 0], 64, dtype)
-        assert form == (True, 0, 0, "", arch != "gfx942")
+        assert form == (True, 0, 0, "", False, arch != "gfx942")
+
+
+@pytest.mark.parametrize(("group", "groups"), [(32, 3), (64, 2)])
+@pytest.mark.parametrize(("dtype", "scales"), [(torch.float32, torch.float16), (torch.bfloat16, torch.float16)])
+def test_offsets_of_groups(group, groups, dtype, scales, device):
+    """Of one row and of several, with a norm, a gate, and alone; scales in float16, whatever dtype x has."""
+    k, n = group * groups, 48
+    packed = torch.randint(256, (n, k // 2), dtype=torch.uint8, device=device)
+    offsets = torch.randint(-8, 9, (n, groups), device=device)
+    scale = torch.stack((torch.rand(n, groups, device=device) / 16, offsets), -1).to(scales)
+    by_group = scale.double().repeat_interleave(group, 1)
+    w = (unpack_int4(packed, group) + by_group[..., 1]) * by_group[..., 0]
+    for rows in (1, 3):
+        x, norm = torch.randn(rows, k, device=device, dtype=dtype), torch.rand(k, device=device, dtype=dtype)
+        y = torch.nn.functional.rms_norm(x.double(), (k,), norm.double(), 1e-5)
+        gate, up = (y @ w.T).chunk(2, -1)
+        found = {
+            "linear": (int4_linear(x, packed, scale), x.double() @ w.T),
+            "norm": (rms_norm_linear(x, norm, packed, weight_scale=scale, eps=1e-5), y @ w.T),
+            "gate": (
+                rms_norm_gated_linear(x, norm, packed, weight_scale=scale, eps=1e-5),
+                torch.nn.functional.silu(gate) * up,
+            ),
+        }
+        for name, (out, expected) in found.items():
+            most = 1e-5 if dtype == torch.float32 else 1.5e-2  # norm, sum and gate are rounded to bfloat16 between
+            assert float((out.double() - expected).norm() / expected.norm()) < most, (name, rows)
+
+
+def test_a_kernel_without_offsets_is_not_chosen_for_them():
+    p = Problem(1, 4096, 4096, torch.bfloat16, weight="int4", group=128)
+    target = runtime.TARGETS["sm_90"]
+    without = choose.choose(p, target)
+    assert without.kernel == "gemv_imma"
+    for norm in (False, True):
+        with_offsets = dataclasses.replace(p, offsets=True, norm=norm)
+        assert choose.choose(with_offsets, target).kernel == "gemv"
+        assert "no offsets" in choose.can_implement(with_offsets, without, target)
 
 
 def test_every_group_has_its_own_part_of_x(device):
@@ -277,9 +315,9 @@ def test_bad_arguments_of_4_bits_are_named(op, device):
     for given, kind, message in (
         ({"scale": None}, TypeError, "weight has dtype torch.uint8 and no scale, expected weight_scale= for it"),
         (
-            {"scale": s.half()},
+            {"scale": s.double()},
             TypeError,
-            "weight_scale has dtype torch.float16, expected torch.bfloat16 to match x",
+            "weight_scale has dtype torch.float64, expected",
         ),
         ({"scale": s[:, :2]}, ValueError, r"weight_scale has shape \(6, 2\), expected \(6, 3\) for groups of 32"),
         ({"scale": s[:5]}, ValueError, r"weight_scale has shape \(5, 3\), expected \(6, 3\)"),

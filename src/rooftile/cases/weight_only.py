@@ -33,8 +33,10 @@ def _point(
     batch: int = 0,
     residual: bool = False,
     fp8: bool = False,
+    offsets: bool = False,
 ) -> Point:
-    """`bias` and `scale`: "own" (of x's dtype), "fp32", and for the bias "none". Group 0 is int8, or fp8."""
+    """`bias` and `scale`: "own" (of x's dtype), "fp32", and for the bias "none". Group 0 is int8, or fp8. `offsets`:
+    beside the scales of groups."""
     dims = {
         "rows": rows,
         "n": n,
@@ -46,11 +48,12 @@ def _point(
         "scale_fp32": int(scale == "fp32"),
         "has_residual": int(residual),
         "fp8": int(fp8),
+        **({"offsets": 1} if offsets else {}),
     }
     label = f"{batch}x{rows}" if batch else str(rows)
     label += f" {k}→{n}" + f" group {group}" * bool(group)
     notes = {"own": "", "fp32": " bias fp32", "none": " no bias"}[bias] + {"own": "", "fp32": " scale fp32"}[scale]
-    return Point(label + notes + " residual" * residual, dims)
+    return Point(label + notes + " offsets" * offsets + " residual" * residual, dims)
 
 
 def _scale(
@@ -75,6 +78,10 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     drawn = {"x": normal((point["batch"], rows, k) if point["batch"] else (rows, k), dtype, device, generator)}
     if group:
         drawn["weight"], drawn["weight_scale"] = draw_int4(n, k, group, scale_dtype, device, generator)
+        if point.dims.get("offsets"):
+            scale = drawn["weight_scale"] / 1.5  # q is up to twice as large
+            offsets = integers(16, tuple(scale.shape), device, generator) - 8
+            drawn["weight_scale"] = torch.stack((scale, offsets.to(scale.dtype)), -1)
     elif point["fp8"]:
         numbers = 74 * normal((n, k), torch.float32, device, generator)
         drawn["weight"] = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)  # not every PyTorch stops at the largest
@@ -99,7 +106,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     """The packed weight and its scales once, x, the bias, the residual and the output."""
     n, k, group = point["n"], point["k"], point["group"]
     weight, scales = (n * k // 2, n * k // group) if group else (n * k, n)
-    scale_size = 4 if point["scale_fp32"] else itemsize
+    scale_size = (4 if point["scale_fp32"] else itemsize) * (1 + point.dims.get("offsets", 0))
     bias_size = (4 if point["bias_fp32"] else itemsize) * point["has_bias"]
     x, out = _elements(point)
     return weight + scales * scale_size + bias_size * n + itemsize * (x + (1 + point["has_residual"]) * out)
@@ -153,6 +160,8 @@ def _int4pack(point: Point) -> Callable[..., Any]:
     """PyTorch's tinygemm, in bfloat16 alone on a GPU; it wants its own order of the numbers, which is not timed."""
     if point["k"] % 64 or point["n"] % 16:
         raise Unsupported("torch._weight_int4pack_mm wants N a multiple of 16 and K of 64")
+    if point.dims.get("offsets"):
+        raise Unsupported("torch._weight_int4pack_mm has zero points of another kind")
     if not hasattr(torch, "_weight_int4pack_mm"):
         raise Unsupported("this PyTorch has no torch._weight_int4pack_mm")
     repacked = WeakTensorKeyDictionary()
@@ -224,6 +233,7 @@ _INT4 = _sets(
         _point(4, 48, 128, group=32),
         _point(3, 32, 128, group=64, bias="none", scale="fp32"),
         _point(2, 32, 128, group=128, bias="fp32", batch=2, residual=True),
+        _point(1, 32, 128, group=32, bias="none", offsets=True),
     ),
     (
         _point(1, 1, 32, group=32),
@@ -231,6 +241,9 @@ _INT4 = _sets(
         _point(17, 33, 192, group=64),
         _point(70, 16, 64, group=32),
         _point(130, 40, 160, group=32, residual=True),
+        _point(1, 33, 192, group=64, scale="fp32", offsets=True),
+        _point(3, 17, 160, group=32, offsets=True),
+        _point(130, 40, 96, group=32, bias="none", offsets=True),
         _point(0, 16, 64, group=64),
         _point(1, 40, 128, group=128),
         _point(1, 40, 1024, group=128, bias="fp32", scale="fp32", residual=True),

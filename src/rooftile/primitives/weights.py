@@ -1,9 +1,11 @@
 """How kernels read a weight, and how GEMVs multiply it by one row of x.
 
 A weight has elements of 32 or 16 bits, of 8 bits with a scale for each row, or of 4 bits with a scale for each group of
-a row. A row is stored in columns: its K elements, or for int4 K / 2 bytes, with K / GROUP scales. Byte j of int4
-belongs to block j // GROUP. The low nibbles of a block are one group, and its high nibbles the next. A last group
-without a second one is a block of its own: half of it in the low nibbles, half in the high ones.
+a row. Scales of groups that are `(N, groups, 2)` have offsets beside them: an offset is added to the elements before
+they are scaled. It is 8 minus the zero point of nibbles. A row is stored in columns: its K elements, or for int4 K / 2
+bytes, with K / GROUP scales. Byte j of int4 belongs to block j // GROUP. The low nibbles of a block are one group, and
+its high nibbles the next. A last group without a second one is a block of its own: half of it in the low nibbles, half
+in the high ones.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Format(NamedTuple):
         has_scale: whether each row has a scale.
         group, groups: elements that share a scale, and scales of a row; 0 where there are no groups.
         pairs: the dtype of scales that are read in pairs, see `view_in_pairs`; "" where they are not.
+        has_offsets: whether each group has an offset beside its scale.
         fast_conversions: whether elements become float32 by the PTX of `dequantize.py`.
     """
 
@@ -37,6 +40,7 @@ class Format(NamedTuple):
     group: int
     groups: int
     pairs: str
+    has_offsets: bool
     fast_conversions: bool
 
     @staticmethod
@@ -46,15 +50,16 @@ class Format(NamedTuple):
         k is the elements of a row, dtype that of x.
         """
         if scale is None:
-            return w, scale, Format(False, 0, 0, "", False)
+            return w, scale, Format(False, 0, 0, "", False, False)
         fast_conversions = has_fast_conversions(runtime.target(w.device))
         if w.dtype != torch.uint8:
             w = writable(w)
-            return w, scale, Format(True, 0, 0, "", fast_conversions and w.dtype == torch.int8)
-        groups = scale.shape[1]
+            return w, scale, Format(True, 0, 0, "", False, fast_conversions and w.dtype == torch.int8)
+        groups, has_offsets = scale.shape[1], scale.dim() == 3
         scale, pairs = view_in_pairs(scale)
         # The PTX gives elements that are 136 too large, and sums lose the bits that an x in float32 needs.
-        return w, scale, Format(False, k // groups, groups, pairs, fast_conversions and dtype != torch.float32)
+        fast_conversions = fast_conversions and dtype != torch.float32
+        return w, scale, Format(False, k // groups, groups, pairs, has_offsets, fast_conversions)
 
     def constants(self) -> dict[str, Any]:
         """The kernel's constants of these names."""
@@ -62,7 +67,8 @@ class Format(NamedTuple):
 
 
 def view_in_pairs(scale: Tensor) -> tuple[Tensor, str]:
-    """Scales of 16 bits viewed as words of two, where a row has an even number of them; and their dtype, or ""."""
+    """Scales of 16 bits viewed as words of two, where a row has an even number of them, or each with its offset; and
+    their dtype, or ""."""
     if scale.shape[-1] % 2 or scale.dtype not in _PAIRS:
         return scale, ""
     if scale.storage_offset() % 2 or scale.stride(0) % 2:  # one row may have any stride
@@ -80,6 +86,16 @@ def unpack_pair(words, PAIRS: tl.constexpr):
         first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return first, second
+
+
+@triton.jit
+def scale_and_offset(scale_ptr, rows, group, GROUPS: tl.constexpr, PAIRS: tl.constexpr):
+    """The scale of a group, and its offset."""
+    at = rows * GROUPS + group
+    if PAIRS != "":
+        return unpack_pair(tl.load(scale_ptr + at), PAIRS)
+    else:
+        return tl.load(scale_ptr + 2 * at).to(tl.float32), tl.load(scale_ptr + 2 * at + 1).to(tl.float32)
 
 
 @triton.jit
@@ -128,12 +144,20 @@ def load_columns(
 
 @triton.jit
 def load_scales(
-    scale_ptr, rows, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr
-):
+    scale_ptr, rows, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """The scales of BLOCK_K stored columns from k on: of the low nibbles and of the high ones, one for each row and 16
-    columns, all in bounds. Without groups an empty tuple."""
+    columns, all in bounds; then the offsets, if there are any. Without groups an empty tuple."""
     if GROUP == 0:
         return ()
+    elif HAS_OFFSETS:
+        group = (k + tl.arange(0, BLOCK_K // 16) * 16) // GROUP * 2
+        low = tl.minimum(group, GROUPS - 1)[:, None]
+        high = tl.minimum(group + 1, GROUPS - 1)[:, None]
+        first, first_offset = scale_and_offset(scale_ptr, rows[None, :], low, GROUPS, PAIRS)
+        second, second_offset = scale_and_offset(scale_ptr, rows[None, :], high, GROUPS, PAIRS)
+        return tl.trans(first), tl.trans(second), tl.trans(first_offset), tl.trans(second_offset)
     else:
         # k is the first dimension: each thread then has the scales of its own sums.
         block = (k + tl.arange(0, BLOCK_K // 16) * 16) // GROUP
@@ -167,12 +191,14 @@ def zero_sums(w_ptr, N: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _sums_by_16(q, x, N: tl.constexpr, SUMS: tl.constexpr, MORE: tl.constexpr):
-    """The sums of 16 products each of q, which is too large by MORE, and x."""
+def _sums_by_16(q, x, offset, N: tl.constexpr, SUMS: tl.constexpr, MORE: tl.constexpr):
+    """The sums of 16 products each of q, which is too large by MORE, plus the offset if there is one, and x."""
     # A thread has one vector of x, and sums it once for all of its rows.
     x = tl.broadcast_to(x[None, :], q.shape)
     z = tl.sum((q * x).reshape(N, SUMS, 16), axis=2)
-    if MORE > 0:
+    if offset is not None:
+        z += (offset - MORE) * tl.sum(x.reshape(N, SUMS, 16), axis=2)
+    elif MORE > 0:
         z -= MORE * tl.sum(x.reshape(N, SUMS, 16), axis=2)
     return z
 
@@ -185,8 +211,12 @@ def add_products(acc, w, x, scales, FAST_CONVERSIONS: tl.constexpr):
     SUMS: tl.constexpr = acc.shape[1]
     if len(x) == 2:
         low, high, more = int4_as_float32(w, FAST_CONVERSIONS)
-        acc += _sums_by_16(low, x[0], N, SUMS, more) * scales[0]
-        acc += _sums_by_16(high, x[1], N, SUMS, more) * scales[1]
+        if len(scales) == 4:
+            acc += _sums_by_16(low, x[0], scales[2], N, SUMS, more) * scales[0]
+            acc += _sums_by_16(high, x[1], scales[3], N, SUMS, more) * scales[1]
+        else:
+            acc += _sums_by_16(low, x[0], None, N, SUMS, more) * scales[0]
+            acc += _sums_by_16(high, x[1], None, N, SUMS, more) * scales[1]
     else:
         SHARED: tl.constexpr = w.shape[1] // SUMS
         products = as_float32(w, FAST_CONVERSIONS) * x[0][None, :]

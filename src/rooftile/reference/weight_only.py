@@ -41,9 +41,10 @@ fp8_weight_linear_eager = int8_linear_eager
 
 
 def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that a packed one stands for."""
+    """The weight that a packed one stands for. Scales of `(N, groups, 2)` have offsets beside them."""
     group = 2 * packed.shape[1] // scale.shape[1]
-    return unpack(packed, group).to(dtype) * scale.to(dtype).repeat_interleave(group, dim=1)
+    q, by_group = unpack(packed, group).to(dtype), scale.to(dtype).repeat_interleave(group, dim=1)
+    return q * by_group if scale.dim() == 2 else (q + by_group[..., 1]) * by_group[..., 0]
 
 
 def int4_linear(

@@ -141,6 +141,7 @@ class Problem:
         norm: whether x is normalised first.
         weight: how the elements of a quantized weight are stored; "" for a dense one.
         group: how many elements of a row of an int4 weight share a scale.
+        offsets: whether those also share an offset.
         scaled_steps: of `fp8_linear`, whether a scale belongs to 128 elements of the sum.
         fast: of `fp8_linear`, whether the sum stays in the tensor core.
         out_dtype: of the result; None for x's.
@@ -165,6 +166,7 @@ class Problem:
     scaled_steps: bool = False
     fast: bool = False
     out_dtype: torch.dtype | None = None
+    offsets: bool = False
 
     @property
     def aligned(self) -> bool:

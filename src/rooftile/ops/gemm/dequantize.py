@@ -27,9 +27,12 @@ AT_A_TIME = 128 << 20
 
 
 @triton.jit
-def _by_16(q, scale, N: tl.constexpr, K: tl.constexpr):
-    """q times the scale of each row and 16 columns."""
-    return (q.reshape(N, K // 16, 16) * scale[:, :, None]).reshape(N, K)
+def _by_16(q, scale, offset, N: tl.constexpr, K: tl.constexpr):
+    """q, plus the offset of each row and 16 columns if there is one, times their scale."""
+    q = q.reshape(N, K // 16, 16)
+    if offset is not None:
+        q += offset[:, :, None]
+    return (q * scale[:, :, None]).reshape(N, K)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -44,6 +47,7 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     FAST_CONVERSIONS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -61,9 +65,9 @@ def _dequantize_kernel(
         tl.store(out_ptr + rows[:, None] * columns + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         low, high, more = int4_as_float32(w, FAST_CONVERSIONS)
-        scale, scale_high = load_scales(scale_ptr, rows, first, GROUP, GROUPS, PAIRS, BLOCK_K)
-        low = _by_16(low - more, scale, BLOCK_N, BLOCK_K)
-        high = _by_16(high - more, scale_high, BLOCK_N, BLOCK_K)
+        scales = load_scales(scale_ptr, rows, first, GROUP, GROUPS, PAIRS, HAS_OFFSETS, BLOCK_K)
+        low = _by_16(low - more, scales[0], scales[2] if HAS_OFFSETS else None, BLOCK_N, BLOCK_K)
+        high = _by_16(high - more, scales[1], scales[3] if HAS_OFFSETS else None, BLOCK_N, BLOCK_K)
         at, at_high = elements_of(cols, GROUP, GROUPS)
         out = out_ptr + rows[:, None] * (2 * columns)
         tl.store(out + at[None, :], low.to(out_ptr.dtype.element_ty), mask=mask)

@@ -129,6 +129,7 @@ def problem_of(o: Operands) -> Problem:
         m, n, k, o.x.dtype, o.out.shape[0] if o.out.dim() == 3 else 1, o.gated, o.activation, precision,
         layout(o.x, "m"), layout(o.w, "n"), aligned(o.x), aligned(o.w), aligned(o.out),
         norm=o.norm_weight is not None, weight=weight, group=group, out_dtype=o.out.dtype,
+        offsets=weight == "int4" and o.weight_scale is not None and o.weight_scale.dim() == 3,
     )  # fmt: skip
 
 

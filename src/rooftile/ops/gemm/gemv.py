@@ -56,8 +56,8 @@ _REGISTERS = 1 << 16  # of an SM of NVIDIA's
 @triton.jit
 def _load_step(
     w_ptrs, other_ptrs, scale_ptr, rows, other_rows, x_ptr, norm_ptr, k, step, n_inner, TWO: tl.constexpr,
-    HAS_NORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HAS_NORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """What is multiplied from stored column k on: rows of the weight (TWO: both sets) with their groups' scales, x, and
     the norm's weight.
@@ -81,10 +81,10 @@ def _load_step(
     norm = x
     if HAS_NORM:
         norm = load_columns(norm_ptr, ks, inside, GROUP, GROUPS, EVEN_K, POLICY)
-    scales = load_scales(scale_ptr, rows, k, GROUP, GROUPS, PAIRS, BLOCK_K)
+    scales = load_scales(scale_ptr, rows, k, GROUP, GROUPS, PAIRS, HAS_OFFSETS, BLOCK_K)
     other_scales = scales
     if TWO:
-        other_scales = load_scales(scale_ptr, other_rows, k, GROUP, GROUPS, PAIRS, BLOCK_K)
+        other_scales = load_scales(scale_ptr, other_rows, k, GROUP, GROUPS, PAIRS, HAS_OFFSETS, BLOCK_K)
     return (w, scales), (other, other_scales), x, norm
 
 
@@ -126,7 +126,7 @@ def gemv_kernel(
     stride_kcb, stride_kch, stride_kct, stride_vcb, stride_vch, stride_vct, stride_ct, stride_st,
     n_inner, n_cols, capacity, n_pages, n_angles,
     EPILOGUE: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     FAST_CONVERSIONS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, APART: tl.constexpr, PAGE: tl.constexpr, HAS_COUNTS: tl.constexpr,
     BY_POSITION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -184,7 +184,7 @@ def gemv_kernel(
         # The first step's loads, then those that locate the token, which depend on one another, then all others.
         w, other, x, norm = _load_step(
             w_ptrs, other_ptrs, scale_ptr, rows, other_rows, x_ptr, norm_ptr, 0, 0, n_inner, TWO, HAS_NORM, GROUP,
-            GROUPS, PAIRS, EVEN_K, BLOCK_K,
+            GROUPS, PAIRS, HAS_OFFSETS, EVEN_K, BLOCK_K,
         )  # fmt: skip
         exists, position, page, line, written = locate_tokens(
             starts_ptr, counts_ptr, table_ptr, 0, 0, tl.zeros((1,), tl.int64), 1, capacity, n_pages, HAS_COUNTS, PAGE
@@ -201,7 +201,7 @@ def gemv_kernel(
             step = k.to(tl.int64) * stride_wk
         w, other, x, norm = _load_step(
             w_ptrs, other_ptrs, scale_ptr, rows, other_rows, x_ptr, norm_ptr, k, step, n_inner, TWO, HAS_NORM, GROUP,
-            GROUPS, PAIRS, EVEN_K, BLOCK_K,
+            GROUPS, PAIRS, HAS_OFFSETS, EVEN_K, BLOCK_K,
         )  # fmt: skip
         acc, other_acc, squares = _add_step(
             acc, other_acc, squares, w, other, x, norm, OFFSET, TWO, HAS_NORM, FAST_CONVERSIONS

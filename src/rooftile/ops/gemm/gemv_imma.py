@@ -442,6 +442,8 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
         return f"kernel 'gemv_imma' is in Gluon, and {target.why_no_gluon}"
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"kernel 'gemv_imma' takes float16 and bfloat16, not {p.dtype}"
+    if p.offsets:
+        return "kernel 'gemv_imma' takes no offsets of groups"
     if p.weight == "int4" and p.group != 128:
         return f"kernel 'gemv_imma' takes groups of 128, not of {p.group}"
     block_k = 256 if p.group else 128

@@ -101,11 +101,13 @@ def check(
 
 def _check_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
     """The dtype, and but for int4 the shape."""
-    n, packed = weight.shape[0], weight.dtype == torch.uint8
-    if scale.dtype != torch.float32 and not (packed and scale.dtype == x.dtype):
-        accepted = library.or_float32(x) if packed else "torch.float32"
-        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {accepted}")
-    if not packed and scale.shape not in ((n,), (n, 1)):
+    n = weight.shape[0]
+    if weight.dtype == torch.uint8:
+        library.check_floating(op, weight_scale=scale)
+        return
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected torch.float32")
+    if scale.shape not in ((n,), (n, 1)):
         raise ValueError(
             f"{op}: weight_scale has shape {tuple(scale.shape)}, expected ({n},) or ({n}, 1) to match the weight's rows"
         )

@@ -34,12 +34,13 @@ def check_packed(op: str, weight: Tensor, scale: Tensor, k: int) -> int:
             f"last dimension of {k}"
         )
     n, fit = weight.shape[0], [g for g in GROUPS if k % g == 0]
-    group = next((g for g in fit if scale.dim() == 2 and scale.shape[1] * g == k), 0)
+    columns = scale.shape[1] if scale.dim() == 2 or (scale.dim() == 3 and scale.shape[2] == 2) else 0
+    group = next((g for g in fit if columns * g == k), 0)
     if group == 0 or scale.shape[0] != n:
         wanted = " or ".join(f"({n}, {k // g})" for g in fit)
         raise ValueError(
             f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {wanted} for groups of "
-            f"{' or '.join(map(str, fit))}"
+            f"{' or '.join(map(str, fit))}; with offsets a last dimension of 2"
         )
     return group
 

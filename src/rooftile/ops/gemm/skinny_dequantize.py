@@ -24,7 +24,7 @@ from rooftile.primitives.dequantize import eight_bits_as, has_fast_conversions, 
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait, prefetch
 from rooftile.primitives.quantize import writable
 from rooftile.primitives.splitk import arrives_last, workspace
-from rooftile.primitives.weights import unpack_pair, view_in_pairs
+from rooftile.primitives.weights import scale_and_offset, unpack_pair, view_in_pairs
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -60,13 +60,22 @@ def _scales(scale_ptr, rows, block, GROUPS: tl.constexpr, EVEN: tl.constexpr, PA
     return first, second
 
 
+@triton.jit
+def _scales_and_offsets(scale_ptr, rows, block, GROUPS: tl.constexpr, PAIRS: tl.constexpr):
+    """The scales of a block's two groups, then their offsets. Of groups past the last one they are the last one's."""
+    low, high = tl.minimum(2 * block, GROUPS - 1), tl.minimum(2 * block + 1, GROUPS - 1)
+    first, first_offset = scale_and_offset(scale_ptr, rows, low, GROUPS, PAIRS)
+    second, second_offset = scale_and_offset(scale_ptr, rows, high, GROUPS, PAIRS)
+    return first, second, first_offset, second_offset
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _weight_only_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
     stride_xm, stride_wn, n_rows, n_cols,
-    K: tl.constexpr, GROUP: tl.constexpr, FAST_CONVERSIONS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, FAST_CONVERSIONS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     # A block's bytes in a row of the weight, the number of blocks, and how many steps each part of the sum has.
     BYTES: tl.constexpr = BLOCK_K // 2 if GROUP > 0 else BLOCK_K
@@ -125,8 +134,15 @@ def _weight_only_kernel(
             else:
                 x_high = tl.load(x_ptrs + at * BLOCK_K + BYTES, mask=x_inside, other=0.0)
             low, high = int4_as(w, DTYPE, FAST_CONVERSIONS)
-            scale, scale_high = _scales(scale_ptr, w_rows, at + block, GROUPS, EVEN, PAIRS)
-            if ODD:
+            if HAS_OFFSETS:
+                scale, scale_high, offset, offset_high = _scales_and_offsets(
+                    scale_ptr, w_rows, at + block, GROUPS, PAIRS
+                )  # fmt: skip
+                low += offset.to(DTYPE)  # exact: an integer from -23 to 15
+                high += offset_high.to(DTYPE)
+            else:
+                scale, scale_high = _scales(scale_ptr, w_rows, at + block, GROUPS, EVEN, PAIRS)
+            if ODD and not HAS_OFFSETS:
                 scale_high = tl.where(half == BYTES, scale_high, scale)
             acc += tl.dot(low, x, input_precision="ieee") * scale
             acc += tl.dot(high, x_high, input_precision="ieee") * scale_high
@@ -181,7 +197,7 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     x, w, scale, device = o.x, o.w, o.weight_scale, o.w.device
     assert scale is not None, "the weight is quantized"
     (n_rows, k), n_cols = x.shape, w.shape[0]
-    fp8, group, pairs = w.dtype == torch.float8_e4m3fn, 0, ""
+    fp8, group, pairs, has_offsets = w.dtype == torch.float8_e4m3fn, 0, "", scale.dim() == 3
     if w.dtype == torch.uint8:
         group = int(k) // int(scale.shape[1])
         scale, pairs = view_in_pairs(scale)
@@ -190,8 +206,8 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     ahead = -1 if c.prefetch is None else c.prefetch
     constants = {
         "K": int(k), "GROUP": group, "FAST_CONVERSIONS": has_fast_conversions(runtime.target(device)), "PAIRS": pairs,
-        "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "SLICES": c.slices, "SPLIT": split,
-        "STAGES": c.num_stages, "PREFETCH": ahead,
+        "HAS_OFFSETS": has_offsets, "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k,
+        "SLICES": c.slices, "SPLIT": split, "STAGES": c.num_stages, "PREFETCH": ahead,
     }  # fmt: skip
     launcher = launching.launcher(
         _weight_only_kernel, (x, w, scale, o.bias, o.residual), constants, num_warps=c.num_warps,

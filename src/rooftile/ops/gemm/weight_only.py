@@ -3,7 +3,7 @@
     int8_linear          out = (x @ weight^T) * weight_scale + bias + residual    a scale for each row of the weight
     fp8_weight_linear    the same, of a weight in float8_e4m3fn
     int4_linear          out = x @ (q * weight_scale)^T + bias + residual         a scale for each group of a row,
-                         q = unpack_int4(weight)
+                         q = unpack_int4(weight), plus an offset of its group if there is one
 
 A weight of (N, K) is read at every decoding step, N * K bytes or half of them; x, the scales and the output are little
 beside it. x is multiplied as it is by exact small numbers, and scales multiply the float32 sums, so that nothing is
@@ -48,7 +48,7 @@ def _check(
     library.check_floating(op, x=x, weight_scale=scale, bias=bias, residual=residual)
     if weight.dtype != _WEIGHTS[op]:
         raise TypeError(f"{op}: weight has dtype {weight.dtype}, expected {_WEIGHTS[op]}")
-    if scale.dtype not in (x.dtype, torch.float32):
+    if op != "int4_linear" and scale.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"{op}: weight_scale has dtype {scale.dtype}, expected {library.or_float32(x)}")
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape (), expected at least one dimension")
@@ -229,8 +229,9 @@ def int4_linear(
         x: `(..., K)`, float32, float16 or bfloat16. Any strides; copied only where the leading dimensions can't be
             taken as one, or the last stride is not 1.
         weight: `(N, K / 2)` uint8, as `quantize_int4` or `pack_int4` gives it for that group; any stride between rows.
-        weight_scale: `(N, K / group)`, float32 or of x's dtype; contiguous, else it is copied. The group, 32, 64 or
-            128, is what K over its columns is.
+        weight_scale: `(N, K / group)`, float32, float16 or bfloat16; contiguous, else it is copied. The group, 32, 64
+            or 128, is what K over its columns is. Or `(N, K / group, 2)`, scales and offsets: q is then the number
+            plus its group's offset, an integer from -15 to 15, and a nibble's zero point is 8 minus that.
         bias: `(N,)`, of x's dtype or float32.
         residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
         config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
