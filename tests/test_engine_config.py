@@ -303,8 +303,8 @@ def test_windows_of_layers():
         (LLAMA_3_8B, {"hidden_act": "gelu"}, r"hidden_act is 'gelu', expected silu"),
         (
             LLAMA_3_8B,
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantization_config has quant_method 'gptq', expected none: the engine quantizes",
+            {"quantization_config": {"quant_method": "hqq", "bits": 4}},
+            r"quantization_config: quant_method is 'hqq', expected 'gptq' or 'awq' or 'compressed-tensors'",
         ),
         (LLAMA_3_8B, {"hidden_size": "many"}, r"config: transformers does not take it: .*hidden_size"),
         (LLAMA_3_8B, {"num_hidden_layers": 0}, r"num_hidden_layers is 0, expected a positive integer"),

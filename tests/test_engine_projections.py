@@ -8,19 +8,23 @@ from helpers import BF16, assert_same
 
 from rooftile import launching, runtime
 from rooftile.engine import projections
-from rooftile.engine.projections import Dense, Fp8, Int4, Int8, Projection, kind_of
+from rooftile.engine.projections import Dense, Fp8, Fp8Block, Int4, Int8, Projection, kind_of
 from rooftile.ops.gemm.qkv_rope_cache import choose_kernel
 from rooftile.ops.gemm.weight_only import unpack_int4
 from rooftile.primitives.paging import Cache
+from rooftile.quantize import Quantize
 
 
 def dense_of(product):
     """The weight that a product multiplies by, in float32."""
     if isinstance(product, Int4):
         numbers = unpack_int4(product.weight, product.group).float()
-        return numbers * product.scale.float().repeat_interleave(product.group, dim=1)
+        scale = product.scale.float().repeat_interleave(product.group, dim=1)
+        return (numbers + scale[..., 1]) * scale[..., 0] if product.offsets else numbers * scale
     if isinstance(product, Dense):
         return product.weight.float()
+    if isinstance(product, Fp8Block):
+        return Quantize(per="block").dequantize(product.weight, product.scale)
     return product.weight.float() * product.scale.reshape(-1, 1)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,27 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The destination of a checkpoint's tensor: `fill(first, rows)` writes its rows, starting at row `first`.
+
+    Attributes:
+        shape: of the tensor.
+        fill: writes rows that are on the model's device.
+        dtypes: safetensors' names of the dtypes accepted.
+        others: shapes accepted beside `shape`.
+        whole: whether `fill` is called once, with all rows.
+        optional: whether the tensor may be absent.
+    """
+
+    shape: tuple[int, ...]
+    fill: Callable[[int, Tensor], None]
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    others: tuple[tuple[int, ...], ...] = ()
+    whole: bool = False
+    optional: bool = False
 
 
 def _entry(file: Path, name: str, given: Any, room: int) -> Entry:

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from rooftile.engine import rotary
+from rooftile.engine import published, rotary
+from rooftile.engine.published import Published
 from rooftile.engine.rotary import Rotary
 from rooftile.ops.gemm.config import Activation
 
@@ -77,6 +78,7 @@ class ModelConfig:
         rotaries: for each layer the frequencies of its rotary embedding.
         torch_dtype: of the checkpoint, if it states one.
         initializer_range: the standard deviation of random weights.
+        published: how the checkpoint's weights are quantized; None where they are not.
         source: the file or object it was read from, for errors.
     """
 
@@ -115,6 +117,7 @@ class ModelConfig:
     rotaries: tuple[Rotary, ...]
     torch_dtype: torch.dtype | None = None
     initializer_range: float = 0.02
+    published: Published | None = None
     source: str = "config"
 
     @property
@@ -135,7 +138,12 @@ class ModelConfig:
             ImportError: transformers is not installed.
         """
         fields, source = _fields(config)
-        return _checked(cls, _from_transformers(fields, source), source, fields.get("model_type") == "gemma3")
+        # Not for transformers, which would want the package that wrote the checkpoint.
+        quantization = fields.pop("quantization_config", None)
+        made = _checked(cls, _from_transformers(fields, source), source, fields.get("model_type") == "gemma3")
+        if not quantization:
+            return made
+        return dataclasses.replace(made, published=published.read(quantization, source))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -188,12 +196,6 @@ def _from_transformers(fields: dict[str, Any], source: str) -> Any:
         str(a).lower() for a in architectures
     ):  # old checkpoints say LLaMAForCausalLM
         raise ValueError(f"{source}: architectures is {architectures}, expected {FAMILIES[family]}")
-    if fields.get("quantization_config"):
-        method = dict(fields["quantization_config"]).get("quant_method")
-        raise ValueError(
-            f"{source}: quantization_config has quant_method {method!r}, expected none: the engine quantizes weights "
-            'of 16 or 32 bits itself (quantize="fp8", "int8" or "int4")'
-        )
     needed: tuple[str, ...] = _NEEDED
     if family == "gemma3":
         fields, family, needed = _text_part(fields, source), "gemma3_text", _NEEDED_TEXT

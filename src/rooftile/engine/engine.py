@@ -89,7 +89,8 @@ class Engine:
         Args:
             path: the folder.
             dtype: of unquantized weights and of activations: bfloat16, float16 or float32.
-            quantize: store the weights of projections in 8 or 4 bits.
+            quantize: store the weights of projections in 8 or 4 bits. Checkpoints of quantized weights (GPTQ, AWQ,
+                compressed-tensors, FP8) are read as they are, without it.
             max_batch, max_seq_len: sequences at a time, and the most tokens of each, prompt and new. The cache is
                 allocated for them. By default at most 4096 tokens.
             page_size, pages: of the cache. With fewer pages than `max_batch` sequences of `max_seq_len` tokens need,

@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftile import library, runtime
 from rooftile.engine import weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.projections import Dense, Projection, is_one_kernel
+from rooftile.engine.projections import Dense, Projection, Quantized, is_one_kernel
 from rooftile.engine.weights import Layer
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
@@ -178,7 +178,7 @@ class _Builder:
 
     def _alone(self, p: Projection) -> bool:
         """Whether p is quantized and x has one row, which is not quantized."""
-        return self.batch == 1 and not isinstance(p, Dense)
+        return self.batch == 1 and isinstance(p, Quantized)
 
     def _added(self, name: str, p: Projection, norm: Tensor | None, times: int) -> Iterator[OpCall]:
         """A GEMM with a residual; with a norm the residual is added by a kernel of its own."""

@@ -33,11 +33,12 @@ from rooftile.ops.gemm.weight_only import fp8_weight_linear, int4_linear, int8_l
 from rooftile.ops.kv_cache import rope_and_cache
 from rooftile.ops.quantize_tensor import quantize_tensor
 from rooftile.ops.rms_norm import rms_norm
-from rooftile.quantize import Quantize
+from rooftile.quantize import BLOCK, Quantize
 
 # Elements of a weight that are quantized at a time: each float32 temporary takes 64 MiB.
 _AT_A_TIME = 1 << 24
 _BY_ROW = Quantize()  # float8_e4m3fn
+_BY_GROUP = Quantize(per="group", group_size=BLOCK)
 
 
 # What a projection multiplies, and what `gated` returns: in fp8, several rows are quantized and come with their scales.
@@ -221,7 +222,7 @@ def is_one_row(x: Tensor) -> bool:
 
 def is_one_kernel(p: Projection, rows: int, cache: torch.dtype) -> bool:
     """Whether `into_cache` of heads that are rotated whole is one kernel, for rows and a cache of that dtype."""
-    return rows == 1 and cache == p.dtype
+    return rows == 1 and cache == p.dtype and not isinstance(p, Fp8Block)
 
 
 class Fp8(Quantized):
@@ -259,6 +260,40 @@ class Fp8(Quantized):
         return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_ROW)
 
 
+class Fp8Block(Projection):
+    """In float8_e4m3fn with a scale per block of 128 x 128. x is quantized in groups of 128, a single row, too.
+
+    It is made of weights that are quantized already.
+    """
+
+    kind = "fp8"
+
+    @property
+    def scale(self) -> Tensor:
+        return self._tensors[1]
+
+    def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        blocks = (-(-self.n // BLOCK), -(-self.k // BLOCK))
+        return (
+            torch.empty((self.n, self.k), dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(blocks, dtype=torch.float32, device=device),
+        )
+
+    def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
+        x, scale = x if isinstance(x, tuple) else (x, None)
+        return fp8_linear(
+            x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype
+        )
+
+    def _gate(self, gate_up: Tensor, activation: Activation) -> Activations:
+        if activation == "silu":
+            return silu_mul_packed(gate_up, quantize=_BY_GROUP)
+        return gelu_mul_packed(gate_up, activation=activation, quantize=_BY_GROUP)
+
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Activations:
+        return rms_norm(x, weight, eps=eps, rounding="none", quantize=_BY_GROUP)
+
+
 class Int8(Quantized):
     """In int8 with a scale per row; x is not quantized."""
 
@@ -283,9 +318,22 @@ class Int4(Quantized):
 
     Scales are bfloat16 where the hidden states are, which halves their bytes; else float32, because float16 would
     flush small scales to zero.
+
+    Args:
+        group: in place of that group.
+        scales: in place of that dtype.
+        offsets: whether each group has a number that is added to its elements: `(n, k / group, 2)` scales and offsets.
     """
 
     kind = "int4"
+
+    def __init__(
+        self, n: int, k: int, *, bias: bool, dtype: torch.dtype, device: torch.device, group: int | None = None,
+        scales: torch.dtype | None = None, offsets: bool = False,
+    ) -> None:  # fmt: skip
+        self._group, self.offsets = group, offsets
+        self._scales = scales or (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        super().__init__(n, k, bias=bias, dtype=dtype, device=device)
 
     @staticmethod
     def group_of(k: int) -> int | None:
@@ -294,16 +342,16 @@ class Int4(Quantized):
 
     @property
     def group(self) -> int:
-        group = self.group_of(self.k)
+        group = self._group or self.group_of(self.k)
         if group is None:
             raise ValueError(f"int4: a weight has {self.k} columns, expected a multiple of 32")
         return group
 
     def _empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        scales = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        pair = (2,) * self.offsets
         return (
             torch.empty((self.n, self.k // 2), dtype=torch.uint8, device=device),
-            torch.empty((self.n, self.k // self.group), dtype=scales, device=device),
+            torch.empty((self.n, self.k // self.group, *pair), dtype=self._scales, device=device),
         )
 
     def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:

@@ -1,13 +1,15 @@
 """A model's weights on the device, as its kernels take them: q, k and v are one projection, and so are gate and up.
 
 Memory for the whole model is allocated first. Each tensor of a checkpoint is then read straight into its rows, some
-megabytes at a time, and quantized on the way if the caller asks for that.
+megabytes at a time, and quantized on the way if the caller asks for that. A checkpoint of quantized weights is packed
+anew on the way, as the kernels read it (`published.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +20,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from torch import Tensor
 
 from rooftile import library, runtime
-from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry
+from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, Place
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.modes import plain_mode
 from rooftile.engine.projections import Dense, Projection, kind_of
+from rooftile.engine.published import Found, Published
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AT_A_TIME = 1 << 24  # elements of a tensor that are sent to the device at a time
@@ -74,23 +77,17 @@ class Weights:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """The destination of a checkpoint's tensor: `fill(first, rows)` writes its rows, starting at row `first`."""
-
-    shape: tuple[int, ...]
-    fill: Callable[[int, Tensor], None]
-
-
-def _into(tensor: Tensor) -> _Place:
-    return _Place(tuple(tensor.shape), lambda first, rows: _set(tensor, first, rows))
+def _into(tensor: Tensor) -> Place:
+    return Place(tuple(tensor.shape), lambda first, rows: _set(tensor, first, rows))
 
 
 def _set(tensor: Tensor, first: int, rows: Tensor) -> None:
     tensor[first : first + rows.shape[0]].copy_(rows)
 
 
-def _parts(prefix: str, projection: Projection, parts: dict[str, int]) -> Iterator[tuple[str, _Place]]:
+def _parts(
+    prefix: str, projection: Projection, parts: dict[str, int], published: Published | None, found: Found
+) -> Iterator[tuple[str, Place]]:
     """The checkpoint's tensors that a projection is made of. `parts` has their names and numbers of rows."""
     at = 0
     for name, n in parts.items():
@@ -101,15 +98,24 @@ def _parts(prefix: str, projection: Projection, parts: dict[str, int]) -> Iterat
         def fill_bias(first: int, values: Tensor, at: int = at) -> None:
             projection.fill_bias(at + first, values)
 
-        yield f"{prefix}{name}.weight", _Place((n, projection.k), fill)
+        scheme = None if published is None else published.scheme_of(f"{prefix}{name}")
+        if published is None or scheme is None:
+            yield f"{prefix}{name}.weight", Place((n, projection.k), fill)
+        else:
+            yield from published.places(f"{prefix}{name}", scheme, projection, slice(at, at + n), found)
         if projection.bias is not None:
-            yield f"{prefix}{name}.bias", _Place((n,), fill_bias)
+            yield f"{prefix}{name}.bias", Place((n,), fill_bias)
         at += n
 
 
 def _check(config: ModelConfig, dtype: torch.dtype, quantize: str | None) -> None:
     if dtype not in library.FLOATS:
         raise TypeError(f"dtype is {dtype}, expected float32, float16 or bfloat16")
+    if quantize is not None and config.published is not None:
+        raise ValueError(
+            f"{config.source}: quantize is {quantize!r}, expected None: the checkpoint is quantized already "
+            f"({config.published.method})"
+        )
     if kind_of(quantize).kind == "int4":
         sizes = {
             "hidden_size": config.hidden,
@@ -122,12 +128,21 @@ def _check(config: ModelConfig, dtype: torch.dtype, quantize: str | None) -> Non
 
 
 def _empty(
-    config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device, tied: bool
-) -> tuple[Weights, dict[str, _Place]]:
-    """Memory for a model, and the place in it of each tensor of a checkpoint. Norms are ones, biases zeros."""
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantize: str | None,
+    device: torch.device,
+    tied: bool,
+    checkpoint: Checkpoint | None = None,
+) -> tuple[Weights, dict[str, Place]]:
+    """Memory for a model, and the place in it of each tensor of a checkpoint. Norms are ones, biases zeros.
+
+    A checkpoint of quantized weights is asked which of the tensors it has that a scheme allows.
+    """
     _check(config, dtype, quantize)
-    c, kind = config, kind_of(quantize)
-    places: dict[str, _Place] = {}
+    c, kind, published = config, kind_of(quantize), config.published
+    found: Found = {} if checkpoint is None else checkpoint.entries
+    places: dict[str, Place] = {}
 
     def norm(name: str, size: int, present: bool = True) -> Tensor | None:
         if not present:
@@ -138,12 +153,16 @@ def _empty(
             return tensor
         # In float32, so that the sum is not rounded.
         tensor = torch.ones(size, dtype=torch.float32, device=device)
-        places[f"{name}.weight"] = _Place((size,), lambda at, rows: _set(tensor, at, rows.float() + c.norm_offset))
+        places[f"{name}.weight"] = Place((size,), lambda at, rows: _set(tensor, at, rows.float() + c.norm_offset))
         return tensor
 
     def projection(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Projection:
-        made = kind(sum(parts.values()), k, bias=bias, dtype=dtype, device=device)
-        places.update(_parts(prefix, made, parts))
+        n = sum(parts.values())
+        if published is None:
+            made = kind(n, k, bias=bias, dtype=dtype, device=device)
+        else:
+            made = published.projection(prefix, parts, n, k, bias=bias, dtype=dtype, device=device, found=found)
+        places.update(_parts(prefix, made, parts, published, found))
         return made
 
     embedding = torch.empty((c.vocab, c.hidden), dtype=dtype, device=device)
@@ -179,6 +198,8 @@ def _empty(
     lm_kind = kind_of(quantize, lm_head=True)
     if tied and lm_kind is Dense:
         return Weights(embedding, layers, last, Dense.of(embedding)), places
+    if published is not None:
+        return Weights(embedding, layers, last, projection("", {"lm_head": c.vocab}, c.hidden, False)), places
     lm_head = lm_kind(c.vocab, c.hidden, bias=False, dtype=dtype, device=device)
     if tied:  # a quantized lm_head is a tensor of its own
 
@@ -186,9 +207,9 @@ def _empty(
             _set(embedding, first, rows)
             lm_head.fill(first, rows)
 
-        places[_EMBEDDING] = _Place((c.vocab, c.hidden), both)
+        places[_EMBEDDING] = Place((c.vocab, c.hidden), both)
     else:
-        places[_LM_HEAD] = _Place((c.vocab, c.hidden), lm_head.fill)
+        places[_LM_HEAD] = Place((c.vocab, c.hidden), lm_head.fill)
     return Weights(embedding, layers, last, lm_head), places
 
 
@@ -204,8 +225,11 @@ def _with_logits_scale(weights: Weights, scale: float) -> Weights:
     return dataclasses.replace(weights, norm=exact if keep else wide)
 
 
-def _harmless(name: str, tied: bool) -> bool:
-    """Whether a tensor without a place may be dropped: RoPE frequencies of old checkpoints, and a tied lm_head."""
+def _harmless(name: str, config: ModelConfig, tied: bool) -> bool:
+    """Whether a tensor without a place may be dropped: RoPE frequencies of old checkpoints, a tied lm_head, and what a
+    quantized checkpoint says of activations and of its cache."""
+    if config.published is not None and config.published.ignores(name):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _LM_HEAD)
 
 
@@ -236,11 +260,11 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _matched(config: ModelConfig, checkpoint: Checkpoint, places: dict[str, _Place], tied: bool) -> dict[Entry, _Place]:
+def _matched(config: ModelConfig, checkpoint: Checkpoint, places: dict[str, Place], tied: bool) -> dict[Entry, Place]:
     """The tensors to read, each with its place. Raises where a place has no tensor that fits, or a tensor no place."""
     found, path = checkpoint.entries, checkpoint.path
-    missing = [name for name in places if name not in found]
-    unexpected = [name for name in found if name not in places and not _harmless(name, tied)]
+    missing = [name for name, place in places.items() if name not in found and not place.optional]
+    unexpected = [name for name in found if name not in places and not _harmless(name, config, tied)]
     if missing:
         other = f"; it has {_some(unexpected)}, which the model does not" if unexpected else ""
         raise CheckpointError(
@@ -252,13 +276,14 @@ def _matched(config: ModelConfig, checkpoint: Checkpoint, places: dict[str, _Pla
             f"{path}: {_some(unexpected)} has no place in the model that {config.source} describes ({config.family} of "
             f"{config.layers} layers)"
         )
-    for name, place in places.items():
-        entry = found[name]
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{entry} has dtype {entry.dtype}, expected {', '.join(DTYPES)}")
-        if entry.shape != place.shape:
-            raise CheckpointError(f"{entry} has shape {entry.shape}, expected {place.shape} by {config.source}")
-    return {found[name]: place for name, place in places.items()}
+    wanted = {found[name]: place for name, place in places.items() if name in found}
+    for entry, place in wanted.items():
+        if entry.dtype not in place.dtypes:
+            raise CheckpointError(f"{entry} has dtype {entry.dtype}, expected {', '.join(place.dtypes)}")
+        if entry.shape not in (place.shape, *place.others):
+            shapes = " or ".join(map(str, (place.shape, *place.others)))
+            raise CheckpointError(f"{entry} has shape {entry.shape}, expected {shapes} by {config.source}")
+    return wanted
 
 
 def _is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
@@ -285,7 +310,7 @@ def _is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
 
 def _narrowed(entry: Entry, rows: Tensor, dtype: torch.dtype) -> None:
     """Raise where a value overflows float16, which would silently become infinity."""
-    if dtype != torch.float16 or entry.dtype == "F16":
+    if dtype != torch.float16 or entry.dtype not in ("F32", "BF16"):
         return
     largest = float(rows.abs().amax()) if rows.numel() else 0.0
     if _LARGEST_HALF < largest < float("inf"):
@@ -310,7 +335,7 @@ def load(
         config: of its model.
         folder: with `model.safetensors`, or an index and its shards.
         dtype: of embedding, norms, biases and unquantized weights: float32, float16 or bfloat16.
-        quantize: None, "fp8", "int8" or "int4" (lm_head is then int8).
+        quantize: None, "fp8", "int8" or "int4" (lm_head is then int8); None of a checkpoint of quantized weights.
         device: by default the GPU.
         progress: show a bar, if standard error is a terminal.
 
@@ -329,19 +354,20 @@ def load(
         _only_text(checkpoint.entries)
     tied = _is_tied(config, checkpoint)
     # Checked on the meta device first, which takes no memory.
-    _matched(config, checkpoint, _empty(config, dtype, quantize, torch.device("meta"), tied)[1], tied)
+    _matched(config, checkpoint, _empty(config, dtype, quantize, torch.device("meta"), tied, checkpoint)[1], tied)
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_mode(device))
-        weights, places = _empty(config, dtype, quantize, device, tied)
+        weights, places = _empty(config, dtype, quantize, device, tied, checkpoint)
         wanted = _matched(config, checkpoint, places, tied)
         advance = stack.enter_context(_bar(progress, sum(e.nbytes for e in wanted), Path(folder).name))
         for entry, tensor in checkpoint.read(list(wanted)):
             place, first = wanted[entry], 0
-            for rows in tensor.split(max(1, _AT_A_TIME // max(1, tensor[:1].numel()))):
+            step = max(1, _AT_A_TIME // max(1, math.prod(entry.shape[1:])))
+            for rows in (tensor,) if place.whole else tensor.split(step):
                 part = rows.to(device)
                 _narrowed(entry, part, dtype)
                 place.fill(first, part)
-                first += rows.shape[0]
+                first += 0 if place.whole else rows.shape[0]
                 advance(rows.numel() * rows.element_size())
         return _with_logits_scale(weights, config.logits_scale)
 
@@ -373,6 +399,11 @@ def random(
         TypeError, ValueError: as `load`, for dtype and quantize.
     """
     device = runtime.default_device() if device is None else torch.device(device)
+    if config.published is not None and device.type != "meta":
+        raise ValueError(
+            f"{config.source}: has a quantization_config ({config.published.method}), expected none for random "
+            "weights: quantize= quantizes them"
+        )
     with plain_mode(device):
         weights, places = _empty(config, dtype, quantize, device, config.tied)
         if device.type != "meta":
@@ -383,7 +414,7 @@ def random(
         return _with_logits_scale(weights, config.logits_scale)
 
 
-def _draw(place: _Place, std: float, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def _draw(place: Place, std: float, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     n, k = place.shape
     rows = max(1, _AT_A_TIME // k)
     for first in range(0, n, rows):
