@@ -78,7 +78,7 @@ class Timing:
 
 
 def folder_of(path: str) -> Path:
-    """The checkpoint's folder.
+    """The checkpoint's folder; of the id of a model on the Hugging Face Hub that in its cache.
 
     Raises:
         FileNotFoundError: there is none; the message says what is expected.
@@ -87,10 +87,15 @@ def folder_of(path: str) -> Path:
         from rooftile import byte_model
 
         return byte_model.folder()
-    found = Path(path).expanduser()
+    from rooftile.engine import hub
+
+    found = hub.folder_of(path)
     if not found.is_dir():
         what = "is a file" if found.exists() else "does not exist"
-        raise FileNotFoundError(f"{path} {what}; expected a checkpoint's folder, or {DEMO!r}, the model shipped here")
+        raise FileNotFoundError(
+            f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub, or {DEMO!r}, "
+            "the model shipped here"
+        )
     return found
 
 

@@ -20,7 +20,7 @@ class CacheName(str, enum.Enum):
 
 @command(Panel.run)
 def generate(
-    path: Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`, the small model in the package.")],
+    path: Annotated[str, typer.Argument(help="A checkpoint folder, an id on the Hugging Face Hub, or `demo`.")],
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="Repeatable; prompts run as one batch. Default: all of standard input."),

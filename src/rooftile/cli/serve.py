@@ -24,7 +24,7 @@ class ToolFormat(str, enum.Enum):
     none = "none"
 
 
-CheckpointPath = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`, the small model in the package.")]
+CheckpointPath = Annotated[str, typer.Argument(help="A checkpoint folder, an id on the Hugging Face Hub, or `demo`.")]
 Quantize = Annotated[QuantizeName, typer.Option(help="Quantize the weights of the GEMMs.")]
 ModelType = Annotated[DType, typer.Option(help="Of other weights and activations.")]
 CacheType = Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")]
@@ -114,6 +114,7 @@ def serve(
         raise _refuse("serve", error) from None
     choose_mode()
     from rooftile.bench.generate import folder_of
+    from rooftile.engine.hub import is_id
     from rooftile.serve.app import Options, create_app, folder_options
     from rooftile.serve.server import Server, listen
 
@@ -122,7 +123,7 @@ def serve(
         folder = folder_of(path)
         listening = listen(host, port)  # before the model is loaded
         options = Options(
-            names=tuple(served_model_name or [path if path == "demo" else folder.resolve().name]),
+            names=tuple(served_model_name or [path if path == "demo" or is_id(path) else folder.resolve().name]),
             api_keys=tuple(api_key or ()),
             max_body=max_body,
             max_prompt_tokens=max_prompt_tokens,

@@ -164,10 +164,7 @@ def _fields(config: Any) -> tuple[dict[str, Any], str]:
         if folder:
             path /= "config.json"
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path}: no such file, expected a model's config.json or the folder that holds it (nothing is "
-                f"downloaded: `hf download NAME --local-dir FOLDER` does that)"
-            )
+            raise FileNotFoundError(f"{path}: no such file, expected a model's config.json or the folder that holds it")
         fields = _read(path)
         if folder and (path := path.with_name("generation_config.json")).is_file():
             more = _tokens(_read(path).get("eos_token_id"), str(path))

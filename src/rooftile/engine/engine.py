@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile import runtime
+from rooftile.engine import hub
 from rooftile.engine import weights as weights_
 from rooftile.engine.cache import check_positive
 from rooftile.engine.config import ModelConfig
@@ -83,11 +84,13 @@ class Engine:
         device: torch.device | str | None = None,
         cuda_graphs: bool = True,
         progress: bool = True,
+        revision: str | None = None,
     ) -> Engine:
         """Load a folder that `save_pretrained` wrote: config.json, safetensors and, for text prompts, tokenizer.json.
 
         Args:
-            path: the folder.
+            path: the folder, or the id of a model on the Hugging Face Hub, `organization/name`, whose files are
+                downloaded unless its cache has them.
             dtype: of unquantized weights and of activations: bfloat16, float16 or float32.
             quantize: store the weights of projections in 8 or 4 bits. Checkpoints of quantized weights (GPTQ, AWQ,
                 compressed-tensors, FP8) are read as they are, without it.
@@ -99,14 +102,15 @@ class Engine:
             device: by default the GPU.
             cuda_graphs: replay a CUDA graph for each decoding step, and for prompts of shapes that recur.
             progress: show a progress bar.
+            revision: of an id, a branch, tag or commit.
 
         Raises:
-            FileNotFoundError: the folder or a file is missing.
+            FileNotFoundError: the folder or a file is missing; or the Hub has no such id, or can't be reached.
             ValueError: path is a file, the engine does not compute this model, or a tensor or file is not valid; the
                 message names it. Nothing has been loaded then.
             TypeError: a dtype is not one of those.
         """
-        folder = Path(path).expanduser()
+        folder = hub.folder_of(path, revision)
         if folder.is_file():
             raise ValueError(f"Engine.from_pretrained: path is the file {folder}, expected the checkpoint's folder")
         config = ModelConfig.from_hf(folder)
