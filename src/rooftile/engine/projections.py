@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
+from rooftile.engine.column_order import order_columns
 from rooftile.ops.gated import gelu_mul_packed, silu_mul_packed
 from rooftile.ops.gemm.config import Activation
 from rooftile.ops.gemm.fp8_linear import fp8_linear
@@ -79,6 +80,11 @@ class Projection:
         """Bytes that a decoding step reads of it."""
         tensors = (*self._tensors, self.bias)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether one row of x has kernels that hold a norm, and what follows, besides the GEMM."""
+        return True
 
     @property
     def device(self) -> torch.device:
@@ -202,14 +208,14 @@ class Quantized(Projection):
         return self._tensors[1]
 
     def normed(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-        if norm_weight is None or not is_one_row(x):
+        if norm_weight is None or not is_one_row(x) or not self.fuses:
             return super().normed(x, norm_weight, eps)
         return rms_norm_linear(x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps)
 
     def gated(
         self, x: Tensor, norm_weight: Tensor | None, eps: float, activation: Activation = "silu"
     ) -> Activations:  # fmt: skip
-        if norm_weight is None or not is_one_row(x):
+        if norm_weight is None or not is_one_row(x) or not self.fuses:
             return super().gated(x, norm_weight, eps, activation)
         return rms_norm_gated_linear(
             x, norm_weight, self.weight, self.bias, weight_scale=self.scale, eps=eps, activation=activation
@@ -222,7 +228,7 @@ def is_one_row(x: Tensor) -> bool:
 
 def is_one_kernel(p: Projection, rows: int, cache: torch.dtype) -> bool:
     """Whether `into_cache` of heads that are rotated whole is one kernel, for rows and a cache of that dtype."""
-    return rows == 1 and cache == p.dtype and not isinstance(p, Fp8Block)
+    return rows == 1 and cache == p.dtype and p.fuses
 
 
 class Fp8(Quantized):
@@ -267,6 +273,10 @@ class Fp8Block(Projection):
     """
 
     kind = "fp8"
+
+    @property
+    def fuses(self) -> bool:
+        return False
 
     @property
     def scale(self) -> Tensor:
@@ -323,15 +333,18 @@ class Int4(Quantized):
         group: in place of that group.
         scales: in place of that dtype.
         offsets: whether each group has a number that is added to its elements: `(n, k / group, 2)` scales and offsets.
+        order: int `(k,)`, the columns of the weight group by group (act-order). They are stored in that order, and the
+            columns of x are put into it by a kernel of its own, behind the norm.
     """
 
     kind = "int4"
 
     def __init__(
         self, n: int, k: int, *, bias: bool, dtype: torch.dtype, device: torch.device, group: int | None = None,
-        scales: torch.dtype | None = None, offsets: bool = False,
+        scales: torch.dtype | None = None, offsets: bool = False, order: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._group, self.offsets = group, offsets
+        self.order = None if order is None else order.to(device, torch.int32)
         self._scales = scales or (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
         super().__init__(n, k, bias=bias, dtype=dtype, device=device)
 
@@ -357,8 +370,14 @@ class Int4(Quantized):
     def _encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         return quantize_int4(rows, self.group)
 
+    @property
+    def fuses(self) -> bool:
+        return self.order is None
+
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "x is not quantized"
+        if self.order is not None:
+            x = order_columns(x, self.order)
         return int4_linear(x, self.weight, self.scale, self.bias, residual=residual)
 
 

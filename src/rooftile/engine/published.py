@@ -28,15 +28,17 @@ import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.engine.checkpoint import CheckpointError, Entry, Place
+from rooftile.engine.checkpoint import Checkpoint, CheckpointError, Entry, Place
 from rooftile.engine.projections import Dense, Fp8, Fp8Block, Int4, Int8, Projection
 from rooftile.ops.gemm.packing import GROUPS, pack_int4
 from rooftile.quantize import BLOCK
 
 Found = Mapping[str, Entry]
+Orders = Mapping[str, Tensor]
 Storage = Literal["gptq", "awq", "packed", "int8", "fp8"]
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8")
 _WORDS, _FP8, _INT8 = ("I32",), ("F8_E4M3",), ("I8",)
+_INDICES = ("I32", "I64")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has each of its columns
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # a scale keeps the dtype that the checkpoint gives it
 
@@ -95,9 +97,11 @@ class Published:
 
     def projection(
         self, prefix: str, parts: dict[str, int], n: int, k: int, *, bias: bool, dtype: torch.dtype,
-        device: torch.device, found: Found,
+        device: torch.device, found: Found, orders: Orders,
     ) -> Projection:  # fmt: skip
         """Memory for a projection of n rows and k columns; `parts` are the checkpoint's modules that it is made of.
+
+        `orders` are of `orders_of`.
 
         Raises:
             CheckpointError: they are not stored alike, or in a way that the kernels don't take.
@@ -120,7 +124,14 @@ class Published:
             given = {found[m + _SCALE[scheme.storage]].dtype for m in modules if m + _SCALE[scheme.storage] in found}
             scales = _SCALES.get(given.pop(), torch.float32) if len(given) == 1 else None
             group = _kernel_group(scheme.group, k)
-            return Int4(n, k, **made, group=group, scales=scales, offsets=scheme.zeros)
+            order = orders.get(modules[0])
+            for module in modules[1:]:
+                if not _same(order, orders.get(module)):
+                    raise CheckpointError(
+                        f"{self.source}: {self._ordering}, and {modules[0]} and {module} have other groups of columns, "
+                        "expected the same: they are one GEMM"
+                    )
+            return Int4(n, k, **made, group=group, scales=scales, offsets=scheme.zeros, order=order)
         if scheme.block:
             for name, rows in list(parts.items())[:-1]:
                 if rows % BLOCK:
@@ -184,6 +195,8 @@ class Published:
 
         def fill(_: int, given: Tensor) -> None:
             numbers = of_words(given)[:, :k]
+            if p.order is not None:
+                numbers = numbers[:, p.order]
             weight.copy_(pack_int4(numbers.view(torch.int8) - 8, p.group))
 
         def fill_scale(_: int, given: Tensor) -> None:
@@ -218,8 +231,8 @@ class Published:
             yield "scales", Place((groups, n), fill_scale, whole=True)
             g_idx = "g_idx"
         if scheme.storage != "awq":
-            check_order = functools.partial(self._check_order, module, group)
-            yield g_idx, Place((k,), check_order, ("I32", "I64"), whole=True, optional=not scheme.ordered)
+            # It has been read by `orders_of`.
+            yield g_idx, Place((k,), _nothing, _INDICES, whole=True, optional=not scheme.ordered)
 
     def _check_shape(self, module: str, expected: tuple[int, int], _: int, shape: Tensor) -> None:
         if tuple(shape.tolist()) != expected:
@@ -227,13 +240,36 @@ class Published:
                 f"{self.source}: {module}.weight_shape is {tuple(shape.tolist())}, expected {expected}"
             )
 
-    def _check_order(self, module: str, group: int, _: int, g_idx: Tensor) -> None:
-        if not torch.equal(g_idx.long(), torch.arange(len(g_idx), device=g_idx.device) // group):
-            setting = "desc_act is true" if self.method == "gptq" else "actorder is 'group'"
-            raise CheckpointError(
-                f"{self.source}: {setting}, and {module} has groups of columns that are not adjacent, expected groups "
-                "of adjacent columns: the kernels read one scale for each"
-            )
+    @property
+    def _ordering(self) -> str:
+        return "desc_act is true" if self.method == "gptq" else "actorder is 'group'"
+
+    def orders_of(self, checkpoint: Checkpoint) -> Orders:
+        """The columns of each module group by group, where those of a group are not adjacent (act-order).
+
+        Raises:
+            CheckpointError: groups have not all the same number of columns.
+        """
+        wanted = {}
+        for name, entry in checkpoint.entries.items():
+            module, _, of = name.rpartition(".")
+            scheme = self.scheme_of(module) if of in ("g_idx", "weight_g_idx") else None
+            if scheme is not None and scheme.is_int4 and entry.dtype in _INDICES and len(entry.shape) == 1:
+                wanted[entry] = module, scheme
+        orders = {}
+        for entry, g_idx in checkpoint.read(list(wanted)):
+            (module, scheme), k = wanted[entry], len(g_idx)
+            adjacent = torch.arange(k) // self._group(module, scheme, k)
+            if torch.equal(g_idx.long(), adjacent):
+                continue
+            order = g_idx.argsort(stable=True)
+            if not torch.equal(g_idx[order].long(), adjacent):
+                raise CheckpointError(
+                    f"{entry}: {self._ordering}, and groups have other numbers of columns, expected "
+                    f"{self._group(module, scheme, k)} for each"
+                )
+            orders[module] = order
+        return orders
 
 
 _OF_ACTIVATIONS = (
@@ -246,6 +282,14 @@ _OF_ACTIVATIONS = (
     "v_scale",
 )
 _SCALE: dict[Storage, str] = {"gptq": ".scales", "awq": ".scales", "packed": ".weight_scale"}
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _nothing(_: int, given: Tensor) -> None:
+    pass
 
 
 def _copy(into: Tensor, given: Tensor) -> None:

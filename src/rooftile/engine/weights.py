@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entr
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.modes import plain_mode
 from rooftile.engine.projections import Dense, Projection, kind_of
-from rooftile.engine.published import Found, Published
+from rooftile.engine.published import Found, Orders, Published
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AT_A_TIME = 1 << 24  # elements of a tensor that are sent to the device at a time
@@ -134,10 +135,12 @@ def _empty(
     device: torch.device,
     tied: bool,
     checkpoint: Checkpoint | None = None,
+    orders: Orders | None = None,
 ) -> tuple[Weights, dict[str, Place]]:
     """Memory for a model, and the place in it of each tensor of a checkpoint. Norms are ones, biases zeros.
 
-    A checkpoint of quantized weights is asked which of the tensors it has that a scheme allows.
+    A checkpoint of quantized weights is asked which of the tensors it has that a scheme allows; `orders` are of its
+    columns.
     """
     _check(config, dtype, quantize)
     c, kind, published = config, kind_of(quantize), config.published
@@ -161,7 +164,9 @@ def _empty(
         if published is None:
             made = kind(n, k, bias=bias, dtype=dtype, device=device)
         else:
-            made = published.projection(prefix, parts, n, k, bias=bias, dtype=dtype, device=device, found=found)
+            made = published.projection(
+                prefix, parts, n, k, bias=bias, dtype=dtype, device=device, found=found, orders=orders or {}
+            )
         places.update(_parts(prefix, made, parts, published, found))
         return made
 
@@ -353,11 +358,13 @@ def load(
     if config.multimodal:
         _only_text(checkpoint.entries)
     tied = _is_tied(config, checkpoint)
+    orders = None if config.published is None else config.published.orders_of(checkpoint)
+    made = functools.partial(_empty, config, dtype, quantize, tied=tied, checkpoint=checkpoint, orders=orders)
     # Checked on the meta device first, which takes no memory.
-    _matched(config, checkpoint, _empty(config, dtype, quantize, torch.device("meta"), tied, checkpoint)[1], tied)
+    _matched(config, checkpoint, made(torch.device("meta"))[1], tied)
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_mode(device))
-        weights, places = _empty(config, dtype, quantize, device, tied, checkpoint)
+        weights, places = made(device)
         wanted = _matched(config, checkpoint, places, tied)
         advance = stack.enter_context(_bar(progress, sum(e.nbytes for e in wanted), Path(folder).name))
         for entry, tensor in checkpoint.read(list(wanted)):
