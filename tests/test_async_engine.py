@@ -460,11 +460,11 @@ def test_an_error_in_one_request_ends_that_request_alone(served, expected, monke
 
 
 def test_an_error_of_a_step_ends_all_and_the_next_request_runs(served, engine, expected, monkeypatch):
-    def failing(*args):
+    def failing(*_):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.runner.decoder, "decode", failing)
+        patched.setattr(engine.runner, "decode", failing)
         streams = [add(served, i) for i in range(4)]
         for stream in streams:
             with pytest.raises(RequestError, match="out of memory"):
@@ -481,7 +481,7 @@ def test_an_engine_that_has_failed_says_so(monkeypatch):
         raise RuntimeError("the device is lost")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.runner.decoder, "decode", failing)
+        patched.setattr(engine.runner, "decode", failing)
         patched.setattr(engine.runner, "free", failing)
         assert not served.failed
         with pytest.raises(RequestError, match="the device is lost"):

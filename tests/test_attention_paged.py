@@ -298,12 +298,13 @@ def test_a_page_of_a_large_cache_is_found_beyond_2_to_the_31(device):
     assert torch.equal(attention_paged(q, far, v, table, lengths, starts), wanted)
 
 
-def test_a_long_prompt_has_the_portable_kernel_and_its_large_tiles():
+@pytest.mark.parametrize(("arch", "kernel"), [("sm_90", "hopper"), ("sm_80", "portable")])
+def test_a_long_prompt_has_large_tiles(arch, kernel):
     def on_meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q, cache = on_meta(4096, 32, 128), on_meta(64, 64, 8, 128)
     table, lengths, starts = (on_meta(*shape, dtype=torch.int32) for shape in ((1, 64), (1,), (2,)))
     a = paged._Arguments(q, cache, cache, table, lengths, starts, *(None,) * 4, 0, None, 0.0, -1, 0, "bthd")
-    c = choose_forward(a.problem(Scoring(128**-0.5, right=0)), runtime.TARGETS["sm_90"])
-    assert (c.kernel, c.block_m) == ("portable", 128)
+    c = choose_forward(a.problem(Scoring(128**-0.5, right=0)), runtime.TARGETS[arch])
+    assert (c.kernel, c.block_m) == (kernel, 128)

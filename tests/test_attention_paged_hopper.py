@@ -22,6 +22,7 @@ gluon = pytest.importorskip("rooftile.primitives.gluon")
 
 BF16 = torch.bfloat16
 TARGET = runtime.TARGETS["sm_90"]
+PAGE_OF = hopper_forward._page_of.fn
 CONFIGS = {
     64: AttentionConfig("hopper", 128, 128, 8, 6),
     128: AttentionConfig("hopper", 128, 128, 8, 4),
@@ -45,7 +46,7 @@ class _Number(int):
 
 
 def copies(monkeypatch, desc, table, sequence, head, block, slot, t):
-    """What `_copy_pages` starts: the bytes that it expects, and where each copy reads and which piece it writes."""
+    """What `_page_of` and `_copy_pages` start: the bytes expected, and where each copy reads and which piece it writes."""
     expected, started = [], []
     language = types.SimpleNamespace(
         maximum=max, minimum=min, static_range=range, int64=None, load=lambda at: table[at], constexpr=lambda x: x
@@ -57,7 +58,9 @@ def copies(monkeypatch, desc, table, sequence, head, block, slot, t):
     monkeypatch.setattr(hopper_forward, "load_tile", lambda desc, at, bar, piece: started.append((at, piece)))
     places = types.SimpleNamespace(index=lambda i: i)
     given = (0, 0, max(table) + 1, places)  # the table's begin, its stride, the pages, the ring
-    hopper_forward._copy_pages.fn(desc, given, sequence, head, block, places, slot, t)
+    monkeypatch.setattr(hopper_forward, "_page_of", PAGE_OF)
+    page = PAGE_OF(given, sequence, block * t.keys, t)
+    hopper_forward._copy_pages.fn(desc, given, page, sequence, head, block, places, slot, t)
     (nbytes,) = expected
     return nbytes, [([int(value(x)) for x in at], piece) for at, piece in started]
 

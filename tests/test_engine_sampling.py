@@ -55,7 +55,7 @@ def by_the_formula(engine, prompt, how, logprobs=()):
     """The tokens of a prompt, each from the logits of the whole sequence so far, in float64."""
     tokens = []
     for _ in range(NEW):
-        logits = engine.logits([[*prompt, *tokens]])[0][-1:].double()
+        logits = engine.logits([[*prompt, *tokens]])[0][-1:].double().cpu()
         counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=131)[None]
         bias = torch.zeros(1, 131, dtype=torch.float64)
         for token, value in (how.logit_bias or {}).items():

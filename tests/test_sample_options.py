@@ -215,7 +215,7 @@ def test_the_most_likely_tokens_beside_nan_and_infinities(device):
     assert tokens[2].tolist() == [0, 1, 2, 3]
     assert tokens[3].sort()[0].tolist() == [0, 1, 2, 3]
     assert logprobs[:3].isnan().all()
-    assert logprobs[3, :2].exp().sum() == pytest.approx(1)
+    assert logprobs[3, :2].exp().sum().item() == pytest.approx(1)
     assert logprobs[3, 2:].tolist() == [-torch.inf] * 2
 
 

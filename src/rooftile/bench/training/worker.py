@@ -279,7 +279,7 @@ def do(job: Job) -> dict[str, Any]:
         return _machine(device)
     if job.cap is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / total))  # of the current device
     try:
         trainer = Trainer(job, device)
         if job.fit:

@@ -305,9 +305,11 @@ def _as_operand(weights, dtype, T: gl.constexpr):
 def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
     """Copy a block of keys or values into the ring."""
     tiles, ready, free = ring
+    if T.page:  # before the wait, which hides the latency of reading the table
+        page = _page_of(table, seq, block * T.keys, T)
     mbarrier.wait(free.index(slot), parity ^ 1)
     if T.page:
-        _copy_pages(desc, table, seq, head, block, ready, slot, T)
+        _copy_pages(desc, table, page, seq, head, block, ready, slot, T)
     else:
         mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
         load_tile(desc, _rows_at(seq, 1, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
@@ -315,23 +317,33 @@ def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
 
 
 @gluon.jit
-def _copy_pages(desc, table, seq, head, block, ready, slot, T: gl.constexpr):
-    """Start the copies of a block's pages. Tokens past the sequence's last one are zeros, whatever the page holds."""
-    pages_ptr, stride, n_pages, pieces = table
+def _page_of(table, seq, row, T: gl.constexpr):
+    """The page of that key; past the sequence's last key its last page."""
+    pages_ptr, stride, n_pages, _pieces = table
     _end_q, _n_q, index, n_k = seq
+    number = gl.minimum(row, gl.maximum(n_k - 1, 0)) // T.page
+    return gl.minimum(gl.maximum(gl.load(pages_ptr + index.to(gl.int64) * stride + number), 0), n_pages - 1)
+
+
+@gluon.jit
+def _copy_pages(desc, table, page, seq, head, block, ready, slot, T: gl.constexpr):
+    """Start the copies of a block, whose first page is given. Tokens past the sequence's last one are zeros, whatever
+    the page holds.
+    """
+    pieces = table[3]
+    n_k = seq[3]
     PAGES: gl.constexpr = T.keys // T.piece_rows
     PARTS: gl.constexpr = T.dim // T.piece_cols
     mbarrier.expect(ready.index(slot), PAGES * PARTS * desc.block_type.nbytes)
-    last = gl.maximum(n_k - 1, 0) // T.page
     for j in range(PAGES):
         row = block * T.keys + j * T.piece_rows
-        number = row // T.page
-        page = gl.load(pages_ptr + index.to(gl.int64) * stride + gl.minimum(number, last))
-        page = gl.minimum(gl.maximum(page, 0), n_pages - 1)
-        n = gl.minimum(gl.maximum(n_k - number * T.page, 0), T.page)
+        following = page if PAGES == 1 else _page_of(table, seq, row + T.piece_rows, T)
+        begin = row // T.page * T.page
+        n = gl.minimum(gl.maximum(n_k - begin, 0), T.page)
         for part in gl.static_range(PARTS):
-            at = packed_at(page * T.step + n, n, head, row - number * T.page, part * T.piece_cols)
+            at = packed_at(page * T.step + n, n, head, row - begin, part * T.piece_cols)
             load_tile(desc, at, ready.index(slot), pieces.index((slot * PARTS + part) * PAGES + j))
+        page = following
 
 
 @gluon.jit

@@ -292,7 +292,7 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
         yield _interpreted(p)
         return
     dim = _dim(p)
-    if target.gluon and p.n_q > 64 and not p.page and not _many_short(p):  # pages: not measured yet
+    if target.gluon and p.n_q > 64 and not _many_short(p):
         yield from _hopper(p, dim)
     if p.dtype.itemsize == 4:
         yield from _float32(p, dim, target)
