@@ -249,6 +249,17 @@ def test_scales_keep_the_checkpoints_dtype(tmp_path, device):
 _Q = "model.layers.0.self_attn.q_proj"
 
 
+def test_a_bias_of_zeros_of_a_model_without_one(tmp_path, device):
+    folder = formats.save(model_of(), tmp_path, formats.gptq, gptq())
+    path = folder / "model.safetensors"
+    state = safetensors_torch.load_file(path)
+    safetensors_torch.save_file(state | {f"{_Q}.bias": torch.zeros(256).half()}, path)
+    assert engine_of(folder, device).weights.layers[0].qkv.bias is None
+    safetensors_torch.save_file(state | {f"{_Q}.bias": torch.ones(256).half()}, path)
+    with pytest.raises(ValueError, match=r"q_proj.bias is not zero, expected none"):
+        engine_of(folder, device)
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
@@ -259,6 +270,7 @@ _Q = "model.layers.0.self_attn.q_proj"
         (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin', expected 'gptq' or 'gptq_v2'"),
         (gptq(dynamic={"+:.*down.*": {"bits": 8}}), "dynamic has '\\+:.*', expected -:"),
         (awq(version="gemv"), "version is 'gemv', expected 'gemm'"),
+        (awq(format="gemv_fast"), "format is 'gemv_fast', expected 'gemm'"),
         (_BLOCK | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], expected \[128, 128\] or null"),
         (_BLOCK | {"fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
         (_BLOCK | {"modules_to_not_convert": ["(", "a"]}, "modules_to_not_convert has '\\(', which is no regular exp"),

@@ -230,6 +230,8 @@ class Published:
             yield "qzeros", Place((groups, words), fill_zeros, _WORDS, whole=True)
             yield "scales", Place((groups, n), fill_scale, whole=True)
             g_idx = "g_idx"
+            if p.bias is None:  # old versions write zeros
+                yield "bias", Place((n,), functools.partial(self._check_zeros, module), whole=True, optional=True)
         if scheme.storage != "awq":
             # It has been read by `orders_of`.
             yield g_idx, Place((k,), _nothing, _INDICES, whole=True, optional=not scheme.ordered)
@@ -238,6 +240,12 @@ class Published:
         if tuple(shape.tolist()) != expected:
             raise CheckpointError(
                 f"{self.source}: {module}.weight_shape is {tuple(shape.tolist())}, expected {expected}"
+            )
+
+    def _check_zeros(self, module: str, _: int, bias: Tensor) -> None:
+        if bool(bias.any()):
+            raise CheckpointError(
+                f"{self.source}: {module}.bias is not zero, expected none: the model has no such bias"
             )
 
     @property
@@ -427,7 +435,8 @@ _ALL = (".*",)
 
 def _gptq(q: _Settings) -> _Read:
     q.one_of("bits", 4)
-    form = q.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    name = "checkpoint_format" if "checkpoint_format" in q.given else "format"
+    form = q.one_of(name, "gptq", "gptq_v2", default="gptq")
     if q.given.get("is_marlin_format"):
         raise q.refuse("is_marlin_format", "false")
     q.one_of("pack_dtype", "int32", default="int32")
@@ -450,9 +459,9 @@ def _gptq(q: _Settings) -> _Read:
 def _awq_config(q: _Settings) -> _Read:
     name = "w_bit" if "w_bit" in q.given else "bits"
     q.one_of(name, 4)
-    version = q.given.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise q.refuse("version", "'gemm'")
+    for word in ("version", "format", "checkpoint_format"):
+        if str(q.given.get(word, "gemm")).lower() != "gemm":
+            raise q.refuse(word, "'gemm'")
     group = q.group("q_group_size" if "q_group_size" in q.given else "group_size")
     scheme = Scheme("awq", group, zeros=True)
     return ((scheme, _ALL),), (*q.patterns("modules_to_not_convert"), "lm_head")
