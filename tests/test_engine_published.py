@@ -158,7 +158,7 @@ def assert_holds(engine, model, kind):
     assert type(engine.weights.lm_head) is Dense
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16], [torch.float32, torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_weights_of_a_published_checkpoint(name, dtype, tmp_path, device):
     """Exactly, whatever dtype the hidden states have."""
@@ -247,6 +247,20 @@ def test_scales_keep_the_checkpoints_dtype(tmp_path, device):
 
 
 _Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("file", "form", "settings"),
+    [
+        ("quantize_config.json", formats.gptq, {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}),
+        ("quant_config.json", formats.awq, {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}),
+    ],
+)
+def test_settings_in_a_file_of_their_own(file, form, settings, tmp_path, device):
+    model = model_of()
+    formats.save(model, tmp_path, form, None)
+    (tmp_path / file).write_text(json.dumps(settings))
+    assert_holds(engine_of(tmp_path, device), model, Int4)
 
 
 def test_a_bias_of_zeros_of_a_model_without_one(tmp_path, device):

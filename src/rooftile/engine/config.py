@@ -49,6 +49,7 @@ FAMILIES = {
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _NEEDED_TEXT = _NEEDED[:3]  # published configurations of Gemma 3 with a text_config rely on defaults for the others
 _GEMMA = ("gemma2", "gemma3_text")
+_OLD_QUANTIZATION = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,8 @@ class ModelConfig:
     def from_hf(cls, config: str | os.PathLike[str] | Mapping[str, Any] | Any) -> ModelConfig:
         """Read a checkpoint folder, a config.json, its contents as a dict, or a transformers configuration.
 
-        In a folder, the end tokens of generation_config.json are added to those of config.json.
+        In a folder, the end tokens of generation_config.json are added to those of config.json, and the files in which
+        AutoGPTQ and AutoAWQ describe the weights stand for a quantization_config that is absent.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -171,6 +173,9 @@ def _fields(config: Any) -> tuple[dict[str, Any], str]:
             own = _tokens(fields.get("eos_token_id"), str(path.with_name("config.json")))
             if more:
                 fields["eos_token_id"] = list(dict.fromkeys((*own, *more)))
+        for name, method in _OLD_QUANTIZATION.items():
+            if folder and not fields.get("quantization_config") and (path := path.with_name(name)).is_file():
+                fields["quantization_config"] = {"quant_method": method, **_read(path)}
         return fields, str(Path(config) / "config.json" if folder else config)
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config)), "config"
