@@ -66,6 +66,7 @@ from rooftile.ops.quantize_tensor import quantize_tensor as quantize_tensor
 from rooftile.ops.rms_norm import rms_norm as rms_norm
 from rooftile.ops.rope import rope as rope
 from rooftile.ops.rope import rope_ as rope_
+from rooftile.ops.sample import accept_drafts_ as accept_drafts_
 from rooftile.ops.sample import mark_seen_ as mark_seen_
 from rooftile.ops.sample import sample as sample
 from rooftile.ops.sample import sample_ as sample_

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
 from rooftile.cases.draw import integers, normal
-from rooftile.ops.sample import mark_seen_, sample, sample_, top_logprobs
+from rooftile.ops.sample import accept_drafts_, mark_seen_, sample, sample_, top_logprobs
 from rooftile.reference import sample as reference
 
 # A row's two best sums of logit and noise are as near as float32's rounding (1e-6) in one row of a million, and those
@@ -211,6 +211,61 @@ def _mark_point(ids: int, batch: int, vocabulary: int) -> Point:
     return Point(f"T{ids} B{batch} V{vocabulary}", {"rows": ids, "batch": batch, "vocabulary": vocabulary})
 
 
+def _accept_inputs(
+    point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Two proposals in three are those that were drawn."""
+    rows, n_tokens, vocabulary = point["rows"], point["tokens"], point["vocabulary"]
+    drawn = integers(vocabulary, (rows, n_tokens), device, generator).to(torch.int32)
+    wrong = (integers(3, (rows, n_tokens), device, generator) == 0).to(torch.int32)
+    given = {
+        "accepted": integers(1000, (rows,), device, generator).to(torch.int32),  # written over
+        "tokens": integers(vocabulary, (rows,), device, generator).to(torch.int32),
+        "lengths": integers(1000, (rows,), device, generator).to(torch.int32) + n_tokens,
+        "drawn": drawn,
+        "ids": (torch.cat((drawn[:, -1:], drawn[:, :-1]), 1) + wrong) % vocabulary,
+        "limits": integers(n_tokens + 1, (rows,), device, generator).to(torch.int32) - 1,
+    }
+    if point["seen"]:
+        given["seen"] = _words(point, device, generator)
+    if point["counts"]:
+        given["counts"] = integers(6, (rows, vocabulary), device, generator).to(torch.int16)
+    return given
+
+
+def _run_accept(
+    accepted: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    drawn: Tensor,
+    ids: Tensor,
+    limits: Tensor,
+    *,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    accept_drafts_(accepted, tokens, lengths, drawn, ids, limits, seen=seen, counts=counts)
+    return accepted, tokens, lengths, *_or_none(seen, counts, lengths)
+
+
+def _reference_accept(*given: Tensor, **named: Any) -> tuple[Tensor, ...]:
+    accepted, tokens, lengths, seen, counts = reference.accept_drafts_(*given, **named)
+    return accepted, tokens, lengths, *_or_none(seen, counts, lengths)
+
+
+def _accept_nbytes(point: Point, itemsize: int, direction: Direction) -> int:
+    """Drawn and proposed tokens and limits read; three numbers changed in place, and an entry of each table."""
+    entries = 8 * point["seen"] + 4 * point["counts"]
+    return point["rows"] * (8 * point["tokens"] + 4 + 3 * 8 + entries)
+
+
+def _accept_point(rows: int, n_tokens: int, vocabulary: int, *, seen: bool = False, counts: bool = False) -> Point:
+    named = {"seen": seen, "counts": counts}
+    label = " ".join((f"B{rows} T{n_tokens} V{vocabulary}", *(name for name, there in named.items() if there)))
+    sizes = {"rows": rows, "tokens": n_tokens, "vocabulary": vocabulary, "seen": int(seen), "counts": int(counts)}
+    return Point(label, sizes)
+
+
 # What lives through all passes of a row (its threshold's place, its parameters) is spilled where a target has too few
 # registers, and read again once a pass: 20 bytes on sm_90, 208 before it, 360 on gfx942, and 480 with all options.
 _SPILLS = 512
@@ -333,6 +388,29 @@ CASES = (
             "llm": tuple(_top_point(b, v) for v in (128256, 32000) for b in (1, 32)),
         },
         peers=(Peer("topk", _topk),),
+    ),
+    OpCase(
+        name="accept_drafts_",
+        formula="n = leading i < limit with drawn[i] = ids[i + 1]; token = drawn[n]; length -= T - 1 - n",
+        function=_run_accept,
+        reference=_reference_accept,
+        eager=_reference_accept,
+        inputs=_accept_inputs,
+        outputs=("accepted", "tokens", "lengths", "seen", "counts"),
+        output_dtypes=lambda point: {
+            **dict.fromkeys(("accepted", "tokens", "lengths", "seen"), torch.int32),
+            "counts": torch.int16,
+        },
+        grads=(),
+        nbytes=_accept_nbytes,
+        flops=lambda point, direction: point["rows"] * point["tokens"],
+        tolerances={dtype: {"forward": _COUNTS} for dtype in TOLERANCES},
+        sets={
+            "tiny": (_accept_point(9, 5, 70), _accept_point(6, 3, 40, seen=True, counts=True)),
+            "edge": (_accept_point(1, 1, 1), _accept_point(0, 4, 64), _accept_point(7, 16, 33, seen=True)),
+            "llm": tuple(_accept_point(b, 5, 128256) for b in (1, 32)),
+        },
+        mutates=("accepted", "tokens", "lengths", "seen", "counts"),
     ),
     OpCase(
         name="mark_seen_",

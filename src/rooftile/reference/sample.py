@@ -180,6 +180,26 @@ def mark_seen_(seen: Tensor, ids: Tensor, row_of: Tensor) -> Tensor:
     return words.to(torch.int32)
 
 
+def accept_drafts_(
+    accepted: Tensor, tokens: Tensor, lengths: Tensor, drawn: Tensor, ids: Tensor, limits: Tensor,
+    seen: Tensor | None = None, counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """What accepted, tokens, lengths, seen and counts are afterwards."""
+    n_tokens = drawn.shape[1]
+    live = limits >= 0
+    same = (drawn[:, :-1] == ids[:, 1:]) & (torch.arange(n_tokens - 1, device=drawn.device) < limits[:, None])
+    n = same.int().cumprod(-1).sum(-1)
+    tokens = torch.where(live, drawn.gather(1, n[:, None])[:, 0].to(tokens.dtype), tokens)
+    lengths = torch.where(live, lengths - (n_tokens - 1 - n.int()), lengths)
+    for i in range(n_tokens):
+        taken = (live & (i <= n))[:, None]
+        if seen is not None:
+            seen = torch.where(taken, _with(seen, drawn[:, i]), seen)
+        if counts is not None:
+            counts = torch.where(taken, counted(counts, drawn[:, i]), counts)
+    return n.int(), tokens, lengths, seen, counts
+
+
 def eager(
     logits: Tensor,
     *,

@@ -13,7 +13,8 @@ their index, so exactly k remain. The noise is Philox's, a function of the row's
 Bytes: the logits are read once, and a token and a log-probability are written for each row. A mask is a bit for each
 logit, a bias 4 bytes, a count 2; what is not given is not read, and has no code in the kernel. Greedy is one kernel
 (greedy.py). Drawing is one kernel too (draw.py). It reads a row several times, all but the first time from the L2: it
-does not sort, but searches for the threshold of the kept tokens. `top_logprobs` is a kernel of its own (top.py).
+does not sort, but searches for the threshold of the kept tokens. `top_logprobs` is a kernel of its own (top.py), and
+so is the acceptance of proposed tokens (accept.py).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.sample import draw, greedy, top
+from rooftile.ops.sample.accept import accept_drafts_
 from rooftile.ops.sample.parts import Parameters, Tables
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-__all__ = ["mark_seen_", "sample", "sample_", "top_logprobs"]
+__all__ = ["accept_drafts_", "mark_seen_", "sample", "sample_", "top_logprobs"]
 
 # By the name of a parameter, the dtypes that its tensor may have; in the order of the schemas.
 INTEGERS = (torch.int32, torch.int64)
