@@ -112,7 +112,7 @@ def test_each_slot_has_its_own_sampling(engine):
     runner.free(sequences[1])
     runner.prefill([PROMPTS[0]], [HOW[2]])
     for slot, how in enumerate([HOW[0], HOW[2], HOW[2], HOW[3]]):
-        given = {name: float(x[slot]) for name, x in runner._given.items()}
+        given = {name: float(x[slot]) for name, x in runner._of_slots.of.items()}
         given["seed"] = given.pop("seeds")
         assert given == pytest.approx({name: getattr(how, name) for name in given})
     for s in runner.cache.sequences:
@@ -147,7 +147,7 @@ def test_a_prompt_that_the_device_cannot_be_told_of_takes_nothing(engine, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.runner.cache, "_advance", failing)
+        patched.setattr(engine.runner.cache, "count", failing)
         with pytest.raises(KeyboardInterrupt):
             engine.runner.prefill(PROMPTS, HOW)
     assert free_of(engine) == before

@@ -5,9 +5,11 @@ from rooftile import nn as nn
 from rooftile import optim as optim
 from rooftile.engine import AsyncEngine as AsyncEngine
 from rooftile.engine import Completion as Completion
+from rooftile.engine import Draft as Draft
 from rooftile.engine import Engine as Engine
 from rooftile.engine import EngineStats as EngineStats
 from rooftile.engine import KVCache as KVCache
+from rooftile.engine import NGram as NGram
 from rooftile.engine import PagedKVCache as PagedKVCache
 from rooftile.engine import PagedSequence as PagedSequence
 from rooftile.engine import QueueFull as QueueFull

@@ -5,14 +5,17 @@ from rooftile.engine.cache import KVCache, PagedKVCache, PagedSequence
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.engine import Engine
 from rooftile.engine.generation import Completion, StreamChunk
+from rooftile.engine.speculation import Draft, NGram
 
 __all__ = [
     "AsyncEngine",
     "Completion",
+    "Draft",
     "Engine",
     "EngineStats",
     "KVCache",
     "ModelConfig",
+    "NGram",
     "PagedKVCache",
     "PagedSequence",
     "QueueFull",

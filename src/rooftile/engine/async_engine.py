@@ -47,6 +47,7 @@ class EngineStats:
         prefix_hit_tokens, prefix_query_tokens: tokens of prompts that were found in the prefix cache, of how many.
         preemptions: how often a running request gave back its pages, to be computed again.
         steps: forward passes.
+        proposed_tokens, accepted_tokens: of speculative decoding, how many were.
         finished: requests that ended, by reason: "stop", "length", "abort" and "error".
     """
 
@@ -60,6 +61,8 @@ class EngineStats:
     prefix_query_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     finished: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -203,7 +206,7 @@ class _Worker:
 
     def __init__(self, engine: Engine, scheduler: ContinuousScheduler, max_waiting: int) -> None:
         self.engine, self.max_waiting, self._scheduler = engine, max_waiting, scheduler
-        self.loop = Loop(engine.runner, scheduler)
+        self.loop = Loop(engine.runner, scheduler, engine._speculation())
         # A request to add, the channel of one to abort, or None, to look at the rest.
         self._inbox: queue.SimpleQueue[Request | _Channel | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -368,6 +371,8 @@ class _Worker:
                 prefix_query_tokens=self._scheduler.prefix_query_tokens,
                 preemptions=self._scheduler.preemptions,
                 steps=loop.steps,
+                proposed_tokens=loop.proposed_tokens,
+                accepted_tokens=loop.accepted_tokens,
             )
 
 

@@ -217,11 +217,12 @@ class CacheBase:
         """
         if self._advanced:
             raise RuntimeError(f"{type(self).__name__}.advance: no new tokens were reserved; call reserve first")
-        self._tell(self._advance)
+        self._tell(self.count)
         self._advanced = True
         self._captured |= self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _advance(self) -> None:
+    def count(self) -> None:
+        """Add `counts` to the lengths on the device, by one launch, whatever is reserved."""
         n = self.lengths.shape[0]
         tensors = (self.lengths, self.starts, self.counts)
         with on(self.lengths.device):
@@ -693,6 +694,24 @@ class PagedKVCache(CacheBase):
             programs = len(pairs) * self.layers * library.cdiv(words.shape[2], plan.constants["BLOCK"])
             with on(x.device):
                 launching.launch(plan, programs, (words, on_device), (words.stride(0),), (self.layers,))
+
+    def has_room(self, sequences: Sequence[PagedSequence], n: int) -> bool:
+        """Whether `reserve` would find room for n more tokens of each of those sequences."""
+        needed = sum(max(0, library.cdiv(s.length + n, self.page_size) - len(s.pages)) for s in sequences)
+        return needed <= self.free_pages and all(s.length + n <= self.capacity for s in sequences)
+
+    def shorten(self, sequence: PagedSequence, n: int) -> None:
+        """Take the last n tokens of a sequence back, on the host: the device has done so by itself.
+
+        Raises:
+            ValueError: the sequence was freed, or has fewer tokens.
+        """
+        self._known("shorten", sequence)
+        if not 0 <= n <= sequence.length:
+            raise ValueError(f"PagedKVCache.shorten: n is {n} for {sequence}, expected 0 to its tokens")
+        sequence.length -= n
+        while len(sequence.pages) > library.cdiv(sequence.length, self.page_size):
+            self._release(sequence.pages.pop())
 
     def extend(self, new: int | Mapping[PagedSequence, int]) -> None:
         """`reserve` and `advance`."""

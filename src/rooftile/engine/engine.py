@@ -20,6 +20,7 @@ from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.sampling import TokenMask
 from rooftile.engine.scheduling import Request, Scheduler
+from rooftile.engine.speculation import Draft, Speculate, Speculation, proposals_of
 from rooftile.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Engine:
         runner: the steps on the device.
         max_batch: sequences at a time; others wait until one has ended.
         max_seq_len: the most tokens of a sequence, prompt and new.
+        speculate: where proposals of speculative decoding come from, or None.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Engine:
         weights: Weights | None = None,
         tokenizer: Tokenizer | None = None,
         runner: Runner | None = None,
+        speculate: Speculate | None = None,
     ) -> None:
         if weights is None or runner is None:
             raise TypeError(
@@ -67,6 +70,9 @@ class Engine:
             )
         self.config, self.weights, self.tokenizer, self.runner = config, weights, tokenizer, runner
         self.max_batch, self.max_seq_len = runner.max_batch, runner.max_seq_len
+        if proposals_of(speculate) != (runner.verifier.n_tokens - 1 if runner.verifier else 0):
+            raise ValueError(f"Engine: the runner is not made for speculate={speculate!r}")
+        self.speculate = speculate
         self._generating = False
 
     @classmethod
@@ -83,6 +89,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         cuda_graphs: bool = True,
+        speculate: Speculate | None = None,
         progress: bool = True,
         revision: str | None = None,
     ) -> Engine:
@@ -101,6 +108,8 @@ class Engine:
             kv_dtype: of the cache: dtype (the default), float8_e4m3fn or int8.
             device: by default the GPU.
             cuda_graphs: replay a CUDA graph for each decoding step, and for prompts of shapes that recur.
+            speculate: `rooftile.NGram` or `rooftile.Draft`, which propose tokens that a step may accept: the same text
+                in fewer steps. None, the default: every step yields one token.
             progress: show a progress bar.
             revision: of an id, a branch, tag or commit.
 
@@ -116,13 +125,14 @@ class Engine:
         config = ModelConfig.from_hf(folder)
         options = _options(
             config, dtype, quantize, max_seq_len, max_batch=max_batch, page_size=page_size, pages=pages,
-            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
+            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, proposals=proposals_of(speculate),
         )  # fmt: skip
         tokenizer = _tokenizer(folder)
+        draft = _draft(config, speculate, dtype, _device(device), progress)
         loaded = weights_.load(
             config, folder, dtype=dtype, quantize=quantize, device=_device(device), progress=progress
         )
-        return cls(config, loaded, tokenizer, Runner(config, loaded, **options))
+        return cls(config, loaded, tokenizer, Runner(config, loaded, draft=draft, **options), speculate)
 
     @classmethod
     def from_config(
@@ -138,6 +148,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         cuda_graphs: bool = True,
+        speculate: Speculate | None = None,
         seed: int = 0,
     ) -> Engine:
         """A model with random weights, drawn from the seed, for benchmarks and tests.
@@ -152,10 +163,11 @@ class Engine:
         config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
         options = _options(
             config, dtype, quantize, max_seq_len, max_batch=max_batch, page_size=page_size, pages=pages,
-            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
+            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, proposals=proposals_of(speculate),
         )  # fmt: skip
+        draft = _draft(config, speculate, dtype, _device(device), False)
         drawn = weights_.random(config, dtype=dtype, quantize=quantize, device=_device(device), seed=seed)
-        return cls(config, drawn, None, Runner(config, drawn, **options))
+        return cls(config, drawn, None, Runner(config, drawn, draft=draft, **options), speculate)
 
     @overload
     def generate(
@@ -260,7 +272,7 @@ class Engine:
         ]  # fmt: skip
         if self._generating:
             raise RuntimeError(f"generate: {_BUSY}")
-        loop = Loop(self.runner, self._scheduler())
+        loop = Loop(self.runner, self._scheduler(), self._speculation())
         for request in requests:
             loop.add(request)
         chunks = self._chunks(loop)
@@ -268,6 +280,9 @@ class Engine:
             return chunks
         deque(chunks, maxlen=0)
         return [r.watch.completion() for r in requests if r.watch is not None]
+
+    def _speculation(self) -> Speculation | None:
+        return None if self.speculate is None else Speculation(self.speculate)
 
     def _scheduler(self) -> Scheduler:
         cache = self.runner.cache
@@ -361,6 +376,33 @@ def _options(
     # On the meta device: an impossible cache is reported before weights are loaded.
     Runner(config, weights_.random(config, dtype=dtype, quantize=quantize, device="meta"), **options)
     return options
+
+
+def _draft(
+    config: ModelConfig, speculate: Speculate | None, dtype: torch.dtype, device: torch.device, progress: bool
+) -> tuple[ModelConfig, Weights] | None:
+    """The draft model, if there is one.
+
+    Raises:
+        ValueError: its vocabulary, or its device, is another. The rest as `Engine.from_pretrained`.
+    """
+    if not isinstance(speculate, Draft):
+        return None
+    if isinstance(speculate.model, Engine):
+        small, weights = speculate.model.config, speculate.model.weights
+    else:
+        folder = hub.folder_of(speculate.model)
+        small, weights = ModelConfig.from_hf(folder), None
+    if small.vocab != config.vocab:
+        raise ValueError(
+            f"Engine: the draft model has a vocabulary of {small.vocab} tokens, expected the model's {config.vocab}"
+        )
+    if weights is None:
+        quantize = speculate.quantize
+        weights = weights_.load(small, folder, dtype=dtype, quantize=quantize, device=device, progress=progress)
+    if weights.embedding.device.type != device.type:
+        raise ValueError(f"Engine: the draft model is on {weights.embedding.device}, expected {device}")
+    return small, weights
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ class Completion:
             aborted.
         logprobs: of each new token, if they were asked for.
         top_logprobs: for each new token the most likely ones with their log-probabilities, if they were asked for.
+        proposed, accepted: of speculative decoding, how many tokens were.
     """
 
     prompt: list[int]
@@ -42,6 +43,8 @@ class Completion:
     finish_reason: str
     logprobs: list[float] | None
     top_logprobs: list[Top] | None = None
+    proposed: int = 0
+    accepted: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,16 +259,34 @@ class Watch:
             finish_reason=request.finish_reason or "length",
             logprobs=request.logprobs if self.logprobs else None,
             top_logprobs=request.top_logprobs if request.sampling.top_logprobs else None,
+            proposed=request.proposed,
+            accepted=request.accepted,
         )
 
 
 class Readback:
-    """The copy of a step's tokens to the host. It is queued after the step; only `tokens` waits for it."""
+    """The copy of a step's tokens to the host. It is queued after the step; only reading waits for it.
 
-    def __init__(self, runner: Runner, requests: Sequence[Request], logprobs: bool) -> None:
-        self._slots = [(r, r.sequence.slot) for r in requests if r.sequence is not None]
-        self._tokens = self._copy(runner.tokens)
-        self._logprobs = self._copy(runner.logprobs) if logprobs else None
+    Args:
+        proposed: of a step of speculative decoding, how many proposals each request had.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        requests: Sequence[Request],
+        logprobs: bool,
+        proposed: Mapping[Request, int] | None = None,
+    ) -> None:
+        self._slots = [(r, r.sequence, r.sequence.slot) for r in requests if r.sequence is not None]
+        self._runner, self.proposed, self._rows = runner, proposed, 1
+        of: Any = runner
+        if proposed is not None:
+            assert runner.verifier is not None, "the engine speculates"
+            of, self._rows = runner.verifier, runner.verifier.n_tokens
+            self._accepted = self._copy(of.accepted)
+        self._tokens = self._copy(of.tokens if proposed is None else of.drawn)
+        self._logprobs = self._copy(of.logprobs) if logprobs else None
         self._top = [(first, self._copy(tokens), self._copy(of)) for first, tokens, of in runner.options.top]
         self._failed = runner.options.failed
         self._done = None
@@ -273,26 +294,44 @@ class Readback:
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(runner.tokens.device))
 
+    def _wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
+
     @staticmethod
     def _copy(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
     def tokens(self) -> Iterator[tuple[Request, int, float | None, Top | None]]:
-        """Each request with its new token, and with the most likely ones, as many as it asked for."""
-        if self._done is not None:
-            self._done.synchronize()
+        """Each request with its new token, and with the most likely ones, as many as it asked for.
+
+        After a step with proposals a request may come several times in sequence.
+        """
+        self._wait()
         tokens = self._tokens.tolist()
         logprobs = [None] * len(tokens) if self._logprobs is None else self._logprobs.tolist()
         top: dict[int, Top] = {}
         for first, of_rows, logprobs_of_rows in self._top:
             pairs = zip(of_rows.tolist(), logprobs_of_rows.tolist(), strict=True)
             top |= {first + i: list(zip(*row, strict=True)) for i, row in enumerate(pairs)}
-        for request, slot in self._slots:
-            k = request.sampling.top_logprobs
-            yield request, tokens[slot], logprobs[slot], top[slot][:k] if k else None
+        accepted = [0] * len(tokens) if self.proposed is None else self._accepted.tolist()
+        for request, sequence, slot in self._slots:
+            n, k = accepted[slot] + 1, request.sampling.top_logprobs
+            if sequence.slot == slot:  # else it was freed meanwhile
+                self._runner.shorten(sequence, self._rows - n)
+            for row in range(slot * self._rows, slot * self._rows + n):
+                yield request, tokens[row], logprobs[row], top[row][:k] if k else None
+
+    def accepted(self) -> Iterator[tuple[Request, int, int]]:
+        """Each request with the numbers of proposals that it had, and that were accepted."""
+        if self.proposed is not None:
+            self._wait()
+            accepted = self._accepted.tolist()
+            for request, _, slot in self._slots:
+                yield request, self.proposed[request], accepted[slot]
 
     def check(self, request: Request) -> None:
         """Raise what the request's mask raised: its token was drawn without it."""
-        for r, slot in self._slots:
+        for r, _, slot in self._slots:
             if r is request and slot in self._failed:
                 raise self._failed[slot]

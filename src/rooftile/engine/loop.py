@@ -1,5 +1,8 @@
 """The loop of generation: launch a step, then read the tokens of the previous one.
 
+A step of speculative decoding is launched after the tokens of the previous one were read, because proposals depend on
+them, and is read before the next step is launched, because it decides how long the sequences are.
+
 `Engine.generate` runs it until its prompts have ended; `AsyncEngine` runs it in a thread, with requests as they come.
 """
 
@@ -12,6 +15,7 @@ from rooftile.engine.cache import PagedSequence
 from rooftile.engine.generation import Readback, StreamChunk
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
+from rooftile.engine.speculation import Speculation
 
 Event = tuple[Request, StreamChunk | Exception]
 
@@ -22,15 +26,18 @@ class Loop:
     Args:
         runner: of the engine.
         scheduler: its requests have a `watch`.
+        speculation: where proposals come from, if the runner takes any.
 
     Attributes:
         steps, prompt_tokens, generated_tokens: how many were launched, computed and read so far.
+        proposed_tokens, accepted_tokens: of speculative decoding.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
-        self.runner, self.scheduler = runner, scheduler
+    def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None = None) -> None:
+        self.runner, self.scheduler, self._speculation = runner, scheduler, speculation
         self._launched = deque[Readback]()
         self.steps = self.prompt_tokens = self.generated_tokens = 0
+        self.proposed_tokens = self.accepted_tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -43,9 +50,12 @@ class Loop:
         A request that has ended has given back its slot and pages. If anything is raised, `clear` gives back all.
         """
         events = list[Event]()
-        if any(request.sampling.mask is not None for request in self.scheduler.running):
-            self._read(0, events)  # a mask depends on the token before
-        requests = self._launch()
+        running, speculation = self.scheduler.running, self._speculation
+        speculates = speculation is not None and speculation.wants(running)
+        verifies = bool(self._launched) and self._launched[-1].proposed is not None
+        if speculates or verifies or any(request.sampling.mask is not None for request in running):
+            self._read(0, events)  # proposals and masks depend on the token before
+        requests = self._launch(speculates)
         self._read(bool(requests), events)
         return events
 
@@ -53,6 +63,12 @@ class Loop:
         """Read the tokens of all steps but the last ones."""
         while len(self._launched) > left:
             read = self._launched.popleft()
+            for request, proposed, accepted in read.accepted():
+                if request.finish_reason is None and self._speculation is not None:
+                    request.launched += accepted
+                    self.proposed_tokens += proposed
+                    self.accepted_tokens += accepted
+                    self._speculation.verified(request, proposed, accepted)
             for request, token, logprob, top in read.tokens():
                 if request.finish_reason is not None:
                     continue  # its end was not known when the step was launched
@@ -69,16 +85,21 @@ class Loop:
                 if request.finish_reason is not None:
                     self.remove(request)
 
-    def _launch(self) -> list[Request]:
-        """The requests that get a token in the step that was launched."""
+    def _launch(self, speculates: bool) -> list[Request]:
+        """The requests that get tokens in the step that was launched. With `speculates`, all earlier ones are known."""
         runner, scheduler = self.runner, self.scheduler
         work = scheduler.plan()
         if not work:
             return []
         self.steps += 1
         self.prompt_tokens += sum(n for r, n in work.items() if not r.decoding)
+        proposals = None
         if all(r.decoding for r in work):
-            runner.decode([r.sequence for r in work if r.sequence is not None])
+            proposals = self._proposals(list(work)) if speculates else None
+            if proposals is None:
+                runner.decode([r.sequence for r in work if r.sequence is not None])
+            else:
+                runner.verify({r.sequence: tokens for r, tokens in proposals.items() if r.sequence is not None})
         elif all(r.sequence is None and n == len(r.filled) for r, n in work.items()):
             sequences = runner.prefill([r.filled for r in work], [r.sampling for r in work], [r.tokens for r in work])
             for request, sequence in zip(work, sequences, strict=True):
@@ -92,8 +113,23 @@ class Loop:
             for request in requests:
                 request.launched += 1
             logprobs = any(r.watch is not None and r.watch.logprobs for r in requests)
-            self._launched.append(Readback(runner, requests, logprobs))
+            proposed = None if proposals is None else {r: len(tokens) for r, tokens in proposals.items()}
+            self._launched.append(Readback(runner, requests, logprobs, proposed))
+            if self._speculation is not None and proposals is None:
+                self._speculation.plain(requests)
         return requests
+
+    def _proposals(self, requests: list[Request]) -> dict[Request, list[int]] | None:
+        """Proposals for requests that decode; None if the step is a plain one."""
+        speculation, verifier = self._speculation, self.runner.verifier
+        assert speculation is not None, "the loop speculates"
+        assert verifier is not None, "and so does the runner"
+        found = speculation.propose(requests)
+        sequences = [r.sequence for r in requests if r.sequence is not None]
+        if found is None or not self.runner.cache.has_room(sequences, verifier.n_tokens):
+            speculation.no_match(requests)
+            return None
+        return found
 
     def _extend(self, work: dict[Request, int]) -> None:
         new: dict[PagedSequence, Sequence[int] | None] = {}

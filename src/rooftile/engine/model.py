@@ -39,7 +39,12 @@ class Decoder:
     Args:
         config, weights: the model.
         cache: for its layers and heads; the caller reserves its steps.
+
+    Attributes:
+        follower: another model's decoder, which computes the same prompts for a cache of its own.
     """
+
+    follower: Decoder | None = None
 
     def __init__(self, config: ModelConfig, weights: Weights, cache: PagedKVCache) -> None:
         self.config, self.weights, self.cache = config, weights, cache
@@ -51,12 +56,14 @@ class Decoder:
                 self.embedding_scale, dtype=weights.embedding.dtype, device="cpu"
             ).item()
 
-    def decode(self, ids: Tensor) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits `(b, V)` of the token that follows `ids`, `(b,)`, one for each of the first b slots.
 
         The cache is in a step of one token for each sequence that takes part. Rows of other slots have no meaning.
+        In a step of T tokens for each, ids are `(b, T)`, as are their positions, and logits `(b * T, V)`.
         """
         b, c, cache = ids.shape[0], self.config, self.cache
+        ids = ids.flatten()
         starts, lengths, pages = cache.starts[:b], cache.lengths[:b], cache.page_table[:b]
 
         def attend(layer: int, x: Tensor) -> Tensor:
@@ -64,16 +71,17 @@ class Decoder:
             into = {name: x for name, x in given.items() if name != "lengths"}
             into |= {"starts": starts, "counts": cache.counts[:b]}
             if c.whole_qk_norm:
-                q, k, v = (t[:, None] for t in self._qkv(layer, x))
+                q, k, v = (t.unflatten(0, (b, -1)) for t in self._qkv(layer, x))
                 q = rope_and_cache(q, k, v, *self.tables[layer], **into)
             elif c.qk_norm:
-                q, k, v = (t[:, None] for t in self._qkv(layer, x))  # (b, 1, H, D)
-                q, k = self._normalized_and_rotated(layer, q, k, *self.tables[layer], starts[:, None])
+                q, k, v = (t.unflatten(0, (b, -1)) for t in self._qkv(layer, x))  # (b, T, H, D)
+                at = starts[:, None] if positions is None else positions
+                q, k = self._normalized_and_rotated(layer, q, k, *self.tables[layer], at)
                 append_kv(k, v, **into)
             else:
                 w = self.weights.layers[layer]
                 q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, *self.tables[layer], **into)
-            return decode_attention(q, **given, **self._scoring(layer))[:, 0]  # type: ignore[call-overload]
+            return decode_attention(q, **given, **self._scoring(layer)).flatten(0, 1)  # type: ignore[union-attr]
 
         return self._logits(self._layers(self._embed(ids), attend))
 
@@ -83,6 +91,8 @@ class Decoder:
         The cache has pages for the prompts; nothing has been written into them. A `MixedBatch` continues what is in the
         cache, which is in the step of its tokens.
         """
+        if self.follower is not None:
+            self.follower.prefill(prompts, inputs)
         c, cache = self.config, self.cache
         positions, ends = inputs.positions, inputs.ends
         into = {"starts": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}

@@ -136,9 +136,9 @@ class Projection:
     def into_cache(
         self, x: Tensor, norm_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, **cache: Any
     ) -> Tensor:  # fmt: skip
-        """`normed` of x `(b, k)`, one token of each of b sequences, as their q, k and v.
+        """`normed` of x `(b * T, k)`, T tokens of each of b sequences, as their q, k and v.
 
-        Writes the rotated k and v into the cache and returns the rotated q, `(b, 1, q_heads, head_dim)`. `cache` holds
+        Writes the rotated k and v into the cache and returns the rotated q, `(b, T, q_heads, head_dim)`. `cache` holds
         `rope_and_cache`'s arguments that describe a cache.
         """
         heads, head_dim = cache["k_cache"].shape[-2:]
@@ -148,7 +148,7 @@ class Projection:
             return rms_norm_qkv_rope_cache(
                 x[:, None], norm_weight, self.weight, cos, sin, bias=self.bias, weight_scale=scale, eps=eps, **cache
             )
-        qkv = self.normed(x, norm_weight, eps)[:, None].unflatten(-1, (-1, head_dim))
+        qkv = self.normed(x, norm_weight, eps).view(cache["starts"].shape[0], -1, self.n // head_dim, head_dim)
         q, k, v = qkv.split((qkv.shape[-2] - 2 * heads, heads, heads), dim=-2)
         return rope_and_cache(q, k, v, cos, sin, rotary_dim=cos.shape[-1], **cache)
 

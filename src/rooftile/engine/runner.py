@@ -1,4 +1,4 @@
-"""Steps of many sequences on the device: prompts, then one token of each at a time, by CUDA graphs.
+"""Steps of many sequences on the device: prompts, then one token of each at a time, or several, by CUDA graphs.
 
 Only the capture of a graph waits for the device. What a step reads (lengths, pages, previous tokens, sampling options)
 has fixed addresses and is written in stream order, so a step can be launched while the host still reads the tokens of
@@ -22,9 +22,10 @@ from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompts import MixedBatch, Part, PromptBatch
 from rooftile.engine.sampling import Sampling as Sampling
 from rooftile.engine.sampling import SlotOptions
+from rooftile.engine.verification import Verifier
 from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
-from rooftile.ops.sample import mark_seen_, sample_
+from rooftile.ops.sample import accept_drafts_, mark_seen_, sample_
 from rooftile.primitives.pdl import constant_weights
 
 KEPT = 64  # graphs of prompts, each of some hundred launches and with logits of its own; one prompt has 24 lengths
@@ -43,12 +44,32 @@ _DTYPES = {
 _BY_COUNTS = ("presence_penalty", "frequency_penalty")
 
 
-def _given(memory: Tensor, slots: int) -> dict[str, Tensor]:
-    """Views of rows of bytes: for each option, a value for each slot."""
+def _views(memory: Tensor, n: int) -> dict[str, Tensor]:
+    """Views of rows of bytes: for each option, n values."""
     return {
-        name: row[: slots * dtype.itemsize].view(dtype)
-        for row, (name, dtype) in zip(memory, _DTYPES.items(), strict=True)
+        name: row[: n * dtype.itemsize].view(dtype) for row, (name, dtype) in zip(memory, _DTYPES.items(), strict=True)
     }
+
+
+class Numbers:
+    """The sampling options that are numbers, n of each, in one allocation.
+
+    Attributes:
+        of: by name, `(n,)`, on the device.
+    """
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        self._n = n
+        self._bytes = torch.zeros((len(_DTYPES), 8 * (n + n % 2)), dtype=torch.uint8, device=device)
+        self.of = _views(self._bytes, n)
+
+    def send(self, sampling: Sequence[Sampling]) -> None:
+        """Send them in one copy, from memory that is not reused before the copy has ended."""
+        memory = torch.zeros(self._bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._bytes.is_cuda)
+        for name, row in _views(memory, self._n).items():
+            values = [how.seed if name == "seeds" else getattr(how, name) for how in sampling]
+            row.copy_(torch.tensor(values, dtype=row.dtype, device="cpu"))
+        self._bytes.copy_(memory, non_blocking=True)
 
 
 def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -136,8 +157,11 @@ class Runner:
         page_size, pages: of the cache; by default enough pages for `max_batch` sequences of `max_seq_len` tokens.
         kv_dtype: of the cache, float8_e4m3fn or int8 too; the model's by default.
         cuda_graphs: on a GPU, replay a graph for each decoding step, and for prompts of shapes that recur.
+        proposals: of a step of speculative decoding; 0 for none.
+        draft: a model that makes them.
 
     Attributes:
+        verifier: the memory of such steps, if there are any.
         tokens, logprobs: `(max_batch,)`, int32 and float32, on the device: the newest token of each slot.
         options: of slots whose sampling needs more than a few numbers.
     """
@@ -153,6 +177,8 @@ class Runner:
         pages: int | None = None,
         kv_dtype: torch.dtype | None = None,
         cuda_graphs: bool = True,
+        proposals: int = 0,
+        draft: tuple[ModelConfig, Weights] | None = None,
     ) -> None:
         device = weights.embedding.device
         needed = max_batch * -(-max_seq_len // page_size)
@@ -167,23 +193,25 @@ class Runner:
         if device.type == "cuda":
             self._order = StreamOrder(lambda: torch.cuda.current_stream(device))
         with plain_mode(device):
+            self.verifier = Verifier(self.cache, max_batch, config.vocab, proposals, draft) if proposals else None
             self._make(config, weights, cuda_graphs)
 
     def _make(self, config: ModelConfig, weights: Weights, cuda_graphs: bool) -> None:
-        device, max_batch = self._device, self.max_batch
+        device, max_batch, verifier = self._device, self.max_batch, self.verifier
         self.decoder = Decoder(config, weights, self.cache)
-        self.tokens = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(max_batch, dtype=torch.int32, device=device) if verifier is None else verifier.tokens
+        if verifier is not None:
+            self.decoder.follower = verifier.follower
         self.logprobs = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self._seen = torch.zeros((max_batch, -(-config.vocab // 32)), dtype=torch.int32, device=device)
         self._none_seen = torch.zeros_like(self._seen[0])  # copied to clear a row: a fill is a kernel
-        self._given_bytes = torch.zeros(
-            (len(_DTYPES), 8 * (max_batch + max_batch % 2)), dtype=torch.uint8, device=device
-        )
-        self._given = _given(self._given_bytes, max_batch)
+        self._of_slots = Numbers(max_batch, device)
+        self._of_rows = None if verifier is None else Numbers(max_batch * verifier.n_tokens, device)
         self.options = SlotOptions(max_batch, config.vocab, device)
         self._send_sampling([Sampling()] * max_batch)
-        # By rows, and by how they are sampled: greedily, or not; None: outside of the graph. With the graph's logits.
-        self._graphs: dict[tuple[int, bool | None], tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
+        # By slots, by how they are sampled (greedily, or not; None: outside of the graph), and whether there are
+        # proposals. With the graph's logits.
+        self._graphs: dict[tuple[int, bool | None, bool], tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
         self._of_prompts: PromptGraphs | None = None
         if cuda_graphs and device.type == "cuda":
             # One after another on one stream: a step's logits are sampled before the next replay.
@@ -245,22 +273,40 @@ class Runner:
             ValueError: a sequence is at `max_seq_len`, or there are no pages left. Nothing has changed then.
         """
         live = self.cache.sequences if sequences is None else sequences
-        if not live:
-            return
-        slots = [s.slot for s in live]
+        if live:
+            self._decode(live, None)
+
+    def verify(self, proposals: Mapping[PagedSequence, Sequence[int]]) -> None:
+        """The next tokens of sequences, with proposals for each, none or more: see `Verifier`.
+
+        On the host, each sequence is T tokens longer afterwards, until `shorten` takes those back that were not
+        accepted. With a draft model, only the numbers of the proposals matter.
+
+        Raises:
+            ValueError: as `decode`, for T tokens of each.
+        """
+        self._decode(list(proposals), {s.slot: tokens for s, tokens in proposals.items()})
+
+    def _decode(self, live: Sequence[PagedSequence], proposals: Mapping[int, Sequence[int]] | None) -> None:
+        """A step of those sequences, with the proposals for their slots, or without."""
+        slots, verifies = [s.slot for s in live], proposals is not None
         b, greedy = self._bucket(max(slots) + 1), all(self._sampling[slot].greedy for slot in slots)
         inside = None if self.options.live(b) else greedy
-        with self._entered(f"decode {len(live)}"):
+        with self._entered(f"{'verify' if verifies else 'decode'} {len(live)}"):
             self.options.begin()
-            recorded = None if self._graphs is None else self._graph(b, inside)
-            self.cache.reserve(dict.fromkeys(live, 1))
+            recorded = None if self._graphs is None else self._graph(b, inside, verifies)
+            n = 1
+            if proposals is not None and self.verifier is not None:
+                self.verifier.send(proposals)
+                n = self.verifier.n_tokens
+            self.cache.reserve(dict.fromkeys(live, n))
             if recorded is None:
-                logits = self._step(b, inside)
+                logits = self._step(b, inside, verifies)
             else:
                 graph, logits = recorded
                 graph.replay()
             if inside is None:
-                self._sample(slice(0, b), logits, greedy)
+                (self._accept if verifies else self._sample_first)(b, logits, greedy)
 
     def extend(
         self,
@@ -292,6 +338,10 @@ class Runner:
             self.options.begin()
             if slots := [part.slot for part in parts if part.last]:
                 self._sample(slice(0, laid_out.rows), logits, all(self._sampling[slot].greedy for slot in slots))
+
+    def shorten(self, sequence: PagedSequence, n: int) -> None:
+        """Tell the host that the last n tokens of a sequence were not accepted."""
+        self.cache.shorten(sequence, n)
 
     def share(self, pages: Sequence[int]) -> PagedSequence:
         """A new sequence of the tokens of those pages, none or more, which the cache has found."""
@@ -349,23 +399,37 @@ class Runner:
         """Rows of the step for n slots: few sizes, so few graphs."""
         return min(self.max_batch, 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16)
 
-    def _step(self, b: int, greedy: bool | None) -> Tensor:
+    def _step(self, b: int, greedy: bool | None, verifies: bool) -> Tensor:
         """The logits of a step, which samples unless `greedy` is None."""
+        if not verifies:
+            self.cache.advance()
+            logits = self.decoder.decode(self.tokens[:b])
+            if greedy is not None:
+                self._sample_first(b, logits, greedy)
+            return logits
+        v = self.verifier
+        assert v is not None, "proposals are for an engine that speculates"
+        v.draft(b)
         self.cache.advance()
-        logits = self.decoder.decode(self.tokens[:b])
+        v.lay_out(b, None if greedy else self._seen)
+        ids, positions = (x[: b * v.n_tokens].view(b, v.n_tokens) for x in (v.ids, v.positions))
+        logits = self.decoder.decode(ids, positions)
         if greedy is not None:
-            self._sample(slice(0, b), logits, greedy)
+            self._accept(b, logits, greedy)
         return logits
 
-    def _graph(self, b: int, greedy: bool | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _graph(self, b: int, greedy: bool | None, verifies: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         assert self._graphs is not None
-        if (b, greedy) not in self._graphs:
+        key = b, greedy, verifies
+        if key not in self._graphs:
 
             def step() -> Tensor:
-                return self._step(b, greedy)
+                return self._step(b, greedy, verifies)
 
             def warm() -> None:
                 """A step without sequences, and a reserved one for the capture."""
+                if self.verifier is not None:
+                    self.verifier.send({})
                 self.cache.reserve({})
                 step()
                 self.cache.reserve({})
@@ -373,11 +437,11 @@ class Runner:
             # The warm-up overwrites the tokens of live sequences.
             kept = [(x, x.clone()) for x in (self.tokens, self.logprobs, self._seen)]
             try:
-                self._graphs[b, greedy] = self._turns.record(step, warm)
+                self._graphs[key] = self._turns.record(step, warm)
             finally:
                 for x, old in kept:
                     x.copy_(old)
-        return self._graphs[b, greedy]
+        return self._graphs[key]
 
     def _set(
         self,
@@ -405,20 +469,45 @@ class Runner:
             mark_seen_(self._seen, *ids.to(self.tokens.device, non_blocking=True))
 
     def _send_sampling(self, sampling: list[Sampling]) -> None:
-        """Send the options of all slots in one copy, from memory that is not reused before the copy has ended."""
-        memory = torch.zeros(
-            self._given_bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._given_bytes.is_cuda
-        )
-        for name, row in _given(memory, self.max_batch).items():
-            values = [how.seed if name == "seeds" else getattr(how, name) for how in sampling]
-            row.copy_(torch.tensor(values, dtype=row.dtype, device="cpu"))
-        self._given_bytes.copy_(memory, non_blocking=True)
+        """Send the options of all slots, and of the rows of a step with proposals."""
+        self._of_slots.send(sampling)
+        if self._of_rows is not None and self.verifier is not None:
+            self._of_rows.send([how for how in sampling for _ in range(self.verifier.n_tokens)])
         self._sampling = sampling
 
+    def _sample_first(self, b: int, logits: Tensor, greedy: bool) -> None:
+        self._sample(slice(0, b), logits, greedy)
+
+    def _accept(self, b: int, logits: Tensor, greedy: bool) -> None:
+        """Draw a token behind each of the T tokens of the first b slots, and accept the proposals that agree."""
+        v = self.verifier
+        assert v is not None, "the engine speculates"
+        assert self._of_rows is not None, "as above"
+        n = b * v.n_tokens
+        numbers = {name: tensor[:n] for name, tensor in self._of_rows.of.items()}
+        by_count = {name: numbers.pop(name) for name in _BY_COUNTS}
+        more = {} if greedy else {"seen": v.seen[:n], "positions": v.nexts[:n], **numbers}
+        tables = self.options.of(slice(0, b), {})
+        counts, bias = tables.get("counts"), tables.get("logit_bias")
+        if tables:
+            row_counts, row_bias = v.lay_out(b, None, counts, bias)
+            if row_counts is not None:
+                more |= {"counts": row_counts, **by_count}
+            if row_bias is not None:
+                more["logit_bias"] = row_bias
+        drawn, ids = (x[:n].view(b, v.n_tokens) for x in (v.drawn, v.ids))
+        sample_(v.drawn[:n], v.logprobs[:n], logits, **more)
+        accept_drafts_(
+            v.accepted[:b], self.tokens[:b], self.cache.lengths[:b], drawn, ids, v.limits[:b],
+            seen=None if greedy else self._seen[:b], counts=counts,
+        )  # fmt: skip
+        self.options.find_top(slice(0, b), logits)
+
     def _sample(self, rows: slice, logits: Tensor, greedy: bool) -> None:
-        given = {name: tensor[rows] for name, tensor in self._given.items() if name not in _BY_COUNTS}
+        numbers = self._of_slots.of
+        given = {name: tensor[rows] for name, tensor in numbers.items() if name not in _BY_COUNTS}
         # The position of the sampled token is the number of tokens in the cache.
         more = {} if greedy else {"seen": self._seen[rows], "positions": self.cache.lengths[rows], **given}
-        more |= self.options.of(rows, {name: self._given[name] for name in _BY_COUNTS})
+        more |= self.options.of(rows, {name: numbers[name] for name in _BY_COUNTS})
         sample_(self.tokens[rows], self.logprobs[rows], logits, **more)
         self.options.find_top(rows, logits)

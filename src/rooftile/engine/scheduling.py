@@ -22,6 +22,7 @@ from rooftile.engine.runner import Runner, Sampling
 
 if TYPE_CHECKING:
     from rooftile.engine.generation import Top, Watch
+    from rooftile.engine.speculation import Guess
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,6 +40,8 @@ class Request:
         watch: follows its tokens.
         priority, order: requests with a lower number start first, and among equals the one that came first.
         id: of a request that was added to an `AsyncEngine`.
+        guess: what proposes its tokens, in speculative decoding.
+        proposed, accepted: how many tokens were.
     """
 
     index: int
@@ -57,6 +60,9 @@ class Request:
     priority: int = 0
     order: int = 0
     id: str = ""
+    guess: Guess | None = None
+    proposed: int = 0
+    accepted: int = 0
 
     @property
     def longest(self) -> int:

@@ -1,0 +1,358 @@
+"""Speculative decoding: the same tokens and distributions in fewer steps, whatever is proposed."""
+
+import pytest
+import torch
+
+import rooftile
+from rooftile.bench.speculation import Replay, Settings, make_predictable, measure
+from rooftile.engine.runner import Sampling
+from rooftile.engine.scheduling import Request
+from rooftile.engine.speculation import Draft, Guess, NGram, Speculation, parse
+from rooftile.ops.sample import accept_drafts_, sample
+
+pytest.importorskip("transformers")
+
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+PROMPTS = [[3, 5, 8, 13, 21], [9, 9, 4]]
+NEW = 7
+# Each with plain decoding's tokens: greedy, drawn with penalties, with counts and biases, and the most likely ones.
+HOWS = {
+    "greedy": {},
+    "drawn": {"temperature": 0.9, "top_k": 40, "repetition_penalty": 1.3, "seed": [3, 4]},
+    "counted": {"temperature": 0.8, "presence_penalty": 1.0, "frequency_penalty": 0.7, "logit_bias": {7: 3.0}},
+    "counted greedily": {"frequency_penalty": 1.5, "top_logprobs": 3},
+}
+SLOW = {name: () if name in ("drawn", "counted") else pytest.mark.nightly for name in HOWS}
+
+
+def made(speculate=None, config=SIZES, **options):
+    options = {"dtype": torch.float32, "max_batch": 2, "max_seq_len": 32, "page_size": 16, **options}
+    return rooftile.Engine.from_config(config, speculate=speculate, **options)
+
+
+class Recorded:
+    """Proposes the tokens that follow each prompt; of those, which ones are wrong is given for each prompt."""
+
+    tokens = 3
+
+    def __init__(self):
+        self.after = {}
+
+    def record(self, completions, wrong=lambda i, at: False):
+        for i, c in enumerate(completions):
+            known = [(t + 1) % 131 if wrong(i, at) else t for at, t in enumerate(c.tokens)]
+            self.after[tuple(c.prompt)] = known
+
+    def begin(self, prompt):
+        return Replayed(self.after[tuple(prompt)])
+
+
+class Replayed:
+    def __init__(self, known):
+        self.known = known
+
+    def propose(self, generated, n):
+        return self.known[len(generated) : len(generated) + n]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return made()
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return Recorded()
+
+
+@pytest.fixture(scope="module")
+def engine(recorded):
+    return made(recorded)
+
+
+def generated(engine, **how):
+    return engine.generate(PROMPTS, **{"max_new_tokens": NEW, "ignore_eos": True, "logprobs": True, **how})
+
+
+def agree(found, expected):
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert [c.finish_reason for c in found] == [c.finish_reason for c in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)  # float32, by kernels for one row and for several
+        for x, y in zip(a.top_logprobs or (), b.top_logprobs or (), strict=True):
+            assert [t for t, _ in x] == [t for t, _ in y]
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, id=name, marks=SLOW[name]) for name, how in HOWS.items()])
+def test_tokens_are_those_of_plain_decoding(how, plain, engine, recorded):
+    """Some proposals of one prompt are wrong, those of the other are right, so their steps accept different numbers."""
+    expected = generated(plain, **how)
+    recorded.record(expected, wrong=lambda i, at: i == 0 and at % 3 == 1)
+    found = generated(engine, **how)
+    agree(found, expected)
+    assert 0 < found[0].accepted < found[0].proposed
+    assert found[1].accepted == found[1].proposed >= NEW - 3
+    assert [(c.proposed, c.accepted) for c in expected] == [(0, 0)] * 2
+    cache = engine.runner.cache
+    assert (cache.free_pages, cache.sequences) == (cache.k.shape[1], [])
+
+
+def test_a_stop_within_a_step_and_the_limit_end_a_sequence_there(plain, engine, recorded):
+    expected = generated(plain)
+    recorded.record(expected)
+    stop = expected[1].tokens[2]
+    agree(generated(engine, stop=stop), generated(plain, stop=stop))
+    agree(generated(engine, max_new_tokens=4), generated(plain, max_new_tokens=4))
+
+
+def test_steps_are_plain_where_proposals_have_no_room(plain, recorded):
+    """At max_seq_len, and without free pages. Nothing stays taken."""
+    options = {"max_new_tokens": 11, "ignore_eos": True}
+    expected = plain.generate(PROMPTS[0], **options)
+    recorded.record(expected)
+    for limits in ({"max_seq_len": 16}, {"pages": 1}):
+        narrow = made(recorded, max_batch=1, **limits)
+        (found,) = narrow.generate(PROMPTS[0], **options)
+        assert found.tokens == expected[0].tokens
+        assert found.accepted == 6  # of 11 tokens one is the prompt's, and the last two have plain steps
+        assert narrow.runner.cache.free_pages == narrow.runner.cache.k.shape[1]
+
+
+def test_requests_of_an_async_engine(plain, engine, recorded):
+    """With a mask beside it, whose steps are plain, and one that comes later."""
+
+    class All:
+        def mask(self):
+            return torch.full((5,), -1, dtype=torch.int32)
+
+        def advance(self, token):
+            pass
+
+    expected = generated(plain)
+    recorded.record(expected)
+    with rooftile.AsyncEngine(engine) as served:
+        one = served.add(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True, logprobs=True)
+        two = served.add(PROMPTS[1], max_new_tokens=NEW, ignore_eos=True, logprobs=True)
+        agree([one.result(), two.result()], expected)
+        stats = served.stats()
+        assert stats.proposed_tokens >= stats.accepted_tokens == sum(s.result().accepted for s in (one, two)) > 0
+        masked = served.add(PROMPTS[0], max_new_tokens=3, mask=All(), ignore_eos=True).result()
+        assert masked.tokens == expected[0].tokens[:3]
+        assert masked.proposed == 0
+        assert served.stats().pages_used == 0
+
+
+def test_a_draft_model_proposes_its_own_tokens(plain):
+    """Of the model itself, all are right."""
+    expected = generated(plain)
+    found = generated(made(Draft(plain, 3)))
+    agree(found, expected)
+    assert all(c.accepted == c.proposed >= NEW - 3 for c in found)
+
+
+@pytest.mark.nightly
+def test_a_draft_model_that_differs(plain):
+    other = made(config={**SIZES, "hidden_size": 16, "num_key_value_heads": 1, "num_attention_heads": 2}, max_batch=1)
+    agree(generated(made(Draft(other, 2)), temperature=0.8, seed=1), generated(plain, temperature=0.8, seed=1))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "gemma2"])
+def test_other_families(family):
+    config = {**SIZES, "model_type": family, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8}
+    plain, recorded = made(config=config), Recorded()
+    expected = generated(plain)
+    recorded.record(expected, wrong=lambda i, at: at % 4 == 3)
+    found = generated(made(recorded, config=config))
+    agree(found, expected)
+    assert sum(c.accepted for c in found)
+
+
+@pytest.mark.nightly
+def test_the_benchmark_s_tokens_are_those_of_plain_decoding():
+    source = Replay(131, 4)
+    engine = made(source, max_seq_len=64)
+    make_predictable(engine)
+    plain, none, all_right = measure(engine, source, Settings("", acceptances=(0, 1), prompt=4, new=16, rounds=1))
+    assert plain.equal
+    assert none.equal
+    assert all_right.equal
+    assert (none.accepted, all_right.accepted) == (0, all_right.proposed)
+    assert all_right.steps <= 6 < plain.steps <= none.steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_graphs_give_the_tokens_of_plain_decoding(how):
+    plain, recorded = made(), Recorded()
+    expected = generated(plain, **how)
+    recorded.record(expected, wrong=lambda i, at: i == 0 and at % 3 == 1)
+    for source in (recorded, Draft(plain, 3)):
+        engine = made(source)
+        for _ in range(2):  # recorded, and replayed
+            agree(generated(engine, **how), expected)
+
+
+# Distributions
+
+
+def chi_squared(counts, p):
+    expected = p * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("n_rows", [100, pytest.param(800, marks=pytest.mark.nightly)])
+def test_the_first_two_tokens_have_the_model_s_distribution(n_rows):
+    """Of a Markov chain over 3 tokens, with proposals from another chain. 8 degrees of freedom: the statistic is above
+    26.1 once in a thousand seeds, and these are fixed; of the proposals' own tokens it is far above."""
+    v, start = 3, 2
+    g = torch.Generator().manual_seed(0)
+    table = torch.tensor([[0.0, 1.0, -0.5], [1.0, 0.0, 0.5], [0.5, -0.5, 0.0]])
+    other = torch.tensor([[0.0, -1.0, 1.5], [-1.0, 0.5, 1.5], [-1.0, 1.0, 0.5]])
+    p = torch.softmax(table, -1).double()
+    joint = (p[start][:, None] * p).flatten()
+
+    lengths = torch.ones(n_rows, dtype=torch.int32)
+    newest = torch.full((n_rows,), start, dtype=torch.int32)
+    accepted, limits = torch.empty_like(lengths), torch.full_like(lengths, 1)
+    seeds = torch.arange(n_rows)
+    texts = [[] for _ in range(n_rows)]
+    proposals = []
+    while min(map(len, texts)) < 2:
+        short = torch.tensor([i for i, text in enumerate(texts) if len(text) < 2])  # the others take no part
+        limits = torch.full_like(limits, -1).index_fill(0, short, 1)
+        proposal = torch.softmax(other[newest.long()], -1).multinomial(1, generator=g)[:, 0].int()
+        proposals.append(proposal)
+        ids = torch.stack((newest, proposal), 1)
+        positions = (lengths[short, None] + torch.arange(2)).flatten()
+        logits = table[ids[short].long()].flatten(0, 1)
+        of_short, _ = sample(logits, temperature=1.0, seeds=seeds[short].repeat_interleave(2), positions=positions)
+        drawn = torch.zeros(n_rows, 2, dtype=torch.int64)
+        drawn[short] = of_short.view(-1, 2)
+        lengths[short] += 2
+        accept_drafts_(accepted, newest, lengths, drawn, ids, limits)
+        for i in short.tolist():
+            texts[i] += drawn[i, : int(accepted[i]) + 1].tolist()
+    assert lengths.tolist() == [1 + len(text) for text in texts]
+    assert {len(text) for text in texts} == {2, 3}
+
+    def counted(pairs):
+        return torch.bincount(torch.tensor([v * a + b for a, b in pairs]), minlength=v * v).double()
+
+    assert chi_squared(counted([text[:2] for text in texts]), joint) < 26.1
+    assert chi_squared(counted((int(t), text[1]) for t, text in zip(proposals[0], texts, strict=True)), joint) > 60
+
+
+# Proposals
+
+
+def test_ngrams_propose_what_came_after_the_last_occurrence():
+    found = NGram(tokens=4, max_match=3, min_match=2).begin([1, 2, 3, 4, 5, 9, 2, 3, 6, 7, 8, 2, 3])
+    assert found.propose([], 4) == [6, 7, 8, 2]
+    assert found.propose([], 2) == [6, 7]
+    assert found.propose([4], 3) == [5, 9, 2]  # three tokens match
+    assert found.propose([4, 9], 4) == []
+    assert NGram(min_match=1).begin([7, 5, 7]).propose([], 4) == [5, 7, 5, 7]  # it repeats itself
+    assert NGram().begin([1]).propose([1, 1], 4) == [1, 1, 1, 1]
+    assert NGram().begin([1]).propose([], 4) == []
+
+
+def test_requests_rest_while_no_proposal_is_accepted():
+    request = Request(0, [1, 2], 100, Sampling())
+    request.guess = Guess(NGram().begin(request.prompt))
+    speculation, rests = Speculation(NGram()), []
+    for _ in range(8):
+        speculation.verified(request, 4, 0)
+        rests.append(request.guess.rest)
+    assert rests == [0, 2, 6, 14, 30, 62, 64, 64]
+    speculation.plain([request])
+    assert request.guess.rest == 63
+    speculation.verified(request, 4, 1)
+    assert request.guess.rest == 0
+    assert (request.proposed, request.accepted) == (36, 1)
+    assert speculation.propose([request]) is None  # nothing occurs before
+    speculation.no_match([request])
+    assert request.guess.rest == 3
+
+
+def test_proposals_do_not_go_beyond_the_limit():
+    request = Request(0, [1, 2, 1, 2], 3, Sampling(), tokens=[1])
+    assert Speculation(NGram()).propose([request]) == {request: [2]}
+    request.tokens.append(2)
+    assert Speculation(NGram()).propose([request]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("ngram", NGram()), ("ngram:7", NGram(7)), ("draft:a/b", Draft("a/b")), ("draft:c:/d:2", Draft("c:/d", 2))],
+)
+def test_names_on_the_command_line(text, expected):
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "ngrams", "ngram:x", "draft", "draft:", "medusa:4"])
+def test_unknown_names_on_the_command_line(text):
+    with pytest.raises(ValueError, match="is no speculation, expected ngram"):
+        parse(text)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: NGram(0), ValueError, "NGram: tokens is 0, expected 1 to 15"),
+        (lambda: NGram(16), ValueError, "NGram: tokens is 16, expected 1 to 15"),
+        (lambda: NGram(2.0), TypeError, "NGram: tokens is 2.0, expected an integer"),
+        (lambda: NGram(min_match=4), ValueError, "NGram: min_match is 4, expected at most max_match, which is 3"),
+        (lambda: NGram(max_match=0), ValueError, "NGram: max_match is 0, expected a positive integer"),
+        (lambda: Draft(3), TypeError, "Draft: model is 3, expected a checkpoint's folder or an Engine"),
+        (lambda: Draft("x", 99), ValueError, "Draft: tokens is 99, expected 1 to 15"),
+        (lambda: made("ngram"), TypeError, "Engine: speculate is 'ngram', expected rooftile.NGram"),
+        (lambda: made(Draft("/nowhere")), FileNotFoundError, "nowhere"),
+    ],
+)
+def test_options_that_are_not_valid(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_draft_model_of_another_vocabulary(plain):
+    with pytest.raises(ValueError, match="the draft model has a vocabulary of 131 tokens, expected the model's 97"):
+        made(Draft(plain), config={**SIZES, "vocab_size": 97})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"drawn": torch.zeros(2, 17, dtype=torch.int32)}, ValueError, r"drawn has shape \(2, 17\), expected \(B, T\)"),
+        ({"ids": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, r"ids has shape \(2, 2\), expected \(2, 3\)"),
+        ({"ids": torch.zeros(3, 2, dtype=torch.int32).T}, ValueError, "ids has a last stride of 2, expected 1"),
+        ({"limits": torch.zeros(2)}, TypeError, "limits has dtype torch.float32, expected int32"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, ValueError, r"lengths has shape \(3,\), expected \(2,\)"),
+        ({"seen": torch.zeros(1, 4, dtype=torch.int32)}, ValueError, r"seen has shape \(1, 4\), expected 2 rows"),
+        ({"counts": torch.zeros(2, 4)}, TypeError, "counts has dtype torch.float32, expected int16"),
+    ],
+)
+def test_tensors_that_do_not_fit(changed, error, message, device):
+    given = {name: torch.zeros(2, dtype=torch.int32) for name in ("accepted", "tokens", "lengths", "limits")}
+    given |= {name: torch.zeros(2, 3, dtype=torch.int32) for name in ("drawn", "ids")}
+    given = {name: x.to(device) for name, x in (given | changed).items()}
+    if "ids" in changed:
+        given["ids"] = changed["ids"].to(device)
+    with pytest.raises(error, match=f"accept_drafts_: {message}"):
+        accept_drafts_(**given)
