@@ -37,6 +37,7 @@ class Settings:
     kv_dtype: torch.dtype | None = None
     max_seq_len: int | None = None
     stop: Sequence[str] = ()
+    speculate: Any = None
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -155,6 +156,8 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     seconds, rate = timing.step_seconds, timing.decoded_per_second
     if seconds is None or rate is None:
         return [*lines, "one token of each: nothing was decoded after the prompt"]
+    if engine.speculate is not None:  # a step gives one token or several
+        return [*lines, f"{rate:.1f} tokens/s"]
     # Each sequence at half of its final length, until it ends.
     steps = timing.steps
     lengths = [n + new / 2 for n, new in zip(prompt_tokens, timing.tokens.values(), strict=True)]
@@ -213,6 +216,7 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
         max_batch=len(settings.prompts),
         max_seq_len=settings.max_seq_len or min(longest, ModelConfig.from_hf(folder).max_positions),
         kv_dtype=settings.kv_dtype,
+        speculate=settings.speculate,
         progress=console.is_terminal,
     )
     if runtime.MODE is runtime.Mode.GPU:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from rooftile.cases import OpCase
     from rooftile.engine.engine import Quantization
+    from rooftile.engine.speculation import Speculate
 
 
 class Panel(str, enum.Enum):
@@ -123,6 +124,29 @@ class QuantizeName(str, enum.Enum):
     @property
     def kind(self) -> Quantization | None:
         return None if self is QuantizeName.none else self.value
+
+
+SpeculateName = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        metavar="KIND",
+        help="Propose tokens, several of which a step may accept: ngram[:TOKENS] looks them up in the text so far, "
+        "draft:PATH[:TOKENS] asks a smaller model. The text is the same.",
+    ),
+]
+
+
+def speculation_of(text: str | None) -> Speculate | None:
+    """What --speculate names; a usage error if that is nothing."""
+    if text is None:
+        return None
+    from rooftile.engine.speculation import parse
+
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--speculate") from None
 
 
 class SetName(str, enum.Enum):

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, Panel, QuantizeName, choose_mode, command, console, notices
+from rooftile.cli.common import (
+    DType,
+    Panel,
+    QuantizeName,
+    SpeculateName,
+    choose_mode,
+    command,
+    console,
+    notices,
+    speculation_of,
+)
 
 
 class CacheName(str, enum.Enum):
@@ -34,6 +44,7 @@ def generate(
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a prompt and its text. Default: as many as needed.")
     ] = None,
+    speculate: SpeculateName = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[
@@ -93,6 +104,7 @@ def generate(
         kv_dtype=None if kv_dtype is None else CACHES[kv_dtype.value],
         max_seq_len=max_seq_len,
         stop=stop or (),
+        speculate=speculation_of(speculate),
         sampling=sampling,
     )
     try:

@@ -319,6 +319,67 @@ def bench_serve(
     raise typer.Exit(code)
 
 
+@command(Panel.measure, "bench speculation")
+def bench_speculation(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="llama-3-8b, qwen2.5-7b, tiny. Default: llama-3-8b, in the interpreter tiny."
+        ),
+    ] = None,
+    acceptances: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--acceptance",
+            metavar="X",
+            help="How likely a proposal is right; repeatable, or with commas. Default: 0, 0.5, 0.8, 1.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=15, help="Proposals of a step.")] = 4,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    new: Annotated[int, typer.Option(min=2, help="Tokens after it.")] = 256,
+    dtype: Annotated[DType, typer.Option(help="Of unquantized weights and activations.")] = DType.bf16,
+    quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each acceptance; the median counts.")] = 3,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/speculation/<model>.json."),
+    ] = None,
+) -> None:
+    """Time speculative decoding by how many of its proposals are right. Exit code 1 if it changes the tokens."""
+    choose_mode()
+    from rooftile import runtime
+    from rooftile.bench import speculation
+    from rooftile.bench.workloads import MODELS
+    from rooftile.cases.check import DTYPES
+
+    model = model or ("tiny" if runtime.MODE is runtime.Mode.INTERPRETER else "llama-3-8b")
+    if model not in MODELS:
+        raise typer.BadParameter(f"unknown {model}; known: {', '.join(MODELS)}", param_hint="--model")
+    try:
+        settings = speculation.Settings(
+            model=model,
+            acceptances=[float(x) for x in names_of(acceptances) or ("0", "0.5", "0.8", "1")],
+            tokens=tokens,
+            prompt=prompt,
+            new=new,
+            rounds=rounds,
+            engine={"dtype": DTYPES[dtype.value], "quantize": quantize.kind},
+            layers=layers,
+            json=json_file,
+            results=results,
+        )
+        code = speculation.run(settings, console)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
 def _rates(given: list[str]) -> list[float]:
     found = []
     for text in given:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rooftile.cli.common import DType, Panel, QuantizeName, choose_mode, command, console, notices
+from rooftile.cli.common import (
+    DType,
+    Panel,
+    QuantizeName,
+    SpeculateName,
+    choose_mode,
+    command,
+    console,
+    notices,
+    speculation_of,
+)
 from rooftile.cli.engine import CacheName
 
 if TYPE_CHECKING:
@@ -47,7 +57,12 @@ def _refuse(name: str, error: Exception) -> typer.Exit:
 
 
 def _load(
-    folder: Path, dtype: DType, quantize: QuantizeName, kv_dtype: CacheName | None, **options: Any
+    folder: Path,
+    dtype: DType,
+    quantize: QuantizeName,
+    kv_dtype: CacheName | None,
+    speculate: str | None,
+    **options: Any,
 ) -> AsyncEngine:
     import rooftile
     from rooftile.bench.generate import CACHES
@@ -58,6 +73,7 @@ def _load(
         dtype=DTYPES[dtype.value],
         quantize=quantize.kind,
         kv_dtype=None if kv_dtype is None else CACHES[kv_dtype.value],
+        speculate=speculation_of(speculate),
         **options,
     )
 
@@ -86,6 +102,7 @@ def serve(
     dtype: ModelType = DType.bf16,
     kv_dtype: CacheType = None,
     prefix_cache: PrefixCache = True,
+    speculate: SpeculateName = None,
     chat_template: Template = None,
     tool_format: Annotated[
         ToolFormat,
@@ -132,7 +149,7 @@ def serve(
             **folder_options(folder, chat_template, tool_format.value),
         )
         engine = _load(
-            folder, dtype, quantize, kv_dtype, max_batch=max_batch, max_seq_len=max_seq_len, pages=pages,
+            folder, dtype, quantize, kv_dtype, speculate, max_batch=max_batch, max_seq_len=max_seq_len, pages=pages,
             max_waiting=max_queue, prefix_cache=prefix_cache,
         )  # fmt: skip
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -169,6 +186,7 @@ def chat(
     dtype: ModelType = DType.bf16,
     kv_dtype: CacheType = None,
     prefix_cache: PrefixCache = True,
+    speculate: SpeculateName = None,
     chat_template: Template = None,
 ) -> None:
     """Talk with a model. The answer is written as it comes, and then its speed.
@@ -188,8 +206,9 @@ def chat(
         folder = folder_of(path)
         template = template_of(folder, chat_template)
         engine = _load(
-            folder, dtype, quantize, kv_dtype, max_batch=1, max_seq_len=max_seq_len, prefix_cache=prefix_cache
-        )
+            folder, dtype, quantize, kv_dtype, speculate, max_batch=1, max_seq_len=max_seq_len,
+            prefix_cache=prefix_cache,
+        )  # fmt: skip
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refuse("chat", error) from None
     if engine.engine.tokenizer is None:

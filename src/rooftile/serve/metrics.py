@@ -27,6 +27,8 @@ _COUNTERS = {
     "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Tokens of prompts found in the prefix cache."),
     "preemptions": ("preemptions", "Sequences that gave back their pages to be computed again."),
     "steps": ("steps", "Steps of the model."),
+    "proposed_tokens": ("proposed_tokens", "Tokens that speculative decoding proposed."),
+    "accepted_tokens": ("accepted_tokens", "Proposed tokens that were accepted."),
 }
 
 
