@@ -263,14 +263,29 @@ def test_settings_in_a_file_of_their_own(file, form, settings, tmp_path, device)
     assert_holds(engine_of(tmp_path, device), model, Int4)
 
 
-def test_a_bias_of_zeros_of_a_model_without_one(tmp_path, device):
-    folder = formats.save(model_of(), tmp_path, formats.gptq, gptq())
+@pytest.mark.parametrize(
+    ("form", "config", "name", "zeros"),
+    [
+        (formats.gptq, gptq(), "bias", torch.zeros(256).half()),
+        (
+            formats.int8, compressed("int-quantized", weights(8, strategy="channel")), "weight_zero_point",
+            torch.zeros(256, 1, dtype=torch.int8),
+        ),
+        (
+            formats.packed, compressed("pack-quantized", weights(group_size=128)), "weight_zero_point",
+            torch.zeros(256, 1, dtype=torch.int8),
+        ),
+    ],
+)  # fmt: skip
+def test_zeros_that_old_versions_write(form, config, name, zeros, tmp_path, device):
+    """A bias that the model has not, and zero points of symmetric weights."""
+    folder = formats.save(model_of(), tmp_path, form, config)
     path = folder / "model.safetensors"
     state = safetensors_torch.load_file(path)
-    safetensors_torch.save_file(state | {f"{_Q}.bias": torch.zeros(256).half()}, path)
+    safetensors_torch.save_file(state | {f"{_Q}.{name}": zeros}, path)
     assert engine_of(folder, device).weights.layers[0].qkv.bias is None
-    safetensors_torch.save_file(state | {f"{_Q}.bias": torch.ones(256).half()}, path)
-    with pytest.raises(ValueError, match=r"q_proj.bias is not zero, expected none"):
+    safetensors_torch.save_file(state | {f"{_Q}.{name}": zeros + 1}, path)
+    with pytest.raises(ValueError, match=rf"q_proj.{name} is not zero, expected none"):
         engine_of(folder, device)
 
 

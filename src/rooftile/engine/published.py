@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.engine.checkpoint import Checkpoint, CheckpointError, Entry, Place
+from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, Place
 from rooftile.engine.projections import Dense, Fp8, Fp8Block, Int4, Int8, Projection
 from rooftile.ops.gemm.packing import GROUPS, pack_int4
 from rooftile.quantize import BLOCK
@@ -181,7 +181,9 @@ class Published:
         def fill_scale(_: int, given: Tensor) -> None:
             of_rows.copy_(given.reshape(-1, *(1,) * (of_rows.dim() - 1)).expand_as(of_rows))
 
-        yield name, Place((n, 1), fill_scale, others=((n,), (1,), (), (1, 1)), whole=True)
+        others: tuple[tuple[int, ...], ...] = ((n,), (1,), (), (1, 1))
+        yield name, Place((n, 1), fill_scale, others=others, whole=True)
+        yield self._zeros(f"{module}.weight_zero_point", _SYMMETRIC, (n, 1), *others, dtypes=_INT8 + _FP8)
 
     def _int4_places(
         self, module: str, scheme: Scheme, p: Projection, rows: slice, found: Found
@@ -219,6 +221,8 @@ class Published:
             yield "weight_scale", Place((n, groups), fill_scale, others=((n,),) * (groups == 1), whole=True)
             if scheme.zeros:
                 yield "weight_zero_point", Place((words, groups), fill_zeros, _WORDS, whole=True)
+            else:  # old versions write zeros
+                yield self._zeros(f"{module}.weight_zero_point", _SYMMETRIC, (n, groups), (n,), dtypes=_INT8)
             check_shape = functools.partial(self._check_shape, module, (n, k))
             yield "weight_shape", Place((2,), check_shape, ("I64", "I32"), whole=True, optional=True)
             g_idx = "weight_g_idx"
@@ -231,7 +235,7 @@ class Published:
             yield "scales", Place((groups, n), fill_scale, whole=True)
             g_idx = "g_idx"
             if p.bias is None:  # old versions write zeros
-                yield "bias", Place((n,), functools.partial(self._check_zeros, module), whole=True, optional=True)
+                yield self._zeros(f"{module}.bias", "the model has no such bias", (n,))
         if scheme.storage != "awq":
             # It has been read by `orders_of`.
             yield g_idx, Place((k,), _nothing, _INDICES, whole=True, optional=not scheme.ordered)
@@ -242,11 +246,16 @@ class Published:
                 f"{self.source}: {module}.weight_shape is {tuple(shape.tolist())}, expected {expected}"
             )
 
-    def _check_zeros(self, module: str, _: int, bias: Tensor) -> None:
-        if bool(bias.any()):
-            raise CheckpointError(
-                f"{self.source}: {module}.bias is not zero, expected none: the model has no such bias"
-            )
+    def _zeros(
+        self, name: str, why: str, *shapes: tuple[int, ...], dtypes: tuple[str, ...] = tuple(DTYPES)
+    ) -> tuple[str, Place]:
+        """The place of a tensor that may be there if it is all zeros."""
+
+        def check(_: int, given: Tensor) -> None:
+            if bool(given.float().any()):
+                raise CheckpointError(f"{self.source}: {name} is not zero, expected none: {why}")
+
+        return name.rpartition(".")[2], Place(shapes[0], check, dtypes, shapes[1:], whole=True, optional=True)
 
     @property
     def _ordering(self) -> str:
@@ -280,6 +289,7 @@ class Published:
         return orders
 
 
+_SYMMETRIC = "symmetric is true"
 _OF_ACTIVATIONS = (
     "input_scale",
     "input_zero_point",
