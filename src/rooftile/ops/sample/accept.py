@@ -61,8 +61,8 @@ def _accept_kernel(
     if limit >= 0:
         tl.store(tokens_ptr + row, tl.load(drawn_ptr + row * stride_d + n))
         tl.store(lengths_ptr + row, tl.load(lengths_ptr + row) - (T - 1 - n))
-        for i in range(n + 1):
-            token = tl.load(drawn_ptr + row * stride_d + i)
+        for j in range(n + 1):
+            token = tl.load(drawn_ptr + row * stride_d + j)
             if (token >= 0) & (token < n_cols):
                 if seen_ptr is not None:
                     word_ptr = seen_ptr + row * stride_s + (token >> 5)
