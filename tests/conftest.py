@@ -64,6 +64,15 @@ def pytest_collection_finish():
         guards.profile_guard_manager = lambda *_: 0.0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    """What a file's tests have left (models' code, compiled graphs) stays, too."""
+    yield
+    if not HAS_GPU:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def device() -> torch.device:
     """Where kernels run in this process."""
