@@ -160,6 +160,28 @@ class TestKVCache:
             KVCache(1, 4, 2, 8, layout="BTHD", device=device)
 
 
+class TestSteps:
+    """What the host is told of steps whose last tokens were not accepted."""
+
+    def test_a_shorter_sequence_gives_back_pages(self, device):
+        cache = PagedKVCache(3, 16, 1, 8, max_sequences=2, dtype=torch.float32, device=device, max_seq_len=40)
+        a, b = cache.allocate(), cache.allocate()
+        cache.extend({a: 15, b: 16})
+        assert cache.has_room([a, b], 0)
+        assert cache.has_room([a, b], 1)
+        assert not cache.has_room([a, b], 2)
+        assert not cache.has_room([a], 26)
+        cache.extend({a: 4})
+        cache.shorten(a, 3)
+        assert (a.length, len(a.pages), cache.free_pages) == (16, 1, 1)
+        for n in (-1, 17):
+            with pytest.raises(ValueError, match=f"n is {n} for .*, expected 0 to its tokens"):
+                cache.shorten(a, n)
+        cache.free(a)
+        with pytest.raises(ValueError, match="was freed"):
+            cache.shorten(a, 0)
+
+
 class TestPagedKVCache:
     def make(self, device, **options):
         given = {"max_sequences": 3, "dtype": torch.float32, "device": device} | options

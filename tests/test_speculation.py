@@ -1,5 +1,7 @@
 """Speculative decoding: the same tokens and distributions in fewer steps, whatever is proposed."""
 
+import random
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from rooftile.bench.speculation import Replay, Settings, make_predictable, measu
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import Request
 from rooftile.engine.speculation import Draft, Guess, NGram, Speculation, parse
+from rooftile.engine.verification import Verifier
 from rooftile.ops.sample import accept_drafts_, sample
+from rooftile.reference import sample as reference
 
 pytest.importorskip("transformers")
 
@@ -194,6 +198,47 @@ def test_the_benchmark_s_tokens_are_those_of_plain_decoding():
     assert all_right.steps <= 6 < plain.steps <= none.steps
 
 
+def test_a_request_hardly_rests_while_half_of_its_steps_accept_a_proposal():
+    request, numbers = Request(0, [1, 2], 100, Sampling()), random.Random(0)
+    request.guess = Guess(NGram().begin(request.prompt))
+    speculation, rested = Speculation(NGram()), 0
+    for _ in range(1000):
+        speculation.verified(request, 4, numbers.randrange(2))
+        rested += request.guess.rest
+    assert rested <= 100  # beside 1000 steps
+
+
+class TestRowsOfSlots:
+    """`Verifier.lay_out`: row (slot, i) has the slot's tables with proposals 1 to i."""
+
+    def test_each_row_is_that_of_a_sequence_with_its_proposals(self, device):
+        n_tokens, slots, vocab = 4, 3, 70
+        cache = rooftile.PagedKVCache(4, 16, 1, 8, max_sequences=slots, device=device)
+        verifier = Verifier(cache, slots, vocab, n_tokens - 1)
+        cache.starts.copy_(torch.tensor([5, 0, 9]))
+        verifier.tokens.copy_(torch.tensor([1, 2, 3]))
+        proposals = {0: [64, 64, 69], 2: [7, 33]}
+        verifier.send(proposals)
+        g = torch.Generator().manual_seed(0)
+        counts = torch.randint(0, 9, (slots, vocab), generator=g).to(device, torch.int16)
+        counts[0, 64] = 32767
+        bias = torch.randn(slots, vocab, generator=g).to(device)
+        seen = torch.randint(0, 2**31, (slots, 3), generator=g).to(device, torch.int32)
+        row_counts, row_bias = verifier.lay_out(slots, seen, counts, bias)
+        assert verifier.limits.tolist() == [3, -1, 2]
+        for row in range(slots * n_tokens):
+            slot, i = divmod(row, n_tokens)
+            given = [*proposals.get(slot, [0] * 3), 0][:i]
+            assert int(verifier.ids[row]) == [slot + 1, *given][i]
+            assert int(verifier.positions[row]) == int(cache.starts[slot]) + i == int(verifier.nexts[row]) - 1
+            ids = torch.tensor(given, dtype=torch.int64, device=device)
+            words = reference.mark_seen_(seen[slot : slot + 1], ids, torch.zeros_like(ids))[0]
+            assert torch.equal(verifier.seen[row], words)
+            expected = (counts[slot].int() + torch.bincount(ids, minlength=vocab)).clamp(max=32767)
+            assert torch.equal(row_counts[row].int(), expected.int())
+            assert torch.equal(row_bias[row], bias[slot])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_graphs_give_the_tokens_of_plain_decoding(how):
@@ -270,19 +315,22 @@ def test_ngrams_propose_what_came_after_the_last_occurrence():
     assert NGram().begin([1]).propose([], 4) == []
 
 
-def test_requests_rest_while_no_proposal_is_accepted():
+def test_requests_rest_while_few_proposals_are_accepted():
     request = Request(0, [1, 2], 100, Sampling())
     request.guess = Guess(NGram().begin(request.prompt))
     speculation, rests = Speculation(NGram()), []
-    for _ in range(8):
+    for _ in range(13):
         speculation.verified(request, 4, 0)
         rests.append(request.guess.rest)
-    assert rests == [0, 2, 6, 14, 30, 62, 64, 64]
+    assert rests == [0] * 8 + [16, 32, 64, 64, 64]
     speculation.plain([request])
     assert request.guess.rest == 63
     speculation.verified(request, 4, 1)
     assert request.guess.rest == 0
-    assert (request.proposed, request.accepted) == (36, 1)
+    for _ in range(4):
+        speculation.verified(request, 4, 0)
+        assert request.guess.rest == 0
+    assert (request.proposed, request.accepted) == (72, 1)
     assert speculation.propose([request]) is None  # nothing occurs before
     speculation.no_match([request])
     assert request.guess.rest == 3
