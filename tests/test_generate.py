@@ -20,7 +20,7 @@ from rooftile.bench.workloads import step_bytes
 from rooftile.byte_model import library_text
 from rooftile.demo import byte_model
 from rooftile.demo import generation as demo
-from rooftile.engine import Engine
+from rooftile.engine import Engine, NGram
 from rooftile.engine.generation import StreamChunk
 
 DEVICE = runtime.default_device()
@@ -119,14 +119,16 @@ def test_command_prints_the_text_and_how_fast_it_came(expected):
 
 
 def test_command_takes_the_engines_options(monkeypatch):
-    """A cache of 8 bits, its length, tokens past the end, and log-probabilities of each."""
+    """A cache of 8 bits, its length, speculation, tokens past the end, and log-probabilities of each."""
     made = []
     stock = Engine.from_pretrained
     monkeypatch.setattr(Engine, "from_pretrained", lambda *args, **given: made.append(stock(*args, **given)) or made[0])
     options = ["--kv-dtype", "int8", "--max-seq-len", "20", "--logprobs", "--ignore-eos", "--max-new-tokens", "3"]
-    done = CliRunner().invoke(cli.app, ["generate", "demo", "--prompt", "def r", "--dtype", "fp32", *options])
+    options += ["--dtype", "fp32", "--speculate", "ngram:2"]
+    done = CliRunner().invoke(cli.app, ["generate", "demo", "--prompt", "def r", *options])
     assert done.exit_code == 0, done.output
     assert (made[0].max_seq_len, made[0].runner.cache.k.dtype) == (20, torch.int8)
+    assert made[0].speculate == NGram(2)
     _, after = done.stderr.split("log-probabilities after prompt 1 of 1\n")
     tokens = [line.split() for line in after.splitlines()[:3]]
     (whole,) = made[0].generate(["def r"], max_new_tokens=3, logprobs=True, ignore_eos=True)
@@ -154,6 +156,9 @@ def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path)
         assert done.exit_code == 2
         assert said in " ".join(done.stderr.replace("│", " ").split())
     assert not done.stdout
+    done = CliRunner().invoke(cli.app, ["generate", "demo", "--speculate", "medusa"], input="x")
+    assert done.exit_code == 2
+    assert "'medusa' is no speculation" in " ".join(done.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("stream", [True, False])
