@@ -44,7 +44,8 @@ def expected(q, k, v, lengths, **options):
     options = {
         n: o.double() if isinstance(o, torch.Tensor) and o.is_floating_point() else o for n, o in options.items()
     }
-    return reference(q.double(), k.double(), v.double(), lengths, return_lse=True, **options)
+    v = None if v is None else v.double()
+    return reference(q.double(), k.double(), v, lengths, return_lse=True, **options)
 
 
 def assert_right(results, wanted, tolerance=3e-6):

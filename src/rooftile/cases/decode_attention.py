@@ -38,10 +38,12 @@ def _point(
     alibi: bool = False,
     sinks: bool = False,
     masked: bool = False,
+    latent: bool = False,
     **options: object,
 ) -> Point:
     """`heads`: of queries and of the cache; `dims`: head_dim and the values'; `scales`: what shares one. Lengths are
-    the cache's, or drawn (ragged). Of several sequences the last is masked whole."""
+    the cache's, or drawn (ragged). Of several sequences the last is masked whole. `latent`: values are the first
+    elements of keys."""
     sizes = {
         "batch": batch,
         "seq_len": seq_len,
@@ -57,11 +59,14 @@ def _point(
         "alibi": int(alibi),
         "sinks": int(sinks),
         "masked": int(masked),
+        "latent": int(latent),
     }
+    if latent:
+        options |= {"v_cache": None, "head_dim_v": dims[1]}
     label = f"B{batch} T{seq_len} H{heads[0]}/{heads[1]} D{dims[0]}" + f"/{dims[1]}" * (dims[0] != dims[1])
     label += f" tokens {tokens}" * (tokens > 1) + f" page {page}" * (page > 0) + " ragged" * ragged
     label += (f" {cache} by {scales}" if cache != "own" else "") + " alibi" * alibi + " sinks" * sinks
-    label += " masked" * masked
+    label += " masked" * masked + " latent" * latent
     return Point(label, sizes, options)
 
 
@@ -106,7 +111,9 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     drawn = {"q": normal((batch, point["tokens"], point["heads"], point["head_dim"]), dtype, device, generator)}
     drawing = point["kv_heads"], CACHES[point["cache"]], SCALES[point["scales"]], dtype, device, generator
     drawn["k_cache"], k_scale = drawn_cache(_cache_shape(point, point["head_dim"]), *drawing)
-    drawn["v_cache"], v_scale = drawn_cache(_cache_shape(point, point["value_dim"]), *drawing)
+    v_scale = None
+    if not point["latent"]:
+        drawn["v_cache"], v_scale = drawn_cache(_cache_shape(point, point["value_dim"]), *drawing)
     lengths = torch.full((batch,), seq_len, device=device)
     if point["ragged"]:
         lengths = integers(seq_len + 1, (batch,), device, generator)
@@ -119,8 +126,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
             else torch.randperm(n, device=device, generator=generator)
         )
         drawn["page_table"] = shuffled.to(torch.int32).view(batch, -1)
-    if k_scale is not None and v_scale is not None:
-        drawn["k_scale"], drawn["v_scale"] = k_scale, v_scale
+    drawn |= {name: t for name, t in (("k_scale", k_scale), ("v_scale", v_scale)) if t is not None}
     if point["alibi"]:
         drawn["alibi_slopes"] = normal((point["heads"],), torch.float32, device, generator).abs() * 0.1
     if point["sinks"]:
@@ -136,6 +142,7 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     """q and out, and the cache as far as it is seen, with its scales and pages. Drawn lengths count as whole."""
     batch, tokens, heads = point["batch"], point["tokens"], point["heads"]
     wide = point["head_dim"] + point["value_dim"]
+    cached = point["head_dim"] if point["latent"] else wide
     seen = point["seq_len"]
     if "window" in point.options:
         seen = min(seen, point.options["window"] + tokens - 1)
@@ -143,10 +150,14 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
         seen = _pages(point) * point["page"]
     numbers = batch * seen * point["kv_heads"]
     total = itemsize * batch * tokens * heads * wide + 4 * batch
-    total += numbers * wide * (1 if point["cache"] else itemsize)
+    total += numbers * cached * (1 if point["cache"] else itemsize)
     total += 4 * batch * _pages(point) if point["page"] else 0
     total += batch * seen if point["masked"] else 0
-    total += 2 * 4 * {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": numbers}[SCALES[point["scales"]]]
+    total += (
+        (1 if point["latent"] else 2)
+        * 4
+        * {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": numbers}[SCALES[point["scales"]]]
+    )
     return total + 4 * heads * (point["alibi"] + point["sinks"])
 
 
@@ -154,6 +165,9 @@ def _flops(point: Point, direction: Direction) -> int:
     """Two GEMMs."""
     rows = point["batch"] * point["tokens"] * point["heads"]
     return 2 * rows * point["seq_len"] * (point["head_dim"] + point["value_dim"])
+
+
+_PLAIN_OPTIONS = {"cache_layout", "scale", "v_cache", "head_dim_v"}
 
 
 def _plain(point: Point, name: str) -> None:
@@ -165,11 +179,14 @@ def _plain(point: Point, name: str) -> None:
         raise Unsupported(f"{name} is compared at full lengths")
     if point["tokens"] > 1:
         raise Unsupported(f"{name} aligns causal to the first key")
-    if point["alibi"] or point["sinks"] or point["masked"] or set(point.options) - {"cache_layout", "scale"}:
+    if point["alibi"] or point["sinks"] or point["masked"] or set(point.options) - _PLAIN_OPTIONS:
         raise Unsupported(f"{name} has only the plain form")
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def _heads_first(
+    q: Tensor, k: Tensor, v: Tensor | None, head_dim_v: int | None, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    v = k[..., :head_dim_v] if v is None else v
     if layout == "bthd":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     return q.transpose(1, 2), k, v
@@ -187,11 +204,12 @@ def _sdpa(backend: str, packed: bool) -> Callable[[Point], Callable[..., Any]]:
         chosen = getattr(SDPBackend, backend)
 
         def run(
-            q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, cache_layout="bthd", scale=None
-        ) -> Tensor:
+            q: Tensor, k_cache: Tensor, v_cache: Tensor | None, lengths: Tensor, *, head_dim_v=None,
+            cache_layout="bthd", scale=None,
+        ) -> Tensor:  # fmt: skip
             if q.dtype == torch.float32 and backend != "EFFICIENT_ATTENTION":
                 raise Unsupported(f"SDPA ({backend}) takes float16 and bfloat16")
-            q, k, v = _heads_first(q, k_cache, v_cache, cache_layout)
+            q, k, v = _heads_first(q, k_cache, v_cache, head_dim_v, cache_layout)
             if k.shape[3] != v.shape[3] and backend != "EFFICIENT_ATTENTION":
                 raise Unsupported(f"SDPA ({backend}) takes keys and values of one size")
             shape = q.shape
@@ -212,8 +230,11 @@ def _flex(point: Point) -> Callable[..., Any]:
     _plain(point, "FlexAttention")
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, cache_layout="bthd", scale=None) -> Tensor:
-        q, k, v = _heads_first(q, k_cache, v_cache, cache_layout)
+    def run(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor | None, lengths: Tensor, *, head_dim_v=None, cache_layout="bthd",
+        scale=None,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = _heads_first(q, k_cache, v_cache, head_dim_v, cache_layout)
         attend = compiled if q.is_cuda else flex_attention
         return attend(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
@@ -230,6 +251,7 @@ _TINY = (
     _point(2, 40, (4, 2), (32, 32), page=32, cache="int8", scales="token"),
     _point(3, 70, (4, 2), (32, 32), masked=True),
     _point(2, 40, (4, 2), (16, 16), tokens=3, ragged=True, window=20, softcap=4.0, sinks=True, masked=True),
+    _point(2, 70, (4, 1), (48, 32), tokens=2, page=16, ragged=True, latent=True),
 )
 _EDGE = (
     _point(1, 1, (1, 1), (1, 1)),
@@ -249,6 +271,21 @@ _BATCHES, _LENGTHS = (1, 2, 8, 32, 64), (512, 2048, 8192, 32768)
 _SWEEP = (
     *(_point(b, t, (8, 8)) for b, t in ((1, 512), (1, 1024), (1, 2048), (2, 1024))),
     *(_point(1, t, (32, 32)) for t in (44, 512, 1024, 2048, 4096, 8192, 16384, 32768)),
+)
+# DeepSeek-V3: a latent of 512 and 64 elements rotated by RoPE. All 128 heads, or those of one of eight GPUs. With 128
+# sequences of 32768 tokens the cache would be 4.8 GB.
+_LATENT = (
+    *(
+        _point(b, t, (h, 1), (576, 512), page=64, latent=True)
+        for h in (16, 128)
+        for b in (1, 8, 32, 128)
+        for t in (1024, 4096, 8192, 32768)
+        if b * t <= 1 << 20
+    ),
+    *(_point(32, 8192, (h, 1), (576, 512), page=64, latent=True, tokens=t) for h in (16, 128) for t in (2, 4)),
+)
+_TOKENS = tuple(
+    _point(b, n, tokens=t) for b, n in ((1, 2048), (1, 8192), (8, 2048), (8, 8192), (32, 2048)) for t in (1, 2, 3, 4)
 )
 _SHORT = ({"page": 64}, {"cache": "fp8", "scales": "head"}, {"cache": "fp8", "scales": "token", "page": 64})
 _DECODE = (
@@ -281,12 +318,16 @@ CASES = (
                 _point(8, 2048, page=64),
                 _point(1, 8192, (32, 32)),
                 _point(1, 776, masked=True, cache_layout="bhtd"),  # a step of transformers with a static cache
+                *(_point(8, 4096, (h, 1), (576, 512), page=64, latent=True) for h in (16, 128)),  # DeepSeek-V3's cache
             ),
             "decode": _DECODE,
             "sweep": _SWEEP,
+            "latent": _LATENT,
+            "tokens": _TOKENS,
         },
-        # What a part begins and ends with; the loop over keys has none.
-        spills=256,
+        # What a part begins and ends with, such as where its results go. The loop over keys has none; with 64 rows of a
+        # latent cache it reads nine constants back.
+        spills=384,
         roof="gemm",
         # The softmax as it goes adds in the order of the keys, where eager's GEMMs add in a tree; and the lse from
         # which the backward has the probabilities is rounded.

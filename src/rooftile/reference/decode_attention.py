@@ -25,6 +25,16 @@ def dequantized(
     return x * _sequences(scale.to(dtype), page_table, layout)[..., None]
 
 
+def _values(
+    k: Tensor, head_dim_v: int | None, v_cache: Tensor | None, v_scale: Tensor | None, page_table: Tensor | None,
+    layout: str,
+) -> Tensor:  # fmt: skip
+    """The values; without a v_cache the first elements of the dequantized keys."""
+    if v_cache is None:
+        return k[..., :head_dim_v]
+    return dequantized(v_cache, v_scale, page_table, layout, k.dtype)
+
+
 def _seen(n_new: int, n_keys: int, length: Tensor, window: int | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Which keys (columns) each new token sees, and their distance."""
     j = torch.arange(n_keys, device=length.device)
@@ -38,9 +48,10 @@ def _seen(n_new: int, n_keys: int, length: Tensor, window: int | None, causal: b
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     lengths: Tensor,
     *,
+    head_dim_v: int | None = None,
     page_table: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -57,7 +68,7 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sequence by sequence, the softmax over all keys at once; in the dtype of q: give it float64 for the truth."""
     k_all = dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
-    v_all = dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
+    v_all = _values(k_all, head_dim_v, v_cache, v_scale, page_table, cache_layout)
     q = q if layout == "bthd" else q.transpose(1, 2)
     (_, n_new, heads, head_dim), (_, kv_heads, n_keys, _) = q.shape, k_all.shape
     outs, lses = [torch.zeros(0, n_new, heads, v_all.shape[3])], [torch.zeros(0, heads, n_new)]
@@ -90,9 +101,10 @@ def decode_attention(
 def eager(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     lengths: Tensor,
     *,
+    head_dim_v: int | None = None,
     page_table: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -108,7 +120,7 @@ def eager(
 ) -> Tensor:
     """As Hugging Face models write it: KV heads repeated, a mask added, the softmax in float32 and rounded."""
     k = dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
-    v = dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
+    v = _values(k, head_dim_v, v_cache, v_scale, page_table, cache_layout)
     q = q.transpose(1, 2) if layout == "bthd" else q
     n_new, n_keys = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]

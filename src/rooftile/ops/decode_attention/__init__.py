@@ -6,6 +6,11 @@ Bytes: the seen part of the cache, read once for all query heads of a KV head an
 A GPU has more than a hundred SMs, but a sequence only some eight KV heads. So the keys are divided into splits, whose
 softmaxes are combined afterwards (split-KV; Flash-Decoding). The splits are chosen on the device from the lengths, the
 batch and the number of programs: a launch depends on shapes alone, and one CUDA graph serves all lengths.
+
+Multi-head latent attention (MLA, DeepSeek-V2) in its absorbed form is the same with one KV head, whose values are the
+first columns of its keys: `v_cache` is None. For DeepSeek-V3 a token has 576 elements, of which 512 are its value. It
+takes 2 Hq T (576 + 512) FLOPs for 2 * 576 bytes: 30 FLOPs a byte with 16 heads, which is bound by memory, and 242 with
+128 heads, where an H100's memory and its tensor cores take about as long.
 """
 
 from __future__ import annotations
@@ -26,8 +31,10 @@ from rooftile.ops.decode_attention.choose import (
     check,
     check_values,
     choose,
+    column_blocks,
     decode,
     encode,
+    most_rows,
     row_tile,
     shape_of,
 )
@@ -36,7 +43,7 @@ from rooftile.ops.decode_attention.schedule import NEVER_SPLIT, combine_kernel
 from rooftile.primitives import pdl
 from rooftile.primitives.paging import scale_kind, scale_strides, table_of
 from rooftile.primitives.quantize import writable
-from rooftile.primitives.scores import default_factor, score_factors, split_dim
+from rooftile.primitives.scores import default_factor, score_factors
 
 __all__ = ["DecodeConfig", "decode_attention"]
 
@@ -46,12 +53,13 @@ class _Problem:
     """What selects the kernels, beside the configuration.
 
     `factor` is that of the default scale, or 0. `shape` has the batch rounded up to a power of two, the query rows
-    of a KV head for `n_new`, and no sizes that are arguments. `split`: items may be split; `one_item`: they are
-    not, and each has a program of its own. `alibi` is how many dimensions the slopes have.
+    of a KV head for `n_new`, and no sizes that are arguments. `tile` is the rows of a tile. `split`: items may be
+    split; `one_item`: they are not, and each has a program of its own. `alibi` is how many dimensions the slopes have.
     """
 
     dtypes: tuple[torch.dtype | None, ...]
     shape: Shape
+    tile: int
     token_strides: tuple[int, int]
     factor: float
     capped: bool
@@ -71,8 +79,8 @@ class _Problem:
 def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, launching.KernelLauncher | None]:
     """The kernel, and the one that combines splits, if that is a second kernel."""
     s = p.shape
-    (d0, d1), (v0, v1) = split_dim(s.head_dim), split_dim(s.value_dim)
-    tile, tiles = row_tile(s.n_new)
+    (d0, d1), (v0, v1) = column_blocks(s)
+    tile, tiles = p.tile, library.cdiv(s.n_new, p.tile)
     width = max(v0, v1)
     itemsize = 1 if p.packed else p.dtypes[1].itemsize  # type: ignore[union-attr]
     has_sinks, has_mask = (dtype is not None for dtype in p.dtypes[7:])
@@ -90,6 +98,7 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
         "CAPPED": p.capped,
         "HAS_WINDOW": p.has_window,
         "CAUSAL": p.causal,
+        "VALUES_IN_KEYS": s.values_in_keys,
         "K_SCALE_KIND": p.scale_kinds[0],
         "V_SCALE_KIND": p.scale_kinds[1],
         "ALIBI": p.alibi,
@@ -129,12 +138,12 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
 
 
 def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask = args[:10]
-    scale, window, softcap, causal, layout, cache_layout, return_lse, config = args[10:]
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, head_dim_v = args[:11]
+    scale, window, softcap, causal, layout, cache_layout, return_lse, config = args[11:]
     if isinstance(q, FunctionalTensor):
         raise launching.Untraceable("counters")
     results = _fake(*args)
-    s = shape_of(q, k_cache, v_cache, page_table, layout, cache_layout)
+    s = shape_of(q, k_cache, v_cache, page_table, head_dim_v, layout, cache_layout)
     check_values(lengths, page_table, s)
     allocate = _allocator(*results)
     no_pages = page_table is not None and s.n_pages == 0
@@ -151,39 +160,48 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     target = runtime.target(q.device)
     rows = s.heads // s.kv_heads * s.n_new
-    tile, tiles = row_tile(rows)
+    tile, tiles = row_tile(rows, most_rows(s.head_dim, q.dtype, target))
     items = s.batch * s.kv_heads * tiles
     c = decode(config)
     if c is None:
-        c = choose(rows, s.head_dim, s.value_dim, q.dtype, k_cache.dtype, items, s.capacity, s.page, target)
+        c = choose(
+            rows, s.head_dim, s.value_dim, q.dtype, k_cache.dtype, items, s.capacity, s.page, target, s.values_in_keys
+        )
     else:
-        c.check_device(target, (s.head_dim + s.value_dim) * k_cache.element_size())
+        c.check_device(target, (s.head_dim + (0 if s.values_in_keys else s.value_dim)) * k_cache.element_size())
 
     copies = library.Copies()
-    q, k_cache, v_cache = (library.unit_last_of(t, copies, i) for i, t in enumerate((q, k_cache, v_cache)))
+    q, k_cache = (library.unit_last_of(t, copies, i) for i, t in enumerate((q, k_cache)))
+    v_cache = None if v_cache is None else library.unit_last_of(v_cache, copies, 2)
     for i, t in ((3, lengths), (7, alibi_slopes), (8, sinks)):
         library.contiguous_of(t, copies, i)
     page_table, mask = (
         None if t is None else library.unit_last_of(t, copies, i) for i, t in ((4, page_table), (9, mask))
     )
-    packed = packed_format(q, k_cache, v_cache, target)
-    k_bytes, v_bytes = (as_pairs(t) if packed else writable(t) for t in (k_cache, v_cache))
+    packed = "" if v_cache is None else packed_format(q, k_cache, v_cache, target)
+    as_read = as_pairs if packed else writable
+    k_bytes, v_bytes = as_read(k_cache), None if v_cache is None else as_read(v_cache)
     for i, t, as_bytes in ((1, k_cache, k_bytes), (2, v_cache, v_bytes)):
         if as_bytes is not t:
             copies[i] = functools.partial(_as_bytes, packed, copies.get(i))
 
+    # The programs of each tile divide the work among themselves.
+    items //= tiles
     blocks = items * library.cdiv(s.capacity, c.block_n)
     most_splits = items if c.combine == "none" else max(1, blocks // c.min_blocks)
-    programs = min(target.multiprocessors * c.programs_per_sm, most_splits)
+    programs = max(1, min(target.multiprocessors * c.programs_per_sm // tiles, most_splits))
     split = programs > 1 and c.combine != "none"
-    (_, _), (v0, v1) = split_dim(s.head_dim), split_dim(s.value_dim)
-    n_partial = programs * 2 * tile * (v0 + v1 + 2) if split else 0
-    n_counters = items if split and c.combine == "last" else 0
-    k_strides, v_strides = (library.axis_strides(t, cache_layout) for t in (k_bytes, v_bytes))
+    _, (v0, v1) = column_blocks(s)
+    n_partial = programs * tiles * 2 * tile * (v0 + v1 + 2) if split else 0
+    n_counters = items * tiles if split and c.combine == "last" else 0
+    k_strides, v_strides = (
+        library.axis_strides(t, cache_layout) for t in (k_bytes, k_bytes if v_bytes is None else v_bytes)
+    )
     cap, last = float(softcap or 0.0), 0 if window is None or window >= 1 << 30 else window
     factors = score_factors(s.head_dim**-0.5 if scale is None else float(scale), cap)
     problem = _Problem(
         dtypes=tuple(None if t is None else t.dtype for t in (q, k_bytes, *args[3:10])),
+        tile=tile,
         shape=dataclasses.replace(s, batch=library.power_of_two(s.batch), n_new=rows, capacity=0, n_pages=0),
         token_strides=(k_strides[2], v_strides[2]),
         factor=default_factor(s.head_dim, scale, cap),
@@ -213,18 +231,20 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         1 if mask is None else mask.stride(0),  # a 1 is compiled in: without a mask there is one argument less
     )
     sizes = (s.batch, s.n_new, s.kv_heads, s.capacity)
-    start = launching.bind(launcher, programs, strides=strides, numbers=(*sizes, s.n_pages, programs, *factors, last))
+    start = launching.bind(
+        launcher, programs * tiles, strides=strides, numbers=(*sizes, s.n_pages, programs, *factors, last)
+    )
     start = library.copying(start, copies)
     finish = None
     if combine is not None:
-        finish = launching.bind(combine, items * tile, numbers=(*sizes, programs, last))
+        finish = launching.bind(combine, items * tiles * tile, numbers=(*sizes, programs, last))
         finish = library.copying(finish, {i: Tensor.contiguous for i, place in ((0, 3), (1, 8)) if place in copies})
     device = results[0].device
 
     def run(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None, k_scale: Tensor | None,
-        v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
-        *_: object,
+        q: Tensor, k_cache: Tensor, v_cache: Tensor | None, lengths: Tensor, page_table: Tensor | None,
+        k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
+        mask: Tensor | None, *_: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = allocate()
         lse_or_none = lse if return_lse else None
@@ -259,18 +279,18 @@ def _allocator(out: Tensor, lse: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    q, v_cache, layout, return_lse = args[0], args[2], args[14], args[16]
-    check(*args[:16])
-    batch, heads, n_new, _ = (q.shape[layout.index(axis)] for axis in "bhtd")
-    out = torch.empty((batch, n_new, heads, v_cache.shape[3]), dtype=q.dtype, device=q.device)
+    q, layout, return_lse = args[0], args[15], args[17]
+    s = check(*args[:17])
+    batch, heads, n_new = s.batch, s.heads, s.n_new
+    out = torch.empty((batch, n_new, heads, s.value_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, n_new) if return_lse else (0,), dtype=torch.float32, device=q.device)
     return (out if layout == "bthd" else out.transpose(1, 2)), lse
 
 
 _op = library.define(
-    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, float? scale, int? window, float? softcap, "
-    "bool causal, str layout, str cache_layout, bool return_lse, str config) -> (Tensor, Tensor)",
+    "decode_attention(Tensor q, Tensor k_cache, Tensor? v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, int? head_dim_v, float? scale, int? window, "
+    "float? softcap, bool causal, str layout, str cache_layout, bool return_lse, str config) -> (Tensor, Tensor)",
     prepare=_prepare,
     fake=_fake,
 )
@@ -279,9 +299,10 @@ _op = library.define(
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     lengths: Tensor,
     *,
+    head_dim_v: int | None = None,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     scale: float | None = None,
@@ -316,6 +337,10 @@ def decode_attention(
             dtype, float8_e4m3fn or int8. Query head h reads KV head `h // (Hq // Hkv)`. D, and the last dimension of
             v_cache, which may be another, are 1 to 256. Any strides; copied as a whole where the last is not 1, or
             where rows of 8-bit elements begin at odd bytes.
+            `v_cache=None`, with `head_dim_v`: the value of a token is the first head_dim_v elements of its key, as in
+            multi-head latent attention (DeepSeek-V2, section 2.1). They are read once. D is 1 to 576, head_dim_v 1 to
+            D. For DeepSeek-V3, q is q_nope · W_uk beside q_rope, k_cache `(B, S, 1, 576)`, head_dim_v 512, scale the
+            model's own, and out is multiplied by W_uv.
         lengths: `(B,)`, int32: the keys of each sequence, including the new tokens; 0 or less for none. The cache may
             hold anything beyond them.
         page_table: `(B, most pages)`, int32: the pages of each sequence. Entries beyond its length are not read.
@@ -334,7 +359,7 @@ def decode_attention(
             hides a key that lengths, position and window would show. Any strides; copied where the last is not 1.
             Hidden keys are read all the same, and their values must be finite.
         k_scale, v_scale: float32, the factors of cached elements: `()`, `(Hkv,)`, or one for each token and head,
-            of the cache's first three dimensions.
+            of the cache's first three dimensions. Without a v_cache, k_scale holds for both.
         layout: the order of the dimensions of q and out.
         cache_layout: the order of the dimensions of the caches, and of scales by token.
         return_lse: also return `(B, Hq, T)`, float32: the logarithm of the softmax's denominator, including sinks.
@@ -349,14 +374,20 @@ def decode_attention(
             lead out of the cache. On the GPU both are clamped, and nothing outside the cache is read.
         TypeError: an unsupported dtype.
     """
+    if v_cache is None:
+        if v_scale is not None:
+            raise ValueError(
+                "decode_attention: v_scale is given without a v_cache, expected None: k_scale holds for both"
+            )
+        v_scale = k_scale
     if cache_batch_idx is not None or (isinstance(page_table, Tensor) and page_table.dim() == 1):
         library.check_tensors("decode_attention", lengths=lengths)
         page_table = table_of("decode_attention", lengths, page_table, cache_batch_idx)
     on_cpu = isinstance(lengths, Tensor) and lengths.is_cpu and isinstance(q, Tensor) and not q.is_cpu
     if on_cpu and not torch.compiler.is_compiling():
         s = check(
-            q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, scale, window,
-            softcap, causal, layout, cache_layout,
+            q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, head_dim_v, scale,
+            window, softcap, causal, layout, cache_layout,
         )  # fmt: skip
         check_values(lengths, page_table, s)
         lengths = lengths.to(q.device)
@@ -366,7 +397,7 @@ def decode_attention(
     else:
         text = (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)  # compilers warn of a cache
     out, lse = _op(
-        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, scale, window, softcap,
-        causal, layout, cache_layout, return_lse, text,
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, head_dim_v, scale,
+        window, softcap, causal, layout, cache_layout, return_lse, text,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -111,10 +111,17 @@ def decode(text: str) -> DecodeConfig | None:
 # Choice
 
 
-def row_tile(rows: int) -> tuple[int, int]:
+def row_tile(rows: int, most: int = 64) -> tuple[int, int]:
     """Query rows in a tile, and the number of tiles of a KV head."""
-    tile = min(library.power_of_two(max(1, rows)), 64)
+    tile = min(library.power_of_two(max(1, rows)), most)
     return tile, library.cdiv(rows, tile)
+
+
+def most_rows(head_dim: int, dtype: torch.dtype, target: runtime.Target) -> int:
+    """The most rows of a tile; of long ones, those that leave room for keys in shared memory and registers."""
+    if head_dim <= LONGEST_HEAD or (target.shared_memory >= 200 << 10 and dtype != torch.float32):
+        return 64
+    return 16
 
 
 def _sizes(most: int, cache: torch.dtype, items: int, capacity: int, page: int, sms: int) -> tuple[int, int]:
@@ -159,6 +166,35 @@ def _whole(items: int, capacity: int, most: int, sms: int) -> bool:
     return capacity <= 128 or (capacity <= min(512, 8 * most) and items >= 0.45 * sms)
 
 
+def _choose_latent(
+    rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    items: int,
+    capacity: int,
+    target: runtime.Target,
+) -> DecodeConfig:
+    """For values that are the first columns of the keys: one program of an SM, as two blocks fill shared memory.
+
+    64 keys are the least rows of wgmma, which other targets lack. 8-bit elements are converted in registers. The output
+    of 64 rows and 512 columns takes half the registers of 8 warps. A plan made before the previous kernel ends would
+    take registers in the loop.
+    """
+    tile, _ = row_tile(rows, most_rows(head_dim, dtype, target))
+    columns = sum(split_dim(head_dim))
+    nvidia = target.arch.startswith("sm_")
+    block_n = 64 if target.arch == "sm_90" and cache.itemsize == 2 else 32
+    if dtype == torch.float32 or (cache.itemsize == 1 and not nvidia):
+        block_n = 16
+    room = target.shared_memory - max(tile, 16) * columns * dtype.itemsize - 8192
+    while block_n > 16 and 2 * block_n * columns * cache.itemsize > room:
+        block_n //= 2
+    warps = 8 if nvidia else 4
+    combine = "none" if capacity <= block_n else "kernel"
+    return DecodeConfig(block_n, 16, warps, 2, 1, combine=combine, pdl=True)
+
+
 @functools.lru_cache(4096)
 def choose(
     rows: int,
@@ -170,10 +206,13 @@ def choose(
     capacity: int,
     page: int,
     target: runtime.Target,
+    values_in_keys: bool = False,
 ) -> DecodeConfig:
     """For `rows` (query heads of a KV head times new tokens) and `items` (sequences times KV heads times tiles)."""
     if target is runtime.INTERPRETER:
         return DecodeConfig(block_n=32, num_stages=2, programs_per_sm=3)
+    if values_in_keys:
+        return _choose_latent(rows, head_dim, dtype, cache, items, capacity, target)
     tile, _ = row_tile(rows)
     width = sum(split_dim(head_dim)) + sum(split_dim(value_dim))
     widest = max(sum(split_dim(head_dim)), sum(split_dim(value_dim)))
@@ -209,6 +248,7 @@ def choose(
 
 MOST_TOKENS = 16
 LONGEST_HEAD = 256
+LONGEST_LATENT = 576  # of keys that hold their values
 _OP = "decode_attention"
 
 
@@ -228,10 +268,25 @@ class Shape:
     capacity: int
     page: int
     n_pages: int
+    values_in_keys: bool
+
+
+def column_blocks(s: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The blocks of columns of keys and of values; those of values in keys are the keys'."""
+    keys = split_dim(s.head_dim)
+    if not s.values_in_keys:
+        return keys, split_dim(s.value_dim)
+    return keys, keys if s.value_dim > keys[0] else (keys[0], 0)
 
 
 def shape_of(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None, layout: str, cache_layout: str
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    page_table: Tensor | None,
+    head_dim_v: int | None,
+    layout: str,
+    cache_layout: str,
 ) -> Shape:
     batch, heads, n_new, head_dim = (q.shape[layout.index(axis)] for axis in "bhtd")
     tokens, kv_heads = cache_layout.index("t"), cache_layout.index("h")
@@ -241,7 +296,11 @@ def shape_of(
     elif page_table is not None:
         page, n_pages = k_cache.shape[tokens], k_cache.shape[0]
         capacity = page_table.shape[1] * page
-    return Shape(batch, n_new, heads, k_cache.shape[kv_heads], head_dim, v_cache.shape[3], capacity, page, n_pages)
+    value_dim = v_cache.shape[3] if v_cache is not None else head_dim_v
+    assert value_dim is not None
+    return Shape(
+        batch, n_new, heads, k_cache.shape[kv_heads], head_dim, value_dim, capacity, page, n_pages, v_cache is None
+    )
 
 
 def _check_options(
@@ -273,10 +332,28 @@ def _expect(name: str, t: Tensor, shape: tuple[object, ...], why: str = "") -> N
         raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, expected ({words}){why}")
 
 
+def _check_values_of(k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> None:
+    """Raise unless v_cache, or head_dim_v instead of it, fits k_cache."""
+    if head_dim_v is not None and (not isinstance(head_dim_v, int) or isinstance(head_dim_v, bool)):
+        raise TypeError(f"{_OP}: head_dim_v is {library.named(head_dim_v)}, expected an int or None")
+    if v_cache is None:
+        if head_dim_v is None or not 1 <= head_dim_v <= k_cache.shape[3]:
+            raise ValueError(
+                f"{_OP}: head_dim_v is {head_dim_v} without a v_cache, expected 1 to {k_cache.shape[3]}: the elements "
+                "of a key that are its value"
+            )
+        return
+    if not 1 <= v_cache.shape[3] <= LONGEST_HEAD:
+        raise ValueError(f"{_OP}: v_cache has a last dimension of {v_cache.shape[3]}, expected 1 to {LONGEST_HEAD}")
+    _expect("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), " to match k_cache")
+    if head_dim_v not in (None, v_cache.shape[3]):
+        raise ValueError(f"{_OP}: head_dim_v is {head_dim_v}, expected None or v_cache's {v_cache.shape[3]}")
+
+
 def check(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     lengths: Tensor,
     page_table: Tensor | None,
     k_scale: Tensor | None,
@@ -284,6 +361,7 @@ def check(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     mask: Tensor | None,
+    head_dim_v: int | None,
     scale: float | None,
     window: int | None,
     softcap: float | None,
@@ -297,27 +375,26 @@ def check(
         expected = "B, T, Hq, D" if layout == "bthd" else "B, Hq, T, D"
         raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions ({expected})")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dim() != 4:
+        if cache is not None and cache.dim() != 4:
             expected = (
                 ("B, S, Hkv, D" if cache_layout == "bthd" else "B, Hkv, S, D")
                 if page_table is None or page_table.dim() == 1
                 else ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
             )
             raise ValueError(f"{_OP}: {name} has shape {tuple(cache.shape)}, expected 4 dimensions ({expected})")
-    paging.check_dtypes(_OP, q, k_cache, v_cache)
+    paging.check_dtypes(_OP, q, k_cache, k_cache if v_cache is None else v_cache)
     batch, heads, n_new, head_dim = (q.shape[layout.index(axis)] for axis in "bhtd")
     if n_new > MOST_TOKENS:
         raise ValueError(
             f"{_OP}: q has {n_new} tokens a sequence, expected at most {MOST_TOKENS}; attention takes any number"
         )
-    if k_cache.shape[3] != head_dim or not 1 <= head_dim <= LONGEST_HEAD:
+    longest = LONGEST_LATENT if v_cache is None else LONGEST_HEAD
+    if k_cache.shape[3] != head_dim or not 1 <= head_dim <= longest:
         raise ValueError(
             f"{_OP}: q and k_cache have last dimensions of {head_dim} and {k_cache.shape[3]}, expected the same, "
-            f"1 to {LONGEST_HEAD}"
+            f"1 to {longest}"
         )
-    if not 1 <= v_cache.shape[3] <= LONGEST_HEAD:
-        raise ValueError(f"{_OP}: v_cache has a last dimension of {v_cache.shape[3]}, expected 1 to {LONGEST_HEAD}")
-    _expect("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), " to match k_cache")
+    _check_values_of(k_cache, v_cache, head_dim_v)
     kv_heads = k_cache.shape[cache_layout.index("h")]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{_OP}: q has {heads} heads, expected a multiple of k_cache's {kv_heads}")
@@ -337,7 +414,7 @@ def check(
         _expect("sinks", sinks, (heads,), ": one for each head of q")
     if alibi_slopes is not None and tuple(alibi_slopes.shape) != (batch, heads):
         _expect("alibi_slopes", alibi_slopes, (heads,), f" or ({batch}, {heads}): one for each head of q")
-    s = shape_of(q, k_cache, v_cache, page_table, layout, cache_layout)
+    s = shape_of(q, k_cache, v_cache, page_table, head_dim_v, layout, cache_layout)
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"{_OP}: mask has dtype {mask.dtype}, expected bool: True where a key is seen")

@@ -1,9 +1,12 @@
 """The attention kernel: each program loops over its work, and for each piece of work over blocks of keys.
 
 The new tokens of all query heads of one KV head are the rows of one tile, so a block of keys and values is read once
-for all of them. Loads are pipelined by STAGES - 1 blocks. With programmatic dependent launch a program starts while the
-previous kernel still runs: it plans its work from the lengths as they are then, and prefetches its first blocks into
-the L2. After the wait it reads the lengths again, and plans anew if they differ.
+for all of them. More rows than a tile holds are several tiles, each with a program of its own: these walk the same
+blocks at the same time, so that one reads a block from memory and the others from the L2. Where values are the first
+columns of the keys, one tile in shared memory serves both GEMMs. Loads are pipelined by STAGES - 1 blocks. With
+programmatic dependent launch a program starts while the previous kernel still runs: it plans its work from the lengths
+as they are then, and prefetches its first blocks into the L2. After the wait it reads the lengths again, and plans anew
+if they differ.
 
 The file has four sections: the kernel; queries; caches of 8 bits, read as 16-bit pairs; pages and prefetching.
 """
@@ -22,6 +25,7 @@ from rooftile.ops.decode_attention.schedule import (
     load_lengths,
     no_work,
     plan_work,
+    query_rows,
     store_partial,
     work_at,
     write_output,
@@ -85,6 +89,11 @@ def _load_keys(
 
 
 @triton.jit
+def _accumulate_tile(p, alpha, o, v):
+    return tl.dot(v.T, p, o * alpha[None, :], input_precision="ieee")
+
+
+@triton.jit
 def _accumulate_values(
     p, alpha, o, o_odd, c_ptr, offsets, mask, first: tl.constexpr, V: tl.constexpr, DIM: tl.constexpr,
     EVICTION: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
@@ -92,7 +101,7 @@ def _accumulate_values(
     """alpha * o + transpose(values) · p for some columns; for packed pairs, even and odd columns apart."""
     if PACKED == "":
         v = _convert(_load_cached(c_ptr, offsets, mask, first, V, DIM, EVICTION, False), p.dtype)
-        o = tl.dot(v.T, p, o * alpha[None, :], input_precision="ieee")
+        o = _accumulate_tile(p, alpha, o, v)
     else:
         words = _load_cached(c_ptr, offsets, mask, first // 2, V // 2, DIM // 2, EVICTION, True)
         even, odd = unpack_pairs(words, PACKED, PTX)
@@ -124,12 +133,13 @@ def decode_kernel(
     n_seqs, n_new, kv_heads, capacity, n_pages, programs, score_factor, cap, window,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, PAGE: tl.constexpr,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, FACTOR: tl.constexpr, CAPPED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr,
-    ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LSE: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr, PREFETCH_BLOCKS: tl.constexpr, ONE_ITEM: tl.constexpr, K_LINES: tl.constexpr,
-    V_LINES: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, K_SCALE_KIND: tl.constexpr,
+    V_SCALE_KIND: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_LSE: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr, COMBINE_SPLITS: tl.constexpr, PREFETCH_BLOCKS: tl.constexpr,
+    ONE_ITEM: tl.constexpr, K_LINES: tl.constexpr, V_LINES: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     if not HAS_WINDOW:
         window = None
@@ -137,8 +147,8 @@ def decode_kernel(
     SCALE_QUERY: tl.constexpr = PACKED != "" and q_ptr.dtype.element_ty != tl.float16
     PER_WORD: tl.constexpr = 2 if PACKED != "" else 1  # elements per item of the cache's pointers
     EVICTION: tl.constexpr = "evict_first" if ROW_TILES == 1 else ""
-    program = tl.program_id(0)
-    per_seq = kv_heads * ROW_TILES
+    program = tl.program_id(0) // ROW_TILES
+    tile = tl.program_id(0) % ROW_TILES
     rows = tl.arange(0, BLOCK_M)
     key = tl.arange(0, BLOCK_N)
     # Offsets from a block's first key to the others, if they lie in one sequence or page.
@@ -162,15 +172,15 @@ def decode_kernel(
     # meanwhile, and kept if the lengths turn out equal. If no item is split, the final lengths just replace them.
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
     partition, at, stop = plan_work(
-        lengths, program, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
+        lengths, program, n_seqs, n_new, kv_heads, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     if SPECULATE:
         work = work_at(
-            at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window, BLOCK_B, BLOCK_N
+            at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, window, BLOCK_B, BLOCK_N
         )
         prefetch_blocks(
             k_ptr, v_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, work, n_pages,
-            HEAD_DIM // PER_WORD, VALUE_DIM // PER_WORD, ROW_TILES, PAGE, STRIDE_KT, STRIDE_VT, BLOCK_N,
+            HEAD_DIM // PER_WORD, VALUE_DIM // PER_WORD, VALUES_IN_KEYS, PAGE, STRIDE_KT, STRIDE_VT, BLOCK_N,
             PREFETCH_BLOCKS, K_LINES, V_LINES,
         )  # fmt: skip
     speculative = True
@@ -185,6 +195,7 @@ def decode_kernel(
             q, q_second = load_queries(
                 q_ptr,
                 work,
+                tile,
                 n_new,
                 rows,
                 stride_qb,
@@ -192,7 +203,6 @@ def decode_kernel(
                 stride_qh,
                 HEAD_DIM,
                 GROUP,
-                ROW_TILES,
                 D0,
                 D1,
                 ROWS,
@@ -201,24 +211,25 @@ def decode_kernel(
             if MIN_BLOCKS == NEVER_SPLIT:  # the lengths decide how long an item is, not which one it is
                 lengths = known
                 work = work_at(
-                    program, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window, BLOCK_B,
+                    program, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, window, BLOCK_B,
                     BLOCK_N,
                 )  # fmt: skip
             elif any_differs(known, lengths):
                 lengths = known
                 partition, at, stop = plan_work(
-                    lengths, program, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS,
+                    lengths, program, n_seqs, n_new, kv_heads, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS,
                     SLACK,
                 )  # fmt: skip
                 work = no_work(at)  # the next iteration follows the new plan
             speculative = False
         else:
             work = work_at(
-                at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window, BLOCK_B, BLOCK_N
+                at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, window, BLOCK_B, BLOCK_N
             )
             q, q_second = load_queries(
                 q_ptr,
                 work,
+                tile,
                 n_new,
                 rows,
                 stride_qb,
@@ -226,17 +237,15 @@ def decode_kernel(
                 stride_qh,
                 HEAD_DIM,
                 GROUP,
-                ROW_TILES,
                 D0,
                 D1,
                 ROWS,
                 PACKED,
             )
-        seq, item_in_seq, n_keys, first_block, low, high, after, slot, first_split, second_slot, count = work
-        kv_head = item_in_seq // ROW_TILES
+        seq, kv_head, n_keys, first_block, low, high, after, slot, first_split, second_slot, count = work
 
         if low < high:
-            row, mask, token, head = query_rows(item_in_seq, n_new, rows, GROUP, ROW_TILES, ROWS)
+            mask, token, head = query_rows(kv_head, tile, n_new, rows, GROUP, ROWS)
             position = (n_keys - n_new + token)[None, :]
             if ALIBI:
                 slopes = slopes_ptr + head
@@ -244,7 +253,8 @@ def decode_kernel(
                     slopes += seq.to(tl.int64) * (kv_heads * GROUP)
                 slope = (tl.load(slopes, mask=mask, other=0.0).to(tl.float32) * LOG2E)[None, :]
             k_head = k_ptr + kv_head.to(tl.int64) * stride_kh
-            v_head = v_ptr + kv_head.to(tl.int64) * stride_vh
+            if not VALUES_IN_KEYS:
+                v_head = v_ptr + kv_head.to(tl.int64) * stride_vh
             k_scale_head = k_scale_ptr
             v_scale_head = v_scale_ptr
             if K_SCALE_KIND != "":
@@ -281,12 +291,17 @@ def decode_kernel(
                 page = page_of(pages_ptr, seq, block, key, n_keys, n_pages, stride_pb, PAGE, BLOCK_N, PTX)
                 token_index = token_in_page(block, key, PAGE, BLOCK_N)
                 k_block = k_head + (page * stride_kb + token_index * STRIDE_KT)
-                v_block = v_head + (page * stride_vb + token_index * STRIDE_VT)
+                if not VALUES_IN_KEYS:
+                    v_block = v_head + (page * stride_vb + token_index * STRIDE_VT)
                 k = _load_keys(k_block, k_offsets, inside, 0, D0, HEAD_DIM, DTYPE, EVICTION, PACKED, PTX)
                 s = tl.dot(k, query, input_precision="ieee")
                 if D1 > 0:
-                    k = _load_keys(k_block, k_offsets, inside, D0, D1, HEAD_DIM, DTYPE, EVICTION, PACKED, PTX)
-                    s = tl.dot(k, query_second, s, input_precision="ieee")
+                    k_second = _load_keys(k_block, k_offsets, inside, D0, D1, HEAD_DIM, DTYPE, EVICTION, PACKED, PTX)
+                    if VALUES_IN_KEYS:
+                        # No chain of dots, into which Triton would fold a sum: see the mask below.
+                        s = tl.fma(tl.dot(k_second, query_second, input_precision="ieee"), 1.0, s)
+                    else:
+                        s = tl.dot(k_second, query_second, s, input_precision="ieee")
                 if K_SCALE_KIND == "head" or SCALE_QUERY:
                     s *= factor
                 if K_SCALE_KIND == "token":
@@ -305,7 +320,13 @@ def decode_kernel(
                     seen &= visible[:, None]
                 if window is not None:
                     seen &= distance < window
-                s = tl.where(seen, s, float("-inf"))
+                if VALUES_IN_KEYS and not HAS_MASK and window is None:
+                    # The branch also lets two warp groups share the scores: Triton gives each group all of them where
+                    # it sees a second dot that depends on the first.
+                    if (block + 1) * BLOCK_N > n_keys - (n_new - 1):
+                        s = tl.where(seen, s, float("-inf"))
+                else:
+                    s = tl.where(seen, s, float("-inf"))
 
                 new = tl.maximum(m, tl.max(s, axis=0))
                 alpha = exp2_difference(m, new)
@@ -323,10 +344,15 @@ def decode_kernel(
                         v_scale_max = larger
                     p *= key_scale[:, None]
                 p = p.to(DTYPE)
-                o, o_odd = _accumulate_values(
-                    p, alpha, o, o_odd, v_block, v_offsets, inside, 0, V0, VALUE_DIM, EVICTION, PACKED, PTX
-                )
-                if V1 > 0:
+                if VALUES_IN_KEYS:
+                    o = _accumulate_tile(p, alpha, o, k)
+                else:
+                    o, o_odd = _accumulate_values(
+                        p, alpha, o, o_odd, v_block, v_offsets, inside, 0, V0, VALUE_DIM, EVICTION, PACKED, PTX
+                    )
+                if V1 > 0 and VALUES_IN_KEYS:
+                    o_second = _accumulate_tile(p, alpha, o_second, k_second)
+                elif V1 > 0:
                     o_second, o_second_odd = _accumulate_values(
                         p, alpha, o_second, o_second_odd, v_block, v_offsets, inside, V0, V1, VALUE_DIM, EVICTION,
                         PACKED, PTX,
@@ -344,35 +370,29 @@ def decode_kernel(
                 row_o_second = _transpose_output(o_second, o_second_odd, PACKED) * factor
             if partial_ptr is None or count == 1:  # without a buffer no item is split
                 write_output(
-                    out_ptr, lse_ptr, sinks_ptr, m, total, row_o, row_o_second, seq, kv_head, row, mask, n_new,
-                    kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+                    out_ptr, lse_ptr, sinks_ptr, m, total, row_o, row_o_second, seq, token, head, mask, n_new,
+                    kv_heads * GROUP, VALUE_DIM, HAS_SINKS, HAS_LSE, V0, V1,
                 )  # fmt: skip
             else:
+                slot = slot * ROW_TILES + tile
                 store_partial(partial_ptr, slot, m, total, row_o, row_o_second, rows, mask, V0 + V1, V0, V1, ROWS)
                 if COMBINE_SPLITS > 0:  # noqa: SIM102  # a constant: without it there is nothing to compile
-                    if arrives_last(counters_ptr + (seq * per_seq + item_in_seq), count):
+                    if arrives_last(counters_ptr + ((seq * kv_heads + kv_head) * ROW_TILES + tile), count):
                         few = tl.arange(0, ROWS)
-                        few_row = (item_in_seq % ROW_TILES) * ROWS + few
-                        few_mask = few_row < n_new * GROUP
+                        few_mask, few_token, few_head = query_rows(kv_head, tile, n_new, few, GROUP, ROWS)
                         all_m, all_total, all_o, all_o_second = combine_splits(
-                            partial_ptr, first_split, second_slot, count, few, few_mask, V0, V1, ROWS, COMBINE_SPLITS
-                        )
+                            partial_ptr, tile, first_split, second_slot, count, few, few_mask, V0, V1, ROW_TILES, ROWS,
+                            COMBINE_SPLITS,
+                        )  # fmt: skip
                         write_output(
-                            out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, kv_head,
-                            few_row, few_mask, n_new, kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+                            out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, few_token,
+                            few_head, few_mask, n_new, kv_heads * GROUP, VALUE_DIM, HAS_SINKS, HAS_LSE, V0, V1,
                         )  # fmt: skip
         # A loop that provably ends here keeps no registers for another iteration.
         at = stop if ONE_ITEM else after
 
 
 # Queries
-
-
-@triton.jit
-def query_rows(item_in_seq, n_new, rows, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, ROWS: tl.constexpr):
-    """An item's query rows, their mask, tokens and heads."""
-    row = (item_in_seq % ROW_TILES) * ROWS + rows
-    return row, (rows < ROWS) & (row < n_new * GROUP), row // GROUP, item_in_seq // ROW_TILES * GROUP + row % GROUP
 
 
 @triton.jit
@@ -389,12 +409,12 @@ def _load_query_columns(
 
 @triton.jit
 def load_queries(
-    q_ptr, work, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    ROW_TILES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+    q_ptr, work, tile, n_new, rows, stride_qb, stride_qt, stride_qh, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The query rows of a piece of work, in two ranges of columns; nothing is read if it has no blocks."""
-    seq, item_in_seq, _, _, low, high, _, _, _, _, _ = work
-    _, mask, token, head = query_rows(item_in_seq, n_new, rows, GROUP, ROW_TILES, ROWS)
+    seq, kv_head, _, _, low, high, _, _, _, _, _ = work
+    mask, token, head = query_rows(kv_head, tile, n_new, rows, GROUP, ROWS)
     mask &= low < high
     at = seq.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
     q = _load_query_columns(q_ptr, at, mask, 0, D0, HEAD_DIM, PACKED)
@@ -520,7 +540,7 @@ def _prefetch_rows(c_ptr, offsets, D: tl.constexpr, LINES: tl.constexpr):
 @triton.jit
 def prefetch_blocks(
     k_ptr, v_ptr, pages_ptr, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, work, n_pages,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROW_TILES: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, PAGE: tl.constexpr,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_BLOCKS: tl.constexpr,
     K_LINES: tl.constexpr, V_LINES: tl.constexpr,
 ):  # fmt: skip
@@ -530,8 +550,8 @@ def prefetch_blocks(
     here. Wrong values cost a useless prefetch: indices are clamped, and everything is read again after the wait. What
     the previous kernel still writes to the cache goes to the same L2.
     """
-    seq, item_in_seq, n_keys, first_block, low, high, _, _, _, _, _ = work
-    head = (item_in_seq // ROW_TILES).to(tl.int64)
+    seq, head, n_keys, first_block, low, high, _, _, _, _, _ = work
+    head = head.to(tl.int64)
     key = tl.arange(0, BLOCK_N)
     for i in tl.static_range(PREFETCH_BLOCKS):
         if low + i < high:
@@ -543,4 +563,5 @@ def prefetch_blocks(
                 token %= PAGE
             token = token.to(tl.int64)
             _prefetch_rows(k_ptr, head * stride_kh + page * stride_kb + token * STRIDE_KT, HEAD_DIM, K_LINES)
-            _prefetch_rows(v_ptr, head * stride_vh + page * stride_vb + token * STRIDE_VT, VALUE_DIM, V_LINES)
+            if not VALUES_IN_KEYS:
+                _prefetch_rows(v_ptr, head * stride_vh + page * stride_vb + token * STRIDE_VT, VALUE_DIM, V_LINES)

@@ -59,7 +59,7 @@ def partition_work(
     lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
-    """Partition the blocks of all sequences, of `per_seq` items each, among the programs.
+    """Partition the blocks of all sequences, of `per_seq` items (KV heads) each, among the programs of one row tile.
 
     A split or share has at least MIN_BLOCKS blocks where possible. Splits are aligned if the busiest program then has
     at most SLACK blocks plus 1/32 more than an equal share.
@@ -226,6 +226,21 @@ def any_differs(lengths, guess):
 
 
 @triton.jit
+def query_rows(kv_head, tile, n_new, rows, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of rows of a KV head's tile: whether they are there, their tokens, their heads."""
+    mask = rows < ROWS
+    if GROUP % ROWS == 0:  # full tiles of one token each
+        token = tile * ROWS // GROUP + rows * 0
+        head = kv_head * GROUP + tile * ROWS % GROUP + rows
+    else:
+        row = tile * ROWS + rows
+        mask &= row < n_new * GROUP
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+    return mask, token, head
+
+
+@triton.jit
 def exp2_difference(m, top):
     """2^(m - top) for m <= top; 0 where m is -inf, the maximum over no keys."""
     return tl.where(m == float("-inf"), 0.0, tl.exp2(m - top))
@@ -256,10 +271,10 @@ def _load_partial_o(at, rows, cols, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def combine_splits(
-    partial_ptr, first, second_slot, count, rows, mask, V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr,
+    partial_ptr, tile, first, second_slot, count, rows, mask, V0: tl.constexpr, V1: tl.constexpr,
+    ROW_TILES: tl.constexpr, ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """m, l and o (in two ranges of columns) of an item's rows, combined over its splits in their order."""
+    """m, l and o (in two ranges of columns) of rows of an item's tile, combined over its splits in their order."""
     WIDTH: tl.constexpr = V0 + V1
     top = tl.full(rows.shape, float("-inf"), tl.float32)
     total = tl.zeros(rows.shape, tl.float32)
@@ -269,7 +284,8 @@ def combine_splits(
     for start in tl.range(0, count, COMBINE_SPLITS, num_stages=1):
         split = start + tl.arange(0, COMBINE_SPLITS)
         there = (split < count)[:, None] & mask[None, :]
-        at = partial_ptr + partial_slot(split, first, second_slot).to(tl.int64) * (ROWS * (WIDTH + 2))
+        slot = partial_slot(split, first, second_slot) * ROW_TILES + tile
+        at = partial_ptr + slot.to(tl.int64) * (ROWS * (WIDTH + 2))
         of_row = at[:, None] + ROWS * WIDTH + rows[None, :]
         m = tl.load(of_row, mask=there, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(of_row + ROWS, mask=there, other=0.0, cache_modifier=".cg")
@@ -295,13 +311,11 @@ def _store_columns(out_ptr, o, row, mask, first: tl.constexpr, V: tl.constexpr, 
 
 @triton.jit
 def write_output(
-    out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, kv_head, rows, mask, n_new, kv_heads,
-    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V0: tl.constexpr,
+    out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, token, head, mask, n_new, heads,
+    VALUE_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and store the results of a KV head's query rows: row r is head r % GROUP of token r // GROUP."""
-    head = kv_head * GROUP + rows % GROUP
-    token = rows // GROUP
+    """Normalize and store the results of query rows, each of a token and a head."""
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
         new = tl.maximum(m, sink)
@@ -312,13 +326,13 @@ def write_output(
         m = new
     # A row that sees no key is 0, and its lse is -inf.
     inverse = tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
-    row = (seq.to(tl.int64) * n_new + token) * (kv_heads * GROUP) + head
+    row = (seq.to(tl.int64) * n_new + token) * heads + head
     _store_columns(out_ptr, o * inverse, row, mask, 0, V0, VALUE_DIM)
     if V1 > 0:
         _store_columns(out_ptr, o_second * inverse, row, mask, V0, V1, VALUE_DIM)
     if HAS_LSE:
         lse = tl.where(total == 0.0, float("-inf"), (m + tl.log2(total)) * LN2)
-        at = (seq.to(tl.int64) * (kv_heads * GROUP) + head) * n_new + token
+        at = (seq.to(tl.int64) * heads + head) * n_new + token
         tl.store(lse_ptr + at, lse, mask=mask)
 
 
@@ -334,31 +348,30 @@ def combine_kernel(
     """Combine one row of an item, if the item was split."""
     if not HAS_WINDOW:
         window = None
-    per_seq = kv_heads * ROW_TILES
-    item = tl.program_id(0) // ROWS
+    item = tl.program_id(0) // (ROWS * ROW_TILES)
+    tile = tl.program_id(0) // ROWS % ROW_TILES
     rows = tl.program_id(0) % ROWS + tl.arange(0, 1)
     # The previous kernel let this one start after the lengths were final. Only its partial results must be waited for.
     if PDL:
         pdl_launch_dependents()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
     blocks, aligned, splits, _, each, more = partition_work(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
+        lengths, n_seqs, n_new, kv_heads, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
-    seq = item // per_seq
-    item_in_seq = item % per_seq
+    seq = item // kv_heads
+    kv_head = item % kv_heads
     seqs = tl.arange(0, BLOCK_B)
     n_blocks = tl.sum(tl.where(seqs == seq, blocks, 0), axis=0)
-    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * per_seq + item_in_seq * n_blocks
+    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * kv_heads + kv_head * n_blocks
     first, second_slot, count = splits_of_item(item, begin, n_blocks, aligned, splits, each, more)
-    row = (item_in_seq % ROW_TILES) * ROWS + rows
-    mask = row < n_new * GROUP
+    mask, token, head = query_rows(kv_head, tile, n_new, rows, GROUP, ROWS)
     if PDL:
         pdl_wait()
     if count > 1:
         m, total, o, o_second = combine_splits(
-            partial_ptr, first, second_slot, count, rows, mask, V0, V1, ROWS, COMBINE_SPLITS
+            partial_ptr, tile, first, second_slot, count, rows, mask, V0, V1, ROW_TILES, ROWS, COMBINE_SPLITS
         )
         write_output(
-            out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, item_in_seq // ROW_TILES, row, mask, n_new,
-            kv_heads, VALUE_DIM, GROUP, HAS_SINKS, HAS_LSE, V0, V1,
+            out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, token, head, mask, n_new, kv_heads * GROUP,
+            VALUE_DIM, HAS_SINKS, HAS_LSE, V0, V1,
         )  # fmt: skip
