@@ -22,6 +22,7 @@ from typing import Any
 from rooftile.engine.cache import check_positive
 from rooftile.engine.engine import Engine, Stop
 from rooftile.engine.generation import Completion, StreamChunk, encoded, integer
+from rooftile.engine.leading import follow, leading
 from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import ContinuousScheduler, Request
@@ -204,7 +205,10 @@ class Stream:
 class _Worker:
     """The thread of an `AsyncEngine`, and what reaches it."""
 
-    def __init__(self, engine: Engine, scheduler: ContinuousScheduler, max_waiting: int) -> None:
+    def __init__(self, engine: Engine, max_waiting: int, step_tokens: int, prefix_cache: bool) -> None:
+        self._leading = contextlib.ExitStack()
+        self._leading.enter_context(leading(engine))
+        scheduler = ContinuousScheduler(engine.runner, step_tokens, prefix_cache)
         self.engine, self.max_waiting, self._scheduler = engine, max_waiting, scheduler
         self.loop = Loop(engine.runner, scheduler, engine._speculation())
         # A request to add, the channel of one to abort, or None, to look at the rest.
@@ -291,6 +295,8 @@ class _Worker:
         finally:
             with contextlib.suppress(Exception):  # the device may be lost
                 self.loop.clear()
+            with contextlib.suppress(Exception):  # or another rank
+                self._leading.close()
             with self._lock:  # from here on, none is added
                 self._untaken, channels = 0, list(self._live.values())
             self._publish()
@@ -376,7 +382,46 @@ class _Worker:
             )
 
 
-_WORKERS: weakref.WeakSet[_Worker] = weakref.WeakSet()
+class _Follower:
+    """The thread of an `AsyncEngine` on a rank that follows."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._failure = engine, list[BaseException]()
+        self._thread = threading.Thread(target=self._run, name="rooftile-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            follow(self._engine)
+        except BaseException as error:
+            self._failure.append(error)
+        finally:
+            self._engine._generating = False
+
+    def add(self, request: Request, request_id: str | None) -> _Channel:
+        raise RuntimeError(f"AsyncEngine.add: this is rank {self._engine.rank}, expected 0, which takes the requests")
+
+    def named(self, request_id: str) -> None:
+        return None
+
+    def abort(self, channel: _Channel) -> bool:
+        return False
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def stop(self) -> None:
+        """It stops when rank 0 does."""
+
+    def close(self, drain: bool, timeout: float | None) -> None:
+        self._thread.join(timeout)
+
+
+_WORKERS: weakref.WeakSet[_Worker | _Follower] = weakref.WeakSet()
 
 
 @atexit.register
@@ -394,6 +439,9 @@ class AsyncEngine:
                 print(chunk.text, end="")
 
     A thread of its own runs the steps. Meanwhile `engine.generate` raises.
+
+    Where several processes have a part of the model each, all of them make one of these, and rank 0 takes the requests.
+    On the other ranks `close` waits for rank 0's.
 
     Args:
         engine: what computes; it belongs to this object until `close`.
@@ -420,8 +468,11 @@ class AsyncEngine:
             raise RuntimeError("AsyncEngine: the engine generates already")
         engine._generating = True
         self.engine = engine
-        scheduler = ContinuousScheduler(engine.runner, step_tokens, prefix_cache)
-        self._worker = _Worker(engine, scheduler, max_waiting)
+        self._worker: _Worker | _Follower
+        if engine.rank:
+            self._worker = _Follower(engine)
+        else:
+            self._worker = _Worker(engine, max_waiting, step_tokens, prefix_cache)
         self._finalizer = weakref.finalize(self, self._worker.stop)
         self._finalizer.atexit = False
         _WORKERS.add(self._worker)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,51 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
+class Share:
+    """A rank's part of a dimension: ranges of its indices, one behind the other."""
+
+    whole: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def all(cls, n: int) -> Share:
+        return cls(n, ((0, n),))
+
+    @property
+    def size(self) -> int:
+        return sum(end - first for first, end in self.ranges)
+
+    @property
+    def is_all(self) -> bool:
+        return self.ranges == ((0, self.whole),)
+
+    def in_units(self, unit: int) -> Share | None:
+        """The same of a dimension whose indices stand for so many of this one; None where it would cut one."""
+        if any(first % unit or (end % unit and end != self.whole) for first, end in self.ranges):
+            return None
+        return Share(-(-self.whole // unit), tuple((first // unit, -(-end // unit)) for first, end in self.ranges))
+
+    def __add__(self, other: Share) -> Share:
+        """Of two dimensions of one tensor, one behind the other."""
+        return Share(
+            self.whole + other.whole, (*self.ranges, *((a + self.whole, b + self.whole) for a, b in other.ranges))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Place:
     """The destination of a checkpoint's tensor: `fill(first, rows)` writes its rows, starting at row `first`.
 
     Attributes:
         shape: of the tensor.
-        fill: writes rows that are on the model's device.
+        fill: writes rows that are on the model's device. Of a tensor of which `shares` is a part, it counts and gets
+            the rows of that part.
         dtypes: safetensors' names of the dtypes accepted.
         others: shapes accepted beside `shape`.
         whole: whether `fill` is called once, with all rows.
         optional: whether the tensor may be absent.
+        shares: the part of the tensor that is read, by dimension; () for all of it. A dimension of another size than
+            its share has, as a scale for all rows, is read whole.
     """
 
     shape: tuple[int, ...]
@@ -69,6 +105,20 @@ class Place:
     others: tuple[tuple[int, ...], ...] = ()
     whole: bool = False
     optional: bool = False
+    shares: tuple[Share, ...] = ()
+
+    @classmethod
+    def of(
+        cls, shares: tuple[Share, ...], fill: Callable[[int, Tensor], None], dtypes: tuple[str, ...] = tuple(DTYPES),
+        **more: Any,
+    ) -> Place:  # fmt: skip
+        """Of a part of a tensor; the other arguments are the class's."""
+        return cls(tuple(share.whole for share in shares), fill, dtypes, **more, shares=shares)
+
+    def part(self, shape: Sequence[int]) -> tuple[Share, ...]:
+        """What is read of a tensor of that shape."""
+        shares = itertools.chain(self.shares, itertools.repeat(None))
+        return tuple(s if s and s.whole == n else Share.all(n) for s, n in zip(shares, shape, strict=False))
 
 
 def _entry(file: Path, name: str, given: Any, room: int) -> Entry:
@@ -211,10 +261,12 @@ class Checkpoint:
         instead = f"has {', '.join(named[:3])} and no index" if named else "has no weights"
         return f"{self.folder}: {instead}, expected {SINGLE}, or {INDEX} and the files that it names"
 
-    def read(self, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, Tensor]]:
-        """Those tensors on the CPU, in file order, so that each part of a file is read once.
+    def read(
+        self, wanted: Sequence[Entry], parts: Mapping[Entry, Sequence[Share]] | None = None
+    ) -> Iterator[tuple[Entry, Tensor]]:
+        """Those tensors on the CPU, or those parts of them, in file order, so that each part of a file is read once.
 
-        A tensor is a view of the file and is valid only until the next iteration.
+        A whole tensor is a view of the file and is valid only until the next iteration.
         """
         files: dict[Path, list[Entry]] = {}
         for entry in wanted:
@@ -223,5 +275,18 @@ class Checkpoint:
             with opened(file) as f:
                 for entry in sorted(inside, key=lambda e: e.start):
                     with torch.device("cpu"):  # safetensors follows the caller's default device
-                        tensor = f.get_tensor(entry.name)
+                        part = () if parts is None else parts[entry]
+                        if all(share.is_all for share in part):
+                            tensor = f.get_tensor(entry.name)
+                        else:
+                            tensor = _cut(f.get_slice(entry.name), part)
                     yield entry, tensor
+
+
+def _cut(tensor: Any, part: Sequence[Share], at: tuple[slice, ...] = ()) -> Tensor:
+    """That part of a safetensors slice; `at` are its first dimensions."""
+    if len(at) == len(part):
+        found: Tensor = tensor[at]
+        return found
+    pieces = [_cut(tensor, part, (*at, slice(*ends))) for ends in part[len(at)].ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, len(at))

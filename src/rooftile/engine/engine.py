@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from rooftile import runtime
 from rooftile.engine import hub
+from rooftile.engine import ranks as ranks_
 from rooftile.engine import weights as weights_
 from rooftile.engine.cache import check_positive
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.generation import Completion, StreamChunk, Watch, encoded, integer, stops_of
 from rooftile.engine.loop import Loop
+from rooftile.engine.ranks import Ranks
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.sampling import TokenMask
 from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.speculation import Draft, Speculate, Speculation, proposals_of
+from rooftile.engine.split import WHOLE
 from rooftile.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Engine:
         max_batch: sequences at a time; others wait until one has ended.
         max_seq_len: the most tokens of a sequence, prompt and new.
         speculate: where proposals of speculative decoding come from, or None.
+        rank: of this process, where several have a part of the model each; else 0.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class Engine:
             )
         self.config, self.weights, self.tokenizer, self.runner = config, weights, tokenizer, runner
         self.max_batch, self.max_seq_len = runner.max_batch, runner.max_seq_len
+        self.rank = 0 if runner.ranks is None else runner.ranks.rank
+        self._tells: Callable[[Sampling], Sampling] | None = None  # set while this rank leads others
         if proposals_of(speculate) != (runner.verifier.n_tokens - 1 if runner.verifier else 0):
             raise ValueError(f"Engine: the runner is not made for speculate={speculate!r}")
         self.speculate = speculate
@@ -90,6 +96,7 @@ class Engine:
         device: torch.device | str | None = None,
         cuda_graphs: bool = True,
         speculate: Speculate | None = None,
+        tensor_parallel: int = 1,
         progress: bool = True,
         revision: str | None = None,
     ) -> Engine:
@@ -110,29 +117,47 @@ class Engine:
             cuda_graphs: replay a CUDA graph for each decoding step, and for prompts of shapes that recur.
             speculate: `rooftile.NGram` or `rooftile.Draft`, which propose tokens that a step may accept: the same text
                 in fewer steps. None, the default: every step yields one token.
+            tensor_parallel: so many processes, which `torchrun` has started, have a part of the model each, on a GPU
+                each. All of them make the same calls, and get the same results.
             progress: show a progress bar.
             revision: of an id, a branch, tag or commit.
 
         Raises:
             FileNotFoundError: the folder or a file is missing; or the Hub has no such id, or can't be reached.
             ValueError: path is a file, the engine does not compute this model, or a tensor or file is not valid; the
-                message names it. Nothing has been loaded then.
+                message names it. Nothing has been loaded then. Or there are not `tensor_parallel` processes, or it does
+                not divide a size of the model.
             TypeError: a dtype is not one of those.
+            RuntimeError: another process of several has failed.
         """
+        ranks, device = ranks_.join(tensor_parallel, device)
+        with contextlib.nullcontext() if ranks is None else ranks.agreed():
+            return cls._loaded(
+                path, revision, ranks, device, quantize, speculate, progress and (ranks is None or ranks.rank == 0),
+                dtype=dtype, max_batch=max_batch, max_seq_len=max_seq_len, page_size=page_size, pages=pages,
+                kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
+            )  # fmt: skip
+
+    @classmethod
+    def _loaded(
+        cls, path: str | Path, revision: str | None, ranks: Ranks | None, device: torch.device,
+        quantize: Quantization | None, speculate: Speculate | None, progress: bool, *, dtype: torch.dtype,
+        **given: Any,
+    ) -> Engine:  # fmt: skip
+        """`from_pretrained` of one rank."""
         folder = hub.folder_of(path, revision)
         if folder.is_file():
             raise ValueError(f"Engine.from_pretrained: path is the file {folder}, expected the checkpoint's folder")
         config = ModelConfig.from_hf(folder)
-        options = _options(
-            config, dtype, quantize, max_seq_len, max_batch=max_batch, page_size=page_size, pages=pages,
-            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, proposals=proposals_of(speculate),
-        )  # fmt: skip
+        options = _options(config, ranks, dtype, quantize, proposals=proposals_of(speculate), **given)
         tokenizer = _tokenizer(folder)
-        draft = _draft(config, speculate, dtype, _device(device), progress)
+        draft = _draft(config, ranks, speculate, dtype, device, progress)
+        split = WHOLE if ranks is None else ranks.split
         loaded = weights_.load(
-            config, folder, dtype=dtype, quantize=quantize, device=_device(device), progress=progress
+            config, folder, dtype=dtype, quantize=quantize, device=device, progress=progress, split=split
         )
-        return cls(config, loaded, tokenizer, Runner(config, loaded, draft=draft, **options), speculate)
+        runner = Runner(split.config(config), loaded, draft=draft, **options)
+        return cls(config, loaded, tokenizer, runner, speculate)
 
     @classmethod
     def from_config(
@@ -149,6 +174,7 @@ class Engine:
         device: torch.device | str | None = None,
         cuda_graphs: bool = True,
         speculate: Speculate | None = None,
+        tensor_parallel: int = 1,
         seed: int = 0,
     ) -> Engine:
         """A model with random weights, drawn from the seed, for benchmarks and tests.
@@ -160,14 +186,17 @@ class Engine:
 
         The other arguments, and what is raised, are as in `from_pretrained`.
         """
-        config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
-        options = _options(
-            config, dtype, quantize, max_seq_len, max_batch=max_batch, page_size=page_size, pages=pages,
-            kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, proposals=proposals_of(speculate),
-        )  # fmt: skip
-        draft = _draft(config, speculate, dtype, _device(device), False)
-        drawn = weights_.random(config, dtype=dtype, quantize=quantize, device=_device(device), seed=seed)
-        return cls(config, drawn, None, Runner(config, drawn, draft=draft, **options), speculate)
+        ranks, device = ranks_.join(tensor_parallel, device)
+        with contextlib.nullcontext() if ranks is None else ranks.agreed():
+            config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
+            options = _options(
+                config, ranks, dtype, quantize, max_seq_len=max_seq_len, max_batch=max_batch, page_size=page_size,
+                pages=pages, kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, proposals=proposals_of(speculate),
+            )  # fmt: skip
+            draft = _draft(config, ranks, speculate, dtype, device, False)
+            split = WHOLE if ranks is None else ranks.split
+            drawn = weights_.random(config, dtype=dtype, quantize=quantize, device=device, seed=seed, split=split)
+            return cls(config, drawn, None, Runner(split.config(config), drawn, draft=draft, **options), speculate)
 
     @overload
     def generate(
@@ -299,6 +328,8 @@ class Engine:
         if limit < 1:
             raise ValueError(f"{op}: max_new_tokens is {limit}, expected a positive integer")
         sampling.check(self.config.vocab)
+        if self._tells is not None:
+            sampling = self._tells(sampling)
         request, cache = Request(index, prompt, limit, sampling), self.runner.cache
         if request.longest + 1 > self.max_seq_len:
             raise ValueError(
@@ -355,13 +386,10 @@ class Engine:
         )
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    return runtime.default_device() if device is None else torch.device(device)
-
-
 def _options(
-    config: ModelConfig, dtype: torch.dtype, quantize: str | None, max_seq_len: int | None, **given: Any
-) -> dict[str, Any]:
+    config: ModelConfig, ranks: Ranks | None, dtype: torch.dtype, quantize: str | None, *, max_seq_len: int | None,
+    **given: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The runner's options, checked."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"Engine: dtype is {dtype!r}, expected torch.float32, torch.float16 or torch.bfloat16")
@@ -372,14 +400,22 @@ def _options(
     check_positive("Engine", max_batch=given["max_batch"], max_seq_len=length)
     if length > config.max_positions:
         raise ValueError(f"Engine: max_seq_len is {length}, expected at most the model's {config.max_positions}")
-    options = {**given, "max_seq_len": length}
+    options = {**given, "max_seq_len": length, "ranks": ranks}
+    split = WHOLE if ranks is None else ranks.split
+    split.check(config)
     # On the meta device: an impossible cache is reported before weights are loaded.
-    Runner(config, weights_.random(config, dtype=dtype, quantize=quantize, device="meta"), **options)
+    meta = weights_.random(config, dtype=dtype, quantize=quantize, device="meta", split=split)
+    Runner(split.config(config), meta, **options)
     return options
 
 
 def _draft(
-    config: ModelConfig, speculate: Speculate | None, dtype: torch.dtype, device: torch.device, progress: bool
+    config: ModelConfig,
+    ranks: Ranks | None,
+    speculate: Speculate | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
 ) -> tuple[ModelConfig, Weights] | None:
     """The draft model, if there is one.
 
@@ -388,6 +424,8 @@ def _draft(
     """
     if not isinstance(speculate, Draft):
         return None
+    if ranks is not None:
+        raise ValueError(f"Engine: speculate is a Draft, and tensor_parallel {ranks.size}, expected NGram or None")
     if isinstance(speculate.model, Engine):
         small, weights = speculate.model.config, speculate.model.weights
     else:

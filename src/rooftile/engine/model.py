@@ -18,6 +18,7 @@ from rooftile.engine.cache import PagedKVCache
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.projections import Activations, Projection
 from rooftile.engine.prompts import Inputs, MixedBatch, PromptBatch
+from rooftile.engine.ranks import Ranks
 from rooftile.engine.softcap import softcap_
 from rooftile.engine.weights import Weights
 from rooftile.ops.add_rms_norm import add_rms_norm
@@ -39,6 +40,7 @@ class Decoder:
     Args:
         config, weights: the model.
         cache: for its layers and heads; the caller reserves its steps.
+        ranks: of a model that is split. The model, its weights and its cache are this rank's then.
 
     Attributes:
         follower: another model's decoder, which computes the same prompts for a cache of its own.
@@ -46,8 +48,8 @@ class Decoder:
 
     follower: Decoder | None = None
 
-    def __init__(self, config: ModelConfig, weights: Weights, cache: PagedKVCache) -> None:
-        self.config, self.weights, self.cache = config, weights, cache
+    def __init__(self, config: ModelConfig, weights: Weights, cache: PagedKVCache, ranks: Ranks | None = None) -> None:
+        self.config, self.weights, self.cache, self.ranks = config, weights, cache, ranks
         tables = {r: r.tables(cache.capacity, cache.k.device) for r in dict.fromkeys(config.rotaries)}
         self.tables = [tables[r] for r in config.rotaries]  # cos and sin of each layer
         self.embedding_scale = config.embedding_scale
@@ -134,6 +136,8 @@ class Decoder:
         return {"scale": c.attention_scale, "window": c.windows[layer], "softcap": c.attention_softcap}
 
     def _embed(self, ids: Tensor) -> Tensor:
+        if self.ranks is not None:
+            return self.ranks.embedding(ids, self.weights.embedding, self.embedding_scale)
         return embedding(ids, self.weights.embedding, scale=self.embedding_scale)
 
     def _layers(self, x: Tensor, attend: Attend) -> Tensor:
@@ -146,10 +150,13 @@ class Decoder:
         return x
 
     def _add(self, x: Tensor, projection: Projection, y: Activations, norm: Tensor | None) -> Tensor:
-        """x plus the projection of y, or plus the norm of that."""
+        """x plus the projection of y, or plus the norm of that. Each rank has some columns of the projection."""
         if norm is None:
-            return projection(y, residual=x)
-        return add_rms_norm(rms_norm(projection(y), norm, eps=self.config.norm_eps, rounding="none"), x)[1]
+            if self.ranks is None:
+                return projection(y, residual=x)
+            return self.ranks.sum_(projection(y, residual=x if self.ranks.rank == 0 else None))
+        added = projection(y) if self.ranks is None else self.ranks.sum_(projection(y))
+        return add_rms_norm(rms_norm(added, norm, eps=self.config.norm_eps, rounding="none"), x)[1]
 
     def _qkv(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v of hidden states, `(tokens, heads, head_dim)` each."""
@@ -164,6 +171,8 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = self.weights.lm_head.normed(x, self.weights.norm, self.config.norm_eps)
+        if self.ranks is not None:
+            logits = self.ranks.gathered(logits)
         cap = self.config.logits_softcap
         return logits if cap is None else softcap_(logits, cap)
 

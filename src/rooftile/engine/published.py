@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rooftile import library
-from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, Place
+from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, Place, Share
 from rooftile.engine.projections import Dense, Fp8, Fp8Block, Int4, Int8, Projection
 from rooftile.ops.gemm.packing import GROUPS, pack_int4
 from rooftile.quantize import BLOCK
@@ -96,17 +96,18 @@ class Published:
         return name.rpartition(".")[2] in _OF_ACTIVATIONS
 
     def projection(
-        self, prefix: str, parts: dict[str, int], n: int, k: int, *, bias: bool, dtype: torch.dtype,
+        self, prefix: str, parts: dict[str, Share], n: int, columns: Share, *, bias: bool, dtype: torch.dtype,
         device: torch.device, found: Found, orders: Orders,
     ) -> Projection:  # fmt: skip
-        """Memory for a projection of n rows and k columns; `parts` are the checkpoint's modules that it is made of.
+        """Memory for a projection of n rows and some columns; `parts` are the checkpoint's modules that it is made of,
+        with their rows.
 
         `orders` are of `orders_of`.
 
         Raises:
             CheckpointError: they are not stored alike, or in a way that the kernels don't take.
         """
-        modules = [prefix + name for name in parts]
+        modules, k = [prefix + name for name in parts], columns.size
         schemes = [self.scheme_of(module) for module in modules]
         made: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device}
         for module, scheme in zip(modules, schemes, strict=True):
@@ -120,11 +121,17 @@ class Published:
         if scheme is None:
             return Dense(n, k, **made)
         if scheme.is_int4:
+            self._groups(modules[0], scheme, columns)
             self._group(modules[0], scheme, k)
             given = {found[m + _SCALE[scheme.storage]].dtype for m in modules if m + _SCALE[scheme.storage] in found}
             scales = _SCALES.get(given.pop(), torch.float32) if len(given) == 1 else None
             group = _kernel_group(scheme.group, k)
             order = orders.get(modules[0])
+            if order is not None and not columns.is_all:
+                raise CheckpointError(
+                    f"{self.source}: {self._ordering}, and {modules[0]} has columns of a group on several ranks, "
+                    "expected tensor_parallel=1"
+                )
             for module in modules[1:]:
                 if not _same(order, orders.get(module)):
                     raise CheckpointError(
@@ -133,7 +140,8 @@ class Published:
                     )
             return Int4(n, k, **made, group=group, scales=scales, offsets=scheme.zeros, order=order)
         if scheme.block:
-            for name, rows in list(parts.items())[:-1]:
+            for name, share in list(parts.items())[:-1]:
+                rows = share.size
                 if rows % BLOCK:
                     raise CheckpointError(
                         f"{self.source}: {prefix}{name} has {rows} rows, expected a multiple of {BLOCK}: it shares a "
@@ -150,30 +158,47 @@ class Published:
             raise CheckpointError(f"{self.source}: {module} has {k} columns, expected {expected}")
         return group
 
+    def _in_units(self, module: str, share: Share, unit: int) -> Share:
+        """A rank's part of a dimension of which so many share a word or a scale."""
+        found = share.in_units(unit)
+        if found is None:
+            raise CheckpointError(
+                f"{self.source}: {module} has {share.whole} rows or columns, of which each rank has {share.size}, "
+                f"expected a multiple of {unit}, which share a word or a scale"
+            )
+        return found
+
+    def _groups(self, module: str, scheme: Scheme, columns: Share) -> Share:
+        return Share.all(1) if scheme.group == -1 else self._in_units(module, columns, scheme.group)
+
     def places(
-        self, module: str, scheme: Scheme, p: Projection, rows: slice, found: Found
+        self, module: str, scheme: Scheme, p: Projection, rows: slice, shares: tuple[Share, Share], found: Found
     ) -> Iterator[tuple[str, Place]]:
-        """The tensors of a module, which has those rows of the projection, and their places."""
+        """The tensors of a module, which has those rows of the projection, and their places.
+
+        `shares` are what this rank has of the module's rows and columns.
+        """
         places = self._int4_places if scheme.is_int4 else self._eight_bit_places
-        for name, place in places(module, scheme, p, rows, found):
+        for name, place in places(module, scheme, p, rows, shares, found):
             yield f"{module}.{name}", place
 
     def _eight_bit_places(
-        self, module: str, scheme: Scheme, p: Projection, rows: slice, found: Found
+        self, module: str, scheme: Scheme, p: Projection, rows: slice, shares: tuple[Share, Share], found: Found
     ) -> Iterator[tuple[str, Place]]:
-        weight, n, k = p.weight[rows], rows.stop - rows.start, p.k
+        weight, n = p.weight[rows], rows.stop - rows.start
 
         def fill(first: int, part: Tensor) -> None:
             weight[first : first + part.shape[0]].copy_(part)
 
-        yield "weight", Place((n, k), fill, _INT8 if scheme.storage == "int8" else _FP8)
+        yield "weight", Place.of(shares, fill, _INT8 if scheme.storage == "int8" else _FP8)
         names = ("weight_scale_inv", "weight_scale") if self.method == "fp8" else ("weight_scale",)
         name = next((name for name in names if f"{module}.{name}" in found), names[0])
         if scheme.block:
             assert isinstance(p, Fp8Block), "made for it"
             first = rows.start // BLOCK
             scale = p.scale[first : first + library.cdiv(n, BLOCK)]
-            yield name, Place(tuple(scale.shape), lambda _, given: _copy(scale, given), whole=True)
+            blocks = (self._in_units(module, shares[0], BLOCK), self._in_units(module, shares[1], BLOCK))
+            yield name, Place.of(blocks, lambda _, given: _copy(scale, given), whole=True)
             return
         assert isinstance(p, (Int8, Fp8)), "made for it"
         of_rows = p.scale[rows]
@@ -181,19 +206,21 @@ class Published:
         def fill_scale(_: int, given: Tensor) -> None:
             of_rows.copy_(given.reshape(-1, *(1,) * (of_rows.dim() - 1)).expand_as(of_rows))
 
-        others: tuple[tuple[int, ...], ...] = ((n,), (1,), (), (1, 1))
-        yield name, Place((n, 1), fill_scale, others=others, whole=True)
-        yield self._zeros(f"{module}.weight_zero_point", _SYMMETRIC, (n, 1), *others, dtypes=_INT8 + _FP8)
+        all_rows = shares[0].whole
+        others: tuple[tuple[int, ...], ...] = ((all_rows,), (1,), (), (1, 1))
+        yield name, Place.of((shares[0], Share.all(1)), fill_scale, others=others, whole=True)
+        yield self._zeros(f"{module}.weight_zero_point", _SYMMETRIC, (all_rows, 1), *others, dtypes=_INT8 + _FP8)
 
     def _int4_places(
-        self, module: str, scheme: Scheme, p: Projection, rows: slice, found: Found
+        self, module: str, scheme: Scheme, p: Projection, rows: slice, shares: tuple[Share, Share], found: Found
     ) -> Iterator[tuple[str, Place]]:
         assert isinstance(p, Int4), "made for it"
         n, k, group = rows.stop - rows.start, p.k, self._group(module, scheme, p.k)
-        weight, scale, groups, repeats = p.weight[rows], p.scale[rows], k // group, group // p.group
+        weight, scale, repeats = p.weight[rows], p.scale[rows], group // p.group
         scale, offset = (scale[..., 0], scale[..., 1]) if p.offsets else (scale, None)
         of_words, by_columns = _UNPACK[scheme.storage], scheme.storage != "packed"
-        words, zeros_of_words = library.cdiv(n, 8), _UNPACK_ZEROS[scheme.storage]
+        zeros_of_words = _UNPACK_ZEROS[scheme.storage]
+        of_groups = self._groups(module, scheme, shares[1])
 
         def fill(_: int, given: Tensor) -> None:
             numbers = of_words(given)[:, :k]
@@ -217,28 +244,32 @@ class Published:
         if scheme.storage == "packed":
             if k % 8:
                 raise CheckpointError(f"{self.source}: {module} has {k} columns, expected a multiple of 8")
-            yield "weight_packed", Place((n, k // 8), fill, _WORDS, whole=True)
-            yield "weight_scale", Place((n, groups), fill_scale, others=((n,),) * (groups == 1), whole=True)
+            yield "weight_packed", Place.of((shares[0], self._in_units(module, shares[1], 8)), fill, _WORDS, whole=True)
+            others = ((shares[0].whole,),) * (of_groups.whole == 1)
+            yield "weight_scale", Place.of((shares[0], of_groups), fill_scale, others=others, whole=True)
             if scheme.zeros:
-                yield "weight_zero_point", Place((words, groups), fill_zeros, _WORDS, whole=True)
+                words = self._in_units(module, shares[0], 8)
+                yield "weight_zero_point", Place.of((words, of_groups), fill_zeros, _WORDS, whole=True)
             else:  # old versions write zeros
-                yield self._zeros(f"{module}.weight_zero_point", _SYMMETRIC, (n, groups), (n,), dtypes=_INT8)
-            check_shape = functools.partial(self._check_shape, module, (n, k))
+                shapes = (shares[0].whole, of_groups.whole), (shares[0].whole,)
+                yield self._zeros(f"{module}.weight_zero_point", _SYMMETRIC, *shapes, dtypes=_INT8)
+            check_shape = functools.partial(self._check_shape, module, (shares[0].whole, shares[1].whole))
             yield "weight_shape", Place((2,), check_shape, ("I64", "I32"), whole=True, optional=True)
             g_idx = "weight_g_idx"
         else:
             if n % 8:
                 raise CheckpointError(f"{self.source}: {module} has {n} rows, expected a multiple of 8")
-            shape = (k, n // 8) if scheme.storage == "awq" else (k // 8, n)
-            yield "qweight", Place(shape, fill, _WORDS, whole=True)
-            yield "qzeros", Place((groups, words), fill_zeros, _WORDS, whole=True)
-            yield "scales", Place((groups, n), fill_scale, whole=True)
+            words, columns = self._in_units(module, shares[0], 8), shares[1]
+            stored = (columns, words) if scheme.storage == "awq" else (self._in_units(module, columns, 8), shares[0])
+            yield "qweight", Place.of(stored, fill, _WORDS, whole=True)
+            yield "qzeros", Place.of((of_groups, words), fill_zeros, _WORDS, whole=True)
+            yield "scales", Place.of((of_groups, shares[0]), fill_scale, whole=True)
             g_idx = "g_idx"
             if p.bias is None:  # old versions write zeros
-                yield self._zeros(f"{module}.bias", "the model has no such bias", (n,))
+                yield self._zeros(f"{module}.bias", "the model has no such bias", (shares[0].whole,))
         if scheme.storage != "awq":
             # It has been read by `orders_of`.
-            yield g_idx, Place((k,), _nothing, _INDICES, whole=True, optional=not scheme.ordered)
+            yield g_idx, Place.of(shares[1:], _nothing, _INDICES, whole=True, optional=not scheme.ordered)
 
     def _check_shape(self, module: str, expected: tuple[int, int], _: int, shape: Tensor) -> None:
         if tuple(shape.tolist()) != expected:

@@ -20,6 +20,7 @@ from rooftile.engine.model import Decoder
 from rooftile.engine.modes import on, plain_mode
 from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompts import MixedBatch, Part, PromptBatch
+from rooftile.engine.ranks import Ranks
 from rooftile.engine.sampling import Sampling as Sampling
 from rooftile.engine.sampling import SlotOptions
 from rooftile.engine.verification import Verifier
@@ -159,6 +160,7 @@ class Runner:
         cuda_graphs: on a GPU, replay a graph for each decoding step, and for prompts of shapes that recur.
         proposals: of a step of speculative decoding; 0 for none.
         draft: a model that makes them.
+        ranks: of a model that is split; config and weights are this rank's. All ranks make the same calls.
 
     Attributes:
         verifier: the memory of such steps, if there are any.
@@ -179,6 +181,7 @@ class Runner:
         cuda_graphs: bool = True,
         proposals: int = 0,
         draft: tuple[ModelConfig, Weights] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         device = weights.embedding.device
         needed = max_batch * -(-max_seq_len // page_size)
@@ -187,7 +190,7 @@ class Runner:
             max_sequences=max_batch, max_seq_len=max_seq_len, layers=config.layers,
             dtype=weights.embedding.dtype if kv_dtype is None else kv_dtype, device=device,
         )  # fmt: skip
-        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        self.max_batch, self.max_seq_len, self.ranks = max_batch, max_seq_len, ranks
         self._device = device
         self._order = None
         if device.type == "cuda":
@@ -198,7 +201,7 @@ class Runner:
 
     def _make(self, config: ModelConfig, weights: Weights, cuda_graphs: bool) -> None:
         device, max_batch, verifier = self._device, self.max_batch, self.verifier
-        self.decoder = Decoder(config, weights, self.cache)
+        self.decoder = Decoder(config, weights, self.cache, self.ranks)
         self.tokens = torch.zeros(max_batch, dtype=torch.int32, device=device) if verifier is None else verifier.tokens
         if verifier is not None:
             self.decoder.follower = verifier.follower

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,11 +22,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from torch import Tensor
 
 from rooftile import library, runtime
-from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, Place
+from rooftile.engine.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, Place, Share
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.modes import plain_mode
 from rooftile.engine.projections import Dense, Projection, kind_of
 from rooftile.engine.published import Found, Orders, Published
+from rooftile.engine.split import WHOLE, Split
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AT_A_TIME = 1 << 24  # elements of a tensor that are sent to the device at a time
@@ -61,7 +63,8 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """A model's weights. `embedding` is `(vocab, hidden)`; `norm` is the last norm's, times the logits' scale."""
+    """A model's weights, or a rank's part of them. `embedding` is `(vocab, hidden)`; `norm` is the last norm's, times
+    the logits' scale."""
 
     embedding: Tensor
     layers: list[Layer]
@@ -87,29 +90,33 @@ def _set(tensor: Tensor, first: int, rows: Tensor) -> None:
 
 
 def _parts(
-    prefix: str, projection: Projection, parts: dict[str, int], published: Published | None, found: Found
-) -> Iterator[tuple[str, Place]]:
-    """The checkpoint's tensors that a projection is made of. `parts` has their names and numbers of rows."""
+    prefix: str, projection: Projection, parts: dict[str, Share], k: Share, bias: bool, published: Published | None,
+    found: Found,
+) -> Iterator[tuple[str, Place]]:  # fmt: skip
+    """The checkpoint's tensors that a projection is made of. `parts` has their names and rows, `k` the columns."""
     at = 0
-    for name, n in parts.items():
+    for name, rows_of in parts.items():
+        n = rows_of.size
 
         def fill(first: int, rows: Tensor, at: int = at) -> None:
             projection.fill(at + first, rows)
 
         def fill_bias(first: int, values: Tensor, at: int = at) -> None:
-            projection.fill_bias(at + first, values)
+            if projection.bias is not None:  # else it is another rank's
+                projection.fill_bias(at + first, values)
 
         scheme = None if published is None else published.scheme_of(f"{prefix}{name}")
         if published is None or scheme is None:
-            yield f"{prefix}{name}.weight", Place((n, projection.k), fill)
+            yield f"{prefix}{name}.weight", Place.of((rows_of, k), fill)
         else:
-            yield from published.places(f"{prefix}{name}", scheme, projection, slice(at, at + n), found)
-        if projection.bias is not None:
-            yield f"{prefix}{name}.bias", Place((n,), fill_bias)
+            rows = slice(at, at + n)
+            yield from published.places(f"{prefix}{name}", scheme, projection, rows, (rows_of, k), found)
+        if bias:
+            yield f"{prefix}{name}.bias", Place.of((rows_of,), fill_bias)
         at += n
 
 
-def _check(config: ModelConfig, dtype: torch.dtype, quantize: str | None) -> None:
+def _check(config: ModelConfig, dtype: torch.dtype, quantize: str | None, split: Split) -> None:
     if dtype not in library.FLOATS:
         raise TypeError(f"dtype is {dtype}, expected float32, float16 or bfloat16")
     if quantize is not None and config.published is not None:
@@ -126,6 +133,12 @@ def _check(config: ModelConfig, dtype: torch.dtype, quantize: str | None) -> Non
         for name, size in sizes.items():
             if size % 32:
                 raise ValueError(f"{config.source}: {name} is {size}, expected a multiple of 32 for quantize='int4'")
+        for name, size in list(sizes.items())[1:]:  # columns of o and down
+            if size // split.ranks % 32:
+                raise ValueError(
+                    f"{config.source}: {name} is {size}, of which each of {split.ranks} ranks has "
+                    f"{size // split.ranks}, expected a multiple of 32 for quantize='int4'"
+                )
 
 
 def _empty(
@@ -134,15 +147,16 @@ def _empty(
     quantize: str | None,
     device: torch.device,
     tied: bool,
+    split: Split,
     checkpoint: Checkpoint | None = None,
     orders: Orders | None = None,
 ) -> tuple[Weights, dict[str, Place]]:
     """Memory for a model, and the place in it of each tensor of a checkpoint. Norms are ones, biases zeros.
 
-    A checkpoint of quantized weights is asked which of the tensors it has that a scheme allows; `orders` are of its
-    columns.
+    Of the projections and the vocabulary it is this rank's part. A checkpoint of quantized weights is asked which of
+    the tensors it has that a scheme allows; `orders` are of its columns.
     """
-    _check(config, dtype, quantize)
+    _check(config, dtype, quantize, split)
     c, kind, published = config, kind_of(quantize), config.published
     found: Found = {} if checkpoint is None else checkpoint.entries
     places: dict[str, Place] = {}
@@ -159,42 +173,43 @@ def _empty(
         places[f"{name}.weight"] = Place((size,), lambda at, rows: _set(tensor, at, rows.float() + c.norm_offset))
         return tensor
 
-    def projection(prefix: str, parts: dict[str, int], k: int, bias: bool) -> Projection:
-        n = sum(parts.values())
-        if published is None:
-            made = kind(n, k, bias=bias, dtype=dtype, device=device)
+    def projection(prefix: str, parts: dict[str, Share], k: Share, bias: bool) -> Projection:
+        n = sum(rows.size for rows in parts.values())
+        given: dict[str, Any] = {"dtype": dtype, "device": device}
+        given["bias"] = bias and (k.is_all or split.rank == 0)  # where k is split, the results of all ranks are added
+        if published is not None:
+            made = published.projection(prefix, parts, n, k, **given, found=found, orders=orders or {})
         else:
-            made = published.projection(
-                prefix, parts, n, k, bias=bias, dtype=dtype, device=device, found=found, orders=orders or {}
-            )
-        places.update(_parts(prefix, made, parts, published, found))
+            made = kind(n, k.size, **given)
+        places.update(_parts(prefix, made, parts, k, bias, published, found))
         return made
 
-    embedding = torch.empty((c.vocab, c.hidden), dtype=dtype, device=device)
-    places[_EMBEDDING] = _into(embedding)
+    vocab, hidden = split.equal(c.vocab), Share.all(c.hidden)
+    embedding = torch.empty((vocab.size, c.hidden), dtype=dtype, device=device)
+    places[_EMBEDDING] = Place.of((vocab, hidden), functools.partial(_set, embedding))
     layers = []
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    qkv, gate_up = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": c.intermediate, "up_proj": c.intermediate}
+    q, kv, inner = split.equal(c.heads * c.head_dim), split.kv(c), split.equal(c.intermediate)
+    qkv, gate_up = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
     if c.packed:  # in the same order
-        qkv, gate_up = {"qkv_proj": q + 2 * kv}, {"gate_up_proj": 2 * c.intermediate}
+        qkv, gate_up = {"qkv_proj": q + kv + kv}, {"gate_up_proj": inner + inner}
     # Of what attention adds where there is one, else before the MLP.
     between = "post_attention_layernorm"
     before_mlp = "pre_feedforward_layernorm" if c.output_norms else between
-    q_norm, k_norm = (q, kv) if c.whole_qk_norm else (c.head_dim, c.head_dim)
+    q_norm, k_norm = (q.size, kv.size) if c.whole_qk_norm else (c.head_dim, c.head_dim)
     has_qk_norm = c.qk_norm or c.whole_qk_norm
     for i in range(c.layers):
         at = f"model.layers.{i}."
         layers.append(
             Layer(
                 input_norm=norm(f"{at}input_layernorm", c.hidden, c.input_norms),
-                qkv=projection(f"{at}self_attn.", qkv, c.hidden, c.qkv_bias),
+                qkv=projection(f"{at}self_attn.", qkv, hidden, c.qkv_bias),
                 q_norm=norm(f"{at}self_attn.q_norm", q_norm, has_qk_norm),
                 k_norm=norm(f"{at}self_attn.k_norm", k_norm, has_qk_norm),
-                o=projection(f"{at}self_attn.", {"o_proj": c.hidden}, q, c.o_bias),
+                o=projection(f"{at}self_attn.", {"o_proj": hidden}, q, c.o_bias),
                 attention_norm=norm(f"{at}{between}", c.hidden, c.output_norms),
                 post_norm=norm(f"{at}{before_mlp}", c.hidden, c.input_norms),
-                gate_up=projection(f"{at}mlp.", gate_up, c.hidden, c.mlp_bias),
-                down=projection(f"{at}mlp.", {"down_proj": c.hidden}, c.intermediate, c.mlp_bias),
+                gate_up=projection(f"{at}mlp.", gate_up, hidden, c.mlp_bias),
+                down=projection(f"{at}mlp.", {"down_proj": hidden}, inner, c.mlp_bias),
                 mlp_norm=norm(f"{at}post_feedforward_layernorm", c.hidden, c.output_norms),
             )
         )
@@ -204,17 +219,17 @@ def _empty(
     if tied and lm_kind is Dense:
         return Weights(embedding, layers, last, Dense.of(embedding)), places
     if published is not None:
-        return Weights(embedding, layers, last, projection("", {"lm_head": c.vocab}, c.hidden, False)), places
-    lm_head = lm_kind(c.vocab, c.hidden, bias=False, dtype=dtype, device=device)
+        return Weights(embedding, layers, last, projection("", {"lm_head": vocab}, hidden, False)), places
+    lm_head = lm_kind(vocab.size, c.hidden, bias=False, dtype=dtype, device=device)
     if tied:  # a quantized lm_head is a tensor of its own
 
         def both(first: int, rows: Tensor) -> None:
             _set(embedding, first, rows)
             lm_head.fill(first, rows)
 
-        places[_EMBEDDING] = Place((c.vocab, c.hidden), both)
+        places[_EMBEDDING] = Place.of((vocab, hidden), both)
     else:
-        places[_LM_HEAD] = Place((c.vocab, c.hidden), lm_head.fill)
+        places[_LM_HEAD] = Place.of((vocab, hidden), lm_head.fill)
     return Weights(embedding, layers, last, lm_head), places
 
 
@@ -333,8 +348,9 @@ def load(
     quantize: str | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
+    split: Split = WHOLE,
 ) -> Weights:
-    """Read a checkpoint.
+    """Read a checkpoint, or a rank's part of it.
 
     Args:
         config: of its model.
@@ -343,6 +359,7 @@ def load(
         quantize: None, "fp8", "int8" or "int4" (lm_head is then int8); None of a checkpoint of quantized weights.
         device: by default the GPU.
         progress: show a bar, if standard error is a terminal.
+        split: the rank. Nothing is read but its part.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -353,23 +370,27 @@ def load(
     All of that is found before a byte goes to the device, except for values that overflow float16.
     """
     device = runtime.default_device() if device is None else torch.device(device)
-    _check(config, dtype, quantize)
+    _check(config, dtype, quantize, split)
     checkpoint = Checkpoint(folder)
     if config.multimodal:
         _only_text(checkpoint.entries)
     tied = _is_tied(config, checkpoint)
     orders = None if config.published is None else config.published.orders_of(checkpoint)
-    made = functools.partial(_empty, config, dtype, quantize, tied=tied, checkpoint=checkpoint, orders=orders)
+    made = functools.partial(
+        _empty, config, dtype, quantize, tied=tied, split=split, checkpoint=checkpoint, orders=orders
+    )
     # Checked on the meta device first, which takes no memory.
     _matched(config, checkpoint, made(torch.device("meta"))[1], tied)
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_mode(device))
         weights, places = made(device)
         wanted = _matched(config, checkpoint, places, tied)
-        advance = stack.enter_context(_bar(progress, sum(e.nbytes for e in wanted), Path(folder).name))
-        for entry, tensor in checkpoint.read(list(wanted)):
+        parts = {entry: place.part(entry.shape) for entry, place in wanted.items()}
+        total = sum(e.nbytes * math.prod(s.size for s in p) // max(1, math.prod(e.shape)) for e, p in parts.items())
+        advance = stack.enter_context(_bar(progress, total, Path(folder).name))
+        for entry, tensor in checkpoint.read(list(wanted), parts):
             place, first = wanted[entry], 0
-            step = max(1, _AT_A_TIME // max(1, math.prod(entry.shape[1:])))
+            step = max(1, _AT_A_TIME // max(1, math.prod(tensor.shape[1:])))
             for rows in (tensor,) if place.whole else tensor.split(step):
                 part = rows.to(device)
                 _narrowed(entry, part, dtype)
@@ -396,9 +417,11 @@ def random(
     quantize: str | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
+    split: Split = WHOLE,
 ) -> Weights:
     """Random weights, drawn on the device from the seed: normal with the configuration's initializer_range; norms are
-    ones and biases zeros, as in transformers. Quantized weights are the same draws, quantized.
+    ones and biases zeros, as in transformers. Quantized weights are the same draws, quantized; a rank's are its part of
+    them.
 
     On the meta device nothing is drawn: it serves to compute sizes.
 
@@ -412,7 +435,7 @@ def random(
             "weights: quantize= quantizes them"
         )
     with plain_mode(device):
-        weights, places = _empty(config, dtype, quantize, device, config.tied)
+        weights, places = _empty(config, dtype, quantize, device, config.tied, split)
         if device.type != "meta":
             generator = torch.Generator(device=device).manual_seed(seed)
             for place in places.values():
@@ -424,6 +447,14 @@ def random(
 def _draw(place: Place, std: float, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     n, k = place.shape
     rows = max(1, _AT_A_TIME // k)
+    if not all(share.is_all for share in place.shares):
+        drawn = torch.empty((n, k), dtype=dtype, device=device)
+        for part in drawn.split(rows):
+            part.normal_(0.0, std, generator=generator)
+        for dim, share in enumerate(place.shares):
+            drawn = torch.cat([drawn.narrow(dim, a, b - a) for a, b in share.ranges], dim)
+        place.fill(0, drawn)
+        return
     for first in range(0, n, rows):
         part = torch.empty((min(rows, n - first), k), dtype=dtype, device=device)
         place.fill(first, part.normal_(0.0, std, generator=generator))
