@@ -442,6 +442,8 @@ def test_which_items_are_split():
     assert [chosen(32, n).combine for n in (44, 128, 129)] == ["none", "none", "kernel"]
     assert [chosen(64, n).combine for n in (512, 513, 2048)] == ["none", "kernel", "last"]
     assert chosen(16, 512).combine == "kernel"
+    # 4 tokens of 4 heads are 16 rows to combine: too many for the last program, unless few items are split.
+    assert [choose(16, 128, 128, BF16, BF16, n, 2048, 0, target).combine for n in (64, 256)] == ["kernel", "last"]
     assert chosen(64, 512, torch.float32).combine != "none"  # its blocks are short: it would walk through 32 of them
     # A long cache of few items has splits of at least two blocks, where those are short.
     assert [chosen(8, n).min_blocks for n in (512, 1024, 4096)] == [1, 2, 1]

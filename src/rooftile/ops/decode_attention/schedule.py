@@ -343,14 +343,15 @@ def combine_kernel(
     VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, ROW_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr, PDL: tl.constexpr, COMBINE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Combine one row of an item, if the item was split."""
+    """Combine COMBINE_ROWS rows of an item's tile, if the item was split."""
     if not HAS_WINDOW:
         window = None
-    item = tl.program_id(0) // (ROWS * ROW_TILES)
-    tile = tl.program_id(0) // ROWS % ROW_TILES
-    rows = tl.program_id(0) % ROWS + tl.arange(0, 1)
+    PARTS: tl.constexpr = ROWS // COMBINE_ROWS  # programs of a tile
+    item = tl.program_id(0) // (PARTS * ROW_TILES)
+    tile = tl.program_id(0) // PARTS % ROW_TILES
+    rows = tl.program_id(0) % PARTS * COMBINE_ROWS + tl.arange(0, COMBINE_ROWS)
     # The previous kernel let this one start after the lengths were final. Only its partial results must be waited for.
     if PDL:
         pdl_launch_dependents()
