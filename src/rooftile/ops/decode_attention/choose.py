@@ -179,7 +179,12 @@ def _choose_latent(
 
     64 keys are the least rows of wgmma, which other targets lack. 8-bit elements are converted in registers. The output
     of 64 rows and 512 columns takes half the registers of 8 warps. A plan made before the previous kernel ends would
-    take registers in the loop.
+    take registers in the loop. On an H100 with DeepSeek-V3's 16 heads 8 x 32768 took 125.8 us; with 4 warps 135.4, with
+    4 stages of 32 keys 162.0.
+
+    128 heads reach 0.39 of cuBLAS's rate: 64 keys and 64 rows take 4.1 us, of which tensor cores need 1.3. Both warp
+    groups read all keys from shared memory, and no GEMM runs during the softmax or while copies are issued. More would
+    take two consumers with schedules of their own (FlashMLA).
     """
     tile, _ = row_tile(rows, most_rows(head_dim, dtype, target))
     columns = sum(split_dim(head_dim))
