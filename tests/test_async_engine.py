@@ -13,7 +13,7 @@ import torch
 import rooftile
 from rooftile.engine import QueueFull, RequestError
 from rooftile.engine.prefix import PrefixCache, page_names
-from rooftile.engine.prompts import MixedBatch, Part
+from rooftile.engine.prompts import MixedBatch, Part, rounded
 
 pytest.importorskip("transformers")
 
@@ -240,23 +240,48 @@ def test_prompts_in_parts_beside_decoding_give_the_tokens_of_whole_ones(family, 
 
 
 def test_the_layout_of_a_mixed_step(device):
-    """Two newest tokens side by side, a part of a prompt, and two more that are apart."""
+    """Newest tokens in the rows of their slots, then a part of a prompt, and padding as a sequence without keys."""
     parts = [
         Part(5, 16, None, [8, 9], True),
         Part(0, 3, None, [2], True),
-        Part(2, 15, [71, 72, 73], [4, 5], False),
+        Part(2, 15, [71, 72, 73], [4, 5], True),
         Part(1, 40, None, [1, 6, 7], True),
         Part(3, 0, None, [3], True),
     ]
-    batch = MixedBatch(parts, 16, lambda n: n + n % 2)
+    batch = MixedBatch(parts, 16, 3, lambda n: n + n % 2)
     inputs = batch.filled(device, torch.arange(100, 108, dtype=torch.int32, device=device))
-    assert inputs.ids.tolist() == [100, 101, 71, 72, 73, 103, 105]
-    assert inputs.positions.tolist() == [3, 40, 15, 16, 17, 0, 16]
-    assert inputs.starts.tolist() == [3, 8, 15, 0, 1, 0, 0]
-    assert inputs.pages.tolist() == [[2], [7], [4], [5], [5], [3], [9]]
-    assert inputs.ends.tolist() == [0, 1, 2, 5, 6, 6, 7]
-    assert inputs.rows.tolist() == [0, 1, 0, 5, 0, 6]
-    assert (batch.rows, batch.longest) == (6, 3)
+    assert (batch.newest, batch.rows, batch.longest) == (6, 6, 8)
+    assert inputs.ids.tolist() == [100, 101, 102, 103, 104, 105, 71, 72, 73, *[0] * 7]
+    assert inputs.positions.tolist() == [3, 40, 0, 0, 0, 16, 15, 16, 17, *[0] * 7]
+    assert inputs.starts.tolist() == [3, 8, 0, 0, 0, 0, 15, 0, 1, *[0] * 7]
+    assert inputs.pages.flatten().tolist() == [2, 7, 0, 3, 0, 9, 4, 5, 5, *[0] * 7]
+    assert inputs.counts.tolist() == [1, 1, 0, 1, 0, 1, 1, 1, 1, *[0] * 7]
+    assert inputs.lengths.tolist() == [4, 41, 0, 1, 0, 17]
+    assert inputs.ends.tolist() == [0, 3, 10]
+    assert inputs.part_lengths.tolist() == [18, 0]
+    assert inputs.part_pages.tolist() == [[4, 5, -1], [-1, -1, -1]]
+    assert inputs.rows.tolist() == [0, 1, 8, 3, 4, 5]
+
+    only = MixedBatch(parts[2:3], 16, 3, lambda n: n, every=True)
+    assert (only.newest, only.on(device).rows, only.on(device).lengths) == (0, None, None)
+    assert only.on(device).ids.tolist() == [71, 72, 73, 0]
+
+
+def test_mixed_steps_have_few_shapes_and_no_more_tokens_than_they_may(device):
+    """Whatever prompts come, and however many sequences decode."""
+    assert [rounded(n) for n in (1, 2, 3, 33, 64, 65, 448, 449, 512)] == [1, 2, 4, 64, 64, 128, 448, 512, 512]
+    shapes, rng = set(), random.Random(0)
+    for _ in range(200):
+        decoding = rng.randrange(1, 33)
+        budget = 512 - 16 * -(-decoding // 16)
+        lengths = [rng.randrange(1, budget)]
+        lengths.append(rng.randrange(budget - lengths[0] + 1))
+        parts = [Part(slot, 7, None, [0], True) for slot in range(decoding)]
+        parts += [Part(decoding + i, 0, [1] * n, [0] * 32, False) for i, n in enumerate(lengths) if n]
+        batch = MixedBatch(parts, 16, 64, lambda n: 16 * -(-n // 16))
+        shapes.add(batch.on(device).ids.shape[0])
+    assert max(shapes) <= 512
+    assert len(shapes) <= 8
 
 
 @pytest.mark.gpu

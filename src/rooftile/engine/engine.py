@@ -97,6 +97,7 @@ class Engine:
         cuda_graphs: bool = True,
         speculate: Speculate | None = None,
         tensor_parallel: int = 1,
+        deterministic: bool = False,
         progress: bool = True,
         revision: str | None = None,
     ) -> Engine:
@@ -119,6 +120,8 @@ class Engine:
                 in fewer steps. None, the default: every step yields one token.
             tensor_parallel: so many processes, which `torchrun` has started, have a part of the model each, on a GPU
                 each. All of them make the same calls, and get the same results.
+            deterministic: give a prompt the same tokens and log-probabilities, bit for bit, whatever runs beside it,
+                and in whatever parts it is computed. It is slower; the guide to serving says how far it holds.
             progress: show a progress bar.
             revision: of an id, a branch, tag or commit.
 
@@ -135,7 +138,7 @@ class Engine:
             return cls._loaded(
                 path, revision, ranks, device, quantize, speculate, progress and (ranks is None or ranks.rank == 0),
                 dtype=dtype, max_batch=max_batch, max_seq_len=max_seq_len, page_size=page_size, pages=pages,
-                kv_dtype=kv_dtype, cuda_graphs=cuda_graphs,
+                kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, deterministic=deterministic,
             )  # fmt: skip
 
     @classmethod
@@ -175,6 +178,7 @@ class Engine:
         cuda_graphs: bool = True,
         speculate: Speculate | None = None,
         tensor_parallel: int = 1,
+        deterministic: bool = False,
         seed: int = 0,
     ) -> Engine:
         """A model with random weights, drawn from the seed, for benchmarks and tests.
@@ -192,6 +196,7 @@ class Engine:
             options = _options(
                 config, ranks, dtype, quantize, max_seq_len=max_seq_len, max_batch=max_batch, page_size=page_size,
                 pages=pages, kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, proposals=proposals_of(speculate),
+                deterministic=deterministic,
             )  # fmt: skip
             draft = _draft(config, ranks, speculate, dtype, device, False)
             split = WHOLE if ranks is None else ranks.split
@@ -400,6 +405,8 @@ def _options(
     check_positive("Engine", max_batch=given["max_batch"], max_seq_len=length)
     if length > config.max_positions:
         raise ValueError(f"Engine: max_seq_len is {length}, expected at most the model's {config.max_positions}")
+    if given["deterministic"] and ranks is not None:  # NCCL adds in an order that depends on the number of tokens
+        raise ValueError(f"Engine: deterministic is True, and tensor_parallel {ranks.size}, expected one of both")
     options = {**given, "max_seq_len": length, "ranks": ranks}
     split = WHOLE if ranks is None else ranks.split
     split.check(config)

@@ -20,7 +20,7 @@ from rooftile.engine.projections import Activations, Projection
 from rooftile.engine.prompts import Inputs, MixedBatch, PromptBatch
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.softcap import softcap_
-from rooftile.engine.weights import Weights
+from rooftile.engine.weights import Weights, invariant
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.attention import attention, attention_paged, attention_varlen
 from rooftile.ops.decode_attention import decode_attention
@@ -41,6 +41,7 @@ class Decoder:
         config, weights: the model.
         cache: for its layers and heads; the caller reserves its steps.
         ranks: of a model that is split. The model, its weights and its cache are this rank's then.
+        deterministic: compute each token in one way, whatever else is in the step. Prompts are `MixedBatch`es then.
 
     Attributes:
         follower: another model's decoder, which computes the same prompts for a cache of its own.
@@ -48,8 +49,18 @@ class Decoder:
 
     follower: Decoder | None = None
 
-    def __init__(self, config: ModelConfig, weights: Weights, cache: PagedKVCache, ranks: Ranks | None = None) -> None:
-        self.config, self.weights, self.cache, self.ranks = config, weights, cache, ranks
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        cache: PagedKVCache,
+        ranks: Ranks | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.config, self.weights = config, invariant(weights) if deterministic else weights
+        self.cache, self.ranks, self._deterministic = cache, ranks, deterministic
+        self._ends: dict[tuple[int, int], Tensor] = {}
         tables = {r: r.tables(cache.capacity, cache.k.device) for r in dict.fromkeys(config.rotaries)}
         self.tables = [tables[r] for r in config.rotaries]  # cos and sin of each layer
         self.embedding_scale = config.embedding_scale
@@ -69,9 +80,12 @@ class Decoder:
         starts, lengths, pages = cache.starts[:b], cache.lengths[:b], cache.page_table[:b]
 
         def attend(layer: int, x: Tensor) -> Tensor:
-            given = cache.inputs(layer) | {"lengths": lengths, "page_table": pages}
-            into = {name: x for name, x in given.items() if name != "lengths"}
-            into |= {"starts": starts, "counts": cache.counts[:b]}
+            into = cache.inputs(layer) | {"page_table": pages, "starts": starts, "counts": cache.counts[:b]}
+            del into["lengths"]
+            if self._deterministic:  # as in `prefill`
+                flat, *new = self._rotated(layer, x, starts if positions is None else positions.flatten())
+                append_kv(*(t.unflatten(0, (b, -1)) for t in new), **into)
+                return self._attend_newest(layer, flat, lengths, pages)
             if c.whole_qk_norm:
                 q, k, v = (t.unflatten(0, (b, -1)) for t in self._qkv(layer, x))
                 q = rope_and_cache(q, k, v, *self.tables[layer], **into)
@@ -83,7 +97,7 @@ class Decoder:
             else:
                 w = self.weights.layers[layer]
                 q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, *self.tables[layer], **into)
-            return decode_attention(q, **given, **self._scoring(layer)).flatten(0, 1)  # type: ignore[union-attr]
+            return self._attend_newest(layer, q.flatten(0, 1), lengths, pages)
 
         return self._logits(self._layers(self._embed(ids), attend))
 
@@ -95,40 +109,87 @@ class Decoder:
         """
         if self.follower is not None:
             self.follower.prefill(prompts, inputs)
-        c, cache = self.config, self.cache
+        cache = self.cache
         positions, ends = inputs.positions, inputs.ends
         into = {"starts": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
 
         def attend(layer: int, x: Tensor) -> Tensor:
-            qkv, (cos, sin) = self._qkv(layer, x), self.tables[layer]
-            if prompts.length is not None:
-                cos, sin = cos[: prompts.length], sin[: prompts.length]
-            q, k, v = (t.unflatten(0, (prompts.n, -1)) if positions is None else t[None] for t in qkv)
-            if c.qk_norm:
-                q, k = self._normalized_and_rotated(layer, q, k, cos, sin, positions)
-            else:
-                rope_(q, k, cos, sin, position_ids=positions, rotary_dim=cos.shape[-1], layout="bthd")
             options = {"causal": True, **self._scoring(layer)}
             given, longest = cache.inputs(layer) | into, prompts.longest
             del given["lengths"]
             if positions is None:
+                q, k, v = self._rotated(layer, x, None, (prompts.n, prompts.length))
                 append_kv(k, v, **given)
                 return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[union-attr]
-            q, k, v = q[0], k[0], v[0]
+            q, k, v = self._rotated(layer, x, positions)
             append_kv(k[:, None], v[:, None], **given)
-            if prompts.in_cache and ends is not None:
-                slots, given = ends.shape[0] - 1, cache.inputs(layer)
-                scales = {name: given[name] for name in ("k_scale", "v_scale", "cache_layout")}
-                return attention_paged(  # type: ignore[return-value]
-                    q, given["k_cache"], given["v_cache"], cache.page_table[:slots], cache.lengths[:slots], ends,
-                    max_seqlen_q=longest, **scales, **options,
-                )  # fmt: skip
+            if isinstance(prompts, MixedBatch):
+                return self._attend_mixed(layer, q, prompts, inputs)
             return attention_varlen(q, k, v, ends, max_seqlen_q=longest, max_seqlen_k=longest, **options)  # type: ignore[arg-type,return-value]
 
         x = self._layers(self._embed(inputs.ids), attend)
         if inputs.rows is not None:
             x = embedding(inputs.rows, x)
         return self._logits(x)
+
+    def _rotated(
+        self, layer: int, x: Tensor, positions: Tensor | None, batch: tuple[int, int | None] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The rotated q, the rotated k, and v of hidden states `(tokens, hidden)` at those positions.
+
+        They are (tokens, heads, head_dim). Or they are of a `batch` of sequences of one length, from position 0 on, and
+        (sequences, length, heads, head_dim).
+        """
+        q, k, v = (t[None] if batch is None else t.unflatten(0, (batch[0], -1)) for t in self._qkv(layer, x))
+        cos, sin = self.tables[layer]
+        if batch is not None:
+            cos, sin = cos[: batch[1]], sin[: batch[1]]
+        if self.config.qk_norm:
+            q, k = self._normalized_and_rotated(layer, q, k, cos, sin, positions)
+        else:
+            rope_(q, k, cos, sin, position_ids=positions, rotary_dim=cos.shape[-1], layout="bthd")
+        return (q, k, v) if batch is not None else (q[0], k[0], v[0])
+
+    def _attend_newest(
+        self, layer: int, q: Tensor, lengths: Tensor, pages: Tensor, out: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Attention of the newest tokens of sequences, as many of each, q `(tokens, heads, head_dim)`."""
+        b = lengths.shape[0]
+        n = q.shape[0] // b
+        if self._deterministic:
+            if (b, n) not in self._ends:
+                of_host = torch.arange(0, b * n + 1, n, dtype=torch.int32, device="cpu")
+                self._ends[b, n] = of_host.to(q.device)
+            return self._attend_paged(layer, q, lengths, pages, self._ends[b, n], n, out)
+        given = self.cache.inputs(layer) | {"lengths": lengths, "page_table": pages, **self._scoring(layer)}
+        into = None if out is None else out.unflatten(0, (b, n))
+        return decode_attention(q.unflatten(0, (b, n)), **given, out=into).flatten(0, 1)  # type: ignore[union-attr]
+
+    def _attend_paged(
+        self, layer: int, q: Tensor, lengths: Tensor, pages: Tensor, ends: Tensor, longest: int, out: Tensor | None
+    ) -> Tensor:
+        """Attention of packed tokens to the cache."""
+        given = self.cache.inputs(layer)
+        scales = {name: given[name] for name in ("k_scale", "v_scale", "cache_layout")}
+        return attention_paged(  # type: ignore[return-value]
+            q, given["k_cache"], given["v_cache"], pages, lengths, ends, max_seqlen_q=longest, **scales,
+            **self._scoring(layer), config="invariant" if self._deterministic else None, out=out,
+        )  # fmt: skip
+
+    def _attend_mixed(self, layer: int, q: Tensor, batch: MixedBatch, inputs: Inputs) -> Tensor:
+        """Attention of the tokens of a `MixedBatch`.
+
+        Newest tokens and parts of prompts have a kernel each: one divides long caches among programs, the other
+        multiplies whole tiles of queries. Each writes rows of one result.
+        """
+        n = batch.newest
+        out = torch.empty((*q.shape[:2], self.cache.v.shape[-1]), dtype=q.dtype, device=q.device)
+        if n and inputs.lengths is not None:
+            self._attend_newest(layer, q[:n], inputs.lengths, self.cache.page_table[:n], out[:n])
+        if inputs.ends is not None and inputs.part_lengths is not None and inputs.part_pages is not None:
+            more = inputs.part_lengths, inputs.part_pages, inputs.ends
+            self._attend_paged(layer, q[n:], *more, batch.longest, out[n:])
+        return out
 
     def _scoring(self, layer: int) -> dict[str, Any]:
         """What the attention ops take."""

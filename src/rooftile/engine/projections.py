@@ -16,6 +16,7 @@ prompt of many rows, int8 and int4 weights are dequantized a part at a time (`op
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
 from rooftile.engine.column_order import order_columns
 from rooftile.ops.gated import gelu_mul_packed, silu_mul_packed
-from rooftile.ops.gemm.config import Activation
+from rooftile.ops.gemm.config import Activation, Invariant
 from rooftile.ops.gemm.fp8_linear import fp8_linear
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.gemm.norm_linear import rms_norm_gated_linear, rms_norm_linear
@@ -57,9 +58,13 @@ class Projection:
         bias: whether there is one.
         dtype: of the hidden states, and of a dense weight.
         device: of the weight.
+
+    Attributes:
+        config: "invariant" for GEMMs that compute a row of x in one way, whatever the other rows are; else None.
     """
 
     kind: str
+    config: Invariant | None = None
 
     def __init__(self, n: int, k: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.n, self.k, self.dtype = n, k, dtype
@@ -81,10 +86,16 @@ class Projection:
         tensors = (*self._tensors, self.bias)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
+    def invariant(self) -> Projection:
+        """The same weight, with that `config`."""
+        made = copy.copy(self)
+        made.config = "invariant"
+        return made
+
     @property
     def fuses(self) -> bool:
-        """Whether one row of x has kernels that hold a norm, and what follows, besides the GEMM."""
-        return True
+        """Whether few rows of x have kernels that hold a norm, and what follows, besides the GEMM."""
+        return self.config is None
 
     @property
     def device(self) -> torch.device:
@@ -185,18 +196,20 @@ class Dense(Projection):
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "a dense projection takes unquantized activations"
-        return linear(x, self.weight, self.bias, residual=residual)
+        return linear(x, self.weight, self.bias, residual=residual, config=self.config)
 
     def normed(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-        if norm_weight is None:
-            return self(x)
+        if norm_weight is None or not self.fuses:
+            return super().normed(x, norm_weight, eps)
         return rms_norm_linear(x, norm_weight, self.weight, self.bias, eps=eps)
 
     def gated(
         self, x: Tensor, norm_weight: Tensor | None, eps: float, activation: Activation = "silu"
     ) -> Activations:  # fmt: skip
-        if norm_weight is None:
-            return gated_linear(x, self.weight, self.bias, activation=activation)
+        if norm_weight is None or not self.fuses:
+            normed = x if norm_weight is None else self._norm(x, norm_weight, eps)
+            assert isinstance(normed, Tensor), "it is not quantized"
+            return gated_linear(normed, self.weight, self.bias, activation=activation, config=self.config)
         return rms_norm_gated_linear(x, norm_weight, self.weight, self.bias, eps=eps, activation=activation)
 
 
@@ -249,14 +262,15 @@ class Fp8(Quantized):
         scale = None
         if isinstance(x, tuple):
             x, scale = x
-        elif is_one_row(x):
+        elif is_one_row(x) and self.fuses:
             return fp8_weight_linear(x, self.weight, self.scale, self.bias, residual=residual)
         return fp8_linear(
-            x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype
-        )
+            x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype,
+            config=self.config,
+        )  # fmt: skip
 
     def _gate(self, gate_up: Tensor, activation: Activation) -> Activations:
-        if is_one_row(gate_up):
+        if is_one_row(gate_up) and self.fuses:
             return super()._gate(gate_up, activation)
         if activation == "silu":
             return silu_mul_packed(gate_up, quantize=_BY_ROW)
@@ -292,8 +306,9 @@ class Fp8Block(Projection):
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         x, scale = x if isinstance(x, tuple) else (x, None)
         return fp8_linear(
-            x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype
-        )
+            x, self.weight, self.scale, x_scale=scale, bias=self.bias, residual=residual, out_dtype=self.dtype,
+            config=self.config,
+        )  # fmt: skip
 
     def _gate(self, gate_up: Tensor, activation: Activation) -> Activations:
         if activation == "silu":
@@ -320,7 +335,7 @@ class Int8(Quantized):
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "x is not quantized"
-        return int8_linear(x, self.weight, self.scale, self.bias, residual=residual)
+        return int8_linear(x, self.weight, self.scale, self.bias, residual=residual, config=self.config)
 
 
 class Int4(Quantized):
@@ -372,13 +387,13 @@ class Int4(Quantized):
 
     @property
     def fuses(self) -> bool:
-        return self.order is None
+        return self.order is None and super().fuses
 
     def __call__(self, x: Activations, residual: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "x is not quantized"
         if self.order is not None:
             x = order_columns(x, self.order)
-        return int4_linear(x, self.weight, self.scale, self.bias, residual=residual)
+        return int4_linear(x, self.weight, self.scale, self.bias, residual=residual, config=self.config)
 
 
 KINDS: dict[str | None, type[Projection]] = {None: Dense, "fp8": Fp8, "int8": Int8, "int4": Int4}

@@ -43,6 +43,8 @@ class Inputs(NamedTuple):
         starts, pages, counts: where keys and values go, as `append_kv` takes it. Each packed token is a sequence of its
             own, in a cache of one page.
         positions, ends: for packed tokens: each token's position in its prompt, and the prompts' boundaries.
+        lengths: of a `MixedBatch`: of the slots that newest tokens have rows of, the tokens in the cache.
+        part_lengths, part_pages: of a `MixedBatch`: of each part of a prompt, the tokens in the cache, and the pages.
     """
 
     ids: Tensor
@@ -52,6 +54,9 @@ class Inputs(NamedTuple):
     counts: Tensor | None
     positions: Tensor | None
     ends: Tensor | None
+    lengths: Tensor | None = None
+    part_lengths: Tensor | None = None
+    part_pages: Tensor | None = None
 
 
 class _Laid:
@@ -60,8 +65,6 @@ class _Laid:
     Attributes:
         numbers: all fields, int32, in (pinned) host memory.
     """
-
-    in_cache = False  # whether the keys that the tokens see are read from the cache
 
     def _lay(self, fields: Inputs, pinned: bool) -> None:
         self._shapes = [None if x is None else x.shape for x in fields]
@@ -177,56 +180,93 @@ class Part:
     last: bool
 
 
+def rounded(n: int) -> int:
+    """Tokens of a mixed step for n that are needed: few numbers.
+
+    The host prepares the launches of each op for every new shape, and forgets them all when an op has 1024
+    (`library.Prepared`); a step that decodes 40 sequences leaves any number of tokens to prompts.
+    """
+    return 1 << (n - 1).bit_length() if n <= 64 else -(-n // 64) * 64
+
+
 class MixedBatch(_Laid):
     """New tokens of sequences, any number of each, whose earlier tokens are in the cache, laid out on the host.
 
-    They are packed in the order of their slots; `ends` has a range for each slot, which may be empty. So the page table
-    and the lengths of the cache are what attention needs.
+    First come the newest tokens, that of each slot in the row of its number; rows of other slots have no meaning. The
+    tokens of parts of prompts follow, and padding up to one of few numbers of tokens. Padding sees no key, and is not
+    written into the cache.
 
     Args:
         parts: one or more, of different slots.
-        page_size: of the cache.
-        rounded: the number of slots that are passed for one that is needed: few numbers, so that few launches are
+        page_size, blocks: of the cache, and how many pages a sequence may have.
+        slots: the number of slots that have rows for one that is needed: few numbers, so that few launches are
             prepared.
+        every: whether logits of every token of parts are wanted. There are no newest tokens then.
 
     Attributes:
+        newest: rows of newest tokens.
         rows: the number of logits, those of the first slots; slots whose logits are not wanted have any.
-        longest: tokens of the longest part.
+        longest: at least the tokens of the longest part.
     """
 
-    in_cache, length = True, None
+    length = None
 
     def __init__(
-        self, parts: Sequence[Part], page_size: int, rounded: Callable[[int], int], *, pinned: bool = False
+        self,
+        parts: Sequence[Part],
+        page_size: int,
+        blocks: int,
+        slots: Callable[[int], int],
+        *,
+        every: bool = False,
+        pinned: bool = False,
     ) -> None:
-        parts = sorted(parts, key=lambda part: part.slot)
-        ids, positions, pages = list[int](), list[int](), list[int]()
-        counts = [0] * rounded(parts[-1].slot + 1)
-        rows = [0] * rounded(max((part.slot for part in parts if part.last), default=0) + 1)
-        self._runs: list[tuple[int, int, int]] = []  # of newest tokens: their place, the first slot, how many
-        for part in parts:
-            n = counts[part.slot] = 1 if part.tokens is None else len(part.tokens)
-            if part.tokens is None:
-                place, first, many = self._runs[-1] if self._runs else (0, 0, 0)
-                if many and (place + many, first + many) == (len(ids), part.slot):
-                    self._runs[-1] = place, first, many + 1
-                else:
-                    self._runs.append((len(ids), part.slot, 1))
-            ids += (0,) if part.tokens is None else part.tokens
-            positions += range(part.start, part.start + n)
-            pages += (part.pages[at // page_size] for at in range(part.start, part.start + n))
+        newest = [part for part in parts if part.tokens is None]
+        texts = [part for part in parts if part.tokens is not None]
+        n = self.newest = slots(1 + max(part.slot for part in newest)) if newest else 0
+        ids, positions, pages, counts, lengths = ([0] * n for _ in range(5))
+        for part in newest:
+            slot, start = part.slot, part.start
+            positions[slot], pages[slot] = start, part.pages[start // page_size]
+            counts[slot], lengths[slot] = 1, start + 1
+        wanted = 1 + max((part.slot for part in texts if part.last), default=-1)
+        rows = [*range(n), *[0] * (slots(wanted) - n if wanted > n else 0)]
+        ends = [0]
+        for part in texts:
+            assert part.tokens is not None, "it has tokens"
+            ids += part.tokens
+            new = range(part.start, part.start + len(part.tokens))
+            positions += new
+            pages += (part.pages[i // page_size] for i in new)
+            ends.append(len(ids) - n)
             if part.last:
                 rows[part.slot] = len(ids) - 1
-        self.n, self.rows, self.longest = 1, len(rows), max(counts)
-        at, ends = _int32(positions), _int32(list(itertools.accumulate(counts, initial=0)))
-        fields = Inputs(_int32(ids), _int32(rows), at % page_size, _int32(pages)[:, None], None, at, ends)
+        total = rounded(len(ids))
+        padding = total - len(ids)
+        counts += [1] * (len(ids) - n)
+        for field in (ids, positions, pages, counts):
+            field += [0] * padding
+        self.n, self.rows = 1, len(rows)
+        self.longest = rounded(max(padding, *(len(part.tokens or ()) for part in parts)))
+        # The padding is one more sequence, without keys.
+        empty = (1 << len(texts).bit_length()) - len(texts) if texts or padding else 0
+        tables = [[*part.pages, *itertools.repeat(-1, blocks - len(part.pages))] for part in texts]
+        tables += [[-1] * blocks for _ in range(empty)]
+        at = _int32(positions)
+        fields = Inputs(
+            _int32(ids), None if every else _int32(rows), at % page_size, _int32(pages)[:, None], _int32(counts), at,
+            _int32([*ends, *[ends[-1]] * (empty - 1), total - n]) if empty else None,
+            _int32(lengths) if n else None,
+            _int32([*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]) if empty else None,
+            _int32(tables) if empty else None,
+        )  # fmt: skip
         self._lay(fields, pinned)
 
     def filled(self, device: torch.device, newest: Tensor) -> Inputs:
-        """Everything on the device, with the newest tokens of slots where they belong. Nothing waits."""
+        """Everything on the device, with the newest tokens of slots in their rows. Nothing waits."""
         inputs = self.on(device)
-        for place, slot, n in self._runs:
-            inputs.ids[place : place + n].copy_(newest[slot : slot + n])
+        if self.newest:
+            inputs.ids[: self.newest].copy_(newest[: self.newest])
         return inputs
 
 

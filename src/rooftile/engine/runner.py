@@ -8,7 +8,7 @@ the previous step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,7 @@ class Runner:
         proposals: of a step of speculative decoding; 0 for none.
         draft: a model that makes them.
         ranks: of a model that is split; config and weights are this rank's. All ranks make the same calls.
+        deterministic: compute each token in one way, whatever else is in the step.
 
     Attributes:
         verifier: the memory of such steps, if there are any.
@@ -182,6 +183,7 @@ class Runner:
         proposals: int = 0,
         draft: tuple[ModelConfig, Weights] | None = None,
         ranks: Ranks | None = None,
+        deterministic: bool = False,
     ) -> None:
         device = weights.embedding.device
         needed = max_batch * -(-max_seq_len // page_size)
@@ -191,6 +193,7 @@ class Runner:
             dtype=weights.embedding.dtype if kv_dtype is None else kv_dtype, device=device,
         )  # fmt: skip
         self.max_batch, self.max_seq_len, self.ranks = max_batch, max_seq_len, ranks
+        self.deterministic = deterministic
         self._device = device
         self._order = None
         if device.type == "cuda":
@@ -201,7 +204,7 @@ class Runner:
 
     def _make(self, config: ModelConfig, weights: Weights, cuda_graphs: bool) -> None:
         device, max_batch, verifier = self._device, self.max_batch, self.verifier
-        self.decoder = Decoder(config, weights, self.cache, self.ranks)
+        self.decoder = Decoder(config, weights, self.cache, self.ranks, deterministic=self.deterministic)
         self.tokens = torch.zeros(max_batch, dtype=torch.int32, device=device) if verifier is None else verifier.tokens
         if verifier is not None:
             self.decoder.follower = verifier.follower
@@ -251,10 +254,16 @@ class Runner:
         """
         if len(sampling) != len(prompts):
             raise ValueError(f"sampling is given for {len(sampling)} prompts, expected one for each of {len(prompts)}")
-        # The device starts with the prompts, which carry their places in the cache; the new state follows.
         sequences: list[PagedSequence] = []
         try:
             with self._entered(f"prefill {len(prompts)}"):
+                if self.deterministic:
+                    sequences = self._allocated(prompts)
+                    earlier = [()] * len(prompts) if generated is None else generated
+                    begun = dict(zip(sequences, zip(prompts, sampling, earlier, strict=True), strict=True))
+                    self._extend(dict(zip(sequences, prompts, strict=True)), begun, alone=True)
+                    return sequences
+                # The device starts with the prompts, which carry their places in the cache; the new state follows.
                 with self.cache.deferred():
                     sequences = self._begin(prompts)
                     logits = self._logits(prompts, sequences)
@@ -293,7 +302,7 @@ class Runner:
     def _decode(self, live: Sequence[PagedSequence], proposals: Mapping[int, Sequence[int]] | None) -> None:
         """A step of those sequences, with the proposals for their slots, or without."""
         slots, verifies = [s.slot for s in live], proposals is not None
-        b, greedy = self._bucket(max(slots) + 1), all(self._sampling[slot].greedy for slot in slots)
+        b, greedy = self.bucket(max(slots) + 1), self._greedily(slots)
         inside = None if self.options.live(b) else greedy
         with self._entered(f"{'verify' if verifies else 'decode'} {len(live)}"):
             self.options.begin()
@@ -331,16 +340,47 @@ class Runner:
                 then.
         """
         with self._entered(f"extend {len(new)}"):
-            starts = {s: s.length for s in new}
-            self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
-            parts = [Part(s.slot, starts[s], t, s.pages, t is None or s in begun) for s, t in new.items()]
-            laid_out = MixedBatch(parts, self.cache.page_size, self._bucket, pinned=self._device.type == "cuda")
-            logits = self.decoder.prefill(laid_out, laid_out.filled(self._device, self.tokens))
-            if begun:
-                self._set([s.slot for s in begun], *zip(*begun.values(), strict=True))
-            self.options.begin()
-            if slots := [part.slot for part in parts if part.last]:
-                self._sample(slice(0, laid_out.rows), logits, all(self._sampling[slot].greedy for slot in slots))
+            self._extend(new, begun)
+
+    def _extend(
+        self,
+        new: Mapping[PagedSequence, Sequence[int] | None],
+        begun: Mapping[PagedSequence, tuple[Sequence[int], Sampling, Sequence[int]]],
+        alone: bool = False,
+    ) -> None:
+        """`extend`; with `alone`, other slots keep their newest tokens."""
+        slots = [s.slot for s, tokens in new.items() if tokens is None or s in begun]
+        logits = self._mixed(new, {s.slot for s in begun})
+        if begun:
+            self._set([s.slot for s in begun], *zip(*begun.values(), strict=True))
+        self.options.begin()
+        if not slots:
+            return
+        for first, end in _runs(slots, [True] * len(slots)) if alone else ():
+            rows = slice(slots[first], slots[end - 1] + 1)
+            self._sample(rows, logits[rows], self._greedily(slots))
+        if not alone:
+            self._sample(slice(0, logits.shape[0]), logits, self._greedily(slots))
+
+    def _mixed(
+        self, new: Mapping[PagedSequence, Sequence[int] | None], last: Container[int], every: bool = False
+    ) -> Tensor:  # fmt: skip
+        """The logits of new tokens, behind newest tokens and parts in slots that are `last`, or of every token."""
+        starts = {s: s.length for s in new}
+        self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
+        parts = [Part(s.slot, starts[s], t, s.pages, t is None or s.slot in last) for s, t in new.items()]
+        laid_out = MixedBatch(
+            parts, self.cache.page_size, self.cache.page_table.shape[1], self.bucket, every=every,
+            pinned=self._device.type == "cuda",
+        )  # fmt: skip
+        return self.decoder.prefill(laid_out, laid_out.filled(self._device, self.tokens))
+
+    def _greedily(self, slots: Iterable[int]) -> bool:
+        """Whether those slots are sampled by the kernel that draws nothing.
+
+        It rounds log-probabilities differently, so a deterministic engine never uses it.
+        """
+        return not self.deterministic and all(self._sampling[slot].greedy for slot in slots)
 
     def shorten(self, sequence: PagedSequence, n: int) -> None:
         """Tell the host that the last n tokens of a sequence were not accepted."""
@@ -360,9 +400,13 @@ class Runner:
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits of every token, `(T, V)` a prompt, in the model's dtype. Takes slots and pages while it runs."""
         with self._entered():
-            sequences = self._begin(prompts)
+            sequences = self._allocated(prompts) if self.deterministic else self._begin(prompts)
             try:
-                logits = self._logits(prompts, sequences, every=True)
+                if self.deterministic:
+                    new: dict[PagedSequence, Sequence[int] | None] = dict(zip(sequences, prompts, strict=True))
+                    logits = self._mixed(new, (), every=True)[: sum(map(len, prompts))]
+                else:
+                    logits = self._logits(prompts, sequences, every=True)
             finally:
                 self._free_all(sequences)
             return list(logits.split([len(p) for p in prompts]))
@@ -379,7 +423,8 @@ class Runner:
             return self._of_prompts(laid_out)
         return self.decoder.prefill(laid_out, laid_out.on(device))
 
-    def _begin(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
+    def _allocated(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
+        """New sequences for prompts, without tokens."""
         if not len(prompts):
             raise ValueError("there are no prompts, expected one or more")
         if any(not len(p) for p in prompts):
@@ -388,6 +433,15 @@ class Runner:
         try:
             for _ in prompts:
                 sequences.append(self.cache.allocate())
+        except BaseException:
+            self._free_all(sequences)
+            raise
+        return sequences
+
+    def _begin(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
+        """New sequences for prompts, with pages for their tokens."""
+        sequences = self._allocated(prompts)
+        try:
             self.cache.extend({s: len(p) for s, p in zip(sequences, prompts, strict=True)})
         except BaseException:
             self._free_all(sequences)
@@ -398,8 +452,8 @@ class Runner:
         for sequence in sequences:
             self.free(sequence)
 
-    def _bucket(self, n: int) -> int:
-        """Rows of the step for n slots: few sizes, so few graphs."""
+    def bucket(self, n: int) -> int:
+        """Rows of a step for the first n slots: few sizes, so few graphs."""
         return min(self.max_batch, 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16)
 
     def _step(self, b: int, greedy: bool | None, verifies: bool) -> Tensor:

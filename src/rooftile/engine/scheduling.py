@@ -174,7 +174,8 @@ class ContinuousScheduler(Scheduler):
         work: dict[Request, int] = {}
         given_way = self.preemptions
         running = sorted(self.unfinished(), key=lambda r: r.rank)
-        budget = self._prompt_tokens - sum(r.decoding for r in running)
+        decoding = [r.sequence.slot for r in running if r.decoding and r.sequence is not None]
+        budget = self._prompt_tokens - (self._runner.bucket(max(decoding) + 1) if decoding else 0)
         for request in running:
             if self.preemptions > given_way and request not in self.running:
                 continue

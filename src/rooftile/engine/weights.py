@@ -81,6 +81,17 @@ class Weights:
         )
 
 
+def invariant(weights: Weights) -> Weights:
+    """The same weights, whose GEMMs compute a row in one way, whatever the other rows are."""
+    layers = [
+        dataclasses.replace(
+            layer, **{name: getattr(layer, name).invariant() for name in ("qkv", "o", "gate_up", "down")}
+        )
+        for layer in weights.layers
+    ]
+    return dataclasses.replace(weights, layers=layers, lm_head=weights.lm_head.invariant())
+
+
 def _into(tensor: Tensor) -> Place:
     return Place(tuple(tensor.shape), lambda first, rows: _set(tensor, first, rows))
 

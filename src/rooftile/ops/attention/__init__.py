@@ -24,8 +24,8 @@ from rooftile import library
 from rooftile.ops.attention import arguments
 from rooftile.ops.attention.arguments import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
-from rooftile.ops.attention.paged import attention_paged_op, checked_indices
-from rooftile.ops.attention.problem import AttentionConfig
+from rooftile.ops.attention.paged import attention_paged_into, attention_paged_op, checked_indices
+from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Invariant
 from rooftile.ops.gemm.dispatch import autocast
 
 __all__ = ["AttentionConfig", "attention", "attention_paged", "attention_varlen"]
@@ -187,7 +187,8 @@ def attention_paged(
     v_scale: Tensor | None = None,
     cache_layout: str = "bthd",
     return_lse: bool = False,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | Invariant | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed queries, any number of each sequence, to the keys of a cache in pages.
 
@@ -222,7 +223,11 @@ def attention_paged(
             the cache's first three dimensions. An int8 cache needs them.
         cache_layout: the order of the dimensions of the caches, and of scales by token.
         return_lse: also return the logarithm of the softmax's denominator.
-        config: how the kernel is launched, in place of the choice by sizes and GPU; its kernel is "portable".
+        config: how the kernel is launched, in place of the choice by sizes and GPU; its kernel is "portable". With
+            "invariant" the result of a query has the same bits whatever other queries and sequences there are, and
+            however the tokens of its sequence are divided among calls.
+        out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. It is not for
+            compiled graphs.
 
     Returns:
         out, `(Tq, Hq, Dv)` in q's dtype, contiguous; with `return_lse`, `(out, lse)`; lse is `(Hq, Tq)` float32,
@@ -237,7 +242,7 @@ def attention_paged(
     """
     op = "attention_paged"
     scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
-    text = "" if config is None else arguments.encoded(op, config)
+    text = "" if config is None else config if config == INVARIANT else arguments.encoded(op, config)
     optional = {"k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes, "sinks": sinks}
     given = {name: t for name, t in optional.items() if t is not None}
     library.check_tensors(op, q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, lengths=lengths, **given)
@@ -245,5 +250,11 @@ def attention_paged(
     tensors = (starts, k_scale, v_scale, alibi_slopes, sinks)
     rest = (*tensors, longest, scaled, cap, left, right, cache_layout, text)
     page_table, lengths = checked_indices(q, k_cache, v_cache, page_table, lengths, *rest)
-    out, lse = attention_paged_op(q, k_cache, v_cache, page_table, lengths, *rest)
+    if out is None:
+        out, lse = attention_paged_op(q, k_cache, v_cache, page_table, lengths, *rest)
+    else:
+        library.check_tensors(op, out=out)
+        for name, x in (("q", q), *given.items()):
+            library.refuse_gradient(op, name, x, op)
+        lse = attention_paged_into(out, q, k_cache, v_cache, page_table, lengths, *rest)
     return (out, lse) if return_lse else out

@@ -20,7 +20,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.ops.attention import arguments, parts, problem
 from rooftile.ops.attention.forward import attend, tile_constants
 from rooftile.ops.attention.parts import place, sequence_range
-from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, Scoring, is_aligned
+from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Inputs, Problem, Scoring, is_aligned
 from rooftile.primitives import paging
 from rooftile.primitives.quantize import writable
 
@@ -91,6 +91,7 @@ class _Kind:
     flags: tuple[bool, bool, bool]
     alibi: int
     raw: bool
+    fuses: bool  # a product and the addition behind it
 
 
 @functools.cache
@@ -110,7 +111,8 @@ def _launcher(kind: _Kind, c: AttentionConfig) -> launching.KernelLauncher:
         "RAW": kind.raw,
         **tile_constants(dtype, kind.dims, c),
     }
-    return launching.KernelLauncher(paged_kernel, constants, newest_assembler=True, num_warps=c.num_warps)
+    options = {} if kind.fuses else {"enable_fp_fusion": False}
+    return launching.KernelLauncher(paged_kernel, constants, newest_assembler=True, num_warps=c.num_warps, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +244,8 @@ def checked_indices(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _choose(p: Problem, text: str, target: runtime.Target) -> AttentionConfig:
     """The configuration of that text, or the choice by sizes and target."""
+    if text == INVARIANT:
+        return problem.choose_invariant(p, target)
     config = problem.decode(text)
     if config is None:
         return problem.choose_forward(p, target)
@@ -256,15 +260,41 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if isinstance(a.q, FunctionalTensor):  # the choice of a kernel needs sizes: in a compiled graph the op stays whole
         raise launching.Untraceable("a kernel that is chosen by all sizes")
     a.check()
-    out, lse = a.outputs()
-    new_out, new_lse = (
-        functools.partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in (out, lse)
-    )
+    out = a.outputs()[0]
+    new_out = functools.partial(torch.empty_strided, out.shape, out.stride(), dtype=out.dtype, device=out.device)
+    start = _prepare_start(a, out)
+
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        out = new_out()
+        return out, start(out, *args)
+
+    return run
+
+
+def _prepare_into(out: Tensor, *args: Any) -> Callable[..., Tensor]:
+    a = _Arguments(*args)
+    a.check()
+    shape = a.outputs()[0].shape
+    if out.shape != shape or out.dtype != a.q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"{_OP}: out is {out.dtype} of shape {tuple(out.shape)} with strides {out.stride()}, expected {a.q.dtype} "
+            f"of {tuple(shape)}, contiguous"
+        )
+    return _prepare_start(a, out)
+
+
+def _prepare_start(a: _Arguments, out: Tensor) -> Callable[..., Tensor]:
+    """The launches for checked arguments and such memory for the result, to be called with that and with them.
+
+    They return lse.
+    """
+    lse = a.outputs()[1]
+    new_lse = functools.partial(torch.empty_strided, lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
     s = arguments.scoring(a.q.shape[2], a.scale, a.softcap, a.left, a.right)
     p, target = a.problem(s), runtime.target(a.q.device)
     c = _choose(p, a.config, target)
     if out.numel() == 0:
-        return lambda *_: (new_out(), new_lse())
+        return lambda *_: new_lse()
 
     copies = library.Copies()
     q, k, v = (library.unit_last_of(t, copies, i) for i, t in enumerate((a.q, a.k_cache, a.v_cache)))
@@ -277,15 +307,18 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     clear = library.copying(clear, {2: Tensor.contiguous} if 7 in copies else {})
 
     def run(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, starts: Tensor,
+        out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, starts: Tensor,
         k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, *_: object,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = new_out(), new_lse()
+    ) -> Tensor:  # fmt: skip
+        lse = new_lse()
         clear(out, lse, starts)
         start(q, k_cache, v_cache, out, lse, page_table, lengths, starts, k_scale, v_scale, alibi_slopes, sinks)
-        return out, lse
+        return lse
 
     return run
+
+
+attention_paged_into = library.Prepared(_prepare_into)
 
 
 def _prepare_hopper(a: _Arguments, s: Scoring, c: AttentionConfig, out: Tensor) -> Callable[..., None]:
@@ -319,6 +352,8 @@ def _prepare_portable(
     kv_bytes = p.n_k * (head_dim + value_dim) * k.element_size()
     together = min(max(1, pairs), max(1, target.l2 // 2 // max(1, kv_bytes)) * group)
     scales = paging.scale_kind(a.k_scale), paging.scale_kind(a.v_scale)
+    # Without factors of keys, scores stay unscaled where they can, as in the dense kernel.
+    raw = not (scales[0] or s.softcap or p.alibi) and s.numbers[0] >= 2.0**-126
     kind = _Kind(
         dtypes=tuple(None if t is None else t.dtype for t in (q, k_bytes, *a.vectors)),
         dims=(head_dim, value_dim),
@@ -327,8 +362,10 @@ def _prepare_portable(
         ptx=target.arch.startswith("sm_"),
         flags=s.flags,
         alibi=0 if a.alibi_slopes is None else a.alibi_slopes.dim(),
-        # Without factors of keys, scores stay unscaled where they can, as in the dense kernel.
-        raw=not (scales[0] or s.softcap or p.alibi) and s.numbers[0] >= 2.0**-126,
+        raw=raw,
+        # Whether a block of keys is masked depends on the other queries of the tile. Scores that are no raw products
+        # would be fused with the subtraction of their maximum in one of the two loops, and not in the other.
+        fuses=raw or a.config != INVARIANT,
     )
     k_strides, v_strides = (library.axis_strides(t, a.layout) for t in (k, v))
     strides = (

@@ -17,6 +17,8 @@ from rooftile.primitives.scores import default_factor, score_factors, split_dim
 
 Kernel = Literal["portable", "hopper"]
 KERNELS: tuple[Kernel, ...] = ("portable", "hopper")
+Invariant = Literal["invariant"]
+INVARIANT: Invariant = "invariant"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +248,15 @@ def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
     """The configuration of the forward on that target: the first of the preferred ones that can run the problem."""
     for c in _forward(p, target):
         if can_implement_forward(p, c, target) is None:
+            return c
+    return AttentionConfig("portable", 16, 16, 4, 1)
+
+
+def choose_invariant(p: Problem, target: runtime.Target) -> AttentionConfig:
+    """That of the portable forward for any number of queries and sequences."""
+    p = dataclasses.replace(p, batch=1, n_q=64, tokens=1 << 30)
+    for c in _forward(p, target):
+        if c.kernel == "portable" and can_implement_forward(p, c, target) is None:
             return c
     return AttentionConfig("portable", 16, 16, 4, 1)
 

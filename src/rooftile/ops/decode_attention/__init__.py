@@ -140,23 +140,49 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
 
 
 def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    if isinstance(args[0], FunctionalTensor):
+        raise launching.Untraceable("counters")
+    allocate, start = _allocator(*_fake(*args)), _prepare_start(*args)
+
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = allocate()
+        start(out, lse, *args)
+        return out, lse
+
+    return run
+
+
+def _prepare_into(out: Tensor, *args: Any) -> Callable[..., Tensor]:
+    found, lse = _fake(*args)
+    if out.shape != found.shape or out.dtype != found.dtype or out.stride() != found.stride():
+        raise ValueError(
+            f"decode_attention: out is {out.dtype} of shape {tuple(out.shape)} with strides {out.stride()}, expected "
+            f"{found.dtype} of {tuple(found.shape)} with strides {found.stride()}"
+        )
+    shape, strides, device, start = lse.shape, lse.stride(), lse.device, _prepare_start(*args)
+
+    def run(out: Tensor, *args: Any) -> Tensor:
+        lse = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+        start(out, lse, *args)
+        return lse
+
+    return run
+
+
+def _prepare_start(*args: Any) -> Callable[..., None]:
+    """The launches for checked arguments, to be called with memory for out and lse, and with them."""
     q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, head_dim_v = args[:11]
     scale, window, softcap, causal, layout, cache_layout, return_lse, config = args[11:]
-    if isinstance(q, FunctionalTensor):
-        raise launching.Untraceable("counters")
-    results = _fake(*args)
     s = shape_of(q, k_cache, v_cache, page_table, head_dim_v, layout, cache_layout)
     check_values(lengths, page_table, s)
-    allocate = _allocator(*results)
     no_pages = page_table is not None and s.n_pages == 0
-    if results[0].numel() == 0 or s.capacity == 0 or no_pages:  # no keys, for any lengths
+    if s.batch * s.n_new * s.heads * s.value_dim == 0 or s.capacity == 0 or no_pages:  # no keys, for any lengths
 
-        def without_keys(*args: Any) -> tuple[Tensor, Tensor]:
-            out, lse = allocate()
+        def without_keys(out: Tensor, lse: Tensor, *args: Any) -> None:
             lse.fill_(float("-inf"))
             if args[8] is not None and return_lse:  # sinks
                 lse.copy_(args[8][:, None].expand_as(lse))
-            return out.zero_(), lse
+            out.zero_()
 
         return without_keys
 
@@ -247,14 +273,13 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if combine is not None:
         finish = launching.bind(combine, items * tiles * (tile // combine_rows), numbers=(*sizes, programs, last))
         finish = library.copying(finish, {i: Tensor.contiguous for i, place in ((0, 3), (1, 8)) if place in copies})
-    device = results[0].device
+    device = q.device
 
     def run(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor | None, lengths: Tensor, page_table: Tensor | None,
-        k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
-        mask: Tensor | None, *_: object,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = allocate()
+        out: Tensor, lse: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, lengths: Tensor,
+        page_table: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None,
+        sinks: Tensor | None, mask: Tensor | None, *_: object,
+    ) -> None:  # fmt: skip
         lse_or_none = lse if return_lse else None
         partial = torch.empty_strided((n_partial,), (1,), dtype=torch.float32, device=device) if split else None
         counters = launching.counters(n_counters, device) if n_counters else None
@@ -264,7 +289,6 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         )  # fmt: skip
         if finish is not None:
             finish(lengths, sinks, partial, out, lse_or_none)
-        return out, lse
 
     return run
 
@@ -302,6 +326,7 @@ _op = library.define(
     prepare=_prepare,
     fake=_fake,
 )
+_into = library.Prepared(_prepare_into)
 
 
 def decode_attention(
@@ -326,6 +351,7 @@ def decode_attention(
     cache_layout: str = "bthd",
     return_lse: bool = False,
     config: DecodeConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the last T tokens of each sequence to all its keys up to their own position.
 
@@ -372,6 +398,8 @@ def decode_attention(
         cache_layout: the order of the dimensions of the caches, and of scales by token.
         return_lse: also return `(B, Hq, T)`, float32: the logarithm of the softmax's denominator, including sinks.
         config: the launch configuration; chosen by default.
+        out: memory for the result, such as rows of a larger tensor; new memory by default. It is not for compiled
+            graphs.
 
     Returns:
         out, of q's dtype and layout, contiguous in the order (B, T, Hq, Dv); with `return_lse` (out, lse). A token that
@@ -404,8 +432,14 @@ def decode_attention(
         text = ""
     else:
         text = (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)  # compilers warn of a cache
-    out, lse = _op(
+    args = (
         q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, alibi_slopes, sinks, mask, head_dim_v, scale,
         window, softcap, causal, layout, cache_layout, return_lse, text,
     )  # fmt: skip
+    if out is None:
+        out, lse = _op(*args)
+    else:
+        library.check_tensors("decode_attention", out=out, q=q)
+        library.refuse_gradient("decode_attention", "q", q, "decode_attention")
+        lse = _into(out, *args)
     return (out, lse) if return_lse else out

@@ -168,6 +168,29 @@ def choose(p: Problem, target: runtime.Target) -> GemmConfig | None:
 
 tuning.when_changed(choose.cache_clear)
 
+# Rows of x that "invariant" is chosen for. Decoding has no more, and in larger tiles most of a step's weights would be
+# read by few SMs.
+_INVARIANT_ROWS = 64
+
+
+@functools.lru_cache(4096)
+def choose_invariant(p: Problem, target: runtime.Target) -> GemmConfig:
+    """How the problem is computed with any number of rows of x.
+
+    The kernel, its tile and its split of the sum are the same for all of them, so a row of the result does not depend
+    on how many others there are, nor on its place among them.
+    """
+    assert not p.norm, "the norm is a kernel of its own"
+    x_aligned = p.x_aligned and p.k * p.dtype.itemsize % 16 == 0  # a single row always is
+    p = dataclasses.replace(
+        p, m=_INVARIANT_ROWS, x_aligned=x_aligned, out_aligned=p.out_aligned and p.n * p.out_size % 16 == 0
+    )
+    sizes = [dataclasses.replace(p, m=m) for m in (1, _INVARIANT_ROWS, 1 << 20)]
+    for c in candidates(p, target):
+        if all(can_implement(size, c, target) is None for size in sizes):
+            return c
+    return GemmConfig("tiled", 16, 16, 16, num_warps=4, num_stages=1)
+
 
 def candidates(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     """Configurations by regime, the preferred one first; the first that can be launched is taken."""

@@ -20,6 +20,8 @@ MOST_IMMA_BLOCKS = 32  # blocks of K that a warp of kernel "gemv_imma" multiplie
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 _WIDTHS = (96, 160, 192, 224)  # that "hopper" takes besides powers of two
 _UNSET = -2  # how a prefetch of None is encoded
+Invariant = Literal["invariant"]
+INVARIANT = (-1,)  # how "invariant" is encoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +116,8 @@ def _decoded(numbers: tuple[int, ...]) -> GemmConfig:
 
 
 def decode(numbers: Sequence[int]) -> GemmConfig | None:
-    """The configuration that `GemmConfig.encoded` is; None for none."""
-    return _decoded(tuple(numbers)) if numbers else None
+    """The configuration that `GemmConfig.encoded` is; None for none, and for "invariant"."""
+    return _decoded(tuple(numbers)) if numbers and tuple(numbers) != INVARIANT else None
 
 
 # A bound kernel: called with x, w, out, bias, residual, norm_weight, x_scale and weight_scale, of which the last five

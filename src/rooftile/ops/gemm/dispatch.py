@@ -13,7 +13,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime
 from rooftile.ops.gemm import choose
-from rooftile.ops.gemm.config import PRECISIONS, GemmConfig, Operands, Precision, Problem, Start, WeightFormat, decode
+from rooftile.ops.gemm.config import (
+    INVARIANT,
+    PRECISIONS,
+    GemmConfig,
+    Invariant,
+    Operands,
+    Precision,
+    Problem,
+    Start,
+    WeightFormat,
+    decode,
+)
 
 FORMATS: dict[torch.dtype, WeightFormat] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
 _AUTOCAST = ("cuda", "cpu", "xpu")
@@ -55,12 +66,15 @@ def check_residual(op: str, residual: Tensor | None, shape: Sequence[int], dtype
         raise TypeError(f"{op}: residual has dtype {residual.dtype}, expected {dtype} to match {like}")
 
 
-def encoded(op: str, config: GemmConfig | None) -> tuple[int, ...]:
-    """The configuration as the schema of an op takes it; () for none."""
+def encoded(op: str, config: GemmConfig | Invariant | None, *, invariant: bool = False) -> tuple[int, ...]:
+    """The configuration as the schema of an op takes it; () for none. `invariant`: whether the op takes "invariant"."""
     if config is None:
         return ()
+    if invariant and config == "invariant":
+        return INVARIANT
     if not isinstance(config, GemmConfig):
-        raise TypeError(f"{op}: config is {library.named(config)}, expected a rooftile.GemmConfig or None")
+        accepted = "a rooftile.GemmConfig, 'invariant' or None" if invariant else "a rooftile.GemmConfig or None"
+        raise TypeError(f"{op}: config is {library.named(config)}, expected {accepted}")
     return config.encoded
 
 
@@ -138,12 +152,15 @@ def chosen(op: str, p: Problem, device: torch.device, config: Sequence[int] = ()
 
     Args:
         op: whose name errors have.
-        config: an encoded configuration in place of the choice; () for none.
+        config: an encoded configuration in place of the choice; () for none, INVARIANT for one that does not depend on
+            the rows of x.
 
     Raises:
         ValueError: the configuration can't be launched.
     """
     target, c = runtime.target(device), decode(config)
+    if tuple(config) == INVARIANT:
+        return choose.choose_invariant(p, target)
     if c is None or (p.k == 0 and not p.weight):
         return choose.choose(p, target)
     reason = choose.can_implement(p, c, target)

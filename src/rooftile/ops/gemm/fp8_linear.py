@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftile import launching, library  # before Triton: runtime fixes the mode of the process
 from rooftile.ops import quantize_tensor
 from rooftile.ops.gemm import dispatch
-from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
+from rooftile.ops.gemm.config import GemmConfig, Invariant, Operands, Problem
 from rooftile.quantize import BLOCK
 
 _FP8 = torch.float8_e4m3fn
@@ -208,7 +208,7 @@ def fp8_linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     fast_accumulation: bool = False,
-    config: GemmConfig | None = None,
+    config: GemmConfig | Invariant | None = None,
 ) -> Tensor:
     """`out = (x * x_scale) @ (weight * weight_scale).T + bias + residual`, of fp8 operands, for inference.
 
@@ -232,7 +232,7 @@ def fp8_linear(
             some 14 bits there, and is quicker. It makes no difference where scales belong to 128 elements of the sum,
             nor on other chips.
         config: how the kernel is launched (`rooftile.GemmConfig`, of kernel `"skinny"`, `"tiled"` or
-            `"hopper"`), in place of the choice by shape.
+            `"hopper"`), in place of the choice by shape; or "invariant", as in `linear`.
 
     Returns:
         out, `(..., N)`, contiguous. The values of scales are not looked at, for that would wait for the device: what
@@ -249,6 +249,6 @@ def fp8_linear(
         out_dtype = x.dtype if isinstance(x, Tensor) and x.dtype in _OUT_DTYPES else torch.bfloat16
     if out_dtype not in _OUT_DTYPES:
         raise TypeError(f"fp8_linear: out_dtype is {out_dtype}, expected one of {', '.join(map(str, _OUT_DTYPES))}")
-    how = () if config is None else dispatch.encoded("fp8_linear", config)
+    how = () if config is None else dispatch.encoded("fp8_linear", config, invariant=True)
     name = str(out_dtype).removeprefix("torch.")
     return _op(x, weight, weight_scale, x_scale, bias, residual, name, fast_accumulation, how)

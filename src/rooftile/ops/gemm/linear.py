@@ -21,7 +21,7 @@ from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.ops.gated import gelu_mul_packed, silu_mul_packed
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.column_sum import activate_add, column_sum
-from rooftile.ops.gemm.config import Activation, GemmConfig, Operands, Precision, Start
+from rooftile.ops.gemm.config import Activation, GemmConfig, Invariant, Operands, Precision, Start
 from rooftile.ops.gemm.dispatch import as_rows
 from rooftile.primitives.activations import check_activation
 
@@ -254,7 +254,7 @@ def linear(
     activation: Activation | None = None,
     residual: Tensor | None = None,
     precision: Precision = "ieee",
-    config: GemmConfig | None = None,
+    config: GemmConfig | Invariant | None = None,
 ) -> Tensor:
     """`act(x @ weight^T + bias) + residual` in one kernel, with float32 sums, rounded once.
 
@@ -266,7 +266,9 @@ def linear(
         activation: `"silu"`, `"gelu"` or `"gelu_tanh"`. Where a gradient is wanted, its argument is rounded to x's
             dtype, kept for the backward, and the activation is a second kernel.
         residual: `(..., N)` of x's dtype, added last.
-        precision, config: as in `matmul`.
+        precision, config: as in `matmul`; config may also be "invariant": one kernel, tile and order of the sum for
+            any number of rows, so that a row of the result has the same bits whatever the other rows of x are, and
+            however many. It is slower. On another model of GPU the bits may be others.
 
     Returns:
         `(..., N)` in x's dtype, contiguous. Under `torch.autocast` all tensors are cast to its dtype first, as those of
@@ -280,7 +282,7 @@ def linear(
     """
     if dispatch.autocast_dtype(x) is not None:
         x, weight, bias, residual = dispatch.autocast(x, weight, bias, residual)  # type: ignore[assignment]
-    how = () if config is None else dispatch.encoded("linear", config)
+    how = () if config is None else dispatch.encoded("linear", config, invariant=True)
     if activation is not None and dispatch.will_differentiate(x, weight, bias):
         library.check_tensors("linear", x=x, weight=weight)
         _check("linear", x, weight, bias, residual, activation, False, precision)
@@ -295,7 +297,7 @@ def gated_linear(
     *,
     activation: Activation = "silu",
     precision: Precision = "ieee",
-    config: GemmConfig | None = None,
+    config: GemmConfig | Invariant | None = None,
 ) -> Tensor:
     """`act(g) * u` of `[g | u] = x @ weight^T + bias`, in one kernel: the 2N columns of g and u are never written.
 
@@ -306,7 +308,8 @@ def gated_linear(
         bias: `(2N,)`, of x's dtype or float32.
         activation: the gate's; where a gradient is wanted, g and u are rounded to x's dtype and kept.
         precision: as in `matmul`.
-        config: as in `matmul`; `block_n` counts columns of the output, for each of which there are two sums.
+        config: as in `matmul`; `block_n` counts columns of the output, for each of which there are two sums. Or
+            "invariant", as in `linear`.
 
     Returns:
         `(..., N)` in x's dtype, contiguous. Under `torch.autocast` as `linear`.
@@ -317,7 +320,7 @@ def gated_linear(
     """
     if dispatch.autocast_dtype(x) is not None:
         x, weight, bias = dispatch.autocast(x, weight, bias)  # type: ignore[assignment]
-    how = () if config is None else dispatch.encoded("gated_linear", config)
+    how = () if config is None else dispatch.encoded("gated_linear", config, invariant=True)
     if dispatch.will_differentiate(x, weight, bias):
         library.check_tensors("gated_linear", x=x, weight=weight)
         _check("gated_linear", x, weight, bias, None, activation, True, precision)

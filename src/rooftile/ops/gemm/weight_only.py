@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rooftile import library
 from rooftile.ops.gemm import dispatch
-from rooftile.ops.gemm.config import GemmConfig, Operands, Start
+from rooftile.ops.gemm.config import GemmConfig, Invariant, Operands, Start
 from rooftile.ops.gemm.packing import check_packed, pack_int4, quantize_int4, quantize_int8, unpack_int4
 
 __all__ = [
@@ -148,7 +148,7 @@ def int8_linear(
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    config: GemmConfig | None = None,
+    config: GemmConfig | Invariant | None = None,
 ) -> Tensor:
     """`out = (x @ weight^T) * weight_scale + bias + residual`, for inference, of an int8 weight.
 
@@ -159,7 +159,8 @@ def int8_linear(
         weight_scale: `(N,)` or `(N, 1)`, float32 or of x's dtype.
         bias: `(N,)`, of x's dtype or float32.
         residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
-        config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
+        config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them. With
+            "invariant" a row of out does not depend on the other rows of x: see `linear`.
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in bfloat16
@@ -172,7 +173,7 @@ def int8_linear(
             derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    how = () if config is None else dispatch.encoded("int8_linear", config)
+    how = () if config is None else dispatch.encoded("int8_linear", config, invariant=True)
     return _int8_op(x, weight, weight_scale, bias, residual, how)
 
 
@@ -219,7 +220,7 @@ def int4_linear(
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    config: GemmConfig | None = None,
+    config: GemmConfig | Invariant | None = None,
 ) -> Tensor:
     """`out = x @ (q * weight_scale)^T + bias + residual`, for inference: 4 bits a weight.
 
@@ -234,7 +235,8 @@ def int4_linear(
             plus its group's offset, an integer from -15 to 15, and a nibble's zero point is 8 minus that.
         bias: `(N,)`, of x's dtype or float32.
         residual: `(..., N)`, of x's dtype, added in float32 before the sum is rounded; contiguous, else it is copied.
-        config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them.
+        config: how the kernel is launched; by default what was measured for these sizes, or is chosen by them. With
+            "invariant" a row of out does not depend on the other rows of x: see `linear`.
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, scales multiply a group's sum, and what comes of it
@@ -247,5 +249,5 @@ def int4_linear(
             requires grad (there is no derivative), a device is the CPU without the interpreter, or devices differ.
         TypeError: a dtype is not one of those.
     """
-    how = () if config is None else dispatch.encoded("int4_linear", config)
+    how = () if config is None else dispatch.encoded("int4_linear", config, invariant=True)
     return _int4_op(x, weight, weight_scale, bias, residual, how)
