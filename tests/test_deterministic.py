@@ -19,7 +19,7 @@ from rooftile.ops.gemm.config import Problem
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -141,6 +141,14 @@ def test_each_choice_by_rows_would_show(owner, name, changed, expected, monkeypa
 
     monkeypatch.setattr(owner, name, changed)
     assert expected in differing(made(dtype=torch.bfloat16, device=device))
+
+
+def test_speculation_changes_no_bit(device):
+    """Proposals are computed beside the newest token: a batch of more rows."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    expected = [of(c) for c in made(**options).generate(PROMPTS[:2], **NEW)]
+    engine = made(**options, speculate=rooftile.NGram(tokens=2, min_match=1))
+    assert [of(c) for c in engine.generate(PROMPTS[:2], **NEW)] == expected
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])

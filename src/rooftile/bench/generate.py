@@ -38,6 +38,7 @@ class Settings:
     max_seq_len: int | None = None
     stop: Sequence[str] = ()
     speculate: Any = None
+    deterministic: bool = False
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -217,6 +218,7 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
         max_seq_len=settings.max_seq_len or min(longest, ModelConfig.from_hf(folder).max_positions),
         kv_dtype=settings.kv_dtype,
         speculate=settings.speculate,
+        deterministic=settings.deterministic,
         progress=console.is_terminal,
     )
     if runtime.MODE is runtime.Mode.GPU:

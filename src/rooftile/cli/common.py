@@ -137,6 +137,12 @@ SpeculateName = Annotated[
 ]
 
 
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", help="The same tokens and log-probabilities whatever runs beside; slower."),
+]
+
+
 def speculation_of(text: str | None) -> Speculate | None:
     """What --speculate names; a usage error if that is nothing."""
     if text is None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rooftile.cli.common import (
+    Deterministic,
     DType,
     Panel,
     QuantizeName,
@@ -45,6 +46,7 @@ def generate(
         int | None, typer.Option(min=1, help="Most tokens of a prompt and its text. Default: as many as needed.")
     ] = None,
     speculate: SpeculateName = None,
+    deterministic: Deterministic = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[
@@ -105,6 +107,7 @@ def generate(
         max_seq_len=max_seq_len,
         stop=stop or (),
         speculate=speculation_of(speculate),
+        deterministic=deterministic,
         sampling=sampling,
     )
     try:

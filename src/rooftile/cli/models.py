@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import DType, Panel, QuantizeName, choose_mode, command, console, names_of
+from rooftile.cli.common import Deterministic, DType, Panel, QuantizeName, choose_mode, command, console, names_of
 
 
 @command(Panel.measure, "bench prefill")
@@ -130,8 +130,8 @@ def bench_e2e(
         typer.Option(
             "--impl",
             help="rooftile, cuda_kernels, hf_static_compile, hf_patched, each also as ..._eager (Hugging Face's is "
-            "hf_eager), rooftile_untuned, and rooftile_portable, in a run of its own; repeatable, or with commas. "
-            "Default: all but the last two.",
+            "hf_eager), rooftile_untuned, rooftile_deterministic, and rooftile_portable, in a run of its own; "
+            "repeatable, or with commas. Default: all but the last three.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
@@ -269,6 +269,7 @@ def bench_serve(
     seed: Annotated[int, typer.Option(help="Of requests and arrivals.")] = 0,
     dtype: Annotated[DType, typer.Option(help="Of unquantized weights and activations.")] = DType.bf16,
     quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
+    deterministic: Deterministic = False,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, in this process.")] = 256,
     max_seq_len: Annotated[int, typer.Option(min=4, help="Tokens of a prompt and its answer, at most.")] = 2048,
     json_file: Annotated[
@@ -308,7 +309,7 @@ def bench_serve(
             limits=load.Limits(first_limit, each_limit),
             engine={
                 "max_batch": max_batch, "max_seq_len": max_seq_len, "quantize": quantize.kind,
-                "dtype": DTYPES[dtype.value],
+                "dtype": DTYPES[dtype.value], "deterministic": deterministic,
             },
             json=json_file,
             results=results,

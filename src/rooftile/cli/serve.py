@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rooftile.cli.common import (
+    Deterministic,
     DType,
     Panel,
     QuantizeName,
@@ -103,6 +104,7 @@ def serve(
     kv_dtype: CacheType = None,
     prefix_cache: PrefixCache = True,
     speculate: SpeculateName = None,
+    deterministic: Deterministic = False,
     chat_template: Template = None,
     tool_format: Annotated[
         ToolFormat,
@@ -150,7 +152,7 @@ def serve(
         )
         engine = _load(
             folder, dtype, quantize, kv_dtype, speculate, max_batch=max_batch, max_seq_len=max_seq_len, pages=pages,
-            max_waiting=max_queue, prefix_cache=prefix_cache,
+            max_waiting=max_queue, prefix_cache=prefix_cache, deterministic=deterministic,
         )  # fmt: skip
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refuse("serve", error) from None

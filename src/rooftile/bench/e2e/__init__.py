@@ -30,11 +30,10 @@ from rooftile.bench.e2e.paths import (
     HF_EAGER,
     IMPLS,
     NOTES,
-    OURS_PORTABLE,
-    OURS_UNTUNED,
     OWN,
     PATCHED,
     PATCHED_EAGER,
+    UNASKED,
 )
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import read_rows
@@ -70,7 +69,7 @@ class Settings:
     def filled(self, measures: bool) -> Settings:
         """With the mode's choices instead of None."""
         named = self.models or (() if self.weights == RANDOM else (self.weights,))
-        every = tuple(name for name in IMPLS if name not in (OURS_UNTUNED, OURS_PORTABLE))
+        every = tuple(name for name in IMPLS if name not in UNASKED)
         prompt, new = (44 if self.layer else 512, 256) if measures else (6, 3)
         return dataclasses.replace(
             self,

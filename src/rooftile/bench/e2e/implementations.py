@@ -16,6 +16,7 @@ from rooftile.bench.e2e.paths import (
     CUDA,
     CUDA_EAGER,
     HF,
+    OURS_DETERMINISTIC,
     OURS_EAGER,
     OURS_PORTABLE,
     OURS_UNTUNED,
@@ -37,16 +38,28 @@ class EnginePath:
         new: tokens after each prompt.
         graph: whether steps are replayed from a CUDA graph.
         tuned: whether tuned tables are read.
+        deterministic: as the engine takes it.
     """
 
-    def __init__(self, model: Model, ids: Tensor, new: int, *, graph: bool = True, tuned: bool = True) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ids: Tensor,
+        new: int,
+        *,
+        graph: bool = True,
+        tuned: bool = True,
+        deterministic: bool = False,
+    ) -> None:
         batch, prompt = ids.shape
         self.note = ""
         self._prompts: list[list[int]] = ids.tolist()
         self._sampling = [Sampling()] * batch
         self._tables: Callable[[], Any] = contextlib.nullcontext if tuned else tuning.off
         length = prompt + new
-        self._runner = Runner(model.config, model.own, max_batch=batch, max_seq_len=length, cuda_graphs=graph)
+        self._runner = Runner(
+            model.config, model.own, max_batch=batch, max_seq_len=length, cuda_graphs=graph, deterministic=deterministic
+        )
         self._sequences: list[Any] = []
         self._logits: dict[str, Tensor] = {}
         self._newest = "prefill"
@@ -112,7 +125,10 @@ def build(name: str, model: Model, ids: Tensor, new: int, clock: Clock, source: 
             raise Absent(
                 f"{model.quantize} GEMMs remember their tuned entry: measure it in a run of its own with --tuning off"
             )
-        return EnginePath(model, ids, new, graph=name != OURS_EAGER, tuned=name != OURS_UNTUNED)
+        return EnginePath(
+            model, ids, new, graph=name != OURS_EAGER, tuned=name != OURS_UNTUNED,
+            deterministic=name == OURS_DETERMINISTIC,
+        )  # fmt: skip
     if name in (CUDA, CUDA_EAGER):
         return CudaPath(model, ids, new, clock, compiled=name == CUDA)
     patched = name in (PATCHED, PATCHED_EAGER)

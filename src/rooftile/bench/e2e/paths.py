@@ -10,16 +10,19 @@ from rooftile.bench.rows import OURS
 from rooftile.engine.prompts import GRAPH_TOKENS
 
 OURS_EAGER, OURS_UNTUNED = "rooftile_eager", "rooftile_untuned"
+OURS_DETERMINISTIC = "rooftile_deterministic"
 OURS_PORTABLE = "rooftile_portable"  # in a process of its own, with ROOFTILE_PORTABLE=1
 CUDA, CUDA_EAGER = "cuda_kernels", "cuda_kernels_eager"
 HF, HF_EAGER, PATCHED, PATCHED_EAGER = "hf_static_compile", "hf_eager", "hf_patched", "hf_patched_eager"
-IMPLS = (OURS, CUDA, HF, PATCHED, OURS_EAGER, CUDA_EAGER, HF_EAGER, PATCHED_EAGER, OURS_UNTUNED, OURS_PORTABLE)
-OWN = (OURS, OURS_EAGER, OURS_UNTUNED, OURS_PORTABLE)  # these run the engine's weights, which may be quantized
+UNASKED = (OURS_UNTUNED, OURS_DETERMINISTIC, OURS_PORTABLE)  # measured only where they are named
+IMPLS = (OURS, CUDA, HF, PATCHED, OURS_EAGER, CUDA_EAGER, HF_EAGER, PATCHED_EAGER, *UNASKED)
+OWN = (OURS, OURS_EAGER, *UNASKED)  # these run the engine's weights, which may be quantized
 # How each is run; shown under the table and written into the results.
 NOTES = {
     OURS: f"the engine: one CUDA graph a step, and for prompts of up to {GRAPH_TOKENS} tokens",
     OURS_EAGER: "the engine, every kernel launched from the host",
     OURS_UNTUNED: "the engine, as without tuned tables",
+    OURS_DETERMINISTIC: "the engine with deterministic=True",
     OURS_PORTABLE: "the engine without kernels in Gluon, as on GPUs other than Hopper",
     CUDA: "the engine's weights, PyTorch: cuBLAS GEMMs, SDPA, all else torch.compile; CUDA graphs as the engine's",
     CUDA_EAGER: "the same without compiler and graphs",
@@ -33,6 +36,7 @@ PEERS = {
     OURS: (CUDA, HF, CUDA_EAGER, HF_EAGER),
     OURS_EAGER: (CUDA_EAGER, HF_EAGER),
     OURS_UNTUNED: (CUDA, HF, CUDA_EAGER, HF_EAGER),
+    OURS_DETERMINISTIC: (CUDA, HF, CUDA_EAGER, HF_EAGER),
     OURS_PORTABLE: (CUDA, HF, CUDA_EAGER, HF_EAGER),
     PATCHED: (HF,),
     PATCHED_EAGER: (HF_EAGER,),

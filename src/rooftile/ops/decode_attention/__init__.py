@@ -142,10 +142,12 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
 def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if isinstance(args[0], FunctionalTensor):
         raise launching.Untraceable("counters")
-    allocate, start = _allocator(*_fake(*args)), _prepare_start(*args)
+    of_out, of_lse = ((t.shape, t.stride()) for t in _fake(*args))
+    dtype, device, start = args[0].dtype, args[0].device, _prepare_start(*args)
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        out, lse = allocate()
+        out = torch.empty_strided(*of_out, dtype=dtype, device=device)
+        lse = torch.empty_strided(*of_lse, dtype=torch.float32, device=device)
         start(out, lse, *args)
         return out, lse
 
@@ -297,17 +299,6 @@ def _as_bytes(packed: str, first: Callable[[Tensor], Tensor] | None, t: Tensor) 
     """A cache as the kernel reads it; `first` makes its last stride 1."""
     t = t if first is None else first(t)
     return as_pairs(t) if packed else writable(t)
-
-
-def _allocator(out: Tensor, lse: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
-    lse_shape, lse_strides = lse.shape, lse.stride()
-
-    def allocate() -> tuple[Tensor, Tensor]:
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return out, torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
-
-    return allocate
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
