@@ -274,3 +274,35 @@ def test_processes_have_to_be_started(monkeypatch):
     for wrong, error in ((0, ValueError), (True, TypeError), ("2", TypeError)):
         with pytest.raises(error, match="tensor_parallel is"):
             rooftile.Engine.from_config(_SIZES, tensor_parallel=wrong)
+
+
+REPEATS = [[3, 5, 8] * 4, [9, 4] * 5]
+
+
+def speculated(n):
+    engine = rooftile.Engine.from_config(_SIZES, **OPTIONS, speculate=rooftile.NGram(2), tensor_parallel=n)
+    plain = [c.tokens for c in engine.generate(REPEATS, max_new_tokens=6, ignore_eos=True)]
+    with rooftile.AsyncEngine(engine) as running:
+        if engine.rank:
+            return plain, None
+        streams = [running.add(p, max_new_tokens=6, ignore_eos=True) for p in REPEATS]
+        return plain, [s.result().tokens for s in streams]
+
+
+def _speculating_rank(rank, path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    found = speculated(2)
+    draft = rooftile.Draft(rooftile.Engine.from_config(_SIZES, **OPTIONS))
+    with pytest.raises(ValueError, match="speculate is a Draft, and tensor_parallel 2, expected NGram or None"):
+        rooftile.Engine.from_config(_SIZES, **OPTIONS, speculate=draft, tensor_parallel=2)
+    torch.save(found, f"{path}/results{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@interpreted
+@pytest.mark.nightly
+def test_two_ranks_speculate_alike(tmp_path):
+    on_two_ranks(_speculating_rank, tmp_path)
+    expected = speculated(1)
+    assert torch.load(tmp_path / "results0") == expected
+    assert torch.load(tmp_path / "results1") == (expected[0], None)

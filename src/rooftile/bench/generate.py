@@ -39,6 +39,7 @@ class Settings:
     stop: Sequence[str] = ()
     speculate: Any = None
     deterministic: bool = False
+    tensor_parallel: int = 1
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -163,7 +164,7 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     steps = timing.steps
     lengths = [n + new / 2 for n, new in zip(prompt_tokens, timing.tokens.values(), strict=True)]
     alive = [int(length * new / (steps + 1)) for length, new in zip(lengths, timing.tokens.values(), strict=True)]
-    nbytes = step_bytes(engine.config, engine.weights, alive, engine.runner.cache.k.dtype)
+    nbytes = step_bytes(engine.runner.decoder.config, engine.weights, alive, engine.runner.cache.k.dtype)
     gbs = nbytes / seconds / 1e9
     lines.append(f"{rate:.1f} tokens/s, {1e3 * seconds:.3f} ms a step")
     share = f"{gbs:.3g} GB/s: a step reads {nbytes / 1e9:.3g} GB"
@@ -204,23 +205,31 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
     Raises:
         FileNotFoundError, ValueError, TypeError: as `Engine.from_pretrained` and `Engine.generate`.
     """
+    from rooftile.engine import processes
     from rooftile.engine.config import ModelConfig
     from rooftile.engine.engine import Engine
+    from rooftile.engine.leading import leading
 
     folder = folder_of(settings.path)
     # A token is of a byte or more, but for those that a tokenizer puts around a text.
     longest = max(len(p.encode()) for p in settings.prompts) + 8 + settings.max_new_tokens
-    engine = Engine.from_pretrained(
-        folder,
-        dtype=settings.dtype,
-        quantize=settings.quantize,
-        max_batch=len(settings.prompts),
-        max_seq_len=settings.max_seq_len or min(longest, ModelConfig.from_hf(folder).max_positions),
-        kv_dtype=settings.kv_dtype,
-        speculate=settings.speculate,
-        deterministic=settings.deterministic,
-        progress=console.is_terminal,
-    )
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "quantize": settings.quantize,
+        "max_batch": len(settings.prompts),
+        "max_seq_len": settings.max_seq_len or min(longest, ModelConfig.from_hf(folder).max_positions),
+        "kv_dtype": settings.kv_dtype,
+        "speculate": settings.speculate,
+        "deterministic": settings.deterministic,
+    }
+    n = settings.tensor_parallel
+    with processes.started(n, folder, options):
+        engine = Engine.from_pretrained(folder, **options, tensor_parallel=n, progress=console.is_terminal)
+        with leading(engine):
+            return _run(engine, settings, console, notices)
+
+
+def _run(engine: Engine, settings: Settings, console: Console, notices: Console) -> int:
     if runtime.MODE is runtime.Mode.GPU:
         warm = dataclasses.replace(settings, max_new_tokens=min(3, settings.max_new_tokens))
         for _ in range(2):  # kernels are compiled and the step is recorded; prompts are, the second time

@@ -142,6 +142,10 @@ Deterministic = Annotated[
     typer.Option("--deterministic", help="The same tokens and log-probabilities whatever runs beside; slower."),
 ]
 
+TensorParallel = Annotated[
+    int, typer.Option(min=1, help="GPUs, on each of which a process of its own has a part of the model.")
+]
+
 
 def speculation_of(text: str | None) -> Speculate | None:
     """What --speculate names; a usage error if that is nothing."""

@@ -14,6 +14,7 @@ from rooftile.cli.common import (
     Panel,
     QuantizeName,
     SpeculateName,
+    TensorParallel,
     choose_mode,
     command,
     console,
@@ -47,6 +48,7 @@ def generate(
     ] = None,
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
+    tensor_parallel: TensorParallel = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[
@@ -108,6 +110,7 @@ def generate(
         stop=stop or (),
         speculate=speculation_of(speculate),
         deterministic=deterministic,
+        tensor_parallel=tensor_parallel,
         sampling=sampling,
     )
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,7 @@ from rooftile.cli.common import (
     Panel,
     QuantizeName,
     SpeculateName,
+    TensorParallel,
     choose_mode,
     command,
     console,
@@ -57,26 +60,40 @@ def _refuse(name: str, error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
-def _load(
+@contextlib.contextmanager
+def _loaded(
+    name: str,
     folder: Path,
     dtype: DType,
     quantize: QuantizeName,
     kv_dtype: CacheName | None,
     speculate: str | None,
+    tensor_parallel: int = 1,
+    *,
+    max_waiting: int = 1024,
+    prefix_cache: bool,
     **options: Any,
-) -> AsyncEngine:
+) -> Iterator[AsyncEngine]:
     import rooftile
     from rooftile.bench.generate import CACHES
     from rooftile.cases.check import DTYPES
+    from rooftile.engine import processes
 
-    return rooftile.AsyncEngine.from_pretrained(
-        folder,
-        dtype=DTYPES[dtype.value],
-        quantize=quantize.kind,
-        kv_dtype=None if kv_dtype is None else CACHES[kv_dtype.value],
-        speculate=speculation_of(speculate),
-        **options,
-    )
+    options |= {
+        "dtype": DTYPES[dtype.value],
+        "quantize": quantize.kind,
+        "kv_dtype": None if kv_dtype is None else CACHES[kv_dtype.value],
+        "speculate": speculation_of(speculate),
+    }
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(processes.started(tensor_parallel, folder, options))
+            engine = rooftile.AsyncEngine.from_pretrained(
+                folder, **options, tensor_parallel=tensor_parallel, max_waiting=max_waiting, prefix_cache=prefix_cache
+            )
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            raise _refuse(name, error) from None
+        yield stack.enter_context(engine)
 
 
 @command(Panel.run)
@@ -105,6 +122,7 @@ def serve(
     prefix_cache: PrefixCache = True,
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
+    tensor_parallel: TensorParallel = 1,
     chat_template: Template = None,
     tool_format: Annotated[
         ToolFormat,
@@ -150,13 +168,13 @@ def serve(
             send_timeout=send_timeout,
             **folder_options(folder, chat_template, tool_format.value),
         )
-        engine = _load(
-            folder, dtype, quantize, kv_dtype, speculate, max_batch=max_batch, max_seq_len=max_seq_len, pages=pages,
-            max_waiting=max_queue, prefix_cache=prefix_cache, deterministic=deterministic,
-        )  # fmt: skip
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refuse("serve", error) from None
-    with engine:
+    with _loaded(
+        "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
+        max_seq_len=max_seq_len, pages=pages, max_waiting=max_queue, prefix_cache=prefix_cache,
+        deterministic=deterministic,
+    ) as engine:  # fmt: skip
         try:
             app = create_app(engine, options)
         except ValueError as error:
@@ -189,6 +207,7 @@ def chat(
     kv_dtype: CacheType = None,
     prefix_cache: PrefixCache = True,
     speculate: SpeculateName = None,
+    tensor_parallel: TensorParallel = 1,
     chat_template: Template = None,
 ) -> None:
     """Talk with a model. The answer is written as it comes, and then its speed.
@@ -207,18 +226,17 @@ def chat(
     try:
         folder = folder_of(path)
         template = template_of(folder, chat_template)
-        engine = _load(
-            folder, dtype, quantize, kv_dtype, speculate, max_batch=1, max_seq_len=max_seq_len,
-            prefix_cache=prefix_cache,
-        )  # fmt: skip
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refuse("chat", error) from None
-    if engine.engine.tokenizer is None:
-        raise _refuse("chat", ValueError(f"{folder} has no tokenizer.json"))
-    terminal = sys.stdin.isatty()
-    if terminal:
-        notices.print(HELP, style="dim", markup=False)
-    with engine:
+    with _loaded(
+        "chat", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=1, max_seq_len=max_seq_len,
+        prefix_cache=prefix_cache,
+    ) as engine:  # fmt: skip
+        if engine.engine.tokenizer is None:
+            raise _refuse("chat", ValueError(f"{folder} has no tokenizer.json"))
+        terminal = sys.stdin.isatty()
+        if terminal:
+            notices.print(HELP, style="dim", markup=False)
         talk(
             engine, template, lambda: input("> " if terminal else ""), console, notices, system=system,
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
