@@ -249,8 +249,10 @@ def test_the_layout_of_a_mixed_step(device):
         Part(3, 0, None, [3], True),
     ]
     batch = MixedBatch(parts, 16, 3, lambda n: n + n % 2)
-    inputs = batch.filled(device, torch.arange(100, 108, dtype=torch.int32, device=device))
-    assert (batch.newest, batch.rows, batch.longest) == (6, 6, 8)
+    newest = torch.arange(100, 108, dtype=torch.int32, device=device)
+    inputs = batch.filled(batch.numbers.to(device), newest)
+    assert (batch.newest, batch.rows, batch.longest) == (6, 6, 10)
+    assert batch.shape == (6, 16, 6, 2)
     assert inputs.ids.tolist() == [100, 101, 102, 103, 104, 105, 71, 72, 73, *[0] * 7]
     assert inputs.positions.tolist() == [3, 40, 0, 0, 0, 16, 15, 16, 17, *[0] * 7]
     assert inputs.starts.tolist() == [3, 8, 0, 0, 0, 0, 15, 0, 1, *[0] * 7]
@@ -263,11 +265,12 @@ def test_the_layout_of_a_mixed_step(device):
     assert inputs.rows.tolist() == [0, 1, 8, 3, 4, 5]
 
     only = MixedBatch(parts[2:3], 16, 3, lambda n: n, every=True)
-    assert (only.newest, only.on(device).rows, only.on(device).lengths) == (0, None, None)
-    assert only.on(device).ids.tolist() == [71, 72, 73, 0]
+    inputs = only.of(only.numbers)
+    assert (only.shape, only.newest, inputs.rows, inputs.lengths) == (None, 0, None, None)
+    assert inputs.ids.tolist() == [71, 72, 73, 0]
 
 
-def test_mixed_steps_have_few_shapes_and_no_more_tokens_than_they_may(device):
+def test_mixed_steps_have_few_shapes_and_no_more_tokens_than_they_may():
     """Whatever prompts come, and however many sequences decode."""
     assert [rounded(n) for n in (1, 2, 3, 33, 64, 65, 448, 449, 512)] == [1, 2, 4, 64, 64, 128, 448, 512, 512]
     shapes, rng = set(), random.Random(0)
@@ -279,7 +282,7 @@ def test_mixed_steps_have_few_shapes_and_no_more_tokens_than_they_may(device):
         parts = [Part(slot, 7, None, [0], True) for slot in range(decoding)]
         parts += [Part(decoding + i, 0, [1] * n, [0] * 32, False) for i, n in enumerate(lengths) if n]
         batch = MixedBatch(parts, 16, 64, lambda n: 16 * -(-n // 16))
-        shapes.add(batch.on(device).ids.shape[0])
+        shapes.add(batch.shape[1])
     assert max(shapes) <= 512
     assert len(shapes) <= 8
 

@@ -210,6 +210,22 @@ def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on(device, m
     assert len(set(done)) == 1
 
 
+def test_mixed_steps_are_recorded_too(device, monkeypatch):
+    """Steps of one shape with other tokens, slots and pages; their logits are in one memory."""
+    options = {"device": device, "cuda_graphs": False, "config": {"num_hidden_layers": 1}}
+    engine, asked = graphed(made(**options)), [[(11 * i + 3 * t) % 131 for t in range(15)] for i in range(3)]
+    expected = [made(**options).generate(p, max_new_tokens=3, ignore_eos=True)[0].tokens for p in asked]
+    done = []
+    monkeypatch.setattr(Recorded, "replay", lambda self, replay=Recorded.replay: (done.append(self), replay(self)))
+    with rooftile.AsyncEngine(engine, step_tokens=9, prefix_cache=False) as served:
+        streams = [served.add(p, max_new_tokens=3, ignore_eos=True) for p in asked * 2]
+        assert [s.result().tokens for s in streams] == expected * 2
+    recorded = {shape: found[2] for shape, found in engine.runner._of_prompts._graphs.items()}
+    assert any(newest and rows for newest, _, rows, _ in recorded), "no step was mixed"
+    assert len({logits.data_ptr() for logits in recorded.values() if len(logits)}) == 1
+    assert len(done) > len(recorded)
+
+
 def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatch):
     monkeypatch.setattr(runners, "KEPT", 2)
     engine = graphed(made(device=device, max_seq_len=48, cuda_graphs=False, config={"num_hidden_layers": 1}))

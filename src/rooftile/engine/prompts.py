@@ -64,7 +64,12 @@ class _Laid:
 
     Attributes:
         numbers: all fields, int32, in (pinned) host memory.
+        shape: determines all launches, if it is one that gets a graph; else None.
+        newest: how many of the first tokens are those of the first slots, which the device knows.
     """
+
+    shape: tuple[int, ...] | None = None
+    newest = 0
 
     def _lay(self, fields: Inputs, pinned: bool) -> None:
         self._shapes = [None if x is None else x.shape for x in fields]
@@ -79,13 +84,16 @@ class _Laid:
             if to is not None and x is not None:
                 to.copy_(x)
 
-    def on(self, device: torch.device) -> Inputs:
-        """Send everything in one asynchronous copy."""
-        return self.of(self.numbers.to(device, non_blocking=True))
-
     def of(self, numbers: Tensor) -> Inputs:
         """The fields as views of a copy of `numbers`."""
         return Inputs(*self._views(numbers))  # type: ignore[arg-type]
+
+    def filled(self, numbers: Tensor, newest: Tensor) -> Inputs:
+        """The same, with the newest tokens of slots in their rows. Nothing waits."""
+        inputs = self.of(numbers)
+        if self.newest:
+            inputs.ids[: self.newest].copy_(newest[: self.newest])
+        return inputs
 
     def _views(self, numbers: Tensor) -> list[Tensor | None]:
         return [
@@ -204,7 +212,7 @@ class MixedBatch(_Laid):
         every: whether logits of every token of parts are wanted. There are no newest tokens then.
 
     Attributes:
-        newest: rows of newest tokens.
+        shape: (newest, tokens, rows, sequences).
         rows: the number of logits, those of the first slots; slots whose logits are not wanted have any.
         longest: at least the tokens of the longest part.
     """
@@ -246,8 +254,7 @@ class MixedBatch(_Laid):
         counts += [1] * (len(ids) - n)
         for field in (ids, positions, pages, counts):
             field += [0] * padding
-        self.n, self.rows = 1, len(rows)
-        self.longest = rounded(max(padding, *(len(part.tokens or ()) for part in parts)))
+        self.n, self.rows, self.longest = 1, len(rows), max(1, total - n)
         # The padding is one more sequence, without keys.
         empty = (1 << len(texts).bit_length()) - len(texts) if texts or padding else 0
         tables = [[*part.pages, *itertools.repeat(-1, blocks - len(part.pages))] for part in texts]
@@ -260,14 +267,9 @@ class MixedBatch(_Laid):
             _int32([*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]) if empty else None,
             _int32(tables) if empty else None,
         )  # fmt: skip
+        if not every and total <= GRAPH_TOKENS:
+            self.shape = n, total, len(rows), len(texts) + empty
         self._lay(fields, pinned)
-
-    def filled(self, device: torch.device, newest: Tensor) -> Inputs:
-        """Everything on the device, with the newest tokens of slots in their rows. Nothing waits."""
-        inputs = self.on(device)
-        if self.newest:
-            inputs.ids[: self.newest].copy_(newest[: self.newest])
-        return inputs
 
 
 def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

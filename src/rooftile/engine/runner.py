@@ -29,7 +29,9 @@ from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import accept_drafts_, mark_seen_, sample_
 from rooftile.primitives.pdl import constant_weights
 
-KEPT = 64  # graphs of prompts, each of some hundred launches and with logits of its own; one prompt has 24 lengths
+# Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps
+# have 8 numbers of tokens, for each number of slots that decode.
+KEPT = 128
 
 
 _DTYPES = {
@@ -94,34 +96,51 @@ class PromptGraphs:
 
     def __init__(self, decoder: Decoder, turns: SerialGraphs) -> None:
         self._decoder, self._turns = decoder, turns
-        self._seen: set[tuple[int, int]] = set()
-        self._graphs: dict[tuple[int, int], Recorded | None] = {}
+        self._seen: set[tuple[int, ...]] = set()
+        self._graphs: dict[tuple[int, ...], Recorded | None] = {}
+        self._logits: Tensor | None = None
 
-    def __call__(self, prompts: PromptBatch) -> Tensor:
-        """The decoder's logits, valid until the next replay of one of these graphs."""
-        device, shape = self._decoder.cache.k.device, prompts.shape
+    def __call__(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Tensor:
+        """The decoder's logits, valid until the next replay of one of these graphs. `newest` is always one tensor."""
+        shape = prompts.shape
         if shape is None or shape not in self._seen:
             if shape is not None:
                 self._seen.add(shape)
-            return self._decoder.prefill(prompts, prompts.on(device))
+            return self._eager(prompts, newest)
         if shape not in self._graphs:
-            self._graphs[shape] = self._recorded(prompts, device)
+            self._graphs[shape] = self._recorded(prompts, newest)
         found = self._graphs[shape] = self._graphs.pop(shape)  # now the one used last
         if len(self._graphs) > KEPT:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest]
             self._seen.discard(oldest)
         if found is None:
-            return self._decoder.prefill(prompts, prompts.on(device))
+            return self._eager(prompts, newest)
         graph, numbers, logits = found
         numbers.copy_(prompts.numbers, non_blocking=True)
         graph.replay()
         return logits
 
-    def _recorded(self, prompts: PromptBatch, device: torch.device) -> Recorded | None:
+    def _eager(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Tensor:
+        numbers = prompts.numbers.to(newest.device, non_blocking=True)
+        logits = self._decoder.prefill(prompts, prompts.filled(numbers, newest))
+        if self._logits is None and isinstance(prompts, MixedBatch):
+            self._logits = logits.new_empty((newest.shape[0], logits.shape[1]))
+        return logits
+
+    def _recorded(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Recorded | None:
+        kept = self._logits
+
+        def compute() -> Tensor:
+            logits = self._decoder.prefill(prompts, prompts.filled(numbers, newest))
+            if not isinstance(prompts, MixedBatch) or kept is None:
+                return logits
+            # Of many slots they are large, and so are the numbers of shapes: all graphs share one memory for them.
+            return kept[: prompts.rows].copy_(logits)
+
         try:
-            numbers = prompts.numbers.to(device, non_blocking=True)
-            graph, logits = self._turns.record(lambda: self._decoder.prefill(prompts, prompts.of(numbers)))
+            numbers = prompts.numbers.to(newest.device, non_blocking=True)
+            graph, logits = self._turns.record(compute)
         except torch.OutOfMemoryError:  # a capture can't release cached memory to get more
             return None
         return graph, numbers, logits
@@ -373,7 +392,14 @@ class Runner:
             parts, self.cache.page_size, self.cache.page_table.shape[1], self.bucket, every=every,
             pinned=self._device.type == "cuda",
         )  # fmt: skip
-        return self.decoder.prefill(laid_out, laid_out.filled(self._device, self.tokens))
+        return self._prefilled(laid_out)
+
+    def _prefilled(self, laid_out: PromptBatch | MixedBatch) -> Tensor:
+        """The logits, by a graph where there is one."""
+        if self._of_prompts is not None:
+            return self._of_prompts(laid_out, self.tokens)
+        numbers = laid_out.numbers.to(self._device, non_blocking=True)
+        return self.decoder.prefill(laid_out, laid_out.filled(numbers, self.tokens))
 
     def _greedily(self, slots: Iterable[int]) -> bool:
         """Whether those slots are sampled by the kernel that draws nothing.
@@ -419,9 +445,7 @@ class Runner:
             prompts, [s.pages for s in sequences], self.cache.page_size, self.cache.capacity, every=every,
             pad=self.decoder.weights.embedding.dtype != torch.float16, pinned=device.type == "cuda",
         )  # fmt: skip
-        if self._of_prompts is not None:
-            return self._of_prompts(laid_out)
-        return self.decoder.prefill(laid_out, laid_out.on(device))
+        return self._prefilled(laid_out)
 
     def _allocated(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
         """New sequences for prompts, without tokens."""
