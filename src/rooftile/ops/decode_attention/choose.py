@@ -240,7 +240,9 @@ def choose(
             break
     # Where items alone nearly occupy the programs they have few splits, which the last program combines: 65.1 us at
     # 32 x 2048 and 67.6 with a second kernel; 23.5 and 23.9 at 8 x 2048; but 16.8 and 9.1 at 1 x 2048. More rows are
-    # more work for that program: 16 of them on an H100 took 94.6 and 100.8 at 32 x 2048, but 37.2 and 36.8 at 8 x 2048.
+    # more work for that program, and it spills. 16 rows on an H100, with a program of the second kernel for each row:
+    # 94.2 and 100.8 at 32 x 2048, 104.0 and 103.3 at 8 x 8192, 37.2 and 38.0 at 8 x 2048. Fewer such programs: not
+    # measured.
     few = 0.45 if tile <= 8 else 0.9
     combine = "none" if whole else "last" if items >= few * programs * sms else "kernel"
     # Short blocks: 6.4 us at 1 x 1024 with at least two in a split, and 7.3 with one.
