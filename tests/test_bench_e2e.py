@@ -22,7 +22,16 @@ from rooftile.bench.e2e import model as e2e_model
 from rooftile.bench.e2e import paths as e2e_paths
 from rooftile.bench.e2e import report as e2e_report
 from rooftile.bench.e2e.implementations import build
-from rooftile.bench.e2e.paths import CUDA_EAGER, HF, HF_EAGER, OURS_DETERMINISTIC, OURS_EAGER, OURS_UNTUNED
+from rooftile.bench.e2e.paths import (
+    CUDA_EAGER,
+    CUDA_FP8,
+    HF,
+    HF_EAGER,
+    OURS_DETERMINISTIC,
+    OURS_EAGER,
+    OURS_UNTUNED,
+    Absent,
+)
 from rooftile.bench.roof import Roofs
 from rooftile.bench.rows import OURS, read_json
 from rooftile.bench.timer import clock
@@ -101,6 +110,23 @@ def test_fp8_is_held_to_what_the_engine_rounds(batch: int, tmp_path: Path) -> No
     assert error < 5e-3, message
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_pytorch_in_fp8_computes_with_the_engines_weights(batch: int, tmp_path: Path) -> None:
+    """All rows of x are quantized, a single one too."""
+    strong = {"num_hidden_layers": 4, "initializer_range": 1.28 / TINY["hidden_size"] ** 0.5}
+    model = tiny(tmp_path, torch.bfloat16, quantize="fp8", model_type="qwen2", **strong)
+    ids = prompts(model, batch, 9)
+    path = build(CUDA_FP8, model, ids, 6, clock(DEVICE), None)
+    error, message = e2e_check.verdict(model, path, ids, 6, own=True, exact_row=False)
+    assert not message
+    path.layers = [w._replace(down=w.down._replace(scale=w.down.scale.roll(1, 0))) for w in path.layers]
+    wrong, _ = e2e_check.verdict(model, path, ids, 6, own=True, exact_row=False)
+    assert wrong > 2 * error
+    with pytest.raises(Absent, match="weights are not quantized, expected fp8"):
+        build(CUDA_FP8, tiny(tmp_path, model_type="qwen2"), ids, 6, clock(DEVICE), None)
+
+
 def roll_scales(weights: Weights) -> None:
     for product in (p for layer in weights.layers for p in layer.projections):
         assert isinstance(product, projections.Fp8)
@@ -163,7 +189,7 @@ def test_wrong_logits_fail_untimed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def doubled(model: e2e_model.Model) -> torch.nn.Module:
         whole = right(model)
-        whole.get_submodule("lm_head").weight = torch.nn.Parameter(2 * model.lm_head)
+        whole.get_submodule("lm_head").weight = torch.nn.Parameter(2 * model.lm_head())
         return whole
 
     monkeypatch.setattr(e2e_hf, "shared", doubled)

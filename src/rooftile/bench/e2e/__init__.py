@@ -27,6 +27,7 @@ from rooftile.bench.e2e.hf import Models
 from rooftile.bench.e2e.model import check_context, load
 from rooftile.bench.e2e.paths import (
     CUDA_EAGER,
+    CUDA_FP8,
     HF_EAGER,
     IMPLS,
     NOTES,
@@ -69,7 +70,7 @@ class Settings:
     def filled(self, measures: bool) -> Settings:
         """With the mode's choices instead of None."""
         named = self.models or (() if self.weights == RANDOM else (self.weights,))
-        every = tuple(name for name in IMPLS if name not in UNASKED)
+        every = tuple(n for n in IMPLS if n not in UNASKED and (n != CUDA_FP8 or self.quantize == "fp8"))
         prompt, new = (44 if self.layer else 512, 256) if measures else (6, 3)
         return dataclasses.replace(
             self,

@@ -18,7 +18,7 @@ from rooftile.bench.e2e.check import STEPS, Expected, lost_in_eager, verdict
 from rooftile.bench.e2e.hf import Models
 from rooftile.bench.e2e.implementations import build
 from rooftile.bench.e2e.model import Model
-from rooftile.bench.e2e.paths import HF_EAGER, OWN, PEERS, Absent, Path
+from rooftile.bench.e2e.paths import CUDA_FP8, HF_EAGER, OF_OWN_WEIGHTS, OWN, PEERS, Absent, Path
 from rooftile.bench.e2e.report import E2ERow, label
 from rooftile.bench.e2e.results import NOT_REACHED, SO_FAR, added, earlier, over
 from rooftile.bench.e2e.turns import LEAST_STEPS, SAMPLES, Samples, Stopwatch, TurnPlan, plan_turns
@@ -64,7 +64,7 @@ class Batch:
     def row(self, op: str, name: str) -> E2ERow:
         s = self.run.settings
         options: dict[str, Any] = {}
-        if name in OWN and s.quantize:
+        if name in OF_OWN_WEIGHTS and s.quantize:
             options["quantize"] = s.quantize
         if name in OWN and not s.tuned:
             options["tuning"] = "off"
@@ -106,8 +106,10 @@ class Batch:
             path.prepare()
             self.run.clock.synchronize()
             rows[0].first_call_s = time.perf_counter() - since
-            own = name in OWN
-            error, message = verdict(self.model, path, self.ids, self.steps, own, self.lost, self.expected)
+            error, message = verdict(
+                self.model, path, self.ids, self.steps, name in OF_OWN_WEIGHTS, self.lost, self.expected,
+                exact_row=name != CUDA_FP8,
+            )  # fmt: skip
             status, note = ("FAIL" if message else "ok"), path.note
             if status == "ok":
                 self.paths[name] = path
@@ -203,7 +205,7 @@ class Batch:
         row.tokens_per_s = self.batch * len(seconds) / sum(seconds)
         whole = run.new - 1
         row.message = f"cut to {steps} of {whole} steps by --seconds" if steps < whole else ""
-        weights = model.own if name in OWN else model.dense
+        weights = model.own if name in OF_OWN_WEIGHTS else model.dense
         midway = [run.prompt + (steps + 1) / 2] * self.batch
         row.nbytes = int(step_bytes(model.config, weights, midway, model.dtype))
         row.method = "events between steps" if run.clock.measures else "host clock"
@@ -218,7 +220,7 @@ class Batch:
         row.us_p99 = 1e6 * percentile(seconds, 0.99)
         row.samples, row.calls, row.message = len(seconds), 1, ""
         row.tokens_per_s = self.batch * run.prompt / (row.us / 1e6)
-        row.nbytes = (model.own if name in OWN else model.dense).nbytes
+        row.nbytes = (model.own if name in OF_OWN_WEIGHTS else model.dense).nbytes
         row.method = "events, idle device" if run.clock.measures else "host clock"
         if run.roofs is not None:
             row.host_us = 1e6 * spread(host)[0]

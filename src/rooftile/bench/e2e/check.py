@@ -130,14 +130,14 @@ def _fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alone:
 
 
 @torch.no_grad()
-def reference(model: Model, tokens: Tensor, new: int, own: bool = False) -> Tensor:
+def reference(model: Model, tokens: Tensor, new: int, own: bool = False, exact_row: bool = True) -> Tensor:
     """The last `new` logits `(n, new, V)`, in float32, after all but the last of `tokens` `(n, T)`. `own`: with the
-    engine's weights."""
+    engine's weights. `exact_row`: in fp8, a row of x alone is not quantized."""
     c, weights = model.config, model.own if own else model.dense
     gemm = last_gemm = linear
     if own and model.quantize == "fp8":  # a prompt's last token, too, is alone where it is the logits' only one
         gemm, last_gemm = (
-            functools.partial(_fp8_linear, alone=n if tokens.shape[0] == 1 else 0) for n in (new - 1, new)
+            functools.partial(_fp8_linear, alone=n if exact_row and tokens.shape[0] == 1 else 0) for n in (new - 1, new)
         )
     cos, sin = c.rotary.tables(tokens.shape[1] - 1, tokens.device)
     x = embedding(tokens[:, :-1], weights.embedding).float() * c.embedding_scale
@@ -153,19 +153,21 @@ class Expected:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._found: dict[tuple[bool, bytes], Tensor] = {}
+        self._found: dict[tuple[bool, bool, bytes], Tensor] = {}
 
-    def __call__(self, tokens: Tensor, new: int, own: bool) -> Tensor:
+    def __call__(self, tokens: Tensor, new: int, own: bool, exact_row: bool = True) -> Tensor:
         own = own and self._model.own is not self._model.dense
-        key = own, tokens.cpu().numpy().tobytes()
+        key = own, exact_row, tokens.cpu().numpy().tobytes()
         if key not in self._found:
-            self._found[key] = reference(self._model, tokens, new, own)
+            self._found[key] = reference(self._model, tokens, new, own, exact_row)
         return self._found[key]
 
 
-def _errors(expected: Expected, decoded: Decoded, steps: int, own: bool) -> tuple[list[float], float]:
+def _errors(
+    expected: Expected, decoded: Decoded, steps: int, own: bool, exact_row: bool = True
+) -> tuple[list[float], float]:
     """The relative error of each token's logits, and the largest of them."""
-    logits = expected(decoded.tokens, steps, own)
+    logits = expected(decoded.tokens, steps, own, exact_row)
     errors = [relative_error(decoded.logits[:, i], logits[:, i]) for i in range(steps)]
     return errors, max(errors, key=lambda e: math.inf if math.isnan(e) else e)
 
@@ -191,13 +193,16 @@ def verdict(
     own: bool,
     lost: float | None = None,
     expected: Expected | None = None,
+    *,
+    exact_row: bool = True,
 ) -> tuple[float, str]:
-    """The largest relative error of the logits of a token, and what is wrong, if anything; `lost` as in `bound`."""
+    """The largest relative error of the logits of a token, and what is wrong, if anything; `lost` as in `bound`,
+    `exact_row` as in `reference`."""
     decoded = decode(path, ids, steps)
-    errors, most = _errors(expected or Expected(model), decoded, steps, own)
+    errors, most = _errors(expected or Expected(model), decoded, steps, own, exact_row)
     if decoded.message:
         return most, decoded.message
-    limits = [bound(model, own, lost, alone=ids.shape[0] == 1 and i > 0) for i in range(steps)]
+    limits = [bound(model, own, lost, alone=exact_row and ids.shape[0] == 1 and i > 0) for i in range(steps)]
     used = [math.inf if math.isnan(e) else e / limit for e, limit in zip(errors, limits, strict=True)]
     worst = used.index(max(used))
     if used[worst] > 1.0:

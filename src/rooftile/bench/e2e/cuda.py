@@ -1,10 +1,10 @@
 """The engine's baseline: the same weights run by PyTorch alone, as fast as PyTorch can.
 
 GEMMs are cuBLAS's, with the same packed qkv and gate_up weights. Attention is SDPA's: cuDNN or FlashAttention for
-prompts; for a step the fastest here of those that take a mask, over a static cache of exactly the final length, with a
-mask for tokens beyond the current length. torch.compile makes norms, RoPE, activation, residual adds and the choice of
-the token. The device never waits for the host. A step is one CUDA graph, and so are prompts of as many tokens as the
-engine captures.
+prompts; for a step the fastest here of those that take a mask, or FlexAttention, over a static cache of exactly the
+final length, with a mask for tokens beyond the current length. torch.compile makes norms, RoPE, activation, residual
+adds and the choice of the token. The device never waits for the host. A step is one CUDA graph, and so are prompts of
+as many tokens as the engine captures.
 
 Compiled are a layer, and what follows the last one: the final norm, lm_head and the choice of the token. A graph of all
 layers would have the same kernels and take as many times longer to compile as there are layers, because no kernel spans
@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
-from rooftile.bench.e2e.model import LayerTensors, Model
+from rooftile.bench.e2e.model import Fp8Weight, LayerTensors, Model
 from rooftile.bench.timer import Clock
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.prompts import GRAPH_TOKENS
@@ -47,6 +48,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (weight * y.to(x.dtype)).to(x.dtype)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """Like `linear`; each row of x is rounded to float8_e4m3fn with a scale of its own."""
+    rows = x.flatten(0, -2)
+    scale = (rows.abs().amax(dim=-1, keepdim=True).float() / 448).clamp(min=2.0**-126)
+    numbers = (rows.float() / scale).to(torch.float8_e4m3fn)
+    y = torch._scaled_mm(numbers, weight.numbers.T, scale, weight.scale.T, bias=bias, out_dtype=x.dtype)
+    return y.unflatten(0, x.shape[:-1])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -125,12 +135,24 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    seen = mask.flatten()
+
+    def visible(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(seen[j], score, float("-inf"))
+
+    y: Any = flex_attention(q, k, v, score_mod=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return y
+
+
 WAYS: dict[str, tuple[Way, SDPBackend | None]] = {
     "two GEMMs and softmax": (_two_gemms, None),
     "SDPA (efficient)": (_sdpa_packed, SDPBackend.EFFICIENT_ATTENTION),
     "SDPA (cuDNN)": (_sdpa, SDPBackend.CUDNN_ATTENTION),
     "SDPA (cuDNN), heads packed": (_sdpa_packed, SDPBackend.CUDNN_ATTENTION),
+    "FlexAttention": (_flex, None),
 }
+COMPILED_WAYS = ("FlexAttention",)  # the others are also called as they are
 DEFAULT_WAY = "two GEMMs and softmax"
 
 
@@ -180,16 +202,18 @@ class CudaPath:
         ids: the prompts, `(batch, tokens)`.
         new: tokens after each prompt.
         compiled: else neither compiler nor graphs.
+        fp8: with the engine's weights, which are in fp8.
     """
 
-    def __init__(self, model: Model, ids: Tensor, new: int, clock: Clock, *, compiled: bool) -> None:
+    def __init__(self, model: Model, ids: Tensor, new: int, clock: Clock, *, compiled: bool, fp8: bool = False) -> None:
         self.model, self.config, self.clock, self.compiled = model, model.config, clock, compiled
         self._measures = clock.measures and ids.is_cuda
         c, (batch, prompt) = self.config, ids.shape
         self.ids, self.prompt = ids, prompt
         size = prompt + new
-        self.layers = model.layers()
-        self.embedding, self.norm, self.lm_head = model.dense.embedding, model.dense.norm, model.lm_head
+        self.layers, self.lm_head = model.layers(fp8), model.lm_head(fp8)
+        self.embedding, self.norm = model.dense.embedding, model.dense.norm
+        self._gemm: Callable[..., Tensor] = fp8_linear if fp8 else linear
         self.cos, self.sin = c.rotary.tables(size, ids.device)
         shape = (batch, c.kv_heads, size, c.head_dim)
         self.k, self.v = ([torch.zeros(shape, dtype=model.dtype, device=ids.device) for _ in self.layers] for _ in "kv")
@@ -287,7 +311,7 @@ class CudaPath:
             v_cache[:, :, places] = v
             return causal(self.config, window)(q, k, v)
 
-        return layer(self.config, w, x, y, self.cos[: self.prompt], self.sin[: self.prompt], attend)
+        return layer(self.config, w, x, y, self.cos[: self.prompt], self.sin[: self.prompt], attend, self._gemm)
 
     def _step_layer(
         self, w: LayerTensors, x: Tensor | None, y: Tensor | None, k_cache: Tensor, v_cache: Tensor, window: int | None
@@ -295,11 +319,11 @@ class CudaPath:
         if x is None:  # the first
             x = self._embed(self.token)
         attend = functools.partial(self._attend, WAYS[self.way][0], k_cache, v_cache, window)
-        return layer(self.config, w, x, y, self.cos[self.position], self.sin[self.position], attend)
+        return layer(self.config, w, x, y, self.cos[self.position], self.sin[self.position], attend, self._gemm)
 
     def _end(self, x: Tensor, y: Tensor, of_prompt: bool) -> Tensor:
         """The logits of the last token, the next token, and its position."""
-        logits = linear(rms_norm(x + y, self.norm, self.config.norm_eps), self.lm_head)[:, 0]
+        logits = self._gemm(rms_norm(x + y, self.norm, self.config.norm_eps), self.lm_head)[:, 0]
         self.token.copy_(greedy(logits))
         if of_prompt:
             self.position.fill_(self.prompt)
@@ -331,6 +355,8 @@ class CudaPath:
         with self.clock.active():
             run = torch.compile(_attend, dynamic=False, fullgraph=True) if self.compiled else _attend
             for name, (_, backend) in WAYS.items():
+                if name in COMPILED_WAYS and not self.compiled:
+                    continue
                 calls = [functools.partial(run, name, q, k, v, mask, c.attention_scale) for k, v in caches]
                 # Not all of them take every size, and not every release of PyTorch has them for masks.
                 with contextlib.suppress(Exception), _backend(backend):

@@ -52,7 +52,7 @@ def _state(model: Model) -> dict[str, Tensor]:
     # Granite's scale of the logits is folded into the engine's last norm.
     norm = model.dense.norm if c.logits_scale == 1 else (model.dense.norm / c.logits_scale).to(model.dtype)
     state = {"model.embed_tokens.weight": model.dense.embedding, "model.norm.weight": norm}
-    state["lm_head.weight"] = model.lm_head
+    state["lm_head.weight"] = model.lm_head()
     heads = [n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)]
     for i, w in enumerate(model.layers()):
         parts: dict[str, Tensor | None] = {

@@ -15,6 +15,7 @@ from rooftile.bench.e2e.model import Model
 from rooftile.bench.e2e.paths import (
     CUDA,
     CUDA_EAGER,
+    CUDA_FP8,
     HF,
     OURS_DETERMINISTIC,
     OURS_EAGER,
@@ -131,5 +132,9 @@ def build(name: str, model: Model, ids: Tensor, new: int, clock: Clock, source: 
         )  # fmt: skip
     if name in (CUDA, CUDA_EAGER):
         return CudaPath(model, ids, new, clock, compiled=name == CUDA)
+    if name == CUDA_FP8:
+        if model.quantize != "fp8":
+            raise Absent(f"weights are {'not quantized' if model.quantize is None else model.quantize}, expected fp8")
+        return CudaPath(model, ids, new, clock, compiled=True, fp8=True)
     patched = name in (PATCHED, PATCHED_EAGER)
     return HuggingFacePath(source.model(patched), ids, new, compiled=name in (HF, PATCHED), measures=clock.measures)

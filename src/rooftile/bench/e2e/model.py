@@ -11,40 +11,52 @@ from torch import Tensor
 from rooftile.bench.workloads import MODELS, RANDOM, read
 from rooftile.engine import weights as engine_weights
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.projections import Dense, Projection
+from rooftile.engine.projections import Dense, Fp8, Projection
 from rooftile.engine.weights import Layer, Weights
 
 FAMILIES = ("llama", "granite", "qwen2", "qwen3", "mistral")
+
+
+class Fp8Weight(NamedTuple):
+    """A weight in float8_e4m3fn, `(N, K)`, and the scales of its rows, `(N, 1)`."""
+
+    numbers: Tensor
+    scale: Tensor
+
+
+Weight = Any  # a tensor, or of fp8 an `Fp8Weight`
 
 
 class LayerTensors(NamedTuple):
     """A layer's weights as plain tensors: qkv has the rows of q, k and v, gate_up those of gate and up."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 
-def _dense(projection: Projection) -> tuple[Tensor, Tensor | None]:
+def _tensors(projection: Projection) -> tuple[Weight, Tensor | None]:
+    if isinstance(projection, Fp8):
+        return Fp8Weight(projection.weight, projection.scale), projection.bias
     if not isinstance(projection, Dense):
         raise TypeError(
-            f"a projection is a {type(projection).__name__}, expected Dense: PyTorch multiplies by no other"
+            f"a projection is a {type(projection).__name__}, expected Dense or Fp8: PyTorch multiplies by no other"
         )
     return projection.weight, projection.bias
 
 
 def layer_tensors(layer: Layer) -> LayerTensors:
     """The tensors that the engine itself multiplies by, not copies."""
-    qkv, o, gate_up, down = (_dense(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    qkv, o, gate_up, down = (_tensors(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
     assert layer.input_norm is not None, "FAMILIES have it"
     assert layer.post_norm is not None, "FAMILIES have it"
     return LayerTensors(layer.input_norm, *qkv, layer.q_norm, layer.k_norm, *o, layer.post_norm, *gate_up, *down)
@@ -75,14 +87,14 @@ class Model:
     def device(self) -> torch.device:
         return self.dense.embedding.device
 
-    @property
-    def lm_head(self) -> Tensor:
-        weight, bias = _dense(self.dense.lm_head)
+    def lm_head(self, own: bool = False) -> Weight:
+        """`own`: of the engine's weights."""
+        weight, bias = _tensors((self.own if own else self.dense).lm_head)
         assert bias is None, "no family has one"
         return weight
 
-    def layers(self) -> list[LayerTensors]:
-        return [layer_tensors(layer) for layer in self.dense.layers]
+    def layers(self, own: bool = False) -> list[LayerTensors]:
+        return [layer_tensors(layer) for layer in (self.own if own else self.dense).layers]
 
     def prefill_flops(self, batch: int, tokens: int) -> int:
         """FLOPs of the GEMMs (of lm_head only for each prompt's last token) and of causal attention."""
