@@ -104,7 +104,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             for name, (step, prompt) in TIMES.items()
         }
         monkeypatch.setattr(e2e_batch, "build", lambda name, *args: paths[name])
-        monkeypatch.setattr(e2e_batch, "verdict", lambda *args: (0.0, ""))
+        monkeypatch.setattr(e2e_batch, "verdict", lambda *_, **__: (0.0, ""))
         monkeypatch.setattr(e2e_batch, "lost_in_eager", lambda *args: None)
         return Run(run, file, said, paths)
 
