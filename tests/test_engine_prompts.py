@@ -99,6 +99,22 @@ def test_tokens_behind_prompts_are_those_of_the_logits(prompts, device):
     assert tokens == [x[-2:].argmax(dim=-1).tolist() for x in engine.logits(both)]
 
 
+@pytest.mark.parametrize("part", [1, 3])
+def test_logits_in_parts_are_those_of_whole_prompts(part, device):
+    """By decoding, and by prompts' attention against the cache; the newest tokens of live sequences stay."""
+    engine = made(device=device, cuda_graphs=False)
+    runner = engine.runner
+    live = runner.prefill([[9, 8]], [Sampling()])
+    newest, free = runner.tokens.clone(), runner.cache.free_pages
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
+    for found, expected in zip(engine.logits(prompts, part=part), engine.logits(prompts), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(runner.tokens, newest)
+    assert (runner.cache.free_pages, runner.cache.sequences) == (free, live)
+    with pytest.raises(ValueError, match="part is 0"):
+        engine.logits(prompts, part=0)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
 def test_prompts_are_written_to_their_pages_and_nowhere_else(prompts, kv_dtype, device):

@@ -365,12 +365,19 @@ class Engine:
             loop.clear()
             self._generating = False
 
-    def logits(self, prompts: Prompts) -> list[Tensor]:
+    def logits(self, prompts: Prompts, *, part: int | None = None) -> list[Tensor]:
         """Logits of each token of prompts, `(T, V)` float32, for checks. All prompts take slots and pages at once.
 
+        Args:
+            prompts: as `generate`.
+            part: compute so many tokens of each prompt at a time, which read those before them from the cache: 1 by
+                steps of decoding, more by `attention_paged`. None, the default, computes whole prompts.
+
         Raises:
-            ValueError: as `generate`.
+            ValueError: as `generate`, or part is no positive integer.
         """
+        if part is not None:
+            check_positive("logits", part=part)
         ids = encoded(prompts, self.tokenizer, self.config.vocab)
         if len(ids) > self.max_batch:
             raise ValueError(f"logits: there are {len(ids)} prompts, expected at most max_batch, {self.max_batch}")
@@ -379,7 +386,7 @@ class Engine:
                 raise ValueError(
                     f"logits: prompt {i} has {len(prompt)} tokens, expected at most max_seq_len, {self.max_seq_len}"
                 )
-        return [x.float() for x in self.runner.logits(ids)]
+        return [x.float() for x in self.runner.logits(ids, part)]
 
     def __repr__(self) -> str:
         c, weights, cache = self.config, self.weights, self.runner.cache

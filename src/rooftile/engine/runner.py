@@ -423,9 +423,15 @@ class Runner:
             self.options.free(sequence.slot)
             self.cache.free(sequence)
 
-    def logits(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Logits of every token, `(T, V)` a prompt, in the model's dtype. Takes slots and pages while it runs."""
+    def logits(self, prompts: Sequence[Sequence[int]], part: int | None = None) -> list[Tensor]:
+        """Logits of every token, `(T, V)` a prompt, in the model's dtype. Takes slots and pages while it runs.
+
+        With `part`, so many tokens of each prompt at a time, which read those before them from the cache: a single one
+        by a step of decoding, more by `extend`'s.
+        """
         with self._entered():
+            if part is not None:
+                return self._logits_in_parts(prompts, part)
             sequences = self._allocated(prompts) if self.deterministic else self._begin(prompts)
             try:
                 if self.deterministic:
@@ -446,6 +452,42 @@ class Runner:
             pad=self.decoder.weights.embedding.dtype != torch.float16, pinned=device.type == "cuda",
         )  # fmt: skip
         return self._prefilled(laid_out)
+
+    def _logits_in_parts(self, prompts: Sequence[Sequence[int]], part: int) -> list[Tensor]:
+        found: list[list[Tensor]] = [[] for _ in prompts]
+        newest, sequences = self.tokens.clone(), self._allocated(prompts)
+        try:
+            for at in range(0, max(map(len, prompts)), part):
+                new = {i: p[at : at + part] for i, p in enumerate(prompts) if len(p) > at}
+                if part == 1:
+                    rows = self._decoded({sequences[i]: token for i, (token,) in new.items()})
+                else:
+                    mixed = self._mixed({sequences[i]: tokens for i, tokens in new.items()}, (), every=True)
+                    counts = [len(tokens) for tokens in new.values()]
+                    rows = mixed[: sum(counts)].split(counts)
+                for i, of_prompt in zip(new, rows, strict=True):
+                    found[i].append(of_prompt)
+        finally:
+            self._free_all(sequences)
+            self.tokens.copy_(newest)
+        return [torch.cat(rows) for rows in found]
+
+    def _decoded(self, new: Mapping[PagedSequence, int]) -> tuple[Tensor, ...]:
+        """Logits of a step of decoding with those tokens, a row of each sequence. It samples nothing."""
+        slots = [s.slot for s in new]
+        b = self.bucket(max(slots) + 1)
+        recorded = None if self._graphs is None else self._graph(b, None, False)
+        ids = [0] * b
+        for sequence, token in new.items():
+            ids[sequence.slot] = token
+        self.tokens[:b].copy_(torch.tensor(ids, dtype=torch.int32, device="cpu"))
+        self.cache.reserve(dict.fromkeys(new, 1))
+        if recorded is None:
+            logits = self._step(b, None, False)
+        else:
+            graph, logits = recorded
+            graph.replay()
+        return logits[slots].split(1)
 
     def _allocated(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
         """New sequences for prompts, without tokens."""
