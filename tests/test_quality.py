@@ -31,7 +31,7 @@ INTERPRETED = runtime.MODE is runtime.Mode.INTERPRETER
 
 
 def _run(kernels_, monkeypatch, **more):
-    monkeypatch.setattr(quality, "all_kernels", lambda: tuple(kernels_))
+    monkeypatch.setattr(quality, "all_kernels", lambda files=None: tuple(kernels_))
     run = quality.Quality(dataclasses.replace(QUICK, **more), Console(quiet=True))
     run.run()
     return run
@@ -62,14 +62,15 @@ def test_held_out_files_are_not_trained_on():
 def test_portable_kernel_writes_what_the_naive_one_writes_and_the_others_are_absent(monkeypatch, tmp_path):
     others = [k for k in kernels() if k.needs] if INTERPRETED else []
     compiled = quality.Quality.compiled  # of ours alone: tracing a model takes seconds
-    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: row.kernel == NAIVE or compiled(self, row))
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, k, row: k.name == NAIVE or compiled(self, k, row))
     run = _run([_known(NAIVE), _known("rooftile_portable"), *others], monkeypatch)
     naive, ours, *absent = run.rows
     assert (ours.status, ours.compiles) == ("ok", "whole"), ours.message
     for text in (ours.eager, ours.compiled):
         assert text.coherent
-        assert text.same == 1.0
+        assert text.same == text.sampled_same == 1.0
         assert text.loss == pytest.approx(naive.eager.loss, abs=1e-5)
+        assert text.logprob_off < 1e-4
     assert ours.lengths.keys() == {"1", "17"}
     assert [row.status for row in absent] == ["absent"] * len(others)
     assert not any(row.failed for row in run.rows)
@@ -87,6 +88,74 @@ def test_portable_kernel_writes_what_the_naive_one_writes_and_the_others_are_abs
     assert docs.TABLES["quality"](tmp_path / "none") == NO_RESULTS
 
 
+@pytest.mark.parametrize("name", ["rooftile_decode", "rooftile_paged"])
+def test_engine_writes_what_the_naive_kernel_writes_greedily_and_sampled(name, monkeypatch):
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, kernel, row: None)
+    run = _run([_known(NAIVE), _known(name)], monkeypatch, prompts=(5, 21))  # the longer one in more than one part
+    naive, engine = run.rows
+    assert engine.status == "ok", engine.message
+    assert engine.eager.same == engine.eager.sampled_same == 1.0
+    assert engine.eager.sampled == naive.eager.sampled == run.meta["sampled_fp32"]
+    assert run.own[0.0] != run.own[quality.TEMPERATURE]
+    assert 0 < engine.eager.logprob_off < 1e-4
+    assert not engine.wrong_lengths
+
+
+def test_another_models_text_goes_through_its_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    text = "".join(path.read_text(encoding="utf-8") for path in library_text.held_out_files())
+    words = {word: i for i, word in enumerate(["?", *sorted(set(text.split()))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    corpus = quality.Corpus(tmp_path)
+    assert len(words) > library_text.END + 1
+    assert corpus.unit == "token"
+    assert corpus.decoded(corpus.tokens[:5]) == " ".join(text.split()[:5])
+    assert quality.Corpus(byte_model()).unit == "byte"
+
+
+def test_files_of_other_kernels_are_called_on_whole_tiles(tmp_path):
+    file = tmp_path / "tutorial.py"
+    file.write_text(
+        "import torch\n"
+        "def attention(q, k, v, causal, sm_scale):\n"
+        "    assert q.shape == k.shape == v.shape and q.shape[2] % 128 == 0 and causal\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=sm_scale)\n"
+    )
+    given = quality_kernels.files_of([f"openai_tutorial={file}"])
+    known = {k.name: k for k in kernels(given)}
+    ids = torch.arange(2 * 17).reshape(2, 17)
+    with torch.no_grad():
+        found, expected = (
+            _model(name)(ids, use_cache=False).logits for name in (known["openai_tutorial"].register(), "eager")
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for wrong in ("flex=x", "openai_tutorial", f"amd_tutorial={tmp_path / 'none.py'}"):
+        with pytest.raises((ValueError, FileNotFoundError), match="--file"):
+            quality_kernels.files_of([wrong])
+
+
+def test_what_is_not_installed_is_absent_with_its_reason():
+    known = {k.name: dataclasses.replace(k, needs="") for k in kernels()}
+    assert "--file amd_tutorial=FILE" in known["amd_tutorial"].absent()
+    missing = quality_kernels._of_others("none", "none", quality_kernels._of_package("no_such_package.ops", print))
+    assert "No module named 'no_such_package'" in dataclasses.replace(missing, needs="").absent()
+    there = quality_kernels._of_others("there", "there", quality_kernels._of_package("json", print))
+    assert not dataclasses.replace(there, needs="").absent()
+
+
+def test_exception_without_a_message_is_named_by_its_place():
+    with pytest.raises(AssertionError) as raised:
+        raise AssertionError
+    said = quality_kernels.sentence(raised.value)
+    assert said.startswith(
+        "AssertionError: in test_exception_without_a_message_is_named_by_its_place, test_quality.py:"
+    )
+    assert quality_kernels.sentence(ValueError("one\ntwo")) == "ValueError: one"
+
+
 def test_the_command_takes_another_model_whose_file_has_its_name(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(quality, "run", lambda settings, console: given.append(settings) or 0)
@@ -94,14 +163,17 @@ def test_the_command_takes_another_model_whose_file_has_its_name(monkeypatch, tm
     assert CliRunner().invoke(cli.app, ["bench", "quality", "--model", str(folder)]).exit_code == 2  # there is none
     shutil.copytree(byte_model(), folder)
     assert CliRunner().invoke(cli.app, ["bench", "quality", "--model", str(folder)]).exit_code == 0
-    assert given[0].model == folder
+    assert (given[0].model, given[0].name) == (folder, None)
+    monkeypatch.setattr("rooftile.engine.hub.folder_of", lambda path: folder)
+    assert CliRunner().invoke(cli.app, ["bench", "quality", "--model", "someone/small"]).exit_code == 0
+    assert given[1].name == "small"
     run = _run([_known(NAIVE)], monkeypatch, model=folder)
     run.settings = dataclasses.replace(run.settings, results=tmp_path)
     assert [path.name for path in run.files()] == ["other.json"]
 
 
 def test_kernel_that_sees_the_future_or_raises_fails(monkeypatch):
-    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: None)
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, kernel, row: None)
 
     def raising(*args, **options):
         raise RuntimeError("no such tile\nand more")
@@ -127,7 +199,7 @@ def test_kernel_that_sees_the_future_or_raises_fails(monkeypatch):
 
 
 def test_nan_is_not_coherent(monkeypatch):
-    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: None)
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, kernel, row: None)
 
     def nan(module, query, *args, **options):
         return torch.full_like(query, torch.nan).transpose(1, 2), None
@@ -147,7 +219,7 @@ def _model(name):
     return model
 
 
-@pytest.mark.parametrize("name", [k.name for k in kernels()])
+@pytest.mark.parametrize("name", [k.name for k in kernels() if k.part is None and (k.theirs or k.function)])
 def test_transformers_takes_each_kernel_for_what_it_is(name):
     kernel = _known(name)
     registered = kernel.register()
@@ -177,14 +249,15 @@ def test_flex_attention_is_right_and_compiles_seldom(monkeypatch):
             graphs.clear()
             for shape in some:
                 ids = torch.arange(shape[0] * shape[1]).reshape(shape) * 37 % 256
-                found, expected = (model(ids, use_cache=False).logits for model in (forward, naive))
+                found = quality.Forwards(forward, _known("flex")).logits(ids)
+                expected = naive(ids, use_cache=False).logits
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             assert 0 < len(graphs) <= few
     torch._dynamo.reset()
 
 
 def test_run_of_other_kernels_adds_its_rows(monkeypatch, tmp_path):
-    monkeypatch.setattr(quality.Quality, "compiled", lambda self, row: None)
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, kernel, row: None)
     monkeypatch.setenv("ROOFTILE_COMMIT", "a" * 40)
     path = tmp_path / "quality.json"
     known = (_known(NAIVE), Kernel("first", "one", _later_keys_too), Kernel("second", "two", _later_keys_too))
@@ -229,3 +302,6 @@ def test_every_kernel_is_coherent_on_a_gpu(tmp_path: Path):
     assert rows["rooftile_portable"].eager.coherent
     assert rows["rooftile_portable"].compiles == "whole"
     assert not rows["rooftile_portable"].wrong_lengths
+    assert rows["rooftile_decode"].compiled.coherent
+    assert rows["rooftile_paged"].eager.coherent
+    assert rows["flex"].compiles == "whole"

@@ -196,14 +196,25 @@ def bench_quality(
         list[str] | None,
         typer.Option(
             "--kernel",
-            help="naive, rooftile_portable, rooftile_hopper, sdpa_flash, sdpa_cudnn, flex; repeatable, or with commas. "
-            "Default: all.",
+            help="naive, rooftile_portable, rooftile_hopper, rooftile_decode, rooftile_paged, sdpa_flash, sdpa_cudnn, "
+            "flex, openai_tutorial, amd_tutorial, flash_triton, aiter, xformers; repeatable, or with commas. Default: "
+            "all.",
         ),
     ] = None,
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR", exists=True, file_okay=False, help="A causal model of bytes. Default: the package's own."
+            metavar="PATH|ID",
+            help="A causal model: its folder, or its id on the Hugging Face Hub. Default: the package's own, of bytes.",
+        ),
+    ] = None,
+    files: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--file",
+            metavar="KERNEL=FILE",
+            help="Where openai_tutorial or amd_tutorial stands: Python with attention(q, k, v, causal, sm_scale); "
+            "repeatable.",
         ),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
@@ -218,10 +229,18 @@ def bench_quality(
     """Compare a trained model's text with each attention kernel, plain and compiled. Exit code 1 if ours is wrong."""
     choose_mode()
     from rooftile.bench.quality import Settings, run
+    from rooftile.bench.quality.kernels import files_of
     from rooftile.cases.check import DTYPES
+    from rooftile.engine import hub
 
-    settings = Settings(model=model, names=names_of(names), dtype=DTYPES[dtype.value], json=json_file, results=results)
     try:
+        folder = None if model is None else hub.folder_of(model)
+        if folder is not None and not folder.is_dir():
+            raise FileNotFoundError(f"--model is {model}, expected the folder of a model, or an id")
+        settings = Settings(
+            model=folder, name=model.split("/")[-1] if model and hub.is_id(model) else None, names=names_of(names),
+            files=files_of(files or []), dtype=DTYPES[dtype.value], json=json_file, results=results,
+        )  # fmt: skip
         code = run(settings, console)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -12,40 +12,48 @@ from rooftile.bench import report
 from rooftile.bench.quality.rows import Row, Text
 
 COLUMNS = (
-    "attention", "coherent, eager", "compiled", "loss, eager>", "compiled>", "surprise, eager>", "compiled>",
-    "as float32>", "torch.compile", "any length",
+    "attention", "coherent", "loss>", "log-prob. off>", "greedy: surprise>", "as float32>", "sampled: surprise>",
+    "as float32>", "compiled", "any length",
 )  # fmt: skip
 
 
 def _of(text: Text | None, what: str) -> str:
-    if text is None:
+    value = None if text is None else getattr(text, what)
+    if value is None:  # not measured, or NaN, read again
         return "–"
-    value = getattr(text, what)
-    if value is None:  # NaN, read again
-        return "–"
-    return ("yes" if value else "no") if isinstance(value, bool) else f"{value:.4f}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if what == "logprob_off":
+        return f"{value:.2g}"
+    return f"{value:.0%}" if what in ("same", "sampled_same") else f"{value:.4f}"
 
 
 def cells(row: Row) -> list[str]:
-    """A row under `COLUMNS`."""
+    """A row under `COLUMNS`: each in eager and compiled."""
     if row.eager is None:
         return [row.title, row.status, *["–"] * (len(COLUMNS) - 2)]
-    texts = [_of(text, what) for what in ("coherent", "loss", "surprise") for text in (row.eager, row.compiled)]
+    shown = ("coherent", "loss", "logprob_off", "surprise", "same", "sampled_surprise", "sampled_same")
+    pairs = [" / ".join(_of(text, what) for text in (row.eager, row.compiled)) for what in shown]
     lengths = f"no: {', '.join(map(str, row.wrong_lengths))}" if row.wrong_lengths else "yes"
-    return [row.title, *texts, f"{row.eager.same:.0%}", row.compiles, lengths]
+    return [row.title, *pairs, row.compiles or "–", lengths]
 
 
 def caption(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """What the columns are."""
     lengths = next((", ".join(row.lengths) for row in rows if row.lengths), "none")
+    unit = meta.get("unit", "byte")
+    sampled = "" if "temperature" not in meta else (
+        f"; of those that it draws at temperature {meta['temperature']}, {meta['sampled_surprise_fp32']:.4f}"
+    )  # fmt: skip
     return (
-        f"The byte model in {meta['dtype']}, by transformers, with each kernel as its attention. Loss: nats a byte on "
-        f"{meta['text_bytes']:,} held-out bytes, in windows of {meta['window']}; in float32 it is "
-        f"{meta['loss_fp32']:.4f}. Surprise: nats a byte, to the model in float32, of {meta['new']} bytes that were "
-        f"continued greedily after prompts of {', '.join(map(str, meta['prompts']))} bytes; of its own it is "
-        f"{meta['surprise_fp32']:.4f}. As float32: the share of them, in eager, before the first that differs. "
-        f"Coherent: a loss off by at most {meta['loss_off']}, and a surprise below the loss. Compiled by "
-        f"{meta['backend']}, with dynamic shapes; whole: in one graph. Lengths: {lengths}."
+        f"The model {meta['model']} in {meta['dtype']}, in eager / compiled, with each kernel as its attention. Loss: "
+        f"nats a {unit} on {meta['text_bytes']:,} held-out {unit}s, in windows of {meta['window']}; in float32 it is "
+        f"{meta['loss_fp32']:.4f}. Log-prob. off: the mean distance of their log-probabilities from those in float32. "
+        f"Surprise: nats a {unit}, to the model in float32, of {meta['new']} {unit}s that continue prompts of "
+        f"{', '.join(map(str, meta['prompts']))}; of its own greedy ones it is {meta['surprise_fp32']:.4f}{sampled}. "
+        f"As float32: the share of them before the first that is not its own, all drawn with the same seeds. "
+        f"Coherent: a loss off by at most {meta['loss_off']}, and surprises of at most the loss, or of its own. "
+        f"Compiled by {meta['backend']}, with dynamic shapes; whole: in one graph. Any length: logits at {lengths}."
     )
 
 
@@ -57,15 +65,19 @@ def show(console: Console, meta: Mapping[str, Any], rows: Sequence[Row]) -> None
         caption_justify="left",
     )  # fmt: skip
     for name in COLUMNS:
-        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
+        justify: Literal["left", "right"] = "right" if name.endswith(">") else "left"
+        table.add_column(name.rstrip(">"), justify=justify, no_wrap=name == COLUMNS[0])
     for row in rows:
         table.add_row(*cells(row))
     wide = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
     wide.print(table)
-    wide.print(f"float32: {meta['sample_fp32']!r}", markup=False, highlight=False)
+    own = {"greedy": meta["sample_fp32"], "sampled": meta["sampled_fp32"]}
+    for which, text in own.items():
+        wide.print(f"float32, {which}: {text!r}", markup=False, highlight=False)
     for row in rows:
         for how, text in (("eager", row.eager), ("compiled", row.compiled)):
-            if text is not None and not (text.coherent and text.sample == meta["sample_fp32"]):
-                wide.print(f"{row.title}, {how}: {text.sample!r}", markup=False, highlight=False)
+            for which, said in () if text is None else (("greedy", text.sample), ("sampled", text.sampled)):
+                if said != own[which]:
+                    wide.print(f"{row.title}, {how}, {which}: {said!r}", markup=False, highlight=False)
         if row.message:
             wide.print(f"{row.title}: {row.status}: {row.message}", markup=False, highlight=False)

@@ -15,7 +15,7 @@ from rooftile.bench.rows import write_whole
 # What two runs must have in common, that their rows may stand in one file.
 SAME = (
     "transformers", "suite", "model", "dtype", "text_bytes", "window", "prompts", "new", "lengths", "backend",
-    "loss_off",
+    "loss_off", "temperature", "seed", "part",
 )  # fmt: skip
 
 
@@ -24,10 +24,13 @@ class Text:
     """What came of one kernel in one way of running it.
 
     Attributes:
-        loss: nats a byte, on text that was held out.
-        surprise: nats a byte of the continuations, to the model in float32 with naive attention.
-        same: the continuations' share of bytes before the first that is not that model's own.
-        sample: the continuation of the last prompt, decoded.
+        loss: nats a token, on text that was held out.
+        surprise: nats a token of the greedy continuations, to the model in float32 with naive attention.
+        same: the greedy continuations' share of tokens before the first that is not that model's own.
+        sample: the greedy continuation of the last prompt, decoded.
+        logprob_off: the mean distance of the held-out tokens' log-probabilities from that model's; None in files that
+            are older than the field, like the next ones.
+        sampled_surprise, sampled_same, sampled: surprise, same and sample of the sampled continuations.
     """
 
     loss: float | None
@@ -35,6 +38,10 @@ class Text:
     same: float
     sample: str
     coherent: bool
+    logprob_off: float | None = None
+    sampled_surprise: float | None = None
+    sampled_same: float | None = None
+    sampled: str = ""
 
 
 @dataclasses.dataclass
@@ -42,7 +49,8 @@ class Row:
     """One kernel. `status` is "ok", "FAIL" (not coherent, or a length is wrong), "absent" or "error".
 
     Attributes:
-        compiles: "whole" (one graph), "with breaks", "no", or nothing where it was not asked.
+        compiles: "whole" (one graph), "with breaks", "CUDA graphs" (the engine), "no", or nothing where it was not
+            asked.
         lengths: the relative error of the logits at each, against the naive kernel in float32.
         wrong_lengths: those at which it is over the bound.
     """
