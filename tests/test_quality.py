@@ -101,6 +101,19 @@ def test_engine_writes_what_the_naive_kernel_writes_greedily_and_sampled(name, m
     assert not engine.wrong_lengths
 
 
+def test_model_of_few_positions_is_compared_within_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(quality.Quality, "compiled", lambda self, kernel, row: None)
+    folder = tmp_path / "short"
+    shutil.copytree(byte_model(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    run = _run([_known(NAIVE), _known("rooftile_paged")], monkeypatch, model=folder)
+    assert [row.status for row in run.rows] == ["ok", "ok"], run.rows[1].message
+    assert run.meta["window"] == 24
+    with pytest.raises(ValueError, match="up to 25 tokens, the model's 24"):
+        _run([_known(NAIVE)], monkeypatch, model=folder, prompts=(22,))
+
+
 def test_another_models_text_goes_through_its_tokenizer(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 

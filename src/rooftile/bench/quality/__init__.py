@@ -186,7 +186,8 @@ class Quality:
             return model.eval().to(self.device)
 
         self.exact, self.model = load(torch.float32), load(s.dtype)
-        window = min(self.model.config.max_position_embeddings, 512) if measures else 48
+        longest = self.model.config.max_position_embeddings
+        window = min(longest, 512 if measures else 48)
         self.corpus = Corpus(path)
         text = self.corpus.tokens
         assert s.windows is not None
@@ -194,12 +195,16 @@ class Quality:
         assert s.lengths is not None
         assert s.new is not None
         self.new = s.new
+        self.longest = max(window, max(s.prompts) + s.new, *s.lengths)
+        if self.longest > longest:
+            raise ValueError(
+                f"prompts with new tokens, and lengths, are up to {self.longest} tokens, the model's {longest}"
+            )
         self.rows_of_text = library_text.windows(text, window, s.windows).to(self.device)
         # Each prompt from a place of its own.
         starts = range(1000, 1000 + 1000 * len(s.prompts), 1000)
         self.prompts = [text[at : at + n].tolist() for at, n in zip(starts, s.prompts, strict=True)]
         self.at_lengths = {n: text[5000 : 5000 + n][None].to(self.device) for n in s.lengths}
-        self.longest = max(window, max(s.prompts) + s.new, *s.lengths)
         self.reference = Forwards(self.exact)
         with torch.no_grad():
             self.own_logprobs = self.logprobs(self.reference)

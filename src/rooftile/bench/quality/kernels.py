@@ -236,7 +236,7 @@ def _of_file(name: str, file: Path | None) -> Callable[[], Callable[..., Tensor]
 
 
 # What is published without a package, by name.
-FILES = {"openai_tutorial": "Triton's fused-attention tutorial", "amd_tutorial": "the same, AMD's variant"}
+FILES = {"openai_tutorial": "Triton's fused-attention tutorial", "amd_tutorial": "Triton's tutorial, AMD's variant"}
 
 
 def files_of(given: Sequence[str]) -> dict[str, Path]:
