@@ -1,0 +1,66 @@
+"""examples/serve_ray.py: two replicas answer behind one address."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from helpers import interpreted
+
+for package in ("ray.serve", "transformers", "jinja2"):
+    pytest.importorskip(package)
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "serve_ray.py"
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def ask(url, **more):
+    body = json.dumps({"prompt": "def read(", "max_tokens": 4, "temperature": 0, **more}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read().decode()
+
+
+@interpreted
+@pytest.mark.nightly
+def test_two_replicas_answer(tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    given = ["demo", "--replicas", "2", "--max-seq-len", "64", "--max-batch", "2", "--port", str(port)]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "TRITON_INTERPRET": "1"}
+    with log.open("w") as file:
+        server = subprocess.Popen([sys.executable, str(EXAMPLE), *given], stdout=file, stderr=file, env=environment)
+    try:
+        last = time.monotonic() + 180
+        while "is ready at" not in log.read_text():
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < last, log.read_text()
+            time.sleep(0.5)
+        url = f"http://127.0.0.1:{port}"
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = [json.loads(a)["choices"][0]["text"] for a in pool.map(lambda _: ask(url), range(8))]
+        assert len(set(answers)) == 1
+        events = [e.removeprefix("data: ") for e in ask(url, stream=True).split("\n\n") if e]
+        assert events.pop() == "[DONE]"
+        assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == answers[0]
+        while len(replicas := set(re.findall(r"pid=(\d+)\).* -- POST /v1/completions 200", log.read_text()))) < 2:
+            assert time.monotonic() < last, f"only {replicas} answered: {log.read_text()}"
+            time.sleep(0.2)
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(30)
+        finally:
+            server.kill()
