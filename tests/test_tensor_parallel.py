@@ -1,7 +1,10 @@
 """Tensor parallelism: two processes over gloo write what one does, each with its part of the weights."""
 
+import contextlib
 import gc
 import json
+import pickle
+from types import SimpleNamespace
 
 import pytest
 import test_engine_published as published
@@ -14,6 +17,7 @@ from test_engine_projections import dense_of
 import rooftile
 from rooftile.engine import weights as weights_
 from rooftile.engine.config import ModelConfig
+from rooftile.engine.leading import leading
 from rooftile.engine.ranks import join
 from rooftile.engine.split import Split
 
@@ -274,6 +278,36 @@ def test_processes_have_to_be_started(monkeypatch):
     for wrong, error in ((0, ValueError), (True, TypeError), ("2", TypeError)):
         with pytest.raises(error, match="tensor_parallel is"):
             rooftile.Engine.from_config(_SIZES, tensor_parallel=wrong)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
+def test_rank_0_sends_nothing_after_an_error_that_others_may_not_have_seen(error):
+    """They may wait in the middle of a call. A ValueError is raised before anything runs, on every rank."""
+    sent = []
+
+    def decode():
+        raise error
+
+    ranks = SimpleNamespace(send=lambda message: sent.append(pickle.loads(message)))
+    runner = SimpleNamespace(ranks=ranks, cache=SimpleNamespace(sequences=[]), decode=decode, share=lambda: None)
+    engine = SimpleNamespace(runner=runner, _tells=None)
+    with leading(engine):
+        with pytest.raises(error):
+            engine.runner.decode()
+        refused = pytest.raises(RuntimeError, match="start all anew")
+        with refused if error is RuntimeError else contextlib.nullcontext():
+            engine.runner.share()
+        with pytest.raises(ValueError) if error is ValueError else refused:  # noqa: PT011
+            engine.runner.decode()
+    (call, last), *rest = sent
+    assert (len(call), last) == (1, False)
+    if error is ValueError:
+        (again, _), (messages, last) = rest
+        assert (again[0], len(again)) == ("raised", 3)
+        assert (messages, last) == (["raised"], True)
+    else:
+        assert not rest
+    assert engine.runner is runner
 
 
 REPEATS = [[3, 5, 8] * 4, [9, 4] * 5]

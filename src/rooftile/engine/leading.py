@@ -98,19 +98,26 @@ class _Leader:
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._ranks, self._messages = ranks, list[bytes | str]()
+        self._lost: BaseException | None = None  # what was raised while others may wait in the middle of a call
         self.runner = cast("Runner", _Leading(runner, "", self._call))
         vars(self.runner)["cache"] = _Leading(runner.cache, "cache.", self._call)
 
     def _call(self, name: str, function: Callable[..., Any], args: Any, options: Any) -> Any:
+        if isinstance(self._lost, Exception) or (self._lost and name in _LAUNCHES):  # Ctrl-C: all else ends in order
+            what = f"Engine: {name} follows an error that other ranks may not have seen: start all anew"
+            raise RuntimeError(what) from self._lost
         written = io.BytesIO()
         _Pickler(written).dump((name, args, options))
         self._messages.append(written.getvalue())
-        if name in _LAUNCHES:
-            self._send()
         try:
+            if name in _LAUNCHES:
+                self._send()
             return function(*args, **options)
-        except Exception:
-            self._messages.append(_RAISED)  # so do the other ranks
+        except ValueError:  # found before anything ran, and so on the other ranks
+            self._messages.append(_RAISED)
+            raise
+        except BaseException as error:
+            self._lost = error
             raise
 
     def _send(self, last: bool = False) -> None:
@@ -124,7 +131,8 @@ class _Leader:
         return dataclasses.replace(sampling, mask=Telling(sampling.mask, self._ranks))
 
     def end(self) -> None:
-        self._send(last=True)
+        if self._lost is None:  # else nobody may receive it
+            self._send(last=True)
 
 
 def _function_of(runner: Runner, name: str) -> Callable[..., Any]:

@@ -83,14 +83,16 @@ def started(n: int, path: Path, options: dict[str, Any]) -> Iterator[None]:
         )
         watch = threading.Thread(target=_watch, args=(processes, ended), daemon=True)
         watch.start()
+        grace = 1.0  # after an error: others may wait in the middle of a step
         try:
             _begin(0, n, store)
             yield
             ended.set()
+            grace = _GRACE
             ranks.end()
         finally:
             ended.set()
-            watch.join(_GRACE)
+            watch.join(grace)
             if watch.is_alive():
                 for process in processes.processes:
                     process.kill()
