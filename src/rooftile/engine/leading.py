@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _LAUNCHES = ("prefill", "decode", "verify", "extend", "logits")
 _LATER = ("share", "free", "shorten", "cache.name", "cache.forget")
+_ALONE = ("bucket", "cache.find", "cache.unused", "cache.has_room")  # they change nothing
 _RAISED = "raised"
 
 
@@ -87,10 +89,12 @@ class _Leading:
         self._of, self._prefix, self._call = of, prefix, call
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._of, name)
-        if self._prefix + name not in (*_LAUNCHES, *_LATER):
-            return value
-        return lambda *args, **options: self._call(self._prefix + name, value, args, options)
+        value, named = getattr(self._of, name), self._prefix + name
+        if named in (*_LAUNCHES, *_LATER):
+            return lambda *args, **options: self._call(named, value, args, options)
+        if inspect.ismethod(value) and named not in _ALONE:
+            raise AttributeError(f"{named}: other ranks would not make this call, expected one that leading.py lists")
+        return value
 
 
 class _Leader:
