@@ -15,7 +15,9 @@ from rooftile.launching import Descriptor  # before Triton: runtime fixes the mo
 from rooftile.primitives.paging import page_step
 
 import triton.experimental.gluon.language as gl  # isort: skip
+from triton._C.libtriton import ir  # isort: skip
 from triton.experimental import gluon  # isort: skip
+from triton.experimental.gluon.language._core import builtin  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import tma  # isort: skip
 
 _RAGGED = gl.constexpr(1 << 30)  # more than the tokens of any tensor
@@ -55,6 +57,20 @@ def store_tile(desc, at, memory):
     """Start the TMA copy of a tile from shared memory to `at`."""
     SHAPE: gl.constexpr = desc.block_type.shape
     async_store(desc, at, view_as(memory, SHAPE, desc))
+
+
+@builtin
+def _start_add(desc, at, memory, _semantic=None):
+    """Gluon has no name for it in Triton 3.6."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, memory.handle)
+
+
+@gluon.jit
+def add_tile(desc, at, memory):
+    """As `store_tile`, but the tile is added to what is there, atomically element by element."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    _start_add(desc, at, view_as(memory, SHAPE, desc))
 
 
 @gluon.jit

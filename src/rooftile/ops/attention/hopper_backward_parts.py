@@ -73,6 +73,11 @@ class BackwardTiling:
     packed: bool
 
     @property
+    def apart(self) -> bool:
+        """Whether the kernel computes dq beside dk and dv, and its consumers may be half a step apart."""
+        return False
+
+    @property
     def acc(self) -> gl.NVMMADistributedLayout:
         """64 rows of dq, dk or dv in a consumer's registers."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
@@ -177,9 +182,14 @@ def probabilities(s, lse, key, p_first, n_k, scoring, KEY_AXIS: gl.constexpr, T:
         if hidden:
             keys = _span(key, KEYS, KEY_AXIS, T)
             positions = _span(p_first, ROWS, 1 - KEY_AXIS, T)
-            seen = (keys < n_k) & (positions >= p_first)
-            if T.has_right:
-                seen &= keys <= positions + right
+            if not T.apart:
+                seen = (keys < n_k) & (positions >= p_first)
+                if T.has_right:
+                    seen &= keys <= positions + right
+            elif T.has_right:  # the same with one comparison
+                seen = keys <= gl.minimum(positions + right, n_k - 1)
+            else:
+                seen = keys < n_k
             if T.has_left:
                 seen &= keys >= positions - left
             p = gl.where(seen, p, 0.0)
