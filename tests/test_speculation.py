@@ -394,6 +394,11 @@ def test_a_draft_model_of_another_vocabulary(plain):
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, ValueError, r"lengths has shape \(3,\), expected \(2,\)"),
         ({"seen": torch.zeros(1, 4, dtype=torch.int32)}, ValueError, r"seen has shape \(1, 4\), expected 2 rows"),
         ({"counts": torch.zeros(2, 4)}, TypeError, "counts has dtype torch.float32, expected int16"),
+        (  # it would be written out of bounds
+            {"seen": torch.zeros(2, 1, dtype=torch.int32), "counts": torch.zeros(2, 33, dtype=torch.int16)},
+            ValueError,
+            r"seen has shape \(2, 1\), expected \(2, 2\), a bit for each of the 33 tokens of counts",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(changed, error, message, device):
