@@ -8,7 +8,7 @@ import torch
 
 from rooftile.cases.check import relative_error
 from rooftile.ops import decode_attention as op
-from rooftile.ops.attention import attention
+from rooftile.ops.attention import attention, attention_paged
 from rooftile.ops.decode_attention import DecodeConfig
 from rooftile.ops.decode_attention.choose import choose, decode, encode
 from rooftile.reference import decode_attention as reference_module
@@ -462,3 +462,42 @@ def test_a_configuration_that_the_device_cannot_run_is_refused(device):
     ):
         with pytest.raises(ValueError, match=message):
             decode_attention(*inputs, config=DecodeConfig(**options))
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["decode_attention", "attention_paged"])
+def test_the_result_goes_into_rows_of_a_larger_tensor(paged, device):
+    q, cache = torch.randn(2, 2, 32, device=device), torch.randn(3, 16, 1, 32, device=device)
+    table = torch.tensor([[2], [0]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([3, 9], dtype=torch.int32, device=device)
+
+    def attend(q, cache, out):
+        if paged:
+            return attention_paged(q, cache, cache, table, lengths, [0, 1, 2], out=out)
+        into = None if out is None else out[:, None]
+        found = decode_attention(q[:, None], cache, cache, lengths, page_table=table, out=into)
+        return found[:, 0] if out is None else out
+
+    memory, wanted = torch.zeros(4, 2, 32, device=device), attend(q, cache, None)
+    before = memory._version
+    assert attend(q, cache, memory[1:3]).data_ptr() == memory[1].data_ptr()
+    assert torch.equal(memory[1:3], wanted)
+    assert not memory[::3].any()
+    assert memory._version > before  # autograd knows
+    for name in ("q", "k_cache", "out"):
+        given = {"q": q, "k_cache": cache, "out": memory[1:3]}
+        given[name] = given[name].clone().requires_grad_()
+        with pytest.raises(ValueError, match=f"{name} requires grad"):
+            attend(*given.values())
+    with pytest.raises(ValueError, match=r"q is on .*, expected meta to match out"):
+        attend(q, cache, memory[1:3].to("meta"))
+    with pytest.raises(ValueError, match=r"out is torch.float32 of shape \(3, "):
+        attend(q, cache, memory[1:])
+    op = torch.ops.rooftile.attention_paged_into if paged else torch.ops.rooftile.decode_attention_into
+    starts = torch.arange(3, dtype=torch.int32, device=device)
+    args = (memory[1:3], q, cache, cache, table, lengths, starts, *[None] * 4, 1, None, 0.0, -1, 0, "bthd", "")
+    if not paged:
+        args = (
+            memory[1:3, None], q[:, None], cache, cache, lengths, table, *[None] * 8, None, True, "bthd", "bthd",
+            False, "",
+        )  # fmt: skip
+    torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))

@@ -226,8 +226,8 @@ def attention_paged(
         config: how the kernel is launched, in place of the choice by sizes and GPU; its kernel is "portable". With
             "invariant" the result of a query has the same bits whatever other queries and sequences there are, and
             however the tokens of its sequence are divided among calls.
-        out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. It is not for
-            compiled graphs.
+        out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. No other
+            argument may share it.
 
     Returns:
         out, `(Tq, Hq, Dv)` in q's dtype, contiguous; with `return_lse`, `(out, lse)`; lse is `(Hq, Tq)` float32,
@@ -253,8 +253,5 @@ def attention_paged(
     if out is None:
         out, lse = attention_paged_op(q, k_cache, v_cache, page_table, lengths, *rest)
     else:
-        library.check_tensors(op, out=out)
-        for name, x in (("q", q), *given.items()):
-            library.refuse_gradient(op, name, x, op)
         lse = attention_paged_into(out, q, k_cache, v_cache, page_table, lengths, *rest)
     return (out, lse) if return_lse else out

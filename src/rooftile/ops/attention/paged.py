@@ -271,7 +271,8 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def _prepare_into(out: Tensor, *args: Any) -> Callable[..., Tensor]:
+def _checked_out(out: Tensor, *args: Any) -> _Arguments:
+    """The arguments; raises unless `out` has the place of their result."""
     a = _Arguments(*args)
     a.check()
     shape = a.outputs()[0].shape
@@ -280,7 +281,11 @@ def _prepare_into(out: Tensor, *args: Any) -> Callable[..., Tensor]:
             f"{_OP}: out is {out.dtype} of shape {tuple(out.shape)} with strides {out.stride()}, expected {a.q.dtype} "
             f"of {tuple(shape)}, contiguous"
         )
-    return _prepare_start(a, out)
+    return a
+
+
+def _prepare_into(out: Tensor, *args: Any) -> Callable[..., Tensor]:
+    return _prepare_start(_checked_out(out, *args), out)
 
 
 def _prepare_start(a: _Arguments, out: Tensor) -> Callable[..., Tensor]:
@@ -316,9 +321,6 @@ def _prepare_start(a: _Arguments, out: Tensor) -> Callable[..., Tensor]:
         return lse
 
     return run
-
-
-attention_paged_into = library.Prepared(_prepare_into)
 
 
 def _prepare_hopper(a: _Arguments, s: Scoring, c: AttentionConfig, out: Tensor) -> Callable[..., None]:
@@ -394,10 +396,15 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return a.outputs()
 
 
-attention_paged_op = library.define(
-    "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, "
+_ARGUMENTS = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, SymInt longest_q, float? scale, "
-    "float softcap, int left, int right, str cache_layout, str config) -> (Tensor, Tensor)",
-    prepare=_prepare,
-    fake=_fake,
+    "float softcap, int left, int right, str cache_layout, str config"
+)
+attention_paged_op = library.define(f"attention_paged({_ARGUMENTS}) -> (Tensor, Tensor)", prepare=_prepare, fake=_fake)
+attention_paged_into = library.define(
+    f"attention_paged_into(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
+    prepare=_prepare_into,
+    fake=lambda out, *args: _checked_out(out, *args).outputs()[1],
+    called=lambda args: _OP,
 )

@@ -154,13 +154,19 @@ def _prepare(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def _prepare_into(out: Tensor, *args: Any) -> Callable[..., Tensor]:
+def _checked_out(out: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Results like those of the arguments; raises unless `out` has the place of the first."""
     found, lse = _fake(*args)
     if out.shape != found.shape or out.dtype != found.dtype or out.stride() != found.stride():
         raise ValueError(
             f"decode_attention: out is {out.dtype} of shape {tuple(out.shape)} with strides {out.stride()}, expected "
             f"{found.dtype} of {tuple(found.shape)} with strides {found.stride()}"
         )
+    return found, lse
+
+
+def _prepare_into(out: Tensor, *args: Any) -> Callable[..., Tensor]:
+    lse = _checked_out(out, *args)[1]
     shape, strides, device, start = lse.shape, lse.stride(), lse.device, _prepare_start(*args)
 
     def run(out: Tensor, *args: Any) -> Tensor:
@@ -309,14 +315,18 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return (out if layout == "bthd" else out.transpose(1, 2)), lse
 
 
-_op = library.define(
-    "decode_attention(Tensor q, Tensor k_cache, Tensor? v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, int? head_dim_v, float? scale, int? window, "
-    "float? softcap, bool causal, str layout, str cache_layout, bool return_lse, str config) -> (Tensor, Tensor)",
-    prepare=_prepare,
-    fake=_fake,
+_ARGUMENTS = (
+    "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor lengths, Tensor? page_table, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? mask, int? head_dim_v, float? scale, int? window, float? softcap, "
+    "bool causal, str layout, str cache_layout, bool return_lse, str config"
 )
-_into = library.Prepared(_prepare_into)
+_op = library.define(f"decode_attention({_ARGUMENTS}) -> (Tensor, Tensor)", prepare=_prepare, fake=_fake)
+_into = library.define(
+    f"decode_attention_into(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
+    prepare=_prepare_into,
+    fake=lambda out, *args: _checked_out(out, *args)[1],
+    called=lambda args: "decode_attention",
+)
 
 
 def decode_attention(
@@ -388,8 +398,8 @@ def decode_attention(
         cache_layout: the order of the dimensions of the caches, and of scales by token.
         return_lse: also return `(B, Hq, T)`, float32: the logarithm of the softmax's denominator, including sinks.
         config: the launch configuration; chosen by default.
-        out: memory for the result, such as rows of a larger tensor; new memory by default. It is not for compiled
-            graphs.
+        out: memory for the result, such as rows of a larger tensor; new memory by default. No other argument may share
+            it.
 
     Returns:
         out, of q's dtype and layout, contiguous in the order (B, T, Hq, Dv); with `return_lse` (out, lse). A token that
@@ -429,7 +439,5 @@ def decode_attention(
     if out is None:
         out, lse = _op(*args)
     else:
-        library.check_tensors("decode_attention", out=out, q=q)
-        library.refuse_gradient("decode_attention", "q", q, "decode_attention")
         lse = _into(out, *args)
     return (out, lse) if return_lse else out
