@@ -12,6 +12,7 @@ from test_engine import logits_of_steps, relative
 from test_engine_projections import dense_of
 
 import rooftile
+from rooftile.engine.checkpoint import Checkpoint
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.projections import Dense, Fp8, Fp8Block, Int4, Int8
 
@@ -381,6 +382,17 @@ def test_act_order(form, tmp_path, device):
             chosen = expected.log_softmax(-1).max(-1)
             assert c.tokens == chosen.indices.tolist()
             torch.testing.assert_close(torch.tensor(c.logprobs), chosen.values, rtol=1e-4, atol=1e-4)
+
+
+def test_act_order_whatever_the_default_device_is(tmp_path):
+    written = functools.partial(formats.gptq, group=32, order=any_order)
+    folder = formats.save(model_of(), tmp_path, written, gptq(group_size=32, desc_act=True))
+    config = ModelConfig.from_hf(folder)
+    orders = config.published.orders_of(Checkpoint(folder))
+    with torch.device("meta"):
+        again = config.published.orders_of(Checkpoint(folder))
+    assert orders
+    assert all(torch.equal(order, again[name]) for name, order in orders.items())
 
 
 def test_act_order_of_projections_of_one_gemm_is_the_same(tmp_path, device):

@@ -307,7 +307,7 @@ class Published:
         orders = {}
         for entry, g_idx in checkpoint.read(list(wanted)):
             (module, scheme), k = wanted[entry], len(g_idx)
-            adjacent = torch.arange(k) // self._group(module, scheme, k)
+            adjacent = torch.arange(k, device=g_idx.device) // self._group(module, scheme, k)
             if torch.equal(g_idx.long(), adjacent):
                 continue
             order = g_idx.argsort(stable=True)
