@@ -110,10 +110,10 @@ def _check(
             raise ValueError(f"{op}: {name} has shape {tuple(table.shape)}, expected {n_rows} rows to match drawn")
         if (table.shape[1] > 1 and table.stride(1) != 1) or (n_rows > 1 and table.stride(0) == 0):
             raise ValueError(f"{op}: {name} has strides {table.stride()}, expected rows that can be written in place")
-    if seen is not None and counts is not None and seen.shape[1] != library.cdiv(counts.shape[1], 32):
+    if seen is not None and counts is not None and seen.shape[1] != (words := library.cdiv(counts.shape[1], 32)):
         raise ValueError(
-            f"{op}: seen has shape {tuple(seen.shape)}, expected ({n_rows}, {library.cdiv(counts.shape[1], 32)}), a bit "
-            f"for each of the {counts.shape[1]} tokens of counts"
+            f"{op}: seen has shape {tuple(seen.shape)}, expected ({n_rows}, {words}), a bit for each of the "
+            f"{counts.shape[1]} tokens of counts"
         )
 
 
