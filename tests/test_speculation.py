@@ -201,7 +201,7 @@ def test_the_benchmark_s_tokens_are_those_of_plain_decoding():
 def test_a_request_hardly_rests_while_half_of_its_steps_accept_a_proposal():
     request, numbers = Request(0, [1, 2], 100, Sampling()), random.Random(0)
     request.guess = Guess(NGram().begin(request.prompt))
-    speculation, rested = Speculation(NGram()), 0
+    speculation, rested = Speculation(NGram(), 131), 0
     for _ in range(1000):
         speculation.verified(request, 4, numbers.randrange(2))
         rested += request.guess.rest
@@ -318,7 +318,7 @@ def test_ngrams_propose_what_came_after_the_last_occurrence():
 def test_requests_rest_while_few_proposals_are_accepted():
     request = Request(0, [1, 2], 100, Sampling())
     request.guess = Guess(NGram().begin(request.prompt))
-    speculation, rests = Speculation(NGram()), []
+    speculation, rests = Speculation(NGram(), 131), []
     for _ in range(13):
         speculation.verified(request, 4, 0)
         rests.append(request.guess.rest)
@@ -338,9 +338,19 @@ def test_requests_rest_while_few_proposals_are_accepted():
 
 def test_proposals_do_not_go_beyond_the_limit():
     request = Request(0, [1, 2, 1, 2], 3, Sampling(), tokens=[1])
-    assert Speculation(NGram()).propose([request]) == {request: [2]}
+    assert Speculation(NGram(), 131).propose([request]) == {request: [2]}
     request.tokens.append(2)
-    assert Speculation(NGram()).propose([request]) is None
+    assert Speculation(NGram(), 131).propose([request]) is None
+
+
+@pytest.mark.parametrize("proposed", [[7] * 4, [131], [-1, 7]])
+def test_proposals_are_few_tokens_of_the_vocabulary(proposed, recorded):
+    request = Request(0, [1, 2], 9, Sampling(), tokens=[])
+    recorded.after[1, 2] = [5, 6]
+    assert Speculation(recorded, 131).propose([request]) == {request: [5, 6]}
+    request.guess.proposals.propose = lambda generated, n: proposed
+    with pytest.raises(ValueError, match="speculate proposes the tokens .* expected at most 3 from 0 to 130"):
+        Speculation(recorded, 131).propose([request])
 
 
 @pytest.mark.parametrize(

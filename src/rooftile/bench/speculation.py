@@ -118,7 +118,9 @@ def _run(engine: Any, prompt: list[int], new: int, source: Replay | None) -> tup
     from rooftile.engine.runner import Sampling
     from rooftile.engine.speculation import Speculation
 
-    loop = Loop(engine.runner, engine._scheduler(), None if source is None else Speculation(source))
+    loop = Loop(
+        engine.runner, engine._scheduler(), None if source is None else Speculation(source, engine.config.vocab)
+    )
     request = engine._request(0, prompt, new, (), False, True, Sampling())
     loop.add(request)
     begun = 0.0

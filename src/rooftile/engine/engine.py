@@ -316,7 +316,7 @@ class Engine:
         return [r.watch.completion() for r in requests if r.watch is not None]
 
     def _speculation(self) -> Speculation | None:
-        return None if self.speculate is None else Speculation(self.speculate)
+        return None if self.speculate is None else Speculation(self.speculate, self.config.vocab)
 
     def _scheduler(self) -> Scheduler:
         cache = self.runner.cache

@@ -317,7 +317,7 @@ class Readback:
         accepted = [0] * len(tokens) if self.proposed is None else self._accepted.tolist()
         for request, sequence, slot in self._slots:
             n, k = accepted[slot] + 1, request.sampling.top_logprobs
-            if sequence.slot == slot:  # else it was freed meanwhile
+            if n < self._rows and sequence.slot == slot:  # else it was freed meanwhile
                 self._runner.shorten(sequence, self._rows - n)
             for row in range(slot * self._rows, slot * self._rows + n):
                 yield request, tokens[row], logprobs[row], top[row][:k] if k else None

@@ -197,10 +197,11 @@ class Speculation:
 
     Args:
         source: where they come from.
+        vocab: tokens of the vocabulary.
     """
 
-    def __init__(self, source: Speculate) -> None:
-        self._source = source
+    def __init__(self, source: Speculate, vocab: int) -> None:
+        self._source, self._vocab = source, vocab
 
     def _guess(self, request: Request) -> Guess:
         if request.guess is None:
@@ -216,11 +217,21 @@ class Speculation:
         return any(guess.rest == 0 for guess in guesses)
 
     def propose(self, requests: Sequence[Request]) -> dict[Request, list[int]] | None:
-        """Proposals for requests whose tokens are all known; None if a plain step is faster."""
+        """Proposals for requests whose tokens are all known; None if a plain step is faster.
+
+        Raises:
+            ValueError: the source proposes too many tokens, or some outside of the vocabulary.
+        """
         found = {}
         for request in requests:
             useful = min(self._source.tokens, request.limit - len(request.tokens) - 1)
-            found[request] = self._guess(request).proposals.propose(request.tokens, useful) if useful > 0 else []
+            tokens = self._guess(request).proposals.propose(request.tokens, useful) if useful > 0 else []
+            if len(tokens) > max(0, useful) or any(not 0 <= token < self._vocab for token in tokens):
+                raise ValueError(
+                    f"Engine: speculate proposes the tokens {tokens}, expected at most {useful} from 0 to "
+                    f"{self._vocab - 1}"
+                )
+            found[request] = tokens
         return found if _SHARE * sum(map(bool, found.values())) >= len(found) else None
 
     def no_match(self, requests: Sequence[Request]) -> None:
