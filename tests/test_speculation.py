@@ -343,13 +343,19 @@ def test_proposals_do_not_go_beyond_the_limit():
     assert Speculation(NGram(), 131).propose([request]) is None
 
 
+def test_plain_steps_shorten_nothing(plain, monkeypatch):
+    """On several ranks each call is sent to the others."""
+    monkeypatch.setattr(plain.runner, "shorten", lambda *_: pytest.fail("nothing was proposed"))
+    assert len(plain.generate([1, 2], max_new_tokens=3, ignore_eos=True)[0].tokens) == 3
+
+
 @pytest.mark.parametrize("proposed", [[7] * 4, [131], [-1, 7]])
 def test_proposals_are_few_tokens_of_the_vocabulary(proposed, recorded):
     request = Request(0, [1, 2], 9, Sampling(), tokens=[])
     recorded.after[1, 2] = [5, 6]
     assert Speculation(recorded, 131).propose([request]) == {request: [5, 6]}
     request.guess.proposals.propose = lambda generated, n: proposed
-    with pytest.raises(ValueError, match="speculate proposes the tokens .* expected at most 3 from 0 to 130"):
+    with pytest.raises(ValueError, match=r"speculate proposes the tokens .* expected at most 3 from 0 to 130"):
         Speculation(recorded, 131).propose([request])
 
 
