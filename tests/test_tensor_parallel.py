@@ -290,7 +290,7 @@ def test_rank_0_sends_nothing_after_an_error_that_others_may_not_have_seen(error
 
     ranks = SimpleNamespace(send=lambda message: sent.append(pickle.loads(message)))
     runner = SimpleNamespace(ranks=ranks, cache=SimpleNamespace(sequences=[]), decode=decode, share=lambda: None)
-    engine = SimpleNamespace(runner=runner, _tells=None)
+    engine = SimpleNamespace(runner=runner, _broadcasts=None)
     with leading(engine):
         with pytest.raises(error):
             engine.runner.decode()

@@ -75,7 +75,7 @@ class Engine:
         self.config, self.weights, self.tokenizer, self.runner = config, weights, tokenizer, runner
         self.max_batch, self.max_seq_len = runner.max_batch, runner.max_seq_len
         self.rank = 0 if runner.ranks is None else runner.ranks.rank
-        self._tells: Callable[[Sampling], Sampling] | None = None  # set while this rank leads others
+        self._broadcasts: Callable[[Sampling], Sampling] | None = None  # set while this rank leads others
         if proposals_of(speculate) != (runner.verifier.n_tokens - 1 if runner.verifier else 0):
             raise ValueError(f"Engine: the runner is not made for speculate={speculate!r}")
         self.speculate = speculate
@@ -129,7 +129,7 @@ class Engine:
             FileNotFoundError: the folder or a file is missing; or the Hub has no such id, or can't be reached.
             ValueError: path is a file, the engine does not compute this model, or a tensor or file is not valid; the
                 message names it. Nothing has been loaded then. Or there are not `tensor_parallel` processes, or it does
-                not divide a size of the model.
+                not divide a size of the model, or it is not 1 beside `deterministic` or a `Draft`.
             TypeError: a dtype is not one of those.
             RuntimeError: another process of several has failed.
         """
@@ -333,8 +333,8 @@ class Engine:
         if limit < 1:
             raise ValueError(f"{op}: max_new_tokens is {limit}, expected a positive integer")
         sampling.check(self.config.vocab)
-        if self._tells is not None:
-            sampling = self._tells(sampling)
+        if self._broadcasts is not None:
+            sampling = self._broadcasts(sampling)
         request, cache = Request(index, prompt, limit, sampling), self.runner.cache
         if request.longest + 1 > self.max_seq_len:
             raise ValueError(
@@ -413,7 +413,9 @@ def _options(
     if length > config.max_positions:
         raise ValueError(f"Engine: max_seq_len is {length}, expected at most the model's {config.max_positions}")
     if given["deterministic"] and ranks is not None:  # NCCL adds in an order that depends on the number of tokens
-        raise ValueError(f"Engine: deterministic is True, and tensor_parallel {ranks.size}, expected one of both")
+        raise ValueError(
+            f"Engine: deterministic is True and tensor_parallel {ranks.size}, expected at most one of them"
+        )
     options = {**given, "max_seq_len": length, "ranks": ranks}
     split = WHOLE if ranks is None else ranks.split
     split.check(config)
@@ -452,7 +454,7 @@ def _draft(
     if weights is None:
         quantize = speculate.quantize
         weights = weights_.load(small, folder, dtype=dtype, quantize=quantize, device=device, progress=progress)
-    if weights.embedding.device.type != device.type:
+    if weights.embedding.device != torch.empty(0, device=device).device:
         raise ValueError(f"Engine: the draft model is on {weights.embedding.device}, expected {device}")
     return small, weights
 

@@ -31,7 +31,7 @@ _ALONE = ("bucket", "cache.find", "cache.unused", "cache.has_room")  # they chan
 _RAISED = "raised"
 
 
-class _Told:
+class _ReceivedMask:
     """A mask of rank 0 on the other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -47,7 +47,7 @@ class _Told:
         pass
 
 
-class Telling:
+class BroadcastMask:
     """A mask on rank 0, which tells the other ranks what it says."""
 
     def __init__(self, mask: TokenMask, ranks: Ranks) -> None:
@@ -68,7 +68,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, PagedSequence):
             return obj.slot
-        return "mask" if isinstance(obj, Telling) else None
+        return "mask" if isinstance(obj, BroadcastMask) else None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -78,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if pid == "mask":
-            return _Told(self._ranks)
+            return _ReceivedMask(self._ranks)
         return next(s for s in self._runner.cache.sequences if s.slot == pid)
 
 
@@ -128,11 +128,11 @@ class _Leader:
         messages, self._messages = self._messages, []
         self._ranks.send(pickle.dumps((messages, last)))
 
-    def telling(self, sampling: Sampling) -> Sampling:
+    def with_broadcast_mask(self, sampling: Sampling) -> Sampling:
         """The options, with a mask that the other ranks hear of."""
         if sampling.mask is None:
             return sampling
-        return dataclasses.replace(sampling, mask=Telling(sampling.mask, self._ranks))
+        return dataclasses.replace(sampling, mask=BroadcastMask(sampling.mask, self._ranks))
 
     def end(self) -> None:
         if self._lost is None:  # else nobody may receive it
@@ -159,11 +159,11 @@ def leading(engine: Engine) -> Iterator[None]:
         yield
         return
     leader = _Leader(runner, runner.ranks)
-    engine.runner, engine._tells = leader.runner, leader.telling
+    engine.runner, engine._broadcasts = leader.runner, leader.with_broadcast_mask
     try:
         yield
     finally:
-        engine.runner, engine._tells = runner, None
+        engine.runner, engine._broadcasts = runner, None
         leader.end()
 
 

@@ -59,6 +59,10 @@ class NGram:
         tokens: proposals of a step, 1 to 15.
         max_match, min_match: how many of the newest tokens have to occur before; the longest match is taken.
 
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: tokens is no integer.
+
     Source: prompt lookup decoding, Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding).
     """
 
@@ -89,6 +93,10 @@ class Draft:
             used.
         tokens: proposals of a step, 1 to 15.
         quantize: of a checkpoint's weights, as in `Engine.from_pretrained`.
+
+    Raises:
+        ValueError: tokens is out of range. `Engine` raises if the vocabulary or the device is another.
+        TypeError: an argument has another type.
     """
 
     model: str | Path | Engine

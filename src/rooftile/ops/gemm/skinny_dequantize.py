@@ -138,7 +138,7 @@ def _weight_only_kernel(
                 scale, scale_high, offset, offset_high = _scales_and_offsets(
                     scale_ptr, w_rows, at + block, GROUPS, PAIRS
                 )  # fmt: skip
-                low += offset.to(DTYPE)  # exact: an integer from -23 to 15
+                low += offset.to(DTYPE)  # exact: an integer from -23 to 22
                 high += offset_high.to(DTYPE)
             else:
                 scale, scale_high = _scales(scale_ptr, w_rows, at + block, GROUPS, EVEN, PAIRS)

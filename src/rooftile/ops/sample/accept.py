@@ -181,7 +181,7 @@ def accept_drafts_(
         limits: `(B,)`, int32, contiguous: how many proposals the row has, at most T - 1. A negative number: the row
             takes no part; its accepted is 0, and the rest keeps its values.
         seen: int32 `(B, ceil(V / 32))`, a last stride of 1, as in `sample`. Written. None, the default: none.
-        counts: int16 `(B, V)`, a last stride of 1, as in `sample`. Written. None, the default: none.
+        counts: int16 `(B, V)` of the same V, a last stride of 1, as in `sample`. Written. None, the default: none.
 
     Raises:
         ValueError: a shape or stride is wrong; devices differ or are the CPU without the interpreter.
