@@ -1,6 +1,7 @@
 """Speculative decoding: the same tokens and distributions in fewer steps, whatever is proposed."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -393,6 +394,14 @@ def test_unknown_names_on_the_command_line(text):
 def test_options_that_are_not_valid(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_draft_model_that_is_an_engine_is_used_as_it_is(plain, monkeypatch):
+    with pytest.raises(ValueError, match="quantize is 'int8' beside an Engine, expected None"):
+        Draft(plain, quantize="int8")
+    monkeypatch.setattr(plain.runner, "ranks", SimpleNamespace(size=2))
+    with pytest.raises(ValueError, match="the draft model has tensor_parallel 2, expected 1"):
+        made(Draft(plain))
 
 
 def test_a_draft_model_of_another_vocabulary(plain):

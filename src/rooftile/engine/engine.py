@@ -443,6 +443,8 @@ def _draft(
     if ranks is not None:
         raise ValueError(f"Engine: speculate is a Draft, and tensor_parallel {ranks.size}, expected NGram or None")
     if isinstance(speculate.model, Engine):
+        if (its := speculate.model.runner.ranks) is not None:
+            raise ValueError(f"Engine: the draft model has tensor_parallel {its.size}, expected 1: a whole model")
         small, weights = speculate.model.config, speculate.model.weights
     else:
         folder = hub.folder_of(speculate.model)

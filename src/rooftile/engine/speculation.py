@@ -95,7 +95,8 @@ class Draft:
         quantize: of a checkpoint's weights, as in `Engine.from_pretrained`.
 
     Raises:
-        ValueError: tokens is out of range. `Engine` raises if the vocabulary or the device is another.
+        ValueError: tokens is out of range, or quantize is given beside an `Engine`. The engine that takes this raises if
+            the vocabulary or the device is another.
         TypeError: an argument has another type.
     """
 
@@ -109,6 +110,11 @@ class Draft:
         _check_tokens("Draft", self.tokens)
         if not isinstance(self.model, (str, Path, Engine)):
             raise TypeError(f"Draft: model is {self.model!r}, expected a checkpoint's folder or an Engine")
+        if isinstance(self.model, Engine) and self.quantize is not None:
+            raise ValueError(
+                f"Draft: quantize is {self.quantize!r} beside an Engine, expected None: its weights are used as they "
+                "are"
+            )
 
 
 Speculate = NGram | Draft | Proposer
