@@ -1,7 +1,9 @@
 """Sampling options of requests in the engine: what each does to the tokens, beside requests without them."""
 
 import dataclasses
+import pickle
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -249,6 +251,14 @@ def test_wrong_options(options, kind, message, engine):
         generated(engine, [0], **options)
     with pytest.raises(kind, match=message), rooftile.AsyncEngine(engine) as several:
         several.add(PROMPTS[0], **options)
+
+
+def test_biases_are_those_of_the_call():
+    """The caller may change them while the request waits, and other ranks get them pickled."""
+    given = {3: 1.5}
+    sampling = Sampling(logit_bias=types.MappingProxyType(given))
+    given[10**6] = 2.0
+    assert pickle.loads(pickle.dumps(sampling)).logit_bias == {3: 1.5}
 
 
 def test_plain_options_are_those_of_the_graphs():

@@ -82,6 +82,8 @@ class Sampling:
                     raise TypeError(f"sampling: logit_bias of token {token} is {bias!r}, expected a number")
                 if not math.isfinite(bias):
                     raise ValueError(f"sampling: logit_bias of token {token} is {bias!r}, expected a finite number")
+            # A copy: the caller may change it while the request waits, and other ranks get it pickled.
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.mask is not None and not callable(getattr(self.mask, "mask", None)):
             raise TypeError(f"sampling: mask is {self.mask!r}, expected an object with mask() and advance(token)")
 
