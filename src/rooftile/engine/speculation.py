@@ -95,8 +95,8 @@ class Draft:
         quantize: of a checkpoint's weights, as in `Engine.from_pretrained`.
 
     Raises:
-        ValueError: tokens is out of range, or quantize is given beside an `Engine`. The engine that takes this raises if
-            the vocabulary or the device is another.
+        ValueError: tokens is out of range, or quantize is given beside an `Engine`. The engine that takes this raises
+            if the vocabulary or the device is another.
         TypeError: an argument has another type.
     """
 
