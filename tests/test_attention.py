@@ -234,7 +234,7 @@ def test_a_configuration_that_can_not_be_launched(device):
     q, k, v = drawn(device)
     with pytest.raises(ValueError, match=r"attention: config can't be launched: block_n is 8, expected at least 16"):
         attention(q, k, v, config=AttentionConfig("portable", 16, 8, 4, 1))
-    with pytest.raises(TypeError, match="attention: config is str, expected"):
+    with pytest.raises(TypeError, match=r"attention: config is a str, expected rooftile.AttentionConfig or None"):
         attention(q, k, v, config="portable")
 
 

@@ -278,6 +278,7 @@ def test_what_is_refused(device):
         "cu_seqlens_q has dtype torch.int64, expected torch.int32": {"cu_seqlens_q": starts.long()},
         "k_scale has dtype torch.float64, expected float32": {"k_scale": torch.ones((), device=device).double()},
         "page_table is None, expected a tensor": {"page_table": None},
+        "config is a str, expected rooftile.AttentionConfig, 'invariant' or None": {"config": "hopper"},
     }
     for message, changed in types.items():
         with pytest.raises(TypeError, match=f"attention_paged: {message}"):

@@ -29,8 +29,8 @@ from rooftile.graphs import SerialGraphs
 from rooftile.ops.sample import accept_drafts_, mark_seen_, sample_
 from rooftile.primitives.pdl import constant_weights
 
-# Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps
-# have 8 numbers of tokens, for each number of slots that decode.
+# Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
+# at most 512 tokens have 14 numbers of tokens, for each number of slots that decode.
 KEPT = 128
 
 

@@ -25,7 +25,7 @@ from rooftile.ops.attention import arguments
 from rooftile.ops.attention.arguments import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
 from rooftile.ops.attention.paged import attention_paged_into, attention_paged_op, checked_indices
-from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Invariant
+from rooftile.ops.attention.problem import AttentionConfig, Invariant
 from rooftile.ops.gemm.dispatch import autocast
 
 __all__ = ["AttentionConfig", "attention", "attention_paged", "attention_varlen"]
@@ -242,7 +242,7 @@ def attention_paged(
     """
     op = "attention_paged"
     scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
-    text = "" if config is None else config if config == INVARIANT else arguments.encoded(op, config)
+    text = "" if config is None else arguments.encoded(op, config, invariant=True)
     optional = {"k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes, "sinks": sinks}
     given = {name: t for name, t in optional.items() if t is not None}
     library.check_tensors(op, q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, lengths=lengths, **given)

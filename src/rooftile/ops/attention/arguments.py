@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile import library, runtime
-from rooftile.ops.attention.problem import AttentionConfig, Inputs, Scoring, encode
+from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Inputs, Invariant, Scoring, encode
 
 Layout = Literal["bhtd", "bthd"]
 LONGEST_HEAD = 256
@@ -63,10 +63,15 @@ def _window(op: str, window: Window | None, causal: bool) -> tuple[int, int]:
     return sides[0], 0 if causal else sides[1]
 
 
-def encoded(op: str, config: AttentionConfig) -> str:
-    """The configuration as the schema of an op takes it."""
+def encoded(op: str, config: AttentionConfig | Invariant, *, invariant: bool = False) -> str:
+    """The configuration as the schema of an op takes it. `invariant`: whether the op takes "invariant"."""
+    if invariant and config == INVARIANT:
+        return INVARIANT
     if type(config) is not AttentionConfig:  # a BackwardConfig is not one of the forward
-        raise TypeError(f"{op}: config is {type(config).__name__}, expected rooftile.AttentionConfig or None")
+        accepted = (
+            f"rooftile.AttentionConfig, {INVARIANT!r} or None" if invariant else "rooftile.AttentionConfig or None"
+        )
+        raise TypeError(f"{op}: config is {library.named(config)}, expected {accepted}")
     # Dynamo traces the function itself, and warns of a cache around it.
     return (encode.__wrapped__ if torch.compiler.is_compiling() else encode)(config)
 
