@@ -146,7 +146,11 @@ def test_a_prompt_in_a_new_static_cache_has_no_mask(title):
     assert torch.equal(found, eager.generate(ids, disable_compile=True, **options))
     prompts = [args for func, args, _ in record.calls if func._schema.name == "rooftile::attention"]
     assert len(prompts) == ours.config.get_text_config().num_hidden_layers
-    assert all(args[3] is None and args[1].shape[1] == args[0].shape[1] == 20 for args in prompts)
+    assert all(args[1].shape[1] == args[0].shape[1] == 20 for args in prompts)
+    # With layers of several kinds transformers 5.23 copies the mask that says that all keys are valid.
+    copied = "sliding_attention" in (getattr(ours.config.get_text_config(), "layer_types", None) or ())
+    for args in prompts:
+        assert args[3] is None or (copied and args[3].shape[-2:] == (1, 20) and args[3].all())
 
 
 def test_masks_of_padding_and_of_one_token_are_decoded_and_others_are_not():

@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftile.bench.docs.tables import NO_RESULTS, aged, is_older, machine, machine_line, markdown
 from rooftile.bench.e2e import layer
-from rooftile.bench.e2e.paths import CUDA, HF, HF_EAGER, OURS_UNTUNED, PATCHED, PEERS
+from rooftile.bench.e2e.paths import CUDA, CUDA_FP8, HF, HF_EAGER, OURS_UNTUNED, PATCHED, PEERS
 from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.e2e.results import FILES, over, read_results
 from rooftile.bench.report import number, ratio
@@ -127,7 +127,9 @@ _FIGURES = {
 
 def _cells(point: _Point, row: E2ERow, runs: Mapping[str, int]) -> list[str]:
     # The first baseline: CUDA's kernels run in the same way, or, for a patched model, the original one.
-    peer = next((found for name in PEERS.get(row.impl, ())[:1] if (found := point.row(row.op, name))), None)
+    # PyTorch in fp8 is measured beside an engine in fp8 alone.
+    peers = [name for name in PEERS.get(row.impl, ()) if name != CUDA_FP8 or point.row(row.op, name)]
+    peer = point.row(row.op, peers[0]) if peers else None
     against = [ratio(over(row, peer), 3), peer.impl if peer else "–"]
     untuned = f"{row.impl} (tuning off)" if row.options.get("tuning") == "off" else row.impl
     note = "; ".join(part for part in (row.message, row.note) if part)
