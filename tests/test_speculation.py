@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_engine_sampling import SIZES
 
 import rooftile
 from rooftile.bench.speculation import Replay, Settings, make_predictable, measure
@@ -17,17 +18,6 @@ from rooftile.reference import sample as reference
 
 pytest.importorskip("transformers")
 
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 131,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
 PROMPTS = [[3, 5, 8, 13, 21], [9, 9, 4]]
 NEW = 7
 # Each with plain decoding's tokens: greedy, drawn with penalties, with counts and biases, and the most likely ones.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -140,6 +141,11 @@ SpeculateName = Annotated[
 Deterministic = Annotated[
     bool,
     typer.Option("--deterministic", help="The same tokens and log-probabilities whatever runs beside; slower."),
+]
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
 ]
 
 TensorParallel = Annotated[

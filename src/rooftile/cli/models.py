@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import Deterministic, DType, Panel, QuantizeName, choose_mode, command, console, names_of
+from rooftile.cli.common import (
+    Deterministic,
+    DType,
+    JsonFile,
+    Panel,
+    QuantizeName,
+    choose_mode,
+    command,
+    console,
+    names_of,
+)
 
 
 @command(Panel.measure, "bench prefill")
@@ -45,10 +55,7 @@ def bench_prefill(
     per_length: Annotated[
         bool, typer.Option("--per-length", help="Compile for each length instead of once for all.")
     ] = False,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart here.")] = None,
     results: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/prefill/: JSON and a chart.")
@@ -144,10 +151,7 @@ def bench_e2e(
         bool,
         typer.Option("--layer", help="Time the kernels of one decode layer instead of models; --prompt is then 44."),
     ] = False,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart.")] = None,
     results: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/: JSON and charts.")
@@ -291,10 +295,7 @@ def bench_serve(
     deterministic: Deterministic = False,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, in this process.")] = 256,
     max_seq_len: Annotated[int, typer.Option(min=4, help="Tokens of a prompt and its answer, at most.")] = 2048,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
+    json_file: JsonFile = None,
     results: Annotated[
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/serve/<model>.json, or add to it."),
@@ -362,10 +363,7 @@ def bench_speculation(
     quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each acceptance; the median counts.")] = 3,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
+    json_file: JsonFile = None,
     results: Annotated[
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/speculation/<model>.json."),

@@ -11,6 +11,7 @@ import typer
 
 from rooftile.cli.common import (
     DType,
+    JsonFile,
     Ops,
     Panel,
     SetName,
@@ -94,10 +95,7 @@ def bench(
     csv_file: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", dir_okay=False, help="Also write the rows to this file.")
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
+    json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write a chart of each op and direction here.")
     ] = None,
@@ -188,10 +186,7 @@ def bench_twins(
     results: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/twins/<op>.json.")
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
+    json_file: JsonFile = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print a line for each point, and where the time went.")
     ] = False,
@@ -218,10 +213,7 @@ def bench_optim(
     results: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/training/adamw.json.")
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time a step of AdamW over a list of parameters beside torch.optim.AdamW. Exit code 1 if ours is wrong."""
     choose_mode()

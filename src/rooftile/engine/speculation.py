@@ -22,8 +22,8 @@ MOST_PROPOSALS = 15  # with the newest token 16, the most new tokens that `decod
 
 # A request rests, which means that its steps are plain and the device need not wait for the host: after a search
 # without a match; and while too few of its steps accept a proposal, twice as long each time. A step of five tokens
-# takes some 8 % longer than one of a single token (Llama-3-8B on an H100, as batches of 8 and 1), so one step in twelve
-# has to accept one. The share is a moving average: from a half, it falls below that after nine failures.
+# is taken to be some 8 % longer than one of a single token, which is not measured yet: then one step in twelve has to
+# accept one. The share is a moving average: from a half, it falls below that after nine failures.
 _AFTER_NO_MATCH = 3
 _FIRST_REST, _LONGEST_REST = 16, 64
 _LEAST_SHARE = 0.08
