@@ -51,7 +51,7 @@ CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3,
 MISSED = 0.1
 LIMIT_S = 400  # of one process: torch.compile takes a minute or two
 GIB = 1 << 30
-CAPS = (16, 24, None)  # GiB of memory in which the largest batch is looked for; None: all
+CAPS = (16, 24, None)  # GiB of memory in which the largest batch is looked for, increasing; None: all
 FIT_TOKENS = 1024  # of a sequence of the largest batch: fine enough steps where little memory is left
 
 Launch = Callable[[Job], dict[str, Any]]
@@ -187,13 +187,14 @@ class Steps:
 
     def largest_batches(self, impls: Sequence[str], caps: Sequence[int | None], tokens: int) -> None:
         """A row for each implementation and memory, with the largest batch in `dims`."""
-        for cap in caps:
-            for impl in impls:
-                found = self.launch(self.job(impl, tokens=tokens, fit=True, cap=None if cap is None else cap * GIB))
+        for impl in impls:
+            sizes = [math.inf if cap is None else cap * GIB for cap in caps]
+            found = self.launch(self.job(impl, tokens=tokens, caps=sizes))
+            for cap, batch in zip(caps, found.get("batches", [0] * len(caps)), strict=True):
                 shape = f"{self.workload.name} T{tokens} " + ("all memory" if cap is None else f"{cap} GiB")
                 row = Row(BATCH, "step", shape, "bf16", impl, status=found["status"], message=found.get("message", ""))
-                row.dims = {"tokens": tokens, "gib": cap or 0, "batch": found.get("batch", 0)}
-                self._add(row, f"{shape} {impl}: {row.dims['batch']} sequences {row.message}")
+                row.dims = {"tokens": tokens, "gib": cap or 0, "batch": batch}
+                self._add(row, f"{shape} {impl}: {batch} sequences {row.message}")
 
     def _add(self, row: Row, said: str) -> None:
         self.rows.append(row)

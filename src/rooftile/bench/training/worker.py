@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ class Job:
         batch, tokens: sequences of a step, and tokens of each.
         warmup, steps: steps before those that are timed, and those.
         timeline: record the memory of one more step.
-        fit: instead of timing, find the largest batch whose steps fit into memory.
-        cap: bytes of memory, if not all.
+        caps: instead of timing, find the largest batch whose steps fit into each of these bytes of memory, which
+            increase; infinity is all memory.
     """
 
     impl: str
@@ -62,8 +62,7 @@ class Job:
     warmup: int = 4
     steps: int = 20
     timeline: bool = False
-    fit: bool = False
-    cap: int | None = None
+    caps: Sequence[float] = ()
 
 
 class Trainer:
@@ -184,9 +183,18 @@ class Trainer:
         events = traces[self.device.index or 0]
         return {**sampled(events, allocated, start), "phases": phases}
 
-    def largest_batch(self, most: int = 512) -> int:
-        """The most sequences with which two steps fit into memory; 0 if not even one does."""
-        low, high = 0, 1
+    def largest_batches(self) -> list[int]:
+        """For each of the job's caps, the most sequences with which two steps fit; 0 if not even one does."""
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        found = [0]
+        for cap in self.job.caps:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))  # of the current device
+            found.append(self._largest_batch(found[-1]))
+        return found[1:]
+
+    def _largest_batch(self, low: int, most: int = 512) -> int:
+        """At least `low`, which fits."""
+        high = max(1, 2 * low)
         while high <= most and self._fits(high):
             low, high = high, 2 * high
         high = min(high, most + 1)
@@ -277,13 +285,10 @@ def do(job: Job) -> dict[str, Any]:
     device = runtime.default_device()
     if job.impl == "machine":
         return _machine(device)
-    if job.cap is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / total))  # of the current device
     try:
         trainer = Trainer(job, device)
-        if job.fit:
-            return {"status": "ok", "batch": trainer.largest_batch()}
+        if job.caps:
+            return {"status": "ok", "batches": trainer.largest_batches()}
         found = {"status": "ok", **trainer.measure()}
         if job.timeline and trainer.module is not None:
             found["timeline"] = trainer.timeline()
