@@ -20,7 +20,9 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 TOLERANCE = 2e-5  # as in test_engine.py: float32 sums in another order
-FP8_TOLERANCE = 1e-2  # an element of x between two of the format may go the other way
+# An element of x between two of the format may go the other way, by 2^-3 of itself. The tensor cores of sm_90 add
+# products of fp8 with some 14 bits, so that there it happens to several tokens, not to most.
+FP8_TOLERANCE, FP8_FAR = 1e-2, 0.2
 PROMPTS = [[3, 5, 8, 13, 21, 34, 55], [9, 9, 4]]
 _SIZES = {
     "vocab_size": 67, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -172,6 +174,15 @@ def test_the_weights_of_a_published_checkpoint(name, dtype, tmp_path, device):
 RUN = ("gptq", "awq, groups of 32", "fp8, tensors", "fp8, blocks")
 
 
+def assert_near(found, expected, rounding):
+    if rounding is None:
+        assert relative(found, expected) < TOLERANCE
+    else:
+        by_token = torch.stack([(f - e).norm() / e.norm() for f, e in zip(found.cpu(), expected, strict=True)])
+        assert by_token.median() < FP8_TOLERANCE
+        assert by_token.max() < FP8_FAR
+
+
 @pytest.mark.parametrize("name", nightly_but(RUN, FORMATS))
 def test_a_published_checkpoint(name, tmp_path, device):
     """Logits and tokens are those of the dequantized model."""
@@ -180,15 +191,14 @@ def test_a_published_checkpoint(name, tmp_path, device):
     engine = engine_of(formats.save(model, tmp_path, form, config), device)
     if rounding is not None:
         round_inputs(model, rounding)
-    most = TOLERANCE if rounding is None else FP8_TOLERANCE
     for prompt, logits in zip(PROMPTS, engine.logits(PROMPTS), strict=True):
-        assert relative(logits, model(torch.tensor([prompt])).logits[0].detach()) < most
+        assert_near(logits, model(torch.tensor([prompt])).logits[0].detach(), rounding)
     with logits_of_steps(engine) as steps:
         completions = engine.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
     for row, c in enumerate(completions):
         with torch.no_grad():
             expected = model(torch.tensor([c.prompt + c.tokens])).logits[0, len(c.prompt) - 1 : -1]
-        assert relative(torch.stack([s[row] for s in steps]), expected[1:]) < most
+        assert_near(torch.stack([s[row] for s in steps]), expected[1:], rounding)
         if rounding is None:
             assert c.tokens == expected.argmax(-1).tolist()
 

@@ -95,9 +95,10 @@ SEVERAL = [
 @pytest.mark.parametrize("options", SEVERAL, ids=lambda o: " ".join(o))
 def test_options_change_tokens_as_the_formula_says(options, engine):
     plain = {n: v for n, v in options.items() if n in ("temperature", "top_p", "repetition_penalty", "seed")}
-    (found,) = generated(engine, [0], **options)
-    assert found.tokens == by_the_formula(engine, PROMPTS[0], Sampling(**options))
-    assert found.tokens != generated(engine, [0], **plain)[0].tokens
+    every = range(len(PROMPTS))  # a prompt whose tokens do not repeat has no penalties
+    found = [c.tokens for c in generated(engine, every, **options)]
+    assert found[0] == by_the_formula(engine, PROMPTS[0], Sampling(**options))
+    assert found != [c.tokens for c in generated(engine, every, **plain)]
 
 
 def steps(engine, hows, which):
@@ -293,6 +294,6 @@ def test_graphs_give_what_plain_launches_give_with_options(device):
     assert first == second
     for i in range(4):
         assert by_the_formula(engines[0], PROMPTS[i], hows[i]) == first[i]
-    assert (4, None) in engines[0].runner._graphs
+    assert any(key[:2] == (4, None) for key in engines[0].runner._graphs)
     expected = [generated(e, [0, 1], temperature=0.7) for e in engines]
     assert expected[0] == expected[1]

@@ -251,7 +251,7 @@ def chi_squared(counts, p):
 
 
 @pytest.mark.parametrize("n_rows", [100, pytest.param(800, marks=pytest.mark.nightly)])
-def test_the_first_two_tokens_have_the_model_s_distribution(n_rows):
+def test_the_first_two_tokens_have_the_model_s_distribution(n_rows, device):
     """Of a Markov chain over 3 tokens, with proposals from another chain. 8 degrees of freedom: the statistic is above
     26.1 once in a thousand seeds, and these are fixed; of the proposals' own tokens it is far above."""
     v, start = 3, 2
@@ -261,22 +261,24 @@ def test_the_first_two_tokens_have_the_model_s_distribution(n_rows):
     p = torch.softmax(table, -1).double()
     joint = (p[start][:, None] * p).flatten()
 
-    lengths = torch.ones(n_rows, dtype=torch.int32)
-    newest = torch.full((n_rows,), start, dtype=torch.int32)
+    table, other = table.to(device), other.to(device)
+    lengths = torch.ones(n_rows, dtype=torch.int32, device=device)
+    newest = torch.full((n_rows,), start, dtype=torch.int32, device=device)
     accepted, limits = torch.empty_like(lengths), torch.full_like(lengths, 1)
-    seeds = torch.arange(n_rows)
+    seeds = torch.arange(n_rows, device=device)
     texts = [[] for _ in range(n_rows)]
     proposals = []
     while min(map(len, texts)) < 2:
-        short = torch.tensor([i for i, text in enumerate(texts) if len(text) < 2])  # the others take no part
+        # The others take no part.
+        short = torch.tensor([i for i, text in enumerate(texts) if len(text) < 2], device=device)
         limits = torch.full_like(limits, -1).index_fill(0, short, 1)
-        proposal = torch.softmax(other[newest.long()], -1).multinomial(1, generator=g)[:, 0].int()
+        proposal = torch.softmax(other[newest.long()], -1).cpu().multinomial(1, generator=g)[:, 0].int().to(device)
         proposals.append(proposal)
         ids = torch.stack((newest, proposal), 1)
-        positions = (lengths[short, None] + torch.arange(2)).flatten()
+        positions = (lengths[short, None] + torch.arange(2, device=device)).flatten()
         logits = table[ids[short].long()].flatten(0, 1)
         of_short, _ = sample(logits, temperature=1.0, seeds=seeds[short].repeat_interleave(2), positions=positions)
-        drawn = torch.zeros(n_rows, 2, dtype=torch.int64)
+        drawn = torch.zeros(n_rows, 2, dtype=torch.int64, device=device)
         drawn[short] = of_short.view(-1, 2)
         lengths[short] += 2
         accept_drafts_(accepted, newest, lengths, drawn, ids, limits)
