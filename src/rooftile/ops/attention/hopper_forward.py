@@ -25,6 +25,11 @@ lowest maximum is finite, so that a row that sees no key needs no special case u
 The kernel's one constant, T, is a `Tiling`. num_warps of a configuration counts the consumers' warps, 4 for each 64
 queries of block_m; one more warp is the producer.
 
+For short prompts, what comes before the first dot and after the last one is much of the time. Their programs have one
+tile each (`Tiling.single`): less is computed before the first copies, and no next tile is started at the end. They have
+one consumer, so that two programs fit on an SM, or two, of which one sees few keys where the other sees many
+(`Tiling.paired`).
+
 Tiles differ in length with causality or a window; `work_order` says which program takes which. The lengths of packed
 sequences are on the device: a kernel ahead lists the tiles (`packed`). TMA ends each sequence as it ends a tensor. It
 reads zeros past a sequence's last token, so that what the next one has there, NaN even, is not seen, and writes nothing
@@ -47,8 +52,17 @@ from torch import Tensor
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor, KernelLauncher, bind
 from rooftile.ops.attention import packed
-from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
-from rooftile.ops.attention.work_order import count_of, tile_of, work_order
+from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, has_pairs, tiles_of
+from rooftile.ops.attention.work_order import (
+    MOST_TILES,
+    count_of,
+    end_of,
+    partner_of,
+    quotient,
+    reciprocals,
+    tile_of,
+    work_order,
+)
 from rooftile.primitives.gluon import (
     describe,
     describe_packed,
@@ -75,8 +89,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 accepts = is_describable
 _DTYPES = (torch.bfloat16, torch.float16)
 _BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured arguments of warps, and alignment
-# What a kernel of 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
-_REGISTERS = {2: 168, 3: 128}
+# What a kernel of 8, 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
+_REGISTERS = {1: 128, 2: 168, 3: 128}
 _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in use
 _LOWEST = gl.constexpr(-1e30)
 _LOG2E = gl.constexpr(1.4426950408889634)
@@ -106,6 +120,9 @@ class Tiling:
         packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
         page: tokens of a page of keys and values; 0 if they are packed as the queries are.
         step: tokens from one page to the next in memory.
+        paired: of a tile's two consumers one has a block of queries that sees many keys, and the other one that sees
+            few, so that all tiles take the same time. Each skips the keys that it does not see. Only with causality,
+            without a window or `turns`.
     """
 
     keys: int
@@ -123,6 +140,12 @@ class Tiling:
     packed: bool = False
     page: int = 0
     step: int = 0
+    paired: bool = False
+
+    @property
+    def single(self) -> bool:
+        """Whether each program has one tile; `order` is then a `Reciprocals`."""
+        return self.consumers == 1 or self.paired
 
     @property
     def tile_rows(self) -> int:
@@ -191,7 +214,9 @@ class Tiling:
 @gluon.jit
 def _count_tiles(size, T: gl.constexpr):
     """How many tiles this program has."""
-    if T.packed or T.limited:
+    if T.single:
+        return 1
+    elif T.packed or T.limited:
         return count_of(gl.program_id(0), gl.num_programs(0), size[0])
     else:
         return gl.cdiv(size[0] - gl.program_id(0), gl.num_programs(0))
@@ -214,13 +239,26 @@ def _place(i, size, limits, order, T: gl.constexpr):
 
 
 @gluon.jit
+def _first_row(row, mine: gl.constexpr, size, T: gl.constexpr):
+    """A consumer's first query, of the tile whose first row is given."""
+    if T.paired and mine:
+        return partner_of(row, size[2], T.rows)
+    else:
+        return row + mine * T.rows
+
+
+@gluon.jit
 def _place_in_batch(i, size, limits, order, T: gl.constexpr):
     """`_place` where a formula of i says it."""
     _tiles, heads, n_q, n_k = size
     left, right = limits
     blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))
-    if T.limited:
-        head, block = tile_of(i, gl.program_id(0), gl.num_programs(0), order, blocks)
+    if T.single or T.limited:
+        if T.single:
+            block = quotient(gl.program_id(0), order[1])
+            head = gl.program_id(0) - block * order[0]
+        else:
+            head, block = tile_of(i, gl.program_id(0), gl.num_programs(0), order, blocks)
         if T.has_right:  # the last queries see the most keys
             block = blocks - 1 - block
     else:
@@ -228,15 +266,21 @@ def _place_in_batch(i, size, limits, order, T: gl.constexpr):
         # Signed, here and below: with unsigned division ptxas orders the main loop so that heads of 64 take 4 % longer.
         head = tile // blocks
         block = tile - head * blocks
-    row = block * T.tile_rows
+    TILE_ROWS: gl.constexpr = T.rows if T.paired else T.tile_rows  # those of the consumer with the most keys
+    if T.paired:
+        block += gl.cdiv(n_q, gl.constexpr(T.rows)) - blocks
+    row = block * TILE_ROWS
     shift = n_k - n_q
     begin = 0
     if T.has_left:
         begin = gl.maximum(row + shift - left, 0) // T.keys
     end = n_k
     if T.has_right:
-        end = gl.minimum(gl.minimum(row + T.tile_rows, n_q) + shift + right, n_k)
+        end = gl.minimum(gl.minimum(row + TILE_ROWS, n_q) + shift + right, n_k)
     end = gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin + 1)
+    if T.single:
+        batch = quotient(head, order[2])
+        return batch, head - batch * heads, row, begin, end
     return head // heads, head % heads, row, begin, end
 
 
@@ -351,7 +395,8 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
     """Keep the ring full."""
     q_ring, ring, _out_ring, _turns = memory
     q_tiles, q_ready, q_free = q_ring
-    heads_per_kv = size[1] // k_desc.shape[2 if T.packed else 1]
+    if not T.single:
+        heads_per_kv = size[1] // k_desc.shape[2 if T.packed else 1]
     slot = 0
     parity = 0
     buffer = 0
@@ -362,7 +407,7 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
     count = _count_tiles(size, T)
     for i in range(count):
         seq, head, row, begin, end = _place(i, size, limits, order, T)
-        kv_head = head // heads_per_kv
+        kv_head = quotient(head, order[3]) if T.single else head // heads_per_kv
         slot, parity = _fill(k_desc, table, seq, kv_head, end - 1, ring, slot, parity, T)
         if T.joined:  # noqa: SIM102  # the one is known when it is compiled
             if i > 0:
@@ -371,7 +416,7 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
         mbarrier.expect(q_ready.index(buffer), T.consumers * q_desc.block_type.nbytes)
         for j in gl.static_range(gl.constexpr(T.consumers)):
             to = q_tiles.index(buffer * T.consumers + j)
-            load_tile(q_desc, _rows_at(seq, 0, head, row + j * T.rows, T), q_ready.index(buffer), to)
+            load_tile(q_desc, _rows_at(seq, 0, head, _first_row(row, j, size, T), T), q_ready.index(buffer), to)
         buffer += 1
         q_parity = gl.where(buffer == T.q_buffers, q_parity ^ 1, q_parity)
         buffer = gl.where(buffer == T.q_buffers, 0, buffer)
@@ -388,6 +433,16 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
     if T.joined:  # the last tile's last dot is started with scores that nobody needs
         slot, parity = _fill(k_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
         slot, parity = _fill(v_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
+
+
+@gluon.jit
+def _skip(ring, slot, parity, count, T: gl.constexpr):
+    """Free so many slots unread. Not before they are filled: a later fill's arrival may not count for this one."""
+    for _ in range(count):
+        mbarrier.wait(ring[1].index(slot), parity)
+        mbarrier.arrive(ring[2].index(slot), count=1)
+        slot, parity = next_slot(slot, parity, T.stages)
+    return slot, parity
 
 
 @gluon.jit
@@ -493,7 +548,7 @@ def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, si
 
 @gluon.jit
 def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: gl.constexpr, T: gl.constexpr):
-    """The rows of every tile from mine * rows on."""
+    """The rows of every tile from mine * rows on; with `paired` and `mine`, those of the other block."""
     q_ring, ring, out_ring, turns = memory
     scale, cap_factor, limits = scoring
     if T.scale != 0:
@@ -510,19 +565,27 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     turn = 0 if mine else 1  # the first need not wait
     count = _count_tiles(size, T)
     seq, head, row, begin, end = _place(0, size, limits, order, T)
-    row += mine * T.rows
+    row = _first_row(row, mine, size, T)
+    if T.paired and mine:
+        longest = end
+        end = end_of(row, longest, size[2], size[3], limits[1], T.rows, T.keys)
+        slot, parity = _skip(ring, slot, parity, gl.maximum(2 * (longest - end) - 1, 0), T)
     mbarrier.wait(q_ready.index(0), 0)
-    mbarrier.wait(ring[1].index(0), 0)
-    s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, 0, T),))
-    mbarrier.arrive(ring[2].index(0), count=1)
+    mbarrier.wait(ring[1].index(slot), parity)
+    s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, slot, T),))
+    mbarrier.arrive(ring[2].index(slot), count=1)
     s = _hidden(_capped(s, cap_factor, T), row, end - 1, _size_of(seq, size, T), limits, T)
     weights, total, peak, _factor = _weigh(s, lowest, scale, T)
     w = _as_operand(weights, out_desc.dtype, T)
     slot, parity = next_slot(slot, parity, T.stages)
+    if T.paired and mine:
+        slot, parity = _skip(ring, slot, parity, gl.minimum(longest - end, 1), T)
     mbarrier.wait(ring[1].index(slot), parity)
     for i in range(count):
         last = i + 1 == count
-        if not T.packed:
+        if T.single:
+            new_seq, new_head, new_row, new_begin, new_end = seq, head, row, begin, end
+        elif not T.packed:
             following = gl.minimum(i + 1, count - 1)
             new_seq, new_head, new_row, new_begin, new_end = _place(following, size, limits, order, T)
             new_row += mine * T.rows
@@ -647,7 +710,16 @@ def attend(
     limits = (left, right)
     scoring = (scale, cap_factor, limits)
     order = tiles_ptr if T.packed else (width, wide, narrow, wide_rounds, narrow_rounds)
-    if T.consumers == 2:
+    if T.consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 0, T)),
+                (_produce, (q_desc, k_desc, v_desc, table, memory, size, limits, order, T)),
+            ],
+            [1],
+            [40],
+        )
+    elif T.consumers == 2:
         gl.warp_specialize(
             [
                 (_consume, (out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, 0, T)),
@@ -672,19 +744,26 @@ def attend(
 
 
 @functools.cache
-def _tiling(c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int, packed: bool) -> Tiling:
-    """What the kernel is compiled for. Two tiles of queries are in shared memory at once if they fit."""
+def _tiling(
+    c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int, packed: bool, pairs: bool = False
+) -> Tiling:
+    """What the kernel is compiled for. Two tiles of queries are in shared memory at once if a program has several and
+    they fit. With `pairs`, two consumers of heads up to 128 are `paired`.
+    """
     dim = max(32, 1 << (head_dim - 1).bit_length())
     # As measured on an H200: joined is 2 to 8 percent faster, also with turns, but not for two consumers of short
     # heads, where turns alone are 3 percent faster. Heads over 128, and three consumers with a cap, would spill.
-    three, capped = c.num_warps == 12, flags[0]
-    short = dim <= 64 and not three
-    joined = not short and dim <= 128 and not (three and capped)
+    consumers, capped = c.num_warps // 4, flags[0]
+    paired = pairs and consumers == 2 and dim <= 128
+    single = consumers == 1 or paired
+    turns = dim <= 64 and consumers == 2 and not single
+    joined = not turns and not single and dim <= 128 and not (consumers == 3 and capped)
 
     def tiling(q_buffers: int) -> Tiling:
-        return Tiling(c.block_n, dim, c.num_warps // 4, c.num_stages, q_buffers, short, joined, *flags, packed=packed)
+        sizes = (c.block_n, dim, consumers, c.num_stages, q_buffers, turns, joined)
+        return Tiling(*sizes, *flags, packed=packed, paired=paired)
 
-    return tiling(2) if tiling(2).shared_memory <= limit else tiling(1)
+    return tiling(2) if not single and tiling(2).shared_memory <= limit else tiling(1)
 
 
 def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
@@ -713,16 +792,21 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
     if p.packed:
         if p.tokens >= 2**29 or p.heads * (p.tokens // 64 + p.batch) >= 2**27:  # 8 numbers a tile
             return f"kernel 'hopper' takes fewer than {p.tokens} tokens of {p.batch} sequences and {p.heads} heads"
-    elif p.batch * p.heads * library.cdiv(p.n_q, 64) >= 2**30:
+    elif tiles_of(p, 64) >= 2**30:
         return f"kernel 'hopper' takes fewer tiles than {p.batch} x {p.heads} heads of {p.n_q} queries are"
-    if c.num_warps not in (8, 12) or c.block_m != 16 * c.num_warps:
-        return f"block_m is {c.block_m}: kernel 'hopper' takes 64 queries for every 4 of 8 or 12 warps"
+    if c.num_warps not in (4, 8, 12) or c.block_m != 16 * c.num_warps:
+        return f"block_m is {c.block_m}: kernel 'hopper' takes 64 queries for every 4 of 4, 8 or 12 warps"
+    if c.num_warps == 4 and (p.packed or p.head_dim > 128 or tiles_of(p, 64) > MOST_TILES):
+        return (
+            f"num_warps is {c.num_warps}: kernel 'hopper' takes 4 for heads up to 128 and up to {MOST_TILES} tiles "
+            "that are not packed"
+        )
     if not 16 <= c.block_n <= 256:
         return f"block_n is {c.block_n}: kernel 'hopper' takes 16 to 256 keys"
     if c.num_stages < 2:
         return f"num_stages is {c.num_stages}: kernel 'hopper' takes a ring of 2 blocks or more"
-    t = _tiling(c, p.scoring.flags, p.head_dim, target.shared_memory, p.packed)
-    if t.rows * (t.dim * 2 + t.keys * 3) // 256 > (180 if t.consumers == 2 else 130):
+    t = _tiling(c, p.scoring.flags, p.head_dim, target.shared_memory, p.packed, has_pairs(p, target))
+    if t.rows * (t.dim * 2 + t.keys * 3) // 256 > (130 if t.consumers == 3 else 180):
         return f"the tile is {c.block_m} x {c.block_n}: more than the registers of {c.num_warps} warps hold"
     if t.shared_memory > target.shared_memory:
         return (
@@ -741,7 +825,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig, table: Tensor | None = N
     target, is_packed = runtime.target(x.q.device), x.starts_q is not None
     batch, heads, n_q, head_dim = x.q.shape
     pages, kv_heads, n_k = x.k.shape[:3]
-    t = _tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed)
+    t = _tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed, has_pairs(x.problem, target))
     factor, cap, left, right = x.scoring.numbers
     scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
     t = dataclasses.replace(t, scale=x.scoring.default_factor(head_dim))
@@ -751,14 +835,17 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig, table: Tensor | None = N
         stride, n_k = table.stride(0), table.shape[1] * n_k
     heads_in_l2 = max(1, _L2 // (2 * n_k * t.dim * x.k.element_size()))
     list_tiles = None
+    blocks = library.cdiv(n_q, t.tile_rows)
     if is_packed:
         in_l2 = heads_in_l2 * (heads // kv_heads)
         numbers = (n_q, n_k, t.tile_rows, t.keys, left, right, target.multiprocessors, in_l2)
         tiles = packed.TileList(heads, x.sequences, *numbers, counted=table is not None)
         programs, order = tiles.programs, (0,) * 5
         list_tiles = packed.prepare_tiles(tiles)
+    elif t.single:
+        programs = batch * heads * blocks
+        order = reciprocals(batch, heads, kv_heads)
     else:
-        blocks = library.cdiv(n_q, t.tile_rows)
         programs = min(target.multiprocessors, batch * heads * blocks)
         order = work_order(batch * heads, blocks, programs, heads_in_l2)
     start = bind(

@@ -139,3 +139,51 @@ def slot_of(head, place, programs, order, blocks):
     i = tl.where(full, group * its_rounds + n + tl.where(is_wide, 0, wide * wide_rounds), rounds + left // programs)
     lane = tl.where(full, rank, left) % programs
     return i * programs + _program_in(i, lane, programs)
+
+
+# A program for each tile
+
+MOST_TILES = 1 << 15  # of which a program finds its own by `quotient`
+
+
+class Reciprocals(NamedTuple):
+    """What a kernel divides by where each program has one tile. The first copy of keys waits for the quotients, and
+    products take less time than divisions.
+    """
+
+    heads: int  # of all batch entries
+    by_heads: int
+    by_heads_of_entry: int
+    by_heads_of_group: int  # which share keys
+    unused: int = 0  # the kernel has the arguments of a `WorkOrder`
+
+
+def reciprocals(batch: int, heads: int, kv_heads: int) -> Reciprocals:
+    """Those for so many heads."""
+    return Reciprocals(batch * heads, *(-(-(1 << 30) // n) for n in (batch * heads, heads, heads // kv_heads)))
+
+
+@triton.jit
+def quotient(number, reciprocal):
+    """number // n, by 2^30 / n, rounded up. It is exact for numbers and n up to `MOST_TILES`."""
+    return ((number.to(tl.int64) * reciprocal.to(tl.int64)) >> 30).to(tl.int32)
+
+
+@triton.jit
+def partner_of(row, n_q, ROWS: tl.constexpr):
+    """The first row of the block of queries that goes with the one at `row`, of the last half of all blocks.
+
+    With causality the two see about as many keys together as any other two. Of an odd number of blocks the last has no
+    partner: that one is past the last query.
+    """
+    blocks = tl.cdiv(n_q, ROWS)
+    other = (blocks - 1 - blocks % 2) * ROWS - row
+    return tl.where(other < 0, blocks * ROWS, other)
+
+
+@triton.jit
+def end_of(row, end, n_q, n_k, right, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """The end of the blocks of keys that the block of queries at `row` sees, of blocks 0 to `end`; at least 1."""
+    own = tl.minimum(tl.minimum(row + ROWS, n_q) + (n_k - n_q) + right, n_k)
+    own = tl.where(row < n_q, tl.cdiv(own, KEYS), 0)
+    return tl.minimum(tl.maximum(own, 1), end)
