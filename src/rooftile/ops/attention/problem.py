@@ -351,10 +351,11 @@ def _hopper(p: Problem, dim: int, target: runtime.Target) -> Iterator[AttentionC
     3 percent for 2048 causal ones.
 
     One warpgroup for few tiles of a short prompt, with a ring that leaves room for a second program on the SM. It is
-    faster by measurement on an H100 for 128 to 1024 causal tokens of 32 heads. For heads over 64 two in pairs are
-    faster where their programs are one for each SM, or for more than half of them.
+    faster by measurement on an H100 for 128 to 1024 causal tokens of 32 heads, and to 512 that see all keys. For heads
+    over 64 two in pairs are faster where their programs are one for each SM, or for more than half of them.
     """
-    if dim <= 128 and _is_short(p) and tiles_of(p, 64) <= 4 * target.multiprocessors:
+    most = (4 if p.scoring.right >= 0 else 2) * target.multiprocessors
+    if dim <= 128 and _is_short(p) and tiles_of(p, 64) <= most:
         paired = dim > 64 and has_pairs(p, target) and 2 * tiles_of(p, 128) > target.multiprocessors
         if not paired:
             yield AttentionConfig("hopper", 64, 64, 4, 10 if dim <= 64 else 5)
