@@ -16,7 +16,7 @@ from rich.table import Table
 from rooftile.bench import charts, training
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs.e2e import SUITE as GENERATION
-from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, is_older, machine, markdown, ratios_of
+from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, is_older, markdown, ratios_of, when, where
 from rooftile.bench.e2e.paths import CUDA, HF
 from rooftile.bench.e2e.results import FILES, over, read_results
 from rooftile.bench.report import number, ratio
@@ -139,13 +139,17 @@ def _cells(f: Figure) -> list[str]:
 
 
 def _sources(found: Sequence[Figure]) -> list[str]:
-    """A line for each machine and commit, with the commands, and whether the kernels have changed since."""
-    commands: dict[str, dict[str, bool]] = {}
+    """A line for each machine, with the commands of each commit, and whether the kernels have changed since."""
+    machines: dict[str, dict[str, dict[str, bool]]] = {}
     for f in found:
         op, suite = ("decode", GENERATION) if f.baseline == CUDA else (STEP, training.SUITE)
         command = f"`{f.command.partition(' --quantize')[0]}`"
-        commands.setdefault(machine(f.meta), {})[command] = is_older(op, f.meta, suite)
-    return [f"{', '.join(said)}: {line}.{aged(said)}" for line, said in commands.items()]
+        commits = machines.setdefault(where(f.meta), {})
+        commits.setdefault(when(f.meta), {})[command] = is_older(op, f.meta, suite)
+    return [
+        " ".join([f"{line}.", *(f"{', '.join(said)}: {commit}.{aged(said)}" for commit, said in commits.items())])
+        for line, commits in machines.items()
+    ]
 
 
 def table(results: Path) -> str:

@@ -44,8 +44,15 @@ def markdown(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
 
 def machine(meta: Mapping[str, Any]) -> str:
     """Where, by what and when a table was measured."""
-    versions = f"driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']}"
-    return f"**{meta['gpu']}** ({versions}), {commit_of(meta)}, {str(meta['date'])[:10]}"
+    return f"{where(meta)}, {when(meta)}"
+
+
+def where(meta: Mapping[str, Any]) -> str:
+    return f"**{meta['gpu']}** (driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']})"
+
+
+def when(meta: Mapping[str, Any]) -> str:
+    return f"{commit_of(meta)}, {str(meta['date'])[:10]}"
 
 
 def commit_of(meta: Mapping[str, Any]) -> str:
