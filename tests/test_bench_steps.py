@@ -104,10 +104,17 @@ def test_a_timeline_is_the_running_sum_of_allocations_and_frees():
 
 
 @pytest.mark.nightly  # it imports PyTorch again
-def test_a_process_that_dies_is_an_error():
-    found = steps.in_child(dataclasses.replace(worker.Job("eager"), config={}))
-    assert found["status"] == "error"
-    assert "KeyError" in found["message"]
+def test_each_job_has_a_process_of_its_own():
+    """One that dies is an error, and the next goes on."""
+    with steps.Workers() as workers:
+        found = workers(dataclasses.replace(worker.Job("eager"), config={}))
+        assert found["status"] == "error"
+        assert "KeyError" in found["message"]
+        waiting = workers._next
+        assert workers(worker.Job("liger", TINY, tokens=16, warmup=1, steps=1))["status"] in ("ok", "absent")
+        assert waiting.returncode == 0
+        waiting = workers._next
+    assert waiting.poll() is not None
 
 
 # The rows

@@ -7,6 +7,7 @@ of two passes over the batches must agree with the plain model's. Those of the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -84,19 +85,39 @@ WORKLOADS = {
 }
 
 
-def in_child(job: Job) -> dict[str, Any]:
-    """The job's result from a process of its own; if it gives none, an error."""
-    command = [sys.executable, "-m", "rooftile.bench.training.worker", json.dumps(dataclasses.asdict(job))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {"status": "error", "message": f"not done after {LIMIT_S} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        said = done.stderr.strip().splitlines()
-        return {"status": "error", "message": f"exit code {done.returncode}: {said[-1] if said else ''}"[:300]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+class Workers:
+    """Does each job in a process of its own, and starts the next process ahead: it imports while the last one works."""
+
+    def __init__(self) -> None:
+        self._next = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "rooftile.bench.training.worker"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._next.kill()
+        self._next.communicate()
+
+    def __call__(self, job: Job) -> dict[str, Any]:
+        """The job's result; of a process that gives none, an error."""
+        worker, self._next = self._next, self._start()
+        try:
+            out, err = worker.communicate(json.dumps(dataclasses.asdict(job)), timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.communicate()
+            return {"status": "error", "message": f"not done after {LIMIT_S} s"}
+        lines = out.strip().splitlines()
+        if worker.returncode or not lines:
+            said = err.strip().splitlines()
+            return {"status": "error", "message": f"exit code {worker.returncode}: {said[-1] if said else ''}"[:300]}
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
 
 
 def fall(losses: Sequence[float]) -> float:
@@ -251,7 +272,7 @@ def show(console: Console, rows: Sequence[Row], measured: bool) -> None:
 def run(
     models: Sequence[str], impls: Sequence[str], console: Console, results: Path | None = None, *,
     batch: int | None = None, tokens: int | None = None, dtype: str = "bfloat16", fit: bool = False,
-    timeline: bool = False, launch: Launch = in_child,
+    timeline: bool = False, launch: Launch | None = None,
 ) -> int:  # fmt: skip
     """Measure the steps of those models, or of the first; in the interpreter, of a tiny one.
 
@@ -269,23 +290,24 @@ def run(
     for what, given, known in (("model", models, WORKLOADS), ("implementation", impls, IMPLS)):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}")
-    meta = launch(Job("machine"))
-    if "status" in meta:
-        raise RuntimeError(f"the machine was not measured: {meta['message']}")
-    every: list[Row] = []
-    for name in models or (next(iter(WORKLOADS)) if measures else "tiny",):
-        folder = None if results is None else results / gpu_slug(str(meta["gpu"])) / "training"
-        steps = Steps(WORKLOADS[name], meta, console, folder, launch)
-        default = DEFAULT_LORA if steps.workload.lora else DEFAULT
-        chosen = impls or (default if measures else (EAGER, OURS))
-        if fit:
-            # Each batch would be compiled again.
-            fitted = [impl for impl in chosen if impl not in (COMPILE, OURS_COMPILE)]
-            steps.largest_batches(fitted, CAPS, tokens or FIT_TOKENS)
-        else:
-            w = steps.workload
-            steps.measure(chosen, batch or w.batch, tokens or w.tokens, dtype, timeline)
-        every += steps.rows
+    with contextlib.nullcontext(launch) if launch else Workers() as launch:
+        meta = launch(Job("machine"))
+        if "status" in meta:
+            raise RuntimeError(f"the machine was not measured: {meta['message']}")
+        every: list[Row] = []
+        for name in models or (next(iter(WORKLOADS)) if measures else "tiny",):
+            folder = None if results is None else results / gpu_slug(str(meta["gpu"])) / "training"
+            steps = Steps(WORKLOADS[name], meta, console, folder, launch)
+            default = DEFAULT_LORA if steps.workload.lora else DEFAULT
+            chosen = impls or (default if measures else (EAGER, OURS))
+            if fit:
+                # Each batch would be compiled again.
+                fitted = [impl for impl in chosen if impl not in (COMPILE, OURS_COMPILE)]
+                steps.largest_batches(fitted, CAPS, tokens or FIT_TOKENS)
+            else:
+                w = steps.workload
+                steps.measure(chosen, batch or w.batch, tokens or w.tokens, dtype, timeline)
+            every += steps.rows
     if not fit:
         show(console, every, measures)
     return int(any(is_ours(row.impl) and row.status != "ok" for row in every))

@@ -1,6 +1,6 @@
 """One implementation's training steps, in a process of its own: nothing it patches or keeps in memory reaches another.
 
-    python -m rooftile.bench.training.worker '{"impl": "liger", ...}'
+    echo '{"impl": "liger", ...}' | python -m rooftile.bench.training.worker
 
 prints a line of JSON: what `Job` asks for, or the status of a row and the reason.
 """
@@ -302,9 +302,10 @@ def do(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
     with contextlib.redirect_stdout(sys.stderr):  # libraries print too
-        found = do(job)
+        import transformers  # noqa: F401  # takes seconds, and may be done before the job comes
+
+        found = do(Job(**json.loads(sys.stdin.read())))
     print(json.dumps(found), flush=True)
 
 
