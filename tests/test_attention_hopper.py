@@ -184,7 +184,7 @@ def test_few_short_tiles_have_a_program_each(choice):
     c = choose_forward(p, TARGET)
     assert c.num_warps == 4 * consumers
     pairs = has_pairs(p, TARGET)
-    t = hopper_forward._tiling(c, p.scoring.flags, head_dim, TARGET.shared_memory, False, pairs)
+    t = hopper_forward.tiling(c, p.scoring.flags, head_dim, TARGET.shared_memory, False, pairs)
     assert (t.consumers, t.paired, t.single) == (consumers, paired, paired or consumers == 1)
     assert not (t.single and (t.turns or t.joined))
     if consumers == 1:  # 228 KiB an SM, of which each CTA has one more

@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 def tiling(config, dim, t):
-    base = hopper_forward._tiling(config, (False, False, False), dim, TARGET.shared_memory, True)
+    base = hopper_forward.tiling(config, (False, False, False), dim, TARGET.shared_memory, True)
     return dataclasses.replace(base, page=t.shape[2], step=page_step(t))
 
 

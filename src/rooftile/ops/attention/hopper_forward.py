@@ -22,8 +22,8 @@ last one.
 A row's maximum is of scores before `scale`. Its sum is kept in four parts, as its threads have it, until the end. The
 lowest maximum is finite, so that a row that sees no key needs no special case until it is written.
 
-The kernel's one constant, T, is a `Tiling`. num_warps of a configuration counts the consumers' warps, 4 for each 64
-queries of block_m; one more warp is the producer.
+The kernel's one constant, T, is a `Tiling` (`hopper_tiling`). num_warps of a configuration counts the consumers' warps,
+4 for each 64 queries of block_m; one more warp is the producer.
 
 For short prompts, what comes before the first dot and after the last one is much of the time. Their programs have one
 tile each (`Tiling.single`): less is computed before the first copies, and no next tile is started at the end. They have
@@ -52,6 +52,7 @@ from torch import Tensor
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor, KernelLauncher, bind
 from rooftile.ops.attention import packed
+from rooftile.ops.attention.hopper_tiling import Tiling, swizzle_bytes, tiling
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, has_pairs, tiles_of
 from rooftile.ops.attention.work_order import (
     MOST_TILES,
@@ -88,7 +89,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 
 accepts = is_describable
 _DTYPES = (torch.bfloat16, torch.float16)
-_BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured arguments of warps, and alignment
 # What a kernel of 8, 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
 _REGISTERS = {1: 128, 2: 168, 3: 128}
 _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in use
@@ -96,119 +96,6 @@ _LOWEST = gl.constexpr(-1e30)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 _NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds", "stride_pages", "n_pages"]
-
-
-def _swizzle_bytes(dim: int) -> int:
-    """The widest swizzle of rows of so many elements of 16 bits."""
-    return min(2 * dim, 128)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """All that the kernel is compiled for but the dtypes: its one constant.
-
-    Args:
-        keys: keys of a block.
-        dim: columns of a tile of q, k, v and the output, a power of two; those past the head are zeros.
-        consumers: warpgroups, each with `rows` queries of a tile.
-        stages: blocks of k or v that the ring holds.
-        q_buffers: tiles of q in shared memory.
-        turns: the consumers take turns to start their dots.
-        joined: a tile's first dot of scores is started with the previous tile's last dot of values.
-        capped, has_left, has_right: see `Scoring.flags`.
-        scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
-        packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
-        page: tokens of a page of keys and values; 0 if they are packed as the queries are.
-        step: tokens from one page to the next in memory.
-        paired: of a tile's two consumers one has a block of queries that sees many keys, and the other one that sees
-            few, so that all tiles take the same time. Each skips the keys that it does not see. Only with causality,
-            without a window or `turns`.
-    """
-
-    keys: int
-    dim: int
-    consumers: int
-    stages: int
-    q_buffers: int
-    turns: bool
-    joined: bool
-    capped: bool
-    has_left: bool
-    has_right: bool
-    scale: float = 0.0
-    rows: int = 64
-    packed: bool = False
-    page: int = 0
-    step: int = 0
-    paired: bool = False
-
-    @property
-    def single(self) -> bool:
-        """Whether each program has one tile; `order` is then a `Reciprocals`."""
-        return self.consumers == 1 or self.paired
-
-    @property
-    def tile_rows(self) -> int:
-        return self.rows * self.consumers
-
-    @property
-    def limited(self) -> bool:
-        """Whether a query may not see all keys."""
-        return self.has_left or self.has_right
-
-    @property
-    def ring(self) -> list[int]:
-        return [self.stages, self.keys, self.dim]
-
-    @property
-    def piece_rows(self) -> int:
-        """Keys or values that one copy takes: those of a block, or of a page, if that is less."""
-        return self.page if 0 < self.page < self.keys else self.keys
-
-    @property
-    def piece_cols(self) -> int:
-        """Their columns: all, or in a part of a block those of one swizzle, which are together in shared memory."""
-        return self.dim if self.piece_rows == self.keys else min(self.dim, 64)
-
-    @property
-    def pieces(self) -> list[int]:
-        """The ring by such copies."""
-        rows, cols = self.piece_rows, self.piece_cols
-        return [self.stages * self.keys * self.dim // (rows * cols), rows, cols]
-
-    @property
-    def q_ring(self) -> list[int]:
-        return [self.q_buffers * self.consumers, self.rows, self.dim]
-
-    @property
-    def out_ring(self) -> list[int]:
-        return [self.consumers, self.rows, self.dim]
-
-    @property
-    def shared(self) -> gl.NVMMASharedLayout:
-        """A tile in shared memory."""
-        return gl.NVMMASharedLayout(_swizzle_bytes(self.dim), 16, rank=2)
-
-    @property
-    def scores(self) -> gl.NVMMADistributedLayout:
-        """A block of scores in a consumer's registers."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.keys, 16])
-
-    @property
-    def acc(self) -> gl.NVMMADistributedLayout:
-        """A consumer's part of the output."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
-
-    @property
-    def weights(self) -> gl.DotOperandLayout:
-        """A block of softmax weights as the tensor cores read it out of registers."""
-        return gl.DotOperandLayout(0, self.acc, 2)
-
-    @property
-    def shared_memory(self) -> int:
-        """An upper bound in bytes, for elements of 16 bits."""
-        elements = self.stages * self.keys * self.dim + (self.q_buffers + 1) * self.tile_rows * self.dim
-        return 2 * elements + _BARRIERS
 
 
 @gluon.jit
@@ -743,29 +630,6 @@ def attend(
         )
 
 
-@functools.cache
-def _tiling(
-    c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int, packed: bool, pairs: bool = False
-) -> Tiling:
-    """What the kernel is compiled for. Two tiles of queries are in shared memory at once if a program has several and
-    they fit. With `pairs`, two consumers of heads up to 128 are `paired`.
-    """
-    dim = max(32, 1 << (head_dim - 1).bit_length())
-    # As measured on an H200: joined is 2 to 8 percent faster, also with turns, but not for two consumers of short
-    # heads, where turns alone are 3 percent faster. Heads over 128, and three consumers with a cap, would spill.
-    consumers, capped = c.num_warps // 4, flags[0]
-    paired = pairs and consumers == 2 and dim <= 128
-    single = consumers == 1 or paired
-    turns = dim <= 64 and consumers == 2 and not single
-    joined = not turns and not single and dim <= 128 and not (consumers == 3 and capped)
-
-    def tiling(q_buffers: int) -> Tiling:
-        sizes = (c.block_n, dim, consumers, c.num_stages, q_buffers, turns, joined)
-        return Tiling(*sizes, *flags, packed=packed, paired=paired)
-
-    return tiling(2) if not single and tiling(2).shared_memory <= limit else tiling(1)
-
-
 def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
     """None where this kernel can run that problem in that configuration, or the reason why it can't."""
     if not target.gluon:
@@ -805,7 +669,7 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return f"block_n is {c.block_n}: kernel 'hopper' takes 16 to 256 keys"
     if c.num_stages < 2:
         return f"num_stages is {c.num_stages}: kernel 'hopper' takes a ring of 2 blocks or more"
-    t = _tiling(c, p.scoring.flags, p.head_dim, target.shared_memory, p.packed, has_pairs(p, target))
+    t = tiling(c, p.scoring.flags, p.head_dim, target.shared_memory, p.packed, has_pairs(p, target))
     if t.rows * (t.dim * 2 + t.keys * 3) // 256 > (130 if t.consumers == 3 else 180):
         return f"the tile is {c.block_m} x {c.block_n}: more than the registers of {c.num_warps} warps hold"
     if t.shared_memory > target.shared_memory:
@@ -825,7 +689,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig, table: Tensor | None = N
     target, is_packed = runtime.target(x.q.device), x.starts_q is not None
     batch, heads, n_q, head_dim = x.q.shape
     pages, kv_heads, n_k = x.k.shape[:3]
-    t = _tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed, has_pairs(x.problem, target))
+    t = tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed, has_pairs(x.problem, target))
     factor, cap, left, right = x.scoring.numbers
     scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
     t = dataclasses.replace(t, scale=x.scoring.default_factor(head_dim))
@@ -869,7 +733,7 @@ def _descriptors(x: Inputs, out: Tensor, t: Tiling) -> dict[int, Descriptor]:
     describe_rows = describe_packed if t.packed else _describe_batch
     describe_keys = describe_pages if t.page else describe_rows
     rank = 5 if t.packed else 4
-    of_rows, of_keys = (gl.NVMMASharedLayout(_swizzle_bytes(cols), 16, rank=rank) for _, cols in (rows, keys))
+    of_rows, of_keys = (gl.NVMMASharedLayout(swizzle_bytes(cols), 16, rank=rank) for _, cols in (rows, keys))
     return {
         0: describe_rows(x.q, rows, of_rows),
         1: describe_keys(x.k, keys, of_keys),

@@ -1,0 +1,148 @@
+"""What the Hopper forward is compiled for: tiles, their layouts, and the form of its main loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from rooftile.ops.attention.problem import AttentionConfig
+
+import triton.experimental.gluon.language as gl  # isort: skip
+
+_BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured arguments of warps, and alignment
+
+
+def swizzle_bytes(dim: int) -> int:
+    """The widest swizzle of rows of so many elements of 16 bits."""
+    return min(2 * dim, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """All that the kernel is compiled for but the dtypes: its one constant.
+
+    Args:
+        keys: keys of a block.
+        dim: columns of a tile of q, k, v and the output, a power of two; those past the head are zeros.
+        consumers: warpgroups, each with `rows` queries of a tile.
+        stages: blocks of k or v that the ring holds.
+        q_buffers: tiles of q in shared memory.
+        turns: the consumers take turns to start their dots.
+        joined: a tile's first dot of scores is started with the previous tile's last dot of values.
+        capped, has_left, has_right: see `Scoring.flags`.
+        scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
+        packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
+        page: tokens of a page of keys and values; 0 if they are packed as the queries are.
+        step: tokens from one page to the next in memory.
+        paired: of a tile's two consumers one has a block of queries that sees many keys, and the other one that sees
+            few, so that all tiles take the same time. Each skips the keys that it does not see. Only with causality,
+            without a window or `turns`.
+    """
+
+    keys: int
+    dim: int
+    consumers: int
+    stages: int
+    q_buffers: int
+    turns: bool
+    joined: bool
+    capped: bool
+    has_left: bool
+    has_right: bool
+    scale: float = 0.0
+    rows: int = 64
+    packed: bool = False
+    page: int = 0
+    step: int = 0
+    paired: bool = False
+
+    @property
+    def single(self) -> bool:
+        """Whether each program has one tile; `order` is then a `Reciprocals`."""
+        return self.consumers == 1 or self.paired
+
+    @property
+    def tile_rows(self) -> int:
+        return self.rows * self.consumers
+
+    @property
+    def limited(self) -> bool:
+        """Whether a query may not see all keys."""
+        return self.has_left or self.has_right
+
+    @property
+    def ring(self) -> list[int]:
+        return [self.stages, self.keys, self.dim]
+
+    @property
+    def piece_rows(self) -> int:
+        """Keys or values that one copy takes: those of a block, or of a page, if that is less."""
+        return self.page if 0 < self.page < self.keys else self.keys
+
+    @property
+    def piece_cols(self) -> int:
+        """Their columns: all, or in a part of a block those of one swizzle, which are together in shared memory."""
+        return self.dim if self.piece_rows == self.keys else min(self.dim, 64)
+
+    @property
+    def pieces(self) -> list[int]:
+        """The ring by such copies."""
+        rows, cols = self.piece_rows, self.piece_cols
+        return [self.stages * self.keys * self.dim // (rows * cols), rows, cols]
+
+    @property
+    def q_ring(self) -> list[int]:
+        return [self.q_buffers * self.consumers, self.rows, self.dim]
+
+    @property
+    def out_ring(self) -> list[int]:
+        return [self.consumers, self.rows, self.dim]
+
+    @property
+    def shared(self) -> gl.NVMMASharedLayout:
+        """A tile in shared memory."""
+        return gl.NVMMASharedLayout(swizzle_bytes(self.dim), 16, rank=2)
+
+    @property
+    def scores(self) -> gl.NVMMADistributedLayout:
+        """A block of scores in a consumer's registers."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.keys, 16])
+
+    @property
+    def acc(self) -> gl.NVMMADistributedLayout:
+        """A consumer's part of the output."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
+
+    @property
+    def weights(self) -> gl.DotOperandLayout:
+        """A block of softmax weights as the tensor cores read it out of registers."""
+        return gl.DotOperandLayout(0, self.acc, 2)
+
+    @property
+    def shared_memory(self) -> int:
+        """An upper bound in bytes, for elements of 16 bits."""
+        elements = self.stages * self.keys * self.dim + (self.q_buffers + 1) * self.tile_rows * self.dim
+        return 2 * elements + _BARRIERS
+
+
+@functools.cache
+def tiling(
+    c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int, packed: bool, pairs: bool = False
+) -> Tiling:
+    """What the kernel is compiled for. Two tiles of queries are in shared memory at once if a program has several and
+    they fit. With `pairs`, two consumers of heads up to 128 are `paired`.
+    """
+    dim = max(32, 1 << (head_dim - 1).bit_length())
+    # As measured on an H200: joined is 2 to 8 percent faster, also with turns, but not for two consumers of short
+    # heads, where turns alone are 3 percent faster. Heads over 128, and three consumers with a cap, would spill.
+    consumers, capped = c.num_warps // 4, flags[0]
+    paired = pairs and consumers == 2 and dim <= 128
+    single = consumers == 1 or paired
+    turns = dim <= 64 and consumers == 2 and not single
+    joined = not turns and not single and dim <= 128 and not (consumers == 3 and capped)
+
+    def of(q_buffers: int) -> Tiling:
+        sizes = (c.block_n, dim, consumers, c.num_stages, q_buffers, turns, joined)
+        return Tiling(*sizes, *flags, packed=packed, paired=paired)
+
+    return of(2) if not single and of(2).shared_memory <= limit else of(1)
