@@ -11,7 +11,10 @@ from torch import Tensor
 
 Direction = Literal["forward", "backward"]
 Roof = Literal["copy", "gemm", "gemm fp8"]
-SETS = ("tiny", "edge", "llm", "sweep", "prefill", "prompt", "decode", "gemm", "softmax", "memory", "training")
+SETS = (
+    "tiny", "edge", "llm", "sweep", "prefill", "prompt", "decode", "latent", "tokens", "gemm", "softmax", "memory",
+    "training",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

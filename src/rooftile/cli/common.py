@@ -175,6 +175,8 @@ class SetName(str, enum.Enum):
     prefill = "prefill"
     prompt = "prompt"
     decode = "decode"
+    latent = "latent"
+    tokens = "tokens"
     gemm = "gemm"
     softmax = "softmax"
     memory = "memory"

@@ -1,4 +1,4 @@
-"""Commands that show earlier results, without a GPU."""
+"""Commands over results: measure the published ones again, or show earlier ones without a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,26 @@ Results = Annotated[
 
 # In a clone: nothing is published yet.
 NEEDS = "{}; it needs Rooftile's extra bench: pip install '.[bench]' in Rooftile's folder"
+
+
+@command(Panel.measure, "bench published")
+def bench_published(
+    tables: Annotated[list[str] | None, typer.Argument(help="Names of tables. Default: list them.")] = None,
+    results: Annotated[
+        Path, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<suite>/, as in results/.")
+    ] = Path("results"),
+) -> None:
+    """Measure published tables on this GPU, each by its commands; without names, list tables and commands."""
+    from rooftile.bench import published
+
+    if not tables:
+        published.show(console)
+        return
+    try:
+        code = published.run(tables, results, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="TABLES") from None
+    raise typer.Exit(code)
 
 
 @command(Panel.measure)

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 import rooftile
-from rooftile.bench import charts
+from rooftile.bench import charts, published
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
@@ -235,6 +235,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "gaps": docs_gaps.gaps,
     "two-gpus": docs_gpus.table,
     "sanitizer": docs_sanitizer.table,
+    "published": lambda results: published.table(),
     "versions": docs_environment.versions,
     "gpus": docs_environment.gpus,
 }

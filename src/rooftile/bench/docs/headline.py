@@ -15,6 +15,7 @@ from rich.table import Table
 
 from rooftile.bench import charts, training
 from rooftile.bench.docs import attention as docs_attention
+from rooftile.bench.docs import products
 from rooftile.bench.docs.e2e import SUITE as GENERATION
 from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, is_older, markdown, ratios_of, when, where
 from rooftile.bench.e2e.paths import CUDA, HF
@@ -30,7 +31,7 @@ PROMPT, NEW = 512, 256  # tokens of one sequence, and tokens after them
 COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup>", "peak memory>", "GPU")
 WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no entry of their own
 # The published sweeps against the best baselines.
-SUITES = ("rowwise", "matmul", *docs_attention.SUITES, training.SUITE)
+SUITES = ("rowwise", products.SUITE, products.BACKWARD, *docs_attention.SUITES, training.SUITE)
 # Shown whether they win or lose; every other op is shown if its mean is below a tie.
 OPS = (
     "rms_norm", "cross_entropy", "linear_cross_entropy", "adamw_", "linear", "fp8_linear", "attention",

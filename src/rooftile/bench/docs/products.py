@@ -34,6 +34,7 @@ from rooftile.bench.tune.report import over
 from rooftile.cases.rms_norm_linear import traffic
 
 SUITE = "matmul"
+BACKWARD = "matmul-backward"
 FUSED = "rms_norm_linear"  # has its own table
 # By rows of x: one token of each of a few sequences, or of many; prompts.
 REGIMES = (("M <= 16", 1, 16), ("16 < M <= 64", 17, 64), ("M > 64", 65, 1 << 62))
@@ -46,8 +47,11 @@ def _size(row: Row, *names: str) -> int | None:
 
 
 def matmul(results: Path) -> str:
-    """Every row of the suite, slower ones included, except the op with its own table."""
-    return every_row(results, SUITE, leave_out=(FUSED,))
+    """Every row of the suites, slower ones included, except the op with its own table."""
+    parts = [every_row(results, SUITE, leave_out=(FUSED,))]
+    if by_gpu(results, BACKWARD):
+        parts.append(every_row(results, BACKWARD, name="backward"))
+    return "\n\n".join(parts)
 
 
 def _summary_cells(op: str, direction: str, regime: str, found: Sequence[list[Row]]) -> list[str]:
