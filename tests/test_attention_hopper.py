@@ -90,6 +90,7 @@ ALONE_POINTS = [
     (2, 4, 1, 700, 1000, 96, 0.0, 100, 50, False, BF16, "bhtd"),
     (3, 16, 16, 1500, 1500, 64, 0.0, 300, 0, False, BF16, "bthd"),
     (2, 32, 8, 2048, 2048, 128, 0.0, -1, 0, False, BF16, "bhtd"),
+    (1, 32, 8, 512, 512, 128, 0.0, -1, 50, False, BF16, "bhtd"),
 ]
 
 
@@ -102,7 +103,7 @@ def test_it_is_attention(point, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("point", SHORT_POINTS, ids=str)
 def test_a_short_prompt_is_attention(point, device):
-    """As it runs by default, and with two consumers, which are paired if it is causal."""
+    """As it runs by default, and with two consumers."""
     check(point, None, device)
     check(point, dataclasses.replace(CONFIG, num_stages=6 if point[5] <= 64 else 4), device)
 
@@ -168,6 +169,8 @@ CHOICES = [
     (1, 32, 512, 512, 128, -1, -1, 1, False),
     (1, 32, 512, 512, 64, -1, -1, 1, False),
     (1, 32, 1024, 1024, 64, -1, -1, 2, False),
+    (1, 32, 512, 512, 64, -1, -1, 1, False),
+    (1, 32, 512, 512, 128, -1, 50, 2, False),
     (1, 32, 512, 512, 128, 100, 0, 2, False),  # windows, longer prompts and keys, more tiles: as they were measured
     (1, 32, 1025, 1025, 128, -1, 0, 2, False),
     (1, 32, 512, 1025, 128, -1, 0, 2, False),
@@ -333,12 +336,18 @@ def test_every_tile_is_taken_once_and_no_program_is_late(device):
 
 @pytest.mark.gpu
 def test_new_lengths_windows_and_scales_neither_wait_nor_compile(device):
-    """A prompt of another length with every request: nothing is computed on the host, copied or compiled for it."""
+    """A prompt of another length with every request: nothing is computed on the host, copied or compiled for it, once
+    each of the kernels that lengths choose among has run."""
     if device.type != "cuda":
         pytest.skip("asks CUDA whether the host waits")
+    kinds = set()  # of the calls: the kernel's warps, and whether consumers are paired
 
     def call(n_q, n_k, packed, **options):
-        q, k, v = (torch.randn(2, 4, n, 128, dtype=BF16, device=device, requires_grad=True) for n in (n_q, n_k, n_k))
+        q, k, v = (torch.randn(2, 16, n, 128, dtype=BF16, device=device, requires_grad=True) for n in (n_q, n_k, n_k))
+        if "window" not in options:
+            right = 0 if options.get("causal") else -1
+            p = Problem(2, 16, 16, n_q, n_k, 128, 128, BF16, Scoring(0.1, 0.0, -1, right))
+            kinds.add((right, choose_forward(p, TARGET).num_warps, has_pairs(p, TARGET)))
         attention(q, k, v, **options).backward(q.detach())
         if packed:
             leaves = (t.detach()[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v))
@@ -346,10 +355,12 @@ def test_new_lengths_windows_and_scales_neither_wait_nor_compile(device):
 
     forms = [{"causal": True}, {"causal": True, "window": 100}, {"window": (60, 70)}, {}]
     for options in forms:
-        # Even and uneven, for one consumer and for two
-        for n_q, n_k in ((300, 300), (256, 384), (300, 384), (256, 999), (300, 1300), (256, 1280)):
-            call(n_q, n_k, True, scale=0.1, **options)
-    compiled = count_compiled()
+        # Of whole blocks and not, for each of those kernels
+        for even in (256, 384, 640, 1280):
+            for n_q, n_k in itertools.product((even, even - 20), repeat=2):
+                call(n_q, n_k, True, scale=0.1, **options)
+    compiled, warm = count_compiled(), set(kinds)
+    assert warm == {(0, 4, False), (0, 8, True), (0, 8, False), (-1, 4, False), (-1, 8, False)}
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -361,6 +372,7 @@ def test_new_lengths_windows_and_scales_neither_wait_nor_compile(device):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert count_compiled() == compiled
+    assert kinds == warm
 
 
 # One tile a program
@@ -368,13 +380,18 @@ def test_new_lengths_windows_and_scales_neither_wait_nor_compile(device):
 
 @triton.jit
 def _pairs_kernel(sizes_ptr, rows_ptr, found_ptr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Of N tiles with (n_q, n_k, end): the partner's first row, and the end of what the block and its partner see."""
+    """Of N tiles with (n_q, n_k, end): the partner's first row, the end of what the block and its partner see, and the
+    slots that the partner skips."""
     i = tl.arange(0, N)
     n_q, n_k, end, row = (tl.load(p + i) for p in (sizes_ptr, sizes_ptr + N, sizes_ptr + 2 * N, rows_ptr))
     other = work_order.partner_of(row, n_q, ROWS)
     tl.store(found_ptr + i, other)
     tl.store(found_ptr + N + i, work_order.end_of(row, end, n_q, n_k, 0, ROWS, KEYS))
-    tl.store(found_ptr + 2 * N + i, work_order.end_of(other, end, n_q, n_k, 0, ROWS, KEYS))
+    others = work_order.end_of(other, end, n_q, n_k, 0, ROWS, KEYS)
+    before_scores, before_values = work_order.skips_of(end, others)
+    tl.store(found_ptr + 2 * N + i, others)
+    tl.store(found_ptr + 3 * N + i, before_scores)
+    tl.store(found_ptr + 4 * N + i, before_values)
 
 
 def blocks_seen(row, n_q, n_k):
@@ -383,7 +400,8 @@ def blocks_seen(row, n_q, n_k):
 
 
 def test_pairs_of_consumers_share_the_queries_and_are_equally_long(device):
-    """Every block of queries once, in tiles that take as many blocks of keys as any other; consumers end in time."""
+    """Each block of queries is taken once, and each consumer reads exactly the keys that it sees and empties the ring.
+    Tiles of whole blocks take as long as any other."""
     draw = random.Random(1)
     tiles = []
     for n_q in (*range(1, 200, 21), *(draw.randint(1, 2000) for _ in range(20))):
@@ -394,33 +412,34 @@ def test_pairs_of_consumers_share_the_queries_and_are_equally_long(device):
         tiles += [(n_q, n_k, max(blocks_seen(row, n_q, n_k), 1), row) for row in rows]
     n = 1 << (len(tiles) - 1).bit_length()
     given = torch.tensor(tiles + tiles[:1] * (n - len(tiles)), dtype=torch.int32, device=device).T.contiguous()
-    found = torch.empty(3, n, dtype=torch.int32, device=device)
+    found = torch.empty(5, n, dtype=torch.int32, device=device)
     _pairs_kernel[(1,)](given, given[3], found, n, 64, 128)
     for (n_q, n_k), group in itertools.groupby(zip(tiles, found.T.tolist(), strict=False), lambda x: x[0][:2]):
         group = list(group)
-        taken = [row for (*_, row), (other, _, _) in group for row in (row, other) if row < n_q]
+        taken = [row for (*_, row), (other, *_) in group for row in (row, other) if row < n_q]
         assert sorted(taken) == list(range(0, n_q, 64))
         work = []
-        for (_, _, end, row), (other, own, others) in group:
+        for (_, _, end, row), (other, own, others, *skips) in group:
             assert own == end == max(blocks_seen(row, n_q, n_k), 1)
             assert others == (max(blocks_seen(other, n_q, n_k), 1) if other < n_q else 1)
-            assert ring_of(end, own) == ring_of(end, others) == "drained"
+            assert ring_of(end, own, (0, 0)) == ring_of(end, others, skips) == "drained"
             work.append(own + others)
         if n_k == n_q and n_q % 128 == 0:
             assert max(work) - min(work) <= 1
 
 
-def ring_of(end, own):
+def ring_of(end, own, skips):
     """Walk a ring as a tile's producer and one consumer do: "drained" if the consumer is given what it multiplies."""
+    before_scores, before_values = skips
     filled = [("k", end - 1)]
     for block in reversed(range(end - 1)):
         filled += [("k", block), ("v", block + 1)]
     filled.append(("v", 0))
     items = iter(filled)
-    for _ in range(max(2 * (end - own) - 1, 0)):
+    for _ in range(before_scores):
         next(items)
     assert next(items) == ("k", own - 1)
-    for _ in range(min(end - own, 1)):
+    for _ in range(before_values):
         next(items)
     for block in reversed(range(own - 1)):
         assert next(items) == ("k", block)
@@ -432,7 +451,7 @@ def ring_of(end, own):
 @triton.jit
 def _quotients_kernel(out_ptr, reciprocal, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(out_ptr + i, work_order.quotient(i, tl.full([], 0, tl.int32) + reciprocal))
+    tl.store(out_ptr + i, work_order.divide_by_reciprocal(i, tl.full([], 0, tl.int32) + reciprocal))
 
 
 @pytest.mark.parametrize("heads", [1, 3, 7, 32, 40, 1023, 32767, 32768])

@@ -52,7 +52,8 @@ def attention(
 
     Sums are float32. The result is bit-identical on every run; gradients are with `deterministic`. float32 inputs are
     multiplied exactly. With 16-bit inputs the probabilities are rounded to their dtype before they multiply v. A new
-    length, window, scale or softcap compiles nothing.
+    window, scale or softcap compiles nothing, nor does a new length, once each of the few kernels that lengths choose
+    among has run.
 
     Args:
         q: `(B, Hq, Tq, D)`, float32, float16 or bfloat16, with D from 1 to 256. Multiples of 8 are fastest. D that is

@@ -1,9 +1,9 @@
 """The attention forward for sm_90: TMA copies, warpgroups that alternate between tensor cores and softmax (Gluon).
 
-One program stays on each SM and walks over its tiles; a tile is some queries of one head. Its producer, a single warp,
-copies the queries by TMA, and fills a ring of slots with blocks of keys and values, from the last block that the tile
-sees to the first. Its consumers, warpgroups with 64 queries each, keep the scores, the softmax weights and their rows
-of the output in registers:
+One program stays on each SM and walks over its tiles (but see short prompts, below); a tile is some queries of one
+head. Its producer, a single warp, copies the queries by TMA, and fills a ring of slots with blocks of keys and values,
+from the last block that the tile sees to the first. Its consumers, warpgroups with 64 queries each, keep the scores,
+the softmax weights and their rows of the output in registers:
 
     s = q k.T of a block      started together with o += weights v of the previous block: the tensor cores have both
     weights = softmax of s    as soon as s is complete, while the tensor cores are still at the second
@@ -52,16 +52,15 @@ from torch import Tensor
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor, KernelLauncher, bind
 from rooftile.ops.attention import packed
+from rooftile.ops.attention.hopper_places import count_tiles, first_row, place, rows_at, size_of
 from rooftile.ops.attention.hopper_tiling import Tiling, swizzle_bytes, tiling
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, has_pairs, tiles_of
 from rooftile.ops.attention.work_order import (
     MOST_TILES,
-    count_of,
+    divide_by_reciprocal,
     end_of,
-    partner_of,
-    quotient,
     reciprocals,
-    tile_of,
+    skips_of,
     work_order,
 )
 from rooftile.primitives.gluon import (
@@ -96,97 +95,6 @@ _LOWEST = gl.constexpr(-1e30)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 _NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds", "stride_pages", "n_pages"]
-
-
-@gluon.jit
-def _count_tiles(size, T: gl.constexpr):
-    """How many tiles this program has."""
-    if T.single:
-        return 1
-    elif T.packed or T.limited:
-        return count_of(gl.program_id(0), gl.num_programs(0), size[0])
-    else:
-        return gl.cdiv(size[0] - gl.program_id(0), gl.num_programs(0))
-
-
-@gluon.jit
-def _place(i, size, limits, order, T: gl.constexpr):
-    """Of this program's tile i: sequence, head, first query, and the first and the end of the blocks of keys it sees.
-
-    At least one block, so that all tiles take the same path. A sequence is its index in the batch; a packed one is the
-    end of its queries, how many they are, the end of its keys (or, if they are in pages, its index), and how many they
-    are.
-    """
-    if T.packed:
-        tile = packed.listed_tile(order, i, gl.program_id(0), gl.num_programs(0))
-        head, row, begin, end, end_q, n_q, end_k, n_k = tile
-        return (end_q, n_q, end_k, n_k), head, row, begin, end
-    else:
-        return _place_in_batch(i, size, limits, order, T)
-
-
-@gluon.jit
-def _first_row(row, mine: gl.constexpr, size, T: gl.constexpr):
-    """A consumer's first query, of the tile whose first row is given."""
-    if T.paired and mine:
-        return partner_of(row, size[2], T.rows)
-    else:
-        return row + mine * T.rows
-
-
-@gluon.jit
-def _place_in_batch(i, size, limits, order, T: gl.constexpr):
-    """`_place` where a formula of i says it."""
-    _tiles, heads, n_q, n_k = size
-    left, right = limits
-    blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))
-    if T.single or T.limited:
-        if T.single:
-            block = quotient(gl.program_id(0), order[1])
-            head = gl.program_id(0) - block * order[0]
-        else:
-            head, block = tile_of(i, gl.program_id(0), gl.num_programs(0), order, blocks)
-        if T.has_right:  # the last queries see the most keys
-            block = blocks - 1 - block
-    else:
-        tile = gl.program_id(0) + i * gl.num_programs(0)
-        # Signed, here and below: with unsigned division ptxas orders the main loop so that heads of 64 take 4 % longer.
-        head = tile // blocks
-        block = tile - head * blocks
-    TILE_ROWS: gl.constexpr = T.rows if T.paired else T.tile_rows  # those of the consumer with the most keys
-    if T.paired:
-        block += gl.cdiv(n_q, gl.constexpr(T.rows)) - blocks
-    row = block * TILE_ROWS
-    shift = n_k - n_q
-    begin = 0
-    if T.has_left:
-        begin = gl.maximum(row + shift - left, 0) // T.keys
-    end = n_k
-    if T.has_right:
-        end = gl.minimum(gl.minimum(row + TILE_ROWS, n_q) + shift + right, n_k)
-    end = gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin + 1)
-    if T.single:
-        batch = quotient(head, order[2])
-        return batch, head - batch * heads, row, begin, end
-    return head // heads, head % heads, row, begin, end
-
-
-@gluon.jit
-def _size_of(seq, size, T: gl.constexpr):
-    """The size with the lengths of that sequence."""
-    if T.packed:
-        return size[0], size[1], seq[1], seq[3]
-    else:
-        return size
-
-
-@gluon.jit
-def _rows_at(seq, SIDE: gl.constexpr, head, row, T: gl.constexpr):
-    """Where TMA finds rows: of queries and the output (SIDE 0), or of keys and values (1)."""
-    if T.packed:
-        return packed_at(seq[2 * SIDE], seq[2 * SIDE + 1], head, row)
-    else:
-        return seq, head, row, 0
 
 
 @gluon.jit
@@ -243,7 +151,7 @@ def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
         _copy_pages(desc, table, page, seq, head, block, ready, slot, T)
     else:
         mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-        load_tile(desc, _rows_at(seq, 1, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
+        load_tile(desc, rows_at(seq, 1, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
     return next_slot(slot, parity, T.stages)
 
 
@@ -291,10 +199,10 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
     old_seq = (0, 0, 0, 0) if T.packed else 0
     old_head = 0
     old_block = 0
-    count = _count_tiles(size, T)
+    count = count_tiles(size, T)
     for i in range(count):
-        seq, head, row, begin, end = _place(i, size, limits, order, T)
-        kv_head = quotient(head, order[3]) if T.single else head // heads_per_kv
+        seq, head, row, begin, end = place(i, size, limits, order, T)
+        kv_head = divide_by_reciprocal(head, order[3]) if T.single else head // heads_per_kv
         slot, parity = _fill(k_desc, table, seq, kv_head, end - 1, ring, slot, parity, T)
         if T.joined:  # noqa: SIM102  # the one is known when it is compiled
             if i > 0:
@@ -303,7 +211,7 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
         mbarrier.expect(q_ready.index(buffer), T.consumers * q_desc.block_type.nbytes)
         for j in gl.static_range(gl.constexpr(T.consumers)):
             to = q_tiles.index(buffer * T.consumers + j)
-            load_tile(q_desc, _rows_at(seq, 0, head, _first_row(row, j, size, T), T), q_ready.index(buffer), to)
+            load_tile(q_desc, rows_at(seq, 0, head, first_row(row, j, size, T), T), q_ready.index(buffer), to)
         buffer += 1
         q_parity = gl.where(buffer == T.q_buffers, q_parity ^ 1, q_parity)
         buffer = gl.where(buffer == T.q_buffers, 0, buffer)
@@ -324,7 +232,9 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
 
 @gluon.jit
 def _skip(ring, slot, parity, count, T: gl.constexpr):
-    """Free so many slots unread. Not before they are filled: a later fill's arrival may not count for this one."""
+    """Release `count` slots unread, each once it is filled. Otherwise this consumer could lap the ring, and free a slot
+    that the other one still reads.
+    """
     for _ in range(count):
         mbarrier.wait(ring[1].index(slot), parity)
         mbarrier.arrive(ring[2].index(slot), count=1)
@@ -430,7 +340,7 @@ def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, si
     tma.store_wait(0)
     out.store(o.to(out_desc.dtype))
     fence_async_shared()
-    store_tile(out_desc, _rows_at(seq, 0, head, row, T), out)
+    store_tile(out_desc, rows_at(seq, 0, head, row, T), out)
 
 
 @gluon.jit
@@ -450,23 +360,24 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     buffer = 0
     q_parity = 0
     turn = 0 if mine else 1  # the first need not wait
-    count = _count_tiles(size, T)
-    seq, head, row, begin, end = _place(0, size, limits, order, T)
-    row = _first_row(row, mine, size, T)
+    count = count_tiles(size, T)
+    seq, head, row, begin, end = place(0, size, limits, order, T)
+    row = first_row(row, mine, size, T)
     if T.paired and mine:
         longest = end
         end = end_of(row, longest, size[2], size[3], limits[1], T.rows, T.keys)
-        slot, parity = _skip(ring, slot, parity, gl.maximum(2 * (longest - end) - 1, 0), T)
+        before_scores, before_values = skips_of(longest, end)
+        slot, parity = _skip(ring, slot, parity, before_scores, T)
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(ring[1].index(slot), parity)
     s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, slot, T),))
     mbarrier.arrive(ring[2].index(slot), count=1)
-    s = _hidden(_capped(s, cap_factor, T), row, end - 1, _size_of(seq, size, T), limits, T)
+    s = _hidden(_capped(s, cap_factor, T), row, end - 1, size_of(seq, size, T), limits, T)
     weights, total, peak, _factor = _weigh(s, lowest, scale, T)
     w = _as_operand(weights, out_desc.dtype, T)
     slot, parity = next_slot(slot, parity, T.stages)
     if T.paired and mine:
-        slot, parity = _skip(ring, slot, parity, gl.minimum(longest - end, 1), T)
+        slot, parity = _skip(ring, slot, parity, before_values, T)
     mbarrier.wait(ring[1].index(slot), parity)
     for i in range(count):
         last = i + 1 == count
@@ -474,21 +385,21 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
             new_seq, new_head, new_row, new_begin, new_end = seq, head, row, begin, end
         elif not T.packed:
             following = gl.minimum(i + 1, count - 1)
-            new_seq, new_head, new_row, new_begin, new_end = _place(following, size, limits, order, T)
-            new_row += mine * T.rows
+            new_seq, new_head, new_row, new_begin, new_end = place(following, size, limits, order, T)
+            new_row = first_row(new_row, mine, size, T)
         q = q_tiles.index(buffer * T.consumers + mine)
         state = (zeros, w, total, peak)
-        own_size = _size_of(seq, size, T)
+        own_size = size_of(seq, size, T)
         state, at = _steps(state, q, ring, turns, (slot, parity, turn), row, begin, end, own_size, scoring, mine, T)
         slot, parity, turn = at
         o, w, total, peak = state
         if T.packed:  # the tile's own place once more: the loop has no registers for what only its end needs
-            seq, head, row, begin, end = _place(i, size, limits, order, T)
-            row += mine * T.rows
+            seq, head, row, begin, end = place(i, size, limits, order, T)
+            row = first_row(row, mine, size, T)
             following = gl.minimum(i + 1, count - 1)
-            new_seq, new_head, new_row, new_begin, new_end = _place(following, size, limits, order, T)
-            new_row += mine * T.rows
-        new_size = _size_of(new_seq, size, T)
+            new_seq, new_head, new_row, new_begin, new_end = place(following, size, limits, order, T)
+            new_row = first_row(new_row, mine, size, T)
+        new_size = size_of(new_seq, size, T)
         mbarrier.arrive(q_free.index(buffer), count=1)
         # The next tile's queries; at the end those of the last tile once more.
         next_buffer = gl.where(buffer + 1 == T.q_buffers, 0, buffer + 1)

@@ -34,8 +34,8 @@ class Tiling:
         packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
         page: tokens of a page of keys and values; 0 if they are packed as the queries are.
         step: tokens from one page to the next in memory.
-        paired: of a tile's two consumers one has a block of queries that sees many keys, and the other one that sees
-            few, so that all tiles take the same time. Each skips the keys that it does not see. Only with causality,
+        paired: one of two consumers takes a block of queries from the end of the prompt, the other one from its start,
+            so that all tiles take about the same time. Each skips the keys that it does not see. Only with causality,
             without a window or `turns`.
     """
 
@@ -130,13 +130,13 @@ def tiling(
     c: AttentionConfig, flags: tuple[bool, bool, bool], head_dim: int, limit: int, packed: bool, pairs: bool = False
 ) -> Tiling:
     """What the kernel is compiled for. Two tiles of queries are in shared memory at once if a program has several and
-    they fit. With `pairs`, two consumers of heads up to 128 are `paired`.
+    they fit. With `pairs`, two consumers are `paired`.
     """
     dim = max(32, 1 << (head_dim - 1).bit_length())
     # As measured on an H200: joined is 2 to 8 percent faster, also with turns, but not for two consumers of short
     # heads, where turns alone are 3 percent faster. Heads over 128, and three consumers with a cap, would spill.
     consumers, capped = c.num_warps // 4, flags[0]
-    paired = pairs and consumers == 2 and dim <= 128
+    paired = pairs and consumers == 2
     single = consumers == 1 or paired
     turns = dim <= 64 and consumers == 2 and not single
     joined = not turns and not single and dim <= 128 and not (consumers == 3 and capped)

@@ -26,8 +26,8 @@ class AttentionConfig:
     """How an attention kernel is launched.
 
     Args:
-        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90: persistent, with TMA copies and
-            warpgroups that take turns.
+        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90: TMA copies and warpgroups that take
+            turns, persistent but for short prompts.
         block_m, block_n: query rows and keys of a tile.
         num_warps, num_stages: warps of a program, and the depth of its load pipeline.
     """
@@ -245,7 +245,7 @@ def can_implement_backward(p: Problem, c: AttentionConfig, target: runtime.Targe
 
 
 def tiles_of(p: Problem, rows: int) -> int:
-    """How many tiles of so many queries a batch is."""
+    """The number of tiles of `rows` queries in the batch."""
     return p.batch * p.heads * library.cdiv(p.n_q, rows)
 
 
@@ -253,15 +253,18 @@ def _is_short(p: Problem) -> bool:
     """Whether starting and ending programs is much of the Hopper forward's time. Windows and more keys than 1024 were
     not measured.
     """
-    return not p.packed and p.scoring.left < 0 and max(p.n_q, p.n_k) <= 1024
+    has_window = p.scoring.left >= 0 or p.scoring.right > 0
+    return not p.packed and not has_window and max(p.n_q, p.n_k) <= 1024
 
 
 def has_pairs(p: Problem, target: runtime.Target) -> bool:
     """Whether the two consumers of a program of the Hopper forward have queries from both ends of a causal prompt.
 
-    Only where each program has one tile. `work_order` evens out the work of programs that have several.
+    Only where programs have one tile each, and occupy more than half of the SMs: with fewer, one consumer a program
+    uses more of them. Heads up to 64 were not faster. `work_order` evens out the work of programs with several tiles.
     """
-    return _is_short(p) and p.scoring.right >= 0 and tiles_of(p, 128) <= target.multiprocessors
+    programs, sms = tiles_of(p, 128), target.multiprocessors
+    return _is_short(p) and p.scoring.right == 0 and 64 < _dim(p) <= 128 and sms < 2 * programs <= 2 * sms
 
 
 def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
@@ -350,15 +353,12 @@ def _hopper(p: Problem, dim: int, target: runtime.Target) -> Iterator[AttentionC
     On an H200 three reach 1.18 of cuDNN's speed at 8192 tokens, and two 0.98. Two are faster up to 1024 tokens, and by
     3 percent for 2048 causal ones.
 
-    One warpgroup for few tiles of a short prompt, with a ring that leaves room for a second program on the SM. It is
-    faster by measurement on an H100 for 128 to 1024 causal tokens of 32 heads, and to 512 that see all keys. For heads
-    over 64 two in pairs are faster where their programs are one for each SM, or for more than half of them.
+    One warpgroup for few tiles of a short prompt, with a ring that leaves room for a second program on the SM, unless
+    two have pairs. The limits are from an H100, with 128 to 1024 tokens of 32 heads.
     """
-    most = (4 if p.scoring.right >= 0 else 2) * target.multiprocessors
-    if dim <= 128 and _is_short(p) and tiles_of(p, 64) <= most:
-        paired = dim > 64 and has_pairs(p, target) and 2 * tiles_of(p, 128) > target.multiprocessors
-        if not paired:
-            yield AttentionConfig("hopper", 64, 64, 4, 10 if dim <= 64 else 5)
+    most = (4 if p.scoring.right == 0 else 2) * target.multiprocessors
+    if dim <= 128 and _is_short(p) and tiles_of(p, 64) <= most and not has_pairs(p, target):
+        yield AttentionConfig("hopper", 64, 64, 4, 10 if dim <= 64 else 5)
     if dim <= 64 and p.n_q >= (4096 if p.scoring.right == 0 else 2048):
         yield AttentionConfig("hopper", 192, 128, 12, 6)
     elif dim <= 128:

@@ -143,12 +143,12 @@ def slot_of(head, place, programs, order, blocks):
 
 # A program for each tile
 
-MOST_TILES = 1 << 15  # of which a program finds its own by `quotient`
+MOST_TILES = 1 << 15  # of which a program finds its own by `divide_by_reciprocal`
 
 
 class Reciprocals(NamedTuple):
-    """What a kernel divides by where each program has one tile. The first copy of keys waits for the quotients, and
-    products take less time than divisions.
+    """What a kernel divides by where each program has one tile. The first copy of keys waits for the quotients, and a
+    product takes fewer instructions than a division.
     """
 
     heads: int  # of all batch entries
@@ -164,7 +164,7 @@ def reciprocals(batch: int, heads: int, kv_heads: int) -> Reciprocals:
 
 
 @triton.jit
-def quotient(number, reciprocal):
+def divide_by_reciprocal(number, reciprocal):
     """number // n, by 2^30 / n, rounded up. It is exact for numbers and n up to `MOST_TILES`."""
     return ((number.to(tl.int64) * reciprocal.to(tl.int64)) >> 30).to(tl.int32)
 
@@ -187,3 +187,11 @@ def end_of(row, end, n_q, n_k, right, ROWS: tl.constexpr, KEYS: tl.constexpr):
     own = tl.minimum(tl.minimum(row + ROWS, n_q) + (n_k - n_q) + right, n_k)
     own = tl.where(row < n_q, tl.cdiv(own, KEYS), 0)
     return tl.minimum(tl.maximum(own, 1), end)
+
+
+@triton.jit
+def skips_of(longest, end):
+    """Of a ring that is filled for `longest` blocks of keys: the slots that a consumer of the blocks up to `end` skips
+    before its first scores, and between those and its first values.
+    """
+    return tl.maximum(2 * (longest - end) - 1, 0), tl.minimum(longest - end, 1)

@@ -1,0 +1,102 @@
+"""Where the tiles of the Hopper forward are: a program's count of them, and of each its sequence, head and rows."""
+
+from __future__ import annotations
+
+from rooftile.ops.attention import packed
+from rooftile.ops.attention.work_order import count_of, divide_by_reciprocal, partner_of, tile_of
+from rooftile.primitives.gluon import packed_at
+
+import triton.experimental.gluon.language as gl  # isort: skip
+from triton.experimental import gluon  # isort: skip
+
+
+@gluon.jit
+def count_tiles(size, T: gl.constexpr):
+    """How many tiles this program has."""
+    if T.single:
+        return 1
+    elif T.packed or T.limited:
+        return count_of(gl.program_id(0), gl.num_programs(0), size[0])
+    else:
+        return gl.cdiv(size[0] - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def place(i, size, limits, order, T: gl.constexpr):
+    """Of this program's tile i: sequence, head, first query, and the first and the end of the blocks of keys it sees.
+
+    At least one block, so that all tiles take the same path. A sequence is its index in the batch; a packed one is the
+    end of its queries, how many they are, the end of its keys (or, if they are in pages, its index), and how many they
+    are.
+    """
+    if T.packed:
+        tile = packed.listed_tile(order, i, gl.program_id(0), gl.num_programs(0))
+        head, row, begin, end, end_q, n_q, end_k, n_k = tile
+        return (end_q, n_q, end_k, n_k), head, row, begin, end
+    else:
+        return _place_in_batch(i, size, limits, order, T)
+
+
+@gluon.jit
+def first_row(row, mine: gl.constexpr, size, T: gl.constexpr):
+    """A consumer's first query, of the tile whose first row is given."""
+    if T.paired and mine:
+        return partner_of(row, size[2], T.rows)
+    else:
+        return row + mine * T.rows
+
+
+@gluon.jit
+def _place_in_batch(i, size, limits, order, T: gl.constexpr):
+    """`place` where a formula of i says it."""
+    _tiles, heads, n_q, n_k = size
+    left, right = limits
+    blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))
+    if T.single or T.limited:
+        if T.single:
+            heads_of_all, by_heads_of_all, _by_heads, _by_group, _unused = order
+            block = divide_by_reciprocal(gl.program_id(0), by_heads_of_all)
+            head = gl.program_id(0) - block * heads_of_all
+        else:
+            head, block = tile_of(i, gl.program_id(0), gl.num_programs(0), order, blocks)
+        if T.has_right:  # the last queries see the most keys
+            block = blocks - 1 - block
+    else:
+        tile = gl.program_id(0) + i * gl.num_programs(0)
+        # Signed, here and below: with unsigned division ptxas orders the main loop so that heads of 64 take 4 % longer.
+        head = tile // blocks
+        block = tile - head * blocks
+    ROWS: gl.constexpr = T.rows if T.paired else T.tile_rows  # those that see the tile's last block of keys
+    if T.paired:
+        block += gl.cdiv(n_q, gl.constexpr(T.rows)) - blocks
+    row = block * ROWS
+    shift = n_k - n_q
+    begin = 0
+    if T.has_left:
+        begin = gl.maximum(row + shift - left, 0) // T.keys
+    end = n_k
+    if T.has_right:
+        end = gl.minimum(gl.minimum(row + ROWS, n_q) + shift + right, n_k)
+    end = gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin + 1)
+    if T.single:
+        batch = divide_by_reciprocal(head, order[2])  # of one batch entry
+        return batch, head - batch * heads, row, begin, end
+    return head // heads, head % heads, row, begin, end
+
+
+@gluon.jit
+def size_of(seq, size, T: gl.constexpr):
+    """The size with the lengths of that sequence."""
+    if T.packed:
+        return size[0], size[1], seq[1], seq[3]
+    else:
+        return size
+
+
+@gluon.jit
+def rows_at(seq, SIDE: gl.constexpr, head, row, T: gl.constexpr):
+    """Where TMA finds rows: of queries and the output (SIDE 0), or of keys and values (1)."""
+    if T.packed:
+        return packed_at(seq[2 * SIDE], seq[2 * SIDE + 1], head, row)
+    else:
+        return seq, head, row, 0
