@@ -4,6 +4,9 @@ import dataclasses
 import io
 import json
 import math
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -115,6 +118,41 @@ def test_each_job_has_a_process_of_its_own():
         assert waiting.returncode == 0
         waiting = workers._next
     assert waiting.poll() is not None
+
+
+@pytest.fixture
+def sleepers(monkeypatch):
+    """Workers that do nothing, and start another process, which holds their pipes."""
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '20']); time.sleep(20)"
+
+    def start(self):
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    started = []
+    monkeypatch.setattr(steps.Workers, "_start", start)
+    return started
+
+
+def test_a_process_that_takes_too_long_is_an_error(sleepers, monkeypatch):
+    monkeypatch.setattr(steps, "LIMIT_S", 0.5)
+    began = time.monotonic()
+    with steps.Workers() as workers:
+        assert workers(worker.Job("eager")) == {"status": "error", "message": "not done after 0.5 s"}
+    assert time.monotonic() - began < 10
+    assert all(process.poll() is not None for process in sleepers)
+
+
+def test_an_interrupt_ends_the_processes(sleepers, monkeypatch):
+    def interrupted(self, *_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    workers = steps.Workers()
+    with workers, pytest.raises(KeyboardInterrupt):
+        workers(worker.Job("eager"))
+    assert [process.poll() is not None for process in sleepers] == [True, True]
 
 
 # The rows

@@ -20,9 +20,10 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 TOLERANCE = 2e-5  # as in test_engine.py: float32 sums in another order
-# An element of x between two of the format may go the other way, by 2^-3 of itself. The tensor cores of sm_90 add
-# products of fp8 with some 14 bits, so that there it happens to several tokens, not to most.
-FP8_TOLERANCE, FP8_FAR = 1e-2, 0.2
+FP8_TOLERANCE = 1e-2  # an element of x between two of the format may go the other way
+# Tensor cores of sm_90 add fp8 products with some 14 bits, so that there several elements do. One of the 128 of a sum
+# that is 2^-3 of itself off changes a logit by 0.01, and 80 of them by 0.1. A wrong scale changes it by half or more.
+FP8_TOLERANCE_OF_TENSOR_CORES = 0.1
 PROMPTS = [[3, 5, 8, 13, 21, 34, 55], [9, 9, 4]]
 _SIZES = {
     "vocab_size": 67, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -175,12 +176,8 @@ RUN = ("gptq", "awq, groups of 32", "fp8, tensors", "fp8, blocks")
 
 
 def assert_near(found, expected, rounding):
-    if rounding is None:
-        assert relative(found, expected) < TOLERANCE
-    else:
-        by_token = torch.stack([(f - e).norm() / e.norm() for f, e in zip(found.cpu(), expected, strict=True)])
-        assert by_token.median() < FP8_TOLERANCE
-        assert by_token.max() < FP8_FAR
+    rounded = FP8_TOLERANCE if found.device.type == "cpu" else FP8_TOLERANCE_OF_TENSOR_CORES
+    assert relative(found, expected) < (TOLERANCE if rounding is None else rounded)
 
 
 @pytest.mark.parametrize("name", nightly_but(RUN, FORMATS))

@@ -97,7 +97,7 @@ def test_options_change_tokens_as_the_formula_says(options, engine):
     plain = {n: v for n, v in options.items() if n in ("temperature", "top_p", "repetition_penalty", "seed")}
     every = range(len(PROMPTS))  # a prompt whose tokens do not repeat has no penalties
     found = [c.tokens for c in generated(engine, every, **options)]
-    assert found[0] == by_the_formula(engine, PROMPTS[0], Sampling(**options))
+    assert found == [by_the_formula(engine, prompt, Sampling(**options)) for prompt in PROMPTS]
     assert found != [c.tokens for c in generated(engine, every, **plain)]
 
 

@@ -1,4 +1,4 @@
-"""`rooftile bench published`: the tables' commands are commands, and each file of results has one."""
+"""`rooftile bench published`: its commands are commands, of ops, peers and models that exist."""
 
 import io
 import shlex
@@ -10,9 +10,14 @@ from rich.console import Console
 
 from rooftile.bench import published
 from rooftile.bench.run import Settings, plan
+from rooftile.bench.training import PARTS
+from rooftile.bench.training.steps import WORKLOADS
+from rooftile.bench.variants import peer_names
+from rooftile.bench.workloads import MODELS
 from rooftile.cli import app
+from rooftile.cli.common import names_of
 
-LINES = [line for lines in published.TABLES.values() for line in lines]
+LINES = [line for lines in published.SUITES.values() for line in lines]
 
 
 def parsed(line):
@@ -34,6 +39,10 @@ def test_each_is_a_command_with_work(line):
             found = plan(Settings(ops=[op], sets=[s.value for s in options["sets"]]))
             assert [*found] == [op]
             assert options["direction"].value != "backward" or found[op][0].grads
+            assert set(names_of(options["peers"]) or ()) <= {*peer_names(found[op][0])}
+    models = [*(options.get("models") or ()), *([options["model"]] if options.get("model") else [])]
+    assert set(models) <= {*MODELS, *WORKLOADS, "byte-model"}
+    assert set(options.get("parts") or ()) <= {*PARTS}
 
 
 def test_no_command_overwrites_what_another_one_wrote():
@@ -55,10 +64,10 @@ def test_the_commands_run_in_turn_and_a_failure_does_not_stop_them(monkeypatch, 
     monkeypatch.setattr(published.subprocess, "run", fake)
     out = io.StringIO()
     assert published.run(["prefill", "e2e", "prefill"], tmp_path, Console(file=out)) == 1
-    lines = [*published.TABLES["prefill"], *published.TABLES["e2e"]]
+    lines = [*published.SUITES["prefill"], *published.SUITES["e2e"]]
     assert [c[:4] for c in ran] == [[sys.executable, "-m", "rooftile", "bench"]] * len(lines)
     assert [shlex.join(c[4:-2]) for c in ran] == lines
     assert {c[-1] for c in ran} == {str(tmp_path)}
     assert "rooftile bench prefill --model qwen2.5-7b" in out.getvalue()
-    with pytest.raises(ValueError, match="unknown table nothing; known: rowwise"):
+    with pytest.raises(ValueError, match="unknown suite nothing; known: rowwise"):
         published.run(["nothing"], tmp_path, Console(file=out))

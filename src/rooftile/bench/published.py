@@ -1,4 +1,4 @@
-"""The published tables, each with the commands that measure it: `rooftile bench published NAME` runs them."""
+"""The published suites, each with the commands that measure it: `rooftile bench published SUITE` runs them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rooftile.bench.docs.tables import markdown
-
 _BOTH = "--dtype bf16 --dtype fp16"
 _MODELS = "--set decode --set prefill --direction forward"  # GEMMs of a step, and of a prompt
 
 # Arguments of `rooftile bench`. An op of a suite is measured by one command: it writes the op's file anew.
-TABLES: dict[str, tuple[str, ...]] = {
+SUITES: dict[str, tuple[str, ...]] = {
     "rowwise": (
         f"rms_norm add_rms_norm softmax --set llm --set softmax {_BOTH}",
         f"layer_norm rope silu_mul silu_mul_packed --set llm --set sweep {_BOTH}",
@@ -75,36 +73,35 @@ TABLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def table() -> str:
-    """The commands, for the documentation."""
-    cells = [[f"`{name}`", "<br>".join(f"`rooftile bench {line}`" for line in lines)] for name, lines in TABLES.items()]
-    return markdown(("table", "commands"), cells)
-
-
 def show(console: Console) -> None:
     found = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    found.add_column("table", no_wrap=True)
+    found.add_column("suite", no_wrap=True)
     found.add_column("rooftile bench", overflow="fold")
-    for name, lines in TABLES.items():
+    for name, lines in SUITES.items():
         found.add_row(name, "\n".join(lines))
     console.print(found)
 
 
 def run(names: Sequence[str], results: Path, console: Console) -> int:
-    """Run the commands of those tables, each in a process of its own, and write their results.
+    """Run the commands of those suites, each in a process of its own, and write their results.
 
     A command that fails does not stop the others.
 
     Returns the largest exit code.
 
     Raises:
-        ValueError: there is no table of that name.
+        ValueError: there is no suite of that name.
     """
-    if unknown := [name for name in names if name not in TABLES]:
-        raise ValueError(f"unknown table {', '.join(unknown)}; known: {', '.join(TABLES)}")
+    if unknown := [name for name in names if name not in SUITES]:
+        raise ValueError(f"unknown suite {', '.join(unknown)}; known: {', '.join(SUITES)}")
     worst = 0
-    for line in dict.fromkeys(line for name in names for line in TABLES[name]):
-        console.print(f"rooftile bench {line} --results {results}", markup=False, highlight=False, soft_wrap=True)
+    for line in dict.fromkeys(line for name in names for line in SUITES[name]):
+        console.print(
+            f"rooftile bench {line} --results {shlex.quote(str(results))}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         command = [sys.executable, "-m", "rooftile", "bench", *shlex.split(line), "--results", str(results)]
         worst = max(worst, abs(subprocess.run(command, check=False).returncode))
     return worst

@@ -22,21 +22,21 @@ NEEDS = "{}; it needs Rooftile's extra bench: pip install '.[bench]' in Rooftile
 
 @command(Panel.measure, "bench published")
 def bench_published(
-    tables: Annotated[list[str] | None, typer.Argument(help="Names of tables. Default: list them.")] = None,
+    suites: Annotated[list[str] | None, typer.Argument(help="Names of suites. Default: list them.")] = None,
     results: Annotated[
         Path, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<suite>/, as in results/.")
     ] = Path("results"),
 ) -> None:
-    """Measure published tables on this GPU, each by its commands; without names, list tables and commands."""
+    """Measure published suites on this GPU, each by its commands; without names, list suites and commands."""
     from rooftile.bench import published
 
-    if not tables:
+    if not suites:
         published.show(console)
         return
     try:
-        code = published.run(tables, results, console)
+        code = published.run(suites, results, console)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="TABLES") from None
+        raise typer.BadParameter(str(error), param_hint="SUITES") from None
     raise typer.Exit(code)
 
 

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 import rooftile
-from rooftile.bench import charts, published
+from rooftile.bench import charts
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import e2e as docs_e2e
 from rooftile.bench.docs import engine as docs_engine
@@ -29,6 +29,7 @@ from rooftile.bench.docs import gpus as docs_gpus
 from rooftile.bench.docs import headline as docs_headline
 from rooftile.bench.docs import passes as docs_passes
 from rooftile.bench.docs import products as docs_products
+from rooftile.bench.docs import published as docs_published
 from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import sanitizer as docs_sanitizer
 from rooftile.bench.docs import schedules as docs_schedules
@@ -235,7 +236,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "gaps": docs_gaps.gaps,
     "two-gpus": docs_gpus.table,
     "sanitizer": docs_sanitizer.table,
-    "published": lambda results: published.table(),
+    "published": docs_published.table,
     "versions": docs_environment.versions,
     "gpus": docs_environment.gpus,
 }

@@ -47,11 +47,9 @@ def _size(row: Row, *names: str) -> int | None:
 
 
 def matmul(results: Path) -> str:
-    """Every row of the suites, slower ones included, except the op with its own table."""
-    parts = [every_row(results, SUITE, leave_out=(FUSED,))]
-    if by_gpu(results, BACKWARD):
-        parts.append(every_row(results, BACKWARD, name="backward"))
-    return "\n\n".join(parts)
+    """Every row of the suites, slower ones included, except the forward of the op with its own table."""
+    parts = [every_row(results, SUITE, leave_out=(FUSED,)), every_row(results, BACKWARD)]
+    return "\n\n".join(part for part in parts if part != NO_RESULTS) or NO_RESULTS
 
 
 def _summary_cells(op: str, direction: str, regime: str, found: Sequence[list[Row]]) -> list[str]:

@@ -50,7 +50,7 @@ CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3,
 # 1.8e-5 off. The second's do: gradients of zero are off by the whole fall, and negated ones by twice that. Correct runs
 # of Llama-3.2-1B on an H100 were off by 0.4% of it, and of adapters on a tiny model by 2%.
 MISSED = 0.1
-LIMIT_S = 400  # of one process: torch.compile takes a minute or two
+LIMIT_S = 400  # of one process, or for each cap: torch.compile takes a minute or two
 GIB = 1 << 30
 CAPS = (16, 24, None)  # GiB of memory in which the largest batch is looked for, increasing; None: all
 FIT_TOKENS = 1024  # of a sequence of the largest batch: fine enough steps where little memory is left
@@ -100,18 +100,22 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._next.kill()
-        self._next.communicate()
+        with self._next:
+            self._next.kill()
 
     def __call__(self, job: Job) -> dict[str, Any]:
         """The job's result; of a process that gives none, an error."""
         worker, self._next = self._next, self._start()
-        try:
-            out, err = worker.communicate(json.dumps(dataclasses.asdict(job)), timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.communicate()
-            return {"status": "error", "message": f"not done after {LIMIT_S} s"}
+        limit = LIMIT_S * max(1, len(job.caps))
+        with worker:
+            try:
+                out, err = worker.communicate(json.dumps(dataclasses.asdict(job)), timeout=limit)
+            except subprocess.TimeoutExpired:
+                worker.kill()  # and do not read on: processes that it has started may hold the pipes
+                return {"status": "error", "message": f"not done after {limit} s"}
+            except BaseException:
+                worker.kill()
+                raise
         lines = out.strip().splitlines()
         if worker.returncode or not lines:
             said = err.strip().splitlines()
@@ -290,7 +294,8 @@ def run(
     for what, given, known in (("model", models, WORKLOADS), ("implementation", impls, IMPLS)):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}")
-    with contextlib.nullcontext(launch) if launch else Workers() as launch:
+    with contextlib.ExitStack() as stack:
+        launch = launch or stack.enter_context(Workers())
         meta = launch(Job("machine"))
         if "status" in meta:
             raise RuntimeError(f"the machine was not measured: {meta['message']}")
