@@ -39,6 +39,7 @@ from rooftile.bench import report
 from rooftile.bench.charts import COLOURS, page
 from rooftile.bench.info import check_results, machine, may_join, version
 from rooftile.bench.rows import OURS, gpu_slug, write_whole
+from rooftile.bench.training.children import result_of
 from rooftile.bench.training.trajectory import COMPILE, EAGER, TITLES, WAYS, Job
 
 QUANTITIES = ("loss", "loss_rms", "logprobs", "weights")
@@ -80,16 +81,10 @@ def in_child(job: Job) -> dict[str, Any]:
     # The processes share the cores: none starts a pool of compilers of its own.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     failed = {**dataclasses.asdict(job), "losses": [], "seconds": {}, "runs": {}}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
-    except subprocess.TimeoutExpired:
-        return {**failed, "message": f"not done after {LIMIT_S} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        said = done.stderr.strip().splitlines()
-        return {**failed, "message": f"exit code {done.returncode}: {said[-1] if said else ''}"[:300]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
+    found = result_of(process, "", LIMIT_S)
+    return {**failed, "message": found} if isinstance(found, str) else found
 
 
 def _mean(values: Sequence[float]) -> float:

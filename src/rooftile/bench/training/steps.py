@@ -25,6 +25,7 @@ from rooftile.bench import report
 from rooftile.bench.info import check_results
 from rooftile.bench.report import number, ratio
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug, is_ours, spread, write_json
+from rooftile.bench.training.children import result_of
 from rooftile.bench.training.worker import (
     BATCHES,
     COMPILE,
@@ -106,22 +107,8 @@ class Workers:
     def __call__(self, job: Job) -> dict[str, Any]:
         """The job's result; of a process that gives none, an error."""
         worker, self._next = self._next, self._start()
-        limit = LIMIT_S * max(1, len(job.caps))
-        with worker:
-            try:
-                out, err = worker.communicate(json.dumps(dataclasses.asdict(job)), timeout=limit)
-            except subprocess.TimeoutExpired:
-                worker.kill()  # and do not read on: processes that it has started may hold the pipes
-                return {"status": "error", "message": f"not done after {limit} s"}
-            except BaseException:
-                worker.kill()
-                raise
-        lines = out.strip().splitlines()
-        if worker.returncode or not lines:
-            said = err.strip().splitlines()
-            return {"status": "error", "message": f"exit code {worker.returncode}: {said[-1] if said else ''}"[:300]}
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
+        found = result_of(worker, json.dumps(dataclasses.asdict(job)), LIMIT_S * max(1, len(job.caps)))
+        return {"status": "error", "message": found} if isinstance(found, str) else found
 
 
 def fall(losses: Sequence[float]) -> float:

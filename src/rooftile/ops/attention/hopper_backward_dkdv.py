@@ -505,14 +505,9 @@ def tiling(
 ) -> KeysTiling:
     """What the kernel of dk and dv is compiled for, for that padded head_dim.
 
-    With dq, packed causal heads of 64 are faster with dv started early (455 TF/s instead of 437 on an H200), and all
-    else packed is slower. Dense heads of 128 are faster with it, and heads of 64 are not. TF/s early and not on an H100
-    with 8192 tokens: heads of 128, causal 584 and 558, full 624 and 601; heads of 64, causal 505 and 510, full 519 and
-    534.
-
-    Without dq, heads of 128 have room for both an early and a deferred dot: 673 TF/s (of four dots) instead of 591 on
-    an H200. Heads of 64 are the fastest with steps of 128 queries and neither: 609 instead of 483. A soft cap takes the
-    registers of either.
+    With dq, dv is started early where that was faster: of packed sequences, for causal heads of 64 alone; of dense
+    ones, for heads of 128. Without dq, heads of 128 have room for both an early and a deferred dot. Heads of 64 are the
+    fastest with steps of 128 queries and neither. A soft cap takes the registers of either.
     """
     loose = dim == 128 and not s.softcap
     if with_dq:
