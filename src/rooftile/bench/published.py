@@ -34,7 +34,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "attention": (
         "attention --set llm --set prefill --peers 'rooftile portable,cudnn,flash,fa4' --suite attention",
-        "attention_varlen attention_paged --set llm --suite attention",
+        "attention_varlen --set llm --peers flash,fa4 --suite attention",
+        "attention_paged --set llm --peers 'gather + sdpa,dense' --suite attention",
         "decode_attention --set decode --set latent --set tokens --peers 'sdpa flash,sdpa cudnn' --suite attention",
         "append_kv rope_and_cache rms_norm_qkv_rope_cache --set decode --suite attention",
     ),
@@ -65,6 +66,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "e2e --model qwen2.5-7b --batch 1,2",
         "e2e --model llama-3-8b --batch 1 --prompt 2048 --new 16",
         *(f"e2e --model llama-3-8b --batch 1 --quantize {q}" for q in ("fp8", "int8", "int4")),
+        *(f"e2e --model {m} --batch 1 --prompt 32 --new 128" for m in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-4b")),
         "e2e --model llama-3-8b --batch 1 --layer",
     ),
     "serve": ("serve --model llama-3-8b --clients 1,8,32,128,256", "serve --model llama-3-8b --rate 4,8,16"),

@@ -62,17 +62,6 @@ MODELS: dict[str, dict[str, Any]] = {
         attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
     ),
     "qwen2.5-7b": _sizes(3584, 18944, 28, 4, 152064, "qwen2", **_context(28, 32768, 1e6)),
-    "tiny": _sizes(64, 160, 4, 2, 256, "qwen2", num_hidden_layers=2),
-}  # fmt: skip
-# Also those with only the sizes that a layer's GEMMs need.
-LAYERS: dict[str, dict[str, Any]] = MODELS | {
-    "qwen3-8b": _sizes(4096, 12288, 32, 8, 151936, "qwen3", head_dim=128),
-    "llama-3.2-1b": _sizes(2048, 8192, 32, 8, 128256, head_dim=64),
-    "llama-3-70b": _sizes(8192, 28672, 64, 8, 128256),
-}
-
-# Trained by `rooftile bench training steps`.
-TRAINED: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _sizes(
         2048, 8192, 32, 8, 128256, head_dim=64, tie_word_embeddings=True,
         **_context(16, 131072, 5e5, rms_norm_eps=1e-5),
@@ -81,11 +70,25 @@ TRAINED: dict[str, dict[str, Any]] = {
         1024, 3072, 16, 8, 151936, "qwen3", head_dim=128, tie_word_embeddings=True,
         **_context(28, 40960, 1e6, rms_norm_eps=1e-6),
     ),
+    "qwen3-4b": _sizes(
+        2560, 9728, 32, 8, 151936, "qwen3", head_dim=128, tie_word_embeddings=True,
+        **_context(36, 40960, 1e6, rms_norm_eps=1e-6),
+    ),
+    "tiny": _sizes(64, 160, 4, 2, 256, "qwen2", num_hidden_layers=2),
+}  # fmt: skip
+# Also those with only the sizes that a layer's GEMMs need.
+LAYERS: dict[str, dict[str, Any]] = MODELS | {
+    "qwen3-8b": _sizes(4096, 12288, 32, 8, 151936, "qwen3", head_dim=128),
+    "llama-3-70b": _sizes(8192, 28672, 64, 8, 128256),
+}
+
+# Trained by `rooftile bench training steps`.
+TRAINED: dict[str, dict[str, Any]] = {
+    **{name: MODELS[name] for name in ("llama-3.2-1b", "qwen3-0.6b", "llama-3-8b")},
     "gemma-3-1b": _sizes(
         1152, 6912, 4, 1, 262144, "gemma3_text", head_dim=256, query_pre_attn_scalar=256, sliding_window=512,
         num_hidden_layers=26, tie_word_embeddings=True,
     ),
-    "llama-3-8b": MODELS["llama-3-8b"],
     "tiny": _sizes(64, 160, 4, 2, 256, "llama", num_hidden_layers=2),
 }  # fmt: skip
 

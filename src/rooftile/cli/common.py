@@ -11,12 +11,16 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
+from rooftile.bench.workloads import MODELS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rooftile.cases import OpCase
     from rooftile.engine.engine import Quantization
     from rooftile.engine.speculation import Speculate
+
+NAMED = ", ".join(MODELS)  # models that a command knows by name
 
 
 class Panel(str, enum.Enum):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rooftile.cli.common import (
+    NAMED,
     Deterministic,
     DType,
     Panel,
@@ -139,8 +140,7 @@ def audit(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json. Weights are random. Default: "
-            "llama-3-8b, and in the interpreter tiny.",
+            help=f"{NAMED}; or a config.json. Weights are random. Default: llama-3-8b, and in the interpreter tiny.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rooftile.cli.common import (
+    NAMED,
     Deterministic,
     DType,
     JsonFile,
@@ -28,7 +29,7 @@ def bench_prefill(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json, or a folder that holds one. "
+            help=f"{NAMED}; or a config.json, or a folder that holds one. "
             "Default: that of --weights, or qwen2.5-7b, and in the interpreter tiny.",
         ),
     ] = None,
@@ -120,7 +121,7 @@ def bench_e2e(
         typer.Option(
             "--model",
             metavar="NAME|PATH",
-            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; or a config.json, or a folder that holds one; "
+            help=f"{NAMED}; or a config.json, or a folder that holds one; "
             "repeatable, or with commas. Default: llama-3-8b, and in the interpreter tiny.",
         ),
     ] = None,
@@ -257,7 +258,7 @@ def bench_serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="llama-3-8b, granite-8b-code, qwen2.5-7b, tiny; with --url, the server's name of its model. "
+            help=f"{NAMED}; with --url, the server's name of its model. "
             "Default: llama-3-8b, in the interpreter tiny, and with --url the server's first.",
         ),
     ] = None,
@@ -344,9 +345,7 @@ def bench_serve(
 def bench_speculation(
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="llama-3-8b, qwen2.5-7b, tiny. Default: llama-3-8b, in the interpreter tiny."
-        ),
+        typer.Option(metavar="NAME", help=f"{NAMED}. Default: llama-3-8b, in the interpreter tiny."),
     ] = None,
     acceptances: Annotated[
         list[str] | None,
