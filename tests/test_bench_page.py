@@ -45,10 +45,10 @@ def results(tmp_path):
     kernels = sources.hashes()
     folder = tmp_path / "h100"
     wins, loses = group("rms_norm", "9x8", 2.0, 3.0), group("rms_norm", "10x8", 10.0, 9.0, max_abs_error=0.5)
-    rows.write_json(folder / "rowwise" / "rms_norm.json", {**META, "kernels": kernels}, [*wins, *loses])
-    old = {**META, "kernels": {**kernels, "rope": "0" * 12}}
+    rows.write_json(folder / "rowwise" / "rms_norm.json", {**META, "definitions": kernels}, [*wins, *loses])
+    old = {**META, "definitions": {**kernels, "rope": "0" * 12}}
     rows.write_json(folder / "rowwise" / "rope.json", old, group("rope", "7x8", 5.0, 6.0))
-    rows.write_json(folder / "e2e" / "x.json", {**META, "kernels": kernels}, group("decode", "tiny B1", 7.0, 8.0))
+    rows.write_json(folder / "e2e" / "x.json", {**META, "definitions": kernels}, group("decode", "tiny B1", 7.0, 8.0))
     (folder / "host").mkdir()
     host = {"op": "rope", "shape": "7x8", "direction": "forward", "us": 9.0, "baseline": "eager", "baseline_us": 5.0}
     (folder / "host" / "host.json").write_text(json.dumps({"meta": META, "rows": [{**host, "limit_us": 8.0}]}))

@@ -11,35 +11,92 @@ from rooftile.bench import docs, info, rows, sources
 from rooftile.bench.docs import tables
 from rooftile.bench.rows import OURS
 
-OP = "import torch\nfrom rooftile.primitives import rows\n\n\ndef kernel(x):\n    return rows.sum(x) * 2\n"
-ROWS = "def sum(x):\n    return x + x\n"
-FILES = {"ops/op.py": OP, "primitives/rows.py": ROWS, "ops/other.py": "def other():\n    return 1\n"}
+OP = """import torch
+from rooftile.primitives import rows
+
+_MODULES = {"hopper": "on_hopper"}
 
 
-def hashed(**changed):
-    return sources.hash_of(
-        "rooftile.ops.op", {**FILES, **{f"{k.replace('__', '/')}.py": v for k, v in changed.items()}}
-    )
+def helper(x):
+    return x * 2
 
 
-def test_a_kernels_hash_is_of_its_own_code_and_of_what_it_imports():
-    assert hashed(ops__op=OP.replace("2", "3")) != hashed()
-    assert hashed(primitives__rows=ROWS.replace("+", "*")) != hashed()
+def kernel(x):
+    return helper(rows.sum(x)) if x else _MODULES
+
+
+def another(x):
+    return rows.product(x)
+"""
+ROWS = "def sum(x):\n    return x + x\n\n\ndef product(x):\n    return x * x\n"
+FILES = {
+    "ops/op.py": OP,
+    "ops/on_hopper.py": "def kernel(x):\n    return x\n",
+    "ops/other.py": "def other():\n    return 1\n",
+    "primitives/rows.py": ROWS,
+}
+
+
+def hashed(start="rooftile.ops.op.kernel", **changed):
+    return sources.hash_of((start,), {**FILES, **{f"{k.replace('__', '/')}.py": v for k, v in changed.items()}})
+
+
+def test_a_kernels_hash_is_of_what_it_reaches():
+    assert hashed(ops__op=OP.replace("* 2", "* 3")) != hashed()
+    assert hashed(primitives__rows=ROWS.replace("x + x", "x - x")) != hashed()
+    assert hashed(ops__on_hopper="def kernel(x):\n    return -x\n") != hashed(), "a module that a string names"
     assert hashed(ops__other="def other():\n    return 2\n") == hashed()
-    assert sources.hash_of("rooftile.ops.none", FILES) is None
+    assert hashed(ops__op=OP.replace("product", "sum")) == hashed(), "another kernel of the module"
+    assert hashed(primitives__rows=ROWS.replace("x * x", "x / x")) == hashed()
+    assert sources.hash_of(("rooftile.ops.none",), FILES) is None
+    assert sources.hash_of(("rooftile.ops.op.none",), FILES) is None
+
+
+def test_a_module_is_reached_whole():
+    assert hashed("rooftile.ops.op", ops__op=OP.replace("product", "sum")) != hashed("rooftile.ops.op")
+    exports = {"ops__all": 'from rooftile.ops.op import another\n\n__all__ = ["another"]\n'}
+    changed = hashed("rooftile.ops.all", **exports, primitives__rows=ROWS.replace("x * x", "x / x"))
+    assert changed != hashed("rooftile.ops.all", **exports)
+
+
+def test_what_moves_to_another_module_keeps_the_hash():
+    start, end = OP.index("def helper"), OP.index("def kernel")
+    moved = OP[:start] + OP[end:]
+    moved = moved.replace("import torch\n", "import torch\nfrom rooftile.primitives.parts import helper\n")
+    assert hashed(ops__op=moved, primitives__parts=OP[start:end]) == hashed()
 
 
 @pytest.mark.parametrize(
     "same",
     [
-        OP.replace("return", "# twice\n    return"),
-        OP.replace("    return", '    """Twice the sum."""\n    return'),
+        OP.replace("return helper", "# twice\n    return helper"),
+        OP.replace("    return helper", '    """Twice the sum."""\n    return helper'),
         OP.replace("import torch\n", ""),
         OP.replace("(x):", "(x: int) -> int:"),
     ],
 )
 def test_what_no_kernel_runs_leaves_the_hash_alone(same):
     assert hashed(ops__op=same) == hashed()
+
+
+@pytest.mark.parametrize(
+    ("key", "reached", "not_reached"),
+    [
+        ("attention", "ops/attention/hopper_forward.py", "ops/attention/paged.py"),
+        ("attention", "ops/attention/hopper_backward_dq.py", "ops/softmax/forward.py"),
+        ("linear", "ops/gemm/hopper.py", "ops/gemm/lora_linear.py"),
+        ("adamw", "ops/adamw/listed.py", "ops/gated.py"),
+        (sources.ENGINE, "ops/gemm/gemv.py", "ops/adamw/listed.py"),
+        (sources.PATCHED, "ops/gated.py", "ops/adamw/listed.py"),
+        (sources.TRAINED, "ops/attention/hopper_forward.py", "ops/softmax/forward.py"),
+        (sources.TRAINED, "ops/fused_head/head.py", "ops/sample/draw.py"),
+        (sources.TRAINED, "ops/adamw/listed.py", "ops/fused_head/linear_jsd.py"),
+    ],
+)
+def test_kernels_are_reached_though_their_modules_are_imported_by_name(key, reached, not_reached):
+    starts, present = sources._starts()[key], sources.present()
+    assert sources.hash_of(starts, {**present, reached: ""}) != sources.hash_of(starts, present)
+    assert sources.hash_of(starts, {**present, not_reached: ""}) == sources.hash_of(starts, present)
 
 
 def test_every_measured_op_has_a_hash():
@@ -49,11 +106,12 @@ def test_every_measured_op_has_a_hash():
         assert sources.key_of(op) in found, op
     assert sources.key_of("decode", "e2e") == sources.ENGINE
     assert sources.key_of("prefill", "prefill") == sources.PATCHED
-    assert info.machine()["kernels"] == found
+    assert sources.key_of("train_step") == sources.TRAINED
+    assert info.machine()["definitions"] == found
 
 
 def test_a_row_is_older_once_its_kernel_has_changed():
-    meta = {"commit": "unknown", "kernels": {**sources.hashes(), "rope": "0" * 12}}
+    meta = {"commit": "unknown", "definitions": {**sources.hashes(), "rope": "0" * 12}}
     assert sources.age("rms_norm", meta).state == "current"
     assert sources.age("rope", meta) == sources.Age("older", "its kernel has changed since")
     assert sources.age("no_such_op", meta).state == "older"
@@ -69,7 +127,11 @@ def checkout(tmp_path, monkeypatch):
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
     package = tmp_path / "src" / "rooftile"
-    for path, text in {"ops/rms_norm.py": OP, "primitives/rows.py": ROWS, "bench/sources.py": ""}.items():
+    for path, text in {
+        "ops/rms_norm.py": OP.replace("kernel", "rms_norm"),
+        "primitives/rows.py": ROWS,
+        "bench/sources.py": "",
+    }.items():
         (package / path).parent.mkdir(parents=True, exist_ok=True)
         (package / path).write_text(text)
     git("init", "-q")
@@ -89,7 +151,7 @@ def test_rows_without_a_hash_are_compared_through_git(checkout):
     meta = {"commit": git("rev-parse", "HEAD")}
     assert sources.age("rms_norm", meta).state == "current"
     assert sources.age("rms_norm", {"commit": meta["commit"] + sources.DIRTY}).state == "unknown"
-    (package / "ops" / "rms_norm.py").write_text(OP.replace("2", "3"))
+    (package / "ops" / "rms_norm.py").write_text(OP.replace("kernel", "rms_norm").replace("* 2", "* 3"))
     for cache in (sources.present, sources.hashes, sources._age_by_git):
         cache.cache_clear()
     age = sources.age("rms_norm", meta)
@@ -109,7 +171,7 @@ def test_what_git_can_not_tell_is_said(checkout, monkeypatch, tmp_path):
 
 def test_tables_name_what_is_older_and_are_not_stale_for_that(tmp_path):
     meta = {**info.machine(), **dict.fromkeys(("roof_copy_gbs", "roof_read_gbs", "roof_tflops"), 1.0), "gpu": "H100"}
-    meta["kernels"] = {**meta["kernels"], "rope": "0" * 12}
+    meta["definitions"] = {**meta["definitions"], "rope": "0" * 12}
     for op in ("rope", "rms_norm"):
         row = measured(OURS, 1.0)
         row.op = op

@@ -107,7 +107,7 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "peers": {name: version(distribution) for name, distribution in PEERS.items()},
-        "kernels": hashes(),
+        "definitions": hashes(),
     }
 
 

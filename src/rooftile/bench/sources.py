@@ -1,8 +1,10 @@
 """Whether a row is as old as its kernel: hashes of the sources of each op's kernels.
 
-A result file records, for each op, a hash of the modules of `ops/` and `primitives/` that its public function imports.
-Comments, docstrings, messages of errors and imports are not hashed. A row is older than its kernel if the hash of the
-present sources is another. A file without hashes is compared through git, by the sources at its commit.
+A result file records, for each op, a hash of the definitions of `ops/` and `primitives/` that its public function
+reaches: the functions, classes and constants that it names, those that these name, and so on. A module that is imported
+by its name in a string (`"hopper_forward"` in a module beside it) is reached whole. Comments, docstrings, messages of
+errors and imports are not hashed, nor is where a definition stands. A row is older than its kernel if the hash of the
+present sources is another. A file without such hashes is compared through git, by the sources at its commit.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import io
 import re
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,17 +26,19 @@ import rooftile
 PACKAGE = "rooftile"
 HASHED = ("ops", "primitives")
 FOLLOWED = (*HASHED, "engine", "huggingface", "nn", "optim", "losses.py")
-ENGINE, PATCHED = "engine", "huggingface"
-# What no public function of the same name leads to.
+ENGINE, PATCHED, TRAINED = "engine", "huggingface", "training"
+# What no public function of the same name leads to: modules, which are reached whole.
 STARTS = {
-    ENGINE: f"{PACKAGE}.engine.engine",
-    PATCHED: f"{PACKAGE}.huggingface.replacing",
-    "adamw": f"{PACKAGE}.ops.adamw",
-    "gemv": f"{PACKAGE}.ops.gemm.gemv",
-    "fp8_weight_linear": f"{PACKAGE}.ops.gemm.weight_only",
+    ENGINE: (f"{PACKAGE}.engine.engine",),
+    PATCHED: (f"{PACKAGE}.huggingface.replacing",),
+    TRAINED: (f"{PACKAGE}.huggingface", f"{PACKAGE}.optim"),
+    "adamw": (f"{PACKAGE}.ops.adamw",),
+    "gemv": (f"{PACKAGE}.ops.gemm.gemv",),
+    "fp8_weight_linear": (f"{PACKAGE}.ops.gemm.weight_only",),
 }
 MODELS = {"e2e": ENGINE, "prefill": PATCHED}  # by suite
 STEPS = ("train_step", "train_batch")  # ops of the training suite that run whole models
+STUB = "__init__.pyi"  # has the module of each public name
 UNKNOWN = "unknown"  # a commit that was not recorded
 DIRTY = "-dirty"  # suffix of a commit that does not identify the measured code
 
@@ -54,29 +58,76 @@ def key_of(op: str, suite: str = "") -> str | None:
     if op.startswith("layer.") or suite in MODELS:
         return MODELS.get(suite, ENGINE)
     if op.startswith(STEPS):
-        return PATCHED
+        return TRAINED
     starts = _starts()
     candidates = (op, f"{op}_", op.rstrip("_"), op.removesuffix("_quantized"))
     return next((name for name in candidates if name in starts), None)
 
 
-def _starts() -> dict[str, str]:
-    """The module of each op's public function."""
-    homes = {name: home for name, home in vars(rooftile)["_HOME"].items() if home.startswith(f"{PACKAGE}.ops.")}
+def _starts() -> dict[str, tuple[str, ...]]:
+    """Where the code of each key begins: modules, or `module.name` of a public function."""
+    homes = {n: (f"{home}.{n}",) for n, home in vars(rooftile)["_HOME"].items() if home.startswith(f"{PACKAGE}.ops.")}
     return {**homes, **STARTS}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Definition:
+    """A statement of a module that defines names, or, without a name, all those that define none."""
+
+    digest: str
+    names: frozenset[str]  # dotted ones that it reads: "tl.load", "problem.choose_forward"
+    strings: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Module:
+    definitions: Mapping[str, tuple[_Definition, ...]]
+    imports: Mapping[str, str]  # what a name stands for: "rooftile.ops.attention.problem", or a name in such a module
+
+
+def _dotted(node: ast.AST) -> str | None:
+    """ "a.b.c" of such an expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)) is not None:
+        return f"{base}.{node.attr}"
+    return None
+
+
+def _defined(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement of a module defines."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield statement.name
+        return
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
 @functools.cache
-def _read(text: str) -> tuple[str, tuple[str, ...]]:
-    """The hash of one module's code, and the names that it imports of the package."""
+def _read(text: str) -> _Module:
     tree = ast.parse(text)
-    imported = []
+    imports: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE):
-            imported += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+            imports |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            imported += [alias.name for alias in node.names if alias.name.startswith(f"{PACKAGE}.")]
-    return hashlib.sha256("\n".join(_parts(tree)).encode()).hexdigest(), tuple(dict.fromkeys(imported))
+            imports |= {alias.asname or PACKAGE: alias.name if alias.asname else PACKAGE for alias in node.names
+                        if alias.name.split(".")[0] == PACKAGE}  # fmt: skip
+    found: dict[str, list[_Definition]] = {}
+    for statement in tree.body:
+        parts = list(_parts(statement))
+        if not parts:
+            continue
+        nodes = list(ast.walk(statement))
+        made = _Definition(
+            hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            frozenset(name for node in nodes if (name := _dotted(node)) is not None),
+            frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
+        )
+        for name in dict.fromkeys(_defined(statement)) or ("",):
+            found.setdefault(name, []).append(made)
+    return _Module({name: tuple(some) for name, some in found.items()}, imports)
 
 
 def _parts(node: ast.AST) -> Iterator[str]:
@@ -98,38 +149,105 @@ def _parts(node: ast.AST) -> Iterator[str]:
 
 
 def _path(module: str, files: Files) -> str | None:
-    base = module.removeprefix(f"{PACKAGE}.").replace(".", "/")
+    base = module.removeprefix(PACKAGE).lstrip(".").replace(".", "/")
     return next((path for path in (f"{base}.py", f"{base}/__init__.py") if path in files), None)
 
 
-def hash_of(module: str, files: Files) -> str | None:
-    """The hash of the kernels that a module reaches by its imports; None if there is no such module."""
-    first = _path(module, files)
-    if first is None:
+class _Reached:
+    """The definitions that the code of some modules or functions reaches."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._seen: set[tuple[str, str]] = set()
+        self._due: list[tuple[str, str]] = []
+
+    def _add(self, path: str, name: str) -> None:
+        if (path, name) not in self._seen:
+            self._seen.add((path, name))
+            self._due.append((path, name))
+
+    def _add_module(self, path: str) -> None:
+        """All that a module defines, and what it imports to export."""
+        module = _read(self._files[path])
+        for name in module.definitions:
+            self._add(path, name)
+        for exported in module.definitions.get("__all__", ()):
+            for name in exported.strings & module.imports.keys():
+                self.add(module.imports[name])
+
+    def add(self, dotted: str) -> bool:
+        """A module, or a name in one, by its name in the package. Whether there is such a thing."""
+        whole = _path(dotted, self._files)
+        if whole is not None:
+            if whole.startswith(FOLLOWED):
+                self._add_module(whole)
+            return True
+        home, _, name = dotted.rpartition(".")
+        if home == PACKAGE:  # a public name, which is imported at its first use
+            origin = _read(self._files.get(STUB, "")).imports.get(name)
+            return origin is not None and self.add(origin)
+        path = _path(home, self._files) if home else None
+        if path is None:  # a member of a class
+            return "." in home and self.add(home)
+        if not path.startswith(FOLLOWED):
+            return True
+        module = _read(self._files[path])
+        if name in module.definitions:
+            self._add(path, name)
+        elif name in module.imports:
+            return self.add(module.imports[name])
+        else:
+            return False
+        return True
+
+    def _follow(self, path: str, module: _Module, definition: _Definition) -> None:
+        for dotted in definition.names:
+            first, _, rest = dotted.partition(".")
+            if first in module.definitions:
+                self._add(path, first)
+            elif first in module.imports:
+                longest = all(not other.startswith(f"{dotted}.") for other in definition.names)
+                if longest or _path(module.imports[first], self._files) is None:
+                    self.add(f"{module.imports[first]}.{rest}" if rest else module.imports[first])
+        folder = path.rpartition("/")[0]
+        for text in definition.strings:
+            if text.isidentifier() and f"{folder}/{text}.py" in self._files:
+                self._add_module(f"{folder}/{text}.py")
+
+    def digests(self) -> list[str]:
+        """Of what is hashed."""
+        found = set()
+        while self._due:
+            path, name = self._due.pop()
+            module = _read(self._files[path])
+            self._seen.add((path, ""))
+            for definition in (*module.definitions.get(name, ()), *module.definitions.get("", ())):
+                if path.startswith(HASHED):
+                    found.add(definition.digest)
+                self._follow(path, module, definition)
+        return sorted(found)
+
+
+def hash_of(starts: Sequence[str], files: Files) -> str | None:
+    """The hash of the kernels that modules or functions reach; None if one of them is not there."""
+    reached = _Reached(files)
+    if not all(map(reached.add, starts)):
         return None
-    seen, due, hashes = {first}, [first], []
-    while due:
-        path = due.pop()
-        digest, imported = _read(files[path])
-        if path.startswith(HASHED):
-            hashes.append(digest)
-        found = [_path(name, files) for name in imported]
-        due += dict.fromkeys(p for p in found if p and p not in seen and p.startswith(FOLLOWED))
-        seen.update(due)
-    return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:12]
+    return hashlib.sha256("".join(reached.digests()).encode()).hexdigest()[:12]
 
 
 @functools.cache
 def present() -> Files:
     """The modules of this package."""
     root = Path(__file__).resolve().parents[1]
-    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
+    paths = (*root.rglob("*.py"), root / STUB)
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths if path.exists()}
 
 
 @functools.cache
 def hashes() -> dict[str, str]:
     """The hash of each op's kernels, and of those of the engine and of patched models."""
-    found = {name: hash_of(module, present()) for name, module in sorted(_starts().items())}
+    found = {name: hash_of(starts, present()) for name, starts in sorted(_starts().items())}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -168,7 +286,8 @@ def at(commit: str) -> Files:
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         for member in tar:
             path = member.name.removeprefix(f"src/{PACKAGE}/")
-            if path.endswith(".py") and path.startswith(FOLLOWED) and (file := tar.extractfile(member)) is not None:
+            followed = path.endswith(".py") and path.startswith(FOLLOWED)
+            if (followed or path == STUB) and (file := tar.extractfile(member)) is not None:
                 files[path] = file.read().decode()
     return files
 
@@ -179,7 +298,7 @@ def age(op: str, meta: Mapping[str, Any], suite: str = "") -> Age:
     now = hashes().get(key or "")
     if key is None or now is None:
         return Age("older", f"there is no op {op} any more")
-    if recorded := meta.get("kernels", {}).get(key):
+    if recorded := meta.get("definitions", {}).get(key):
         return Age("current") if recorded == now else Age("older", "its kernel has changed since")
     commit = str(meta.get("commit", UNKNOWN))
     if commit == UNKNOWN:
