@@ -473,4 +473,6 @@ def test_the_configuration_of_every_size_can_be_used():
                         p = Problem(m, n, k, dtype, weight="int4" if group else "int8", group=group)
                         c = choose.choose(p, target)
                         assert choose.can_implement(p, c, target) is None, (target, group, m)
-                        assert (c.kernel == "dequantize") is (m > 128 and dtype == BF16)
+                        within = target.gluon and group != 32 and (dtype == BF16 or (dtype == torch.half and not group))
+                        assert (c.kernel == "hopper") is (m > 128 and within)
+                        assert (c.kernel == "dequantize") is (m > 128 and dtype == BF16 and not within)

@@ -22,9 +22,10 @@ from rooftile.engine.projections import Dense, Projection, Quantized, is_one_ker
 from rooftile.engine.weights import Layer
 from rooftile.ops.decode_attention.choose import choose as choose_attention
 from rooftile.ops.decode_attention.choose import row_tile
-from rooftile.ops.gemm.choose import choose, dequantizes
+from rooftile.ops.gemm.choose import choose
 from rooftile.ops.gemm.config import Problem
 from rooftile.ops.gemm.dequantize import rows_at_a_time
+from rooftile.ops.gemm.dispatch import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +137,20 @@ class _Builder:
         """The GEMM of x with the weight of p, which reads `more` bytes beside them."""
         flops = 2 * self.batch * p.n * p.k
         written = self._rows(out)
-        if op in ("int8_linear", "int4_linear") and dequantizes(self.batch, self.dtype):
+        if op in ("int8_linear", "int4_linear") and self._dequantizes(p):
             dequantized = p.n * p.k * self.size
             launches += 2 * library.cdiv(p.n, rows_at_a_time(p.n, p.k, self.size)) - 1
             more, written = more + dequantized, written + dequantized
         shape = f"{self.batch} x {p.k} -> {p.n}" if out == p.n else f"{self.batch} x {p.k} -> {p.n // out} x {out}"
         return OpCall(name, op, shape, p.nbytes + x_bytes + more, written, flops, launches, times)
+
+    def _dequantizes(self, p: Projection) -> bool:
+        """Whether a kernel dequantizes the weight of p before the GEMM."""
+        assert isinstance(p, Quantized)
+        weight = FORMATS[p.weight.dtype]
+        group = p.k // p.scale.shape[1] if weight == "int4" else 0
+        chosen = choose(Problem(self.batch, p.n, p.k, self.dtype, weight=weight, group=group), self.target)
+        return chosen is not None and chosen.kernel == "dequantize"
 
     def _normed(
         self, name: str, p: Projection, norm: Tensor | None, times: int, *, gated: bool = False

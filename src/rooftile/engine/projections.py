@@ -11,7 +11,7 @@
 because the tensor cores multiply fp8 by fp8; a single row is multiplied as it is.
 
 A weight is quantized while it is loaded, some rows at a time, so the unquantized weights never exist as a whole. In a
-prompt of many rows, int8 and int4 weights are dequantized a part at a time (`ops/gemm`).
+prompt of many rows, int8 and int4 weights are dequantized a part at a time, or on sm_90 within the GEMM (`ops/gemm`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     one row of x      gemv, gemv_persistent; for int8 and int4 weights gemv_imma
     up to 64 rows     skinny
-    more rows         hopper on sm_90, elsewhere tiled; a quantized weight is dequantized first
+    more rows         hopper on sm_90, elsewhere tiled; a quantized weight is dequantized first, or within hopper
 
 Behind a norm `choose` gives the one kernel that does both, or None where the norm is a kernel of its own.
 """
@@ -28,11 +28,11 @@ _DENSE = {k: k for k in ("gemv", "skinny", "tiled", "hopper")}
 _NORMED = {k: k for k in ("gemv", "gemv_persistent", "skinny")}
 _QUANTIZED = {
     "gemv": "gemv", "gemv_imma": "gemv_imma", "skinny": "skinny_dequantize",
-    "dequantize": "dequantize",
+    "hopper": "hopper_dequantize", "dequantize": "dequantize",
 }  # fmt: skip
 _QUANTIZED_NORMED = {k: k for k in ("gemv", "gemv_imma")}
 _FP8 = {"skinny": "skinny", "tiled": "tiled", "hopper": "tiled"}
-_GLUON = ("hopper", "hopper_fp8", "gemv_imma")
+_GLUON = ("hopper", "hopper_fp8", "hopper_dequantize", "gemv_imma")
 
 
 def is_fp8(p: Problem) -> bool:
@@ -515,20 +515,18 @@ def _skinny_of_norm(p: Problem, along_k: bool, target: runtime.Target) -> list[G
 
 # Quantized weights
 
-# Rows of x above which the weight is dequantized first. Llama-3-8B's prompts of 512 tokens on an H200 took 29.9 ms with
-# int4 and 28.7 with int8 where every tile of 64 rows dequantizes, and 15.8 and 17.2 so; 12.8 with a dense weight. What
-# tiles take is nearly in proportion to the rows; where the two meet was not measured.
+# Rows of x above which the weight is dequantized first, or by the Hopper kernel. Llama-3-8B's prompts of 512 tokens on
+# an H200 took 29.9 ms with int4 and 28.7 with int8 where every tile of 64 rows dequantizes, and 15.8 and 17.2 where the
+# weight is dequantized first; 12.8 with a dense weight. What tiles take is nearly in proportion to the rows; where the
+# two meet was not measured.
 DENSE_ROWS = 128
-
-
-def dequantizes(m: int, dtype: torch.dtype) -> bool:
-    """Whether a quantized weight is dequantized first for that many rows of x."""
-    return m > DENSE_ROWS and dtype == torch.bfloat16
 
 
 def _of_quantized(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     m = _rows_rounded(p)
-    if dequantizes(m, p.dtype):
+    if m > DENSE_ROWS and target.gluon:
+        yield from _hopper_quantized(p, target)
+    if m > DENSE_ROWS and p.dtype == torch.bfloat16:
         yield _dequantize(p, target)
     if m == 1:
         if p.weight != "fp8":
@@ -658,6 +656,27 @@ def _dequantize(p: Problem, target: runtime.Target) -> GemmConfig:
     """32 elements a thread: 16 bytes of int4, and 64 that are written."""
     block_k = min(1024, max(32, library.power_of_two(p.k)))
     return GemmConfig("dequantize", 1, 32 * 128 // block_k, block_k, num_warps=128 // target.warp_size, num_stages=1)
+
+
+def _hopper_quantized(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """The tile with the largest speed, times the share of SMs that work, times the share of their work asked for."""
+
+    def worth(tile: tuple[float, int, int, int, int]) -> float:
+        speed, block_m, block_n = tile[:3]
+        count = library.cdiv(p.m, block_m) * library.cdiv(p.n, block_n)
+        asked = p.m * p.n / max(1, count * block_m * block_n)
+        return speed * _filled(count, target.multiprocessors) * asked
+
+    for _, block_m, block_n, warps, stages in sorted(_HOPPER_QUANTIZED_TILES, key=worth, reverse=True):
+        yield GemmConfig("hopper", block_m, block_n, 64, 8, 1, warps, stages)
+
+
+# Speed where all SMs work, over that of the first: block_m, block_n, num_warps, num_stages. Estimated, from the
+# instructions of a step and the bytes that it brings from the L2.
+_HOPPER_QUANTIZED_TILES = (
+    *((1.0, 128, 256, 8, 5), (1.0, 256, 128, 8, 4), (0.98, 128, 192, 12, 6), (0.97, 128, 128, 8, 8)),
+    *((0.8, 128, 64, 4, 8), (0.75, 64, 192, 12, 8), (0.7, 64, 128, 8, 8)),
+)
 
 
 def _skinny_quantized(p: Problem, target: runtime.Target) -> GemmConfig:

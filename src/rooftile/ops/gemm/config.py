@@ -33,7 +33,8 @@ class GemmConfig:
     weights of int8, and of int4 in groups of 128) multiplies x in three digits on the integer tensor cores.
 
     Kernels of more rows: `"skinny"`, for up to 64, has the weight on the side of the tensor core that is 64 wide.
-    `"tiled"` takes any size, any strides and any GPU. `"hopper"` (sm_90) is persistent and copies by TMA.
+    `"tiled"` takes any size, any strides and any GPU. `"hopper"` (sm_90) is persistent and copies by TMA. It
+    dequantizes a quantized weight in registers, in steps of 64 elements, with 64 or 128 rows of it for each 4 warps.
     `"dequantize"` writes a quantized weight in x's dtype, and a dense GEMM follows.
 
     Args:

@@ -9,7 +9,8 @@ A weight of (N, K) is read at every decoding step, N * K bytes or half of them; 
 beside it. x is multiplied as it is by exact small numbers, and scales multiply the float32 sums, so that nothing is
 rounded before the end. Two exceptions: one row of x in 16 bits may be multiplied in three digits on the integer tensor
 cores (`gemv_imma.py`), and for many rows in bfloat16 the weight is dequantized first, where each element is rounded,
-and a dense GEMM follows (`dequantize.py`).
+and a dense GEMM follows (`dequantize.py`). On sm_90 a GEMM of many rows dequantizes within its mainloop instead
+(`hopper_dequantize.py`), where elements of 4 bits alone are rounded.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def int8_linear(
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in bfloat16
-        the weight times its scale is rounded, too, in up to 128 MiB of memory. Of one row of x in 16 bits, K a multiple
+        the weight times its scale is rounded, too, in up to 128 MiB of memory, but on sm_90 only where K is no multiple
+        of 16, N none of 8, or rows do not begin at multiples of 16 bytes. Of one row of x in 16 bits, K a multiple
         of 128 from 1024 to 8064, on sm_90 each number is rounded to 2^-22 of the largest of its 128 first, and where
         one is infinite the result is NaN.
 
@@ -202,7 +204,8 @@ def fp8_weight_linear(
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, and rounded once; of more than 128 rows in bfloat16
-        the weight times its scale is rounded, too, in up to 128 MiB of memory.
+        the weight times its scale is rounded, too, in up to 128 MiB of memory, but on sm_90 only where K is no multiple
+        of 16, N none of 8, or rows do not begin at multiples of 16 bytes.
 
     Raises:
         ValueError: shapes don't match, the configuration can't be used, an argument requires grad (there is no
