@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -78,6 +80,15 @@ class _Problem:
 
 
 @functools.cache
+def _hopper() -> ModuleType | None:
+    """The module with the kernel for sm_90; None where this Triton has no Gluon, in which it is written."""
+    try:
+        return importlib.import_module("rooftile.ops.decode_attention.hopper_latent")
+    except ImportError:
+        return None
+
+
+@functools.cache
 def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, launching.KernelLauncher | None]:
     """The kernel, and the one that combines splits, if that is a second kernel."""
     s = p.shape
@@ -128,10 +139,16 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
         "PTX": p.ptx,
     }
     options = pdl.options(p.pdl)
-    limit: dict[str, Any] = {"maxnreg": c.registers} if c.registers and p.ptx else {}
-    launcher = launching.KernelLauncher(
-        decode_kernel, constants, newest_assembler=True, num_warps=c.num_warps, **options, **limit
-    )
+    if c.kernel == "hopper":
+        names = ("GROUP", "ROW_TILES", "PAGE", "VALUE_DIM", "CAUSAL", "BLOCK_B", "MIN_BLOCKS", "SLACK", "PDL")
+        hopper = _hopper()
+        assert hopper is not None, "a configuration for a kernel that is not there is refused"
+        launcher = hopper.launcher(*(constants[name] for name in names))
+    else:
+        limit: dict[str, Any] = {"maxnreg": c.registers} if c.registers and p.ptx else {}
+        launcher = launching.KernelLauncher(
+            decode_kernel, constants, newest_assembler=True, num_warps=c.num_warps, **options, **limit
+        )
     if last or not p.split:
         return launcher, None
     combine = {name: constants[name] for name in combine_kernel.arg_names if name in constants}
@@ -198,16 +215,22 @@ def _prepare_start(*args: Any) -> Callable[..., None]:
     rows = s.heads // s.kv_heads * s.n_new
     tile, tiles = row_tile(rows, most_rows(s.head_dim, q.dtype, target))
     items = s.batch * s.kv_heads * tiles
-    c = decode(config)
-    if c is None:
-        c = choose(
-            rows, s.head_dim, s.value_dim, q.dtype, k_cache.dtype, items, s.capacity, s.page, target, s.values_in_keys
-        )
-    else:
-        c.check_device(target, (s.head_dim + (0 if s.values_in_keys else s.value_dim)) * k_cache.element_size())
-
     copies = library.Copies()
     q, k_cache = (library.unit_last_of(t, copies, i) for i, t in enumerate((q, k_cache)))
+    views = q if layout == "bthd" else q.transpose(1, 2), k_cache if cache_layout == "bhtd" else k_cache.transpose(1, 2)
+    c = decode(config)
+    if c is None:
+        hopper = s.values_in_keys and _why_not_hopper(*views, s, args, target) is None
+        c = choose(
+            rows, s.head_dim, s.value_dim, q.dtype, k_cache.dtype, items, s.capacity, s.page, target, s.values_in_keys,
+            hopper,
+        )  # fmt: skip
+    else:
+        c.check_device(target, (s.head_dim + (0 if s.values_in_keys else s.value_dim)) * k_cache.element_size())
+        reason = _why_not_hopper(*views, s, args, target) if c.kernel == "hopper" else None
+        if reason is not None:
+            raise ValueError(f"decode_attention: config can't be launched: {reason}")
+
     v_cache = None if v_cache is None else library.unit_last_of(v_cache, copies, 2)
     for i, t in ((3, lengths), (7, alibi_slopes), (8, sinks)):
         library.contiguous_of(t, copies, i)
@@ -272,9 +295,13 @@ def _prepare_start(*args: Any) -> Callable[..., None]:
         1 if mask is None else mask.stride(0),  # a 1 is compiled in: without a mask there is one argument less
     )
     sizes = (s.batch, s.n_new, s.kv_heads, s.capacity)
-    start = launching.bind(
-        launcher, programs * tiles, strides=strides, numbers=(*sizes, s.n_pages, programs, *factors, last)
-    )
+    hopper_module = _hopper() if c.kernel == "hopper" else None
+    if hopper_module is not None:
+        start = hopper_module.prepare(launcher, *views, s, page_table, programs, factors[0])
+    else:
+        start = launching.bind(
+            launcher, programs * tiles, strides=strides, numbers=(*sizes, s.n_pages, programs, *factors, last)
+        )
     start = library.copying(start, copies)
     finish = None
     if combine is not None:
@@ -298,6 +325,18 @@ def _prepare_start(*args: Any) -> Callable[..., None]:
             finish(lengths, sinks, partial, out, lse_or_none)
 
     return run
+
+
+def _why_not_hopper(q: Tensor, k: Tensor, s: Shape, args: tuple[Any, ...], target: runtime.Target) -> str | None:
+    """None where the kernel for sm_90 takes a call with those views of q and the keys, or why it does not."""
+    module = _hopper()
+    if module is None:
+        return "kernel is 'hopper', which this installation does not have"
+    scale, window, softcap = args[11:14]
+    given = {"k_scale": args[5], "alibi_slopes": args[7], "sinks": args[8], "mask": args[9], "window": window}
+    options = tuple(name for name, value in given.items() if value is not None) + ("softcap",) * bool(softcap)
+    found: str | None = module.can_implement(q, k, s, s.head_dim**-0.5 if scale is None else scale, options, target)
+    return found
 
 
 def _as_bytes(packed: str, first: Callable[[Tensor], Tensor] | None, t: Tensor) -> Tensor:

@@ -16,6 +16,12 @@ from rooftile.primitives import paging
 from rooftile.primitives.scores import split_dim
 
 COMBINES = ("last", "kernel", "none")
+KERNELS = ("portable", "hopper")
+# The one form of kernel "hopper"
+_HOPPER: dict[str, tuple[object, ...]] = {
+    "block_n": (64,), "block_m": (64,), "num_warps": (8,), "num_stages": (2,), "programs_per_sm": (1,),
+    "registers": (0,), "prefetch_blocks": (0,), "combine": ("kernel", "none"),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,9 @@ class DecodeConfig:
         combine: what combines the splits of an item: `"last"`, the last program to finish; `"kernel"`, a second kernel;
             `"none"`, nothing: no item is split.
         pdl: start while the previous kernel still runs (programmatic dependent launch, sm_90 and later).
+        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90 and over 32 query rows of a KV head
+            over a latent cache in 16 bits (`v_cache=None`): TMA copies, and two warpgroups that share the values'
+            columns. It has blocks of 64 keys, tiles of 64 rows, 8 warps, 2 stages and one program an SM.
     """
 
     block_n: int = 64
@@ -49,6 +58,7 @@ class DecodeConfig:
     prefetch_blocks: int = 0
     combine: str = "kernel"
     pdl: bool = False
+    kernel: str = "portable"
 
     def __post_init__(self) -> None:
         for name in ("block_n", "block_m", "num_warps", "num_stages", "programs_per_sm", "min_blocks"):
@@ -67,6 +77,15 @@ class DecodeConfig:
             )
         if self.combine not in COMBINES:
             raise ValueError(f"DecodeConfig: combine is {self.combine!r}, expected one of {', '.join(COMBINES)}")
+        if self.kernel not in KERNELS:
+            raise ValueError(f"DecodeConfig: kernel is {self.kernel!r}, expected one of {', '.join(KERNELS)}")
+        fixed = _HOPPER if self.kernel == "hopper" else {}
+        for name, only in fixed.items():
+            if getattr(self, name) not in only:
+                raise ValueError(
+                    f"DecodeConfig: {name} is {getattr(self, name)!r}, expected {' or '.join(map(str, only))} for "
+                    "kernel 'hopper'"
+                )
 
     def check_device(self, target: runtime.Target, key_bytes: int) -> None:
         """Raise ValueError for what the device cannot run; `key_bytes` is the size of a key and its value."""
@@ -104,8 +123,8 @@ def decode(text: str) -> DecodeConfig | None:
     """The configuration that `encode` wrote."""
     if not text:
         return None
-    *sizes, combine, pdl = text.split(",")
-    return DecodeConfig(*(int(n) for n in sizes), combine, pdl == "1")  # type: ignore[arg-type, call-arg]
+    *sizes, combine, pdl, kernel = text.split(",")
+    return DecodeConfig(*(int(n) for n in sizes), combine, pdl == "1", kernel)  # type: ignore[arg-type, call-arg]
 
 
 # Choice
@@ -174,6 +193,7 @@ def _choose_latent(
     items: int,
     capacity: int,
     target: runtime.Target,
+    hopper: bool,
 ) -> DecodeConfig:
     """For values that are the first columns of the keys: one program of an SM, as two blocks fill shared memory.
 
@@ -182,10 +202,12 @@ def _choose_latent(
     take registers in the loop. On an H100 with DeepSeek-V3's 16 heads 8 x 32768 took 125.8 us; with 4 warps 135.4, with
     4 stages of 32 keys 162.0.
 
-    128 heads reach 0.39 of cuBLAS's rate: 64 keys and 64 rows take 4.1 us, of which tensor cores need 1.3. Both warp
-    groups read all keys from shared memory, and no GEMM runs during the softmax or while copies are issued. More would
-    take two consumers with schedules of their own (FlashMLA).
+    128 heads reach 0.39 of cuBLAS's rate so: 64 keys and 64 rows take 4.1 us, of which tensor cores need 1.3. Both warp
+    groups read all keys from shared memory, and no GEMM runs during the softmax or while copies are issued. So 64 rows
+    and more have a kernel of their own where it can run (`hopper_latent`).
     """
+    if hopper and rows >= 64:
+        return DecodeConfig(64, 64, 8, 2, 1, combine="none" if capacity <= 64 else "kernel", pdl=True, kernel="hopper")
     tile, _ = row_tile(rows, most_rows(head_dim, dtype, target))
     columns = sum(split_dim(head_dim))
     nvidia = target.arch.startswith("sm_")
@@ -212,12 +234,16 @@ def choose(
     page: int,
     target: runtime.Target,
     values_in_keys: bool = False,
+    hopper: bool = False,
 ) -> DecodeConfig:
-    """For `rows` (query heads of a KV head times new tokens) and `items` (sequences times KV heads times tiles)."""
+    """For `rows` (query heads of a KV head times new tokens) and `items` (sequences times KV heads times tiles).
+
+    `hopper`: the kernel of that name takes the call, if it has the rows.
+    """
     if target is runtime.INTERPRETER:
         return DecodeConfig(block_n=32, num_stages=2, programs_per_sm=3)
     if values_in_keys:
-        return _choose_latent(rows, head_dim, dtype, cache, items, capacity, target)
+        return _choose_latent(rows, head_dim, dtype, cache, items, capacity, target, hopper)
     tile, _ = row_tile(rows)
     width = sum(split_dim(head_dim)) + sum(split_dim(value_dim))
     widest = max(sum(split_dim(head_dim)), sum(split_dim(value_dim)))

@@ -42,22 +42,28 @@ def count_blocks(lengths, n_new, capacity, window, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_lengths(lengths_ptr, n_seqs, BLOCK_B: tl.constexpr):
-    """All lengths. They bypass the L1, which may hold values read before the previous kernel ended."""
-    seqs = tl.arange(0, BLOCK_B)
+def load_lengths(lengths_ptr, n_seqs, BLOCK_B: tl.constexpr, seqs=None):
+    """All lengths. They bypass the L1, which may hold values read before the previous kernel ended.
+
+    Here and below `seqs` are the numbers from 0 to BLOCK_B - 1, which kernels in Gluon give, in a layout of theirs.
+    """
+    if seqs is None:
+        seqs = tl.arange(0, BLOCK_B)
     return tl.load(lengths_ptr + seqs, mask=seqs < n_seqs, other=0, cache_modifier=".cg")
 
 
 @triton.jit
-def select_length(lengths, seq, BLOCK_B: tl.constexpr):
+def select_length(lengths, seq, BLOCK_B: tl.constexpr, seqs=None):
     """One sequence's length. It costs a few shuffles, where a load would read the L2."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK_B) == seq, tl.maximum(lengths, 0), 0), axis=0)
+    if seqs is None:
+        seqs = tl.arange(0, BLOCK_B)
+    return tl.sum(tl.where(seqs == seq, tl.maximum(lengths, 0), 0), axis=0)
 
 
 @triton.jit
 def partition_work(
     lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr, seqs=None,
 ):  # fmt: skip
     """Partition the blocks of all sequences, of `per_seq` items (KV heads) each, among the programs of one row tile.
 
@@ -68,7 +74,8 @@ def partition_work(
         (blocks, aligned, splits, shares, each, more): blocks of each sequence; splits of an item; a share has `each`
         blocks, and the first `more` shares have one more.
     """
-    seqs = tl.arange(0, BLOCK_B)
+    if seqs is None:
+        seqs = tl.arange(0, BLOCK_B)
     _, _, blocks = count_blocks(lengths, n_new, capacity, window, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
     total = tl.sum(blocks, axis=0) * per_seq
@@ -154,7 +161,7 @@ def partial_slot(split, first, second_slot):
 @triton.jit
 def work_at(
     at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, seqs=None,
 ):  # fmt: skip
     """A program's work at position `at`: blocks `low` to `high` of one item.
 
@@ -172,7 +179,8 @@ def work_at(
     of_block, begin_of_block = sequence_of_block(ends, at)
     seq = tl.where(aligned, item // per_seq, of_block)
     begin = tl.where(aligned, 0, begin_of_block)
-    n_keys, first_block, n_blocks = count_blocks(select_length(lengths, seq, BLOCK_B), n_new, capacity, window, BLOCK_N)
+    length = select_length(lengths, seq, BLOCK_B, seqs)
+    n_keys, first_block, n_blocks = count_blocks(length, n_new, capacity, window, BLOCK_N)
     item_in_seq = item - seq * per_seq
     n_splits = tl.minimum(splits, n_blocks)
     low = split * n_blocks // n_splits
@@ -201,7 +209,7 @@ def no_work(after):
 @triton.jit
 def plan_work(
     lengths, program, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SLACK: tl.constexpr, seqs=None,
 ):  # fmt: skip
     """A program's plan, derived from the lengths by a long chain of dependent divisions and sums.
 
@@ -210,7 +218,7 @@ def plan_work(
         results of `partition_work`; `at` and `stop` are the program's range.
     """
     blocks, aligned, splits, shares, each, more = partition_work(
-        lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
+        lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK, seqs
     )
     at, stop, ends = program_range(program, programs, blocks, aligned, splits, shares, each, more, n_seqs, per_seq)
     return (ends, aligned, splits, each, more), at, stop
