@@ -114,7 +114,7 @@ def test_it_takes_every_page():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"narrow": True}, "not in 8 bits or with scales"),
+        ({"narrow": True, "n_k": 2**20}, "a copy of up to"),
         ({"n_k": 0}, "takes from 1"),
         ({"batch": 0}, "takes from 1"),
         ({"aligned": False}, "multiples of 16 bytes"),

@@ -224,9 +224,11 @@ def attention_paged(
             the cache's first three dimensions. An int8 cache needs them.
         cache_layout: the order of the dimensions of the caches, and of scales by token.
         return_lse: also return the logarithm of the softmax's denominator.
-        config: how the kernel is launched, in place of the choice by sizes and GPU; its kernel is "portable". With
-            "invariant" the result of a query has the same bits whatever other queries and sequences there are, and
-            however the tokens of its sequence are divided among calls.
+        config: how the kernel is launched, in place of the choice by sizes and GPU. The kernel "hopper" reads a cache
+            in 8 bits, or with scales, from a copy of what page_table has room for, in which each element times its
+            scale is rounded to q's dtype. The copy takes up to 1 GiB during the call; where it would take more, the
+            choice is "portable". With "invariant" the result of a query has the same bits whatever other queries and
+            sequences there are, and however the tokens of its sequence are divided among calls.
         out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. No other
             argument may share it.
 

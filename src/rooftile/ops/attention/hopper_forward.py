@@ -51,7 +51,7 @@ from torch import Tensor
 
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor, KernelLauncher, bind
-from rooftile.ops.attention import packed
+from rooftile.ops.attention import dequantize_pages, packed
 from rooftile.ops.attention.hopper_places import count_tiles, first_row, place, rows_at, size_of
 from rooftile.ops.attention.hopper_tiling import Tiling, swizzle_bytes, tiling
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, has_pairs, tiles_of
@@ -549,8 +549,11 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return f"kernel 'hopper' takes float16 and bfloat16, not {p.dtype}"
     if p.mask or p.alibi:
         return "kernel 'hopper' takes no mask and no ALiBi"
-    if p.narrow:
-        return f"kernel 'hopper' takes keys and values in {p.dtype}, not in 8 bits or with scales"
+    if p.narrow and (needed := dequantize_pages.nbytes(p)) > dequantize_pages.MOST_BYTES:
+        return (
+            f"kernel 'hopper' takes a cache in 8 bits or with scales in a copy of up to {dequantize_pages.MOST_BYTES} "
+            f"bytes, not {needed}"
+        )
     if p.head_dim != p.value_dim or p.head_dim % 8 or not 8 <= p.head_dim <= 256:
         return (
             f"kernel 'hopper' takes one head_dim for keys and values, a multiple of 8 up to 256, not {p.head_dim} and "
@@ -607,7 +610,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig, table: Tensor | None = N
     stride = 0
     if table is not None:
         t = dataclasses.replace(t, page=n_k, step=page_step(x.k))
-        stride, n_k = table.stride(0), table.shape[1] * n_k
+        stride, n_k = table.stride(0), x.longest_k
     heads_in_l2 = max(1, _L2 // (2 * n_k * t.dim * x.k.element_size()))
     list_tiles = None
     blocks = library.cdiv(n_q, t.tile_rows)

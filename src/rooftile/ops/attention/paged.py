@@ -3,6 +3,9 @@
 The queries of all sequences are packed; their keys and values are in the cache already. A program holds a block of
 queries of one head of one sequence, as in `attention_varlen`. It finds the page of each block of keys in the table, or,
 where pages are smaller than blocks, the page of each key. Elements of 8 bits become q's dtype as they are loaded.
+
+On sm_90 the `hopper` kernel takes the calls that it takes over dense keys (`problem.choose_forward`). A cache in 8
+bits, or with scales, is copied in q's dtype before (`dequantize_pages`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.attention import arguments, parts, problem
+from rooftile.ops.attention import arguments, dequantize_pages, parts, problem
 from rooftile.ops.attention.forward import attend, tile_constants
 from rooftile.ops.attention.parts import place, sequence_range
 from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Inputs, Problem, Scoring, is_aligned
@@ -182,6 +185,10 @@ class _Arguments:
         """The most keys of a sequence."""
         return self.page_table.shape[1] * self.page
 
+    @property
+    def narrow(self) -> bool:
+        return self.k_cache.element_size() == 1 or self.k_scale is not None or self.v_scale is not None
+
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Memory for out and lse."""
         tokens, heads, _ = self.q.shape
@@ -223,8 +230,10 @@ class _Arguments:
             packed=True,
             tokens=tokens,
             page=self.page,
-            narrow=self.k_cache.element_size() == 1 or self.k_scale is not None or self.v_scale is not None,
-            aligned=all(map(is_aligned, views)) and all(map(paging.page_step, views[1:])),
+            narrow=self.narrow,
+            # Of a narrow cache TMA reads a copy.
+            aligned=is_aligned(views[0])
+            and (self.narrow or all(is_aligned(t) and paging.page_step(t) for t in views[1:])),
         )
 
 
@@ -326,12 +335,19 @@ def _prepare_start(a: _Arguments, out: Tensor) -> Callable[..., Tensor]:
 def _prepare_hopper(a: _Arguments, s: Scoring, c: AttentionConfig, out: Tensor) -> Callable[..., None]:
     module = problem.forward_module(c.kernel)
     assert module is not None, "can_implement refuses a kernel that is not there"
-    start = module.prepare(a.inputs(s), arguments.as_bhtd(out, "thd"), c, a.page_table)
+    x, table, dequantize = a.inputs(s), a.page_table, None
+    if a.narrow:
+        dequantize = dequantize_pages.prepare(x, table, a.k_scale, a.v_scale, a.layout)
+        k, table = dequantize_pages.describe_copies(x)
+        x = dataclasses.replace(x, k=k, v=k)
+    start = module.prepare(x, arguments.as_bhtd(out, "thd"), c, table)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, lengths: Tensor, starts: Tensor,
-        k_scale: None, v_scale: None, slopes: None, sinks: Tensor | None,
+        k_scale: Tensor | None, v_scale: Tensor | None, slopes: None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
+        if dequantize is not None:
+            k, v, table = dequantize(k, v, table, lengths, starts, k_scale, v_scale)
         start(q, k, v, out, lse, None, None, sinks, starts, lengths, table)
 
     return run
