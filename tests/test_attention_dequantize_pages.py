@@ -198,9 +198,9 @@ def test_a_long_prompt_runs_the_hopper_kernel(kind):
 
 def test_few_queries_of_each_cached_key_run_the_portable_kernel():
     pytest.importorskip("rooftile.ops.attention.hopper_forward")
-    few = problem(4 * 128, heads=(8, 8))
+    few = problem(4 * 65, heads=(8, 8))
     assert choose_forward(few, TARGET).kernel == "portable"
-    assert choose_forward(problem(4 * 256, heads=(8, 8)), TARGET).kernel == "hopper"
+    assert choose_forward(problem(4 * 128, heads=(8, 8)), TARGET).kernel == "hopper"
     assert choose_forward(dataclasses.replace(few, narrow=False), TARGET).kernel == "hopper"
     assert can_implement_forward(few, HOPPER, TARGET) is None
 

@@ -93,19 +93,20 @@ def test_many_rows_are_dequantized_within_the_gemm():
                     first = not within and dtype == BF16
                     assert c.kernel == ("hopper" if within else "dequantize" if first else "skinny"), (p, target.arch)
                     assert choose.can_implement(p, c, target) is None
-        assert choose.choose(problem(128, **of_group(*form)), TARGET).kernel == "skinny"
+        assert choose.choose(problem(65, **of_group(*form)), TARGET).kernel == "hopper"
+        assert choose.choose(problem(64, **of_group(*form)), TARGET).kernel == "skinny"
     assert choose.choose(problem(weight="int4", group=32), TARGET).kernel == "dequantize"
     assert choose.choose(problem(k=4100), TARGET).kernel == "dequantize"
     assert choose.choose(problem(n=49155), TARGET).kernel == "dequantize"
 
 
 def test_tiles_leave_few_sms_idle():
-    """512 rows of Llama-3-8B: every SM has a tile in nearly every round."""
+    """512 rows of Llama-3-8B: every SM has a tile in most rounds."""
     for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         c = choose.choose(problem(512, n, k), TARGET)
         tiles = -(-512 // c.block_m) * -(-n // c.block_n)
         rounds = -(-tiles // TARGET.multiprocessors)
-        assert tiles >= 0.9 * rounds * TARGET.multiprocessors, (n, k, c)
+        assert tiles >= 0.8 * rounds * TARGET.multiprocessors, (n, k, c)
 
 
 # The kernel's own code, on NumPy
