@@ -85,6 +85,7 @@ _PREFILL_ROWS = (256, 1024, 2048, 4096, 8192)
 # (K, N, bias): qkv, o, gate and up, down; and the vocabulary's.
 _LLAMA = ((4096, 6144, False), (4096, 4096, False), (4096, 28672, False), (14336, 4096, False))
 _LM_HEAD = ((4096, 128256, False),)
+_SMALL = ((2048, 2048), (8192, 2048), (2048, 1024), (3072, 1024))  # (K, N) of o and down: Llama-3.2-1B, Qwen3-0.6B
 _QWEN = ((3584, 4608, True), (3584, 3584, False), (3584, 37888, False), (18944, 3584, False))
 _EDGE = ((1, 1, 1), (1, 64, 127), (65, 33, 17), (16, 130, 31), (0, 64, 32), (5, 0, 8), (5, 64, 0))
 
@@ -102,7 +103,10 @@ _LINEAR_SETS = {
         _point(16, 4096, 6144),
         _point(1, 4096, 4096, residual=True),
     ),
-    "decode": tuple(_point(m, k, n, bias=b) for k, n, b in (*_LLAMA, *_LM_HEAD, *_QWEN) for m in _DECODE_ROWS),
+    "decode": (
+        *(_point(m, k, n, bias=b) for k, n, b in (*_LLAMA, *_LM_HEAD, *_QWEN) for m in _DECODE_ROWS),
+        *(_point(1, k, n) for k, n in _SMALL),
+    ),
     "prefill": tuple(_point(m, k, n, bias=b) for k, n, b in (*_LLAMA, *_QWEN) for m in _PREFILL_ROWS),
 }
 
