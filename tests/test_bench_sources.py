@@ -52,6 +52,32 @@ def test_a_kernels_hash_is_of_what_it_reaches():
     assert sources.hash_of(("rooftile.ops.op.none",), FILES) is None
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        OP.replace("(x):", "(x: tl.constexpr):"),
+        OP.replace("return x * 2", 'return f"{x} * 2"'),
+        OP.replace("import rows", "import others as rows"),
+        OP.replace("def another", "if torch:\n    def helper(x):\n        return x * 3\n\n\ndef another"),
+    ],
+)
+def test_what_changes_a_kernel_changes_the_hash(other):
+    assert hashed(ops__op=other, primitives__others=ROWS.replace("x + x", "x - x")) != hashed()
+
+
+def test_which_definition_a_name_means_is_hashed():
+    """Two constants that swap their values, in modules of their own."""
+    one, two = "SIZE = 1\n", "SIZE = 2\n"
+    op = "from rooftile.ops import a, b\n\n\ndef kernel(x):\n    return x * a.SIZE + b.SIZE\n"
+    assert hashed(ops__op=op, ops__a=one, ops__b=two) != hashed(ops__op=op, ops__a=two, ops__b=one)
+
+
+def test_imports_that_can_not_be_followed_are_refused():
+    for line in ("from . import rows", "from rooftile.primitives.rows import *"):
+        with pytest.raises(ValueError, match="line 1: an import is relative or of"):
+            hashed(ops__op=f"{line}\n\n\ndef kernel(x):\n    return x\n")
+
+
 def test_a_module_is_reached_whole():
     assert hashed("rooftile.ops.op", ops__op=OP.replace("product", "sum")) != hashed("rooftile.ops.op")
     exports = {"ops__all": 'from rooftile.ops.op import another\n\n__all__ = ["another"]\n'}
@@ -85,6 +111,7 @@ def test_what_no_kernel_runs_leaves_the_hash_alone(same):
         ("attention", "ops/attention/hopper_forward.py", "ops/attention/paged.py"),
         ("attention", "ops/attention/hopper_backward_dq.py", "ops/softmax/forward.py"),
         ("linear", "ops/gemm/hopper.py", "ops/gemm/lora_linear.py"),
+        ("decode_attention", "ops/decode_attention/hopper_latent.py", "ops/attention/hopper_forward.py"),
         ("adamw", "ops/adamw/listed.py", "ops/gated.py"),
         (sources.ENGINE, "ops/gemm/gemv.py", "ops/adamw/listed.py"),
         (sources.PATCHED, "ops/gated.py", "ops/adamw/listed.py"),

@@ -10,7 +10,9 @@ A process runs in one mode, fixed before Triton is imported:
 import dataclasses
 import enum
 import functools
+import importlib
 import os
+from types import ModuleType
 
 import torch
 
@@ -130,3 +132,12 @@ _FIXED = {
 def target(device: torch.device) -> Target:
     """The target that kernels on `device` are configured for, in this process's mode."""
     return _FIXED or _device_target(device.type, device.index or 0)
+
+
+@functools.cache
+def gluon_module(name: str) -> ModuleType | None:
+    """The module of that name, which is written in Gluon; None where this Triton lacks Gluon, or a part of it."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, AttributeError):
+        return None

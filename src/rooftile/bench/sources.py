@@ -2,9 +2,12 @@
 
 A result file records, for each op, a hash of the definitions of `ops/` and `primitives/` that its public function
 reaches: the functions, classes and constants that it names, those that these name, and so on. A module that is imported
-by its name in a string (`"hopper_forward"` in a module beside it) is reached whole. Comments, docstrings, messages of
-errors and imports are not hashed, nor is where a definition stands. A row is older than its kernel if the hash of the
-present sources is another. A file without such hashes is compared through git, by the sources at its commit.
+by its name in a string (`"hopper_forward"` in a module beside it, or a name with dots) is reached whole. So are the
+modules of kernels that an op could choose for other arguments. Comments, docstrings, errors and imports are not hashed,
+nor is where a definition stands. Of the engine and of patched models the same parts are hashed, not their own code.
+
+A row is older than its kernel if the hash of the present sources is another. A file without such hashes is compared
+through git, by the sources at its commit.
 """
 
 from __future__ import annotations
@@ -75,8 +78,8 @@ class _Definition:
     """A statement of a module that defines names, or, without a name, all those that define none."""
 
     digest: str
-    names: frozenset[str]  # dotted ones that it reads: "tl.load", "problem.choose_forward"
-    strings: frozenset[str]
+    names: tuple[str, ...]  # that it reads, with their attributes: "tl.load", "problem.choose_forward"
+    strings: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +97,24 @@ def _dotted(node: ast.AST) -> str | None:
     return None
 
 
-def _defined(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement of a module defines."""
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield statement.name
+def _names(node: ast.AST) -> Iterator[str]:
+    """The names in a statement, each with its attributes."""
+    if (name := _dotted(node)) is not None:
+        yield name
         return
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+    for child in ast.iter_child_nodes(node):
+        yield from _names(child)
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    """The names that a statement of a module defines, also below an `if` or `try`."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        for child in ast.iter_child_nodes(node):
+            yield from _defined(child)
 
 
 @functools.cache
@@ -109,21 +122,24 @@ def _read(text: str) -> _Module:
     tree = ast.parse(text)
     imports: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == PACKAGE):
+            if node.level or any(alias.name == "*" for alias in node.names):
+                raise ValueError(f"line {node.lineno}: an import is relative or of *, which can't be followed")
             imports |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            imports |= {alias.asname or PACKAGE: alias.name if alias.asname else PACKAGE for alias in node.names
-                        if alias.name.split(".")[0] == PACKAGE}  # fmt: skip
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE:
+                    imports[alias.asname or PACKAGE] = alias.name if alias.asname else PACKAGE
     found: dict[str, list[_Definition]] = {}
     for statement in tree.body:
         parts = list(_parts(statement))
         if not parts:
             continue
-        nodes = list(ast.walk(statement))
+        constants = (node.value for node in ast.walk(statement) if isinstance(node, ast.Constant))
         made = _Definition(
             hashlib.sha256("\n".join(parts).encode()).hexdigest(),
-            frozenset(name for node in nodes if (name := _dotted(node)) is not None),
-            frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
+            tuple(dict.fromkeys(_names(statement))),
+            tuple(dict.fromkeys(value for value in constants if isinstance(value, str))),
         )
         for name in dict.fromkeys(_defined(statement)) or ("",):
             found.setdefault(name, []).append(made)
@@ -132,13 +148,15 @@ def _read(text: str) -> _Module:
 
 def _parts(node: ast.AST) -> Iterator[str]:
     """The nodes and constants of a module in order, alike in all versions of Python."""
-    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)):
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise)):
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return
     yield type(node).__name__
     for name, value in ast.iter_fields(node):
-        if name in ("ctx", "type_comment", "kind", "returns", "annotation", "type_params"):
+        if name in ("ctx", "type_comment", "kind", "returns", "type_params"):
+            continue
+        if name == "annotation" and getattr(value, "attr", "") != "constexpr":  # which compiles an argument in
             continue
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, ast.AST):
@@ -154,17 +172,15 @@ def _path(module: str, files: Files) -> str | None:
 
 
 class _Reached:
-    """The definitions that the code of some modules or functions reaches."""
+    """The definitions that some modules or functions reach, in the order in which they are reached."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._seen: set[tuple[str, str]] = set()
-        self._due: list[tuple[str, str]] = []
+        self._order: dict[tuple[str, str], int] = {}  # by path and name
+        self._targets: list[int] = []
 
     def _add(self, path: str, name: str) -> None:
-        if (path, name) not in self._seen:
-            self._seen.add((path, name))
-            self._due.append((path, name))
+        self._targets.append(self._order.setdefault((path, name), len(self._order)))
 
     def _add_module(self, path: str) -> None:
         """All that a module defines, and what it imports to export."""
@@ -172,8 +188,9 @@ class _Reached:
         for name in module.definitions:
             self._add(path, name)
         for exported in module.definitions.get("__all__", ()):
-            for name in exported.strings & module.imports.keys():
-                self.add(module.imports[name])
+            for name in exported.strings:
+                if name in module.imports:
+                    self.add(module.imports[name])
 
     def add(self, dotted: str) -> bool:
         """A module, or a name in one, by its name in the package. Whether there is such a thing."""
@@ -194,11 +211,8 @@ class _Reached:
         module = _read(self._files[path])
         if name in module.definitions:
             self._add(path, name)
-        elif name in module.imports:
-            return self.add(module.imports[name])
-        else:
-            return False
-        return True
+            return True
+        return name in module.imports and self.add(module.imports[name])
 
     def _follow(self, path: str, module: _Module, definition: _Definition) -> None:
         for dotted in definition.names:
@@ -206,34 +220,41 @@ class _Reached:
             if first in module.definitions:
                 self._add(path, first)
             elif first in module.imports:
-                longest = all(not other.startswith(f"{dotted}.") for other in definition.names)
-                if longest or _path(module.imports[first], self._files) is None:
-                    self.add(f"{module.imports[first]}.{rest}" if rest else module.imports[first])
+                self.add(f"{module.imports[first]}.{rest}" if rest else module.imports[first])
         folder = path.rpartition("/")[0]
         for text in definition.strings:
             if text.isidentifier() and f"{folder}/{text}.py" in self._files:
                 self._add_module(f"{folder}/{text}.py")
+            elif text.startswith(f"{PACKAGE}."):
+                self.add(text)
 
-    def digests(self) -> list[str]:
-        """Of what is hashed."""
-        found = set()
-        while self._due:
-            path, name = self._due.pop()
+    def hash(self) -> str:
+        """Of each definition that is hashed, and of which others each one names."""
+        found = hashlib.sha256()
+        for path, name in _growing(self._order):
             module = _read(self._files[path])
-            self._seen.add((path, ""))
-            for definition in (*module.definitions.get(name, ()), *module.definitions.get("", ())):
+            self._targets = []
+            if "" in module.definitions:
+                self._add(path, "")
+            for definition in module.definitions.get(name, ()):
                 if path.startswith(HASHED):
-                    found.add(definition.digest)
+                    found.update(definition.digest.encode())
                 self._follow(path, module, definition)
-        return sorted(found)
+            found.update(repr(self._targets).encode())
+        return found.hexdigest()[:12]
+
+
+def _growing(order: Mapping[tuple[str, str], int]) -> Iterator[tuple[str, str]]:
+    """The keys, also those that are added meanwhile."""
+    at = 0
+    while at < len(order):
+        yield from list(order)[at : (at := len(order))]
 
 
 def hash_of(starts: Sequence[str], files: Files) -> str | None:
     """The hash of the kernels that modules or functions reach; None if one of them is not there."""
     reached = _Reached(files)
-    if not all(map(reached.add, starts)):
-        return None
-    return hashlib.sha256("".join(reached.digests()).encode()).hexdigest()[:12]
+    return reached.hash() if all(map(reached.add, starts)) else None
 
 
 @functools.cache

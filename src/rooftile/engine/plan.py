@@ -149,7 +149,10 @@ class _Builder:
         assert isinstance(p, Quantized)
         weight = FORMATS[p.weight.dtype]
         group = p.k // p.scale.shape[1] if weight == "int4" else 0
-        chosen = choose(Problem(self.batch, p.n, p.k, self.dtype, weight=weight, group=group), self.target)
+        chosen = choose(
+            Problem(self.batch, p.n, p.k, self.dtype, weight=weight, group=group, offsets=p.scale.dim() == 3),
+            self.target,
+        )
         return chosen is not None and chosen.kernel == "dequantize"
 
     def _normed(

@@ -226,9 +226,10 @@ def attention_paged(
         return_lse: also return the logarithm of the softmax's denominator.
         config: how the kernel is launched, in place of the choice by sizes and GPU. The kernel "hopper" reads a cache
             in 8 bits, or with scales, from a copy of what page_table has room for, in which each element times its
-            scale is rounded to q's dtype. The copy takes up to 1 GiB during the call; where it would take more, the
-            choice is "portable". With "invariant" the result of a query has the same bits whatever other queries and
-            sequences there are, and however the tokens of its sequence are divided among calls.
+            scale is rounded to q's dtype (float16: infinite above 65504). The copy takes up to 1 GiB during the call;
+            where it would take more, the choice is "portable", and "hopper" is refused. With "invariant" the result of
+            a query has the same bits whatever other queries and sequences there are, and however the tokens of its
+            sequence are divided among calls.
         out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. No other
             argument may share it.
 

@@ -6,8 +6,8 @@ and v from where it puts them.
 The copies are pages, too, of COPY tokens. Those of a sequence are together, so their table counts up. A program
 dequantizes a block of tokens of one head of one sequence, and ends at once where no query sees a key.
 
-Each element is read once and written once, 3 bytes for each of 8 bits. That takes as long as the Hopper kernel saves
-on about 200 queries of one head for each head of k and v (`problem.saves_dequantizing`).
+Each element is read once and written once, 3 bytes for each of 8 bits. `problem.saves_dequantizing` says when that is
+less than the Hopper kernel saves.
 """
 
 from __future__ import annotations

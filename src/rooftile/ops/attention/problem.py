@@ -206,14 +206,9 @@ _FORWARD = {"portable": "forward", "hopper": "hopper_forward"}
 _BACKWARD = {"portable": "backward", "hopper": "hopper_backward"}
 
 
-@functools.cache
 def _module(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(f"rooftile.ops.attention.{name}")
-    except ImportError:
-        if not name.startswith("hopper"):
-            raise
-        return None
+    name, is_gluon = f"rooftile.ops.attention.{name}", name.startswith("hopper")
+    return runtime.gluon_module(name) if is_gluon else importlib.import_module(name)
 
 
 def forward_module(kernel: str) -> ModuleType | None:

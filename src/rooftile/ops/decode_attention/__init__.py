@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -79,13 +78,9 @@ class _Problem:
     one_item: bool
 
 
-@functools.cache
 def _hopper() -> ModuleType | None:
     """The module with the kernel for sm_90; None where this Triton has no Gluon, in which it is written."""
-    try:
-        return importlib.import_module("rooftile.ops.decode_attention.hopper_latent")
-    except ImportError:
-        return None
+    return runtime.gluon_module("rooftile.ops.decode_attention.hopper_latent")
 
 
 @functools.cache
@@ -143,7 +138,7 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
         names = ("GROUP", "ROW_TILES", "PAGE", "VALUE_DIM", "CAUSAL", "BLOCK_B", "MIN_BLOCKS", "SLACK", "PDL")
         hopper = _hopper()
         assert hopper is not None, "a configuration for a kernel that is not there is refused"
-        launcher = hopper.launcher(*(constants[name] for name in names))
+        launcher = hopper.launcher(**{name.lower(): constants[name] for name in names})
     else:
         limit: dict[str, Any] = {"maxnreg": c.registers} if c.registers and p.ptx else {}
         launcher = launching.KernelLauncher(

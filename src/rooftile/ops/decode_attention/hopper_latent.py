@@ -238,9 +238,8 @@ def _produce(q_desc, k_desc, lengths_ptr, table, memory, barriers, size, T: gl.c
             box, box_parity = _send(work, messages, work_ready, work_free, box, box_parity)
             for block in range(low, high):
                 row = block * T.keys
-                page = _page_of(
-                    table, seq, row, n_keys, T
-                )  # before the wait, which hides the latency of reading the table
+                # Before the wait, which hides the latency of reading the table.
+                page = _page_of(table, seq, row, n_keys, T)
                 left = 2 * slot
                 mbarrier.wait(free.index(left), parity ^ 1)
                 mbarrier.expect(ready.index(left), PER_HALF * k_desc.block_type.nbytes)
@@ -577,9 +576,9 @@ def can_implement(
     return None
 
 
-def launcher(*form: Any) -> KernelLauncher:
+def launcher(**form: Any) -> KernelLauncher:
     """The kernel of a `Form` of those arguments."""
-    t = Form(*form)
+    t = Form(**form)
     return KernelLauncher(attend_latent, {"T": t}, num_warps=4, maxnreg=_REGISTERS, **pdl.options(t.pdl))
 
 

@@ -54,14 +54,9 @@ def kernels(p: Problem) -> dict[str, str]:
     return _NORMED if p.norm else _DENSE
 
 
-@functools.cache
 def _imported(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(f"rooftile.ops.gemm.{name}")
-    except (ImportError, AttributeError):  # the whole of Gluon is missing, or a part of it
-        if name not in _GLUON:
-            raise
-        return None
+    name, is_gluon = f"rooftile.ops.gemm.{name}", name in _GLUON
+    return runtime.gluon_module(name) if is_gluon else importlib.import_module(name)
 
 
 def module(p: Problem, c: GemmConfig) -> ModuleType | None:
@@ -256,7 +251,9 @@ def _one_row(p: Problem, target: runtime.Target) -> GemmConfig:
     """
     if p.n >= 16384:
         block_n, block_k, warps = 8, 256, 2
-    elif p.n <= 2048 < p.k and not p.weight:  # of steps on an H100: Llama-3.2-1B 1037 to 1025 us, Qwen3-0.6B 905 to 862
+    elif (
+        p.n <= 2048 and p.k >= 3072 and not p.gated and not p.weight
+    ):  # of steps on an H100: Llama-3.2-1B 1037 to 1025 us, Qwen3-0.6B 905 to 862
         block_n, block_k, warps = 4, 4096, 8
     elif p.k >= 8192:
         block_n, block_k, warps = 4, 2048, 4
@@ -522,13 +519,14 @@ def _skinny_of_norm(p: Problem, along_k: bool, target: runtime.Target) -> list[G
 # tiles take is nearly in proportion to the rows; where the two meet was not measured.
 DENSE_ROWS = 128
 # And above which the Hopper kernel dequantizes it. Of 128 rows Llama-3-8B's four GEMMs of a layer took 161 us on an
-# H100 with int8 and 186 with int4, and 404 and 329 with kernel "skinny".
+# H100 with int8 and 186 with int4, and 404 and 329 with kernel "skinny". Not for so few columns that less than a
+# quarter of the SMs have a tile: skinny splits the sum.
 HOPPER_ROWS = 64
 
 
 def _of_quantized(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
-    m = _rows_rounded(p)
-    if m > HOPPER_ROWS and target.gluon:
+    m, tiles = _rows_rounded(p), library.cdiv(p.m, 128) * library.cdiv(p.n, 64)  # of the smallest of Hopper's
+    if m > HOPPER_ROWS and target.gluon and 4 * tiles >= target.multiprocessors:
         yield from _hopper_quantized(p, target)
     if m > DENSE_ROWS and p.dtype == torch.bfloat16:
         yield _dequantize(p, target)

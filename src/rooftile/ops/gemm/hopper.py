@@ -68,7 +68,7 @@ _DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
 }
 # What a kernel of 8, 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
-_REGISTERS = {1: 168, 2: 168, 3: 128}
+REGISTERS = {1: 168, 2: 168, 3: 128}
 _BARRIERS = 512  # bytes of shared memory, at most, for barriers, what warps exchange, and alignment
 
 
@@ -606,7 +606,7 @@ def _along_k(t: Tensor) -> bool:
 
 @functools.cache
 def _launcher(kernel: Any, t: HopperTiling, dtypes: tuple[torch.dtype | None, ...]) -> launching.KernelLauncher:
-    return launching.KernelLauncher(kernel, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
+    return launching.KernelLauncher(kernel, {"T": t}, num_warps=4, maxnreg=REGISTERS[t.consumers])
 
 
 def described(t: Tensor, block: list[int]) -> Descriptor:

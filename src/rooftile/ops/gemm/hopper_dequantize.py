@@ -30,7 +30,7 @@ from rooftile import launching, library, runtime  # before Triton: runtime fixes
 from rooftile.launching import Descriptor
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
-from rooftile.ops.gemm.hopper import advance, corner, count_tiles
+from rooftile.ops.gemm.hopper import REGISTERS, advance, corner, count_tiles
 from rooftile.primitives.assembly import assembly
 from rooftile.primitives.gluon import async_load, async_store, load_tile, split_columns
 
@@ -53,7 +53,6 @@ _DTYPES = {
 }
 STEP = gl.constexpr(64)  # elements of the sum: 128 bytes of a row of x, the widest swizzle
 _CHUNK = gl.constexpr(64)  # columns of the output that are written at a time: what one instruction has as rows
-_REGISTERS = {1: 168, 2: 168, 3: 128}  # see hopper.py
 _BARRIERS = 512
 
 # Each turns two elements of 8 bits, the low half of $1, into two of 16. All are exact. (With the constant as prmt's
@@ -560,7 +559,7 @@ def _described(t: Tensor, block: list[int]) -> Descriptor:
 
 @functools.cache
 def _launcher(t: DequantizeTiling, dtypes: tuple[torch.dtype | None, ...]) -> launching.KernelLauncher:
-    return launching.KernelLauncher(hopper_gemm_dequantize, {"T": t}, num_warps=4, maxnreg=_REGISTERS[t.consumers])
+    return launching.KernelLauncher(hopper_gemm_dequantize, {"T": t}, num_warps=4, maxnreg=REGISTERS[t.consumers])
 
 
 def prepare(o: Operands, c: GemmConfig) -> Start:

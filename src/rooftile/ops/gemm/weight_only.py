@@ -243,9 +243,9 @@ def int4_linear(
 
     Returns:
         out, `(..., N)`, of x's dtype, contiguous. Sums are float32, scales multiply a group's sum, and what comes of it
-        is rounded once; of more than 128 rows in bfloat16, or 64 on sm_90, the weight is, too, and of one row of x
-        those with groups of 128 and K a multiple of 256 from 1024 on as `int8_linear` says. On NVIDIA's GPUs, of one
-        row of x in 16 bits that holds an infinity, what has a part in it is NaN.
+        is rounded once; of more than 128 rows in bfloat16, or 64 on sm_90 with groups of 64 and 128, the weight is,
+        too, and of one row of x those with groups of 128 and K a multiple of 256 from 1024 on as `int8_linear` says. On
+        NVIDIA's GPUs, of one row of x in 16 bits that holds an infinity, what has a part in it is NaN.
 
     Raises:
         ValueError: K is no multiple of the group, shapes don't match, the configuration can't be used, an argument
