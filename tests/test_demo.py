@@ -86,7 +86,7 @@ def test_config_is_found_by_name_file_and_folder(tmp_path: Path) -> None:
     for name in (path, path.parent):
         title, config = prefill_model.load_config(str(name), layers=1)
         assert (title, config.num_hidden_layers) == ("mine-1-layers", 1)
-    with pytest.raises(ValueError, match=r"expected llama-3-8b, granite-8b-code, qwen2\.5-7b, tiny"):
+    with pytest.raises(ValueError, match=r"expected llama-3-8b, granite-8b-code, qwen2\.5-7b, "):
         prefill_model.load_config("nothing")
     path.write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ValueError, match="transformers makes no configuration"):

@@ -51,9 +51,9 @@ def test_a_variant_of_ours_and_a_wrong_result_are_no_baselines(tmp_path):
 def test_an_op_is_older_if_one_of_its_files_is(tmp_path):
     kernels = sources.hashes()
     old = {**kernels, "rms_norm": "0" * 12}
-    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="a", kernels=kernels)
+    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="a", definitions=kernels)
     assert "Older" not in table("gaps", tmp_path)
-    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="b", kernels=old)
+    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="b", definitions=old)
     assert "below 0.98. Older than their kernels: all." in table("gaps", tmp_path)
 
 
