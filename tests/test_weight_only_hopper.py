@@ -196,12 +196,12 @@ def run_ptx(text, operands, outputs):
 
 
 def asm(text, constraints, args, dtype, is_pure, pack):
-    """`inline_asm_elementwise`: an element is given `pack` times over."""
+    """`inline_asm_elementwise`: each element is given with those behind it, and as one of those behind another."""
     args = np.broadcast_arrays(*args)
     words = [np.ascontiguousarray(a).reshape(-1).astype(np.int64 if a.dtype.kind == "i" else a.dtype) for a in args]
     words = [w.view(np.uint32) if w.dtype == np.float32 else w.astype(np.uint32) for w in words]
-    results = run_ptx(text, [w for w in words for _ in range(pack)], pack)
-    assert all((r == results[0]).all() for r in results)
+    results = run_ptx(text, [np.roll(w, -i) for w in words for i in range(pack)], pack)
+    assert all((np.roll(r, i) == results[0]).all() for i, r in enumerate(results))
     return tile(results[0].view(np.int32).reshape(args[0].shape))
 
 
