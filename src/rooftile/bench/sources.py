@@ -89,7 +89,7 @@ class _Module:
 
 
 def _dotted(node: ast.AST) -> str | None:
-    """ "a.b.c" of such an expression."""
+    """Such an expression as text, with its dots; None for another one."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := _dotted(node.value)) is not None:
