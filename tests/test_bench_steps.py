@@ -233,6 +233,16 @@ def test_adapters_added_before_the_rounding_may_learn_more_and_not_less():
     assert verdict([*further[:7], float("nan")], adapted=True).status == "FAIL"
 
 
+def test_compiled_adapters_may_learn_more_and_a_compiled_model_may_not(monkeypatch):
+    """torch.compile makes an addmm of a layer and its adapter; Liger computes them as PEFT does."""
+    monkeypatch.setattr(steps.runtime, "MODE", steps.runtime.Mode.GPU)
+    further = [*EAGER[:4], *(2 * b - a for a, b in zip(EAGER[:4], EAGER[4:], strict=True))]
+    results = {"eager": step_of(3.0, EAGER), "compile": step_of(2.0, further), "liger": step_of(1.0, further)}
+    shown = {model: run([model], list(results), launched(results))[1] for model in ("llama-3-8b-lora", "llama-3.2-1b")}
+    assert [f"T4096 {impl}: FAIL" in shown["llama-3-8b-lora"] for impl in results] == [False, False, True]
+    assert [f"T4096 {impl}: FAIL" in shown["llama-3.2-1b"] for impl in results] == [False, True, True]
+
+
 def test_a_plain_model_that_learns_nothing_is_wrong():
     assert verdict(EAGER[:4] * 2, None).message.endswith("do not fall from one pass over the batches to the next")
 

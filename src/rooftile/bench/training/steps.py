@@ -44,6 +44,7 @@ STEP, BATCH = "train_step", "train_batch"
 IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_ALL, OURS_COMPILE, OURS_LORA, OURS_ALL_LORA)
 DEFAULT = (EAGER, COMPILE, LIGER, OURS, OURS_ALL)
 DEFAULT_LORA = (*DEFAULT, OURS_LORA, OURS_ALL_LORA)  # of adapters
+ADDED_FIRST = (COMPILE, OURS_COMPILE, OURS_LORA, OURS_ALL_LORA)  # see `adapted` of `fill`
 COMPARED = 2 * BATCHES  # steps whose losses are compared: two passes over the batches
 CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3, in each layer
 # Of a second pass's difference, as a share of what eager's losses have fallen by since the first. Random batches have
@@ -129,9 +130,9 @@ def fill(
 
     Args:
         expected: the losses to compare with.
-        adapted: adapters are computed by `lora_linear`. The comparison of losses is then of the first pass, and in the
-            second they may fall further: a 16-bit layer's rounding takes most of what young adapters add, and
-            `lora_linear` adds it before that rounding.
+        adapted: what adapters add is added before a layer's result is rounded, as `lora_linear` does and torch.compile,
+            which makes an addmm of it. The comparison of losses is then of the first pass, and in the second they may
+            fall further: a 16-bit layer's rounding takes most of what young adapters add.
     """
     row.status, row.message = found["status"], found.get("message", "")
     if row.status != "ok":
@@ -184,7 +185,8 @@ class Steps:
             short = {} if runtime.MODE is runtime.Mode.GPU else {"warmup": BATCHES, "steps": 1}
             asked = timeline and impl != COMPILE
             found = self.launch(self.job(impl, batch=batch, tokens=tokens, dtype=dtype, timeline=asked, **short))
-            fill(row, found, expected, self.meta["roof_tflops"], adapted=impl in (OURS_LORA, OURS_ALL_LORA))
+            adapted = self.workload.lora and impl in ADDED_FIRST
+            fill(row, found, expected, self.meta["roof_tflops"], adapted)
             if expected is None and row.status == "ok":
                 expected = found["losses"]
             for key in ("losses", "first_step_s", "left", "reserved_bytes", "parameters"):
