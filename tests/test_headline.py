@@ -60,6 +60,18 @@ def test_every_op_that_loses_is_shown(tmp_path: Path) -> None:
     assert shown == ["rms_norm", "rope"]  # what is asked for or loses, the best first
 
 
+def test_an_op_of_several_gpus_is_shown_where_it_was_measured_last(tmp_path: Path) -> None:
+    for gpu, date, us in (("H100", "2026-11-24", 2.0), ("H200", "2026-11-23", 3.0)):
+        meta = {**META, "gpu": f"NVIDIA {gpu}", "date": date}
+        write_json(
+            tmp_path / gpu.lower() / "rowwise" / "rms_norm.json",
+            meta,
+            _rows("rms_norm", "forward", rooftile=1.0, quack=us),
+        )
+    (line,) = (line for line in headline.ops(tmp_path).splitlines() if "`rms_norm`" in line and line.startswith("|"))
+    assert [cell.strip() for cell in line.strip("|").split("|")][3:] == ["2.00", "2.00: 4x8", "quack", "H100"]
+
+
 def test_without_results_the_tables_say_so(tmp_path: Path) -> None:
     assert headline.table(tmp_path) == headline.ops(tmp_path) == NO_RESULTS
 

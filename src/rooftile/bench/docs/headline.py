@@ -34,7 +34,7 @@ WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no 
 SUITES = ("rowwise", products.SUITE, products.BACKWARD, *docs_attention.SUITES, training.SUITE)
 # Shown whether they win or lose; every other op is shown if its mean is below a tie.
 OPS = (
-    "rms_norm", "cross_entropy", "linear_cross_entropy", "adamw_", "linear", "fp8_linear", "attention",
+    "rms_norm", "cross_entropy", "linear_cross_entropy", "adamw", "linear", "fp8_linear", "attention",
     "decode_attention",
 )  # fmt: skip
 NAMES = {
@@ -171,34 +171,52 @@ def show(found: Sequence[Figure], console: Console) -> None:
     console.print(table)
 
 
+@dataclasses.dataclass
+class _Measured:
+    """The points of an op on a GPU, in one direction."""
+
+    groups: list[list[Row]] = dataclasses.field(default_factory=list)
+    last: str = ""  # the date of the newest
+    older: bool = False
+
+
 def ops(results: Path) -> str:
-    """A line for each of `OPS`, and for every op whose mean is below a tie; then which are older than their kernels."""
-    found: dict[tuple[str, str, str], list[list[Row]]] = {}
-    older: dict[str, bool] = {}
+    """A line for each of `OPS`, and for every op whose mean is below a tie; then which are older than their kernels.
+
+    Of the GPUs that an op was measured on, the one of the newest rows.
+    """
+    found: dict[tuple[str, str], dict[str, _Measured]] = {}
     for suite in SUITES:
         for path in sorted(results.glob(f"*/{suite}/*.json")):
             meta, rows = read_json(path)
             for group in groups(r for r in rows if r.op != STEP):
-                op, direction = group[0].op, group[0].direction
                 if any(r.impl == OURS for r in group):
-                    found.setdefault((op, direction, short(str(meta["gpu"]))), []).append(group)
-                    older[f"`{op}`"] = older.get(f"`{op}`", False) or is_older(op, meta, suite)
+                    gpus = found.setdefault((group[0].op, group[0].direction), {})
+                    own = gpus.setdefault(short(str(meta["gpu"])), _Measured())
+                    own.groups.append(group)
+                    own.last = max(own.last, str(meta["date"]))
+                    own.older = own.older or is_older(group[0].op, meta, suite)
     lines = []
-    for (op, direction, gpu), own in found.items():
-        ratios = ratios_of(own)
+    for (op, direction), gpus in found.items():
+        gpu, own = max(gpus.items(), key=lambda item: item[1].last)
+        ratios = ratios_of(own.groups)
         if ratios is None or (op not in OPS and ratios[0] >= TIE):
             continue
         mean, row, all_of_them = ratios
-        names = collections.Counter(peer.impl for group in own if (peer := best_peer(group)))
+        names = collections.Counter(peer.impl for group in own.groups if (peer := best_peer(group)))
         least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
         best = ", ".join(name for name, _ in names.most_common(2))
-        lines.append((mean, [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]))
+        cells = [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]
+        lines.append((mean, cells, own.older))
     if not lines:
         return NO_RESULTS
     columns = ("op", "direction", "rows>", "speedup, mean>", "least", "best baselines", "GPU")
-    cells = [cells for _, cells in sorted(lines, key=lambda x: -x[0])]
-    said = aged({name: older[name] for name in dict.fromkeys(c[0] for c in cells)})
-    return markdown(columns, cells) + (f"\n\n{said.strip()}" if said else "")
+    lines.sort(key=lambda line: -line[0])
+    older: dict[str, bool] = {}
+    for _, (op, *_), is_old in lines:
+        older[op] = older.get(op, False) or is_old
+    said = aged(older)
+    return markdown(columns, [cells for _, cells, _ in lines]) + (f"\n\n{said.strip()}" if said else "")
 
 
 def targets(results: Path) -> str:
