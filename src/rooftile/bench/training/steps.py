@@ -13,6 +13,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ STEP, BATCH = "train_step", "train_batch"
 IMPLS = (EAGER, COMPILE, LIGER, OURS, OURS_ATTENTION, OURS_ALL, OURS_COMPILE, OURS_LORA, OURS_ALL_LORA)
 DEFAULT = (EAGER, COMPILE, LIGER, OURS, OURS_ALL)
 DEFAULT_LORA = (*DEFAULT, OURS_LORA, OURS_ALL_LORA)  # of adapters
+SHOWN = 80  # characters of a message in a table
 ADDED_FIRST = (COMPILE, OURS_COMPILE, OURS_LORA, OURS_ALL_LORA)  # see `adapted` of `fill`
 COMPARED = 2 * BATCHES  # steps whose losses are compared: two passes over the batches
 CEILING = 1e-2  # of the relative difference of losses: bfloat16 rounds at 4e-3, in each layer
@@ -149,7 +151,7 @@ def fill(
         missed = (fall(wanted) - fall(losses) if adapted else _largest(far[BATCHES:])) / fall(wanted)
         if not (row.max_error <= CEILING and missed <= MISSED):
             off = f"by {row.max_error:.1e}, and in the second pass by {missed:.0%} of their fall"
-            row.status, row.message = "FAIL", f"losses {losses} differ from {wanted} {off}"
+            row.status, row.message = "FAIL", f"losses differ {off}: {_line(losses)}, expected {_line(wanted)}"
             return
     row.us, row.us_p20, row.us_p80 = spread(found["us"])
     row.samples, row.calls, row.method = len(found["us"]), 1, "events" if "peak_bytes" in found else "host clock"
@@ -242,7 +244,7 @@ def cells(row: Row, group: Sequence[Row]) -> list[str]:
     """A row under `COLUMNS`."""
     liger = next((r.us for r in group if r.impl == LIGER and r.us), None)
     if row.us is None:
-        return [row.shape, row.impl, row.status, *["–"] * 6, row.message]
+        return [row.shape, row.impl, row.status, *["–"] * 6, textwrap.shorten(row.message, SHOWN, placeholder=" …")]
     speeds = [ratio(row.speedup_vs_eager), ratio(liger / row.us if liger else None)]
     memory = "–" if row.peak_bytes is None else number(row.peak_bytes / GIB)
     error = "–" if row.max_error is None else f"{row.max_error:.1e}"
