@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 _BOTH = "--dtype bf16 --dtype fp16"
+_CACHES = "--set decode --set latent --set tokens"
 _MODELS = "--set decode --set prefill --direction forward"  # GEMMs of a step, and of a prompt
 
 # Arguments of `rooftile bench`. An op of a suite is measured by one command: it writes the op's file anew.
@@ -34,10 +35,10 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "attention": (
         "attention --set llm --set prefill --peers 'rooftile portable,cudnn,flash,fa4' --suite attention",
-        "attention_varlen --set llm --peers flash,fa4 --suite attention",
-        "attention_paged --set llm --peers 'gather + sdpa,dense' --suite attention",
-        "decode_attention --set decode --set latent --set tokens --peers 'sdpa flash,sdpa cudnn' --suite attention",
-        "append_kv rope_and_cache rms_norm_qkv_rope_cache --set decode --suite attention",
+        f"attention_varlen --set llm {_BOTH} --peers flash,fa4 --suite attention",
+        f"attention_paged --set llm {_BOTH} --peers 'gather + sdpa,dense' --suite attention",
+        f"decode_attention {_CACHES} {_BOTH} --peers 'sdpa flash,sdpa cudnn' --suite attention",
+        f"append_kv rope_and_cache rms_norm_qkv_rope_cache --set decode {_BOTH} --suite attention",
     ),
     "attention-fp16": ("attention --set llm --dtype fp16 --peers naive,cudnn,flash,fa4 --suite attention-fp16",),
     "attention-flex": ("attention --set llm --peers flex,cudnn,fa4 --suite attention-flex",),
@@ -48,7 +49,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "decode_attention --set sweep --peers 'eager,flex,sdpa flash,sdpa cudnn' --suite attention-decode",
     ),
     "attention-memory": ("attention --set memory --dtype fp16 --peers naive,blocked --suite attention-memory",),
-    "attention-sweep": ("attention --set sweep --dtype fp16 --peers naive --suite attention-sweep",),
+    "attention-sweep": (f"attention --set sweep {_BOTH} --peers naive --suite attention-sweep",),
     "host": ("--host",),
     "twins": (f"twins {_BOTH}",),
     "schedules": ("schedules",),
@@ -59,15 +60,19 @@ SUITES: dict[str, tuple[str, ...]] = {
         "training steps --model llama-3.2-1b --fit",
     ),
     "convergence": ("training convergence",),
-    "prefill": ("prefill --model qwen2.5-7b", "prefill --model llama-3-8b"),
+    "prefill": tuple(
+        f"prefill --model {m} --dtype {d}" for m in ("qwen2.5-7b", "llama-3-8b") for d in ("bf16", "fp16")
+    ),
     "e2e": (
         "e2e --model llama-3-8b",
         "e2e --model granite-8b-code --batch 1,2",
         "e2e --model qwen2.5-7b --batch 1,2",
+        "e2e --model llama-3-8b --batch 1 --dtype fp16",
         "e2e --model llama-3-8b --batch 1 --prompt 2048 --new 16",
         *(f"e2e --model llama-3-8b --batch 1 --quantize {q}" for q in ("fp8", "int8", "int4")),
         *(f"e2e --model {m} --batch 1 --prompt 32 --new 128" for m in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-4b")),
         "e2e --model llama-3-8b --batch 1 --layer",
+        "e2e --model llama-3-8b --batch 1 --layer --dtype fp16",
     ),
     "serve": ("serve --model llama-3-8b --clients 1,8,32,128,256", "serve --model llama-3-8b --rate 4,8,16"),
     "speculation": ("speculation --model llama-3-8b",),

@@ -266,6 +266,7 @@ def run(settings: Settings, console: Console) -> int:
         plot(settings.plot / f"prefill-{prefill.title}.png", prefill.rows, gpu, measured)
     if settings.results is not None:
         folder = settings.results / gpu_slug(gpu) / "prefill"
-        write_json(folder / f"{prefill.title}.json", prefill.meta, prefill.rows)
-        plot(folder / f"{prefill.title}.png", prefill.rows, gpu, measured)
+        name = f"{prefill.title}-{NAMES[settings.dtype]}"
+        write_json(folder / f"{name}.json", prefill.meta, prefill.rows)
+        plot(folder / f"{name}.png", prefill.rows, gpu, measured)
     return int(any(r.impl in PEER and r.status in ("FAIL", "error") for r in prefill.rows))
