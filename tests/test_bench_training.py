@@ -118,6 +118,24 @@ def test_a_row_says_that_its_input_is_overwritten(monkeypatch):
     assert not of(found, OURS).message
 
 
+def test_the_reference_is_computed_once_for_all_implementations(monkeypatch):
+    """Even if one overwrites what it is given: the next is compared with the same inputs."""
+    computed = []
+
+    def reference(x):
+        computed.append(x.dtype)
+        return double(x)
+
+    def overwrites(x):
+        return x.mul_(2)
+
+    case = dataclasses.replace(toy(double, ("first", overwrites), ("second", double)), reference=reference)
+    clock = TableClock({})
+    _, found, _ = bench(monkeypatch, case, clock, dtypes=[F32], directions=["forward"], peers=["first", "second"])
+    assert [(row.status, row.max_error) for row in found] == [("ok", 0.0)] * 3 * len(case.sets["llm"][:1])
+    assert computed == [torch.float64]
+
+
 def test_a_check_that_does_not_fit_is_made_of_fewer_rows(monkeypatch):
     seen = []
 
@@ -128,7 +146,7 @@ def test_a_check_that_does_not_fit_is_made_of_fewer_rows(monkeypatch):
         return double(x)
 
     case = dataclasses.replace(toy(), reference=reference)
-    verdict = run.judge(case, SMALL, F32, "forward", Variant(OURS, double), CPU)
+    verdict = run.judge(Variant(OURS, double), run.truths(case, SMALL, F32, "forward", CPU))
     assert (verdict.status, seen[-1]) == ("ok", 1)
 
 

@@ -58,7 +58,7 @@ DEFINED = {
     "docs/performance/host.md": ["the larger of 1.5 times the baseline and 8 us more", "of 2 times\nand 15 us more"],
     "docs/performance/index.md": ["the rows that move 128 MiB or more"],
     "docs/performance/method.md": [
-        "A pass is at most 4 ms or one call long",
+        "A pass is at most 2.5 ms or one call long",
         "steps fit into 16 and 24 GiB",
         "the larger of 1.5 times its baseline and 8 us more (2 times and 15 us with gradients)",
     ],

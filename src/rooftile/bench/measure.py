@@ -38,7 +38,7 @@ BURST = 20  # calls at most to measure the host's time; some ten launches each a
 BURSTS = 10
 BURSTS_SECONDS = 0.05  # of device work in all of them, about
 SAMPLES = 20  # of each implementation, at least: the 20th and 80th percentiles of fewer mean little
-PASS_SECONDS = 0.004  # a pass is about as long, or one call: a thousand times what starting a graph takes
+PASS_SECONDS = 0.0025  # a pass is about as long, or one call: 600 times what starting a graph takes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from rooftile.bench.rows import EACH, OURS, TOGETHER, Measured, Row, compare, gp
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.variants import Variant, check_names, peer_names, variants
 from rooftile.cases import Direction, OpCase, Point, find_cases
-from rooftile.cases.check import NAMES, check_point, points
+from rooftile.cases.check import NAMES, Truth, check, points
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,23 +92,25 @@ def _rows(point: Point, divisor: int) -> dict[str, int]:
     return {"rows": max(1, point["rows"] // divisor)} if "rows" in point.dims else {}
 
 
-def judge(
-    case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, variant: Variant, device: torch.device
-) -> Verdict:
+def truths(case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, device: torch.device) -> list[Truth]:
+    """At the point, and at the same one with fewer rows, by `CUTS`."""
+    points = (dataclasses.replace(point, dims={**point.dims, **_rows(point, n)}) for n in CUTS)
+    return [Truth(case, cut, dtype, direction, device=device) for cut in points]
+
+
+def judge(variant: Variant, known: Sequence[Truth]) -> Verdict:
     """Whether an implementation is correct. Ours must meet the check's tolerances; a baseline only the case's ceilings,
     since it need not round as eager PyTorch does. Where float64 does not fit into memory, fewer rows are checked."""
     ours = variant.name == OURS
-    function = None if ours else variant.function
-    for divisor in CUTS:
-        checked = dataclasses.replace(point, dims={**point.dims, **_rows(point, divisor)})
-        checks = check_point(case, checked, dtype, direction, function=function, mutates=variant.mutates, device=device)
+    for truth in known:
+        checks = check(truth, function=None if ours else variant.function, mutates=variant.mutates)
         if not any(c.message.startswith("OutOfMemoryError") for c in checks):
             break
     most, largest = (max(filter(math.isfinite, some), default=None) for some in (
         [c.error for c in checks], [c.abs_error for c in checks],
     ))  # fmt: skip
     for c in checks:
-        allowed = case.tolerance(dtype, direction, c.output)
+        allowed = truth.case.tolerance(truth.dtype, truth.direction, c.output)
         rounds_otherwise = c.message.startswith("error ") and c.error <= max(allowed.ceiling, allowed.peers)
         if c.passed or (rounds_otherwise and not ours):
             continue
@@ -169,14 +171,16 @@ class Bench:
         side = one_of(direction)
         rows = {v.name: self.row(case, point, dtype, direction, v.name) for v in found}
         self.phases.enter("check")
+        known = truths(case, point, dtype, side, self.device)
         for variant in found:
             row = rows[variant.name]
             row.status, row.message = variant.status, variant.message
             if variant.function is not None:
                 with self.clock.active():
-                    verdict = judge(case, point, dtype, side, variant, self.device)
+                    verdict = judge(variant, known)
                 row.status, row.max_error, row.message = verdict.status, verdict.max_error, verdict.message
                 row.max_abs_error = verdict.max_abs_error
+        del known  # its tensors
         right = [v for v in found if rows[v.name].status == "ok"]
         timings = measure(
             case, point, dtype, direction, right, self.clock, self.settings.effort, self.device, self.phases.enter

@@ -73,6 +73,6 @@ def warm(tasks: Sequence[Task], jobs: int, done: Callable[[], None] = lambda: No
 
 
 def default_jobs(tasks: int) -> int:
-    """Processes to compile in: half the cores, if there is enough work."""
+    """Processes to compile in: three quarters of the cores, if there is enough work."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores // 2, tasks // 4) if tasks >= FEWEST_TASKS and runtime.MODE is runtime.Mode.GPU else 0
+    return min(12, 3 * cores // 4, tasks // 4) if tasks >= FEWEST_TASKS and runtime.MODE is runtime.Mode.GPU else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -117,8 +118,8 @@ def poisoned() -> Iterator[None]:
 
 
 def upcast(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs in float64; integers as they are."""
-    return {n: t.to(torch.float64) if t.is_floating_point() else t for n, t in inputs.items()}
+    """Copies of the inputs, in float64 but for integers."""
+    return {n: t.to(torch.float64 if t.is_floating_point() else t.dtype, copy=True) for n, t in inputs.items()}
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
@@ -220,6 +221,59 @@ def _names(case: OpCase, point: Point, direction: Direction) -> tuple[str, ...]:
     return tuple(f"d{n}" for n in case.grads if n in drawn)
 
 
+class Truth:
+    """What every implementation is compared with at a point: each part is computed when first asked for, and kept.
+
+    The reference takes far longer than an implementation, and a bench compares several with it.
+
+    Args:
+        case, point, dtype, direction: of what.
+        device: where to run; by default the accelerator, or the CPU under the interpreter.
+        seed: inputs, and gradients of the outputs, are a function of it.
+    """
+
+    def __init__(
+        self,
+        case: OpCase,
+        point: Point,
+        dtype: torch.dtype,
+        direction: Direction,
+        *,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        from rooftile import runtime
+
+        self.case, self.point, self.dtype, self.direction = case, point, dtype, direction
+        device = runtime.default_device() if device is None else torch.device(device)
+        self._draw = functools.partial(_task, case, point, dtype, direction, device, seed)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the results."""
+        return _names(self.case, self.point, self.direction)
+
+    @functools.cached_property
+    def task(self) -> _Task:
+        return self._draw()
+
+    @functools.cached_property
+    def references(self) -> dict[str, Tensor]:
+        """The results in float64, by name."""
+        return dict(zip(self.names, self.task.in_float64().run(self.case.reference), strict=True))
+
+    @functools.cached_property
+    def eager_errors(self) -> dict[str, float]:
+        eagers = list(self.task.run(self.case.eager))  # before the reference, which takes more memory
+        return {n: relative_error(eagers.pop(0).to(self.expected(n)), ref) for n, ref in self.references.items()}
+
+    def expected(self, name: str) -> torch.dtype:
+        """The dtype of a result."""
+        if self.direction == "forward":
+            return self.case.output_dtypes(self.point).get(name, self.dtype)
+        return self.task.inputs[name[1:]].dtype
+
+
 def _verdict(out: Tensor, ref: Tensor, dtype: torch.dtype, error: float, tolerance: float) -> str:
     """The fault of an output, or ""."""
     if out.shape != ref.shape:
@@ -232,16 +286,8 @@ def _verdict(out: Tensor, ref: Tensor, dtype: torch.dtype, error: float, toleran
     return "" if error <= tolerance else f"error {error:.2e} is over {tolerance:.2e}"
 
 
-def check_point(
-    case: OpCase,
-    point: Point,
-    dtype: torch.dtype,
-    direction: Direction,
-    *,
-    function: Callable[..., Any] | None = None,
-    mutates: Sequence[str] | None = None,
-    device: torch.device | str | None = None,
-    seed: int = 0,
+def check(
+    truth: Truth, *, function: Callable[..., Any] | None = None, mutates: Sequence[str] | None = None
 ) -> list[CheckRow]:
     """One row for each output (forward) or gradient (backward) of the case at that point.
 
@@ -251,18 +297,12 @@ def check_point(
     the op's, or its own. An exception makes FAIL rows with its message.
 
     Args:
-        case, point, dtype, direction: what to check.
+        truth: what to check.
         function: another implementation to check instead of the case's, such as a baseline's. Its memory is not
             poisoned (torch.compile would compile it again outside), and it may change its inputs.
         mutates: inputs that `function` overwrites; it gets copies. Default: the case's.
-        device: where to run; by default the accelerator, or the CPU under the interpreter.
-        seed: inputs, and gradients of the outputs, are a function of it.
     """
-    from rooftile import runtime
-
-    device = runtime.default_device() if device is None else torch.device(device)
-    names = _names(case, point, direction)
-    own_dtypes = case.output_dtypes(point)
+    case, point, dtype, direction, names = truth.case, truth.point, truth.dtype, truth.direction, truth.names
     rows: list[CheckRow] = []
 
     def row(
@@ -272,8 +312,7 @@ def check_point(
         rows.append(CheckRow(*where, error, tolerance, eager_error, not message, message, abs_error))
 
     def compare() -> None:
-        task = _task(case, point, dtype, direction, device, seed)
-        own = function is None
+        task, own = truth.task, function is None
         written = case.mutates if mutates is None else tuple(mutates)
         with poisoned() if own else contextlib.nullcontext():
             results = task.run_on_copies(case.function if function is None else function, written)
@@ -284,14 +323,12 @@ def check_point(
         )
         if len(outs) != len(names):
             raise RuntimeError(f"{len(outs)} results, expected {len(names)}: {', '.join(names)}")
-        eagers = list(task.run(case.eager))
-        refs = list(task.in_float64().run(case.reference))
+        eager_errors, refs = truth.eager_errors, truth.references
         for name in names:  # each is freed before the next is compared
-            out, eager, ref = outs.pop(0), eagers.pop(0), refs.pop(0)
+            out, ref, eager_error = outs.pop(0), refs[name], eager_errors[name]
             if others and _badness(other := others.pop(0), ref) > _badness(out, ref):
                 out = other
-            expected = own_dtypes.get(name, dtype) if direction == "forward" else task.inputs[name[1:]].dtype
-            eager_error = relative_error(eager.to(expected), ref)
+            expected = truth.expected(name)
             allowed = case.tolerance(dtype, direction, name)
             ceiling = allowed.ceiling if own else max(PEERS_CEILINGS * allowed.ceiling, allowed.peers)
             floor = max(rounding_floor(dtype), rounding_floor(expected), case.floor(dtype, direction))
@@ -313,6 +350,22 @@ def check_point(
         del error
         gc.collect()  # a traceback may keep tensors alive
     return rows
+
+
+def check_point(
+    case: OpCase,
+    point: Point,
+    dtype: torch.dtype,
+    direction: Direction,
+    *,
+    function: Callable[..., Any] | None = None,
+    mutates: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> list[CheckRow]:
+    """`check` of one implementation; the arguments are those of `Truth` and `check`."""
+    truth = Truth(case, point, dtype, direction, device=device, seed=seed)
+    return check(truth, function=function, mutates=mutates)
 
 
 def check_case(
