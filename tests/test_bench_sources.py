@@ -118,6 +118,7 @@ def test_what_no_kernel_runs_leaves_the_hash_alone(same):
         (sources.TRAINED, "ops/attention/hopper_forward.py", "ops/softmax/forward.py"),
         (sources.TRAINED, "ops/fused_head/head.py", "ops/sample/draw.py"),
         (sources.TRAINED, "ops/adamw/listed.py", "ops/fused_head/linear_jsd.py"),
+        (sources.TRAINED, "ops/attention/hopper_backward.py", "ops/decode_attention/hopper_latent.py"),
     ],
 )
 def test_kernels_are_reached_though_their_modules_are_imported_by_name(key, reached, not_reached):

@@ -29,7 +29,7 @@ import rooftile
 PACKAGE = "rooftile"
 HASHED = ("ops", "primitives")
 FOLLOWED = (*HASHED, "engine", "huggingface", "nn", "optim", "losses.py")
-ENGINE, PATCHED, TRAINED = "engine", "huggingface", "training"
+ENGINE, PATCHED, TRAINED = "engine", "huggingface", "train_step"
 # What no public function of the same name leads to: modules, which are reached whole.
 STARTS = {
     ENGINE: (f"{PACKAGE}.engine.engine",),
@@ -39,6 +39,8 @@ STARTS = {
     "gemv": (f"{PACKAGE}.ops.gemm.gemv",),
     "fp8_weight_linear": (f"{PACKAGE}.ops.gemm.weight_only",),
 }
+# Paths that no call of a key gets to, although its code names them: a training step has no cache.
+UNUSED = {TRAINED: ("ops/decode_attention/",)}
 MODELS = {"e2e": ENGINE, "prefill": PATCHED}  # by suite
 STEPS = ("train_step", "train_batch")  # ops of the training suite that run whole models
 STUB = "__init__.pyi"  # has the module of each public name
@@ -172,12 +174,20 @@ def _path(module: str, files: Files) -> str | None:
 
 
 class _Reached:
-    """The definitions that some modules or functions reach, in the order in which they are reached."""
+    """The definitions that some modules or functions reach, in the order in which they are reached.
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
+    Args:
+        files: of the package.
+        unused: paths that are not followed.
+    """
+
+    def __init__(self, files: Files, unused: tuple[str, ...]) -> None:
+        self._files, self._unused = files, unused
         self._order: dict[tuple[str, str], int] = {}  # by path and name
         self._targets: list[int] = []
+
+    def _follows(self, path: str) -> bool:
+        return path.startswith(FOLLOWED) and not path.startswith(self._unused)
 
     def _add(self, path: str, name: str) -> None:
         self._targets.append(self._order.setdefault((path, name), len(self._order)))
@@ -196,7 +206,7 @@ class _Reached:
         """A module, or a name in one, by its name in the package. Whether there is such a thing."""
         whole = _path(dotted, self._files)
         if whole is not None:
-            if whole.startswith(FOLLOWED):
+            if self._follows(whole):
                 self._add_module(whole)
             return True
         home, _, name = dotted.rpartition(".")
@@ -206,7 +216,7 @@ class _Reached:
         path = _path(home, self._files) if home else None
         if path is None:  # a member of a class
             return "." in home and self.add(home)
-        if not path.startswith(FOLLOWED):
+        if not self._follows(path):
             return True
         module = _read(self._files[path])
         if name in module.definitions:
@@ -251,9 +261,9 @@ def _growing(order: Mapping[tuple[str, str], int]) -> Iterator[tuple[str, str]]:
         yield from list(order)[at : (at := len(order))]
 
 
-def hash_of(starts: Sequence[str], files: Files) -> str | None:
+def hash_of(starts: Sequence[str], files: Files, unused: tuple[str, ...] = ()) -> str | None:
     """The hash of the kernels that modules or functions reach; None if one of them is not there."""
-    reached = _Reached(files)
+    reached = _Reached(files, unused)
     return reached.hash() if all(map(reached.add, starts)) else None
 
 
@@ -268,7 +278,7 @@ def present() -> Files:
 @functools.cache
 def hashes() -> dict[str, str]:
     """The hash of each op's kernels, and of those of the engine and of patched models."""
-    found = {name: hash_of(starts, present()) for name, starts in sorted(_starts().items())}
+    found = {name: hash_of(starts, present(), UNUSED.get(name, ())) for name, starts in sorted(_starts().items())}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -330,7 +340,7 @@ def age(op: str, meta: Mapping[str, Any], suite: str = "") -> Age:
 @functools.cache
 def _age_by_git(key: str, now: str, commit: str) -> Age:
     try:
-        then = hash_of(_starts()[key], at(commit.removesuffix(DIRTY)))
+        then = hash_of(_starts()[key], at(commit.removesuffix(DIRTY)), UNUSED.get(key, ()))
     except Untold as error:
         return Age("unknown", str(error))
     if then != now:
