@@ -42,7 +42,7 @@ from torch import Tensor
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.decode_attention.choose import Shape
-from rooftile.ops.decode_attention.schedule import load_lengths, plan_work, work_at
+from rooftile.ops.decode_attention.schedule import load_lengths, plan_tiles, plan_work, tile_at, work_at
 from rooftile.primitives import pdl
 from rooftile.primitives.gluon import (
     describe,
@@ -93,6 +93,8 @@ class Form:
         block_b: sequences, rounded up to a power of two.
         min_blocks, slack: see `DecodeConfig`.
         pdl: launched while the previous kernel still runs.
+        packed: queries are packed, any number of each sequence (`attention_paged`).
+        split: of packed queries, tiles may be split where they are few.
     """
 
     group: int
@@ -104,6 +106,8 @@ class Form:
     min_blocks: int
     slack: int
     pdl: bool
+    packed: bool = False
+    split: bool = False
     rows: int = ROWS
     keys: int = KEYS
 
@@ -201,16 +205,29 @@ def _copy_columns(
 
 @gluon.jit
 def _copy_queries(desc, seq, kv_head, tile, pieces, last, ready, T: gl.constexpr):
-    """Start the copies of the queries of a tile; those past the last token are zeros."""
+    """Start the copies of the queries of a tile; those past the last token are zeros, if they are not packed.
+
+    Of packed ones `seq` and `kv_head` are the tile's first token and head.
+    """
     row = tile * T.rows
     mbarrier.expect(ready, (2 * _PARTS + 1) * desc.block_type.nbytes)
     for part in gl.static_range(2 * _PARTS + 1):
-        at = (seq, row // T.group, kv_head * T.group + row % T.group, part * _PART)
+        if T.packed:
+            at = (0, seq, kv_head, part * _PART)
+        else:
+            at = (seq, row // T.group, kv_head * T.group + row % T.group, part * _PART)
         load_tile(desc, at, ready, last if part == 2 * _PARTS else pieces.index(part))
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, lengths_ptr, table, memory, barriers, size, T: gl.constexpr):
+def _take(counter_ptr, lane):
+    """How many splits of tiles were taken before, by all programs."""
+    before = gl.atomic_add(counter_ptr + lane, 1, mask=lane == 0, sem="relaxed")
+    return gl.max(gl.where(lane == 0, before, 0), 0)
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size, T: gl.constexpr):
     """Plan this program's work, tell it to the others, and keep the slots full."""
     q_pieces, q_last, k_pieces, last_pieces, messages = memory
     ready, free, _weighed, q_ready, q_free, work_ready, work_free = barriers
@@ -220,21 +237,46 @@ def _produce(q_desc, k_desc, lengths_ptr, table, memory, barriers, size, T: gl.c
     tile = gl.program_id(0) % T.row_tiles
     seqs = gl.arange(0, T.block_b, layout=gl.BlockedLayout([1], [32], [1], [0]))
     lengths = load_lengths(lengths_ptr, n_seqs, T.block_b, seqs)
-    partition, at, stop = plan_work(
-        lengths, program, n_seqs, n_new, kv_heads, capacity, programs, None, T.block_b, T.keys, T.min_blocks, T.slack,
-        seqs,
-    )  # fmt: skip
+    starts_ptr, counter_ptr = queues
+    if T.packed:
+        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        plan = plan_tiles(
+            starts_ptr, lengths, n_seqs, n_new, kv_heads, capacity, programs, T.group, T.rows, T.block_b, T.keys,
+            T.split, seqs,
+        )  # fmt: skip
+        at = program
+        stop = plan[4]
+    else:
+        partition, at, stop = plan_work(
+            lengths, program, n_seqs, n_new, kv_heads, capacity, programs, None, T.block_b, T.keys, T.min_blocks,
+            T.slack, seqs,
+        )  # fmt: skip
     slot = 0
     parity = 0
     q_parity = 0
     box = 0
     box_parity = 0
     while at < stop:
-        seq, kv_head, n_keys, _first, low, high, at, place, _program, _second, count = work_at(
-            at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, None, T.block_b, T.keys, seqs
-        )
-        if low < high:  # else this split of a short sequence is empty
+        if T.packed:
+            # The tiles that are left are taken by whoever is free. The last one to find none resets the counter.
+            place = 2 * at
+            taken = _take(counter_ptr, lane)
+            seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, _first, count = tile_at(
+                at, plan, lengths, kv_heads, capacity, T.group, T.rows, T.causal, T.block_b, T.keys, seqs
+            )
+            at = programs + taken
+            if taken + 1 == stop:
+                gl.store(counter_ptr + lane, 0, mask=lane == 0)
+            work = (q_seq, q_head, n_keys, low, high, place, count, q_count)
+        else:
+            seq, kv_head, n_keys, _first, low, high, at, place, _program, _second, count = work_at(
+                at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, None, T.block_b, T.keys,
+                seqs,
+            )  # fmt: skip
+            q_seq = seq
+            q_head = kv_head
             work = (seq, kv_head, n_keys, low, high, place, count)
+        if low < high:  # else this split of a short sequence is empty
             box, box_parity = _send(work, messages, work_ready, work_free, box, box_parity)
             for block in range(low, high):
                 row = block * T.keys
@@ -260,7 +302,7 @@ def _produce(q_desc, k_desc, lengths_ptr, table, memory, barriers, size, T: gl.c
                 slot, parity = next_slot(slot, parity, 2)
                 if block == low:  # after the first block, whose slot is free before the queries are
                     mbarrier.wait(q_free.index(0), q_parity ^ 1)
-                    _copy_queries(q_desc, seq, kv_head, tile, q_pieces, q_last, q_ready.index(0), T)
+                    _copy_queries(q_desc, q_seq, q_head, tile, q_pieces, q_last, q_ready.index(0), T)
                     q_parity ^= 1
     _send((0, 0, 0, 0, 0, 0, 0), messages, work_ready, work_free, box, box_parity)
 
@@ -274,16 +316,22 @@ def _field(messages, i):
 
 
 @gluon.jit
-def _receive(messages, work_ready, work_free, box, parity):
-    """The next piece of work: sequence, KV head, its keys, first block, end of blocks, where a partial result goes, and
-    how many the item has. The last one has no blocks."""
+def _receive(messages, work_ready, work_free, n_new, box, parity, T: gl.constexpr):
+    """The next piece of work: sequence, KV head, its keys and tokens, first block, end of blocks, where a partial result
+    goes, and how many the item has. The last one has no blocks.
+
+    A tile of packed queries is like a sequence of its tokens. Its first token and head are in place of sequence and KV
+    head.
+    """
     mbarrier.wait(work_ready.index(box), parity)
     at = box * _FIELDS
     seq, kv_head, n_keys = _field(messages, at), _field(messages, at + 1), _field(messages, at + 2)
     low, high = _field(messages, at + 3), _field(messages, at + 4)
     place, count = _field(messages, at + 5), _field(messages, at + 6)
+    if T.packed:
+        n_new = _field(messages, at + 7)
     mbarrier.arrive(work_free.index(box), count=1)
-    return seq, kv_head, n_keys, low, high, place, count
+    return seq, kv_head, (n_keys, n_new), low, high, place, count
 
 
 @gluon.jit
@@ -355,14 +403,15 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
     """Scores and softmax weights of all blocks, and the left half of the output."""
     q_tiles, q_last, k_tiles, k_last, stats, messages = memory
     ready, free, weighed, q_ready, q_free, work_ready, work_free = barriers
-    n_new = size[1]
     tile = gl.program_id(0) % T.row_tiles
     slot = 0
     parity = 0
     q_parity = 0
     box = 0
     box_parity = 0
-    seq, kv_head, n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+    seq, kv_head, keys, low, high, place, count = _receive(
+        messages, work_ready, work_free, size[1], box, box_parity, T
+    )  # fmt: skip
     while low < high:
         mbarrier.wait(q_ready.index(0), q_parity)
         q_parity ^= 1
@@ -372,7 +421,6 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
             mbarrier.arrive(q_free.index(0), count=1)
         o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
         peak = gl.full([T.rows], _LOWEST, gl.float32, gl.SliceLayout(1, T.scores))
-        keys = (n_keys, n_new)
         w, _factor, total, peak = _softmax(
             s, None, peak, low, high, keys, scale, k_last, stats, weighed, slot, tile, T
         )  # fmt: skip
@@ -395,9 +443,11 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
         slot, parity = next_slot(slot, parity, 2)
         sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, T.acc), assert_trivial=True)
         peak = gl.convert_layout(peak * scale, gl.SliceLayout(1, T.acc), assert_trivial=True)
-        _write(o, sums, peak, outputs, size, seq, kv_head, tile, place, count, 0, T)
+        _write(o, sums, peak, outputs, size, seq, kv_head, keys[1], tile, place, count, 0, T)
         box, box_parity = next_slot(box, box_parity, 2)
-        seq, kv_head, n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+        seq, kv_head, keys, low, high, place, count = _receive(
+            messages, work_ready, work_free, size[1], box, box_parity, T
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -410,7 +460,9 @@ def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
     parity = 0
     box = 0
     box_parity = 0
-    seq, kv_head, _n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+    seq, kv_head, keys, low, high, place, count = _receive(
+        messages, work_ready, work_free, size[1], box, box_parity, T
+    )  # fmt: skip
     while low < high:
         o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
         sums = gl.full([T.rows], 0, gl.float32, gl.SliceLayout(1, T.acc))
@@ -424,32 +476,41 @@ def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
             o = warpgroup_mma_wait(0, (o,))
             mbarrier.arrive(free.index(2 * slot + 1), count=1)
             slot, parity = next_slot(slot, parity, 2)
-        _write(o, sums, sums, outputs, size, seq, kv_head, tile, place, count, 1, T)
+        _write(o, sums, sums, outputs, size, seq, kv_head, keys[1], tile, place, count, 1, T)
         box, box_parity = next_slot(box, box_parity, 2)
-        seq, kv_head, _n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+        seq, kv_head, keys, low, high, place, count = _receive(
+            messages, work_ready, work_free, size[1], box, box_parity, T
+        )  # fmt: skip
 
 
 @gluon.jit
-def _write(o, total, peak, outputs, size, seq, kv_head, tile, place, count, half: gl.constexpr, T: gl.constexpr):
+def _write(
+    o, total, peak, outputs, size, seq, kv_head, n_new, tile, place, count, half: gl.constexpr, T: gl.constexpr
+):
     """A half of the rows' output, or of their partial result; the left half with what there is one of a row."""
     out_ptr, lse_ptr, partial_ptr = outputs
-    n_new, kv_heads = size[1], size[2]
+    kv_heads = size[2]
     WIDTH: gl.constexpr = 2 * _HALF
     rows = gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.acc))
     cols = half * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, T.acc))
     index = tile * T.rows + rows
     token = index // T.group
-    head = kv_head * T.group + index % T.group
+    head = kv_head + index % T.group if T.packed else kv_head * T.group + index % T.group
     heads = kv_heads * T.group
     there = token < n_new
     if partial_ptr is None or count == 1:
         inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
-        at = out_ptr + (seq.to(gl.int64) * n_new + token) * heads * T.value_dim + head * T.value_dim
+        row = seq.to(gl.int64) + token if T.packed else seq.to(gl.int64) * n_new + token
+        at = out_ptr + row * heads * T.value_dim + head * T.value_dim
         mask = there[:, None] & (cols < T.value_dim)[None, :]
         gl.store(at[:, None] + cols[None, :], (o * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         if lse_ptr is not None and half == 0:
             lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * _LN2)
-            gl.store(lse_ptr + (seq.to(gl.int64) * heads + head) * n_new + token, lse, mask=there)
+            if T.packed:
+                of_lse = head.to(gl.int64) * size[1] + row
+            else:
+                of_lse = (seq.to(gl.int64) * heads + head) * n_new + token
+            gl.store(lse_ptr + of_lse, lse, mask=there)
     else:
         partial = partial_ptr + (place * T.row_tiles + tile).to(gl.int64) * (T.rows * (WIDTH + 2))
         gl.store(partial + (rows * WIDTH)[:, None] + cols[None, :], o, mask=there[:, None])
@@ -462,7 +523,7 @@ def _write(o, total, peak, outputs, size, seq, kv_head, tile, place, count, half
 _NUMBERS = ["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "step", "programs", "scale"]
 
 
-@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr"])
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr", "starts_ptr"])
 def attend_latent(
     q_desc,
     k_desc,
@@ -471,6 +532,8 @@ def attend_latent(
     pages_ptr,
     lse_ptr,
     partial_ptr,
+    starts_ptr,
+    counter_ptr,
     stride_pb,
     n_seqs,
     n_new,
@@ -482,7 +545,10 @@ def attend_latent(
     scale,
     T: gl.constexpr,
 ):
-    """out = softmax(scores of q and k) k[:, :value_dim], with the lse of each row of scores, or partial results."""
+    """out = softmax(scores of q and k) k[:, :value_dim], with the lse of each row of scores, or partial results.
+
+    Packed queries begin at `starts` for each sequence, and `n_new` are all of them.
+    """
     SHARED: gl.constexpr = T.shared
     q_pieces = gl.allocate_shared_memory(q_desc.dtype, [2 * _PARTS, T.rows, _PART], SHARED)
     q_last = gl.allocate_shared_memory(q_desc.dtype, [T.rows, _PART], SHARED)
@@ -528,7 +594,7 @@ def attend_latent(
         [
             (_score, (outputs, memory, barriers, size, scale, T)),
             (_accumulate, (outputs, memory, barriers, size, scale, T)),
-            (_produce, (q_desc, k_desc, lengths_ptr, table, to_fill, barriers, size, T)),
+            (_produce, (q_desc, k_desc, lengths_ptr, (starts_ptr, counter_ptr), table, to_fill, barriers, size, T)),
         ],
         [4, 1],
         [224, 56],
@@ -601,6 +667,6 @@ def prepare(
 
     def run(q: Tensor, k: Tensor, v: None, lengths: Tensor, page_table: Tensor | None, *rest: Any) -> None:
         *_, out, lse, partial, _counters = rest
-        start(q, k, out, lengths, page_table, lse, partial)
+        start(q, k, out, lengths, page_table, lse, partial, None, None)
 
     return run
