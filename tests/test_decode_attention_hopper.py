@@ -432,8 +432,8 @@ def attend(run_program, x, programs, *, slack=2, value_dim=VALUES, causal=True, 
         run_program(
             Sm(program * tiles + t, draw), work[program], *described, Pointer(out.view(-1)), None,
             None if x.table is None else Pointer(x.table.reshape(-1)), Pointer(lse.view(-1)),
-            Pointer(partial) if split else None, 0 if x.table is None else x.table.stride(0), batch, n_new, kv_heads,
-            capacity, pages, page_step(x.cache), programs, scale * 1.4426950408889634, form,
+            Pointer(partial) if split else None, None, None, 0 if x.table is None else x.table.stride(0), batch, n_new,
+            kv_heads, capacity, pages, page_step(x.cache), programs, scale * 1.4426950408889634, form,
         )  # fmt: skip
     parts = {}
     for seq, head, _, _, low, high, slot, count in itertools.chain(*work):

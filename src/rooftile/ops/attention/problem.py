@@ -199,10 +199,11 @@ class Problem:
     tokens: int = 0  # of packed sequences, all together: queries or keys, whichever are more
     page: int = 0  # keys and values are in pages of so many tokens
     narrow: bool = False  # keys and values have 8 bits or factors, and are converted in registers or in a copy
+    latent: bool = False  # values are the first columns of the keys
     aligned: bool = True  # bases and strides of q, k and v are multiples of 16 bytes, as TMA needs
 
 
-_FORWARD = {"portable": "forward", "hopper": "hopper_forward"}
+_FORWARD = {"portable": "forward", "hopper": "hopper_forward", "hopper latent": "hopper_latent"}
 _BACKWARD = {"portable": "backward", "hopper": "hopper_backward"}
 
 
@@ -211,9 +212,12 @@ def _module(name: str) -> ModuleType | None:
     return runtime.gluon_module(name) if is_gluon else importlib.import_module(name)
 
 
-def forward_module(kernel: str) -> ModuleType | None:
-    """The module with that forward kernel; None where this Triton has no Gluon, in which it is written."""
-    return _module(_FORWARD[kernel])
+def forward_module(kernel: str, latent: bool = False) -> ModuleType | None:
+    """The module with that forward kernel; None where this Triton has no Gluon, in which it is written.
+
+    `latent`: for a latent cache, which the portable kernel takes as any other.
+    """
+    return _module(_FORWARD["hopper latent" if latent and kernel == "hopper" else kernel])
 
 
 def backward_module(kernel: str) -> ModuleType | None:
@@ -231,7 +235,7 @@ def _can_implement(found: ModuleType | None, p: Problem, c: AttentionConfig, tar
 
 def can_implement_forward(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
     """None where that configuration can run that problem, or the reason why it can't."""
-    return _can_implement(forward_module(c.kernel), p, c, target)
+    return _can_implement(forward_module(c.kernel, p.latent), p, c, target)
 
 
 def can_implement_backward(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
@@ -330,7 +334,9 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
         yield _interpreted(p)
         return
     dim = _dim(p)
-    if target.gluon and p.n_q > 64 and not _many_short(p) and saves_dequantizing(p):
+    if p.latent:
+        yield AttentionConfig("hopper", 64, 64, 8, 2)
+    elif target.gluon and p.n_q > 64 and not _many_short(p) and saves_dequantizing(p):
         yield from _hopper(p, dim, target)
     if p.dtype.itemsize == 4:
         yield from _float32(p, dim, target)
@@ -347,6 +353,8 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
             yield AttentionConfig("portable", 128, 128, 8, 3)
         yield AttentionConfig("portable", 128, 128, 8, 2)
     yield from _sized(rows, ((64, 3), (64, 2), (32, 2), (32, 1)), warps, p, target)
+    if dim > 256:  # the output of 64 rows takes the registers of 8 warps
+        yield from _sized(64, ((32, 2), (32, 1)), 8, p, target)
     yield from _sized(64, ((64, 2), (32, 2), (32, 1)), 4, p, target)
     yield from _sized(32, ((32, 1), (16, 1)), 4, p, target)
 

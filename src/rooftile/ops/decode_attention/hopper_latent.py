@@ -33,16 +33,24 @@ lowest maximum is finite, so that a row that sees no key needs no special case u
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile import runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.launching import KernelLauncher, bind
+from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.launching import KernelLauncher, bind, counters
 from rooftile.ops.decode_attention.choose import Shape
-from rooftile.ops.decode_attention.schedule import load_lengths, plan_tiles, plan_work, tile_at, work_at
+from rooftile.ops.decode_attention.schedule import (
+    combine_tiles_kernel,
+    load_lengths,
+    plan_tiles,
+    plan_work,
+    tile_at,
+    work_at,
+)
 from rooftile.primitives import pdl
 from rooftile.primitives.gluon import (
     describe,
@@ -76,6 +84,7 @@ _FIELDS = gl.constexpr(8)  # of a message
 _LOWEST = gl.constexpr(-1e30)
 _LN2 = gl.constexpr(LN2.value)
 _DTYPES = (torch.bfloat16, torch.float16)
+_COMBINE_ROWS = 4  # of a program that combines splits
 _MOST_SEQUENCES = 512  # which one warp plans
 _REGISTERS = 168  # what a kernel of 12 warps is compiled for; the two warpgroups take what the producer leaves
 
@@ -222,7 +231,7 @@ def _copy_queries(desc, seq, kv_head, tile, pieces, last, ready, T: gl.constexpr
 @gluon.jit
 def _take(counter_ptr, lane):
     """How many splits of tiles were taken before, by all programs."""
-    before = gl.atomic_add(counter_ptr + lane, 1, mask=lane == 0, sem="relaxed")
+    before = gl.atomic_add(counter_ptr + lane, (lane == 0).to(gl.int32), mask=lane == 0, sem="relaxed")
     return gl.max(gl.where(lane == 0, before, 0), 0)
 
 
@@ -275,7 +284,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
             )  # fmt: skip
             q_seq = seq
             q_head = kv_head
-            work = (seq, kv_head, n_keys, low, high, place, count)
+            work = (seq, kv_head, n_keys, low, high, place, count)  # type: ignore[assignment]
         if low < high:  # else this split of a short sequence is empty
             box, box_parity = _send(work, messages, work_ready, work_free, box, box_parity)
             for block in range(low, high):
@@ -317,8 +326,8 @@ def _field(messages, i):
 
 @gluon.jit
 def _receive(messages, work_ready, work_free, n_new, box, parity, T: gl.constexpr):
-    """The next piece of work: sequence, KV head, its keys and tokens, first block, end of blocks, where a partial result
-    goes, and how many the item has. The last one has no blocks.
+    """The next piece of work: sequence, KV head, its keys and tokens, first block, end of blocks, where a partial
+    result goes, and how many the item has. The last one has no blocks.
 
     A tile of packed queries is like a sequence of its tokens. Its first token and head are in place of sequence and KV
     head.
@@ -484,9 +493,7 @@ def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
 
 
 @gluon.jit
-def _write(
-    o, total, peak, outputs, size, seq, kv_head, n_new, tile, place, count, half: gl.constexpr, T: gl.constexpr
-):
+def _write(o, total, peak, outputs, size, seq, kv_head, n_new, tile, place, count, half: gl.constexpr, T: gl.constexpr):
     """A half of the rows' output, or of their partial result; the left half with what there is one of a row."""
     out_ptr, lse_ptr, partial_ptr = outputs
     kv_heads = size[2]
@@ -523,7 +530,9 @@ def _write(
 _NUMBERS = ["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "step", "programs", "scale"]
 
 
-@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr", "starts_ptr"])
+@gluon.jit(
+    do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr", "starts_ptr"]
+)
 def attend_latent(
     q_desc,
     k_desc,
@@ -612,11 +621,23 @@ def can_implement(
         scale: of the scores.
         options: the names of those that the kernel does not have.
     """
+    aligned = is_describable(q) and is_describable(k) and page_step(k) > 0
+    return can_run((q.dtype, k.dtype), aligned, s, scale, options, target)
+
+
+def can_run(
+    dtypes: tuple[torch.dtype, torch.dtype], aligned: bool, s: Shape, scale: float, options: tuple[str, ...],
+    target: runtime.Target,
+) -> str | None:  # fmt: skip
+    """As `can_implement`, for the dtypes of q and k, and whether both can be described to TMA.
+
+    Packed queries are one token sequence for `s.n_new`, of `s.batch` sequences.
+    """
     group = s.heads // s.kv_heads
     if not target.gluon:
         return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
-    if q.dtype not in _DTYPES or k.dtype != q.dtype:
-        return f"kernel 'hopper' takes float16 and bfloat16, not {q.dtype} and a cache of {k.dtype}"
+    if dtypes[0] not in _DTYPES or dtypes[1] != dtypes[0]:
+        return f"kernel 'hopper' takes float16 and bfloat16, not {dtypes[0]} and a cache of {dtypes[1]}"
     if not (s.values_in_keys and 512 < s.head_dim <= 576 and s.value_dim <= 512):
         return (
             "kernel 'hopper' takes a latent cache of 513 to 576 elements, of which up to 512 are values, not "
@@ -629,7 +650,7 @@ def can_implement(
             f"kernel 'hopper' takes over {ROWS // 2} query rows of a KV head, whose heads are a multiple or a divisor "
             f"of {ROWS}, not {group} heads and {s.n_new} tokens"
         )
-    if not (is_describable(q) and is_describable(k) and page_step(k)):
+    if not aligned:
         return "kernel 'hopper' takes a q and a cache whose base and strides are multiples of 16 bytes"
     # Scores, -inf and the lowest maximum (-1e30) are multiplied by it: the results may be neither 0 nor over float32.
     if not 2.0**-100 < scale < 2.0**27:
@@ -648,13 +669,12 @@ def launcher(**form: Any) -> KernelLauncher:
     return KernelLauncher(attend_latent, {"T": t}, num_warps=4, maxnreg=_REGISTERS, **pdl.options(t.pdl))
 
 
-def prepare(
+def _bind(
     launcher: KernelLauncher, q: Tensor, k: Tensor, s: Shape, page_table: Tensor | None, programs: int, scale: float
 ) -> Callable[..., None]:
-    """The launch for a call like that, to be called as that of `decode_kernel` is. `scale` is times log2(e)."""
     form = launcher.constants["T"]
     of_rows, of_keys = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (4, 5))
-    start = bind(
+    return bind(
         launcher,
         programs * form.row_tiles,
         strides=(0 if page_table is None else page_table.stride(0),),
@@ -665,8 +685,73 @@ def prepare(
         },
     )
 
+
+def prepare(
+    launcher: KernelLauncher, q: Tensor, k: Tensor, s: Shape, page_table: Tensor | None, programs: int, scale: float
+) -> Callable[..., None]:
+    """The launch for a call like that, to be called as that of `decode_kernel` is. `scale` is times log2(e)."""
+    start = _bind(launcher, q, k, s, page_table, programs, scale)
+
     def run(q: Tensor, k: Tensor, v: None, lengths: Tensor, page_table: Tensor | None, *rest: Any) -> None:
         *_, out, lse, partial, _counters = rest
         start(q, k, out, lengths, page_table, lse, partial, None, None)
+
+    return run
+
+
+# Packed queries
+
+
+@functools.cache
+def _packed_launchers(dtype: torch.dtype, **form: Any) -> tuple[KernelLauncher, KernelLauncher]:
+    """The kernel for packed queries, and the one that combines splits, for inputs of that dtype."""
+    constants = {
+        "VALUE_DIM": form["value_dim"],
+        "GROUP": form["group"],
+        "CAUSAL": form["causal"],
+        "WIDTH": 2 * _HALF.value,
+        "ROWS": ROWS,
+        "BLOCK_B": form["block_b"],
+        "BLOCK_N": KEYS,
+        "COMBINE_SPLITS": 4,
+        "COMBINE_ROWS": _COMBINE_ROWS,
+        "PDL": form["pdl"],
+    }
+    combine = KernelLauncher(combine_tiles_kernel, constants, num_warps=4, **pdl.options(form["pdl"]))
+    return launcher(**form, row_tiles=1, min_blocks=1, slack=0, packed=True), combine
+
+
+def prepare_packed(
+    q: Tensor, k: Tensor, s: Shape, page_table: Tensor, causal: bool, scale: float, target: runtime.Target
+) -> Callable[..., None]:
+    """The launches for packed queries, to be called with `q, k, out, lse, page_table, lengths, starts`.
+
+    Tiles are split only where q has room for no more than leave half of the SMs without one.
+
+    Args:
+        q: (1, tokens, heads, dim).
+        k: (pages, heads, tokens, dim).
+        s: with `batch` sequences, and `n_new` tokens of all of them together.
+        scale: times log2(e).
+    """
+    programs = target.multiprocessors
+    split = 2 * s.n_new * s.heads <= programs * ROWS
+    main, combine = _packed_launchers(
+        q.dtype, group=s.heads // s.kv_heads, page=s.page, value_dim=s.value_dim, causal=causal,
+        block_b=library.power_of_two(s.batch), pdl=pdl.supported(target), split=split,
+    )  # fmt: skip
+    start, finish = _bind(main, q, k, s, page_table, programs, scale), library.start_nothing
+    n_partial = 2 * programs * ROWS * (2 * _HALF.value + 2)
+    if split:
+        numbers = (s.batch, s.n_new, s.kv_heads, s.capacity, programs)
+        finish = bind(combine, programs // 2 * (ROWS // _COMBINE_ROWS), numbers=numbers)
+    device = q.device
+
+    def run(
+        q: Tensor, k: Tensor, out: Tensor, lse: Tensor, page_table: Tensor, lengths: Tensor, starts: Tensor
+    ) -> None:
+        partial = torch.empty_strided((n_partial,), (1,), dtype=torch.float32, device=device) if split else None
+        start(q, k, out, lengths, page_table, lse, partial, starts, counters(1, device))
+        finish(starts, lengths, partial, out, lse)
 
     return run

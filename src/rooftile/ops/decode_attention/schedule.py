@@ -238,7 +238,7 @@ def plan_tiles(
     starts_ptr, lengths, n_seqs, tokens, per_seq, capacity, programs, GROUP: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, seqs=None,
 ):  # fmt: skip
-    """The tiles of sequences that begin at `starts` among all tokens: ROWS rows, each of a token and one of GROUP heads.
+    """The tiles of sequences that begin at `starts` among all tokens: ROWS rows, each a token and one of GROUP heads.
 
     With SPLIT, tiles have as many splits as lets each have a program of its own.
 
