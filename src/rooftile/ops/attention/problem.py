@@ -338,6 +338,9 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
         yield AttentionConfig("hopper", 64, 64, 8, 2)
     elif target.gluon and p.n_q > 64 and not _many_short(p) and saves_dequantizing(p):
         yield from _hopper(p, dim, target)
+    if dim > 256:
+        yield from _long(p, target)
+        return
     if p.dtype.itemsize == 4:
         yield from _float32(p, dim, target)
         return
@@ -353,8 +356,6 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
             yield AttentionConfig("portable", 128, 128, 8, 3)
         yield AttentionConfig("portable", 128, 128, 8, 2)
     yield from _sized(rows, ((64, 3), (64, 2), (32, 2), (32, 1)), warps, p, target)
-    if dim > 256:  # the output of 64 rows takes the registers of 8 warps
-        yield from _sized(64, ((32, 2), (32, 1)), 8, p, target)
     yield from _sized(64, ((64, 2), (32, 2), (32, 1)), 4, p, target)
     yield from _sized(32, ((32, 1), (16, 1)), 4, p, target)
 
@@ -390,6 +391,13 @@ def _sized(
     for keys, stages in steps:
         if keys <= most:
             yield AttentionConfig("portable", rows, keys, max(1, warps * 32 // target.warp_size), stages)
+
+
+def _long(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
+    """For a latent cache: 8 warps, as 32 rows of 512 columns are 64 registers of each thread."""
+    warps = max(1, 8 * 32 // target.warp_size)
+    for rows, keys, stages in ((32, 32, 2), (32, 32, 1), (32, 16, 1)) if p.dtype.itemsize == 2 else ((16, 16, 1),):
+        yield AttentionConfig("portable", rows, keys, warps, stages)
 
 
 def _float32(p: Problem, dim: int, target: runtime.Target) -> Iterator[AttentionConfig]:
