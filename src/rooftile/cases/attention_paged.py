@@ -90,7 +90,9 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     drawn = {"q": normal((sum(n_q), point["heads"], point["head_dim"]), dtype, device, generator)}
     heads, kind, by = point["kv_heads"], CACHES[point["cache"]], SCALES[point["scales"]]
     layout = str(point.options.get("cache_layout", "bthd"))
-    for name, dim in (("k", point["head_dim"]), ("v", point["value_dim"]))[: 1 if point["latent"] else 2]:
+    for name, dim in (("k", point["head_dim"]), ("v", point["value_dim"])):
+        if f"{name}_cache" in point.options:  # None: values are in the keys
+            continue
         shape = (rows[0], heads, rows[1], dim) if layout == "bhtd" else (*rows, heads, dim)
         drawn[f"{name}_cache"], scale = drawn_cache(shape, heads, kind, by, dtype, device, generator)
         if scale is not None:
