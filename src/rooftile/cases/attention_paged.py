@@ -211,7 +211,7 @@ _TINY = (
     point(2, 17, 70, **_SMALL, page=16, cache="int8", scales="token"),
     point(2, 5, 40, (2, 1), (20, 9), page=64, cache="fp8", scales="token", softcap=4.0, ragged=True),
     point(2, 20, 70, (4, 1), (48, 32), page=16, singles=1, ragged=True, latent=True),
-    point(2, 9, 40, (2, 1), (40, 40), page=32, cache="int8", scales="token", latent=True),
+    point(2, 9, 40, (2, 1), (32, 20), page=32, cache="int8", scales="token", latent=True),
 )
 _EDGE = (
     point(1, 1, 1, (1, 1), (1, 1), page=16),

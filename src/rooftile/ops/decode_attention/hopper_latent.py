@@ -229,13 +229,6 @@ def _copy_queries(desc, seq, kv_head, tile, pieces, last, ready, T: gl.constexpr
 
 
 @gluon.jit
-def _take(counter_ptr, lane):
-    """How many splits of tiles were taken before, by all programs."""
-    before = gl.atomic_add(counter_ptr + lane, (lane == 0).to(gl.int32), mask=lane == 0, sem="relaxed")
-    return gl.max(gl.where(lane == 0, before, 0), 0)
-
-
-@gluon.jit
 def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size, T: gl.constexpr):
     """Plan this program's work, tell it to the others, and keep the slots full."""
     q_pieces, q_last, k_pieces, last_pieces, messages = memory
@@ -267,15 +260,12 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
     box_parity = 0
     while at < stop:
         if T.packed:
-            # The tiles that are left are taken by whoever is free. The last one to find none resets the counter.
+            # Whoever is free takes what is left. This number is needed only at the end of this tile.
+            taken = gl.atomic_add(counter_ptr + lane, (lane == 0).to(gl.int32), mask=lane == 0, sem="relaxed")
             place = 2 * at
-            taken = _take(counter_ptr, lane)
             seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, _first, count = tile_at(
                 at, plan, lengths, kv_heads, capacity, T.group, T.rows, T.causal, T.block_b, T.keys, seqs
             )
-            at = programs + taken
-            if taken + 1 == stop:
-                gl.store(counter_ptr + lane, 0, mask=lane == 0)
             work = (q_seq, q_head, n_keys, low, high, place, count, q_count)
         else:
             seq, kv_head, n_keys, _first, low, high, at, place, _program, _second, count = work_at(
@@ -313,6 +303,13 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
                     mbarrier.wait(q_free.index(0), q_parity ^ 1)
                     _copy_queries(q_desc, q_seq, q_head, tile, q_pieces, q_last, q_ready.index(0), T)
                     q_parity ^= 1
+        if T.packed:
+            before = gl.max(gl.where(lane == 0, taken, 0), 0)
+            at = programs + before
+            if (
+                before + 1 == stop
+            ):  # as many were taken as there are: all programs have found none, and this is the last
+                gl.store(counter_ptr + lane, 0, mask=lane == 0)
     _send((0, 0, 0, 0, 0, 0, 0), messages, work_ready, work_free, box, box_parity)
 
 
