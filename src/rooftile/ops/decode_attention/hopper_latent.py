@@ -26,6 +26,9 @@ they are in the same slot as the values that `_accumulate` multiplies.
 `free` of the right half implies that the weights, factors and sums were read. Work is partitioned as for
 `decode_kernel` (`schedule`), and partial results are stored as there.
 
+Of packed queries (`attention_paged`), a tile of 64 rows is a piece of work, or a split of it. It is as a sequence of
+the tile's tokens, which has the keys that the last of them sees. Programs take tiles from a queue, a counter in memory.
+
 A row's maximum is of scores before `scale`. Its sum is kept in four parts, as its threads have it, until the end. The
 lowest maximum is finite, so that a row that sees no key needs no special case until it is written.
 """
@@ -33,24 +36,16 @@ lowest maximum is finite, so that a row that sees no key needs no special case u
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.launching import KernelLauncher, bind, counters
+from rooftile import runtime  # before Triton: runtime fixes the mode of the process
+from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.decode_attention.choose import Shape
-from rooftile.ops.decode_attention.schedule import (
-    combine_tiles_kernel,
-    load_lengths,
-    plan_tiles,
-    plan_work,
-    tile_at,
-    work_at,
-)
+from rooftile.ops.decode_attention.schedule import load_lengths, plan_tiles, plan_work, tile_at, work_at
 from rooftile.primitives import pdl
 from rooftile.primitives.gluon import (
     describe,
@@ -76,7 +71,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 
 ROWS = 64  # query rows of a program
 KEYS = 64  # keys of a block
-_HALF = gl.constexpr(256)  # columns of the output that a warpgroup has
+COLUMNS = 512  # of the output
+_HALF = gl.constexpr(COLUMNS // 2)  # columns of the output that a warpgroup has
 _PART = gl.constexpr(64)  # columns of a copy: a swizzle is so wide
 _PARTS = gl.constexpr(4)  # copies of a half
 _SLOTS = gl.constexpr(2)
@@ -84,7 +80,6 @@ _FIELDS = gl.constexpr(8)  # of a message
 _LOWEST = gl.constexpr(-1e30)
 _LN2 = gl.constexpr(LN2.value)
 _DTYPES = (torch.bfloat16, torch.float16)
-_COMBINE_ROWS = 4  # of a program that combines splits
 _MOST_SEQUENCES = 512  # which one warp plans
 _REGISTERS = 168  # what a kernel of 12 warps is compiled for; the two warpgroups take what the producer leaves
 
@@ -528,7 +523,8 @@ _NUMBERS = ["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "step", "progr
 
 
 @gluon.jit(
-    do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr", "starts_ptr"]
+    do_not_specialize=_NUMBERS,
+    do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr", "starts_ptr", "counter_ptr"],
 )
 def attend_latent(
     q_desc,
@@ -628,7 +624,7 @@ def can_run(
 ) -> str | None:  # fmt: skip
     """As `can_implement`, for the dtypes of q and k, and whether both can be described to TMA.
 
-    Packed queries are one token sequence for `s.n_new`, of `s.batch` sequences.
+    Packed queries are `s.n_new` tokens, of `s.batch` sequences.
     """
     group = s.heads // s.kv_heads
     if not target.gluon:
@@ -666,9 +662,13 @@ def launcher(**form: Any) -> KernelLauncher:
     return KernelLauncher(attend_latent, {"T": t}, num_warps=4, maxnreg=_REGISTERS, **pdl.options(t.pdl))
 
 
-def _bind(
+def bind_to(
     launcher: KernelLauncher, q: Tensor, k: Tensor, s: Shape, page_table: Tensor | None, programs: int, scale: float
 ) -> Callable[..., None]:
+    """The launch for tensors as in `can_implement`, to be called with the kernel's. `scale` is times log2(e).
+
+    Packed queries are those of one sequence, and `s.n_new` of `s.batch` sequences.
+    """
     form = launcher.constants["T"]
     of_rows, of_keys = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (4, 5))
     return bind(
@@ -686,69 +686,11 @@ def _bind(
 def prepare(
     launcher: KernelLauncher, q: Tensor, k: Tensor, s: Shape, page_table: Tensor | None, programs: int, scale: float
 ) -> Callable[..., None]:
-    """The launch for a call like that, to be called as that of `decode_kernel` is. `scale` is times log2(e)."""
-    start = _bind(launcher, q, k, s, page_table, programs, scale)
+    """As `bind_to`, to be called as the launch of `decode_kernel` is."""
+    start = bind_to(launcher, q, k, s, page_table, programs, scale)
 
     def run(q: Tensor, k: Tensor, v: None, lengths: Tensor, page_table: Tensor | None, *rest: Any) -> None:
         *_, out, lse, partial, _counters = rest
         start(q, k, out, lengths, page_table, lse, partial, None, None)
-
-    return run
-
-
-# Packed queries
-
-
-@functools.cache
-def _packed_launchers(dtype: torch.dtype, **form: Any) -> tuple[KernelLauncher, KernelLauncher]:
-    """The kernel for packed queries, and the one that combines splits, for inputs of that dtype."""
-    constants = {
-        "VALUE_DIM": form["value_dim"],
-        "GROUP": form["group"],
-        "CAUSAL": form["causal"],
-        "WIDTH": 2 * _HALF.value,
-        "ROWS": ROWS,
-        "BLOCK_B": form["block_b"],
-        "BLOCK_N": KEYS,
-        "COMBINE_SPLITS": 4,
-        "COMBINE_ROWS": _COMBINE_ROWS,
-        "PDL": form["pdl"],
-    }
-    combine = KernelLauncher(combine_tiles_kernel, constants, num_warps=4, **pdl.options(form["pdl"]))
-    return launcher(**form, row_tiles=1, min_blocks=1, slack=0, packed=True), combine
-
-
-def prepare_packed(
-    q: Tensor, k: Tensor, s: Shape, page_table: Tensor, causal: bool, scale: float, target: runtime.Target
-) -> Callable[..., None]:
-    """The launches for packed queries, to be called with `q, k, out, lse, page_table, lengths, starts`.
-
-    Tiles are split only where q has room for no more than leave half of the SMs without one.
-
-    Args:
-        q: (1, tokens, heads, dim).
-        k: (pages, heads, tokens, dim).
-        s: with `batch` sequences, and `n_new` tokens of all of them together.
-        scale: times log2(e).
-    """
-    programs = target.multiprocessors
-    split = 2 * s.n_new * s.heads <= programs * ROWS
-    main, combine = _packed_launchers(
-        q.dtype, group=s.heads // s.kv_heads, page=s.page, value_dim=s.value_dim, causal=causal,
-        block_b=library.power_of_two(s.batch), pdl=pdl.supported(target), split=split,
-    )  # fmt: skip
-    start, finish = _bind(main, q, k, s, page_table, programs, scale), library.start_nothing
-    n_partial = 2 * programs * ROWS * (2 * _HALF.value + 2)
-    if split:
-        numbers = (s.batch, s.n_new, s.kv_heads, s.capacity, programs)
-        finish = bind(combine, programs // 2 * (ROWS // _COMBINE_ROWS), numbers=numbers)
-    device = q.device
-
-    def run(
-        q: Tensor, k: Tensor, out: Tensor, lse: Tensor, page_table: Tensor, lengths: Tensor, starts: Tensor
-    ) -> None:
-        partial = torch.empty_strided((n_partial,), (1,), dtype=torch.float32, device=device) if split else None
-        start(q, k, out, lengths, page_table, lse, partial, starts, counters(1, device))
-        finish(starts, lengths, partial, out, lse)
 
     return run

@@ -450,7 +450,10 @@ def combine_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_seqs", "tokens", "kv_heads", "capacity", "programs"])
+@triton.jit(
+    do_not_specialize=["n_seqs", "tokens", "kv_heads", "capacity", "programs"],
+    do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr", "lse_ptr"],
+)
 def combine_tiles_kernel(
     starts_ptr, lengths_ptr, partial_ptr, out_ptr, lse_ptr,
     n_seqs, tokens, kv_heads, capacity, programs,
