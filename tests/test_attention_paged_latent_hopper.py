@@ -124,6 +124,19 @@ def test_wrong_starts_give_no_rows_outside_of_q(device):
 # The threads
 
 
+class Once(list):
+    """Each element may be taken once."""
+
+    def __init__(self, elements):
+        super().__init__(elements)
+        self.taken = set()
+
+    def __getitem__(self, i):
+        assert int(i) not in self.taken, "a split that was taken before"
+        self.taken.add(int(i))
+        return super().__getitem__(int(i))
+
+
 def attend(run_program, n_q, lengths, group, page, programs, *, split, kv_heads=1, value_dim=VALUES, causal=True):  # noqa: F811
     """out, lse, and their reference in float64; programs run one after another, and take what is left."""
     x = make(lengths, group * kv_heads, 1, page, kv_heads=kv_heads)
@@ -132,8 +145,7 @@ def attend(run_program, n_q, lengths, group, page, programs, *, split, kv_heads=
     q = wide[..., :DIM].copy_(torch.randn(tokens, heads, DIM))
     capacity = x.table.shape[1] * page
     found, splits = tiles_of(n_q, lengths, group, kv_heads, capacity, programs, causal, split, "cpu")
-    # tile_at's order, as the kernel gets it
-    tiles = [tuple(map(tile, t)) for t in torch.tensor(found, dtype=torch.int32)]
+    tiles = Once(tuple(map(tile, t)) for t in torch.tensor(found, dtype=torch.int32))
     form = hopper.Form(group, 1, page, value_dim, causal, 8, 1, 0, True, packed=True, split=split)
     out, lse = torch.full((tokens, heads, value_dim), torch.nan), torch.full((heads, tokens), torch.nan)
     size = 64 * (512 + 2)
@@ -153,6 +165,7 @@ def attend(run_program, n_q, lengths, group, page, programs, *, split, kv_heads=
             form,
         )  # fmt: skip
     assert counter.item() == 0
+    assert len(tiles.taken) == len(tiles)
     if split:
         given = torch.tensor(lengths, dtype=torch.int32)
         n = 1 << (len(n_q) - 1).bit_length()
