@@ -301,9 +301,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
         if T.packed:
             before = gl.max(gl.where(lane == 0, taken, 0), 0)
             at = programs + before
-            if (
-                before + 1 == stop
-            ):  # as many were taken as there are: all programs have found none, and this is the last
+            if before + 1 == stop:  # the last number of all that are taken
                 gl.store(counter_ptr + lane, 0, mask=lane == 0)
     _send((0, 0, 0, 0, 0, 0, 0), messages, work_ready, work_free, box, box_parity)
 
