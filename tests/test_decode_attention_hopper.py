@@ -124,9 +124,19 @@ def load(at):
 
 
 def store(at, x, mask):
+    x = x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=at.memory.dtype)
     shape = torch.broadcast_shapes(at.at.shape, x.shape)
     places, x, mask = (t.expand(shape)[mask.expand(shape)] if t is not mask else t for t in (at.at, x, mask))
     at.memory[places.as_subclass(torch.Tensor).long()] = x.as_subclass(torch.Tensor)
+
+
+def atomic_add(at, x, mask, sem):
+    """What was there before."""
+    assert mask.sum() == 1
+    places = at.at.as_subclass(torch.Tensor).long() * mask
+    before = at.memory[places].clone()
+    at.memory[places[mask]] += x[mask].as_subclass(torch.Tensor)
+    return tile(before)
 
 
 class Region:
@@ -326,6 +336,7 @@ def language(sm):
         convert_layout=lambda x, _layout, assert_trivial=False: x,
         load=load,
         store=store,
+        atomic_add=atomic_add,
         thread_barrier=lambda: None,
         allocate_shared_memory=sm.allocate,
         warp_specialize=sm.specialize,
@@ -362,6 +373,8 @@ def run_program(monkeypatch):
             "warpgroup_mma": sm.mma,
             "warpgroup_mma_wait": sm.mma_wait,
             "load_lengths": lambda *_: None,
+            "plan_tiles": lambda *_: (None, None, None, None, len(work)),
+            "tile_at": lambda at, *_: work[at],
             "plan_work": lambda *_: (None, 0, len(work)),
             "work_at": lambda at, *_: (*map(tile, work[at][:6]), at + 1, tile(work[at][6]), 0, 0, tile(work[at][7])),
             "pdl_wait": lambda: None,
@@ -432,8 +445,8 @@ def attend(run_program, x, programs, *, slack=2, value_dim=VALUES, causal=True, 
         run_program(
             Sm(program * tiles + t, draw), work[program], *described, Pointer(out.view(-1)), None,
             None if x.table is None else Pointer(x.table.reshape(-1)), Pointer(lse.view(-1)),
-            Pointer(partial) if split else None, 0 if x.table is None else x.table.stride(0), batch, n_new, kv_heads,
-            capacity, pages, page_step(x.cache), programs, scale * 1.4426950408889634, form,
+            Pointer(partial) if split else None, None, None, 0 if x.table is None else x.table.stride(0), batch, n_new,
+            kv_heads, capacity, pages, page_step(x.cache), programs, scale * 1.4426950408889634, form,
         )  # fmt: skip
     parts = {}
     for seq, head, _, _, low, high, slot, count in itertools.chain(*work):

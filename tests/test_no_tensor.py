@@ -55,7 +55,7 @@ def test_none_by_signature(name, argument, device):
     more = {"quantize": rooftile.Quantize(torch.int8, per="row")} if name == "quantize_tensor" else {}
     more |= {"q_weight": None, "k_weight": None} if name == "qk_norm_rope" else {}
     more |= {"lr": 1e-3, "step": 1} if name == "adamw_" else {}
-    more |= {"v_cache": None, "head_dim_v": 1} if name == "decode_attention" else {}
+    more |= {"v_cache": None, "head_dim_v": 1} if name in ("decode_attention", "attention_paged") else {}
     with pytest.raises(TypeError, match=f"^{name}: {argument} is None, expected .*tensor"):
         getattr(rooftile, name)(**given, **more)
 

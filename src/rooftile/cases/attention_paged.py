@@ -33,11 +33,12 @@ def point(
     ragged: bool = False,
     sinks: bool = False,
     bounded: bool = False,
+    latent: bool = False,
     **options: object,
 ) -> Point:
     """`sequences` with `chunk` queries each, the last of `cached` keys, and `singles` more with one query.
 
-    `bounded`: the call says how many queries a sequence has at most.
+    `bounded`: the call says how many queries a sequence has at most. `latent`: values are the first elements of keys.
 
     Of `ragged` ones, both numbers differ: the queries, from sequence to sequence fewer, and the keys are drawn.
     """
@@ -55,12 +56,15 @@ def point(
         "scales": SCALES.index(scales),
         "ragged": int(ragged),
         "sinks": int(sinks),
+        "latent": int(latent),
     }
+    if latent:
+        options |= {"v_cache": None, "head_dim_v": dims[1]}
     label = f"{sequences} x {chunk} of {cached} H{heads[0]}/{heads[1]} D{dims[0]}" + f"/{dims[1]}" * (
         dims[0] != dims[1]
     )
     label += f" page {page}" + f" and {singles} x 1" * (singles > 0) + " ragged" * ragged
-    label += (f" {cache} by {scales}" if cache != "own" else "") + " sinks" * sinks
+    label += (f" {cache} by {scales}" if cache != "own" else "") + " sinks" * sinks + " latent" * latent
     return Point(label, sizes, {"max_seqlen_q": chunk, **options} if bounded else options)
 
 
@@ -87,6 +91,8 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     heads, kind, by = point["kv_heads"], CACHES[point["cache"]], SCALES[point["scales"]]
     layout = str(point.options.get("cache_layout", "bthd"))
     for name, dim in (("k", point["head_dim"]), ("v", point["value_dim"])):
+        if f"{name}_cache" in point.options:  # None: values are in the keys
+            continue
         shape = (rows[0], heads, rows[1], dim) if layout == "bhtd" else (*rows, heads, dim)
         drawn[f"{name}_cache"], scale = drawn_cache(shape, heads, kind, by, dtype, device, generator)
         if scale is not None:
@@ -108,10 +114,12 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
     """q, out and the cache with its scales and pages, which is read once. Drawn lengths count as whole."""
     batch, wide = point["batch"], point["head_dim"] + point["value_dim"]
+    cached, per_cache = (point["head_dim"], 4) if point["latent"] else (wide, 8)
     keys = batch * cdiv(point["cached"], point["page"]) * point["page"] * point["kv_heads"]
     scales = {"none": 0, "tensor": 1, "head": point["kv_heads"], "token": keys}[SCALES[point["scales"]]]
-    moved = itemsize * sum(_queries(point)) * point["heads"] * wide + keys * wide * (1 if point["cache"] else itemsize)
-    return moved + 8 * scales + 4 * batch * (2 + cdiv(point["cached"], point["page"]))
+    moved = itemsize * sum(_queries(point)) * point["heads"] * wide
+    moved += keys * cached * (1 if point["cache"] else itemsize)
+    return moved + per_cache * scales + 4 * batch * (2 + cdiv(point["cached"], point["page"]))
 
 
 def _flops(point: Point, direction: Direction) -> int:
@@ -122,17 +130,24 @@ def _flops(point: Point, direction: Direction) -> int:
 
 # Peers
 
+_PLAIN = {"max_seqlen_q", "cache_layout", "scale", "v_cache", "head_dim_v"}
+
 
 def _plain(point: Point, name: str) -> None:
     on_gpu(name)
     if point["ragged"]:
         raise Unsupported(f"{name} is compared at full lengths")
-    if point["sinks"] or set(point.options) - {"max_seqlen_q", "cache_layout", "scale"}:
+    if point["sinks"] or set(point.options) - _PLAIN:
         raise Unsupported(f"{name} has only the plain form")
 
 
-def _gathered(point: Point, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, dtype: torch.dtype, scales: Any):
+def _gathered(
+    point: Point, k_cache: Tensor, v_cache: Tensor | None, page_table: Tensor, dtype: torch.dtype, scales: Any
+) -> list[Tensor]:
     layout = str(point.options.get("cache_layout", "bthd"))
+    if v_cache is None:
+        k = dequantized(k_cache, scales[0], page_table, layout, dtype)[:, :, : point["cached"]]
+        return [k, k[..., : point["value_dim"]]]
     return [
         dequantized(cache, scale, page_table, layout, dtype)[:, :, : point["cached"]]
         for cache, scale in zip((k_cache, v_cache), scales, strict=True)
@@ -146,7 +161,7 @@ def _sdpa(point: Point) -> Callable[..., Any]:
     _plain(point, "SDPA over gathered pages")
 
     def run(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, cu_seqlens_q: Tensor,
+        q: Tensor, k_cache: Tensor, v_cache: Tensor | None, page_table: Tensor, lengths: Tensor, cu_seqlens_q: Tensor,
         k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         k, v = _gathered(point, k_cache, v_cache, page_table, q.dtype, (k_scale, v_scale))
@@ -164,12 +179,15 @@ def _sdpa(point: Point) -> Callable[..., Any]:
 
 def _dense(point: Point) -> Callable[..., Any]:
     """`attention_varlen` over keys that lie together: gathered before the measurement, once for each set of inputs."""
-    _plain(point, "attention_varlen over keys that lie together")
+    name = "attention_varlen over keys that lie together"
+    _plain(point, name)
+    if point["latent"]:
+        raise Unsupported(f"{name} takes heads of up to 256")
     together: dict[int, tuple[Tensor, ...]] = {}
     attend: Any = attention_varlen
 
     def run(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, cu_seqlens_q: Tensor,
+        q: Tensor, k_cache: Tensor, v_cache: Tensor | None, page_table: Tensor, lengths: Tensor, cu_seqlens_q: Tensor,
         k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         key = k_cache.data_ptr()
@@ -192,6 +210,8 @@ _TINY = (
     point(2, 17, 40, (2, 1), (32, 64), page=64, cache="fp8", scales="head", causal=False, window=(9, 3)),
     point(2, 17, 70, **_SMALL, page=16, cache="int8", scales="token"),
     point(2, 5, 40, (2, 1), (20, 9), page=64, cache="fp8", scales="token", softcap=4.0, ragged=True),
+    point(2, 20, 70, (4, 1), (48, 32), page=16, singles=1, ragged=True, latent=True),
+    point(2, 9, 40, (2, 1), (32, 20), page=32, cache="int8", scales="token", latent=True),
 )
 _EDGE = (
     point(1, 1, 1, (1, 1), (1, 1), page=16),
@@ -213,6 +233,12 @@ _LLM = (
     _served(4, 512, 4096, cache="fp8", scales="head"),
     _served(4, 512, 4096, cache="int8", scales="token"),
 )
+# DeepSeek-V3, all heads, or those of one of eight GPUs: a prompt, parts of prompts, and proposed tokens.
+_LATENT = tuple(
+    _served(n, t, cached, (h, 1), (576, 512), latent=True)
+    for h in (16, 128)
+    for n, t, cached in ((1, 4096, 4096), (4, 512, 4096), (16, 64, 8192), (1, 32, 32768))
+)
 
 CASES = (
     OpCase(
@@ -233,7 +259,7 @@ CASES = (
         # What a program begins and ends with, and where its blocks of keys are: 20 bytes on NVIDIA's targets. On gfx942
         # scalar registers spill to lanes of vector registers, as in attention.
         spills=192,
-        sets={"tiny": _TINY, "edge": _EDGE, "llm": _LLM},
+        sets={"tiny": _TINY, "edge": _EDGE, "llm": _LLM, "latent": _LATENT},
         peers=(Peer("gather + sdpa", _sdpa), Peer("dense", _dense)),
     ),
 )

@@ -42,11 +42,12 @@ def _padded(
     form: Callable[..., Tensor],
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     page_table: Tensor,
     lengths: Tensor,
     cu_seqlens_q: Tensor,
     *,
+    head_dim_v: int | None = None,
     max_seqlen_q: int | None = None,
     causal: bool = True,
     scale: float | None = None,
@@ -59,7 +60,10 @@ def _padded(
     cache_layout: str = "bthd",
 ) -> Tensor:
     k = dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
-    v = dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
+    if v_cache is None:
+        v = k[..., :head_dim_v]
+    else:
+        v = dequantized(v_cache, v_scale, page_table, cache_layout, q.dtype)
     rows = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     padded, at = unpacked(q, cu_seqlens_q, rows)
     n_q = cu_seqlens_q[1:] - cu_seqlens_q[:-1]

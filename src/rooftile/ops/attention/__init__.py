@@ -172,11 +172,12 @@ def attention_varlen(
 def attention_paged(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     page_table: Tensor,
     lengths: Tensor,
     cu_seqlens_q: Tensor | Sequence[int],
     *,
+    head_dim_v: int | None = None,
     max_seqlen_q: int | None = None,
     causal: bool = True,
     scale: float | None = None,
@@ -211,6 +212,8 @@ def attention_paged(
             page_size 16, 32, 64, 128, 256 or 512. Of q's dtype, float8_e4m3fn or int8. Query head h reads KV head
             `h // (Hq // Hkv)`. D, and the last dimension of v_cache, which may be another, are 1 to 256. Any strides;
             copied as a whole where the last is not 1.
+            `v_cache=None`, with `head_dim_v`: the value of a token is the first head_dim_v elements of its key, as in
+            `decode_attention` (multi-head latent attention in its absorbed form). D is 1 to 576, head_dim_v 1 to D.
         page_table: `(sequences, most pages)`, int32: the pages of each sequence, which sequences may share. Entries
             beyond a sequence's length are not read.
         lengths: `(sequences,)`, int32: the keys of each sequence, including those of its queries, as in
@@ -221,14 +224,17 @@ def attention_paged(
         causal, scale, window, softcap, alibi_slopes, sinks: as in `attention_varlen`; positions are counted within each
             sequence. Keys before a window are not read.
         k_scale, v_scale: float32, the factors of cached elements: `()`, `(Hkv,)`, or one for each token and head, of
-            the cache's first three dimensions. An int8 cache needs them.
+            the cache's first three dimensions. An int8 cache needs them. Without a v_cache, k_scale holds for both.
         cache_layout: the order of the dimensions of the caches, and of scales by token.
         return_lse: also return the logarithm of the softmax's denominator.
         config: how the kernel is launched, in place of the choice by sizes and GPU. The kernel "hopper" reads a cache
             in 8 bits, or with scales, from a copy of what page_table has room for, in which each element times its
             scale is rounded to q's dtype (float16: infinite above 65504). The copy takes up to 1 GiB during the call;
-            where it would take more, the choice is "portable", and "hopper" is refused. With "invariant" the result of
-            a query has the same bits whatever other queries and sequences there are, and however the tokens of its
+            where it would take more, the choice is "portable", and "hopper" is refused. Without a v_cache, "hopper" has
+            tiles of 64 rows (tokens times heads) and 64 keys, 8 warps and 2 stages. It takes caches of 513 to 576
+            elements in 16 bits, of which up to 512 are values, KV heads with a multiple or a divisor of 64 query heads,
+            and up to 512 sequences, without window, soft cap, sinks, ALiBi and scales. With "invariant" the result of a
+            query has the same bits whatever other queries and sequences there are, and however the tokens of its
             sequence are divided among calls.
         out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. No other
             argument may share it.
@@ -247,12 +253,18 @@ def attention_paged(
     op = "attention_paged"
     scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
     text = "" if config is None else arguments.encoded(op, config, invariant=True)
-    optional = {"k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    given = {name: t for name, t in optional.items() if t is not None}
-    library.check_tensors(op, q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, lengths=lengths, **given)
+    if head_dim_v is not None and (not isinstance(head_dim_v, int) or isinstance(head_dim_v, bool)):
+        raise TypeError(f"{op}: head_dim_v is {library.named(head_dim_v)}, expected an int or None")
+    optional = {"v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes}
+    given = {name: t for name, t in (optional | {"sinks": sinks}).items() if t is not None}
+    library.check_tensors(op, q=q, k_cache=k_cache, page_table=page_table, lengths=lengths, **given)
+    if v_cache is None:
+        if v_scale is not None:
+            raise ValueError(f"{op}: v_scale is given without a v_cache, expected None: k_scale holds for both")
+        v_scale = k_scale
     starts, longest = arguments.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     tensors = (starts, k_scale, v_scale, alibi_slopes, sinks)
-    rest = (*tensors, longest, scaled, cap, left, right, cache_layout, text)
+    rest = (*tensors, longest, scaled, cap, left, right, cache_layout, text, head_dim_v)
     page_table, lengths = checked_indices(q, k_cache, v_cache, page_table, lengths, *rest)
     if out is None:
         out, lse = attention_paged_op(q, k_cache, v_cache, page_table, lengths, *rest)

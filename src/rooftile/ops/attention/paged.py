@@ -6,6 +6,9 @@ where pages are smaller than blocks, the page of each key. Elements of 8 bits be
 
 On sm_90 the `hopper` kernel takes the calls that it takes over dense keys (`problem.choose_forward`). A cache in 8
 bits, or with scales, is copied in q's dtype before (`dequantize_pages`).
+
+Over a latent cache, where values are the first columns of the keys, the portable kernel reads both from the cache of
+keys. For sm_90 there is a kernel that reads them once, for all heads (`hopper_latent`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,10 +24,11 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.attention import arguments, dequantize_pages, parts, problem
+from rooftile.ops.attention import arguments, dequantize_pages, latent, parts, problem
 from rooftile.ops.attention.forward import attend, tile_constants
 from rooftile.ops.attention.parts import place, sequence_range
 from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Inputs, Problem, Scoring, is_aligned
+from rooftile.ops.decode_attention.choose import LONGEST_LATENT
 from rooftile.primitives import paging
 from rooftile.primitives.quantize import writable
 
@@ -124,7 +129,7 @@ class _Arguments:
 
     q: Tensor
     k_cache: Tensor
-    v_cache: Tensor
+    v_cache: Tensor | None
     page_table: Tensor
     lengths: Tensor
     starts: Tensor
@@ -139,25 +144,25 @@ class _Arguments:
     right: int
     layout: str
     config: str = ""
+    head_dim_v: int | None = None
 
     def check(self) -> None:
         """Raise unless shapes and dtypes fit together."""
         library.check_layout(_OP, self.layout, "cache_layout")
         arguments.check_dimensions(_OP, "q", self.q, "thd")
         for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache)):
-            if cache.dim() != 4:
+            if cache is not None and cache.dim() != 4:
                 axes = "pages, page_size, Hkv, D" if self.layout == "bthd" else "pages, Hkv, page_size, D"
                 raise ValueError(f"{_OP}: {name} has shape {tuple(cache.shape)}, expected 4 dimensions ({axes})")
-        paging.check_dtypes(_OP, self.q, self.k_cache, self.v_cache)
+        paging.check_dtypes(_OP, self.q, self.k_cache, self.k_cache if self.v_cache is None else self.v_cache)
         heads, head_dim = self.q.shape[1:]
-        if self.k_cache.shape[3] != head_dim or not 1 <= head_dim <= arguments.LONGEST_HEAD:
+        longest = LONGEST_LATENT if self.latent else arguments.LONGEST_HEAD
+        if self.k_cache.shape[3] != head_dim or not 1 <= head_dim <= longest:
             raise ValueError(
                 f"{_OP}: q and k_cache have last dimensions of {head_dim} and {self.k_cache.shape[3]}, expected the "
-                f"same, 1 to {arguments.LONGEST_HEAD}"
+                f"same, 1 to {longest}"
             )
-        if self.v_cache.shape[:3] != self.k_cache.shape[:3] or not 1 <= self.v_cache.shape[3] <= arguments.LONGEST_HEAD:
-            expected = library.shown((*self.k_cache.shape[:3], f"1 to {arguments.LONGEST_HEAD}"))
-            raise ValueError(f"{_OP}: v_cache has shape {tuple(self.v_cache.shape)}, expected {expected}")
+        self._check_values()
         kv_heads = self.k_cache.shape[self.layout.index("h")]
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"{_OP}: q has {heads} heads, expected a multiple of k_cache's {kv_heads}")
@@ -176,6 +181,37 @@ class _Arguments:
         arguments.check_per_head(_OP, heads, sinks=self.sinks)
         arguments.check_slopes(_OP, self.alibi_slopes, sequences, heads)
 
+    def _check_values(self) -> None:
+        """Raise unless v_cache, or head_dim_v instead of it, fits k_cache."""
+        if self.v_cache is None:
+            if self.head_dim_v is None or not 1 <= self.head_dim_v <= self.k_cache.shape[3]:
+                raise ValueError(
+                    f"{_OP}: head_dim_v is {self.head_dim_v} without a v_cache, expected 1 to {self.k_cache.shape[3]}: "
+                    "the elements of a key that are its value"
+                )
+            return
+        if self.v_cache.shape[:3] != self.k_cache.shape[:3] or not 1 <= self.v_cache.shape[3] <= arguments.LONGEST_HEAD:
+            expected = library.shown((*self.k_cache.shape[:3], f"1 to {arguments.LONGEST_HEAD}"))
+            raise ValueError(f"{_OP}: v_cache has shape {tuple(self.v_cache.shape)}, expected {expected}")
+        if self.head_dim_v not in (None, self.v_cache.shape[3]):
+            raise ValueError(
+                f"{_OP}: head_dim_v is {self.head_dim_v}, expected None or v_cache's {self.v_cache.shape[3]}"
+            )
+
+    @property
+    def latent(self) -> bool:
+        return self.v_cache is None
+
+    @property
+    def kernels(self) -> ModuleType:
+        """What chooses the kernel."""
+        return latent if self.latent else problem
+
+    @property
+    def values(self) -> Tensor:
+        """The cache of values, which may be the first columns of the keys."""
+        return self.k_cache[..., : self.head_dim_v] if self.v_cache is None else self.v_cache
+
     @property
     def page(self) -> int:
         return self.k_cache.shape[self.layout.index("t")]
@@ -192,7 +228,7 @@ class _Arguments:
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Memory for out and lse."""
         tokens, heads, _ = self.q.shape
-        out = torch.empty((tokens, heads, self.v_cache.shape[3]), dtype=self.q.dtype, device=self.q.device)
+        out = torch.empty((tokens, heads, self.values.shape[3]), dtype=self.q.dtype, device=self.q.device)
         return out, torch.empty((heads, tokens), dtype=torch.float32, device=self.q.device)
 
     @property
@@ -201,7 +237,7 @@ class _Arguments:
 
     def views(self) -> tuple[Tensor, Tensor, Tensor]:
         """q as (1, heads, tokens, dim), and the caches as (pages, heads, page, dim)."""
-        k, v = (t if self.layout == "bhtd" else t.transpose(1, 2) for t in (self.k_cache, self.v_cache))
+        k, v = (t if self.layout == "bhtd" else t.transpose(1, 2) for t in (self.k_cache, self.values))
         return arguments.as_bhtd(self.q, "thd"), k, v
 
     def inputs(self, scoring: Scoring) -> Inputs:
@@ -222,7 +258,7 @@ class _Arguments:
             n_q=min(self.longest, tokens) if self.longest else tokens,
             n_k=self.capacity if self.k_cache.shape[0] else 0,  # a cache without pages has no keys
             head_dim=head_dim,
-            value_dim=self.v_cache.shape[3],
+            value_dim=views[2].shape[3],
             dtype=self.q.dtype,
             scoring=scoring,
             alibi=self.alibi_slopes is not None,
@@ -251,14 +287,14 @@ def checked_indices(*args: Any) -> tuple[Tensor, Tensor]:
     return (table, lengths) if q.is_cpu else (table.to(q.device), lengths.to(q.device))
 
 
-def _choose(p: Problem, text: str, target: runtime.Target) -> AttentionConfig:
+def _choose(kernels: ModuleType, p: Problem, text: str, target: runtime.Target) -> AttentionConfig:
     """The configuration of that text, or the choice by sizes and target."""
     if text == INVARIANT:
-        return problem.choose_invariant(p, target)
+        return kernels.choose_invariant(p, target)
     config = problem.decode(text)
     if config is None:
-        return problem.choose_forward(p, target)
-    reason = problem.can_implement_forward(p, config, target)
+        return kernels.choose_forward(p, target)
+    reason = kernels.can_implement_forward(p, config, target)
     if reason is not None:
         raise ValueError(f"{_OP}: config can't be launched: {reason}")
     return config
@@ -306,12 +342,13 @@ def _prepare_start(a: _Arguments, out: Tensor) -> Callable[..., Tensor]:
     new_lse = functools.partial(torch.empty_strided, lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
     s = arguments.scoring(a.q.shape[2], a.scale, a.softcap, a.left, a.right)
     p, target = a.problem(s), runtime.target(a.q.device)
-    c = _choose(p, a.config, target)
+    c = _choose(a.kernels, p, a.config, target)
     if out.numel() == 0:
         return lambda *_: new_lse()
 
     copies = library.Copies()
-    q, k, v = (library.unit_last_of(t, copies, i) for i, t in enumerate((a.q, a.k_cache, a.v_cache)))
+    q, k = (library.unit_last_of(t, copies, i) for i, t in enumerate((a.q, a.k_cache)))
+    v = None if a.v_cache is None else library.unit_last_of(a.v_cache, copies, 2)
     a = dataclasses.replace(a, q=q, k_cache=k, v_cache=v, page_table=library.unit_last_of(a.page_table, copies, 5))
     for i, t in ((6, a.lengths), (7, a.starts), (10, a.alibi_slopes), (11, a.sinks)):
         library.contiguous_of(t, copies, i)
@@ -321,8 +358,9 @@ def _prepare_start(a: _Arguments, out: Tensor) -> Callable[..., Tensor]:
     clear = library.copying(clear, {2: Tensor.contiguous} if 7 in copies else {})
 
     def run(
-        out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, starts: Tensor,
-        k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, *_: object,
+        out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, page_table: Tensor, lengths: Tensor,
+        starts: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, alibi_slopes: Tensor | None,
+        sinks: Tensor | None, *_: object,
     ) -> Tensor:  # fmt: skip
         lse = new_lse()
         clear(out, lse, starts)
@@ -333,8 +371,19 @@ def _prepare_start(a: _Arguments, out: Tensor) -> Callable[..., Tensor]:
 
 
 def _prepare_hopper(a: _Arguments, s: Scoring, c: AttentionConfig, out: Tensor) -> Callable[..., None]:
-    module = problem.forward_module(c.kernel)
+    module = a.kernels.forward_module(c.kernel)
     assert module is not None, "can_implement refuses a kernel that is not there"
+    if a.latent:
+        q, k, _ = a.views()
+        attend: Callable[..., None] = module.prepare(q, k, a.problem(s), a.page_table, runtime.target(q.device))
+
+        def run_latent(
+            q: Tensor, k: Tensor, v: None, out: Tensor, lse: Tensor, table: Tensor, lengths: Tensor, starts: Tensor,
+            *_: None,
+        ) -> None:  # fmt: skip
+            attend(q, k, out, lse, table, lengths, starts)
+
+        return run_latent
     x, table, dequantize = a.inputs(s), a.page_table, None
     if a.narrow:
         dequantize = dequantize_pages.prepare(x, table, a.k_scale, a.v_scale, a.layout)
@@ -357,10 +406,10 @@ def _prepare_portable(
     a: _Arguments, s: Scoring, c: AttentionConfig, out: Tensor, copies: library.Copies
 ) -> Callable[..., None]:
     """The launch of `paged_kernel`, for tensors whose last stride is 1; `copies` has what makes them so."""
-    p, target, q, k, v = a.problem(s), runtime.target(a.q.device), a.q, a.k_cache, a.v_cache
+    p, target, q, k, v = a.problem(s), runtime.target(a.q.device), a.q, a.k_cache, a.values
     k_bytes, v_bytes = (t if t.element_size() > 1 else writable(t) for t in (k, v))
     for i, t, as_bytes in ((1, k, k_bytes), (2, v, v_bytes)):
-        if as_bytes is not t:
+        if as_bytes is not t and not (i == 2 and a.latent):
             copies[i] = functools.partial(_as_bytes, copies.get(i))
 
     tokens, heads, head_dim = q.shape
@@ -398,7 +447,14 @@ def _prepare_portable(
     numbers = (pairs, together, heads, group, tokens, p.n_k, n_pages, n_blocks, *s.numbers)
     if not pairs * n_blocks:
         return library.start_nothing
-    return launching.bind(_launcher(kind, c), pairs * n_blocks, strides=strides, numbers=numbers)
+    start = launching.bind(_launcher(kind, c), pairs * n_blocks, strides=strides, numbers=numbers)
+    if not a.latent:
+        return start
+
+    def run_latent(q: Tensor, k: Tensor, v: None, *rest: Tensor | None) -> None:
+        start(q, k, k, *rest)
+
+    return run_latent
 
 
 def _as_bytes(first: Callable[[Tensor], Tensor] | None, t: Tensor) -> Tensor:
@@ -413,9 +469,9 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 _ARGUMENTS = (
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, "
+    "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, SymInt longest_q, float? scale, "
-    "float softcap, int left, int right, str cache_layout, str config"
+    "float softcap, int left, int right, str cache_layout, str config, int? head_dim_v=None"
 )
 attention_paged_op = library.define(f"attention_paged({_ARGUMENTS}) -> (Tensor, Tensor)", prepare=_prepare, fake=_fake)
 attention_paged_into = library.define(

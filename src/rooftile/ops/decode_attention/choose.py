@@ -421,7 +421,8 @@ def check(
     batch, heads, n_new, head_dim = (q.shape[layout.index(axis)] for axis in "bhtd")
     if n_new > MOST_TOKENS:
         raise ValueError(
-            f"{_OP}: q has {n_new} tokens a sequence, expected at most {MOST_TOKENS}; attention takes any number"
+            f"{_OP}: q has {n_new} tokens a sequence, expected at most {MOST_TOKENS}; "
+            f"{'attention' if v_cache is not None else 'attention_paged'} takes any number"
         )
     longest = LONGEST_LATENT if v_cache is None else LONGEST_HEAD
     if k_cache.shape[3] != head_dim or not 1 <= head_dim <= longest:

@@ -26,6 +26,9 @@ they are in the same slot as the values that `_accumulate` multiplies.
 `free` of the right half implies that the weights, factors and sums were read. Work is partitioned as for
 `decode_kernel` (`schedule`), and partial results are stored as there.
 
+Of packed queries (`attention_paged`), a tile of 64 rows is a piece of work, or a split of it. It is as a sequence of
+the tile's tokens, which has the keys that the last of them sees. Programs take tiles from a queue, a counter in memory.
+
 A row's maximum is of scores before `scale`. Its sum is kept in four parts, as its threads have it, until the end. The
 lowest maximum is finite, so that a row that sees no key needs no special case until it is written.
 """
@@ -42,7 +45,7 @@ from torch import Tensor
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.decode_attention.choose import Shape
-from rooftile.ops.decode_attention.schedule import load_lengths, plan_work, work_at
+from rooftile.ops.decode_attention.schedule import load_lengths, plan_tiles, plan_work, tile_at, work_at
 from rooftile.primitives import pdl
 from rooftile.primitives.gluon import (
     describe,
@@ -68,7 +71,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 
 ROWS = 64  # query rows of a program
 KEYS = 64  # keys of a block
-_HALF = gl.constexpr(256)  # columns of the output that a warpgroup has
+COLUMNS = 512  # of the output
+_HALF = gl.constexpr(COLUMNS // 2)  # columns of the output that a warpgroup has
 _PART = gl.constexpr(64)  # columns of a copy: a swizzle is so wide
 _PARTS = gl.constexpr(4)  # copies of a half
 _SLOTS = gl.constexpr(2)
@@ -93,6 +97,8 @@ class Form:
         block_b: sequences, rounded up to a power of two.
         min_blocks, slack: see `DecodeConfig`.
         pdl: launched while the previous kernel still runs.
+        packed: queries are packed, any number of each sequence (`attention_paged`).
+        split: of packed queries, tiles may be split where they are few.
     """
 
     group: int
@@ -104,6 +110,8 @@ class Form:
     min_blocks: int
     slack: int
     pdl: bool
+    packed: bool = False
+    split: bool = False
     rows: int = ROWS
     keys: int = KEYS
 
@@ -201,16 +209,22 @@ def _copy_columns(
 
 @gluon.jit
 def _copy_queries(desc, seq, kv_head, tile, pieces, last, ready, T: gl.constexpr):
-    """Start the copies of the queries of a tile; those past the last token are zeros."""
+    """Start the copies of the queries of a tile; those past the last token are zeros, if they are not packed.
+
+    Of packed ones `seq` and `kv_head` are the tile's first token and head.
+    """
     row = tile * T.rows
     mbarrier.expect(ready, (2 * _PARTS + 1) * desc.block_type.nbytes)
     for part in gl.static_range(2 * _PARTS + 1):
-        at = (seq, row // T.group, kv_head * T.group + row % T.group, part * _PART)
+        if T.packed:
+            at = (0, seq, kv_head, part * _PART)
+        else:
+            at = (seq, row // T.group, kv_head * T.group + row % T.group, part * _PART)
         load_tile(desc, at, ready, last if part == 2 * _PARTS else pieces.index(part))
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, lengths_ptr, table, memory, barriers, size, T: gl.constexpr):
+def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size, T: gl.constexpr):
     """Plan this program's work, tell it to the others, and keep the slots full."""
     q_pieces, q_last, k_pieces, last_pieces, messages = memory
     ready, free, _weighed, q_ready, q_free, work_ready, work_free = barriers
@@ -220,21 +234,43 @@ def _produce(q_desc, k_desc, lengths_ptr, table, memory, barriers, size, T: gl.c
     tile = gl.program_id(0) % T.row_tiles
     seqs = gl.arange(0, T.block_b, layout=gl.BlockedLayout([1], [32], [1], [0]))
     lengths = load_lengths(lengths_ptr, n_seqs, T.block_b, seqs)
-    partition, at, stop = plan_work(
-        lengths, program, n_seqs, n_new, kv_heads, capacity, programs, None, T.block_b, T.keys, T.min_blocks, T.slack,
-        seqs,
-    )  # fmt: skip
+    starts_ptr, counter_ptr = queues
+    if T.packed:
+        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        plan = plan_tiles(
+            starts_ptr, lengths, n_seqs, n_new, kv_heads, capacity, programs, T.group, T.rows, T.block_b, T.keys,
+            T.split, seqs,
+        )  # fmt: skip
+        at = program
+        stop = plan[4]
+    else:
+        partition, at, stop = plan_work(
+            lengths, program, n_seqs, n_new, kv_heads, capacity, programs, None, T.block_b, T.keys, T.min_blocks,
+            T.slack, seqs,
+        )  # fmt: skip
     slot = 0
     parity = 0
     q_parity = 0
     box = 0
     box_parity = 0
     while at < stop:
-        seq, kv_head, n_keys, _first, low, high, at, place, _program, _second, count = work_at(
-            at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, None, T.block_b, T.keys, seqs
-        )
+        if T.packed:
+            # Whoever is free takes what is left. This number is needed only at the end of this tile.
+            taken = gl.atomic_add(counter_ptr + lane, (lane == 0).to(gl.int32), mask=lane == 0, sem="relaxed")
+            place = 2 * at
+            seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, _first, count = tile_at(
+                at, plan, lengths, kv_heads, capacity, T.group, T.rows, T.causal, T.block_b, T.keys, seqs
+            )
+            work = (q_seq, q_head, n_keys, low, high, place, count, q_count)
+        else:
+            seq, kv_head, n_keys, _first, low, high, at, place, _program, _second, count = work_at(
+                at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, None, T.block_b, T.keys,
+                seqs,
+            )  # fmt: skip
+            q_seq = seq
+            q_head = kv_head
+            work = (seq, kv_head, n_keys, low, high, place, count)  # type: ignore[assignment]
         if low < high:  # else this split of a short sequence is empty
-            work = (seq, kv_head, n_keys, low, high, place, count)
             box, box_parity = _send(work, messages, work_ready, work_free, box, box_parity)
             for block in range(low, high):
                 row = block * T.keys
@@ -260,8 +296,13 @@ def _produce(q_desc, k_desc, lengths_ptr, table, memory, barriers, size, T: gl.c
                 slot, parity = next_slot(slot, parity, 2)
                 if block == low:  # after the first block, whose slot is free before the queries are
                     mbarrier.wait(q_free.index(0), q_parity ^ 1)
-                    _copy_queries(q_desc, seq, kv_head, tile, q_pieces, q_last, q_ready.index(0), T)
+                    _copy_queries(q_desc, q_seq, q_head, tile, q_pieces, q_last, q_ready.index(0), T)
                     q_parity ^= 1
+        if T.packed:
+            before = gl.max(gl.where(lane == 0, taken, 0), 0)
+            at = programs + before
+            if before + 1 == stop:  # the last number of all that are taken
+                gl.store(counter_ptr + lane, 0, mask=lane == 0)
     _send((0, 0, 0, 0, 0, 0, 0), messages, work_ready, work_free, box, box_parity)
 
 
@@ -274,16 +315,22 @@ def _field(messages, i):
 
 
 @gluon.jit
-def _receive(messages, work_ready, work_free, box, parity):
-    """The next piece of work: sequence, KV head, its keys, first block, end of blocks, where a partial result goes, and
-    how many the item has. The last one has no blocks."""
+def _receive(messages, work_ready, work_free, n_new, box, parity, T: gl.constexpr):
+    """The next piece of work: sequence, KV head, its keys and tokens, first block, end of blocks, where a partial
+    result goes, and how many the item has. The last one has no blocks.
+
+    A tile of packed queries is like a sequence of its tokens. Its first token and head are in place of sequence and KV
+    head.
+    """
     mbarrier.wait(work_ready.index(box), parity)
     at = box * _FIELDS
     seq, kv_head, n_keys = _field(messages, at), _field(messages, at + 1), _field(messages, at + 2)
     low, high = _field(messages, at + 3), _field(messages, at + 4)
     place, count = _field(messages, at + 5), _field(messages, at + 6)
+    if T.packed:
+        n_new = _field(messages, at + 7)
     mbarrier.arrive(work_free.index(box), count=1)
-    return seq, kv_head, n_keys, low, high, place, count
+    return seq, kv_head, (n_keys, n_new), low, high, place, count
 
 
 @gluon.jit
@@ -355,14 +402,15 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
     """Scores and softmax weights of all blocks, and the left half of the output."""
     q_tiles, q_last, k_tiles, k_last, stats, messages = memory
     ready, free, weighed, q_ready, q_free, work_ready, work_free = barriers
-    n_new = size[1]
     tile = gl.program_id(0) % T.row_tiles
     slot = 0
     parity = 0
     q_parity = 0
     box = 0
     box_parity = 0
-    seq, kv_head, n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+    seq, kv_head, keys, low, high, place, count = _receive(
+        messages, work_ready, work_free, size[1], box, box_parity, T
+    )  # fmt: skip
     while low < high:
         mbarrier.wait(q_ready.index(0), q_parity)
         q_parity ^= 1
@@ -372,7 +420,6 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
             mbarrier.arrive(q_free.index(0), count=1)
         o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
         peak = gl.full([T.rows], _LOWEST, gl.float32, gl.SliceLayout(1, T.scores))
-        keys = (n_keys, n_new)
         w, _factor, total, peak = _softmax(
             s, None, peak, low, high, keys, scale, k_last, stats, weighed, slot, tile, T
         )  # fmt: skip
@@ -395,9 +442,11 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
         slot, parity = next_slot(slot, parity, 2)
         sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, T.acc), assert_trivial=True)
         peak = gl.convert_layout(peak * scale, gl.SliceLayout(1, T.acc), assert_trivial=True)
-        _write(o, sums, peak, outputs, size, seq, kv_head, tile, place, count, 0, T)
+        _write(o, sums, peak, outputs, size, seq, kv_head, keys[1], tile, place, count, 0, T)
         box, box_parity = next_slot(box, box_parity, 2)
-        seq, kv_head, n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+        seq, kv_head, keys, low, high, place, count = _receive(
+            messages, work_ready, work_free, size[1], box, box_parity, T
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -410,7 +459,9 @@ def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
     parity = 0
     box = 0
     box_parity = 0
-    seq, kv_head, _n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+    seq, kv_head, keys, low, high, place, count = _receive(
+        messages, work_ready, work_free, size[1], box, box_parity, T
+    )  # fmt: skip
     while low < high:
         o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
         sums = gl.full([T.rows], 0, gl.float32, gl.SliceLayout(1, T.acc))
@@ -424,32 +475,39 @@ def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
             o = warpgroup_mma_wait(0, (o,))
             mbarrier.arrive(free.index(2 * slot + 1), count=1)
             slot, parity = next_slot(slot, parity, 2)
-        _write(o, sums, sums, outputs, size, seq, kv_head, tile, place, count, 1, T)
+        _write(o, sums, sums, outputs, size, seq, kv_head, keys[1], tile, place, count, 1, T)
         box, box_parity = next_slot(box, box_parity, 2)
-        seq, kv_head, _n_keys, low, high, place, count = _receive(messages, work_ready, work_free, box, box_parity)
+        seq, kv_head, keys, low, high, place, count = _receive(
+            messages, work_ready, work_free, size[1], box, box_parity, T
+        )  # fmt: skip
 
 
 @gluon.jit
-def _write(o, total, peak, outputs, size, seq, kv_head, tile, place, count, half: gl.constexpr, T: gl.constexpr):
+def _write(o, total, peak, outputs, size, seq, kv_head, n_new, tile, place, count, half: gl.constexpr, T: gl.constexpr):
     """A half of the rows' output, or of their partial result; the left half with what there is one of a row."""
     out_ptr, lse_ptr, partial_ptr = outputs
-    n_new, kv_heads = size[1], size[2]
+    kv_heads = size[2]
     WIDTH: gl.constexpr = 2 * _HALF
     rows = gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.acc))
     cols = half * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, T.acc))
     index = tile * T.rows + rows
     token = index // T.group
-    head = kv_head * T.group + index % T.group
+    head = kv_head + index % T.group if T.packed else kv_head * T.group + index % T.group
     heads = kv_heads * T.group
     there = token < n_new
     if partial_ptr is None or count == 1:
         inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
-        at = out_ptr + (seq.to(gl.int64) * n_new + token) * heads * T.value_dim + head * T.value_dim
+        row = seq.to(gl.int64) + token if T.packed else seq.to(gl.int64) * n_new + token
+        at = out_ptr + row * heads * T.value_dim + head * T.value_dim
         mask = there[:, None] & (cols < T.value_dim)[None, :]
         gl.store(at[:, None] + cols[None, :], (o * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         if lse_ptr is not None and half == 0:
             lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * _LN2)
-            gl.store(lse_ptr + (seq.to(gl.int64) * heads + head) * n_new + token, lse, mask=there)
+            if T.packed:
+                of_lse = head.to(gl.int64) * size[1] + row
+            else:
+                of_lse = (seq.to(gl.int64) * heads + head) * n_new + token
+            gl.store(lse_ptr + of_lse, lse, mask=there)
     else:
         partial = partial_ptr + (place * T.row_tiles + tile).to(gl.int64) * (T.rows * (WIDTH + 2))
         gl.store(partial + (rows * WIDTH)[:, None] + cols[None, :], o, mask=there[:, None])
@@ -462,7 +520,10 @@ def _write(o, total, peak, outputs, size, seq, kv_head, tile, place, count, half
 _NUMBERS = ["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "step", "programs", "scale"]
 
 
-@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr"])
+@gluon.jit(
+    do_not_specialize=_NUMBERS,
+    do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "lse_ptr", "starts_ptr", "counter_ptr"],
+)
 def attend_latent(
     q_desc,
     k_desc,
@@ -471,6 +532,8 @@ def attend_latent(
     pages_ptr,
     lse_ptr,
     partial_ptr,
+    starts_ptr,
+    counter_ptr,
     stride_pb,
     n_seqs,
     n_new,
@@ -482,7 +545,10 @@ def attend_latent(
     scale,
     T: gl.constexpr,
 ):
-    """out = softmax(scores of q and k) k[:, :value_dim], with the lse of each row of scores, or partial results."""
+    """out = softmax(scores of q and k) k[:, :value_dim], with the lse of each row of scores, or partial results.
+
+    Packed queries begin at `starts` for each sequence, and `n_new` are all of them.
+    """
     SHARED: gl.constexpr = T.shared
     q_pieces = gl.allocate_shared_memory(q_desc.dtype, [2 * _PARTS, T.rows, _PART], SHARED)
     q_last = gl.allocate_shared_memory(q_desc.dtype, [T.rows, _PART], SHARED)
@@ -528,7 +594,7 @@ def attend_latent(
         [
             (_score, (outputs, memory, barriers, size, scale, T)),
             (_accumulate, (outputs, memory, barriers, size, scale, T)),
-            (_produce, (q_desc, k_desc, lengths_ptr, table, to_fill, barriers, size, T)),
+            (_produce, (q_desc, k_desc, lengths_ptr, (starts_ptr, counter_ptr), table, to_fill, barriers, size, T)),
         ],
         [4, 1],
         [224, 56],
@@ -546,11 +612,23 @@ def can_implement(
         scale: of the scores.
         options: the names of those that the kernel does not have.
     """
+    aligned = is_describable(q) and is_describable(k) and page_step(k) > 0
+    return can_run((q.dtype, k.dtype), aligned, s, scale, options, target)
+
+
+def can_run(
+    dtypes: tuple[torch.dtype, torch.dtype], aligned: bool, s: Shape, scale: float, options: tuple[str, ...],
+    target: runtime.Target,
+) -> str | None:  # fmt: skip
+    """As `can_implement`, for the dtypes of q and k, and whether both can be described to TMA.
+
+    Packed queries are `s.n_new` tokens, of `s.batch` sequences.
+    """
     group = s.heads // s.kv_heads
     if not target.gluon:
         return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
-    if q.dtype not in _DTYPES or k.dtype != q.dtype:
-        return f"kernel 'hopper' takes float16 and bfloat16, not {q.dtype} and a cache of {k.dtype}"
+    if dtypes[0] not in _DTYPES or dtypes[1] != dtypes[0]:
+        return f"kernel 'hopper' takes float16 and bfloat16, not {dtypes[0]} and a cache of {dtypes[1]}"
     if not (s.values_in_keys and 512 < s.head_dim <= 576 and s.value_dim <= 512):
         return (
             "kernel 'hopper' takes a latent cache of 513 to 576 elements, of which up to 512 are values, not "
@@ -563,7 +641,7 @@ def can_implement(
             f"kernel 'hopper' takes over {ROWS // 2} query rows of a KV head, whose heads are a multiple or a divisor "
             f"of {ROWS}, not {group} heads and {s.n_new} tokens"
         )
-    if not (is_describable(q) and is_describable(k) and page_step(k)):
+    if not aligned:
         return "kernel 'hopper' takes a q and a cache whose base and strides are multiples of 16 bytes"
     # Scores, -inf and the lowest maximum (-1e30) are multiplied by it: the results may be neither 0 nor over float32.
     if not 2.0**-100 < scale < 2.0**27:
@@ -582,13 +660,16 @@ def launcher(**form: Any) -> KernelLauncher:
     return KernelLauncher(attend_latent, {"T": t}, num_warps=4, maxnreg=_REGISTERS, **pdl.options(t.pdl))
 
 
-def prepare(
+def bind_to(
     launcher: KernelLauncher, q: Tensor, k: Tensor, s: Shape, page_table: Tensor | None, programs: int, scale: float
 ) -> Callable[..., None]:
-    """The launch for a call like that, to be called as that of `decode_kernel` is. `scale` is times log2(e)."""
+    """The launch for tensors as in `can_implement`, to be called with the kernel's. `scale` is times log2(e).
+
+    Packed queries are those of one sequence, and `s.n_new` of `s.batch` sequences.
+    """
     form = launcher.constants["T"]
     of_rows, of_keys = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (4, 5))
-    start = bind(
+    return bind(
         launcher,
         programs * form.row_tiles,
         strides=(0 if page_table is None else page_table.stride(0),),
@@ -599,8 +680,15 @@ def prepare(
         },
     )
 
+
+def prepare(
+    launcher: KernelLauncher, q: Tensor, k: Tensor, s: Shape, page_table: Tensor | None, programs: int, scale: float
+) -> Callable[..., None]:
+    """As `bind_to`, to be called as the launch of `decode_kernel` is."""
+    start = bind_to(launcher, q, k, s, page_table, programs, scale)
+
     def run(q: Tensor, k: Tensor, v: None, lengths: Tensor, page_table: Tensor | None, *rest: Any) -> None:
         *_, out, lse, partial, _counters = rest
-        start(q, k, out, lengths, page_table, lse, partial)
+        start(q, k, out, lengths, page_table, lse, partial, None, None)
 
     return run

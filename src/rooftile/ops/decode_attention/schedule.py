@@ -230,6 +230,70 @@ def any_differs(lengths, guess):
     return tl.max((lengths != guess).to(tl.int32), axis=0) > 0
 
 
+# Tiles of packed queries
+
+
+@triton.jit
+def plan_tiles(
+    starts_ptr, lengths, n_seqs, tokens, per_seq, capacity, programs, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, seqs=None,
+):  # fmt: skip
+    """The tiles of sequences that begin at `starts` among all tokens: ROWS rows, each a token and one of GROUP heads.
+
+    With SPLIT, tiles have as many splits as lets each have a program of its own.
+
+    Returns:
+        (begins, counts, ends, splits, stop): the first token of each sequence, how many it has, where its items (a tile
+        of one of `per_seq` KV heads) end among all, the splits of an item, and how many there are of all items.
+    """
+    if seqs is None:
+        seqs = tl.arange(0, BLOCK_B)
+    there = seqs < n_seqs
+    begins = tl.minimum(tl.maximum(tl.load(starts_ptr + seqs, mask=there, other=0), 0), tokens)
+    counts = tl.minimum(tl.maximum(tl.load(starts_ptr + seqs + 1, mask=there, other=0), begins), tokens) - begins
+    items = tl.where(there, (counts * GROUP + (ROWS - 1)) // ROWS * per_seq, 0)
+    stop = tl.sum(items, axis=0)
+    splits = 1
+    if SPLIT:
+        _, _, blocks = count_blocks(lengths, 1, capacity, None, BLOCK_N)
+        longest = tl.max(tl.where(items > 0, blocks, 1), axis=0)
+        splits = tl.maximum(tl.minimum(programs // tl.maximum(stop, 1), longest), 1)
+    return begins, counts, tl.cumsum(items, axis=0), splits, stop * splits
+
+
+@triton.jit
+def tile_at(
+    at, plan, lengths, per_seq, capacity, GROUP: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, seqs=None,
+):  # fmt: skip
+    """A split of a tile. A sequence's last tile, which sees the most keys, comes first.
+
+    Returns:
+        (seq, kv_head, token, head, n_new, n_keys, low, high, first, count): its first token among all and its first
+        head; its tokens, the last of which is at the last of `n_keys` keys, if causal; its blocks; the first of the
+        item's splits, and how many have blocks.
+    """
+    begins, counts, ends, splits, _stop = plan
+    item = at // splits
+    split = at - item * splits
+    seq, first_item = sequence_of_block(ends, item)
+    begin = select_length(begins, seq, BLOCK_B, seqs)
+    n_q = select_length(counts, seq, BLOCK_B, seqs)
+    n_keys = tl.minimum(select_length(lengths, seq, BLOCK_B, seqs), capacity)
+    rank = item - first_item
+    kv_head = rank % per_seq
+    row = ((n_q * GROUP - 1) // ROWS - rank // per_seq) * ROWS
+    token = row // GROUP
+    n_new = tl.minimum(n_q - token, (ROWS + (GROUP - 1)) // GROUP)
+    if CAUSAL:
+        n_keys = tl.maximum(n_keys - n_q + token + n_new, 0)
+    n_blocks = tl.maximum((n_keys + (BLOCK_N - 1)) // BLOCK_N, 1)
+    count = tl.minimum(splits, n_blocks)
+    low = split * n_blocks // count
+    high = tl.minimum((split + 1) * n_blocks // count, n_blocks)
+    return seq, kv_head, begin + token, kv_head * GROUP + row % GROUP, n_new, n_keys, low, high, item * splits, count
+
+
 # Splits
 
 
@@ -384,3 +448,41 @@ def combine_kernel(
             out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, token, head, mask, n_new, kv_heads * GROUP,
             VALUE_DIM, HAS_SINKS, HAS_LSE, V0, V1,
         )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["n_seqs", "tokens", "kv_heads", "capacity", "programs"],
+    do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr", "lse_ptr"],
+)
+def combine_tiles_kernel(
+    starts_ptr, lengths_ptr, partial_ptr, out_ptr, lse_ptr,
+    n_seqs, tokens, kv_heads, capacity, programs,
+    VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, COMBINE_SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Combine COMBINE_ROWS rows of a tile of packed queries, if the tile was split."""
+    PARTS: tl.constexpr = ROWS // COMBINE_ROWS  # programs of a tile
+    if PDL:
+        pdl_launch_dependents()
+        pdl_wait()
+    lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
+    plan = plan_tiles(
+        starts_ptr, lengths, n_seqs, tokens, kv_heads, capacity, programs, GROUP, ROWS, BLOCK_B, BLOCK_N, True
+    )
+    splits, stop = plan[3], plan[4]
+    at = tl.program_id(0) // PARTS * splits
+    if (at < stop) & (splits > 1):
+        _, _, token, head, n_new, _, _, _, first, count = tile_at(
+            at, plan, lengths, kv_heads, capacity, GROUP, ROWS, CAUSAL, BLOCK_B, BLOCK_N
+        )
+        rows = tl.program_id(0) % PARTS * COMBINE_ROWS + tl.arange(0, COMBINE_ROWS)
+        mask = rows // GROUP < n_new
+        if count > 1:
+            m, total, o, o_second = combine_splits(
+                partial_ptr, 0, first, 0, count, rows, mask, WIDTH, 0, 1, ROWS, COMBINE_SPLITS
+            )
+            write_output(
+                out_ptr, lse_ptr, None, m, total, o, o_second, tl.full((), 0, tl.int32), token + rows // GROUP,
+                head + rows % GROUP, mask, tokens, kv_heads * GROUP, VALUE_DIM, False, True, WIDTH, 0,
+            )  # fmt: skip

@@ -1,0 +1,57 @@
+"""The choice of the forward over a latent cache, as `problem` has it for others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+
+from rooftile import runtime
+from rooftile.ops.attention import problem
+from rooftile.ops.attention.arguments import LONGEST_HEAD
+from rooftile.ops.attention.problem import AttentionConfig, Problem
+
+_HOPPER = AttentionConfig("hopper", 64, 64, 8, 2)
+
+
+def forward_module(kernel: str) -> ModuleType | None:
+    """The module with that kernel; None where this Triton has no Gluon, in which it is written."""
+    if kernel == "hopper":
+        return runtime.gluon_module("rooftile.ops.attention.hopper_latent")
+    return problem.forward_module(kernel)  # which takes such a cache as any other
+
+
+def can_implement_forward(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
+    """None where that configuration can run that problem, or the reason why it can't."""
+    if c.kernel != "hopper":
+        return problem.can_implement_forward(p, c, target)
+    module = forward_module(c.kernel)
+    if module is None:
+        return f"kernel is {c.kernel!r}, which this installation does not have"
+    return module.can_implement(p, c, target)
+
+
+def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
+    """The configuration on that target: the first of the preferred ones that can run the problem."""
+    return _HOPPER if can_implement_forward(p, _HOPPER, target) is None else _portable(p, target)
+
+
+def choose_invariant(p: Problem, target: runtime.Target) -> AttentionConfig:
+    """That of the portable kernel for any number of queries and sequences."""
+    return _portable(dataclasses.replace(p, batch=1, n_q=64, tokens=1 << 30), target)
+
+
+def _portable(p: Problem, target: runtime.Target) -> AttentionConfig:
+    if target is runtime.INTERPRETER or max(p.head_dim, p.value_dim) <= LONGEST_HEAD:
+        return problem.choose_invariant(p, target)
+    for c in _long(p, target):
+        if can_implement_forward(p, c, target) is None:
+            return c
+    return AttentionConfig("portable", 16, 16, 4, 1)
+
+
+def _long(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
+    """8 warps, as 32 rows of 512 columns are 64 registers of each thread."""
+    warps = max(1, 8 * 32 // target.warp_size)
+    for rows, keys, stages in ((32, 32, 2), (32, 32, 1), (32, 16, 1)) if p.dtype.itemsize == 2 else ((16, 16, 1),):
+        yield AttentionConfig("portable", rows, keys, warps, stages)
