@@ -534,7 +534,7 @@ def call(**changes):
         {"heads": 16, "tokens": 4},
         {"heads": 24, "kv_heads": 3, "tokens": 16},
         {"heads": 64, "tokens": 16},
-        {"dtype": torch.half, "values": 256, "dim": 520},
+        {"dtype": torch.half, "values": 264, "dim": 520},
     ],
     ids=str,
 )
@@ -549,7 +549,8 @@ def test_it_takes(changes):
         ({"dtype": torch.float32}, "takes float16 and bfloat16"),
         ({"cache": torch.float8_e4m3fn}, "takes float16 and bfloat16"),
         ({"dim": 512, "values": 448}, "of 513 to 576 elements"),
-        ({"values": 513}, "of which up to 512 are values, not 576 and 513"),
+        ({"values": 513}, "of which 257 to 512 are values, not 576 and 513"),
+        ({"values": 256}, "of which 257 to 512 are values, not 576 and 256"),  # one warpgroup would have no column
         ({"options": ("window", "softcap")}, "takes no window and no softcap"),
         ({"heads": 16, "tokens": 2}, "over 32 query rows"),
         ({"heads": 48, "tokens": 2}, "a multiple or a divisor of 64, not 48 heads"),

@@ -629,9 +629,9 @@ def can_run(
         return f"kernel 'hopper' is for sm_90, and {target.why_no_gluon}"
     if dtypes[0] not in _DTYPES or dtypes[1] != dtypes[0]:
         return f"kernel 'hopper' takes float16 and bfloat16, not {dtypes[0]} and a cache of {dtypes[1]}"
-    if not (s.values_in_keys and 512 < s.head_dim <= 576 and s.value_dim <= 512):
+    if not (s.values_in_keys and 512 < s.head_dim <= 576 and 256 < s.value_dim <= 512):
         return (
-            "kernel 'hopper' takes a latent cache of 513 to 576 elements, of which up to 512 are values, not "
+            "kernel 'hopper' takes a latent cache of 513 to 576 elements, of which 257 to 512 are values, not "
             f"{s.head_dim} and {s.value_dim}"
         )
     if options:
