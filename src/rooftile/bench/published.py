@@ -36,7 +36,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "attention": (
         "attention --set llm --set prefill --peers 'rooftile portable,cudnn,flash,fa4' --suite attention",
         f"attention_varlen --set llm {_BOTH} --peers flash,fa4 --suite attention",
-        f"attention_paged --set llm {_BOTH} --peers 'gather + sdpa,dense' --suite attention",
+        f"attention_paged --set llm --set latent {_BOTH} --peers 'gather + sdpa,dense' --suite attention",
         f"decode_attention {_CACHES} {_BOTH} --peers 'sdpa flash,sdpa cudnn' --suite attention",
         f"append_kv rope_and_cache rms_norm_qkv_rope_cache --set decode {_BOTH} --suite attention",
     ),
