@@ -232,10 +232,10 @@ def attention_paged(
             scale is rounded to q's dtype (float16: infinite above 65504). The copy takes up to 1 GiB during the call;
             where it would take more, the choice is "portable", and "hopper" is refused. Without a v_cache, "hopper" has
             tiles of 64 rows (tokens times heads) and 64 keys, 8 warps and 2 stages. It takes caches of 513 to 576
-            elements in 16 bits, of which 257 to 512 are values, KV heads with a multiple or a divisor of 64 query heads,
-            and up to 512 sequences, without window, soft cap, sinks, ALiBi and scales. With "invariant" the result of a
-            query has the same bits whatever other queries and sequences there are, and however the tokens of its
-            sequence are divided among calls.
+            elements in 16 bits, of which 257 to 512 are values, a number of query heads per KV head that divides 64 or
+            that 64 divides, and up to 512 sequences, without window, soft cap, sinks, ALiBi and scales. With
+            "invariant" the result of a query has the same bits whatever other queries and sequences there are, and
+            however the tokens of its sequence are divided among calls.
         out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. No other
             argument may share it.
 
