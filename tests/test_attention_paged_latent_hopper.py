@@ -57,10 +57,12 @@ def _tiles_kernel(
     plan = schedule.plan_tiles(
         starts_ptr, lengths, n_seqs, tokens, kv_heads, capacity, programs, GROUP, 64, N, 64, SPLIT
     )
-    tl.store(plan_ptr, plan[3])
-    tl.store(plan_ptr + 1, plan[4])
-    for at in range(plan[4]):
-        found = schedule.tile_at(at, plan, lengths, kv_heads, capacity, GROUP, 64, CAUSAL, N, 64)
+    tl.store(plan_ptr, plan[1])
+    tl.store(plan_ptr + 1, plan[2])
+    for at in range(plan[2]):
+        found = schedule.tile_at(
+            at, plan, starts_ptr, lengths_ptr, n_seqs, tokens, kv_heads, capacity, GROUP, 64, CAUSAL, 64
+        )
         for i in tl.static_range(10):
             tl.store(out_ptr + at * 10 + i, found[i])
 

@@ -242,7 +242,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
             T.split, seqs,
         )  # fmt: skip
         at = program
-        stop = plan[4]
+        stop = plan[2]
     else:
         partition, at, stop = plan_work(
             lengths, program, n_seqs, n_new, kv_heads, capacity, programs, None, T.block_b, T.keys, T.min_blocks,
@@ -259,7 +259,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
             taken = gl.atomic_add(counter_ptr + lane, (lane == 0).to(gl.int32), mask=lane == 0, sem="relaxed")
             place = 2 * at
             seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, _first, count = tile_at(
-                at, plan, lengths, kv_heads, capacity, T.group, T.rows, T.causal, T.block_b, T.keys, seqs
+                at, plan, starts_ptr, lengths_ptr, n_seqs, n_new, kv_heads, capacity, T.group, T.rows, T.causal, T.keys
             )
             work = (q_seq, q_head, n_keys, low, high, place, count, q_count)
         else:
