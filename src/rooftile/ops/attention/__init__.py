@@ -26,6 +26,7 @@ from rooftile.ops.attention.arguments import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
 from rooftile.ops.attention.paged import attention_paged_into, attention_paged_op, checked_indices
 from rooftile.ops.attention.problem import AttentionConfig, Invariant
+from rooftile.ops.decode_attention.choose import scale_of_values
 from rooftile.ops.gemm.dispatch import autocast
 
 __all__ = ["AttentionConfig", "attention", "attention_paged", "attention_varlen"]
@@ -253,15 +254,10 @@ def attention_paged(
     op = "attention_paged"
     scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
     text = "" if config is None else arguments.encoded(op, config, invariant=True)
-    if head_dim_v is not None and (not isinstance(head_dim_v, int) or isinstance(head_dim_v, bool)):
-        raise TypeError(f"{op}: head_dim_v is {library.named(head_dim_v)}, expected an int or None")
     optional = {"v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes}
     given = {name: t for name, t in (optional | {"sinks": sinks}).items() if t is not None}
     library.check_tensors(op, q=q, k_cache=k_cache, page_table=page_table, lengths=lengths, **given)
-    if v_cache is None:
-        if v_scale is not None:
-            raise ValueError(f"{op}: v_scale is given without a v_cache, expected None: k_scale holds for both")
-        v_scale = k_scale
+    v_scale = scale_of_values(op, v_cache, k_scale, v_scale)
     starts, longest = arguments.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     tensors = (starts, k_scale, v_scale, alibi_slopes, sinks)
     rest = (*tensors, longest, scaled, cap, left, right, cache_layout, text, head_dim_v)

@@ -257,8 +257,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
         if T.packed:
             # Whoever is free takes what is left. This number is needed only at the end of this tile.
             taken = gl.atomic_add(counter_ptr + lane, (lane == 0).to(gl.int32), mask=lane == 0, sem="relaxed")
-            place = 2 * at
-            seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, _first, count = tile_at(
+            seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, place, _first, count = tile_at(
                 at, plan, starts_ptr, lengths_ptr, n_seqs, n_new, kv_heads, capacity, T.group, T.rows, T.causal, T.keys
             )
             work = (q_seq, q_head, n_keys, low, high, place, count, q_count)
@@ -642,7 +641,7 @@ def can_run(
             f"of {ROWS}, not {group} heads and {s.n_new} tokens"
         )
     if not aligned:
-        return "kernel 'hopper' takes a q and a cache whose base and strides are multiples of 16 bytes"
+        return "kernel 'hopper' takes a q and a cache whose base and strides are multiples of 16 bytes, no stride 0"
     # Scores, -inf and the lowest maximum (-1e30) are multiplied by it: the results may be neither 0 nor over float32.
     if not 2.0**-100 < scale < 2.0**27:
         return f"kernel 'hopper' takes a scale from 2^-100 to 2^27, not {scale}"

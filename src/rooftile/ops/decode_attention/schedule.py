@@ -158,6 +158,11 @@ def partial_slot(split, first, second_slot):
     return 2 * (first + split) + tl.where(split == 0, second_slot, 0)
 
 
+def partial_numbers(programs: int, rows: int, width: int) -> int:
+    """How many numbers the partial results of all splits are: `store_partial` has two slots for each program."""
+    return 2 * programs * rows * (width + 2)
+
+
 @triton.jit
 def work_at(
     at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window,
@@ -278,9 +283,9 @@ def tile_at(
     """A split of a tile. A sequence's last tile, which sees the most keys, comes first.
 
     Returns:
-        (seq, kv_head, token, head, n_new, n_keys, low, high, first, count): its first token among all and its first
-        head; its tokens, the last of which is at the last of `n_keys` keys, if causal; its blocks; the first of the
-        item's splits, and how many have blocks.
+        (seq, kv_head, token, head, n_new, n_keys, low, high, slot, first, count): its first token among all and its
+        first head; its tokens, the last of which is at the last of `n_keys` keys, if causal; its blocks; where its
+        partial result is stored; the first of the item's splits, and how many have blocks.
     """
     ends, splits, _stop = plan
     item = at // splits
@@ -300,7 +305,9 @@ def tile_at(
     count = tl.minimum(splits, n_blocks)
     low = split * n_blocks // count
     high = tl.minimum((split + 1) * n_blocks // count, n_blocks)
-    return seq, kv_head, begin + token, kv_head * GROUP + row % GROUP, n_new, n_keys, low, high, item * splits, count
+    first = item * splits
+    slot = partial_slot(split, first, 0)
+    return seq, kv_head, begin + token, kv_head * GROUP + row % GROUP, n_new, n_keys, low, high, slot, first, count
 
 
 # Splits
@@ -482,7 +489,7 @@ def combine_tiles_kernel(
     splits, stop = plan[1], plan[2]
     at = tl.program_id(0) // PARTS * splits
     if (at < stop) & (splits > 1):
-        _, _, token, head, n_new, _, _, _, first, count = tile_at(
+        _, _, token, head, n_new, _, _, _, _, first, count = tile_at(
             at, plan, starts_ptr, lengths_ptr, n_seqs, tokens, kv_heads, capacity, GROUP, ROWS, CAUSAL, BLOCK_N
         )
         rows = tl.program_id(0) % PARTS * COMBINE_ROWS + tl.arange(0, COMBINE_ROWS)
