@@ -141,6 +141,7 @@ def test_refused(device):
             {"head_dim_v": 32, "v_scale": scale},
             "v_scale is given without a v_cache, expected None",
         ),
+        ((q.expand(2, 17, 4, 48), k, None, lengths), {"head_dim_v": 32}, "q has 17 tokens .*; attention_paged takes"),
     ):
         with pytest.raises(ValueError, match=f"decode_attention: {message}"):
             decode_attention(*args, **options)

@@ -8,7 +8,7 @@ On sm_90 the `hopper` kernel takes the calls that it takes over dense keys (`pro
 bits, or with scales, is copied in q's dtype before (`dequantize_pages`).
 
 Over a latent cache, where values are the first columns of the keys, the portable kernel reads both from the cache of
-keys. For sm_90 there is a kernel that reads them once, for all heads (`hopper_latent`).
+keys. For sm_90 there is a kernel that reads them once, for all heads (`hopper_latent`); `latent` says when it runs.
 """
 
 from __future__ import annotations

@@ -42,9 +42,10 @@ class DecodeConfig:
         combine: what combines the splits of an item: `"last"`, the last program to finish; `"kernel"`, a second kernel;
             `"none"`, nothing: no item is split.
         pdl: start while the previous kernel still runs (programmatic dependent launch, sm_90 and later).
-        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90 and over 32 query rows of a KV head
-            over a latent cache in 16 bits (`v_cache=None`): TMA copies, and two warpgroups that share the values'
-            columns. It has blocks of 64 keys, tiles of 64 rows, 8 warps, 2 stages and one program an SM.
+        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90, more than 32 query rows of a KV head
+            and a latent cache (`v_cache=None`) in 16 bits of 513 to 576 elements, of which 257 to 512 are values: TMA
+            copies, and two warpgroups that share the values' columns. It has blocks of 64 keys, tiles of 64 rows, 8
+            warps, 2 stages, one program an SM, and a combine of "kernel" or "none". It is chosen from 64 rows on.
     """
 
     block_n: int = 64
@@ -418,12 +419,13 @@ def check(
     if q.dim() != 4:
         expected = "B, T, Hq, D" if layout == "bthd" else "B, Hq, T, D"
         raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions ({expected})")
+    in_pages = page_table is not None and page_table.dim() != 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is not None and cache.dim() != 4:
             expected = (
-                ("B, S, Hkv, D" if cache_layout == "bthd" else "B, Hkv, S, D")
-                if page_table is None or page_table.dim() == 1
-                else ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
+                ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
+                if in_pages
+                else ("B, S, Hkv, D" if cache_layout == "bthd" else "B, Hkv, S, D")
             )
             raise ValueError(f"{_OP}: {name} has shape {tuple(cache.shape)}, expected 4 dimensions ({expected})")
     paging.check_dtypes(_OP, q, k_cache, k_cache if v_cache is None else v_cache)
@@ -431,7 +433,7 @@ def check(
     if n_new > MOST_TOKENS:
         raise ValueError(
             f"{_OP}: q has {n_new} tokens a sequence, expected at most {MOST_TOKENS}; "
-            f"{'attention' if v_cache is not None else 'attention_paged'} takes any number"
+            f"{'attention_paged' if v_cache is None or in_pages else 'attention'} takes any number"
         )
     longest = LONGEST_LATENT if v_cache is None else LONGEST_HEAD
     if k_cache.shape[3] != head_dim or not 1 <= head_dim <= longest:

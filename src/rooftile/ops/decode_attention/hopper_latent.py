@@ -92,7 +92,7 @@ class Form:
         group: query heads of a KV head.
         row_tiles: tiles of 64 of their query rows, each with programs of its own.
         page: tokens of a page; 0 for a contiguous cache.
-        value_dim: columns of the output, 512 or fewer.
+        value_dim: columns of the output, 257 to 512: each warpgroup has some.
         causal: a token sees no later keys.
         block_b: sequences, rounded up to a power of two.
         min_blocks, slack: see `DecodeConfig`.
