@@ -100,6 +100,8 @@ def test_a_plan_of_first_points_has_every_option_and_every_set_of_tensors():
         planned = [t.point for t in plan([case], sets=["tiny", "llm"], dtypes=[torch.bfloat16], first=True)]
         at_size = [p.options for p in planned if p.dims == size.dims]
         given = [tensors(case, p) for p in planned]
+        for point, drawn in zip(planned, given, strict=True):  # v_cache=None in the place of a v_cache
+            assert not {name for name, *_ in drawn} & set(point.options), (case.name, point.label)
         for tiny in case.sets["tiny"]:
             assert {**size.options, **tiny.options} in at_size
             assert tensors(case, tiny) in given
