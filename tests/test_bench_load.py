@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from rooftile.bench import load
 from rooftile.cli import app
 
+pytestmark = pytest.mark.nightly
+
 WORK = load.Workload(400, 200, 100, False, 2048, 1000, 3)
 LIMITS = load.Limits(0.5, 0.05)
 

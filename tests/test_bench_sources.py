@@ -11,6 +11,8 @@ from rooftile.bench import docs, info, rows, sources
 from rooftile.bench.docs import tables
 from rooftile.bench.rows import OURS
 
+pytestmark = pytest.mark.nightly
+
 OP = """import torch
 from rooftile.primitives import rows
 

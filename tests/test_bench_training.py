@@ -15,6 +15,8 @@ from rooftile.bench.rows import OURS, TOGETHER
 from rooftile.bench.variants import Variant
 from rooftile.cases import Point, Training, all_cases
 
+pytestmark = pytest.mark.nightly
+
 F32 = torch.float32
 
 
