@@ -12,6 +12,7 @@ from fake_engine import HELLO, FakeEngine, MaskedEngine, expected, prompt_of, se
 
 import rooftile
 from rooftile import byte_model
+from rooftile.serve import guided
 from rooftile.serve.chat import ChatTemplate
 
 
@@ -361,6 +362,8 @@ class TestStructuredOutputs:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
             {"structured_outputs": {"regex": "("}},
             {"structured_outputs": {"grammar": "start: ("}},
+            {"structured_outputs": {"grammar": "start: start start"}},
+            {"structured_outputs": {"regex": r"[^\s\S]"}},
             {"structured_outputs": {"json": "{"}},
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         ],
@@ -369,6 +372,14 @@ class TestStructuredOutputs:
         with pytest.raises(openai.BadRequestError) as error:
             masked.completions.create(model="small", prompt="x", extra_body=extra)
         assert next(iter(extra)) in str(error.value) or "not both" in str(error.value)
+
+    def test_what_ends_a_grammar_does_not_tell_its_text(self):
+        """Errors of requests are logged."""
+        tokenizer = FakeEngine().engine.tokenizer
+        grammar = guided.Grammars(tokenizer, 264, (256,)).compile(guided.of_schema({"const": "secret"}))
+        with pytest.raises(RuntimeError, match=r"can't be followed further: .") as error:
+            grammar.advance(tokenizer.encode("x").ids[0])
+        assert "secret" not in str(error.value)
 
     def test_an_engine_without_a_mask(self):
         refusal = pytest.raises(openai.BadRequestError, match="no token mask")
