@@ -223,6 +223,11 @@ class TestChat:
         assert "".join(entry.token for entry in entries) == expected(prompt_of(*HELLO))
         assert bytes(b for entry in entries for b in entry.bytes).decode() == expected(prompt_of(*HELLO))
 
+    def test_the_bytes_of_parts_of_characters(self):
+        with serve(FakeEngine(answer=lambda prompt: "é€")) as server, client_of(server) as client:
+            (choice,) = client.chat.completions.create(model="small", messages=HELLO, logprobs=True).choices
+        assert [bytes(entry.bytes) for entry in choice.logprobs.content] == [bytes([b]) for b in "é€".encode()]
+
     def test_n(self, client):
         made = client.chat.completions.create(model="small", messages=HELLO, n=3, max_tokens=4)
         assert [c.message.content for c in made.choices] == [expected(prompt_of(*HELLO))[:4]] * 3

@@ -10,7 +10,7 @@ from typing import Any
 from rooftile.serve.chat import ToolCall, ToolParser
 from rooftile.serve.metrics import Metrics
 
-Decode = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 
 class Choice:
@@ -45,7 +45,7 @@ class Answer:
         prompt_tokens: of all prompts.
         logprobs: whether they were asked for.
         ends: tokens that end a text without being a part of it.
-        decode: the text of one token.
+        token_bytes: the bytes of one token.
         metrics, started: where the times go, and when the request came.
         token_ids: whether they were asked for.
     """
@@ -61,13 +61,13 @@ class Answer:
         prompt_tokens: int,
         logprobs: bool,
         ends: frozenset[int],
-        decode: Decode,
+        token_bytes: TokenBytes,
         metrics: Metrics,
         started: float,
         token_ids: bool = False,
     ) -> None:
         self.base, self.choices, self.prompt_tokens = base, choices, prompt_tokens
-        self._logprobs, self._ends, self._decode = logprobs, ends, decode
+        self._logprobs, self._ends, self._token_bytes = logprobs, ends, token_bytes
         self._metrics, self._started, self._token_ids = metrics, started, token_ids
 
     async def chunks(self) -> AsyncGenerator[tuple[Choice, Any], None]:
@@ -140,9 +140,11 @@ class Answer:
         ]
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode(token)
+        data = self._token_bytes(token)
         # JSON has no infinity: as OpenAI's API, -9999.
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {
+            "token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data),
+        }  # fmt: skip
 
     def events(self, choice: Choice, chunk: Any) -> list[dict[str, Any]]:
         """What is sent for a chunk: perhaps nothing, while text is held back."""

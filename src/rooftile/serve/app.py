@@ -29,6 +29,7 @@ from rooftile.serve.limits import Gate, Limits
 from rooftile.serve.metrics import Metrics
 from rooftile.serve.prompts import Prompt, Prompts, seeds, wants_logprobs
 from rooftile.serve.protocol import ChatRequest, CompletionRequest, Sampled
+from rooftile.serve.vocabulary import Vocabulary
 
 log = logging.getLogger("rooftile.serve")
 
@@ -108,6 +109,7 @@ class _Server:
         self.engine, self.options = engine, options
         self.gate, self.metrics = Gate(), Metrics(engine.stats)
         self.prompts = Prompts(engine, options.chat_template, options.max_prompt_tokens)
+        self.vocabulary = Vocabulary(engine.engine.tokenizer)
         self.begun = int(time.time())
 
     async def models(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class _Server:
             "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
             "logprobs": wants_logprobs(request),
             "ends": frozenset((*self.engine.engine.config.eos, *(request.stop_token_ids or ()))),
-            "decode": lambda token: self.engine.engine.tokenizer.decode([token], skip_special_tokens=False),
+            "token_bytes": self.vocabulary.bytes_of,
             "metrics": self.metrics,
             "started": started,
             "token_ids": request.return_token_ids,
