@@ -35,6 +35,16 @@ def post(server, body=ASK, path="/v1/completions", **more):
     return httpx.post(server.url + path, json=body, **more)
 
 
+def leave(server, asked):
+    """Ask, and leave before the answer has ended."""
+    if asked["stream"]:
+        with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            post(server, asked, timeout=0.3)
+
+
 def idle(engine, seconds=10.0):
     """Whether the engine holds nothing within that time."""
     end = time.monotonic() + seconds
@@ -236,6 +246,21 @@ class TestMetrics:
         assert lines["rooftile_requests_running"] == lines["rooftile_cache_usage"] == "0.0"
         assert "rooftile_prefix_cache_hit_tokens_total" in lines
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_requests_by_outcome(self, stream):
+        """The first is left by its client, the second fails in the engine, and the third ends."""
+        engine = FakeEngine(answer=long_answer, delay=0.01, fails=lambda stream, i: len(stream.prompt_tokens) == 3)
+        with serve(engine) as server:
+            asked = {**ASK, "stream": stream, "n": 2}
+            leave(server, {**asked, "max_tokens": 400})
+            post(server, {**asked, "prompt": "bad"})
+            post(server, asked)
+            post(server, {**asked, "max_tokens": -1})
+            all_left(server)
+            text = httpx.get(server.url + "/metrics").text
+        found = dict(re.findall(r'rooftile_requests_total{outcome="(\w+)"} (\S+)', text))
+        assert found == {"finished": "1.0", "aborted": "1.0", "failed": "1.0"}
+
 
 class TestClientsThatLeave:
     @pytest.mark.parametrize("stream", [False, True])
@@ -243,13 +268,7 @@ class TestClientsThatLeave:
     def test_their_slots_are_free(self, stream, n):
         engine = FakeEngine(answer=long_answer, delay=0.05, max_batch=2)
         with serve(engine) as server:
-            asked = {**ASK, "stream": stream, "n": n, "max_tokens": 400}
-            if stream:
-                with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
-                    next(answer.iter_lines())
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    post(server, asked, timeout=0.3)
+            leave(server, {**ASK, "stream": stream, "n": n, "max_tokens": 400})
             assert idle(engine)  # it would need 20 seconds to end, or more
 
     def test_one_that_never_reads(self):

@@ -69,9 +69,20 @@ class Answer:
         self.base, self.choices, self.prompt_tokens = base, choices, prompt_tokens
         self._logprobs, self._ends, self._token_bytes = logprobs, ends, token_bytes
         self._metrics, self._started, self._token_ids = metrics, started, token_ids
+        self._outcome = "aborted"  # until it has another end
 
     async def chunks(self) -> AsyncGenerator[tuple[Choice, Any], None]:
         """All streams' chunks as they come, each recorded in its choice."""
+        try:
+            async for choice, chunk in self._recorded():
+                yield choice, chunk
+        except Exception:
+            self._outcome = "failed"
+            raise
+        if all(choice.finish_reason != "abort" for choice in self.choices):
+            self._outcome = "finished"
+
+    async def _recorded(self) -> AsyncGenerator[tuple[Choice, Any], None]:
         async for choice, chunk in self._merged():
             now = time.perf_counter()
             if chunk.token >= 0:  # the last chunk of a sequence that was aborted has none
@@ -118,7 +129,8 @@ class Answer:
                 each.cancel()
 
     async def close(self) -> None:
-        """Give back what the streams hold. One that has ended holds nothing."""
+        """Give back what the streams hold, and count the request. A stream that has ended holds nothing."""
+        self._metrics.requests.labels(self._outcome).inc()
         for choice in self.choices:
             await choice.stream.aclose()
 
