@@ -171,6 +171,24 @@ def test_the_queue_is_bounded_and_a_lower_number_goes_first(engine):
     assert free_of(engine) == (9, 0)
 
 
+def test_several_are_added_together_or_not_at_all(engine, expected):
+    ask = {"prompt": PROMPTS[0], "max_new_tokens": NEW, "ignore_eos": True}
+    with rooftile.AsyncEngine(engine, max_waiting=3) as served, held(served) as release:
+        streams = served.add_all([ask] * 3)
+        until(lambda: served.stats().running == 3)
+        streams += served.add_all([ask])
+        with pytest.raises(QueueFull, match="1 requests wait already: with 3 more"):
+            served.add_all([ask] * 3)
+        with pytest.raises(ValueError, match="request_id is 'x'"):
+            served.add_all([{**ask, "request_id": "x"}] * 2)
+        with pytest.raises(ValueError, match="is empty"):
+            served.add_all([ask, {"prompt": []}])
+        assert served.stats().waiting == 1
+        streams += served.add_all([ask, {**ask, "request_id": "x"}])
+        release()
+        assert [stream.result().tokens for stream in streams] == [expected[0]] * 6
+
+
 class held:
     """The loop stands still once three requests run, until it is released."""
 

@@ -175,17 +175,13 @@ class TestQueue:
                 thread.join()
             assert idle(engine)
 
-    def test_what_was_added_before_the_queue_was_full_is_taken_back(self):
-        engine = FakeEngine(delay=0.01, max_batch=1, max_waiting=3)
-        engine.add, add = (
-            lambda *a, **k: (engine.__dict__.update(waiting=engine.added % 5), add(*a, **k))[1],
-            engine.add,
-        )
+    def test_a_request_is_admitted_as_a_whole_or_not_at_all(self):
+        engine = FakeEngine(max_batch=1, max_waiting=6)
         with serve(engine) as server:
-            assert post(server, {**ASK, "n": 10}).status_code == 429
-            engine.waiting = 0
-            time.sleep(0.1)
-            assert engine.running == 0
+            found = post(server, {**ASK, "prompt": ["a", "b"], "n": 4})
+            assert (found.status_code, engine.added) == (429, 0)
+            found = post(server, {**ASK, "prompt": ["a", "b"], "n": 3})
+            assert (found.status_code, engine.added) == (200, 6)
 
     def test_an_engine_that_has_failed(self):
         class Failed(FakeEngine):
