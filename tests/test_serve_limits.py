@@ -386,8 +386,13 @@ class TestCommands:
         assert found.exit_code == 2
         assert "has no chat template" in found.output
 
+    def test_a_system_message_that_is_not_utf8(self):
+        found = CliRunner().invoke(command_line, ["chat", "demo", "--system", "\udcff"])
+        assert found.exit_code == 2
+        assert "--system is not UTF-8" in found.output
+
     def test_a_conversation(self, tmp_path):
-        """The history is part of the next prompt until /reset; a prompt that is too long is reported."""
+        """The history is part of the next prompt until /reset; what is too long, or not UTF-8, is reported."""
         template = tmp_path / "template.jinja"
         template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         lines = [
@@ -402,8 +407,10 @@ class TestCommands:
             "no",
         ]
         arguments = ["chat", "demo", "--chat-template", str(template), "--max-new-tokens", "3", "--temperature", "0"]
-        found = CliRunner().invoke(command_line, [*arguments, "--max-seq-len", "64"], input="\n".join(lines))
+        asked = "\n".join(lines).encode().replace(b"/help", b"/help\n\xff\xfe\xe2\x82")
+        found = CliRunner().invoke(command_line, [*arguments, "--max-seq-len", "64"], input=asked)
         assert found.exit_code == 0, found.output
+        assert found.stderr.count("the line is not UTF-8") == 1
         assert found.stderr.count("3 tokens, the first after") == 3
         first, third = found.stdout[:3], found.stdout[-4:-1]  # a token is a byte
         assert first == third

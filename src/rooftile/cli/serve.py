@@ -215,15 +215,18 @@ def chat(
     /reset forgets the conversation, /quit leaves, Ctrl-C ends an answer.
     """
     import importlib.util
+    import io
     import sys
 
     if importlib.util.find_spec("jinja2") is None:
         raise _refuse("chat", ImportError("chat templates need jinja2: pip install 'rooftile[serve]'"))
     choose_mode()
     from rooftile.bench.generate import folder_of
-    from rooftile.serve.terminal import HELP, talk, template_of
+    from rooftile.serve.terminal import HELP, is_utf8, talk, template_of
 
     try:
+        if system is not None and not is_utf8(system):
+            raise ValueError("--system is not UTF-8")
         folder = folder_of(path)
         template = template_of(folder, chat_template)
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -235,6 +238,8 @@ def chat(
         if engine.engine.tokenizer is None:
             raise _refuse("chat", ValueError(f"{folder} has no tokenizer.json"))
         terminal = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is reported, and does not raise
         if terminal:
             notices.print(HELP, style="dim", markup=False)
         talk(
