@@ -381,6 +381,12 @@ class TestCommands:
         assert found.exit_code == 2
         assert found.output.strip() == "rooftile serve: the server needs uvicorn: pip install 'rooftile[serve]'"
 
+    def test_the_tokens_of_a_step_reach_the_engine(self):
+        options = ["--port", "0", "--max-batch", "2", "--max-seq-len", "64", "--step-tokens", "2", "--dtype", "fp32"]
+        found = CliRunner().invoke(command_line, ["serve", "demo", *options])
+        assert found.exit_code == 2
+        assert "step_tokens is 2, expected more than max_batch, 2" in found.output
+
     def test_chat_needs_a_template(self):
         found = CliRunner().invoke(command_line, ["chat", str(byte_model.folder())])
         assert found.exit_code == 2
