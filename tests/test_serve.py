@@ -176,6 +176,29 @@ class TestCompletions:
             client.completions.create(model="small", prompt="a", extra_body=extra)
         refused(error, "this engine", *extra)
 
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("guided_json", {"type": "object"}), ("guided_regex", "a"), ("min_tokens", 3), ("prompt_logprobs", 1),
+            ("audio", {"voice": "x"}), ("reasoning_effort", "low"), ("functions", [{"name": "f"}]), ("echo", True),
+            ("modalities", ["text", "audio"]), ("web_search_options", {}), ("skip_special_tokens", False),
+        ],
+    )  # fmt: skip
+    def test_fields_that_are_known_and_not_supported_are_refused(self, client, field, value):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model="small", messages=HELLO, extra_body={field: value})
+        refused(error, f"{field} is not supported")
+        assert error.value.param == field
+
+    def test_fields_that_change_nothing_are_accepted(self, client, caplog):
+        made = client.chat.completions.create(
+            model="small", messages=HELLO, max_tokens=2, user="someone", metadata={"a": "b"}, store=False,
+            service_tier="auto", prediction={"type": "content", "content": "x"}, modalities=["text"],
+            extra_body={"min_tokens": 0, "guided_json": None, "use_beam_search": False},
+        )  # fmt: skip
+        assert made.choices[0].message.content == expected(prompt_of(*HELLO))[:2]
+        assert "not known" not in caplog.text
+
     def test_unknown_fields_are_ignored(self, client):
         made = client.completions.create(model="small", prompt="a", max_tokens=2, extra_body={"no_such": {"a": 1}})
         assert made.choices[0].text == expected("a")[:2]
