@@ -36,6 +36,8 @@ def expected(prompt, n=40):
 
 
 class Stream:
+    cached_tokens = 0
+
     def __init__(self, engine, request_id, prompt_tokens, tokens, logprobs, top=0):
         self.request_id, self.prompt_tokens = request_id, prompt_tokens
         self._engine, self._tokens, self._logprobs, self._top = engine, tokens, logprobs, top

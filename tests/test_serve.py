@@ -456,7 +456,7 @@ class TestAsync:
 @pytest.fixture(scope="module")
 def model():
     with rooftile.AsyncEngine.from_pretrained(
-        byte_model.folder(), dtype=torch.float32, max_batch=4, max_seq_len=64, progress=False
+        byte_model.folder(), dtype=torch.float32, max_batch=4, max_seq_len=64, page_size=16, progress=False
     ) as engine:
         yield engine
 
@@ -525,6 +525,11 @@ class TestSmallModel:
             presence_penalty=-2.0,
         )
         assert made.choices[0].text == "XXX"
+
+    def test_usage_counts_what_the_prefix_cache_had(self, model_client):
+        asked = {"model": "small", "prompt": ["x" * 33, "y" * 10], "max_tokens": 1, "n": 2}
+        found = [model_client.completions.create(**asked).usage.prompt_tokens_details.cached_tokens for _ in range(2)]
+        assert found == [0, 32]  # of the first prompt two pages of 16 tokens
 
     def test_a_client_that_leaves_frees_its_slot(self, model_client, model):
         with model_client.completions.create(model="small", prompt="a", max_tokens=50, stream=True) as stream:

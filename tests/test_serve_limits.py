@@ -136,6 +136,10 @@ class TestBodies:
         found = httpx.request(method, server.url + path)
         assert (found.status_code, list(found.json())) == (status, ["error"])
 
+    def test_health_without_a_body(self, server):
+        found = httpx.head(server.url + "/health")
+        assert (found.status_code, found.content) == (200, b"")
+
 
 class TestKeys:
     def test_v1_needs_one_of_them(self):

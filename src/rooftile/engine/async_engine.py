@@ -169,6 +169,11 @@ class Stream:
             raise item
         return item
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache; 0 until the request starts."""
+        return self._channel.request.cached
+
     def result(self) -> Completion:
         """Wait for the end, and return all that was generated, whatever of it was taken before.
 

@@ -40,6 +40,7 @@ class Request:
         watch: follows its tokens.
         priority, order: requests with a lower number start first, and among equals the one that came first.
         id: of a request that was added to an `AsyncEngine`.
+        cached: tokens of its prompt that were found in the prefix cache when it first started.
         guess: what proposes its tokens, in speculative decoding.
         proposed, accepted: how many tokens were.
     """
@@ -60,6 +61,7 @@ class Request:
     priority: int = 0
     order: int = 0
     id: str = ""
+    cached: int = 0
     guess: Guess | None = None
     proposed: int = 0
     accepted: int = 0
@@ -234,7 +236,8 @@ class ContinuousScheduler(Scheduler):
                 return False
         if self._prefix_cache and not request.launched:
             self.prefix_query_tokens += len(request.filled)
-            self.prefix_hit_tokens += len(pages) * self._page_size
+            request.cached = len(pages) * self._page_size
+            self.prefix_hit_tokens += request.cached
         if pages:
             request.sequence = self._runner.share(pages)
         self.running.append(self.waiting.popleft())

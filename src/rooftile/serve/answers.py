@@ -42,7 +42,7 @@ class Answer:
     Args:
         base: `id`, `created` and `model`.
         choices: what is generated.
-        prompt_tokens: of all prompts.
+        prompt_tokens: of each prompt.
         logprobs: whether they were asked for.
         ends: tokens that end a text without being a part of it.
         token_bytes: the bytes of one token.
@@ -58,7 +58,7 @@ class Answer:
         base: dict[str, Any],
         choices: Sequence[Choice],
         *,
-        prompt_tokens: int,
+        prompt_tokens: Sequence[int],
         logprobs: bool,
         ends: frozenset[int],
         token_bytes: TokenBytes,
@@ -66,7 +66,8 @@ class Answer:
         started: float,
         token_ids: bool = False,
     ) -> None:
-        self.base, self.choices, self.prompt_tokens = base, choices, prompt_tokens
+        self.base, self.choices, self.prompt_tokens = base, choices, sum(prompt_tokens)
+        self._prompts = len(prompt_tokens)
         self._logprobs, self._ends, self._token_bytes = logprobs, ends, token_bytes
         self._metrics, self._started, self._token_ids = metrics, started, token_ids
         self._outcome = "aborted"  # until it has another end
@@ -134,12 +135,16 @@ class Answer:
         for choice in self.choices:
             await choice.stream.aclose()
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         generated = sum(len(choice.tokens) for choice in self.choices)
+        # A prompt is counted once, and so is what was cached of it before the first of its n choices.
+        n = len(self.choices) // self._prompts
+        cached = [choice.stream.cached_tokens for choice in self.choices]
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self.prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(min(cached[i : i + n]) for i in range(0, len(cached), n))},
         }
 
     def _logprob(self, chunk: Any) -> list[dict[str, Any]]:

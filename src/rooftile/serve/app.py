@@ -88,7 +88,7 @@ def create_app(engine: Any, options: Options) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
     app.add_api_route("/v1/completions", server.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", server.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/health", server.health, methods=["GET"])
+    app.add_api_route("/health", server.health, methods=["GET", "HEAD"])
     app.add_api_route("/metrics", server.read_metrics, methods=["GET"])
     return app
 
@@ -164,7 +164,7 @@ class _Server:
 
     def _shared(self, request: Sampled, prompts: list[Prompt], started: float) -> dict[str, Any]:
         return {
-            "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
+            "prompt_tokens": [len(prompt.tokens) for prompt in prompts],
             "logprobs": wants_logprobs(request),
             "ends": frozenset((*self.engine.engine.config.eos, *(request.stop_token_ids or ()))),
             "token_bytes": self.vocabulary.bytes_of,
@@ -212,6 +212,8 @@ class _Server:
 
 class _Nothing:
     """The stream of a request for no tokens: `max_tokens: 0` with `echo`."""
+
+    cached_tokens = 0
 
     def __aiter__(self) -> _Nothing:
         return self
