@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.engine.cache import PagedSequence
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.modes import on, plain_mode
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompts import MixedBatch, Part, PromptBatch
 from rooftile.engine.ranks import Ranks

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftile.engine.cache import PagedSequence
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import page_names
 from rooftile.engine.runner import Runner, Sampling
 
