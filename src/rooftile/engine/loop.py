@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from rooftile.engine.cache import PagedSequence
 from rooftile.engine.generation import Readback, StreamChunk
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.speculation import Speculation

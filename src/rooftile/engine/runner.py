@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.engine.cache import PagedSequence
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.modes import on, plain_mode
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompts import MixedBatch, Part, PromptBatch
 from rooftile.engine.ranks import Ranks
@@ -232,7 +232,7 @@ class Runner:
         self._none_seen = torch.zeros_like(self._seen[0])  # copied to clear a row: a fill is a kernel
         self._of_slots = Numbers(max_batch, device)
         self._of_rows = None if verifier is None else Numbers(max_batch * verifier.n_tokens, device)
-        self.options = SlotOptions(max_batch, config.vocab, device)
+        self.options = SlotOptions(max_batch, config.vocab, device, 1 if verifier is None else verifier.n_tokens)
         self._send_sampling([Sampling()] * max_batch)
         # By slots, by how they are sampled (greedily, or not; None: outside of the graph), and whether there are
         # proposals. With the graph's logits.
@@ -610,9 +610,11 @@ class Runner:
         numbers = {name: tensor[:n] for name, tensor in self._of_rows.of.items()}
         by_count = {name: numbers.pop(name) for name in _BY_COUNTS}
         more = {} if greedy else {"seen": v.seen[:n], "positions": v.nexts[:n], **numbers}
-        tables = self.options.of(slice(0, b), {})
+        tables = self.options.of(slice(0, b), {}, proposed=True)
+        if "mask" in tables:
+            more["mask"] = tables["mask"]
         counts, bias = tables.get("counts"), tables.get("logit_bias")
-        if tables:
+        if counts is not None or bias is not None:
             row_counts, row_bias = v.lay_out(b, None, counts, bias)
             if row_counts is not None:
                 more |= {"counts": row_counts, **by_count}

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftile.engine.cache import PagedSequence
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import page_names
 from rooftile.engine.runner import Runner, Sampling
 
@@ -40,6 +40,7 @@ class Request:
         watch: follows its tokens.
         priority, order: requests with a lower number start first, and among equals the one that came first.
         id: of a request that was added to an `AsyncEngine`.
+        cached: tokens of its prompt that were found in the prefix cache when it first started.
         guess: what proposes its tokens, in speculative decoding.
         proposed, accepted: how many tokens were.
     """
@@ -60,6 +61,7 @@ class Request:
     priority: int = 0
     order: int = 0
     id: str = ""
+    cached: int = 0
     guess: Guess | None = None
     proposed: int = 0
     accepted: int = 0
@@ -170,7 +172,11 @@ class ContinuousScheduler(Scheduler):
         self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
 
     def plan(self) -> dict[Request, int]:
-        """Sequences that run come first, in the order of their ranks; then those that wait. None overtakes another."""
+        """Sequences that run come first, in the order of their ranks; then those that wait.
+
+        A request whose next page is computed in this very step, for another one, is held back: it finds the page in the
+        next step. Those behind it may start, but leave it a slot and pages. Otherwise none overtakes another.
+        """
         work: dict[Request, int] = {}
         given_way = self.preemptions
         running = sorted(self.unfinished(), key=lambda r: r.rank)
@@ -184,13 +190,38 @@ class ContinuousScheduler(Scheduler):
                 continue
             work[request] = n
             budget -= 0 if request.decoding else n
-        while self.waiting and budget and self.preemptions == given_way and len(self.running) < self._slots:
-            request = self.waiting[0]
-            if not self._admitted(request, work):
+        if not budget or self.preemptions > given_way:
+            return work
+        coming = {name for request, n in work.items() if not request.decoding for name in self._coming(request, n)}
+        held: list[Request] = []
+        for request in list(self.waiting):
+            if not budget or len(self.running) + len(held) >= self._slots:
                 break
-            work[request] = min(len(request.filled) - request.computed, budget)
-            budget -= work[request]
+            pages, following = self._found(request)
+            if following in coming:
+                held.append(request)
+                continue
+            if not self._admitted(request, pages, work, held):
+                break
+            n = work[request] = min(len(request.filled) - request.computed, budget)
+            budget -= n
+            coming.update(self._coming(request, n))
         return work
+
+    def _coming(self, request: Request, n: int) -> list[bytes]:
+        """The names of the pages that the next n tokens of a request complete."""
+        return request.names[request.computed // self._page_size : (request.computed + n) // self._page_size]
+
+    def _found(self, request: Request) -> tuple[list[int], bytes | None]:
+        """The pages of a waiting request that are in the cache, and the name of the page after them, if it has one."""
+        request.filled = [*request.prompt, *request.tokens]
+        if not self._prefix_cache:
+            return [], None
+        request.names = page_names(request.filled, self._page_size, request.names)
+        # Of the last token at least the logits are needed.
+        names = request.names[: (len(request.filled) - 1) // self._page_size]
+        pages = self._cache.find(names)
+        return pages, names[len(pages)] if len(pages) < len(names) else None
 
     def _missing(self, request: Request, tokens: int) -> int:
         """The pages that a request needs to hold so many tokens, beside those it has."""
@@ -219,25 +250,25 @@ class ContinuousScheduler(Scheduler):
                 return False
         return True
 
-    def _admitted(self, request: Request, work: dict[Request, int]) -> bool:
-        """Admit a request if there are pages for its prompt, and one for each that runs; share those it finds."""
-        request.filled = [*request.prompt, *request.tokens]
-        pages: list[int] = []
-        if self._prefix_cache:
-            # Of the last token at least the logits are needed.
-            request.names = page_names(request.filled, self._page_size, request.names)
-            pages = self._cache.find(request.names[: (len(request.filled) - 1) // self._page_size])
+    def _admitted(self, request: Request, pages: list[int], work: dict[Request, int], held: list[Request]) -> bool:
+        """Admit a request, which shares those pages, if there are pages for its prompt and one for each that runs.
+
+        Those that are held back before it count as running.
+        """
         if self.running:
             promised = sum(self._missing(r, max(len(r.filled), r.computed + work.get(r, 0))) + 1 for r in self.running)
+            promised += sum(self._missing(r, len(r.filled)) + 1 for r in held)
             needed = -(-len(request.filled) // self._page_size) - len(pages) + self._cache.unused(pages)
             if needed > self._cache.free_pages - promised:
                 return False
         if self._prefix_cache and not request.launched:
             self.prefix_query_tokens += len(request.filled)
-            self.prefix_hit_tokens += len(pages) * self._page_size
+            request.cached = len(pages) * self._page_size
+            self.prefix_hit_tokens += request.cached
         if pages:
             request.sequence = self._runner.share(pages)
-        self.running.append(self.waiting.popleft())
+        self.waiting.remove(request)
+        self.running.append(request)
         return True
 
     def launched(self, request: Request) -> None:

@@ -43,7 +43,13 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar can't be followed further: {self._matcher.get_error()}")
+            raise RuntimeError(f"the grammar can't be followed further: {_reason(self._matcher)}")
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher has stopped, without its state: that has the text of the grammar, which must not be logged."""
+    said: str = matcher.get_error().partition("<state>")[0]
+    return " ".join(said.split())[:500]
 
 
 class Grammars:
@@ -77,7 +83,10 @@ class Grammars:
             if (found := self._compiled.pop(grammar, None)) is None:
                 matcher = LLMatcher(self._tokens, grammar, log_level=0)
                 if matcher.is_error():
-                    raise ValueError(" ".join(matcher.get_error().split())[:500] or "no valid grammar")
+                    raise ValueError(_reason(matcher) or "no valid grammar")
+                matcher.compute_bitmask()  # some grammars fail only here
+                if matcher.is_error():
+                    raise ValueError(f"no token can be the first: {_reason(matcher)}")
                 found = Grammar(matcher)
             self._compiled[grammar] = found  # the one used last is the last
             if len(self._compiled) > _KEPT:
