@@ -124,6 +124,24 @@ def test_grpo_on_the_policy(device):
     assert_right("grpo_loss", tensors, per_token, delta=0.9, importance_sampling_ratio=per_token[:, :1].abs())
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_ratio_that_float32_can_not_hold_is_clipped_without_a_gradient(level, device):
+    """exp(100): 0 with a positive advantage, and with `delta` with any, where the other tokens learn as before."""
+    tensors = drawn(device, ignored=0.0)
+    old = near(tensors)
+    if level == "sequence":
+        old[0] -= 100
+    else:
+        old[:, 2] -= 100
+    advantages = torch.tensor([1.0, 0.5, 0.0, 0.7], device=device)
+    options = {"old_logps": old, "importance_sampling_level": level}
+    assert_right("grpo_loss", tensors, advantages, **options)
+    assert_right("grpo_loss", tensors, -advantages, **options, delta=2.0)
+    options |= {"ref_logps": old + 200, "beta": 1.0}
+    for a in with_gradients(losses.grpo_loss, tensors, (-advantages,), options):
+        assert torch.isfinite(a).all()
+
+
 def test_bfloat16(device):
     tensors = drawn(device, dtype=BF16, ignored=0.0)
     assert_right("dpo_loss", tensors, beta=0.5)
