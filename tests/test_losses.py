@@ -256,6 +256,17 @@ def test_the_log_probabilities_that_come_back_are_those_of_the_policy(name, devi
         torch.testing.assert_close(logps, whole(hidden, weight, labels, bias))
 
 
+@pytest.mark.parametrize("name", ["simpo_loss", "grpo_loss"])
+def test_a_head_with_an_adapter_is_the_merged_head(name, device):
+    hidden, weight, labels, bias = tensors = drawn(device)
+    given, options = arguments(name, tensors, device)
+    a, b = torch.randn(2, HIDDEN, device=device) * HIDDEN**-0.5, torch.randn(CLASSES, 2, device=device)
+    function = getattr(losses, name)
+    found = function(hidden, weight, labels, *given, bias, adapter=(hidden @ a.mT, b), **options)
+    merged = function(hidden, weight + b @ a, labels, *given, bias, **options)
+    torch.testing.assert_close(found.loss, merged.loss)
+
+
 def test_references_get_no_gradients(device):
     tensors = drawn(device)
     for name in ("dpo_loss", "kto_loss", "grpo_loss"):

@@ -38,6 +38,7 @@ class HeadOptions(TypedDict, total=False):
     valid_rows: int | None
     float32_weight_gradient: bool
     precision: Precision
+    adapter: tuple[Tensor, Tensor] | None
 
 
 class PolicyLoss(NamedTuple):
@@ -123,7 +124,7 @@ def token_logps(
         labels: `(...)`, int64 or int32. Where a label is `ignore_index` the log-probability is 0.
         bias: `(V,)`.
         temperature: of the policy that sampled, 1e-30 or more.
-        head: ignore_index, softcap, chunk_bytes, valid_rows, float32_weight_gradient and precision, as in
+        head: ignore_index, softcap, chunk_bytes, valid_rows, float32_weight_gradient, precision and adapter, as in
             `linear_cross_entropy`.
 
     Returns:

@@ -3,8 +3,8 @@
 The model's forward asks its head for the loss: it calls the head's module with an `Asked`, and the module returns the
 loss instead of logits. So what surrounds a module's call (FSDP, which gathers the weight there, or accelerate's
 offloading) happens as before. Whether a module can be asked is decided on every call. Where it can't (an adapter has
-taken its place, a hook expects logits), the model's own lines run. Where the head finds only when it is called that its
-weight is not a plain tensor, it computes the loss from logits.
+taken its place since the patch, a hook expects logits), the model's own lines run. Where the head finds only when it is
+called that its weight is not a plain tensor, it computes the loss from logits.
 
 The losses are transformers': `ForCausalLMLoss`, which shifts the labels and divides the sum by `num_items_in_batch` if
 that is given, and `torch.nn.CrossEntropyLoss`.
@@ -54,8 +54,8 @@ def head_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(self, input)
         weight, bias = self.weight, self.bias
         if takes(input, weight, bias):
-            return _fused(input, weight, bias, asked)
-        return _of_logits(original(self, input), asked)
+            return fused(input, weight, bias, asked)
+        return of_logits(original(self, input), asked)
 
     forward._rooftile = True  # type: ignore[attr-defined]
     return can_be_asked(forward)
@@ -70,7 +70,7 @@ def ask(module: nn.Module, x: Tensor, asked: Asked | None) -> Tensor:
     """What the module returns of x, or the loss that is asked for."""
     if asked is None:
         return module(x)
-    return module(x, asked=asked) if is_head(module) else _of_logits(module(x), asked)
+    return module(x, asked=asked) if is_head(module) else of_logits(module(x), asked)
 
 
 def wrapped(module: Any) -> tuple[Any, ...]:
@@ -102,10 +102,15 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     return any(not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)
 
 
-def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) -> Tensor:
+def fused(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked, adapter: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The loss without logits; `adapter` is that of `linear_cross_entropy`, low in hidden's leading shape."""
+    if adapter is not None:
+        adapter = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = asked.target.to(hidden.device).reshape(-1)
-    options: dict[str, Any] = {"ignore_index": asked.ignore_index, "softcap": asked.softcap}
+    options: dict[str, Any] = {"ignore_index": asked.ignore_index, "softcap": asked.softcap, "adapter": adapter}
     loss: Tensor
     if asked.num_items is None:
         loss = linear_cross_entropy(hidden, weight, target, bias, **options)
@@ -119,7 +124,7 @@ def _fused(hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) ->
     return loss
 
 
-def _of_logits(logits: Tensor, asked: Asked) -> Tensor:
+def of_logits(logits: Tensor, asked: Asked) -> Tensor:
     logits = logits.float()
     if asked.softcap is not None:
         logits = torch.tanh(logits / asked.softcap) * asked.softcap
