@@ -380,6 +380,25 @@ def test_lora_trains_as_in_the_plain_model(targets: list[str], before: bool) -> 
     assert torch.equal(step(model, given)[0].loss, expected.loss)
 
 
+@pytest.mark.parametrize("title", ["Llama", "Gemma 2"])
+def test_ignored_tokens_are_not_multiplied_where_the_host_knows_how_many_count(title: str) -> None:
+    """`valid_rows` of the call; the model's own code takes it too, and it has no part in graphs."""
+    model = trained(title)
+    given = given_to(model)
+    given["labels"][:, :6] = -100
+    valid = int((given["labels"] != -100).sum())
+    plain, grads = step(model, given, valid_rows=valid)
+    with rooftile.patch(model):
+        with Calls() as ops:
+            ours, patched = step(model, given, valid_rows=valid)
+        (args,) = [args for op, args, _ in ops.calls if op._schema.name == "rooftile::linear_cross_entropy"]
+        assert args[-2] == valid < len(args[0])
+        assert model(**given, valid_rows=valid - 1).loss.isnan()
+        assert error(model.eval()(**given, valid_rows=valid).loss, plain.loss) < FP32
+    assert error(ours.loss, plain.loss) < FP32
+    assert_same_gradients(patched, grads)
+
+
 @pytest.mark.parametrize(("title", "switches"), [("Llama", {}), ("Gemma 2", {"lora": True, "linear": True})])
 def test_a_head_with_an_adapter_is_asked_for_the_loss(title: str, switches: dict[str, bool]) -> None:
     """Over the head and its one adapter, with dropout and a scale; what PEFT computes otherwise is asked for logits."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from rooftile.huggingface.replacing import has_global_hook, is_hooked, is_ours, takes
 from rooftile.ops.fused_head.linear_cross_entropy import linear_cross_entropy
@@ -35,12 +36,14 @@ class Asked(NamedTuple):
         target: of each token, in the order of the hidden states.
         num_items: what the sum of the losses is divided by; None is the mean of those that count. No floating-point
             tensor: FSDP would cast it.
+        valid_rows: how many targets count at most, if the host knows it: see `linear_cross_entropy`.
     """
 
     target: Tensor
     num_items: Tensor | int | None = None
     ignore_index: int = IGNORED
     softcap: float | None = None
+    valid_rows: int | None = None
 
 
 # The head's side.
@@ -110,7 +113,9 @@ def fused(
         adapter = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = asked.target.to(hidden.device).reshape(-1)
-    options: dict[str, Any] = {"ignore_index": asked.ignore_index, "softcap": asked.softcap, "adapter": adapter}
+    options: dict[str, Any] = {
+        "ignore_index": asked.ignore_index, "softcap": asked.softcap, "valid_rows": asked.valid_rows, "adapter": adapter
+    }  # fmt: skip
     loss: Tensor
     if asked.num_items is None:
         loss = linear_cross_entropy(hidden, weight, target, bias, **options)
@@ -156,7 +161,10 @@ def causal_loss(shifted_loss: Callable[..., Tensor]) -> Callable[..., Tensor | N
         model: Any, head: nn.Module, hidden: Tensor, labels: Tensor | None, options: Mapping[str, Any], *,
         divisor: float | None = None, softcap: float | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Of logits divided by `divisor` and capped at `softcap`."""
+        """Of logits divided by `divisor` and capped at `softcap`.
+
+        `valid_rows` of the call's options leaves out tokens, except in graphs: each number would be compiled for.
+        """
         if labels is None or not is_head(head) or model.loss_function is not shifted_loss:
             return None
         items = options.get("num_items_in_batch")
@@ -167,7 +175,8 @@ def causal_loss(shifted_loss: Callable[..., Tensor]) -> Callable[..., Tensor | N
             target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if divisor is not None:
             hidden = hidden / divisor
-        loss = head(hidden, asked=Asked(target, items if after is None else 1, ignore_index, softcap))
+        valid_rows = None if is_compiling() else options.get("valid_rows")
+        loss = head(hidden, asked=Asked(target, items if after is None else 1, ignore_index, softcap, valid_rows))
         return loss if after is None else loss / after.to(loss.device)
 
     return causal_loss
