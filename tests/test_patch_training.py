@@ -381,6 +381,36 @@ def test_lora_trains_as_in_the_plain_model(targets: list[str], before: bool) -> 
 
 
 @pytest.mark.parametrize("title", ["Llama", "Gemma 2"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits-in-the-head"])
+def test_accuracy_and_entropy_are_returned_without_logits(title: str, fused: bool) -> None:
+    model = trained(title)
+    given = given_to(model)
+    plain, grads = step(model, given)
+    given["labels"][:, 3] = plain.logits.argmax(-1)[:, 2]  # one that is right
+    plain, grads = step(model, given)
+    counts = given["labels"][:, 1:] != -100
+    logprobs = plain.logits[:, :-1].detach().log_softmax(-1)
+    right = (logprobs.argmax(-1) == given["labels"][:, 1:])[counts].float().mean()
+    entropy = -(logprobs.exp() * logprobs).sum(-1)[counts].mean()
+    assert right > 0
+    with rooftile.patch(model):
+        if not fused:
+            model.double()  # which no kernel has
+        ours, patched = step(model, given, return_token_accuracy=True)
+        assert ours.logits is None
+        assert isinstance(ours, type(plain))
+        assert ours.token_accuracy == pytest.approx(right.item())
+        assert error(ours.token_entropy, entropy) < FP32
+        assert not ours.token_entropy.requires_grad
+        assert error(ours.loss, plain.loss) < FP32
+        again = torch.utils._pytree.tree_map(lambda t: t, ours)  # as wrappers rebuild results
+        assert again.token_accuracy is ours.token_accuracy
+        if fused:
+            assert_same_gradients(patched, grads)
+            assert not hasattr(step(model, given)[0], "token_accuracy")
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 2"])
 def test_ignored_tokens_are_not_multiplied_where_the_host_knows_how_many_count(title: str) -> None:
     """`valid_rows` of the call; the model's own code takes it too, and it has no part in graphs."""
     model = trained(title)

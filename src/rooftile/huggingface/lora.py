@@ -115,10 +115,12 @@ def lora_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
-def lora_head_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def lora_head_forward(original: Callable[..., Tensor]) -> Callable[..., loss_head.Found]:
     """The forward of PEFT's `Linear` that can be asked for the loss; `original` makes logits."""
 
-    def forward(self: Any, x: Tensor, *args: Any, asked: loss_head.Asked | None = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self: Any, x: Tensor, *args: Any, asked: loss_head.Asked | None = None, **kwargs: Any
+    ) -> loss_head.Found:
         if asked is None:
             return original(self, x, *args, **kwargs)
         found = None if args or kwargs else _operands(self, x)

@@ -12,6 +12,7 @@ that is given, and `torch.nn.CrossEntropyLoss`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from rooftile.ops.fused_head.linear_cross_entropy import linear_cross_entropy
 
 _OURS = "_rooftile_loss_head"  # of a forward that can be asked for the loss
 _HOOKED = "_old_forward"
+_STATS = "_rooftile_stats"  # the option of a model's forward that takes `Stats` to its caller
 SKIP = "_rooftile_skip_logits"  # where a model keeps `PatchHandle.skip_logits`
 IGNORED = -100  # transformers' ignore_index
 
@@ -37,6 +39,7 @@ class Asked(NamedTuple):
         num_items: what the sum of the losses is divided by; None is the mean of those that count. No floating-point
             tensor: FSDP would cast it.
         valid_rows: how many targets count at most, if the host knows it: see `linear_cross_entropy`.
+        stats: also `Stats`, after the loss.
     """
 
     target: Tensor
@@ -44,15 +47,33 @@ class Asked(NamedTuple):
     ignore_index: int = IGNORED
     softcap: float | None = None
     valid_rows: int | None = None
+    stats: bool = False
+
+
+class Stats(NamedTuple):
+    """Means over the targets that count, without gradients; 0 if none does."""
+
+    token_accuracy: Tensor
+    token_entropy: Tensor
+
+
+def _stats(asked: Asked, argmax: Tensor, entropy: Tensor) -> Stats:
+    target = asked.target.to(argmax.device).reshape(-1)
+    counts = target != asked.ignore_index
+    n = counts.sum().clamp(min=1)
+    return Stats(((argmax == target) & counts).sum() / n, torch.where(counts, entropy, 0.0).sum() / n)
+
+
+Found = Tensor | tuple[Tensor, Stats]  # the loss, and what was asked for besides
 
 
 # The head's side.
 
 
-def head_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def head_forward(original: Callable[..., Tensor]) -> Callable[..., Found]:
     """The forward of a `torch.nn.Linear` that can be asked for the loss; `original` makes logits."""
 
-    def forward(self: Any, input: Tensor, asked: Asked | None = None) -> Tensor:
+    def forward(self: Any, input: Tensor, asked: Asked | None = None) -> Found:
         if asked is None:
             return original(self, input)
         weight, bias = self.weight, self.bias
@@ -64,12 +85,12 @@ def head_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return can_be_asked(forward)
 
 
-def can_be_asked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def can_be_asked(forward: Callable[..., Found]) -> Callable[..., Found]:
     setattr(forward, _OURS, True)
     return forward
 
 
-def ask(module: nn.Module, x: Tensor, asked: Asked | None) -> Tensor:
+def ask(module: nn.Module, x: Tensor, asked: Asked | None) -> Found:
     """What the module returns of x, or the loss that is asked for."""
     if asked is None:
         return module(x)
@@ -107,7 +128,7 @@ def has_foreign_hooks(module: nn.Module) -> bool:
 
 def fused(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked, adapter: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+) -> Found:
     """The loss without logits; `adapter` is that of `linear_cross_entropy`, low in hidden's leading shape."""
     if adapter is not None:
         adapter = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
@@ -116,29 +137,34 @@ def fused(
     options: dict[str, Any] = {
         "ignore_index": asked.ignore_index, "softcap": asked.softcap, "valid_rows": asked.valid_rows, "adapter": adapter
     }  # fmt: skip
-    loss: Tensor
-    if asked.num_items is None:
-        loss = linear_cross_entropy(hidden, weight, target, bias, **options)
-    else:
+    shape: torch.Size | tuple[()] = ()
+    if asked.num_items is not None:
         items = _on_device(asked.num_items, hidden)
         # The weight of each token instead of a division: then the gradients need no other pass.
         share = (1.0 / items.float()).reshape(1).expand(target.shape)
-        loss = linear_cross_entropy(hidden, weight, target, bias, token_weights=share, reduction="sum", **options)
-        if items.dim():
-            loss = loss.reshape(items.shape)
-    return loss
+        options |= {"token_weights": share, "reduction": "sum"}
+        shape = items.shape
+    if not asked.stats:
+        loss = linear_cross_entropy(hidden, weight, target, bias, **options)
+        return loss.reshape(shape) if shape else loss
+    loss, found = linear_cross_entropy(hidden, weight, target, bias, return_stats=True, **options)
+    return loss.reshape(shape) if shape else loss, _stats(asked, found.argmax, found.entropy)
 
 
-def of_logits(logits: Tensor, asked: Asked) -> Tensor:
+def of_logits(logits: Tensor, asked: Asked) -> Found:
     logits = logits.float()
     if asked.softcap is not None:
         logits = torch.tanh(logits / asked.softcap) * asked.softcap
     reduction = "mean" if asked.num_items is None else "sum"
+    logits = logits.flatten(0, -2)
     loss = nn.functional.cross_entropy(
-        logits.flatten(0, -2), asked.target.to(logits.device).reshape(-1),
-        ignore_index=asked.ignore_index, reduction=reduction,
-    )  # fmt: skip
-    return loss if asked.num_items is None else loss / _on_device(asked.num_items, loss)
+        logits, asked.target.to(logits.device).reshape(-1), ignore_index=asked.ignore_index, reduction=reduction
+    )
+    loss = loss if asked.num_items is None else loss / _on_device(asked.num_items, loss)
+    if not asked.stats:
+        return loss
+    logprobs = logits.detach().log_softmax(-1)
+    return loss, _stats(asked, logits.argmax(-1), -(logprobs.exp() * logprobs).sum(-1))
 
 
 def _on_device(number: Tensor | int, like: Tensor) -> Tensor:
@@ -176,7 +202,14 @@ def causal_loss(shifted_loss: Callable[..., Tensor]) -> Callable[..., Tensor | N
         if divisor is not None:
             hidden = hidden / divisor
         valid_rows = None if is_compiling() else options.get("valid_rows")
-        loss = head(hidden, asked=Asked(target, items if after is None else 1, ignore_index, softcap, valid_rows))
+        stats: list[Stats] | None = options.get(_STATS)
+        wanted = stats is not None
+        loss = head(
+            hidden, asked=Asked(target, items if after is None else 1, ignore_index, softcap, valid_rows, wanted)
+        )
+        if stats is not None:
+            loss, found = loss
+            stats.append(found)
         return loss if after is None else loss / after.to(loss.device)
 
     return causal_loss
@@ -185,16 +218,34 @@ def causal_loss(shifted_loss: Callable[..., Tensor]) -> Callable[..., Tensor | N
 def unless_logits_are_wanted(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """The model's forward: `ours` returns no logits where it returns the loss.
 
-    Logits are wanted in evaluation, unless the call or else the handle of the patch says otherwise.
+    Logits are wanted in evaluation, unless the call or else the handle of the patch says otherwise. The result has
+    `Stats` besides, if the call asks for them and the loss was computed without logits.
     """
 
     @functools.wraps(original)
-    def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, *args: Any, skip_logits: bool | None = None, return_token_accuracy: bool = False, **kwargs: Any
+    ) -> Any:
         if skip_logits is None:
             skip_logits = self.__dict__.get(SKIP, self.training)
-        return (ours if skip_logits else original)(self, *args, **kwargs)
+        if not skip_logits:
+            return original(self, *args, **kwargs)
+        if not return_token_accuracy:
+            return ours(self, *args, **kwargs)
+        stats: list[Stats] = []
+        result = ours(self, *args, **{**kwargs, _STATS: stats})
+        if not stats or not isinstance(result, dict):
+            return result
+        return _with_stats(type(result))(**result, **stats[0]._asdict())
 
     return forward
+
+
+@functools.cache
+def _with_stats(cls: type) -> Any:
+    """That class of transformers' results, with the fields of `Stats`."""
+    fields = [(name, Tensor | None, None) for name in Stats._fields]
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,))
 
 
 # What the plan asks.
