@@ -30,7 +30,7 @@ from rooftile.cases import all_cases
 from rooftile.cases.attention_paged import point
 from rooftile.cases.check import relative_error
 from rooftile.inspect import compile_on, plan
-from rooftile.ops.attention import AttentionConfig, attention_paged, latent, paged
+from rooftile.ops.attention import AttentionConfig, attention_paged, paged
 from rooftile.ops.attention.latent import HOPPER, can_implement_forward, choose_forward, choose_invariant
 from rooftile.ops.attention.problem import Problem, Scoring
 from rooftile.ops.decode_attention import schedule
@@ -229,19 +229,11 @@ def problem(**changes):
 @pytest.mark.parametrize(
     "changes", [{}, *({"page": n} for n in PAGES), {"heads": 16, "tokens": 3}, {"scoring": Scoring(0.1)}], ids=str
 )
-def test_it_takes(changes, monkeypatch):
+def test_it_takes(changes):
     p = problem(**changes)
     assert can_implement_forward(p, HOPPER, TARGET) is None
-    monkeypatch.setattr(latent, "HOPPER_FROM_ROWS", 33)
     assert choose_forward(p, TARGET) == HOPPER
     assert choose_invariant(p, TARGET).kernel == "portable"
-
-
-def test_it_is_chosen_from_so_many_rows_of_a_kv_head_on(monkeypatch):
-    p = problem(heads=32, kv_heads=2, tokens=20)
-    for least, kernel in ((320, "hopper"), (321, "portable")):
-        monkeypatch.setattr(latent, "HOPPER_FROM_ROWS", least)
-        assert choose_forward(p, TARGET).kernel == kernel
 
 
 def test_its_tiles_are_those_of_decoding():
@@ -266,11 +258,10 @@ def test_its_tiles_are_those_of_decoding():
     ],
     ids=str,
 )
-def test_it_leaves_the_rest_to_the_portable_kernel(changes, message, monkeypatch):
+def test_it_leaves_the_rest_to_the_portable_kernel(changes, message):
     p = problem(**changes)
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(can_implement_forward(p, HOPPER, TARGET))
-    monkeypatch.setattr(latent, "HOPPER_FROM_ROWS", 0)
     assert choose_forward(p, TARGET).kernel == "portable"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -132,11 +133,12 @@ def eager(
     q = q.transpose(1, 2) if layout == "bthd" else q
     slopes = None if alibi_slopes is None else alibi_slopes.expand(len(q), q.shape[1])
     n = max(1, EXPANDED // max(1, q.shape[1] * k.shape[2] * k.shape[3]))
+    attend: Any = functools.partial(_eager, sinks=sinks, scale=scale, window=window, softcap=softcap, causal=causal)
     outs = []
     for i in range(0, max(1, len(q)), n):
         some: list[Any] = [None if t is None else t[i : i + n] for t in (q, k, v, lengths, slopes, mask)]
-        outs.append(_eager(*some, sinks, scale, window, softcap, causal))
-    out = torch.cat(outs)
+        outs.append(attend(*some))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.transpose(1, 2) if layout == "bthd" else out
 
 

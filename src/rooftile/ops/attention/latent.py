@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -11,11 +10,7 @@ from rooftile.ops.attention import problem
 from rooftile.ops.attention.arguments import LONGEST_HEAD
 from rooftile.ops.attention.problem import AttentionConfig, Problem
 
-# The rule: on sm_90, kernel "hopper" for this many query rows of a KV head (its query heads times the tokens of all
-# sequences) and more, where it can run them. Infinite, as it was not timed beside the portable kernel; 33 are the least
-# that it takes.
-HOPPER_FROM_ROWS = math.inf
-HOPPER = AttentionConfig("hopper", 64, 64, 8, 2)  # the one form of that kernel
+HOPPER = AttentionConfig("hopper", 64, 64, 8, 2)  # the one form of the kernel for sm_90, chosen where it can run
 _LEAST = AttentionConfig("portable", 16, 16, 4, 1)  # on gfx942, in float32, it takes 32 of 64 KB of shared memory
 
 
@@ -40,8 +35,7 @@ def can_implement_forward(p: Problem, c: AttentionConfig, target: runtime.Target
 
 def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
     """The configuration on that target."""
-    many = p.tokens * p.heads >= HOPPER_FROM_ROWS * p.kv_heads
-    return HOPPER if many and can_implement_forward(p, HOPPER, target) is None else choose_invariant(p, target)
+    return HOPPER if can_implement_forward(p, HOPPER, target) is None else choose_invariant(p, target)
 
 
 def choose_invariant(p: Problem, target: runtime.Target) -> AttentionConfig:
