@@ -53,7 +53,8 @@ GLUE = {TRAINED: ("huggingface/", "optim/")}
 # weights, and the models of which steps are measured have no LayerNorm and no activation of a layer's result.
 UNUSED = {
     TRAINED: (
-        *("ops/decode_attention/", "ops/attention/dequantize_pages.py", "ops/layer_norm.py", "ops/bias_activation.py"),
+        *("ops/decode_attention/", "ops/attention/dequantize_pages.py", "ops/attention/hopper_latent.py"),
+        *("ops/attention/latent.py", "ops/attention/paged.py", "ops/layer_norm.py", "ops/bias_activation.py"),
         *("ops/gemm/dequantize.py", "ops/gemm/skinny_dequantize.py", "ops/gemm/hopper_dequantize.py"),
         *("ops/gemm/fp8_", "ops/gemm/hopper_fp8.py", "ops/gemm/gemv_imma.py", "ops/quantize_tensor.py"),
     )
