@@ -15,6 +15,9 @@ _BOTH = "--dtype bf16 --dtype fp16"
 _CACHES = "--set decode --set latent --set tokens"
 _MODELS = "--set decode --set prefill --direction forward"  # GEMMs of a step, and of a prompt
 
+_SERVE = "bench serve --model llama-3-8b"
+_OFFLINE = f"{_SERVE} --per-client 2 --fixed --prompt 512 --new 128 --max-seq-len 640"  # as throughput is published
+
 # Whole models. The portable kernels need a process of their own, which adds its rows to the file.
 _E2E = (
     "--model llama-3-8b",
@@ -91,8 +94,15 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "speculation": ("bench speculation --model llama-3-8b",),
     "serve": (
-        "bench serve --model llama-3-8b --clients 1,8,32,64,128,256",
-        "bench serve --model llama-3-8b --rate 4,8,16",
+        f"{_OFFLINE} --clients 64,128,256 --http",
+        f"{_OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",
+        # First tokens of prompts with a common beginning, and of what follows it alone.
+        *(
+            f"{_SERVE} --clients 64 --per-client 1 --fixed --prompt 128 --new 16 --max-seq-len 2304{prefix}"
+            for prefix in ("", " --prefix 2048")
+        ),
+        f"{_SERVE} --clients 1,8,32,64,128,256",
+        f"{_SERVE} --rate 4,8,16",
     ),
     "e2e": tuple(f"bench e2e {line} --dtype bf16 --seconds 1" for line in _E2E),
     "e2e-fp16": tuple(f"bench e2e {line} --dtype fp16 --seconds 1" for line in _E2E),

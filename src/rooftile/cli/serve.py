@@ -14,6 +14,7 @@ from rooftile.cli.common import (
     Deterministic,
     DType,
     Panel,
+    PrefixCache,
     QuantizeName,
     SpeculateName,
     TensorParallel,
@@ -48,10 +49,6 @@ Length = Annotated[
 Template = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="A Jinja file, instead of the checkpoint's chat template."),
-]
-PrefixCache = Annotated[
-    bool,
-    typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts' pages for later prompts that begin alike."),
 ]
 
 

@@ -49,6 +49,7 @@ class EngineStats:
         preemptions: how often a running request gave back its pages, to be computed again.
         steps: forward passes.
         proposed_tokens, accepted_tokens: of speculative decoding, how many were.
+        host_seconds: what the steps took without waiting for the device.
         finished: requests that ended, by reason: "stop", "length", "abort" and "error".
     """
 
@@ -64,6 +65,7 @@ class EngineStats:
     steps: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    host_seconds: float = 0.0
     finished: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -394,6 +396,7 @@ class _Worker:
                 steps=loop.steps,
                 proposed_tokens=loop.proposed_tokens,
                 accepted_tokens=loop.accepted_tokens,
+                host_seconds=loop.host_seconds,
             )
 
 

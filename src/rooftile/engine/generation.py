@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +270,9 @@ class Readback:
 
     Args:
         proposed: of a step of speculative decoding, how many proposals each request had.
+
+    Attributes:
+        waited: seconds that reading waited for the device so far.
     """
 
     def __init__(
@@ -289,6 +293,7 @@ class Readback:
         self._logprobs = self._copy(of.logprobs) if logprobs else None
         self._top = [(first, self._copy(tokens), self._copy(of)) for first, tokens, of in runner.options.top]
         self._failed = runner.options.failed
+        self.waited = 0.0
         self._done = None
         if runner.tokens.is_cuda:
             self._done = torch.cuda.Event()
@@ -296,7 +301,9 @@ class Readback:
 
     def _wait(self) -> None:
         if self._done is not None:
+            since = time.perf_counter()
             self._done.synchronize()
+            self.waited += time.perf_counter() - since
 
     @staticmethod
     def _copy(x: torch.Tensor) -> torch.Tensor:

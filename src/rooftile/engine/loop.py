@@ -8,6 +8,7 @@ them, and is read before the next step is launched, because it decides how long 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -31,6 +32,7 @@ class Loop:
     Attributes:
         steps, prompt_tokens, generated_tokens: how many were launched, computed and read so far.
         proposed_tokens, accepted_tokens: of speculative decoding.
+        host_seconds: what the steps took without waiting for the device.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None = None) -> None:
@@ -38,6 +40,7 @@ class Loop:
         self._launched = deque[Readback]()
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
+        self.host_seconds = 0.0
 
     @property
     def busy(self) -> bool:
@@ -49,7 +52,7 @@ class Loop:
 
         A request that has ended has given back its slot and pages. If anything is raised, `clear` gives back all.
         """
-        events = list[Event]()
+        since, events = time.perf_counter(), list[Event]()
         running, speculation = self.scheduler.running, self._speculation
         speculates = speculation is not None and speculation.wants(running)
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
@@ -57,6 +60,7 @@ class Loop:
             self._read(0, events)  # proposals and masks depend on the token before
         requests = self._launch(speculates)
         self._read(bool(requests), events)
+        self.host_seconds += time.perf_counter() - since
         return events
 
     def _read(self, left: int, events: list[Event]) -> None:
@@ -84,6 +88,7 @@ class Loop:
                     events.append((request, error))
                 if request.finish_reason is not None:
                     self.remove(request)
+            self.host_seconds -= read.waited
 
     def _launch(self, speculates: bool) -> list[Request]:
         """The requests that get tokens in the step that was launched. With `speculates`, all earlier ones are known."""
