@@ -2,12 +2,15 @@
 
 import itertools
 import math
+import sys
+import types
 
 import pytest
 import torch
 from helpers import BF16, Calls, assert_same, interpreted, nightly_but, offset, padded_allocations, transposed
 
 from rooftile import runtime
+from rooftile.cases.case import Unsupported
 from rooftile.cases.check import relative_error
 from rooftile.cases.linear_cross_entropy import TOLERANCES
 from rooftile.ops.cross_entropy import TokenStats, cross_entropy
@@ -491,6 +494,38 @@ def test_autocast(device):
     assert [t.dtype for t in (args[0], args[1], args[3])] == [BF16] * 3
     loss.backward()
     assert leaf.grad.dtype is torch.float32
+
+
+def test_quack_is_a_peer_where_it_is_installed_and_can_compute_the_same(device, monkeypatch):
+    """A stand-in for quack with its signature, as of version 0.6."""
+    from rooftile.cases import linear_cross_entropy as cases
+
+    (peer,) = (peer for case in cases.CASES for peer in case.peers if peer.name == "quack")
+    point = cases._point(16, 24, 40, reduction="sum", chunk_bytes=512)
+    monkeypatch.setitem(sys.modules, "quack", None)
+    with pytest.raises(ImportError):
+        peer.build(point)
+
+    def chunked_linear_cross_entropy(
+        x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True, use_scaled_exp=None
+    ):
+        return torch.nn.functional.cross_entropy(x @ weight.mT, target, ignore_index=ignore_index, reduction=reduction)
+
+    stub = types.ModuleType("quack.linear_cross_entropy")
+    stub.chunked_linear_cross_entropy = chunked_linear_cross_entropy
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", stub)
+    hidden, weight, target, _ = drawn(16, device=device, bias=False, classes=40)
+    found = peer.build(point)(hidden, weight, target, **point.options)
+    torch.testing.assert_close(found, linear_cross_entropy(hidden, weight, target, **point.options))
+    for other in (
+        cases._point(16, 24, 40, bias=True),
+        cases._point(16, 24, 40, softcap=2.0),
+        cases._point(16, 24, 40, reduction="none"),
+        cases._point(15, 24, 40),
+    ):
+        with pytest.raises(Unsupported):
+            peer.build(other)
 
 
 # Errors

@@ -325,6 +325,9 @@ def test_wrong_arguments(device):
         losses.kto_loss(hidden, weight, labels, advantages)
     with pytest.raises(TypeError, match="dpo_loss: beta is a Tensor, expected a number"):
         losses.dpo_loss(hidden, weight, labels, beta=torch.tensor(0.1))
+    for option in ("max_completion_length", "num_items_in_batch", "epsilon_low"):
+        with pytest.raises(TypeError, match=f"grpo_loss: {option} is a bool, expected a number"):
+            losses.grpo_loss(*grpo, **{option: True})
     with pytest.raises(TypeError, match="grpo_loss: advantages is None, expected a tensor"):
         losses.grpo_loss(hidden, weight, labels, None)
     with pytest.raises(TypeError, match="kto_loss: desirable is None, expected a tensor"):
