@@ -42,8 +42,10 @@ def _follow(index: int, n: int, store: str, model: Path | dict[str, Any], option
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager may send it to all
     _begin(index + 1, n, store)
     options = {"tensor_parallel": n, **options}
-    random = isinstance(model, dict)
-    follow(Engine.from_config(model, **options) if random else Engine.from_pretrained(model, **options, progress=False))
+    if isinstance(model, dict):
+        follow(Engine.from_config(model, **options))
+    else:
+        follow(Engine.from_pretrained(model, **options, progress=False))
     ranks.end()
 
 
