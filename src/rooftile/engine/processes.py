@@ -42,8 +42,11 @@ def _follow(index: int, n: int, store: str, model: Path | dict[str, Any], option
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager may send it to all
     _begin(index + 1, n, store)
     options = {"tensor_parallel": n, **options}
-    random = isinstance(model, dict)
-    follow(Engine.from_config(model, **options) if random else Engine.from_pretrained(model, **options, progress=False))
+    if isinstance(model, dict):
+        engine = Engine.from_config(model, **options)
+    else:
+        engine = Engine.from_pretrained(model, **options, progress=False)
+    follow(engine)
     ranks.end()
 
 
