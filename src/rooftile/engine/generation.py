@@ -191,6 +191,8 @@ class Text:
 
     def _certain(self) -> int:
         """The number of characters before a stop string, or before the possible beginning of one."""
+        if not self._stops:
+            return len(self._seen)
         met = [at for stop in self._stops if (at := self._seen.find(stop, max(0, len(self.text) - len(stop)))) >= 0]
         if met:
             self.stopped = True
@@ -330,8 +332,6 @@ class Readback:
             for request, _, slot in self._slots:
                 yield request, self.proposed[request], accepted[slot]
 
-    def check(self, request: Request) -> None:
-        """Raise what the request's mask raised: its token was drawn without it."""
-        for r, _, slot in self._slots:
-            if r is request and slot in self._failed:
-                raise self._failed[slot]
+    def failed(self) -> dict[Request, Exception]:
+        """What the masks of requests raised: their tokens were drawn without them."""
+        return {r: self._failed[slot] for r, _, slot in self._slots if slot in self._failed} if self._failed else {}
