@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,17 @@ def stops_of(
     return tokens, strings
 
 
+# By tokenizer, the texts of single tokens, as far as they were needed.
+_ALONE: weakref.WeakKeyDictionary[Tokenizer, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def _texts_alone(tokenizer: Tokenizer) -> dict[int, str] | None:
+    """The texts of single tokens; None if the text of several may be another than theirs one after the other."""
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        return None
+    return _ALONE.setdefault(tokenizer, {})
+
+
 class Text:
     """The text of one sequence.
 
@@ -163,12 +175,21 @@ class Text:
         # decode differently at the beginning of a text.
         self._recent: list[int] = []
         self._known, self._read = 0, ""
+        self._alone = _texts_alone(tokenizer)
         self._seen = ""  # with the text not yet released
         self.text = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
         """What the token adds to `text`."""
+        if self._alone is not None and len(self._recent) == self._known:
+            # Most tokens are whole characters behind whole characters. On one CPU 0.9 us a token, by decoding 2.9.
+            if (text := self._alone.get(token)) is None:
+                text = self._alone[token] = self._decode([token])
+            if text and "\ufffd" not in text:
+                self._recent, self._known, self._read = [token], 1, text
+                self._seen += text
+                return self._release(self._certain())
         self._recent.append(token)
         now = self._decode(self._recent)
         # Bytes of an incomplete character decode as U+FFFD. Byte-level tokenizers may later decode such bytes
