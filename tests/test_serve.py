@@ -249,6 +249,8 @@ class TestChat:
     def test_the_bytes_of_parts_of_characters(self):
         with serve(FakeEngine(answer=lambda prompt: "é€")) as server, client_of(server) as client:
             (choice,) = client.chat.completions.create(model="small", messages=HELLO, logprobs=True).choices
+            (older,) = client.completions.create(model="small", prompt="a", logprobs=0).choices
+        assert older.logprobs.tokens == [rf"bytes:\x{b:02x}" for b in "é€".encode()]
         assert [bytes(entry.bytes) for entry in choice.logprobs.content] == [bytes([b]) for b in "é€".encode()]
 
     def test_n(self, client):
