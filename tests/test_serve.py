@@ -12,6 +12,7 @@ from fake_engine import HELLO, FakeEngine, MaskedEngine, expected, prompt_of, se
 
 import rooftile
 from rooftile import byte_model
+from rooftile.engine import RequestError
 from rooftile.serve import guided
 from rooftile.serve.chat import ChatTemplate
 
@@ -211,6 +212,18 @@ class TestCompletions:
             with pytest.raises(openai.APIError, match="failed in the engine"):
                 list(client.completions.create(model="small", prompt="bad", stream=True))
             assert client.completions.create(model="small", prompt="good").choices[0].text == expected("good")[:16]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_grammar_that_ends_midway_is_the_requests_fault(self, stream, caplog):
+        def fails(stream, i):
+            raise RequestError("request-0 ended") from guided.GrammarError("too many expressions")
+
+        refusal = pytest.raises(openai.APIError, match="too many expressions")
+        with serve(FakeEngine(fails=fails)) as server, client_of(server) as client, refusal as error:
+            list(client.completions.create(model="small", prompt="a", stream=stream))
+        assert error.value.code == "grammar_error"
+        assert stream or error.value.status_code == 400
+        assert not [r for r in caplog.records if r.name == "rooftile.serve" and r.levelname == "ERROR"]
 
 
 class TestChat:
