@@ -8,8 +8,8 @@ nor is where a definition stands. Of the engine and of patched models the same p
 training steps that code of patched models and of the optimizer is hashed too which runs in a step, with the rules that
 put it there. What decides when a model is patched is not, nor is the table of families.
 
-A row is older than its kernel if the hash of the present sources is another. A file without such hashes is compared
-through git, by the sources at its commit.
+A row is older than its kernel if the hash of the present sources is neither the file's nor that of the sources at its
+commit, by git: the file's may be of other rules. A file without hashes is compared through git alone.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ UNUSED = {
 MODELS = {"e2e": ENGINE, "prefill": PATCHED}  # by suite
 STEPS = ("train_step", "train_batch")  # ops of the training suite that run whole models
 STUB = "__init__.pyi"  # has the module of each public name
+_DEPTH = 3  # a definition is known by its text, that of those it names, of those that these name, and so on
 UNKNOWN = "unknown"  # a commit that was not recorded
 DIRTY = "-dirty"  # suffix of a commit that does not identify the measured code
 
@@ -202,14 +203,15 @@ class _Reached:
 
     def __init__(self, files: Files, unused: tuple[str, ...] = (), glue: tuple[str, ...] = ()) -> None:
         self._files, self._unused, self._hashed = files, unused, (*HASHED, *glue)
-        self._order: dict[tuple[str, str], int] = {}  # by path and name
-        self._targets: list[int] = []
+        self._order: dict[tuple[str, str], None] = {}  # paths and names
+        self._targets: list[tuple[str, str]] = []
 
     def _follows(self, path: str) -> bool:
         return path.startswith(FOLLOWED) and not path.startswith(self._unused)
 
     def _add(self, path: str, name: str) -> None:
-        self._targets.append(self._order.setdefault((path, name), len(self._order)))
+        self._order[path, name] = None
+        self._targets.append((path, name))
 
     def _add_module(self, path: str) -> None:
         """All that a module defines, and what it imports to export."""
@@ -260,22 +262,30 @@ class _Reached:
                 self.add(text)
 
     def hash(self) -> str:
-        """Of each definition that is hashed, and of which others each one names."""
-        found = hashlib.sha256()
-        for path, name in _growing(self._order):
+        """Of each definition that is hashed, and of which others it names, wherever these stand."""
+        digests, named = {}, {}
+        for place in _growing(self._order):
+            path, name = place
             module = _read(self._files[path])
             self._targets = []
             if "" in module.definitions:
                 self._add(path, "")
-            for definition in module.definitions.get(name, ()):
-                if path.startswith(self._hashed):
-                    found.update(definition.digest.encode())
+            definitions = module.definitions.get(name, ())
+            for definition in definitions:
                 self._follow(path, module, definition)
-            found.update(repr(self._targets).encode())
-        return found.hexdigest()[:12]
+            named[place] = self._targets
+            digests[place] = "".join(d.digest for d in definitions) if path.startswith(self._hashed) else ""
+        labels = digests
+        for _ in range(_DEPTH):
+            labels = {p: digest and _hash(digest, *(labels[t] for t in named[p])) for p, digest in digests.items()}
+        return _hash(*sorted({*labels.values()} - {""}))
 
 
-def _growing(order: Mapping[tuple[str, str], int]) -> Iterator[tuple[str, str]]:
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+def _growing(order: Mapping[tuple[str, str], None]) -> Iterator[tuple[str, str]]:
     """The keys, also those that are added meanwhile."""
     at = 0
     while at < len(order):
@@ -357,12 +367,12 @@ def age(op: str, meta: Mapping[str, Any], suite: str = "") -> Age:
     now = hashes().get(key or "")
     if key is None or now is None:
         return Age("older", f"there is no op {op} any more")
-    if recorded := meta.get("definitions", {}).get(key):
-        return Age("current") if recorded == now else Age("older", "its kernel has changed since")
+    recorded = meta.get("definitions", {}).get(key)
+    if recorded == now:
+        return Age("current")
     commit = str(meta.get("commit", UNKNOWN))
-    if commit == UNKNOWN:
-        return Age("unknown", "its commit was not recorded")
-    return _age_by_git(key, now, commit)
+    by_git = Age("unknown", "its commit was not recorded") if commit == UNKNOWN else _age_by_git(key, now, commit)
+    return Age("older", "its kernel has changed since") if recorded and by_git.state == "unknown" else by_git
 
 
 @functools.cache

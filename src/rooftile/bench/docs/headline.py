@@ -81,7 +81,7 @@ def short(gpu: str) -> str:
 def generation(results: Path, new: int = NEW) -> list[Figure]:
     """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights.
 
-    Of several GPUs the first that has the row counts.
+    Of several GPUs that have a row, the H100 counts.
     """
     found = []
     for path in sorted(results.glob(f"*/{GENERATION}/{FILES}")):
@@ -104,7 +104,8 @@ def generation(results: Path, new: int = NEW) -> list[Figure]:
             said = command + (f" --quantize {quantize}" if quantize else "")
             place = (work, impl, weights, row.tokens_per_s, speedup, CUDA)
             found.append(Figure(*place, None, {**whole.meta, "date": row.run}, said))
-    first = {(f.impl, f.weights): f for f in sorted(found, key=lambda f: f.gpu, reverse=True)}  # the H100 before the H200
+    found.sort(key=lambda f: f.gpu, reverse=True)  # the H100 after the H200
+    first = {(f.impl, f.weights): f for f in found}
     return sorted((f for f in found if f is first[f.impl, f.weights]), key=lambda f: WEIGHTS.index(f.weights))
 
 
