@@ -101,8 +101,8 @@ SUITES: dict[str, tuple[str, ...]] = {
             f"{_SERVE} --clients 64 --per-client 1 --fixed --prompt 128 --new 16 --max-seq-len 2304{prefix}"
             for prefix in ("", " --prefix 2048")
         ),
-        f"{_SERVE} --clients 1,8,32,64,128,256",
-        f"{_SERVE} --rate 4,8,16",
+        f"{_SERVE} --max-seq-len 1024 --clients 1,8,32,64,128,256",
+        f"{_SERVE} --max-seq-len 1024 --rate 4,8,16",
     ),
     "e2e": tuple(f"bench e2e {line} --dtype bf16 --seconds 1" for line in _E2E),
     "e2e-fp16": tuple(f"bench e2e {line} --dtype fp16 --seconds 1" for line in _E2E),
