@@ -36,6 +36,8 @@ def expected(prompt, n=40):
 
 
 class Stream:
+    cached_tokens = 0
+
     def __init__(self, engine, request_id, prompt_tokens, tokens, logprobs, top=0):
         self.request_id, self.prompt_tokens = request_id, prompt_tokens
         self._engine, self._tokens, self._logprobs, self._top = engine, tokens, logprobs, top
@@ -119,10 +121,13 @@ class FakeEngine:
     ):  # fmt: skip
         return self._add(prompt, dict(locals()), self.answer(self.engine.tokenizer.decode(prompt)))
 
+    def add_all(self, requests):
+        if self.waiting + len(requests) > self.max_waiting:
+            raise QueueFull("as many wait as may")
+        return [self.add(**arguments) for arguments in requests]
+
     def _add(self, prompt, options, text, top=0):
         self.last = options
-        if self.waiting >= self.max_waiting:
-            raise QueueFull("as many wait as may")
         self.added += 1
         self.prompt_tokens += len(prompt)
         tokens = [*self.engine.tokenizer.encode(text).ids, END][: options["max_new_tokens"]]

@@ -4,16 +4,21 @@ import asyncio
 import collections
 import gc
 import random
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rooftile
 from rooftile.engine import QueueFull, RequestError
+from rooftile.engine.loop import Loop
 from rooftile.engine.prefix import PrefixCache, page_names
 from rooftile.engine.prompts import MixedBatch, Part, rounded
+from rooftile.engine.sampling import Sampling
+from rooftile.engine.scheduling import ContinuousScheduler, Request
 
 pytest.importorskip("transformers")
 
@@ -163,12 +168,30 @@ def test_the_queue_is_bounded_and_a_lower_number_goes_first(engine):
             add(served, 0, request_id="1")
         order, scheduler = [], served._worker.loop.scheduler
         admitted = scheduler._admitted
-        scheduler._admitted = lambda r, work: admitted(r, work) and (order.append(r.id) or True)
+        scheduler._admitted = lambda r, *more: admitted(r, *more) and (order.append(r.id) or True)
         release()
         for stream in running + waiting:
             stream.result()
     assert order == ["0", "1", "2"]
     assert free_of(engine) == (9, 0)
+
+
+def test_several_are_added_together_or_not_at_all(engine, expected):
+    ask = {"prompt": PROMPTS[0], "max_new_tokens": NEW, "ignore_eos": True}
+    with rooftile.AsyncEngine(engine, max_waiting=3) as served, held(served) as release:
+        streams = served.add_all([ask] * 3)
+        until(lambda: served.stats().running == 3)
+        streams += served.add_all([ask])
+        with pytest.raises(QueueFull, match="1 requests wait already: with 3 more"):
+            served.add_all([ask] * 3)
+        with pytest.raises(ValueError, match="request_id is 'x'"):
+            served.add_all([{**ask, "request_id": "x"}] * 2)
+        with pytest.raises(ValueError, match="is empty"):
+            served.add_all([ask, {"prompt": []}])
+        assert served.stats().waiting == 1
+        streams += served.add_all([ask, {**ask, "request_id": "x"}])
+        release()
+        assert [stream.result().tokens for stream in streams] == [expected[0]] * 6
 
 
 class held:
@@ -371,6 +394,119 @@ def test_equal_beginnings_share_pages_and_give_the_tokens_of_whole_prompts():
         assert served.stats().prefix_query_tokens == 0
 
 
+BEGINNING = LONG[0][:32]
+BEGUN = [[*BEGINNING, 1, 2, 3], [*BEGINNING, 9], [*BEGINNING, 50, 60]]
+
+
+def looped(engine, prompts, new=2):
+    """A loop without a thread, and its requests."""
+    loop = Loop(engine.runner, ContinuousScheduler(engine.runner, 200, True))
+    new = [new] * len(prompts) if isinstance(new, int) else new
+    requests = [
+        engine._request(i, p, n, (), False, True, Sampling()) for i, (p, n) in enumerate(zip(prompts, new, strict=True))
+    ]
+    for request in requests:
+        loop.add(request)
+    return loop, requests
+
+
+def finish(loop, most=40):
+    for _ in range(most):
+        if not loop.busy:
+            return
+        loop.step()
+    raise AssertionError(f"it did not end in {most} steps")
+
+
+def test_a_beginning_that_several_waiting_requests_have_is_computed_once(engine):
+    """Those behind them that begin otherwise start meanwhile, as far as slots and pages are not kept for them."""
+    prompts = [BEGUN[0], BEGUN[1], PROMPTS[0], PROMPTS[1], BEGUN[2]]
+    expected = [c.tokens for c in engine.generate(prompts, max_new_tokens=2, ignore_eos=True)]
+    loop, requests = looped(engine, prompts)
+    loop.step()
+    assert [r.index for r in loop.scheduler.running] == [0, 2]  # the third slot is kept for 1
+    loop.step()
+    assert [r.index for r in loop.scheduler.running] == [0, 2, 1]
+    finish(loop)
+    assert [r.tokens for r in requests] == expected
+    assert loop.prompt_tokens == 35 + 1 + 5 + 3 + 2
+    engine.runner.cache.forget()
+
+
+@pytest.mark.parametrize("end", ["abort", "error", "failure"])
+def test_who_waits_for_pages_goes_on_when_the_one_that_computes_them_ends(engine, end, monkeypatch):
+    expected = [c.tokens for c in engine.generate(BEGUN, max_new_tokens=2, ignore_eos=True)]
+    loop, requests = looped(engine, BEGUN)
+
+    def failing(*_):
+        raise OSError("no such character")
+
+    if end == "error":  # in its first token
+        monkeypatch.setattr(requests[0].watch, "add", failing)
+    if end == "failure":  # of the step, after which all are taken out
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.runner, "_logits", failing)
+            with pytest.raises(OSError, match="no such character"):
+                loop.step()
+        loop.clear()
+        engine.runner.cache.forget()
+        loop, requests = looped(engine, BEGUN)
+    loop.step()
+    assert [r.index for r in loop.scheduler.running] == [0]
+    if end == "abort":
+        loop.remove(requests[0])
+    finish(loop)
+    first = 0 if end == "failure" else 1
+    assert [r.tokens for r in requests[first:]] == expected[first:]
+    assert loop.prompt_tokens == 35 + 1 + 2
+    engine.runner.cache.forget()
+    assert free_of(engine) == (9, 0)
+
+
+def test_who_waits_for_pages_goes_on_when_they_were_given_back_meanwhile():
+    """The first one decodes, the second gives its pages back, and the third has the beginning of the second."""
+    engine, new = made(pages=6, max_seq_len=64), [5, 4, 2]
+    prompts = [[8] * 31, [*BEGINNING, *range(15)], BEGUN[1]]
+    expected = [
+        engine.generate(p, max_new_tokens=n, ignore_eos=True)[0].tokens for p, n in zip(prompts, new, strict=True)
+    ]
+    loop, requests = looped(engine, prompts, new)
+    finish(loop, 60)
+    assert [r.tokens for r in requests] == expected
+    assert loop.scheduler.preemptions >= 1
+    engine.runner.cache.forget()
+    assert free_of(engine) == (6, 0)
+
+
+def test_the_work_of_the_host_grows_with_the_sequences_of_a_step_and_not_with_their_square(device):
+    """Function calls of planning and reserving, with steps in which every sequence takes a page."""
+
+    def calls(n):
+        cache = PrefixCache(4 * n, 16, 1, 8, max_sequences=n, dtype=torch.float32, device=device)
+        runner = SimpleNamespace(cache=cache, max_batch=n, bucket=lambda n: n, share=cache.share)
+        scheduler, counted = ContinuousScheduler(runner, 64 * n, True), collections.Counter()
+        for i in range(n):
+            scheduler.add(Request(i, [i] * 17, 40, Sampling()))
+
+        sys.setprofile(lambda frame, event, arg: counted.update([event]))
+        try:
+            for _ in range(17):
+                work = scheduler.plan()
+                for request in work:
+                    request.sequence = request.sequence or cache.allocate()
+                cache.reserve({request.sequence: new for request, new in work.items()})
+                cache._advanced = True
+                for request in work:
+                    scheduler.launched(request)
+                    request.launched += 1
+        finally:
+            sys.setprofile(None)
+        assert all(len(s.pages) == 3 for s in cache.sequences)
+        return counted["call"]
+
+    assert calls(48) < 3.2 * calls(16)
+
+
 def test_pages_that_were_used_least_recently_lose_their_names_first(device):
     cache = PrefixCache(4, 16, 1, 8, max_sequences=2, dtype=torch.float32, device=device)
     names = {}
@@ -450,7 +586,7 @@ def test_threads_that_add_and_abort_at_random_lose_and_mix_nothing():
         except BaseException as error:
             problems.append(error)
 
-    with rooftile.AsyncEngine(engine, step_tokens=12) as served:
+    with rooftile.AsyncEngine(engine, step_tokens=30) as served:
         checked(served)
         threads = [threading.Thread(target=client, args=(random.Random(n),)) for n in range(3)]
         for thread in threads:

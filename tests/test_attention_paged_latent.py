@@ -11,9 +11,9 @@ from rooftile.ops.decode_attention import decode_attention
 from rooftile.reference import decode_attention as reference
 
 
-def latent(device, n_q, lengths, *, heads=4, dims=(48, 32), **options):
+def latent(device, n_q, lengths, *, heads=4, kv_heads=1, dims=(48, 32), **options):
     """q, the keys, None and the indices; NaN wherever no key is, and beside the keys."""
-    q, k, _, *indices = make(device, n_q, lengths, heads=(heads, 1), dims=(dims[0], dims[0]), **options)
+    q, k, _, *indices = make(device, n_q, lengths, heads=(heads, kv_heads), dims=(dims[0], dims[0]), **options)
     wide = torch.full((*k.shape[:3], 2 * dims[0]), float("nan"), dtype=k.dtype, device=device)
     wide[..., : dims[0]] = k
     return q, wide[..., : dims[0]], None, *indices
@@ -99,8 +99,11 @@ def test_it_is_a_cache_of_values_that_are_the_first_columns_of_keys(device):
 
 
 def test_any_strides(device):
-    q, k, _, *indices = latent(device, [7, 1], [70, 33])
+    q, k, _, *indices = latent(device, [7, 1], [70, 33], kv_heads=2)
     wanted = attention_paged(q, k, None, *indices, head_dim_v=32)
+    assert_right([wanted], expected(q, k, None, *indices, 32)[:1])
+    by_heads = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(attention_paged(by_heads, k, None, *indices, head_dim_v=32), wanted)
     heads_first = k.transpose(1, 2).contiguous()
     last = k.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(attention_paged(q, heads_first, None, *indices, head_dim_v=32, cache_layout="bhtd"), wanted)
@@ -109,6 +112,13 @@ def test_any_strides(device):
     attention_paged(q, k, None, *indices, head_dim_v=32, out=out[1])
     assert torch.equal(out[1], wanted)
     assert out[0].isnan().all()
+
+
+def test_expanded_queries_and_caches(device):
+    q, k, _, *indices = latent(device, [7, 1], [70, 33], kv_heads=2)
+    q, k = q[:1].expand_as(q), k.nan_to_num()[:1].expand_as(k)
+    found = attention_paged(q, k, None, *indices, head_dim_v=32)
+    assert torch.equal(found, attention_paged(q.contiguous(), k.contiguous(), None, *indices, head_dim_v=32))
 
 
 def test_one_token_of_each_sequence_is_what_decoding_computes(device):

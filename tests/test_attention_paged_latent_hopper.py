@@ -5,6 +5,7 @@ kernels' own functions in Triton's interpreter.
 """
 
 import dataclasses
+import functools
 import itertools
 import random
 
@@ -26,10 +27,11 @@ from test_decode_attention_hopper import (
 
 from rooftile import runtime
 from rooftile.cases import all_cases
+from rooftile.cases.attention_paged import point
 from rooftile.cases.check import relative_error
 from rooftile.inspect import compile_on, plan
-from rooftile.ops.attention import AttentionConfig, attention_paged
-from rooftile.ops.attention.latent import can_implement_forward, choose_forward, choose_invariant
+from rooftile.ops.attention import AttentionConfig, attention_paged, paged
+from rooftile.ops.attention.latent import HOPPER, can_implement_forward, choose_forward, choose_invariant
 from rooftile.ops.attention.problem import Problem, Scoring
 from rooftile.ops.decode_attention import schedule
 from rooftile.primitives.paging import PAGES, page_step
@@ -38,7 +40,7 @@ from rooftile.reference import decode_attention as reference
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-latent = pytest.importorskip("rooftile.ops.attention.hopper_latent")
+pytest.importorskip("rooftile.ops.attention.hopper_latent")
 hopper = pytest.importorskip("rooftile.ops.decode_attention.hopper_latent")
 gluon = pytest.importorskip("rooftile.primitives.gluon")
 
@@ -57,12 +59,14 @@ def _tiles_kernel(
     plan = schedule.plan_tiles(
         starts_ptr, lengths, n_seqs, tokens, kv_heads, capacity, programs, GROUP, 64, N, 64, SPLIT
     )
-    tl.store(plan_ptr, plan[3])
-    tl.store(plan_ptr + 1, plan[4])
-    for at in range(plan[4]):
-        found = schedule.tile_at(at, plan, lengths, kv_heads, capacity, GROUP, 64, CAUSAL, N, 64)
-        for i in tl.static_range(10):
-            tl.store(out_ptr + at * 10 + i, found[i])
+    tl.store(plan_ptr, plan[1])
+    tl.store(plan_ptr + 1, plan[2])
+    for at in range(plan[2]):
+        found = schedule.tile_at(
+            at, plan, starts_ptr, lengths_ptr, n_seqs, tokens, kv_heads, capacity, GROUP, 64, CAUSAL, 64
+        )
+        for i in tl.static_range(11):
+            tl.store(out_ptr + at * 11 + i, found[i])
 
 
 def tiles_of(n_q, lengths, group, kv_heads, capacity, programs, causal, split, device, starts=None):
@@ -70,7 +74,7 @@ def tiles_of(n_q, lengths, group, kv_heads, capacity, programs, causal, split, d
     starts = [0, *itertools.accumulate(n_q)] if starts is None else starts
     tokens = sum(n_q)
     most = (tokens * group * kv_heads // 64 + 2 * len(n_q) * kv_heads + programs) * 2
-    out = torch.zeros(most, 10, dtype=torch.int32, device=device)
+    out = torch.zeros(most, 11, dtype=torch.int32, device=device)
     plan = torch.zeros(2, dtype=torch.int32, device=device)
     given = (torch.tensor(t, dtype=torch.int32, device=device) for t in (starts, lengths))
     n = 1 << (len(n_q) - 1).bit_length()
@@ -94,8 +98,9 @@ def test_tiles_cover_each_row_once_with_the_keys_that_its_last_token_sees(group,
         starts = [0, *itertools.accumulate(n_q)]
         assert (splits > 1) == (split and 2 * len(found) // splits <= 24)
         blocks = {}
-        for at, (seq, kv_head, token, head, n_new, n_keys, low, high, first, count) in enumerate(found):
+        for at, (seq, kv_head, token, head, n_new, n_keys, low, high, slot, first, count) in enumerate(found):
             assert first == at // splits * splits
+            assert slot == 2 * at
             assert head // group == kv_head
             assert 1 <= n_new <= max(1, 64 // group)
             last = token + n_new - starts[seq]
@@ -210,7 +215,7 @@ def test_few_tiles_are_split(run_program):  # noqa: F811
 
 @pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="Triton's kernels are interpreted here")
 def test_several_kv_heads_short_values_and_no_causality(run_program):  # noqa: F811
-    attend(run_program, [5, 2], [70, 130], 32, 32, 2, split=False, kv_heads=2, value_dim=200, causal=False)
+    attend(run_program, [5, 2], [70, 130], 32, 32, 2, split=False, kv_heads=2, value_dim=264, causal=False)
 
 
 # What it takes, and when it is chosen
@@ -226,8 +231,13 @@ def problem(**changes):
 )
 def test_it_takes(changes):
     p = problem(**changes)
-    assert choose_forward(p, TARGET) == latent.CONFIG
+    assert can_implement_forward(p, HOPPER, TARGET) is None
+    assert choose_forward(p, TARGET) == HOPPER
     assert choose_invariant(p, TARGET).kernel == "portable"
+
+
+def test_its_tiles_are_those_of_decoding():
+    assert (HOPPER.block_m, HOPPER.block_n) == (hopper.ROWS, hopper.KEYS)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +251,7 @@ def test_it_takes(changes):
         ({"head_dim": 320, "value_dim": 256}, "of 513 to 576 elements"),
         ({"heads": 48}, "a multiple or a divisor of 64, not 48 heads"),
         ({"aligned": False}, "multiples of 16 bytes"),
+        ({"head_dim": 570}, "multiples of 16 bytes"),
         ({"batch": 513}, "up to 512 sequences"),
         ({"tokens": 1 << 21}, "fewer than 2\\^28 query rows"),
         ({"heads": 16, "tokens": 2}, "over 32 query rows"),
@@ -250,26 +261,43 @@ def test_it_takes(changes):
 def test_it_leaves_the_rest_to_the_portable_kernel(changes, message):
     p = problem(**changes)
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(can_implement_forward(p, latent.CONFIG, TARGET))
+        raise AssertionError(can_implement_forward(p, HOPPER, TARGET))
     assert choose_forward(p, TARGET).kernel == "portable"
 
 
+@pytest.mark.parametrize("name", ["", "q", "cache"])
+def test_expanded_tensors_are_left_to_the_portable_kernel(name):
+    """TMA has no stride of 0."""
+    given = {"q": torch.zeros(1, 128, DIM, dtype=BF16), "cache": torch.zeros(1, 16, 1, DIM, dtype=BF16)}
+    q, cache = (t.expand(2, *t.shape[1:]) if key == name else t for key, t in given.items())
+    indices = (torch.zeros(n, dtype=torch.int32) for n in ((1, 2), 1, 2))
+    a = paged._Arguments(q, cache, None, *indices, *(None,) * 4, 0, 0.1, 0.0, -1, 0, "bthd", "", VALUES)
+    reason = can_implement_forward(a.problem(Scoring(0.1, right=0)), HOPPER, TARGET)
+    assert (reason is None) == (name == "")
+
+
 def test_its_configuration_has_one_form():
-    other = dataclasses.replace(latent.CONFIG, block_n=128)
+    other = dataclasses.replace(HOPPER, block_n=128)
     assert "over a latent cache takes AttentionConfig" in can_implement_forward(problem(), other, TARGET)
-    assert "is for sm_90" in can_implement_forward(problem(), latent.CONFIG, runtime.TARGETS["sm_100"])
+    assert "is for sm_90" in can_implement_forward(problem(), HOPPER, runtime.TARGETS["sm_100"])
 
 
 @pytest.mark.parametrize("arch", runtime.TARGETS)
 def test_a_portable_configuration_fits_on_every_target(arch):
     target = runtime.TARGETS[arch]
-    c = choose_invariant(problem(), target)
-    assert c.block_m == 32
-    assert can_implement_forward(problem(), c, target) is None
+    for p, rows in ((problem(), 32), (problem(dtype=torch.float32), 16)):
+        c = choose_invariant(p, target)
+        assert c.block_m == rows
+        assert can_implement_forward(p, c, target) is None
 
 
 PAGED = all_cases()["attention_paged"]
-CASES = (dataclasses.replace(PAGED, name="latent", sets={"llm": PAGED.sets["latent"]}),)
+CASES = (
+    dataclasses.replace(
+        PAGED, name="latent", function=functools.partial(attention_paged, config=HOPPER),
+        sets={"llm": (*PAGED.sets["latent"], point(512, 4, 4096, (16, 1), (576, 512), latent=True))},
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.nightly
@@ -300,11 +328,11 @@ def test_it_is_the_portable_kernel(device, heads, page, n_q, lengths, dtype):
     for options in ({}, {"causal": False}):
         given = {"head_dim_v": VALUES, "scale": 0.05, "return_lse": True, **options}
         wanted, wanted_lse = attention_paged(q.float(), k.float(), None, *indices, **given)
-        out, lse = attention_paged(q, k, None, *indices, config=latent.CONFIG, **given)
+        out, lse = attention_paged(q, k, None, *indices, config=HOPPER, **given)
         assert relative_error(out, wanted.double()) < (5e-3 if dtype == BF16 else 6e-4)
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)
         again = torch.full_like(out, torch.nan)
-        attention_paged(q, k, None, *indices, out=again, **{**given, "return_lse": False})
+        attention_paged(q, k, None, *indices, out=again, config=HOPPER, **{**given, "return_lse": False})
         assert torch.equal(again, out)
 
 

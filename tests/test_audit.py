@@ -7,7 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from rooftile.inspect.audit import Audit, timeline
+from rooftile.bench import info
+from rooftile.inspect.audit import Audit, Settings, timeline, write
 from rooftile.inspect.audit import kernels as audit_kernels
 from rooftile.inspect.audit import report as audit_report
 from rooftile.inspect.audit import trace as audit_trace
@@ -244,6 +245,20 @@ def test_the_last_step_is_drawn_by_its_blocks(tmp_path):
     timeline.draw(tmp_path / "step.svg", {"the engine": decode})
     picture = (tmp_path / "step.svg").read_text()
     assert all(f">{block}<" in picture for _, _, block in decode.last_step)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({}, "m"), ({"impl": "engine", "quantize": "fp8"}, "m-fp8"), ({"impl": "patched"}, "m-patched")],
+)
+def test_results_have_a_file_for_each_model_and_what_ran_it(options, name, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(info, "machine", lambda: {"gpu": "NVIDIA H100"})
+    write(Settings("m", results=tmp_path, **options), "m", [Audit("engine", of_both(trace()))])
+    assert sorted(p.name for p in (tmp_path / "h100" / "audit").iterdir()) == [f"{name}.json", f"{name}.svg"]
+    found = json.loads((tmp_path / "h100" / "audit" / f"{name}.json").read_text())
+    assert found["meta"]["quantize"] == options.get("quantize")
+    assert found["audits"][0]["passed"]
 
 
 def test_steps_that_differ_are_not_drawn(tmp_path):

@@ -10,6 +10,8 @@ from rich.console import Console
 from rooftile.bench import host_ops
 from rooftile.bench.timer import HostClock
 
+pytestmark = pytest.mark.nightly
+
 
 def test_every_direction_of_an_op_is_a_row_with_its_baseline_named(tmp_path, device):
     path = tmp_path / "host.json"

@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from rooftile.bench import load
 from rooftile.cli import app
 
+pytestmark = pytest.mark.nightly
+
 WORK = load.Workload(400, 200, 100, False, 2048, 1000, 3)
 LIMITS = load.Limits(0.5, 0.05)
 
@@ -201,7 +203,50 @@ def test_an_engine_of_this_process_is_measured_by_the_command():
     assert "2 clients" in done.output
 
 
-@pytest.mark.parametrize("bad", [["--rate", "0"], ["--rate", "x"], ["--clients", "0"], ["--model", "lama"]])
+def test_prompts_begin_with_one_prefix_and_fit():
+    work = dataclasses.replace(WORK, prefix=1800)
+    drawn = [r.prompt for r in work.draw()]
+    assert len({tuple(p[:1800]) for p in drawn}) == 1
+    assert len({tuple(p[1800:]) for p in drawn}) == len(drawn)
+    assert all(len(r.prompt) + r.new <= work.longest for r in work.draw())
+    with pytest.raises(ValueError, match="a prefix of 2046 tokens leaves no room in 2048"):
+        dataclasses.replace(WORK, prefix=2046)
+
+
+def test_other_lengths_have_a_file_of_their_own():
+    made = load.Settings("m", "random", None, None, "rooftile", [], [2], WORK, LIMITS)
+    of = {dataclasses.replace(made, workload=dataclasses.replace(WORK, **more)).file
+          for more in ({}, {"fixed": True}, {"prefix": 8}, {"fixed": True, "prefix": 8})}  # fmt: skip
+    assert of == {"m.json", "m-p200-n100.json", "m-prefix8.json", "m-p200-n100-prefix8.json"}
+
+
+def test_the_own_server_is_measured_beside_the_engine(tmp_path):
+    pytest.importorskip("fastapi", reason="fastapi is not installed")
+    pytest.importorskip("httpx", reason="httpx is not installed")
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    options = (
+        "--model tiny --per-client 2 --prompt 4 --new 3 --prefix 20 --clients 2 --max-batch 2 --max-seq-len 64 "
+        "--dtype fp32 --http --step-tokens 16 --no-prefix-cache --speculate ngram:2"
+    )
+    path = tmp_path / "rows.json"
+    done = CliRunner().invoke(app, ["bench", "serve", *options.split(), "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    http, offline = json.loads(path.read_text())["rows"]
+    assert (http["impl"], offline["impl"]) == ("rooftile http", "rooftile")
+    assert http["output_tokens"] == offline["output_tokens"]
+    assert http["requests"] == offline["requests"] == 4
+    assert http["of_offline"] == pytest.approx(http["tokens_per_s"] / offline["tokens_per_s"])
+    assert 0 < offline["host_us"] < 1e6 * offline["seconds"]
+    assert 0 < offline["load_s"] < offline["start_to_first_token_s"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(["--rate", "0"], ["--rate", "x"], ["--clients", "0"], ["--model", "lama"], ["--speculate", "x"]),
+        *(["--http", "--url", "http://127.0.0.1:1"], ["--prefix", "2046"], ["--step-tokens", "8"]),
+    ],
+)
 def test_bad_options_are_refused(bad):
     done = CliRunner().invoke(app, ["bench", "serve", "--model", "tiny", *bad])
     assert done.exit_code == 2

@@ -10,6 +10,8 @@ from rooftile.bench.rows import OURS, read_json
 from rooftile.bench.timer import HostClock
 from rooftile.optim import AdamW
 
+pytestmark = pytest.mark.nightly
+
 
 def run(*names, **options):
     console = Console(file=io.StringIO(), width=200)

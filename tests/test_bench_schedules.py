@@ -11,6 +11,8 @@ from rooftile import runtime
 from rooftile.bench import schedules
 from rooftile.bench.timer import HostClock
 
+pytestmark = pytest.mark.nightly
+
 SM_90 = runtime.TARGETS["sm_90"]
 
 

@@ -11,6 +11,8 @@ from rooftile.bench import docs, info, rows, sources
 from rooftile.bench.docs import tables
 from rooftile.bench.rows import OURS
 
+pytestmark = pytest.mark.nightly
+
 OP = """import torch
 from rooftile.primitives import rows
 
@@ -119,13 +121,34 @@ def test_what_no_kernel_runs_leaves_the_hash_alone(same):
         (sources.TRAINED, "ops/fused_head/head.py", "ops/sample/draw.py"),
         (sources.TRAINED, "ops/adamw/listed.py", "ops/fused_head/linear_jsd.py"),
         (sources.TRAINED, "ops/attention/hopper_backward.py", "ops/decode_attention/hopper_latent.py"),
+        (sources.TRAINED, "ops/gemm/tiled.py", "ops/gemm/hopper_dequantize.py"),
     ],
 )
 def test_kernels_are_reached_though_their_modules_are_imported_by_name(key, reached, not_reached):
-    starts, present, unused = sources._starts()[key], sources.present(), sources.UNUSED.get(key, ())
-    now = sources.hash_of(starts, present, unused)
-    assert sources.hash_of(starts, {**present, reached: ""}, unused) != now
-    assert sources.hash_of(starts, {**present, not_reached: ""}, unused) == now
+    present = sources.present()
+    now = sources.hash_of_key(key, present)
+    assert sources.hash_of_key(key, {**present, reached: ""}) != now
+    assert sources.hash_of_key(key, {**present, not_reached: ""}) == now
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "ages"),
+    [
+        ("huggingface/replacing.py", "dx = sum(each[1:], each[0])", "dx = torch.stack(each).sum(0)", True),
+        ("huggingface/loss_head.py", "hidden = hidden / divisor", "hidden = hidden * (1 / divisor)", True),
+        ("huggingface/families.py", "return (Rule(f", "return (Rule(f' {function}', ''), Rule(f", True),
+        ("optim/adamw.py", "device.refresh(", "device.refreshed(", True),
+        ("huggingface/families.py", '"GPT2MLP": Activated()', '"GPT2MLP": Gated()', False),
+        ("huggingface/planning.py", "if linear or is_head:", "if linear:", False),
+        ("huggingface/trainer.py", "self._patch(model, args)", "patch(model)", False),
+        ("huggingface/patching.py", "copy.deepcopy(", "replacing.deepcopy(", False),
+    ],
+)
+def test_training_steps_age_with_the_code_that_runs_in_them_alone(path, old, new, ages):
+    present = sources.present()
+    assert old in present[path]
+    changed = {**present, path: present[path].replace(old, new)}
+    assert (sources.hash_of_key(sources.TRAINED, changed) != sources.hash_of_key(sources.TRAINED, present)) is ages
 
 
 def test_every_measured_op_has_a_hash():

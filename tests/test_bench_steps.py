@@ -20,6 +20,8 @@ from rooftile.bench.training import plots, steps, worker
 from rooftile.bench.training.steps import BATCH, BATCHES, IMPLS, STEP
 from rooftile.bench.workloads import TRAINED
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("transformers")
 TINY = dict(TRAINED["tiny"])
 ROOFS = {"roof_copy_gbs": 3000.0, "roof_read_gbs": 3100.0, "roof_tflops": 700.0}
@@ -106,7 +108,6 @@ def test_a_timeline_is_the_running_sum_of_allocations_and_frees():
     assert many["mib"][-1] == 4000.0
 
 
-@pytest.mark.nightly  # it imports PyTorch again
 def test_each_job_has_a_process_of_its_own():
     """One that dies is an error, and the next goes on."""
     with steps.Workers() as workers:

@@ -11,6 +11,8 @@ from rooftile.bench.docs import passes
 from rooftile.bench.traffic import Traffic, all_traffic, first_point, nbytes, traffic
 from rooftile.cases import all_cases, find_cases
 
+pytestmark = pytest.mark.nightly
+
 BYTES = 4 * 8 * 4  # of the toy's input in float32
 
 
@@ -53,7 +55,6 @@ def test_fusing_rms_norm_saves_sixteen_of_eighteen_passes():
     assert (round(before, 1), round(after, 1)) == (18.0, 2.0)
 
 
-@pytest.mark.nightly
 def test_every_case_has_its_traffic_and_no_formula_moves_less_than_the_op():
     found = list(all_traffic(tuple(all_cases().values())))
     assert {case.name for case, *_ in found} == set(all_cases())
@@ -61,7 +62,6 @@ def test_every_case_has_its_traffic_and_no_formula_moves_less_than_the_op():
         assert t.moved >= 0.98 * t.least > 0, (case.name, direction)
 
 
-@pytest.mark.nightly
 def test_the_table_has_what_a_profiler_measured(tmp_path):
     (case,) = find_cases(["rms_norm"])
     point = first_point(case)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from toys import CPU, SMALL, TableClock, bench, cells_of, double, measured, of, table, toy
+from typer.testing import CliRunner
 
 from rooftile.bench import rows, run, training
 from rooftile.bench.info import machine
@@ -14,6 +15,9 @@ from rooftile.bench.measure import bind, draw
 from rooftile.bench.rows import OURS, TOGETHER
 from rooftile.bench.variants import Variant
 from rooftile.cases import Point, Training, all_cases
+from rooftile.cli import app
+
+pytestmark = pytest.mark.nightly
 
 F32 = torch.float32
 
@@ -146,8 +150,15 @@ def test_a_check_that_does_not_fit_is_made_of_fewer_rows(monkeypatch):
         return double(x)
 
     case = dataclasses.replace(toy(), reference=reference)
-    verdict = run.judge(Variant(OURS, double), run.truths(case, SMALL, F32, "forward", CPU))
-    assert (verdict.status, seen[-1]) == ("ok", 1)
+    known = run.truths(case, SMALL, F32, "forward", CPU)
+    assert run.judge(Variant(OURS, double), known).status == "ok"
+    computed = list(seen)
+    assert computed[-1] == 1
+    assert run.judge(Variant("peer", double), known).status == "ok"
+    assert seen == computed  # what did not fit is not tried again
+
+    of_one_size = dataclasses.replace(SMALL, dims={"cols": 16})
+    assert [truth.point for truth in run.truths(case, of_one_size, F32, "forward", CPU)] == [of_one_size]
 
 
 # The command
@@ -170,6 +181,12 @@ def test_every_loss_of_the_suite_has_bytes_of_its_own():
     found = [case for case in all_cases().values() if training.SUITE in case.sets]
     assert {"cross_entropy", "linear_cross_entropy", "kl_div", "jsd"} <= {case.name for case in found}
     assert all(case.training is not None for case in found)
+
+
+def test_the_largest_batches_need_a_gpu():
+    found = CliRunner().invoke(app, ["bench", "training", "steps", "--fit"])
+    assert found.exit_code == 2
+    assert "--fit looks for the largest batches" in " ".join(found.output.split())
 
 
 def test_what_is_refused(tmp_path):

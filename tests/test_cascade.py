@@ -6,8 +6,8 @@ import torch
 import rooftile
 from rooftile import runtime
 from rooftile.engine import cascade as module
-from rooftile.engine.cache import PagedSequence
 from rooftile.engine.cascade import Cascade, common_pages
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.runner import Sampling
 
 CONFIG = {

@@ -198,6 +198,13 @@ def test_a_second_derivative_is_an_error(reduction, device):
         grad.square().sum().backward()
 
 
+def test_a_soft_cap_of_0_is_none_as_in_attention(device):
+    logits, target = torch.randn(3, 8, device=device), torch.tensor([1, 5, 0], device=device)
+    plain = cross_entropy(logits, target)
+    assert torch.equal(cross_entropy(logits, target, softcap=0.0), plain)
+    assert not torch.equal(cross_entropy(logits, target, softcap=1.0), plain)
+
+
 # Which rows count
 
 

@@ -364,12 +364,14 @@ class TestRefused:
         q, k, v, lengths = make(device, [20, 33])
         table = torch.zeros(2, 3, dtype=torch.int32, device=device)
         ones = torch.ones(3, device=device)
+        many = q.expand(2, 17, 4, 16)
         wrong = [
             ((q[0], k, v, lengths), {}, r"q has shape \(1, 4, 16\), expected 4 dimensions"),
             ((q, k[0], v, lengths), {}, r"k_cache has shape \(33, 2, 16\), expected 4 dimensions \(B, S, Hkv, D\)"),
-            ((q.expand(2, 17, 4, 16), k, v, lengths), {}, "q has 17 tokens a sequence, expected at most 16"),
+            ((many, k, v, lengths), {}, "q has 17 tokens .*; attention takes"),
+            ((many, k, v, lengths), {"page_table": table}, "q has 17 tokens .*; attention_paged takes"),
             ((q[..., :8], k, v, lengths), {}, "q and k_cache have last dimensions of 8 and 16"),
-            ((q, k, v[:, :30], lengths), {}, r"v_cache has shape \(2, 30, 2, 16\), expected \(2, 33, 2, 16\)"),
+            ((q, k, v[:, :30], lengths), {}, r"v_cache has shape \(2, 30, 2, 16\), expected \(2, 33, 2, 1 to 256\)"),
             ((q[:, :, :3], k, v, lengths), {}, "q has 3 heads, expected a multiple of k_cache's 2"),
             ((q, k, v, lengths[:1]), {}, r"lengths has shape \(1,\), expected \(2,\)"),
             ((q, k[:1], v[:1], lengths), {}, "k_cache has 1 sequences, expected 2 to match q"),

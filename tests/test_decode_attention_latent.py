@@ -17,6 +17,7 @@ from test_decode_attention import (
 
 from rooftile.cases.check import relative_error
 from rooftile.ops.decode_attention.choose import choose, most_rows, row_tile
+from rooftile.reference import decode_attention as reference
 from rooftile.runtime import TARGETS
 
 
@@ -141,6 +142,7 @@ def test_refused(device):
             {"head_dim_v": 32, "v_scale": scale},
             "v_scale is given without a v_cache, expected None",
         ),
+        ((q.expand(2, 17, 4, 48), k, None, lengths), {"head_dim_v": 32}, "q has 17 tokens .*; attention_paged takes"),
     ):
         with pytest.raises(ValueError, match=f"decode_attention: {message}"):
             decode_attention(*args, **options)
@@ -149,3 +151,20 @@ def test_refused(device):
     long = torch.zeros(1, 4, 1, 577, device=device)
     with pytest.raises(ValueError, match="last dimensions of 577 and 577, expected the same, 1 to 576"):
         decode_attention(long[:, :1], long, None, lengths[:1].clamp(max=4), head_dim_v=512)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"alibi_slopes": torch.rand(4), "sinks": torch.rand(4)}], ids=["plain", "biased"]
+)
+def test_eager_repeats_the_latents_of_some_sequences_after_others(options, monkeypatch):
+    """The keys of 8 sequences of 32768 tokens, repeated for 128 heads, are 36 GiB."""
+    q, k, _, lengths = make("cpu", [20, 33, 7], heads=(4, 1), dims=(48, 32))
+    given = {"head_dim_v": 32, "layout": "bthd", "mask": torch.rand(3, 33) > 0.2, **options}
+    whole = reference.eager(q, k, None, lengths, **given)
+    sizes = []
+    monkeypatch.setattr(reference, "EXPANDED", 2 * 4 * 33 * 48 + 1)
+    one = reference._eager
+    monkeypatch.setattr(reference, "_eager", lambda q, *args, **rest: (sizes.append(len(q)), one(q, *args, **rest))[1])
+    assert torch.equal(reference.eager(q, k, None, lengths, **given), whole)
+    assert sizes == [2, 1]
+    torch.testing.assert_close(whole, reference.decode_attention(q, k, None, lengths, **given), rtol=1e-5, atol=1e-5)

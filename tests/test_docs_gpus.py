@@ -11,6 +11,8 @@ from rooftile.bench.docs.gpus import table
 from rooftile.bench.docs.tables import NO_RESULTS
 from rooftile.bench.rows import Row, compare, write_json
 
+pytestmark = pytest.mark.nightly
+
 META = {
     "driver": "1", "torch": "2.11", "triton": "3.6", "rooftile": "0.1", "commit": "abc", "date": "2026-01-01T00:00:00Z",
     "roof_copy_gbs": 3000.0, "roof_read_gbs": 3100.0, "roof_tflops": 700.0,

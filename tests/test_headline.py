@@ -13,6 +13,8 @@ from rooftile.bench.docs.tables import NO_RESULTS, TIE
 from rooftile.bench.rows import Row, compare, write_json
 from rooftile.bench.training.steps import STEP
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 META = {

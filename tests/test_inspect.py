@@ -100,6 +100,8 @@ def test_a_plan_of_first_points_has_every_option_and_every_set_of_tensors():
         planned = [t.point for t in plan([case], sets=["tiny", "llm"], dtypes=[torch.bfloat16], first=True)]
         at_size = [p.options for p in planned if p.dims == size.dims]
         given = [tensors(case, p) for p in planned]
+        for point, drawn in zip(planned, given, strict=True):  # v_cache=None in the place of a v_cache
+            assert not {name for name, *_ in drawn} & set(point.options), (case.name, point.label)
         for tiny in case.sets["tiny"]:
             assert {**size.options, **tiny.options} in at_size
             assert tensors(case, tiny) in given
@@ -343,6 +345,15 @@ def test_the_exit_code_says_whether_all_passed(monkeypatch, name, code, closing)
     assert result.exit_code == code, result.output
     assert closing in result.output
     assert all(row.message.splitlines()[-1].strip() in result.output for row in broken("sm_86")[name] if row.message)
+
+
+@pytest.mark.parametrize(("seconds", "code"), [("0.001", 1), ("1000", 0)])
+def test_a_kernel_that_takes_too_long_to_compile_fails(monkeypatch, seconds, code):
+    monkeypatch.setattr(cli.ops, "cases_of", lambda ops: [BROKEN["good"]])
+    monkeypatch.setattr(report, "inspect_all", lambda cases, archs, console, *_: broken("sm_86")["good"])
+    result = run("good", "--max-compile-seconds", seconds)
+    assert result.exit_code == code, result.output
+    assert ("s to compile, 0.001 allowed" in result.output) == bool(code)
 
 
 @pytest.mark.parametrize(

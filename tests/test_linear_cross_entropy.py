@@ -2,12 +2,15 @@
 
 import itertools
 import math
+import sys
+import types
 
 import pytest
 import torch
 from helpers import BF16, Calls, assert_same, interpreted, nightly_but, offset, padded_allocations, transposed
 
 from rooftile import runtime
+from rooftile.cases.case import Unsupported
 from rooftile.cases.check import relative_error
 from rooftile.cases.linear_cross_entropy import TOLERANCES
 from rooftile.ops.cross_entropy import TokenStats, cross_entropy
@@ -182,6 +185,91 @@ def test_float32_accumulation_rounds_the_weight_gradient_once(device):
     assert errors[0] < errors[1] / 2
 
 
+# Adapters of the head
+
+
+def adapted(function, tensors, low, up, needs, **options):
+    """The loss, and the gradients of hidden, low and up, and of weight and bias, that are needed."""
+    hidden, weight, target, bias = tensors
+    leaves = [t.detach().requires_grad_(n) for t, n in zip((hidden, low, up, weight, bias), needs, strict=True)]
+    loss = function(leaves[0], leaves[3], target, leaves[4], adapter=(leaves[1], leaves[2]), **options)
+    dloss = torch.linspace(1, 2, loss.numel(), dtype=torch.float64, device=hidden.device).view(loss.shape)
+    asked = [t for t in leaves if t.requires_grad]
+    return loss.detach(), *torch.autograd.grad(loss, asked, dloss.to(loss.dtype))
+
+
+LEARNED = (True, True, True, False, False)  # of LoRA: the head is frozen
+
+
+@every_reduction
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_an_adapter_is_added_to_the_logits_and_learns(dtype, reduction, device):
+    rank = 3
+    tensors = drawn(3, 4, device=device, dtype=dtype)
+    low, up = (torch.randn(*shape, rank, device=device).to(dtype) for shape in ((3, 4), (CLASSES,)))
+    for needs, options in (
+        (LEARNED, {"chunk_bytes": 5 * ROW}),
+        ((True,) * 5, {"chunk_bytes": 5 * ROW, "softcap": 3.0, "temperature": 0.7}),
+        ((False, False, True, False, True), {"valid_rows": int((tensors[2] != -100).sum()), "z_loss": 1e-2}),
+    ):
+        found = adapted(linear_cross_entropy, tensors, low, up, needs, reduction=reduction, **options)
+        wide, _ = in_float64(*tensors)
+        truth = adapted(
+            reference.linear_cross_entropy, wide, low.double(), up.double(), needs, reduction=reduction, **options
+        )
+        for i, (a, e) in enumerate(zip(found, truth, strict=True)):
+            assert a.shape == e.shape
+            ceiling = TOLERANCES[dtype]["backward" if i else "forward"].ceiling
+            assert relative_error(a, e) <= ceiling, (i, options)
+
+
+def test_an_adapters_gradients_are_nan_where_tokens_are_lost_and_0_where_none_counts(device):
+    tensors = drawn(5, device=device, ignored=0)
+    low, up = torch.randn(5, 2, device=device), torch.randn(CLASSES, 2, device=device)
+    loss, _, dlow, dup = adapted(linear_cross_entropy, tensors, low, up, LEARNED, valid_rows=3)
+    assert loss.isnan()
+    assert dup.isnan().all()
+    assert dlow.isnan().all(1).tolist() == [False] * 3 + [True] * 2
+    tensors[2].fill_(-100)
+    for grad in adapted(linear_cross_entropy, tensors, low, up, LEARNED, valid_rows=0):
+        assert (grad == 0).all()
+
+
+@interpreted
+def test_beside_an_adapters_results_there_is_one_chunk_of_logits(device, monkeypatch):
+    rows, classes, chunk, rank = 64, 512, 8, 4
+    hidden, weight, target, bias = drawn(rows, device=device, classes=classes)
+    low, up = torch.randn(rows, rank, device=device), torch.randn(classes, rank, device=device)
+    tensors, budget = (hidden, weight, target, bias), chunk * classes * 4
+    with padded_allocations(monkeypatch) as made:
+        adapted(linear_cross_entropy, tensors, low, up, LEARNED, chunk_bytes=budget)
+    results = hidden.numel() + low.numel() + up.numel()
+    assert sum(numel for _, numel in made) <= results + chunk * classes + 8 * rows
+
+
+def test_the_op_with_an_adapter_is_registered_right(device):
+    hidden, weight, target, bias = drawn(5, device=device)
+    low, up = torch.randn(5, 2, device=device, requires_grad=True), torch.randn(CLASSES, 2, device=device)
+    rest = -100, 0.0, 0.0, 0.0, "sum", "now", False, 1.0, [False, False, False, True, False], False, 0, -1, "ieee"
+    args = (hidden, weight, target, bias, None, None, low, up, *rest)
+    torch.library.opcheck(torch.ops.rooftile.linear_cross_entropy.default, args)
+
+
+def test_wrong_adapters(device):
+    hidden, weight, target, _ = drawn(4, 3, device=device)
+    low, up = torch.randn(4, 3, 2, device=device), torch.randn(CLASSES, 2, device=device)
+    op = "linear_cross_entropy: adapter"
+    for bad, error, message in (
+        (low, TypeError, " is a Tensor, expected a tuple of two tensors or None"),
+        ((low, None), TypeError, "'s up is None, expected a tensor"),
+        ((low[:2], up), ValueError, r"'s low has shape \(2, 3, 2\), expected \(4, 3, R\)"),
+        ((low, up[1:]), ValueError, r"'s up has shape \(36, 2\), expected \(37, 2\)"),
+        ((low.bfloat16(), up), TypeError, "'s low has dtype torch.bfloat16, expected torch.float32"),
+    ):
+        with pytest.raises(error, match=op + message):
+            linear_cross_entropy(hidden, weight, target, adapter=bad)
+
+
 # Which gradients
 
 
@@ -210,7 +298,7 @@ def test_a_factor_of_one_leaves_the_gradients_as_the_forward_wrote_them(device):
     hidden, weight, target, _ = drawn(7, device=device, dtype=BF16)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = linear_cross_entropy(*leaves, target)
-    dhidden, dweight, _ = loss.grad_fn.saved_tensors
+    dhidden, dweight, *_ = loss.grad_fn.saved_tensors
     expected, addresses = (dhidden.clone(), dweight.clone()), [dhidden.data_ptr(), dweight.data_ptr()]
     grads = torch.autograd.grad(loss, leaves)
     assert [g.data_ptr() for g in grads] == addresses
@@ -408,6 +496,38 @@ def test_autocast(device):
     assert leaf.grad.dtype is torch.float32
 
 
+def test_quack_is_a_peer_where_it_is_installed_and_can_compute_the_same(device, monkeypatch):
+    """A stand-in for quack with its signature, as of version 0.6."""
+    from rooftile.cases import linear_cross_entropy as cases
+
+    (peer,) = (peer for case in cases.CASES for peer in case.peers if peer.name == "quack")
+    point = cases._point(16, 24, 40, reduction="sum", chunk_bytes=512)
+    monkeypatch.setitem(sys.modules, "quack", None)
+    with pytest.raises(ImportError):
+        peer.build(point)
+
+    def chunked_linear_cross_entropy(
+        x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True, use_scaled_exp=None
+    ):
+        return torch.nn.functional.cross_entropy(x @ weight.mT, target, ignore_index=ignore_index, reduction=reduction)
+
+    stub = types.ModuleType("quack.linear_cross_entropy")
+    stub.chunked_linear_cross_entropy = chunked_linear_cross_entropy
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", stub)
+    hidden, weight, target, _ = drawn(16, device=device, bias=False, classes=40)
+    found = peer.build(point)(hidden, weight, target, **point.options)
+    torch.testing.assert_close(found, linear_cross_entropy(hidden, weight, target, **point.options))
+    for other in (
+        cases._point(16, 24, 40, bias=True),
+        cases._point(16, 24, 40, softcap=2.0),
+        cases._point(16, 24, 40, reduction="none"),
+        cases._point(15, 24, 40),
+    ):
+        with pytest.raises(Unsupported):
+            peer.build(other)
+
+
 # Errors
 
 
@@ -472,14 +592,14 @@ def test_weights_that_require_grad(device):
 
 def test_the_ops_refuse_what_does_not_match(device):
     hidden, weight, target, _ = drawn(4, device=device)
-    rest = 1.0, [False, False, False], False, 0, -1, "ieee"
-    args = (hidden, weight, target, None, None, None, -100, 0.0, 0.0, 0.0, "sum")
+    rest = 1.0, [False] * 5, False, 0, -1, "ieee"
+    args = (hidden, weight, target, *[None] * 5, -100, 0.0, 0.0, 0.0, "sum")
     with pytest.raises(ValueError, match=r"linear_cross_entropy_backward: dloss has shape \(4,\), expected \(\)"):
         torch.ops.rooftile.linear_cross_entropy_backward(hidden[:, 0], *args, "later", False, *rest)
     hidden.requires_grad_()
     with pytest.raises(ValueError, match="gradient is 'none', expected 'now' or 'later' for inputs that need one"):
         torch.ops.rooftile.linear_cross_entropy(*args, "none", False, *rest)
-    with pytest.raises(ValueError, match=r"needs is \[False, False, False\], expected \[True, False, False\]"):
+    with pytest.raises(ValueError, match=r"needs is \[False, False, .*\], expected \[True, False, "):
         torch.ops.rooftile.linear_cross_entropy(*args, "now", False, *rest)
 
 

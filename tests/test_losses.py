@@ -124,6 +124,24 @@ def test_grpo_on_the_policy(device):
     assert_right("grpo_loss", tensors, per_token, delta=0.9, importance_sampling_ratio=per_token[:, :1].abs())
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_ratio_that_float32_can_not_hold_is_clipped_without_a_gradient(level, device):
+    """exp(100): 0 with a positive advantage, and with `delta` with any, where the other tokens learn as before."""
+    tensors = drawn(device, ignored=0.0)
+    old = near(tensors)
+    if level == "sequence":
+        old[0] -= 100
+    else:
+        old[:, 2] -= 100
+    advantages = torch.tensor([1.0, 0.5, 0.0, 0.7], device=device)
+    options = {"old_logps": old, "importance_sampling_level": level}
+    assert_right("grpo_loss", tensors, advantages, **options)
+    assert_right("grpo_loss", tensors, -advantages, **options, delta=2.0)
+    options |= {"ref_logps": old + 200, "beta": 1.0}
+    for a in with_gradients(losses.grpo_loss, tensors, (-advantages,), options):
+        assert torch.isfinite(a).all()
+
+
 def test_bfloat16(device):
     tensors = drawn(device, dtype=BF16, ignored=0.0)
     assert_right("dpo_loss", tensors, beta=0.5)
@@ -238,6 +256,17 @@ def test_the_log_probabilities_that_come_back_are_those_of_the_policy(name, devi
         torch.testing.assert_close(logps, whole(hidden, weight, labels, bias))
 
 
+@pytest.mark.parametrize("name", ["simpo_loss", "grpo_loss"])
+def test_a_head_with_an_adapter_is_the_merged_head(name, device):
+    hidden, weight, labels, bias = tensors = drawn(device)
+    given, options = arguments(name, tensors, device)
+    a, b = torch.randn(2, HIDDEN, device=device) * HIDDEN**-0.5, torch.randn(CLASSES, 2, device=device)
+    function = getattr(losses, name)
+    found = function(hidden, weight, labels, *given, bias, adapter=(hidden @ a.mT, b), **options)
+    merged = function(hidden, weight + b @ a, labels, *given, bias, **options)
+    torch.testing.assert_close(found.loss, merged.loss)
+
+
 def test_references_get_no_gradients(device):
     tensors = drawn(device)
     for name in ("dpo_loss", "kto_loss", "grpo_loss"):
@@ -296,6 +325,9 @@ def test_wrong_arguments(device):
         losses.kto_loss(hidden, weight, labels, advantages)
     with pytest.raises(TypeError, match="dpo_loss: beta is a Tensor, expected a number"):
         losses.dpo_loss(hidden, weight, labels, beta=torch.tensor(0.1))
+    for option in ("max_completion_length", "num_items_in_batch", "epsilon_low"):
+        with pytest.raises(TypeError, match=f"grpo_loss: {option} is a bool, expected a number"):
+            losses.grpo_loss(*grpo, **{option: True})
     with pytest.raises(TypeError, match="grpo_loss: advantages is None, expected a tensor"):
         losses.grpo_loss(hidden, weight, labels, None)
     with pytest.raises(TypeError, match="kto_loss: desirable is None, expected a tensor"):

@@ -371,6 +371,8 @@ def test_a_norm_that_is_not_finite_changes_nothing(nonfinite, value, device):
         ({"eps": None}, TypeError, "eps is None, expected a number"),
         ({"betas": None}, TypeError, "betas is None, expected two numbers"),
         ({"max_grad_norm": "a"}, TypeError, "max_grad_norm is a str, expected a number"),
+        ({"max_grad_norm": True}, TypeError, "max_grad_norm is a bool, expected a number"),
+        ({"lr": True}, TypeError, "lr is a bool, expected a number or a tensor of one"),
         ({"master_weights": "yes"}, TypeError, "master_weights is a str, expected True or False"),
         ({"amsgrad": "no"}, TypeError, "amsgrad is a str, expected True or False"),
         ({"maximize": None}, TypeError, "maximize is None, expected True or False"),

@@ -369,16 +369,107 @@ def test_lora_trains_as_in_the_plain_model(targets: list[str], before: bool) -> 
     else:
         handle = rooftile.patch(model)
         model = adapt(model)
-    fused = "lm_head" not in targets
+    fused = before or "lm_head" not in targets  # an adapter that takes the head's place later makes logits
     if before:
-        assert handle.replaced[KIND] == fused
-        assert ("its lm_head is a peft.tuners.lora.layer.Linear" in str(handle)) != fused
+        assert handle.replaced[KIND] == 1
     ours, patched = step(model, given, num_items_in_batch=None)
     assert (ours.logits is None) == fused
     assert error(ours.loss, expected.loss) < FP32
     assert_same_gradients(patched, grads)
     handle.undo()
     assert torch.equal(step(model, given)[0].loss, expected.loss)
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 2"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits-in-the-head"])
+def test_accuracy_and_entropy_are_returned_without_logits(title: str, fused: bool) -> None:
+    model = trained(title)
+    given = given_to(model)
+    plain, grads = step(model, given)
+    given["labels"][:, 3] = plain.logits.argmax(-1)[:, 2]  # one that is right
+    plain, grads = step(model, given)
+    counts = given["labels"][:, 1:] != -100
+    logprobs = plain.logits[:, :-1].detach().log_softmax(-1)
+    right = (logprobs.argmax(-1) == given["labels"][:, 1:])[counts].float().mean()
+    entropy = -(logprobs.exp() * logprobs).sum(-1)[counts].mean()
+    assert right > 0
+    with rooftile.patch(model):
+        if not fused:
+            model.double()  # which no kernel has
+        ours, patched = step(model, given, return_token_accuracy=True)
+        assert ours.logits is None
+        assert isinstance(ours, type(plain))
+        assert ours.token_accuracy == pytest.approx(right.item())
+        assert error(ours.token_entropy, entropy) < FP32
+        assert not ours.token_entropy.requires_grad
+        assert error(ours.loss, plain.loss) < FP32
+        again = torch.utils._pytree.tree_map(lambda t: t, ours)  # as wrappers rebuild results
+        assert again.token_accuracy is ours.token_accuracy
+        if fused:
+            assert_same_gradients(patched, grads)
+            assert not hasattr(step(model, given)[0], "token_accuracy")
+
+
+@pytest.mark.parametrize("title", ["Llama", "Gemma 2"])
+def test_ignored_tokens_are_not_multiplied_where_the_host_knows_how_many_count(title: str) -> None:
+    """`valid_rows` of the call; the model's own code takes it too, and it has no part in graphs."""
+    model = trained(title)
+    given = given_to(model)
+    given["labels"][:, :6] = -100
+    valid = int((given["labels"] != -100).sum())
+    plain, grads = step(model, given, valid_rows=valid)
+    with rooftile.patch(model):
+        with Calls() as ops:
+            ours, patched = step(model, given, valid_rows=valid)
+        (args,) = [args for op, args, _ in ops.calls if op._schema.name == "rooftile::linear_cross_entropy"]
+        assert args[-2] == valid < len(args[0])
+        assert model(**given, valid_rows=valid - 1).loss.isnan()
+        assert error(model.eval()(**given, valid_rows=valid).loss, plain.loss) < FP32
+    assert error(ours.loss, plain.loss) < FP32
+    assert_same_gradients(patched, grads)
+
+
+@pytest.mark.parametrize(("title", "switches"), [("Llama", {}), ("Gemma 2", {"lora": True, "linear": True})])
+def test_a_head_with_an_adapter_is_asked_for_the_loss(title: str, switches: dict[str, bool]) -> None:
+    """Over the head and its one adapter, with dropout and a scale; what PEFT computes otherwise is asked for logits."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, lora_dropout=0.3, target_modules=["q_proj", "lm_head"], init_lora_weights=False
+    )
+    torch.manual_seed(3)
+    model = peft.get_peft_model(trained(title), config)
+    given = given_to(model)
+
+    def seeded() -> tuple[object, dict[str, torch.Tensor]]:
+        torch.manual_seed(5)  # of dropout
+        return step(model, given, num_items_in_batch=torch.tensor(11))
+
+    plain, grads = seeded()
+    assert sum("lm_head.lora" in name for name in grads) == 2
+    handle = rooftile.patch(model, **switches)
+    assert handle.replaced[KIND] == 1
+    with Calls() as ops:
+        ours, patched = seeded()
+    assert called(ops) == ["linear_cross_entropy"]
+    assert ours.logits is None
+    assert error(ours.loss, plain.loss) < FP32
+    assert_same_gradients(patched, grads)
+    handle.skip_logits = True
+    with model.disable_adapter():
+        found = model(**given).loss
+        handle.skip_logits = False
+        assert error(found, model(**given).loss) < FP32
+    handle.undo()
+    assert torch.equal(seeded()[0].loss, plain.loss)
+
+
+def test_a_head_with_a_variant_of_lora_is_left_with_the_reason() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.get_peft_model(trained("Llama"), peft.LoraConfig(r=4, target_modules=["lm_head"], use_dora=True))
+    handle = rooftile.patch(model)
+    assert handle.replaced[KIND] == 0
+    assert "its lm_head: its adapter 'default' is a variant of LoRA" in str(handle)
+    assert step(model, given_to(model))[0].logits is not None
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["adapters-first", "patch-first"])

@@ -19,6 +19,8 @@ from rooftile.bench.docs import passes
 from rooftile.bench.profile import METRICS, Profile, ProfilerError, Task
 from rooftile.cases import all_cases, find_cases
 
+pytestmark = pytest.mark.nightly
+
 (CASE,) = find_cases(["rms_norm"])
 POINT = CASE.sets["tiny"][0]
 STALLS = ("long_scoreboard", "barrier", "wait", "membar", "selected")

@@ -1,5 +1,6 @@
 """`rooftile bench published`: its commands are commands, of ops, peers and models that exist."""
 
+import functools
 import io
 import shlex
 import sys
@@ -9,22 +10,29 @@ import typer
 from rich.console import Console
 
 from rooftile.bench import published
+from rooftile.bench.profile import find_point
 from rooftile.bench.run import Settings, plan
 from rooftile.bench.training import PARTS
 from rooftile.bench.training.steps import WORKLOADS
 from rooftile.bench.variants import peer_names
 from rooftile.bench.workloads import MODELS
+from rooftile.cases import find_cases
 from rooftile.cli import app
 from rooftile.cli.common import names_of
 
+pytestmark = pytest.mark.nightly
 LINES = [line for lines in published.SUITES.values() for line in lines]
+
+
+@functools.cache
+def commands():
+    return typer.main.get_command(app)
 
 
 def parsed(line):
     """The command's name and options."""
-    group = typer.main.get_command(app)
-    args = ["bench", *shlex.split(line)]
-    name, command, rest = group.resolve_command(typer.Context(group), args)
+    group = commands()
+    name, command, rest = group.resolve_command(typer.Context(group), shlex.split(line))
     with command.make_context(name, rest, resilient_parsing=False) as context:
         return name, context.params
 
@@ -40,8 +48,10 @@ def test_each_is_a_command_with_work(line):
             assert [*found] == [op]
             assert options["direction"].value != "backward" or found[op][0].grads
             assert set(names_of(options["peers"]) or ()) <= {*peer_names(found[op][0])}
+    if name == "profile":
+        assert str(find_point(*find_cases([options["op"]]), options["shape"])) == options["shape"]
     models = [*(options.get("models") or ()), *([options["model"]] if options.get("model") else [])]
-    assert set(models) <= {*MODELS, *WORKLOADS, "byte-model"}
+    assert set(models) <= {*MODELS, *WORKLOADS}
     assert set(options.get("parts") or ()) <= {*PARTS}
 
 
@@ -65,9 +75,9 @@ def test_the_commands_run_in_turn_and_a_failure_does_not_stop_them(monkeypatch, 
     out = io.StringIO()
     assert published.run(["prefill", "e2e", "prefill"], tmp_path, Console(file=out)) == 1
     lines = [*published.SUITES["prefill"], *published.SUITES["e2e"]]
-    assert [c[:4] for c in ran] == [[sys.executable, "-m", "rooftile", "bench"]] * len(lines)
-    assert [shlex.join(c[4:-2]) for c in ran] == lines
+    assert [c[:3] for c in ran] == [[sys.executable, "-m", "rooftile"]] * len(lines)
+    assert [shlex.join(c[3:-2]) for c in ran] == lines
     assert {c[-1] for c in ran} == {str(tmp_path)}
     assert "rooftile bench prefill --model qwen2.5-7b" in out.getvalue()
-    with pytest.raises(ValueError, match="unknown suite nothing; known: rowwise"):
+    with pytest.raises(ValueError, match="unknown suite nothing; known: host"):
         published.run(["nothing"], tmp_path, Console(file=out))

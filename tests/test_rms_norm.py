@@ -175,6 +175,8 @@ def test_splits_cover_the_row_and_stay_resident():
 
 def test_eps_and_offset_must_be_numbers(device):
     x = torch.randn(4, 8, device=device)
+    with pytest.raises(TypeError, match="rms_norm: eps is a bool, expected a number"):
+        rooftile.rms_norm(x, eps=True)
     with pytest.raises(TypeError, match="rms_norm: eps is None, expected a number"):
         rooftile.rms_norm(x, eps=None)
     with pytest.raises(TypeError, match="add_rms_norm: offset is a Tensor, expected a number"):

@@ -17,6 +17,8 @@ from rooftile import cli, runtime
 from rooftile.bench import sanitize
 from rooftile.bench.docs.sanitizer import table
 
+pytestmark = pytest.mark.nightly
+
 
 def _sanitizer(folder: Path, output: str = "", code: int = 0, seconds: float = 0.0) -> str:
     """A program in place of compute-sanitizer: it writes down its arguments, waits, prints, and exits."""

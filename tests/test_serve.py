@@ -12,6 +12,8 @@ from fake_engine import HELLO, FakeEngine, MaskedEngine, expected, prompt_of, se
 
 import rooftile
 from rooftile import byte_model
+from rooftile.engine import RequestError
+from rooftile.serve import guided
 from rooftile.serve.chat import ChatTemplate
 
 
@@ -175,6 +177,29 @@ class TestCompletions:
             client.completions.create(model="small", prompt="a", extra_body=extra)
         refused(error, "this engine", *extra)
 
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("guided_json", {"type": "object"}), ("guided_regex", "a"), ("min_tokens", 3), ("prompt_logprobs", 1),
+            ("audio", {"voice": "x"}), ("reasoning_effort", "low"), ("functions", [{"name": "f"}]), ("echo", True),
+            ("modalities", ["text", "audio"]), ("web_search_options", {}), ("skip_special_tokens", False),
+        ],
+    )  # fmt: skip
+    def test_fields_that_are_known_and_not_supported_are_refused(self, client, field, value):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model="small", messages=HELLO, extra_body={field: value})
+        refused(error, f"{field} is not supported")
+        assert error.value.param == field
+
+    def test_fields_that_change_nothing_are_accepted(self, client, caplog):
+        made = client.chat.completions.create(
+            model="small", messages=HELLO, max_tokens=2, user="someone", metadata={"a": "b"}, store=False,
+            service_tier="auto", prediction={"type": "content", "content": "x"}, modalities=["text"],
+            extra_body={"min_tokens": 0, "guided_json": None, "use_beam_search": False},
+        )  # fmt: skip
+        assert made.choices[0].message.content == expected(prompt_of(*HELLO))[:2]
+        assert "not known" not in caplog.text
+
     def test_unknown_fields_are_ignored(self, client):
         made = client.completions.create(model="small", prompt="a", max_tokens=2, extra_body={"no_such": {"a": 1}})
         assert made.choices[0].text == expected("a")[:2]
@@ -187,6 +212,18 @@ class TestCompletions:
             with pytest.raises(openai.APIError, match="failed in the engine"):
                 list(client.completions.create(model="small", prompt="bad", stream=True))
             assert client.completions.create(model="small", prompt="good").choices[0].text == expected("good")[:16]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_grammar_that_ends_midway_is_the_requests_fault(self, stream, caplog):
+        def fails(stream, i):
+            raise RequestError("request-0 ended") from guided.GrammarError("too many expressions")
+
+        refusal = pytest.raises(openai.APIError, match="too many expressions")
+        with serve(FakeEngine(fails=fails)) as server, client_of(server) as client, refusal as error:
+            list(client.completions.create(model="small", prompt="a", stream=stream))
+        assert error.value.code == "grammar_error"
+        assert stream or error.value.status_code == 400
+        assert not [r for r in caplog.records if r.name == "rooftile.serve" and r.levelname == "ERROR"]
 
 
 class TestChat:
@@ -221,6 +258,13 @@ class TestChat:
         entries = [entry for part in parts for entry in part.content]
         assert "".join(entry.token for entry in entries) == expected(prompt_of(*HELLO))
         assert bytes(b for entry in entries for b in entry.bytes).decode() == expected(prompt_of(*HELLO))
+
+    def test_the_bytes_of_parts_of_characters(self):
+        with serve(FakeEngine(answer=lambda prompt: "é€")) as server, client_of(server) as client:
+            (choice,) = client.chat.completions.create(model="small", messages=HELLO, logprobs=True).choices
+            (older,) = client.completions.create(model="small", prompt="a", logprobs=0).choices
+        assert older.logprobs.tokens == [rf"bytes:\x{b:02x}" for b in "é€".encode()]
+        assert [bytes(entry.bytes) for entry in choice.logprobs.content] == [bytes([b]) for b in "é€".encode()]
 
     def test_n(self, client):
         made = client.chat.completions.create(model="small", messages=HELLO, n=3, max_tokens=4)
@@ -361,6 +405,8 @@ class TestStructuredOutputs:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
             {"structured_outputs": {"regex": "("}},
             {"structured_outputs": {"grammar": "start: ("}},
+            {"structured_outputs": {"grammar": "start: start start"}},
+            {"structured_outputs": {"regex": r"[^\s\S]"}},
             {"structured_outputs": {"json": "{"}},
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         ],
@@ -369,6 +415,14 @@ class TestStructuredOutputs:
         with pytest.raises(openai.BadRequestError) as error:
             masked.completions.create(model="small", prompt="x", extra_body=extra)
         assert next(iter(extra)) in str(error.value) or "not both" in str(error.value)
+
+    def test_what_ends_a_grammar_does_not_tell_its_text(self):
+        """Errors of requests are logged."""
+        tokenizer = FakeEngine().engine.tokenizer
+        grammar = guided.Grammars(tokenizer, 264, (256,)).compile(guided.of_schema({"const": "secret"}))
+        with pytest.raises(RuntimeError, match=r"can't be followed further: .") as error:
+            grammar.advance(tokenizer.encode("x").ids[0])
+        assert "secret" not in str(error.value)
 
     def test_an_engine_without_a_mask(self):
         refusal = pytest.raises(openai.BadRequestError, match="no token mask")
@@ -417,7 +471,7 @@ class TestAsync:
 @pytest.fixture(scope="module")
 def model():
     with rooftile.AsyncEngine.from_pretrained(
-        byte_model.folder(), dtype=torch.float32, max_batch=4, max_seq_len=64, progress=False
+        byte_model.folder(), dtype=torch.float32, max_batch=4, max_seq_len=64, page_size=16, progress=False
     ) as engine:
         yield engine
 
@@ -486,6 +540,11 @@ class TestSmallModel:
             presence_penalty=-2.0,
         )
         assert made.choices[0].text == "XXX"
+
+    def test_usage_counts_what_the_prefix_cache_had(self, model_client):
+        asked = {"model": "small", "prompt": ["x" * 33, "y" * 10], "max_tokens": 1, "n": 2}
+        found = [model_client.completions.create(**asked).usage.prompt_tokens_details.cached_tokens for _ in range(2)]
+        assert found == [0, 32]  # of the first prompt two pages of 16 tokens
 
     def test_a_client_that_leaves_frees_its_slot(self, model_client, model):
         with model_client.completions.create(model="small", prompt="a", max_tokens=50, stream=True) as stream:

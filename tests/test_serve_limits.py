@@ -35,6 +35,16 @@ def post(server, body=ASK, path="/v1/completions", **more):
     return httpx.post(server.url + path, json=body, **more)
 
 
+def leave(server, asked):
+    """Ask, and leave before the answer has ended."""
+    if asked["stream"]:
+        with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            post(server, asked, timeout=0.3)
+
+
 def idle(engine, seconds=10.0):
     """Whether the engine holds nothing within that time."""
     end = time.monotonic() + seconds
@@ -126,6 +136,10 @@ class TestBodies:
         found = httpx.request(method, server.url + path)
         assert (found.status_code, list(found.json())) == (status, ["error"])
 
+    def test_health_without_a_body(self, server):
+        found = httpx.head(server.url + "/health")
+        assert (found.status_code, found.content) == (200, b"")
+
 
 class TestKeys:
     def test_v1_needs_one_of_them(self):
@@ -165,17 +179,13 @@ class TestQueue:
                 thread.join()
             assert idle(engine)
 
-    def test_what_was_added_before_the_queue_was_full_is_taken_back(self):
-        engine = FakeEngine(delay=0.01, max_batch=1, max_waiting=3)
-        engine.add, add = (
-            lambda *a, **k: (engine.__dict__.update(waiting=engine.added % 5), add(*a, **k))[1],
-            engine.add,
-        )
+    def test_a_request_is_admitted_as_a_whole_or_not_at_all(self):
+        engine = FakeEngine(max_batch=1, max_waiting=6)
         with serve(engine) as server:
-            assert post(server, {**ASK, "n": 10}).status_code == 429
-            engine.waiting = 0
-            time.sleep(0.1)
-            assert engine.running == 0
+            found = post(server, {**ASK, "prompt": ["a", "b"], "n": 4})
+            assert (found.status_code, engine.added) == (429, 0)
+            found = post(server, {**ASK, "prompt": ["a", "b"], "n": 3})
+            assert (found.status_code, engine.added) == (200, 6)
 
     def test_an_engine_that_has_failed(self):
         class Failed(FakeEngine):
@@ -236,6 +246,21 @@ class TestMetrics:
         assert lines["rooftile_requests_running"] == lines["rooftile_cache_usage"] == "0.0"
         assert "rooftile_prefix_cache_hit_tokens_total" in lines
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_requests_by_outcome(self, stream):
+        """The first is left by its client, the second fails in the engine, and the third ends."""
+        engine = FakeEngine(answer=long_answer, delay=0.01, fails=lambda stream, i: len(stream.prompt_tokens) == 3)
+        with serve(engine) as server:
+            asked = {**ASK, "stream": stream, "n": 2}
+            leave(server, {**asked, "max_tokens": 400})
+            post(server, {**asked, "prompt": "bad"})
+            post(server, asked)
+            post(server, {**asked, "max_tokens": -1})
+            all_left(server)
+            text = httpx.get(server.url + "/metrics").text
+        found = dict(re.findall(r'rooftile_requests_total{outcome="(\w+)"} (\S+)', text))
+        assert found == {"finished": "1.0", "aborted": "1.0", "failed": "1.0"}
+
 
 class TestClientsThatLeave:
     @pytest.mark.parametrize("stream", [False, True])
@@ -243,13 +268,7 @@ class TestClientsThatLeave:
     def test_their_slots_are_free(self, stream, n):
         engine = FakeEngine(answer=long_answer, delay=0.05, max_batch=2)
         with serve(engine) as server:
-            asked = {**ASK, "stream": stream, "n": n, "max_tokens": 400}
-            if stream:
-                with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
-                    next(answer.iter_lines())
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    post(server, asked, timeout=0.3)
+            leave(server, {**ASK, "stream": stream, "n": n, "max_tokens": 400})
             assert idle(engine)  # it would need 20 seconds to end, or more
 
     def test_one_that_never_reads(self):
@@ -366,13 +385,24 @@ class TestCommands:
         assert found.exit_code == 2
         assert found.output.strip() == "rooftile serve: the server needs uvicorn: pip install 'rooftile[serve]'"
 
+    def test_the_tokens_of_a_step_reach_the_engine(self):
+        options = ["--port", "0", "--max-batch", "2", "--max-seq-len", "64", "--step-tokens", "2", "--dtype", "fp32"]
+        found = CliRunner().invoke(command_line, ["serve", "demo", *options])
+        assert found.exit_code == 2
+        assert "step_tokens is 2, expected more than max_batch, 2" in found.output
+
     def test_chat_needs_a_template(self):
         found = CliRunner().invoke(command_line, ["chat", str(byte_model.folder())])
         assert found.exit_code == 2
         assert "has no chat template" in found.output
 
+    def test_a_system_message_that_is_not_utf8(self):
+        found = CliRunner().invoke(command_line, ["chat", "demo", "--system", "\udcff"])
+        assert found.exit_code == 2
+        assert "--system is not UTF-8" in found.output
+
     def test_a_conversation(self, tmp_path):
-        """The history is part of the next prompt until /reset; a prompt that is too long is reported."""
+        """The history is part of the next prompt until /reset; what is too long, or not UTF-8, is reported."""
         template = tmp_path / "template.jinja"
         template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         lines = [
@@ -387,8 +417,10 @@ class TestCommands:
             "no",
         ]
         arguments = ["chat", "demo", "--chat-template", str(template), "--max-new-tokens", "3", "--temperature", "0"]
-        found = CliRunner().invoke(command_line, [*arguments, "--max-seq-len", "64"], input="\n".join(lines))
+        asked = "\n".join(lines).encode().replace(b"/help", b"/help\n\xff\xfe\xe2\x82")
+        found = CliRunner().invoke(command_line, [*arguments, "--max-seq-len", "64"], input=asked)
         assert found.exit_code == 0, found.output
+        assert found.stderr.count("the line is not UTF-8") == 1
         assert found.stderr.count("3 tokens, the first after") == 3
         first, third = found.stdout[:3], found.stdout[-4:-1]  # a token is a byte
         assert first == third

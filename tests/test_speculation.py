@@ -127,15 +127,7 @@ def test_steps_are_plain_where_proposals_have_no_room(plain, recorded):
 
 
 def test_requests_of_an_async_engine(plain, engine, recorded):
-    """With a mask beside it, whose steps are plain, and one that comes later."""
-
-    class All:
-        def mask(self):
-            return torch.full((5,), -1, dtype=torch.int32)
-
-        def advance(self, token):
-            pass
-
+    """With a mask, which has no proposals, and one that comes later."""
     expected = generated(plain)
     recorded.record(expected)
     with rooftile.AsyncEngine(engine) as served:
@@ -144,10 +136,39 @@ def test_requests_of_an_async_engine(plain, engine, recorded):
         agree([one.result(), two.result()], expected)
         stats = served.stats()
         assert stats.proposed_tokens >= stats.accepted_tokens == sum(s.result().accepted for s in (one, two)) > 0
-        masked = served.add(PROMPTS[0], max_new_tokens=3, mask=All(), ignore_eos=True).result()
+        masked = served.add(PROMPTS[0], max_new_tokens=3, mask=Only(*range(131)), ignore_eos=True).result()
         assert masked.tokens == expected[0].tokens[:3]
         assert masked.proposed == 0
         assert served.stats().pages_used == 0
+
+
+class Only:
+    """A mask of those tokens, in turn."""
+
+    def __init__(self, *tokens, each=False):
+        self.tokens, self.each, self.at = tokens, each, 0
+
+    def mask(self):
+        allowed = [self.tokens[self.at]] if self.each else self.tokens
+        words = [sum(1 << t % 32 for t in allowed if t // 32 == i) for i in range(5)]
+        return torch.tensor([w - (w >> 31 << 32) for w in words], dtype=torch.int32)
+
+    def advance(self, token):
+        self.at += 1
+
+
+@pytest.mark.parametrize(("how", "masked"), [("greedy", 0), ("counted", 1)])
+def test_proposals_beside_a_mask(how, masked, plain, engine, recorded):
+    """A sequence with a mask gets the only tokens that it may, while the other's proposals are accepted."""
+    only = [130, 8, 31, 32, 5, 64, 96]
+    expected = generated(plain, **HOWS[how])
+    recorded.record(expected)
+    masks = [None, None]
+    masks[masked] = Only(*only, each=True)
+    found = generated(engine, **HOWS[how], mask=masks)
+    agree([found[1 - masked]], [expected[1 - masked]])
+    assert found[masked].tokens == only
+    assert (found[masked].proposed, found[1 - masked].accepted > 0) == (0, True)
 
 
 def test_a_draft_model_proposes_its_own_tokens(plain):

@@ -188,6 +188,25 @@ def test_evaluation_of_the_loss_alone_computes_no_logits(tmp_path: object) -> No
     assert found["eval_loss"] == pytest.approx(evaluated.evaluate()["eval_loss"], rel=1e-6)
 
 
+def test_a_collator_can_count_the_labels(tmp_path: object) -> None:
+    """The number, which the host knows before labels go to the device, reaches the loss of each batch."""
+
+    def collate(features: list[dict[str, torch.Tensor]]) -> dict[str, object]:
+        batch = transformers.default_data_collator(features)
+        return {**batch, "valid_rows": int((batch["labels"] != -100).sum())}
+
+    more = {"data_collator": collate}
+    plain = trainer(build("Llama"), tmp_path)
+    ours = trainer(build("Llama"), tmp_path, rooftile.PatchCallback(), more=more)
+    plain.train()
+    with Calls() as ops:
+        ours.train()
+    counted = [args[-2] for op, args, _ in ops.calls if op._schema.name == "rooftile::linear_cross_entropy"]
+    assert len(counted) == STEPS
+    assert all(0 < n < 20 for n in counted)
+    assert_alike(ours, plain, 1e-5)
+
+
 def test_several_gpus_in_one_process_are_refused(tmp_path: object) -> None:
     arguments = types.SimpleNamespace(n_gpu=2, prediction_loss_only=False)
     with pytest.raises(ValueError, match="has 2 GPUs in one process"):

@@ -55,22 +55,36 @@ ROWWISE = (
     "gelu_mul", "gelu_mul_packed", "silu_mul", "silu_mul_packed", "embedding", "quantize_tensor", "rms_norm_quantized",
     "add_rms_norm_quantized", "silu_mul_quantized", "gelu_mul_quantized", "cross_entropy", "kl_div", "jsd",
 )  # fmt: skip
+# With options these have the kernels of `sample_`, `linear_cross_entropy`, `linear`, `int4_linear` and
+# `rms_norm_qkv_rope_cache` with other flags: compiled by `make test-all`.
+OF_OTHERS = (
+    "sample", "linear_jsd", "linear_kl", "lora_linear", "matmul", "int8_linear", "fp8_weight_linear",
+    "rms_norm_linear_quantized", "rms_norm_gated_linear_quantized",
+)  # fmt: skip
+# In float32 their tiles are twice as large.
+TILED = (
+    "linear", "gated_linear", "int4_linear", "rms_norm_linear", "attention", "decode_attention", "linear_cross_entropy",
+)  # fmt: skip
 
 PLANS = {
-    # Every op for every target. With every option, in a decode step and at the sizes of GEMMs and attention for the one
+    # Every op for every target. With options, in a decode step and at the sizes of GEMMs and attention for the one
     # measured; at the models' sizes and in float32 for the one with the least shared memory. Long rows have kernels of
     # their own; layer_norm's, and those with a residual, differ from rms_norm's by a flag. Tiny sizes that differ from
     # others in sizes alone are left to `make test-all`.
     "every": (
         Line(MEASURED, ("llm", "decode")),
-        Line(MEASURED, ("tiny",), but=ROWWISE),
+        Line(MEASURED, ("tiny",), but=(*ROWWISE, *OF_OTHERS)),
         Line(MEASURED, ops=("linear", "gated_linear", "attention", "decode_attention"), first=False),
         Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
         Line(SMALL, ops=BY_SIZE, first=False),
         Line(tuple(TARGETS)),
+        Line(SMALL, ops=TILED, dtype="fp32"),
+    ),
+    "options": (
+        Line(MEASURED, ("tiny",), (*ROWWISE, *OF_OTHERS)),
+        Line(SMALL, ops=LIKEWISE, first=False),
         Line(SMALL, dtype="fp32"),
     ),
-    "options": (Line(MEASURED, ("tiny",), ROWWISE), Line(SMALL, ops=LIKEWISE, first=False)),
     # These have every kernel: ops left out differ by a flag, or in what is allocated.
     "newest": (
         Line(

@@ -500,9 +500,9 @@ def check_layout(op: str, layout: str, name: str = "layout") -> None:
 
 
 def check_numbers(op: str, **given: object) -> None:
-    """Raise TypeError unless each is an int or a float of Python, as an op's schema takes them."""
+    """Raise TypeError unless each is an int or a float of Python, as an op's schema takes them, and no bool."""
     for name, value in given.items():
-        if isinstance(value, (float, int)):
+        if isinstance(value, (float, int)) and value is not True and value is not False:
             continue
         if isinstance(value, numbers.Real):
             raise TypeError(f"{op}: {name} is {named(value)}, expected a number of Python's, such as float({name})")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 DPOLoss = Literal["sigmoid", "ipo", "hinge"]
 GRPOLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 SamplingLevel = Literal["token", "sequence"]
+_LARGEST_LOG = 80.0  # whose exponential a sum over tokens keeps finite; past 88.7 that is inf, and 0 * inf is NaN
 
 
 class HeadOptions(TypedDict, total=False):
@@ -37,6 +38,7 @@ class HeadOptions(TypedDict, total=False):
     valid_rows: int | None
     float32_weight_gradient: bool
     precision: Precision
+    adapter: tuple[Tensor, Tensor] | None
 
 
 class PolicyLoss(NamedTuple):
@@ -122,7 +124,7 @@ def token_logps(
         labels: `(...)`, int64 or int32. Where a label is `ignore_index` the log-probability is 0.
         bias: `(V,)`.
         temperature: of the policy that sampled, 1e-30 or more.
-        head: ignore_index, softcap, chunk_bytes, valid_rows, float32_weight_gradient and precision, as in
+        head: ignore_index, softcap, chunk_bytes, valid_rows, float32_weight_gradient, precision and adapter, as in
             `linear_cross_entropy`.
 
     Returns:
@@ -401,7 +403,8 @@ def grpo_loss(
 
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta (exp(d) - d - 1),   d = ref_logp - logp
 
-    the last term being the k3 estimate of KL(policy || reference). Sums over tokens that count, of n_i in sequence i of
+    the last term being the k3 estimate of KL(policy || reference). In both exponentials a difference above 80 counts as
+    80 and has no gradient: float32 ends at exp(88.7). Sums over tokens that count, of n_i in sequence i of
     B, are divided as TRL does:
 
         grpo     the mean over sequences of sum_i / max(n_i, 1)
@@ -480,7 +483,7 @@ def grpo_loss(
     log_ratio = counted(logps - (logps if old_logps is None else old_logps).detach())
     if importance_sampling_level == "sequence":
         log_ratio = (log_ratio.sum(-1) / lengths.clamp(min=1))[:, None]
-    ratio = torch.exp(log_ratio)
+    ratio = torch.exp(log_ratio.clamp(max=_LARGEST_LOG))
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     if delta is not None:
         ratio = ratio.clamp(max=delta)
@@ -488,7 +491,7 @@ def grpo_loss(
     if importance_sampling_ratio is not None:
         losses = losses * counted(importance_sampling_ratio.detach())
     if beta and ref_logps is not None:
-        behind = counted(ref_logps.detach() - logps)
+        behind = counted(ref_logps.detach() - logps).clamp(max=_LARGEST_LOG)
         losses = losses + beta * (torch.expm1(behind) - behind)
 
     losses = counted(losses)

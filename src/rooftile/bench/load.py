@@ -7,18 +7,23 @@ process (`rooftile.AsyncEngine`), or to any server with OpenAI's API, ours or an
 Prompts are random token ids. Their lengths, and how many tokens each asks for, are drawn from log-normal
 distributions, as those of conversations are: many are short, and a few are long. Every answer has as many tokens as
 were asked for; one that has not counts as failed.
+
+With `--http`, this project's server answers the same requests first, from a process of its own over loopback.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +61,8 @@ class Workload:
         longest: the most tokens of a prompt and its answer together.
         vocab: token ids are drawn below it.
         seed: the same seed gives the same requests and arrivals.
+        prefix: tokens that all prompts begin with, besides their own.
+        per_client: requests of each client of a closed loop, instead of `requests` in all.
     """
 
     requests: int
@@ -65,16 +72,28 @@ class Workload:
     longest: int
     vocab: int
     seed: int
+    prefix: int = 0
+    per_client: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefix > self.longest - 3:
+            raise ValueError(f"a prefix of {self.prefix} tokens leaves no room in {self.longest} for a prompt and two")
 
     def draw(self) -> list[Request]:
+        numbers = random.Random(self.seed + 2)
+        prefix = [numbers.randrange(self.vocab) for _ in range(self.prefix)]
         numbers = random.Random(self.seed)
-        return [self._one(numbers) for _ in range(self.requests)]
+        return [self._one(numbers, prefix) for _ in range(self.requests)]
 
-    def _one(self, numbers: random.Random) -> Request:
+    def of_clients(self, clients: int) -> Workload:
+        """What so many clients are asked."""
+        return self if self.per_client is None else dataclasses.replace(self, requests=self.per_client * clients)
+
+    def _one(self, numbers: random.Random, prefix: list[int]) -> Request:
         prompt, new = (self._length(numbers, mean) for mean in (self.prompt, self.new))
-        prompt = max(1, min(prompt, self.longest - 2))
-        ids = [numbers.randrange(self.vocab) for _ in range(prompt)]
-        return Request(ids, max(2, min(new, self.longest - prompt)))
+        prompt = max(1, min(prompt, self.longest - 2 - self.prefix))
+        ids = [*prefix, *(numbers.randrange(self.vocab) for _ in range(prompt))]
+        return Request(ids, max(2, min(new, self.longest - len(ids))))
 
     def _length(self, numbers: random.Random, mean: int) -> int:
         if self.fixed:
@@ -95,6 +114,10 @@ class Target(Protocol):
         """How many tokens have come, each time that some do."""
         ...
 
+    def counts(self) -> tuple[int, float] | None:
+        """The steps so far, and their seconds on the host; None where nobody says."""
+        ...
+
 
 class InProcess:
     """An engine in this process."""
@@ -106,6 +129,10 @@ class InProcess:
         stream = self.engine.add(request.prompt, max_new_tokens=request.new, ignore_eos=True)
         async for _ in stream:
             yield 1
+
+    def counts(self) -> tuple[int, float]:
+        stats = self.engine.stats()
+        return stats.steps, stats.host_seconds
 
 
 class Server:
@@ -136,6 +163,9 @@ class Server:
                     yield 1
                 if (usage := event.get("usage")) and not event.get("choices") and usage["completion_tokens"] > seen:
                     yield usage["completion_tokens"] - seen  # of events that had several tokens
+
+    def counts(self) -> None:
+        return None
 
 
 @dataclasses.dataclass
@@ -276,6 +306,10 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], limits: Limits, me
     out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
     out.print(table)
     for row in rows:
+        if "host_us" in row:
+            out.print(f"{load_name(row)}, {row['impl']}: {report.number(row['host_us'])} us a step on the host")
+        if "of_offline" in row:
+            out.print(f"{load_name(row)}, {row['impl']}: {report.ratio(row['of_offline'])} of the engine's tokens/s")
         if row["failed"]:
             out.print(f"{load_name(row)}: {row['message']}", markup=False, highlight=False, soft_wrap=True)
 
@@ -333,6 +367,7 @@ class Settings:
         model: a name of `workloads.MODELS`, or with a URL the name that the server has for it; "" is its first.
         weights: "random", or a checkpoint's folder.
         url: of a server; without one, an engine in this process.
+        http: measure this project's server, in a process of its own, before that engine.
         impl: what the rows call it.
         rates, clients: open loops of so many requests a second, and closed loops of so many clients.
         engine: options of `AsyncEngine.from_config`.
@@ -348,23 +383,39 @@ class Settings:
     workload: Workload
     limits: Limits
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tensor_parallel: int = 1
+    http: bool = False
     json: Path | None = None
     results: Path | None = None
+
+    @property
+    def file(self) -> str:
+        """The name of the results: those of other lengths have another."""
+        w = self.workload
+        lengths = f"-p{w.prompt}-n{w.new}" if w.fixed else ""
+        return f"{self.model or 'server'}{lengths}{f'-prefix{w.prefix}' if w.prefix else ''}.json"
 
 
 async def measure(target: Target, settings: Settings, console: Console) -> list[dict[str, Any]]:
     """A row for each load, one after another."""
-    requests, rows = settings.workload.draw(), []
-    warm = dataclasses.replace(settings.workload, requests=WARM, seed=settings.workload.seed + 2).draw()
+    rows = []
+    warm = dataclasses.replace(settings.workload, requests=WARM, prefix=0, seed=settings.workload.seed + 3).draw()
     loads: list[dict[str, Any]] = [{"rate": rate} for rate in settings.rates]
     loads += [{"clients": clients} for clients in settings.clients]
     for load in loads:
         await closed_loop(target, warm, WARM)
+        before = target.counts()
         if "rate" in load:
+            requests = settings.workload.draw()
             answers = await open_loop(target, requests, settings.workload.arrivals(load["rate"]))
         else:
+            requests = settings.workload.of_clients(load["clients"]).draw()
             answers = await closed_loop(target, requests, load["clients"])
         rows.append(row_of(settings.impl, load, answers, settings.limits))
+        after = target.counts()
+        if before is not None and after is not None and after[0] > before[0]:
+            steps = after[0] - before[0]
+            rows[-1] |= {"steps": steps, "host_us": 1e6 * (after[1] - before[1]) / steps}
         console.print(f"{load_name(load)}: {len(answers)} requests, {rows[-1]['failed']} failed", highlight=False)
     return rows
 
@@ -388,27 +439,111 @@ async def _of_server(settings: Settings, console: Console) -> list[dict[str, Any
         return await measure(Server(client, model), settings, console)
 
 
-def _of_engine(settings: Settings, console: Console) -> list[dict[str, Any]]:
+def _age() -> float | None:
+    """Seconds since this process was started, where /proc tells."""
+    try:
+        began = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _engine(settings: Settings) -> Iterator[Any]:
+    """An `AsyncEngine`, and the ranks beside it."""
     from rooftile import AsyncEngine
     from rooftile.bench.workloads import MODELS, RANDOM
+    from rooftile.engine import processes
 
-    if settings.weights != RANDOM:
-        made = AsyncEngine.from_pretrained(settings.weights, **settings.engine)
-    else:
-        made = AsyncEngine.from_config(MODELS[settings.model], **settings.engine)
-    with made as engine:
-        return asyncio.run(measure(InProcess(engine), settings, console))
+    ours = {k: v for k, v in settings.engine.items() if k in ("step_tokens", "prefix_cache")}
+    options = {k: v for k, v in settings.engine.items() if k not in ours}
+    n = settings.tensor_parallel
+    model = MODELS[settings.model] if settings.weights == RANDOM else Path(settings.weights)
+    with processes.started(n, model, options):
+        options |= {"tensor_parallel": n, **ours}
+        if isinstance(model, Path):
+            made = AsyncEngine.from_pretrained(model, **options)
+        else:
+            made = AsyncEngine.from_config(model, **options)
+        with made as engine:
+            yield engine
+
+
+def _of_engine(settings: Settings, console: Console) -> list[dict[str, Any]]:
+    from rooftile.bench.workloads import RANDOM
+
+    since = time.perf_counter()
+    with _engine(settings) as engine:
+        seconds = time.perf_counter() - since
+        engine.add([1], max_new_tokens=1, ignore_eos=True).result()
+        start = {"load_s": seconds, "start_to_first_token_s": _age()}
+        if settings.weights != RANDOM:
+            start["load_gbs"] = engine.engine.weights.nbytes / seconds / 1e9
+        return [row | start for row in asyncio.run(measure(InProcess(engine), settings, console))]
+
+
+def _tokenizer(vocab: int) -> Any:
+    """Of a model without one: each id is a word."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    return Tokenizer(WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
+
+
+def _answer(settings: Settings, pipe: Any) -> None:
+    """In the server's process: says where it listens, and ends when it is told to."""
+    from rooftile.serve.app import Options, create_app
+    from rooftile.serve.server import BackgroundServer
+
+    with _engine(settings) as engine:
+        if engine.engine.tokenizer is None:
+            engine.engine.tokenizer = _tokenizer(engine.engine.config.vocab)
+        with BackgroundServer(create_app(engine, Options(names=(settings.model,)))) as server:
+            pipe.send(server.url)
+            with contextlib.suppress(EOFError):  # the other end has gone
+                pipe.recv()
+
+
+def _of_own_server(settings: Settings, console: Console) -> list[dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")  # a process that has used a GPU can't be forked
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(dataclasses.replace(settings, json=None, results=None), theirs))
+    process.start()
+    theirs.close()
+    try:
+        url = ours.recv()
+        of_url = dataclasses.replace(settings, url=url, impl=f"{settings.impl} http")
+        return asyncio.run(_of_server(of_url, console))
+    except EOFError:
+        raise OSError("the server's process has failed") from None
+    finally:
+        ours.close()
+        process.join()
+
+
+def compare(rows: Sequence[dict[str, Any]], impl: str) -> None:
+    """Write into each row of the server the part of the engine's tokens/s that it has."""
+    ours = {load_name(row): row for row in rows if row["impl"] == impl}
+    for row in rows:
+        beside = ours.get(load_name(row))
+        if row["impl"] != impl and beside and "seconds" in beside and "seconds" in row:
+            row["of_offline"] = row["tokens_per_s"] / beside["tokens_per_s"]
 
 
 def run(settings: Settings, console: Console) -> int:
     """Measure, show and write. Returns 1 if a request failed, else 0.
 
     Raises:
-        ValueError: results are requested in the interpreter.
+        ValueError: results are requested in the interpreter, or both a URL and this project's server are.
+        OSError: the server cannot be reached, or has failed.
     """
+    if settings.http and settings.url:
+        raise ValueError("--http starts a server of this project; --url names another one")
     measures = runtime.MODE is runtime.Mode.GPU or settings.url is not None
     check_results(settings.results, measures)
-    rows = asyncio.run(_of_server(settings, console)) if settings.url else _of_engine(settings, console)
+    rows = _of_own_server(settings, console) if settings.http else []
+    rows += asyncio.run(_of_server(settings, console)) if settings.url else _of_engine(settings, console)
+    compare(rows, settings.impl)
     show(console, rows, settings.limits, measures)
     meta = {
         **machine(), "model": settings.model, "weights": settings.weights,
@@ -417,7 +552,7 @@ def run(settings: Settings, console: Console) -> int:
     if settings.json is not None:
         write_whole(settings.json, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     if settings.results is not None:
-        path = settings.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{settings.model or 'server'}.json"
+        path = settings.results / gpu_slug(str(meta["gpu"])) / FOLDER / settings.file
         write(path, meta, rows)
         if (chart := draw(path)) is not None:
             console.print(str(chart), highlight=False, soft_wrap=True)

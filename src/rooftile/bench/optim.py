@@ -29,8 +29,8 @@ from rooftile.cases.adamw import NUMBERS, TOLERANCES
 from rooftile.cases.check import NAMES, relative_error
 from rooftile.optim import AdamW
 
-FOREACH, FUSED = "torch foreach", "torch fused"
-IMPLS = (OURS, FOREACH, FUSED)
+EAGER, FOREACH, FUSED = "eager", "torch foreach", "torch fused"  # eager: one parameter after another
+IMPLS = (OURS, EAGER, FOREACH, FUSED)
 _CUT = 1 << 16
 
 

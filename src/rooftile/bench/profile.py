@@ -244,13 +244,14 @@ def show(case: OpCase, task: Task, found: Sequence[Profile], console: Console) -
 
 
 def write(results: Path, task: Task, found: Sequence[Profile]) -> Path:
-    """Write the bytes that all kernels of the call moved to `<gpu>/profile/<op>-<direction>-<dtype>.json`."""
+    """Write the bytes that all kernels of the call moved, and the counters of each, to
+    `<gpu>/profile/<op>-<direction>-<dtype>.json`."""
     meta = machine()
     moved = {f"dram_{verb}_bytes": sum(p.counters.get(name, 0.0) for p in found)
              for verb, name in (("read", "read"), ("write", "written"))}  # fmt: skip
-    times = {"us": sum(p.counters.get("us", 0.0) for p in found), "kernels": [p.kernel for p in found]}
+    kernels = {"us": sum(p.counters.get("us", 0.0) for p in found), "kernels": [dataclasses.asdict(p) for p in found]}
     place = {"op": task.op, "direction": task.direction, "shape": task.point.label, "options": task.point.options}
-    row = {**place, "dtype": task.dtype, "impl": OURS, **moved, **times}
+    row = {**place, "dtype": task.dtype, "impl": OURS, **moved, **kernels}
     folder = results / gpu_slug(str(meta["gpu"])) / "profile"
     path = folder / f"{task.op}-{task.direction}-{task.dtype}.json"
     write_whole(path, json.dumps({"meta": meta, "rows": [row]}, indent=1) + "\n")

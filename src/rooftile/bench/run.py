@@ -88,14 +88,12 @@ class Verdict:
 CUTS = (1, 4, 16)  # of the rows, for a check that does not fit into memory
 
 
-def _rows(point: Point, divisor: int) -> dict[str, int]:
-    return {"rows": max(1, point["rows"] // divisor)} if "rows" in point.dims else {}
-
-
 def truths(case: OpCase, point: Point, dtype: torch.dtype, direction: Direction, device: torch.device) -> list[Truth]:
-    """At the point, and at the same one with fewer rows, by `CUTS`."""
-    points = (dataclasses.replace(point, dims={**point.dims, **_rows(point, n)}) for n in CUTS)
-    return [Truth(case, cut, dtype, direction, device=device) for cut in points]
+    """At the point and, if it has rows, at the same one with fewer of them, by `CUTS`."""
+    cuts = [point]
+    if "rows" in point.dims:
+        cuts = [dataclasses.replace(point, dims={**point.dims, "rows": max(1, point["rows"] // n)}) for n in CUTS]
+    return [Truth(case, cut, dtype, direction, device=device) for cut in cuts]
 
 
 def judge(variant: Variant, known: Sequence[Truth]) -> Verdict:
@@ -309,7 +307,9 @@ def _line(rows: Sequence[Row], seconds: float) -> str:
 
 def _mode_defaults(settings: Settings, measures: bool) -> Settings:
     check_results(settings.results, measures)
-    effort = settings.effort if measures else dataclasses.replace(settings.effort, warmup=0, iters=2)
+    effort = settings.effort
+    if not measures and effort.seconds:  # else the passes that were asked for
+        effort = dataclasses.replace(effort, warmup=0, iters=2)
     return dataclasses.replace(
         settings,
         sets=settings.sets or (("llm",) if measures else ("tiny",)),

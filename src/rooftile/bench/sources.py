@@ -4,7 +4,9 @@ A result file records, for each op, a hash of the definitions of `ops/` and `pri
 reaches: the functions, classes and constants that it names, those that these name, and so on. A module that is imported
 by its name in a string (`"hopper_forward"` in a module beside it, or a name with dots) is reached whole. So are the
 modules of kernels that an op could choose for other arguments. Comments, docstrings, errors and imports are not hashed,
-nor is where a definition stands. Of the engine and of patched models the same parts are hashed, not their own code.
+nor is where a definition stands. Of the engine and of patched models the same parts are hashed, not their own code. Of
+training steps that code of patched models and of the optimizer is hashed too which runs in a step, with the rules that
+put it there. What decides when a model is patched is not, nor is the table of families.
 
 A row is older than its kernel if the hash of the present sources is another. A file without such hashes is compared
 through git, by the sources at its commit.
@@ -30,17 +32,33 @@ PACKAGE = "rooftile"
 HASHED = ("ops", "primitives")
 FOLLOWED = (*HASHED, "engine", "huggingface", "nn", "optim", "losses.py")
 ENGINE, PATCHED, TRAINED = "engine", "huggingface", "train_step"
-# What no public function of the same name leads to: modules, which are reached whole.
+# Of a decoder's lines: those of the models of which steps are measured.
+RULES = ("ADD_NORM", "gated", "gated_gemms", "joint_linears", "rope", "qk_norm_rope", "loss_head")
+# What no public function of the same name leads to: modules, which are reached whole, and definitions.
 STARTS = {
     ENGINE: (f"{PACKAGE}.engine.engine",),
     PATCHED: (f"{PACKAGE}.huggingface.replacing",),
-    TRAINED: (f"{PACKAGE}.huggingface", f"{PACKAGE}.optim"),
+    TRAINED: (
+        *(f"{PACKAGE}.huggingface.{name}" for name in ("replacing", "attention", "lora", "loss_head", "memory")),
+        *(f"{PACKAGE}.huggingface.families.{name}" for name in RULES),
+        f"{PACKAGE}.optim",
+    ),
     "adamw": (f"{PACKAGE}.ops.adamw",),
     "gemv": (f"{PACKAGE}.ops.gemm.gemv",),
     "fp8_weight_linear": (f"{PACKAGE}.ops.gemm.weight_only",),
 }
-# Paths that no call of a key gets to, although its code names them: a training step has no cache.
-UNUSED = {TRAINED: ("ops/decode_attention/",)}
+# Paths that are hashed beside `HASHED`.
+GLUE = {TRAINED: ("huggingface/", "optim/")}
+# Paths that no call of a key gets to, although its code names them. A training step has no cache and no quantized
+# weights, and the models of which steps are measured have no LayerNorm and no activation of a layer's result.
+UNUSED = {
+    TRAINED: (
+        *("ops/decode_attention/", "ops/attention/dequantize_pages.py", "ops/attention/hopper_latent.py"),
+        *("ops/attention/latent.py", "ops/attention/paged.py", "ops/layer_norm.py", "ops/bias_activation.py"),
+        *("ops/gemm/dequantize.py", "ops/gemm/skinny_dequantize.py", "ops/gemm/hopper_dequantize.py"),
+        *("ops/gemm/fp8_", "ops/gemm/hopper_fp8.py", "ops/gemm/gemv_imma.py", "ops/quantize_tensor.py"),
+    )
+}
 MODELS = {"e2e": ENGINE, "prefill": PATCHED}  # by suite
 STEPS = ("train_step", "train_batch")  # ops of the training suite that run whole models
 STUB = "__init__.pyi"  # has the module of each public name
@@ -179,10 +197,11 @@ class _Reached:
     Args:
         files: of the package.
         unused: paths that are not followed.
+        glue: paths that are hashed beside `HASHED`.
     """
 
-    def __init__(self, files: Files, unused: tuple[str, ...]) -> None:
-        self._files, self._unused = files, unused
+    def __init__(self, files: Files, unused: tuple[str, ...] = (), glue: tuple[str, ...] = ()) -> None:
+        self._files, self._unused, self._hashed = files, unused, (*HASHED, *glue)
         self._order: dict[tuple[str, str], int] = {}  # by path and name
         self._targets: list[int] = []
 
@@ -233,8 +252,10 @@ class _Reached:
                 self.add(f"{module.imports[first]}.{rest}" if rest else module.imports[first])
         folder = path.rpartition("/")[0]
         for text in definition.strings:
-            if text.isidentifier() and f"{folder}/{text}.py" in self._files:
-                self._add_module(f"{folder}/{text}.py")
+            beside = f"{folder}/{text}.py"
+            if text.isidentifier() and beside in self._files:
+                if self._follows(beside):
+                    self._add_module(beside)
             elif text.startswith(f"{PACKAGE}."):
                 self.add(text)
 
@@ -247,7 +268,7 @@ class _Reached:
             if "" in module.definitions:
                 self._add(path, "")
             for definition in module.definitions.get(name, ()):
-                if path.startswith(HASHED):
+                if path.startswith(self._hashed):
                     found.update(definition.digest.encode())
                 self._follow(path, module, definition)
             found.update(repr(self._targets).encode())
@@ -261,10 +282,17 @@ def _growing(order: Mapping[tuple[str, str], int]) -> Iterator[tuple[str, str]]:
         yield from list(order)[at : (at := len(order))]
 
 
-def hash_of(starts: Sequence[str], files: Files, unused: tuple[str, ...] = ()) -> str | None:
-    """The hash of the kernels that modules or functions reach; None if one of them is not there."""
-    reached = _Reached(files, unused)
+def hash_of(starts: Sequence[str], files: Files, *paths: tuple[str, ...]) -> str | None:
+    """The hash of the kernels that modules or functions reach; None if one of them is not there.
+
+    `paths` are those that are unused, and those that are hashed beside `HASHED`.
+    """
+    reached = _Reached(files, *paths)
     return reached.hash() if all(map(reached.add, starts)) else None
+
+
+def hash_of_key(key: str, files: Files) -> str | None:
+    return hash_of(_starts()[key], files, UNUSED.get(key, ()), GLUE.get(key, ()))
 
 
 @functools.cache
@@ -278,7 +306,7 @@ def present() -> Files:
 @functools.cache
 def hashes() -> dict[str, str]:
     """The hash of each op's kernels, and of those of the engine and of patched models."""
-    found = {name: hash_of(starts, present(), UNUSED.get(name, ())) for name, starts in sorted(_starts().items())}
+    found = {name: hash_of_key(name, present()) for name in sorted(_starts())}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -340,7 +368,7 @@ def age(op: str, meta: Mapping[str, Any], suite: str = "") -> Age:
 @functools.cache
 def _age_by_git(key: str, now: str, commit: str) -> Age:
     try:
-        then = hash_of(_starts()[key], at(commit.removesuffix(DIRTY)), UNUSED.get(key, ()))
+        then = hash_of_key(key, at(commit.removesuffix(DIRTY)))
     except Untold as error:
         return Age("unknown", str(error))
     if then != now:

@@ -232,6 +232,7 @@ _LLM = (
     _served(2, 512, 4096, singles=32),
     _served(4, 512, 4096, cache="fp8", scales="head"),
     _served(4, 512, 4096, cache="int8", scales="token"),
+    _served(4, 512, 4096, (16, 1), (576, 512), latent=True),  # also in `latent`: measured once
 )
 # DeepSeek-V3, all heads, or those of one of eight GPUs: a prompt, parts of prompts, and proposed tokens.
 _LATENT = tuple(

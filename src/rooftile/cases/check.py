@@ -246,6 +246,7 @@ class Truth:
 
         self.case, self.point, self.dtype, self.direction = case, point, dtype, direction
         device = runtime.default_device() if device is None else torch.device(device)
+        self._too_large: str | None = None
         self._draw = functools.partial(_task, case, point, dtype, direction, device, seed)
 
     @functools.cached_property
@@ -266,6 +267,16 @@ class Truth:
     def eager_errors(self) -> dict[str, float]:
         eagers = list(self.task.run(self.case.eager))  # before the reference, which takes more memory
         return {n: relative_error(eagers.pop(0).to(self.expected(n)), ref) for n, ref in self.references.items()}
+
+    def known(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """`eager_errors` and `references`. That they do not fit into memory is found once."""
+        if self._too_large is not None:
+            raise torch.OutOfMemoryError(self._too_large)
+        try:
+            return self.eager_errors, self.references
+        except torch.OutOfMemoryError as error:
+            self._too_large = str(error)
+            raise
 
     def expected(self, name: str) -> torch.dtype:
         """The dtype of a result."""
@@ -323,7 +334,7 @@ def check(
         )
         if len(outs) != len(names):
             raise RuntimeError(f"{len(outs)} results, expected {len(names)}: {', '.join(names)}")
-        eager_errors, refs = truth.eager_errors, truth.references
+        eager_errors, refs = truth.known()
         for name in names:  # each is freed before the next is compared
             out, ref, eager_error = outs.pop(0), refs[name], eager_errors[name]
             if others and _badness(other := others.pop(0), ref) > _badness(out, ref):

@@ -112,7 +112,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
     drawing = point["kv_heads"], CACHES[point["cache"]], SCALES[point["scales"]], dtype, device, generator
     drawn["k_cache"], k_scale = drawn_cache(_cache_shape(point, point["head_dim"]), *drawing)
     v_scale = None
-    if not point["latent"]:
+    if "v_cache" not in point.options:  # None: values are in the keys
         drawn["v_cache"], v_scale = drawn_cache(_cache_shape(point, point["value_dim"]), *drawing)
     lengths = torch.full((batch,), seq_len, device=device)
     if point["ragged"]:

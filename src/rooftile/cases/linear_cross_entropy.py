@@ -139,6 +139,23 @@ def _as_liger(point: Point, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _quack(point: Point) -> Callable[..., Any]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    given = any(point[f"has_{name}"] for name in ("bias", "class_weight", "token_weights"))
+    if given or set(point.options) - {"ignore_index", "reduction", *_OURS} or point.options.get("reduction") == "none":
+        raise Unsupported("quack's chunked head has ignore_index, and mean and sum, alone")
+    if any(point[name] % 8 for name in ("rows", "hidden", "vocabulary")) or not point["rows"]:
+        raise Unsupported("quack's chunked head needs sizes that are multiples of 8")
+
+    def run(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+        options = {name: value for name, value in options.items() if name not in _OURS}
+        loss: Tensor = chunked_linear_cross_entropy(hidden, weight, target, **options)
+        return loss
+
+    return run
+
+
 # Of a mean, the gradients of the logits at the targets, (p - 1) / n, are near each other, and so are their rounding
 # errors, which then add up: against twice eager's error, nine rows are too few unless the reduction is "sum".
 _MODES = (
@@ -188,7 +205,12 @@ CASES = (
         },
         spills=64,  # as cross_entropy, and the portable GEMM
         over="vocabulary",
-        peers=(Peer("torch", _torch), Peer("liger", _liger), Peer("liger-cutedsl", _liger_cutedsl)),
+        peers=(
+            Peer("torch", _torch),
+            Peer("liger", _liger),
+            Peer("liger-cutedsl", _liger_cutedsl),
+            Peer("quack", _quack),
+        ),
         roof="gemm",
     ),
 )

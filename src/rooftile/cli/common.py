@@ -152,6 +152,11 @@ JsonFile = Annotated[
     typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),
 ]
 
+PrefixCache = Annotated[
+    bool,
+    typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts' pages for later prompts that begin alike."),
+]
+
 TensorParallel = Annotated[
     int, typer.Option(min=1, help="GPUs, on each of which a process of its own has a part of the model.")
 ]

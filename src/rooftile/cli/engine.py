@@ -172,6 +172,10 @@ def audit(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write every kernel to this file.")
     ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/audit/: every kernel, and a timeline."),
+    ] = None,
 ) -> None:
     """List every GPU kernel of prefill and decode. Exit code 1 if one that computes is not a Triton kernel of Rooftile.
 
@@ -198,6 +202,7 @@ def audit(
         trace=trace,
         timeline=timeline,
         json=json_file,
+        results=results,
     )
     try:
         code = run(settings, console)

@@ -15,11 +15,15 @@ from rooftile.cli.common import (
     DType,
     JsonFile,
     Panel,
+    PrefixCache,
     QuantizeName,
+    SpeculateName,
+    TensorParallel,
     choose_mode,
     command,
     console,
     names_of,
+    speculation_of,
 )
 
 
@@ -284,6 +288,13 @@ def bench_serve(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, on average.")] = 220,
     new: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 190,
     fixed: Annotated[bool, typer.Option("--fixed", help="All prompts and answers have those lengths.")] = False,
+    prefix: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, besides their own.")] = 0,
+    per_client: Annotated[
+        int | None, typer.Option(min=1, help="Requests of each client, instead of --requests in all.")
+    ] = None,
+    http: Annotated[
+        bool, typer.Option("--http", help="Measure `rooftile serve`'s server too, in a process of its own on loopback.")
+    ] = False,
     first_limit: Annotated[
         float, typer.Option("--first", metavar="SECONDS", help="A good answer's first token comes within this.")
     ] = 0.5,
@@ -296,6 +307,10 @@ def bench_serve(
     deterministic: Deterministic = False,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, in this process.")] = 256,
     max_seq_len: Annotated[int, typer.Option(min=4, help="Tokens of a prompt and its answer, at most.")] = 2048,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at most; more than --max-batch.")] = 512,
+    prefix_cache: PrefixCache = True,
+    speculate: SpeculateName = None,
+    tensor_parallel: TensorParallel = 1,
     json_file: JsonFile = None,
     results: Annotated[
         Path | None,
@@ -325,13 +340,17 @@ def bench_serve(
             clients=_positive(clients or ([] if rates else default), "--clients"),
             # Of a model that is not known here, ids that every tokenizer has.
             workload=load.Workload(
-                requests, prompt, new, fixed, max_seq_len, MODELS.get(model, {"vocab_size": 256})["vocab_size"], seed
+                requests, prompt, new, fixed, max_seq_len, MODELS.get(model, {"vocab_size": 256})["vocab_size"], seed,
+                prefix, per_client,
             ),
             limits=load.Limits(first_limit, each_limit),
             engine={
                 "max_batch": max_batch, "max_seq_len": max_seq_len, "quantize": quantize.kind,
                 "dtype": DTYPES[dtype.value], "deterministic": deterministic,
+                "step_tokens": step_tokens, "prefix_cache": prefix_cache, "speculate": speculation_of(speculate),
             },
+            tensor_parallel=tensor_parallel,
+            http=http,
             json=json_file,
             results=results,
         )  # fmt: skip

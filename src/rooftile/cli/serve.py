@@ -14,6 +14,7 @@ from rooftile.cli.common import (
     Deterministic,
     DType,
     Panel,
+    PrefixCache,
     QuantizeName,
     SpeculateName,
     TensorParallel,
@@ -49,10 +50,6 @@ Template = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="A Jinja file, instead of the checkpoint's chat template."),
 ]
-PrefixCache = Annotated[
-    bool,
-    typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts' pages for later prompts that begin alike."),
-]
 
 
 def _refuse(name: str, error: Exception) -> typer.Exit:
@@ -70,10 +67,10 @@ def _loaded(
     speculate: str | None,
     tensor_parallel: int = 1,
     *,
-    max_waiting: int = 1024,
-    prefix_cache: bool,
+    requests: dict[str, Any],
     **options: Any,
 ) -> Iterator[AsyncEngine]:
+    """An `AsyncEngine`; `requests` are the options that its `Engine` does not have."""
     import rooftile
     from rooftile.bench.generate import CACHES
     from rooftile.cases.check import DTYPES
@@ -89,7 +86,7 @@ def _loaded(
         try:
             stack.enter_context(processes.started(tensor_parallel, folder, options))
             engine = rooftile.AsyncEngine.from_pretrained(
-                folder, **options, tensor_parallel=tensor_parallel, max_waiting=max_waiting, prefix_cache=prefix_cache
+                folder, **options, tensor_parallel=tensor_parallel, **requests
             )
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise _refuse(name, error) from None
@@ -120,6 +117,10 @@ def serve(
     dtype: ModelType = DType.bf16,
     kv_dtype: CacheType = None,
     prefix_cache: PrefixCache = True,
+    step_tokens: Annotated[
+        int,
+        typer.Option(min=2, help="Most tokens of a step: one of each running sequence, and parts of prompts."),
+    ] = 512,
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
     cascade: Annotated[
@@ -176,8 +177,8 @@ def serve(
         raise _refuse("serve", error) from None
     with _loaded(
         "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
-        max_seq_len=max_seq_len, pages=pages, max_waiting=max_queue, prefix_cache=prefix_cache,
-        deterministic=deterministic, cascade=cascade,
+        max_seq_len=max_seq_len, pages=pages, deterministic=deterministic, cascade=cascade,
+        requests={"max_waiting": max_queue, "prefix_cache": prefix_cache, "step_tokens": step_tokens},
     ) as engine:  # fmt: skip
         try:
             app = create_app(engine, options)
@@ -219,26 +220,31 @@ def chat(
     /reset forgets the conversation, /quit leaves, Ctrl-C ends an answer.
     """
     import importlib.util
+    import io
     import sys
 
     if importlib.util.find_spec("jinja2") is None:
         raise _refuse("chat", ImportError("chat templates need jinja2: pip install 'rooftile[serve]'"))
     choose_mode()
     from rooftile.bench.generate import folder_of
-    from rooftile.serve.terminal import HELP, talk, template_of
+    from rooftile.serve.terminal import HELP, is_utf8, talk, template_of
 
     try:
+        if system is not None and not is_utf8(system):
+            raise ValueError("--system is not UTF-8")
         folder = folder_of(path)
         template = template_of(folder, chat_template)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refuse("chat", error) from None
     with _loaded(
         "chat", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=1, max_seq_len=max_seq_len,
-        prefix_cache=prefix_cache,
+        requests={"prefix_cache": prefix_cache},
     ) as engine:  # fmt: skip
         if engine.engine.tokenizer is None:
             raise _refuse("chat", ValueError(f"{folder} has no tokenizer.json"))
         terminal = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is reported, and does not raise
         if terminal:
             notices.print(HELP, style="dim", markup=False)
         talk(

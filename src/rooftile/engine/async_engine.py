@@ -49,6 +49,7 @@ class EngineStats:
         preemptions: how often a running request gave back its pages, to be computed again.
         steps: forward passes.
         proposed_tokens, accepted_tokens: of speculative decoding, how many were.
+        host_seconds: what the steps took without waiting for the device.
         finished: requests that ended, by reason: "stop", "length", "abort" and "error".
     """
 
@@ -64,6 +65,7 @@ class EngineStats:
     steps: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    host_seconds: float = 0.0
     finished: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -95,6 +97,7 @@ class _Channel:
         self.error: RequestError | None = None
         self._items: deque[StreamChunk | RequestError] = deque()
         self._changed = threading.Condition()
+        self._threads = 0  # that wait: to notify none costs as much as the rest of `put`
         self._waiters: list[_Waiter] = []
 
     def put(self, item: StreamChunk | RequestError, last: bool) -> list[_Waiter]:
@@ -103,14 +106,19 @@ class _Channel:
             self._items.append(item)
             self.ended = last
             self.error = item if isinstance(item, RequestError) else None
-            self._changed.notify_all()
+            if self._threads:
+                self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
         return waiters
 
     def get(self) -> StreamChunk | RequestError | None:
         """The next item, as soon as there is one; None after the last."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self.ended)
+            self._threads += 1
+            try:
+                self._changed.wait_for(lambda: self._items or self.ended)
+            finally:
+                self._threads -= 1
             return self._items.popleft() if self._items else None
 
     async def get_async(self) -> StreamChunk | RequestError | None:
@@ -168,6 +176,11 @@ class Stream:
         if isinstance(item, RequestError):
             raise item
         return item
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache; 0 until the request starts."""
+        return self._channel.request.cached
 
     def result(self) -> Completion:
         """Wait for the end, and return all that was generated, whatever of it was taken before.
@@ -227,23 +240,33 @@ class _Worker:
 
     # Called by any thread.
 
-    def add(self, request: Request, request_id: str | None) -> _Channel:
+    def add(self, requests: Sequence[Request]) -> list[_Channel]:
+        """All of them or, if anything is raised, none. Those without an id get one."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError("AsyncEngine.add: the engine has failed") from self._failure
             if self._closing:
                 raise RuntimeError("AsyncEngine.add: the engine is closed")
-            if request_id in self._live:
-                raise ValueError(f"AsyncEngine.add: request_id is {request_id!r}, which a live request has")
-            if self._stats.waiting + self._untaken >= self.max_waiting:
-                raise QueueFull(f"AsyncEngine.add: {self.max_waiting} requests wait already")
-            if request_id is None:
-                request_id = next(i for n in self._ids if (i := f"request-{n}") not in self._live)
-            request.id = request_id
-            channel = self._live[request_id] = _Channel(request)
-            self._untaken += 1
-            self._inbox.put(request)  # inside of the lock: requests start in the order in which they were added
-        return channel
+            given = [request.id for request in requests if request.id]
+            for at, request_id in enumerate(given):
+                if request_id in self._live or request_id in given[:at]:
+                    raise ValueError(f"AsyncEngine.add: request_id is {request_id!r}, which a live request has")
+            waiting = self._stats.waiting + self._untaken
+            if waiting + len(requests) > self.max_waiting:
+                raise QueueFull(
+                    f"AsyncEngine.add: {waiting} requests wait already: with {len(requests)} more there were more than "
+                    f"max_waiting, {self.max_waiting}"
+                )
+            channels = []
+            for request in requests:
+                if not request.id:
+                    ids = (f"request-{n}" for n in self._ids)
+                    request.id = next(i for i in ids if i not in self._live and i not in given)
+                channel = self._live[request.id] = _Channel(request)
+                channels.append(channel)
+                self._untaken += 1
+                self._inbox.put(request)  # inside of the lock: requests start in the order in which they were added
+        return channels
 
     def named(self, request_id: str) -> _Channel | None:
         with self._lock:
@@ -379,6 +402,7 @@ class _Worker:
                 steps=loop.steps,
                 proposed_tokens=loop.proposed_tokens,
                 accepted_tokens=loop.accepted_tokens,
+                host_seconds=loop.host_seconds,
             )
 
 
@@ -398,7 +422,7 @@ class _Follower:
         finally:
             self._engine._generating = False
 
-    def add(self, request: Request, request_id: str | None) -> _Channel:
+    def add(self, requests: Sequence[Request]) -> list[_Channel]:
         raise RuntimeError(f"AsyncEngine.add: this is rank {self._engine.rank}, expected 0, which takes the requests")
 
     def named(self, request_id: str) -> None:
@@ -532,6 +556,33 @@ class AsyncEngine:
             QueueFull: `max_waiting` requests wait already.
             RuntimeError: the engine is closed, or has failed.
         """
+        request = self._request(
+            prompt, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs, ignore_eos=ignore_eos,
+            priority=priority, request_id=request_id, **sampling,
+        )  # fmt: skip
+        return self._streams([request])[0]
+
+    def add_all(self, requests: Iterable[Mapping[str, Any]]) -> list[Stream]:
+        """Add several requests at once: all of them or, if anything is raised, none.
+
+        Args:
+            requests: the arguments of `add` for each, the prompt among them.
+
+        Raises:
+            QueueFull: with these more than `max_waiting` requests would wait.
+            ValueError, TypeError, RuntimeError: as `add`.
+        """
+        return self._streams([self._request(**arguments) for arguments in requests])
+
+    def _streams(self, requests: Sequence[Request]) -> list[Stream]:
+        return [Stream(self, channel, self._worker.abort) for channel in self._worker.add(requests)]
+
+    def _request(
+        self, prompt: str | Sequence[int], *, max_new_tokens: int = 128, stop: Stop = (), seed: int = 0,
+        logprobs: bool = False, ignore_eos: bool = False, priority: int = 0, request_id: str | None = None,
+        **sampling: Any,
+    ) -> Request:  # fmt: skip
+        """A checked request."""
         if not isinstance(prompt, str) and integer(prompt) is not None:
             raise TypeError(f"add: prompt is {prompt!r}, expected text or token ids")
         if request_id is not None and not isinstance(request_id, str):
@@ -546,8 +597,8 @@ class AsyncEngine:
         how = Sampling(seed=seed if one is None else one, **sampling)
         (ids,) = encoded([prompt], self.engine.tokenizer, self.engine.config.vocab)
         request = self.engine._request(0, ids, max_new_tokens, stop, logprobs, ignore_eos, how, "add")
-        request.priority = rank
-        return Stream(self, self._worker.add(request, request_id), self._worker.abort)
+        request.priority, request.id = rank, request_id or ""
+        return request
 
     def abort(self, request_id: str) -> bool:
         """End a request, and give back its slot and pages. Its stream ends with the reason "abort".

@@ -26,7 +26,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 if TYPE_CHECKING:
-    from rooftile.engine.cache import PagedKVCache, PagedSequence
+    from rooftile.engine.paged_cache import PagedKVCache, PagedSequence
 
 # A step has a group from so many sequences and so many common tokens on. A guess, which is to be measured: below, the
 # two launches more take longer than the reads that are saved.

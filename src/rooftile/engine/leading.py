@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from rooftile.engine.cache import PagedSequence
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.runner import Runner
 from rooftile.engine.sampling import Sampling, TokenMask

@@ -8,11 +8,12 @@ them, and is read before the next step is launched, because it decides how long 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
-from rooftile.engine.cache import PagedSequence
 from rooftile.engine.generation import Readback, StreamChunk
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.speculation import Speculation
@@ -31,6 +32,7 @@ class Loop:
     Attributes:
         steps, prompt_tokens, generated_tokens: how many were launched, computed and read so far.
         proposed_tokens, accepted_tokens: of speculative decoding.
+        host_seconds: what the steps took without waiting for the device.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None = None) -> None:
@@ -38,6 +40,7 @@ class Loop:
         self._launched = deque[Readback]()
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
+        self.host_seconds = 0.0
 
     @property
     def busy(self) -> bool:
@@ -49,7 +52,7 @@ class Loop:
 
         A request that has ended has given back its slot and pages. If anything is raised, `clear` gives back all.
         """
-        events = list[Event]()
+        since, events = time.perf_counter(), list[Event]()
         running, speculation = self.scheduler.running, self._speculation
         speculates = speculation is not None and speculation.wants(running)
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
@@ -57,6 +60,7 @@ class Loop:
             self._read(0, events)  # proposals and masks depend on the token before
         requests = self._launch(speculates)
         self._read(bool(requests), events)
+        self.host_seconds += time.perf_counter() - since
         return events
 
     def _read(self, left: int, events: list[Event]) -> None:
@@ -69,12 +73,14 @@ class Loop:
                     self.proposed_tokens += proposed
                     self.accepted_tokens += accepted
                     self._speculation.verified(request, proposed, accepted)
+            failed = read.failed()
             for request, token, logprob, top in read.tokens():
                 if request.finish_reason is not None:
                     continue  # its end was not known when the step was launched
                 assert request.watch is not None
                 try:
-                    read.check(request)
+                    if request in failed:
+                        raise failed[request]
                     if request.sampling.mask is not None:
                         request.sampling.mask.advance(token)
                     events.append((request, request.watch.add(token, logprob, top)))
@@ -84,6 +90,7 @@ class Loop:
                     events.append((request, error))
                 if request.finish_reason is not None:
                     self.remove(request)
+            self.host_seconds -= read.waited
 
     def _launch(self, speculates: bool) -> list[Request]:
         """The requests that get tokens in the step that was launched. With `speculates`, all earlier ones are known."""
@@ -92,9 +99,10 @@ class Loop:
         if not work:
             return []
         self.steps += 1
-        self.prompt_tokens += sum(n for r, n in work.items() if not r.decoding)
+        prompts = {r: n for r, n in work.items() if not r.decoding}
+        self.prompt_tokens += sum(prompts.values())
         proposals = None
-        if all(r.decoding for r in work):
+        if not prompts:
             proposals = self._proposals(list(work)) if speculates else None
             if proposals is None:
                 runner.decode([r.sequence for r in work if r.sequence is not None])
@@ -108,7 +116,7 @@ class Loop:
             self._extend(work)
         for request in work:
             scheduler.launched(request)
-        requests = [r for r in work if r.decoding]  # by now
+        requests = [r for r in work if r not in prompts or r.decoding]  # by now
         if requests:
             for request in requests:
                 request.launched += 1

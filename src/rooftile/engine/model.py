@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.engine.cache import PagedKVCache
 from rooftile.engine.cascade import Cascade
 from rooftile.engine.config import ModelConfig
+from rooftile.engine.paged_cache import PagedKVCache
 from rooftile.engine.projections import Activations, Projection
 from rooftile.engine.prompts import Inputs, MixedBatch, PromptBatch
 from rooftile.engine.ranks import Ranks

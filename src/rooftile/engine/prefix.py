@@ -11,7 +11,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from rooftile.engine.cache import PagedKVCache, PagedSequence
+from rooftile.engine.paged_cache import PagedKVCache, PagedSequence
 
 
 def page_names(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()) -> list[bytes]:

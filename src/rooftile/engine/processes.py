@@ -34,14 +34,19 @@ def _begin(rank: int, n: int, store: str) -> None:
     ranks.begin(_device(rank), init_method=f"file://{store}", rank=rank, world_size=n)
 
 
-def _follow(index: int, n: int, store: str, path: Path, options: dict[str, Any]) -> None:
+def _follow(index: int, n: int, store: str, model: Path | dict[str, Any], options: dict[str, Any]) -> None:
     """One of the other ranks. Rank 0 says when it ends; if that is killed, so is this."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C is rank 0's
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # what torch.multiprocessing lets a process get when its parent ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager may send it to all
     _begin(index + 1, n, store)
-    follow(Engine.from_pretrained(path, tensor_parallel=n, **options, progress=False))
+    options = {"tensor_parallel": n, **options}
+    if isinstance(model, dict):
+        engine = Engine.from_config(model, **options)
+    else:
+        engine = Engine.from_pretrained(model, **options, progress=False)
+    follow(engine)
     ranks.end()
 
 
@@ -59,8 +64,9 @@ def _watch(processes: Any, ended: threading.Event) -> None:
 
 
 @contextlib.contextmanager
-def started(n: int, path: Path, options: dict[str, Any]) -> Iterator[None]:
-    """The other ranks of n. Each loads `Engine.from_pretrained(path, tensor_parallel=n, **options)` and follows.
+def started(n: int, model: Path | dict[str, Any], options: dict[str, Any]) -> Iterator[None]:
+    """The other ranks of n. Each loads `Engine.from_pretrained(model, tensor_parallel=n, **options)` and follows; of a
+    configuration, `Engine.from_config`.
 
     The caller does the same, and then leads (`AsyncEngine`, or `leading`). If another rank fails, the process ends with
     exit code 1. For n = 1, nothing.
@@ -75,11 +81,11 @@ def started(n: int, path: Path, options: dict[str, Any]) -> Iterator[None]:
         raise ValueError(f"tensor-parallel is {n}, and torchrun has started this process, expected no torchrun")
     if runtime.default_device().type == "cuda" and (gpus := torch.cuda.device_count()) < n:
         raise ValueError(f"tensor-parallel is {n}, expected at most the number of GPUs, {gpus}")
-    Split(0, n).check(ModelConfig.from_hf(path))
+    Split(0, n).check(ModelConfig.from_hf(model))
     with tempfile.TemporaryDirectory() as folder:
         store, ended = f"{folder}/store", threading.Event()
         processes = torch.multiprocessing.start_processes(
-            _follow, (n, store, path, options), n - 1, join=False, daemon=True, start_method="spawn"
+            _follow, (n, store, model, options), n - 1, join=False, daemon=True, start_method="spawn"
         )
         watch = threading.Thread(target=_watch, args=(processes, ended), daemon=True)
         watch.start()

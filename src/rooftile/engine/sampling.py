@@ -115,10 +115,12 @@ class SlotOptions:
     """Of slots whose sampling is not plain: counts of generated tokens, biases, masks, and their most likely tokens.
 
     A table has a row for each slot. It is allocated when the first sequence needs it: 2 bytes a token of the vocabulary
-    for the counts, 4 for the biases, a bit for the masks.
+    for the counts, 4 for the biases, a bit for the masks. For steps with proposals there is a second table of masks,
+    with all rows of such a step.
 
     Args:
         slots, vocab, device: of the runner.
+        n_tokens: rows of a slot in a step with proposals.
 
     Attributes:
         top: of the last step, the first slot, the most likely tokens `(n, k)` and their log-probabilities, for each
@@ -126,13 +128,15 @@ class SlotOptions:
         failed: of the last step, what the masks of slots raised. Their tokens were drawn without them.
     """
 
-    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, slots: int, vocab: int, device: torch.device, n_tokens: int = 1) -> None:
         self._slots, self._vocab, self._device = slots, vocab, device
         self._words = -(-vocab // 32)
         self._live: dict[int, Sampling] = {}
         self._tables: dict[str, Tensor] = {}
         self._biased: set[int] = set()  # rows that are not zero
-        self._masked: set[int] = set()  # rows that do not allow all
+        # By table of masks, how many rows each slot has, and the slots whose first row does not allow all.
+        self._rows = {"mask": 1, "mask_of_rows": n_tokens}
+        self._masked: dict[str, set[int]] = {name: set() for name in self._rows}
         self.top: list[tuple[int, Tensor, Tensor]] = []
         self.failed: dict[int, Exception] = {}
 
@@ -165,8 +169,11 @@ class SlotOptions:
     def free(self, slot: int) -> None:
         self._live.pop(slot, None)
 
-    def of(self, rows: slice, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `sample_` takes for those slots, all of which get a token; `penalties` has those by counts."""
+    def of(self, rows: slice, penalties: Mapping[str, Tensor], proposed: bool = False) -> dict[str, Tensor]:
+        """What `sample_` takes for those slots, all of which get a token; `penalties` has those by counts.
+
+        In a step with proposals, which a masked slot has none of, the mask has all rows of the step.
+        """
         live = {slot: how for slot, how in self._live.items() if rows.start <= slot < rows.stop}
         found: dict[str, Tensor] = {}
         if any(how.counts for how in live.values()):
@@ -174,8 +181,10 @@ class SlotOptions:
         if any(how.logit_bias for how in live.values()):
             found["logit_bias"] = self._table("logit_bias")[rows]
         if masks := {slot: how.mask for slot, how in live.items() if how.mask is not None}:
-            self._send(masks)
-            found["mask"] = self._table("mask")[rows]
+            name = "mask_of_rows" if proposed else "mask"
+            n = self._rows[name]
+            self._send(masks, name)
+            found["mask"] = self._table(name)[rows.start * n : rows.stop * n]
         return found
 
     def find_top(self, rows: slice, logits: Tensor) -> None:
@@ -184,18 +193,23 @@ class SlotOptions:
         if k:
             self.top.append((rows.start, *top_logprobs(logits, k=k)))
 
-    def _send(self, masks: Mapping[int, TokenMask]) -> None:
-        """Send the masks of the next token in one copy; rows of others allow all."""
-        slots = self._masked | masks.keys()
-        first = min(slots)
-        words = self._on_host((max(slots) + 1 - first, self._words), torch.int32).fill_(-1)
+    def _send(self, masks: Mapping[int, TokenMask], name: str) -> None:
+        """Send the masks of the next token to each slot's first row; all other rows allow all."""
+        slots = self._masked[name] | masks.keys()
+        first, end = min(slots), max(slots) + 1
+        words = self._on_host((end - first, self._words), torch.int32).fill_(-1)
         for slot, mask in masks.items():
             try:
                 words[slot - first].copy_(self._checked(mask.mask()))
             except Exception as error:
                 self.failed[slot] = error
-        self._table("mask")[first : first + len(words)].copy_(words, non_blocking=True)
-        self._masked = set(masks)
+        rows = self._table(name).view(self._slots, -1, self._words)[first:end, 0]
+        if rows.is_contiguous():
+            rows.copy_(words, non_blocking=True)
+        else:  # of each slot, for a strided copy is a kernel
+            for slot in slots:
+                rows[slot - first].copy_(words[slot - first], non_blocking=True)
+        self._masked[name] = set(masks)
 
     def _checked(self, words: Tensor) -> Tensor:
         if not isinstance(words, Tensor) or words.dtype != torch.int32 or words.device.type != "cpu":
@@ -210,10 +224,10 @@ class SlotOptions:
 
     def _table(self, name: str) -> Tensor:
         if name not in self._tables:
-            dtype = {"counts": torch.int16, "logit_bias": torch.float32, "mask": torch.int32}[name]
-            shape = (self._slots, self._words if name == "mask" else self._vocab)
-            made = torch.full(shape, -1 if name == "mask" else 0, dtype=dtype, device=self._device)
-            self._tables[name] = made
+            of_masks = name in self._rows
+            dtype = torch.int32 if of_masks else {"counts": torch.int16, "logit_bias": torch.float32}[name]
+            shape = (self._slots * self._rows[name], self._words) if of_masks else (self._slots, self._vocab)
+            self._tables[name] = torch.full(shape, -1 if of_masks else 0, dtype=dtype, device=self._device)
         return self._tables[name]
 
     def _on_host(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftile.engine.cache import PagedSequence
+from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import page_names
 from rooftile.engine.runner import Runner, Sampling
 
@@ -40,6 +40,7 @@ class Request:
         watch: follows its tokens.
         priority, order: requests with a lower number start first, and among equals the one that came first.
         id: of a request that was added to an `AsyncEngine`.
+        cached: tokens of its prompt that were found in the prefix cache when it first started.
         guess: what proposes its tokens, in speculative decoding.
         proposed, accepted: how many tokens were.
     """
@@ -60,6 +61,7 @@ class Request:
     priority: int = 0
     order: int = 0
     id: str = ""
+    cached: int = 0
     guess: Guess | None = None
     proposed: int = 0
     accepted: int = 0
@@ -170,42 +172,90 @@ class ContinuousScheduler(Scheduler):
         self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
 
     def plan(self) -> dict[Request, int]:
-        """Sequences that run come first, in the order of their ranks; then those that wait. None overtakes another."""
+        """Sequences that run come first, in the order of their ranks; then those that wait.
+
+        A request whose next page is computed in this very step, for another one, is held back: it finds the page in the
+        next step. Those behind it may start, but leave it a slot and pages. Otherwise none overtakes another.
+        """
         work: dict[Request, int] = {}
         given_way = self.preemptions
         running = sorted(self.unfinished(), key=lambda r: r.rank)
-        decoding = [r.sequence.slot for r in running if r.decoding and r.sequence is not None]
-        budget = self._prompt_tokens - (self._runner.bucket(max(decoding) + 1) if decoding else 0)
+        decoding = {r: r.sequence.slot for r in running if r.decoding and r.sequence is not None}
+        budget = self._prompt_tokens - (self._runner.bucket(max(decoding.values()) + 1) if decoding else 0)
+        free = self._cache.free_pages  # without those that the step takes
         for request in running:
             if self.preemptions > given_way and request not in self.running:
                 continue
-            n = 1 if request.decoding else min(len(request.filled) - request.computed, budget)
-            if not n or not self._make_room(request, n, work):
+            n = 1 if request in decoding else min(len(request.filled) - request.computed, budget)
+            if not n:
                 continue
+            missing = self._missing(request, request.computed + n)
+            if missing > free:
+                if not self._make_room(request, missing, work):
+                    continue
+                free = self._left(work)
             work[request] = n
-            budget -= 0 if request.decoding else n
-        while self.waiting and budget and self.preemptions == given_way and len(self.running) < self._slots:
-            request = self.waiting[0]
-            if not self._admitted(request, work):
-                break
-            work[request] = min(len(request.filled) - request.computed, budget)
-            budget -= work[request]
+            free -= missing
+            budget -= 0 if request in decoding else n
+        if self.preemptions == given_way:
+            self._start(budget, {r: n for r, n in work.items() if r not in decoding}, work)
         return work
+
+    def _start(self, budget: int, prompts: dict[Request, int], work: dict[Request, int]) -> None:
+        """Start requests that wait, as long as there are tokens of the budget, slots and pages for them.
+
+        Args:
+            prompts: the tokens of prompts that the step has so far.
+        """
+        slots = self._slots - len(self.running)
+        if not (self.waiting and budget and slots):
+            return
+        coming = {name for request, n in prompts.items() for name in self._coming(request, n)}
+        # For the rest of each prompt, and one page for each that runs, or is held back.
+        promised = sum(self._missing(r, max(len(r.filled), r.computed + work.get(r, 0))) + 1 for r in self.running)
+        for request in list(self.waiting):
+            if not (budget and slots):
+                return
+            pages, following = self._found(request)
+            if following not in coming:
+                if not self._admitted(request, pages, promised):
+                    return
+                n = work[request] = min(len(request.filled) - request.computed, budget)
+                budget -= n
+                coming.update(self._coming(request, n))
+            slots -= 1
+            promised += self._missing(request, len(request.filled)) + 1
+
+    def _coming(self, request: Request, n: int) -> list[bytes]:
+        """The names of the pages that the next n tokens of a request complete."""
+        return request.names[request.computed // self._page_size : (request.computed + n) // self._page_size]
+
+    def _found(self, request: Request) -> tuple[list[int], bytes | None]:
+        """The pages of a waiting request that are in the cache, and the name of the page after them, if it has one."""
+        request.filled = [*request.prompt, *request.tokens]
+        if not self._prefix_cache:
+            return [], None
+        request.names = page_names(request.filled, self._page_size, request.names)
+        # Of the last token at least the logits are needed.
+        names = request.names[: (len(request.filled) - 1) // self._page_size]
+        pages = self._cache.find(names)
+        return pages, names[len(pages)] if len(pages) < len(names) else None
 
     def _missing(self, request: Request, tokens: int) -> int:
         """The pages that a request needs to hold so many tokens, beside those it has."""
         held = 0 if request.sequence is None else len(request.sequence.pages)
         return max(0, -(-tokens // self._page_size) - held)
 
-    def _make_room(self, request: Request, n: int, work: dict[Request, int]) -> bool:
-        """Find pages for n more tokens of a request; false if it had to give its own back.
+    def _left(self, work: dict[Request, int]) -> int:
+        """The free pages that a step leaves."""
+        return self._cache.free_pages - sum(self._missing(r, r.computed + n) for r, n in work.items())
+
+    def _make_room(self, request: Request, missing: int, work: dict[Request, int]) -> bool:
+        """Find so many pages for a request; false if it had to give its own back.
 
         Those that came last give way first. Steps that were launched go on: a freed page is written by later ones.
         """
-        missing = self._missing(request, request.computed + n)
-        while missing and missing > self._cache.free_pages - sum(
-            self._missing(r, r.computed + planned) for r, planned in work.items()
-        ):
+        while missing > self._left(work):
             last = max(self.running, key=lambda r: r.rank)
             self.preemptions += 1
             work.pop(last, None)
@@ -219,29 +269,24 @@ class ContinuousScheduler(Scheduler):
                 return False
         return True
 
-    def _admitted(self, request: Request, work: dict[Request, int]) -> bool:
-        """Admit a request if there are pages for its prompt, and one for each that runs; share those it finds."""
-        request.filled = [*request.prompt, *request.tokens]
-        pages: list[int] = []
-        if self._prefix_cache:
-            # Of the last token at least the logits are needed.
-            request.names = page_names(request.filled, self._page_size, request.names)
-            pages = self._cache.find(request.names[: (len(request.filled) - 1) // self._page_size])
+    def _admitted(self, request: Request, pages: list[int], promised: int) -> bool:
+        """Admit a request, which shares those pages, if there are pages for its prompt beside those promised."""
         if self.running:
-            promised = sum(self._missing(r, max(len(r.filled), r.computed + work.get(r, 0))) + 1 for r in self.running)
             needed = -(-len(request.filled) // self._page_size) - len(pages) + self._cache.unused(pages)
             if needed > self._cache.free_pages - promised:
                 return False
         if self._prefix_cache and not request.launched:
             self.prefix_query_tokens += len(request.filled)
-            self.prefix_hit_tokens += len(pages) * self._page_size
+            request.cached = len(pages) * self._page_size
+            self.prefix_hit_tokens += request.cached
         if pages:
             request.sequence = self._runner.share(pages)
-        self.running.append(self.waiting.popleft())
+        self.waiting.remove(request)
+        self.running.append(request)
         return True
 
     def launched(self, request: Request) -> None:
-        if not request.decoding or request.computed == len(request.filled):
+        if request.computed <= len(request.filled):
             self.remember(request)
 
     def remember(self, request: Request) -> None:

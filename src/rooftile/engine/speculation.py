@@ -224,10 +224,9 @@ class Speculation:
         return request.guess
 
     def wants(self, requests: Sequence[Request]) -> bool:
-        """Whether any of those requests does not rest; none has a mask, which needs each token before the next."""
-        if any(r.sampling.mask is not None for r in requests):
-            return False
-        guesses = [self._guess(r) for r in requests if r.decoding]  # of all, while the device runs
+        """Whether any of those requests does not rest. A mask needs each token before the next: those with one do."""
+        # Of all, while the device runs.
+        guesses = [self._guess(r) for r in requests if r.decoding and r.sampling.mask is None]
         return any(guess.rest == 0 for guess in guesses)
 
     def propose(self, requests: Sequence[Request]) -> dict[Request, list[int]] | None:
@@ -236,8 +235,11 @@ class Speculation:
         Raises:
             ValueError: the source proposes too many tokens, or some outside of the vocabulary.
         """
-        found = {}
+        found: dict[Request, list[int]] = {}
         for request in requests:
+            if request.sampling.mask is not None:
+                found[request] = []
+                continue
             useful = min(self._source.tokens, request.limit - len(request.tokens) - 1)
             tokens = self._guess(request).proposals.propose(request.tokens, useful) if useful > 0 else []
             if len(tokens) > max(0, useful) or any(not 0 <= token < self._vocab for token in tokens):
@@ -251,8 +253,7 @@ class Speculation:
     def no_match(self, requests: Sequence[Request]) -> None:
         """There is no step with proposals."""
         if not isinstance(self._source, Draft):
-            for request in requests:
-                guess = self._guess(request)
+            for guess in (self._guess(r) for r in requests if r.sampling.mask is None):
                 guess.rest = max(guess.rest, _AFTER_NO_MATCH)
 
     def plain(self, requests: Sequence[Request]) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
-from rooftile.engine.cache import PagedKVCache
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
+from rooftile.engine.paged_cache import PagedKVCache
 from rooftile.engine.weights import Weights
 from rooftile.ops.sample import sample_
 

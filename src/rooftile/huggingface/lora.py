@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers: the layer and its one active adapter by `rooftile.lora_linear`.
+"""PEFT's LoRA layers: the layer and its one active adapter by `rooftile.lora_linear`, and a head's loss.
 
 PEFT's `forward` is kept for all else: adapters that are merged, disabled or several at once, a batch with an adapter
 for each sample (`adapter_names`), the variants (DoRA and others), and base layers that are not plain. Each call
@@ -8,13 +8,15 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rooftile.huggingface import loss_head
 from rooftile.huggingface.replacing import casts, is_plain, takes
 from rooftile.library import FLOATS
+from rooftile.ops.gemm.linear import linear
 from rooftile.ops.gemm.lora_linear import lora_linear
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -65,8 +67,19 @@ def _active(layer: Any) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _computed(layer: Any, x: Tensor) -> Tensor | None:
-    """The layer's result; None where PEFT's own code has to compute it."""
+class _Operands(NamedTuple):
+    """Of `lora_linear`; `dropped` is x after dropout, or None."""
+
+    weight: Tensor
+    lora_a: Tensor
+    lora_b: Tensor
+    bias: Tensor | None
+    scale: float
+    dropped: Tensor | None
+
+
+def _operands(layer: Any, x: Tensor) -> _Operands | None:
+    """What the layer's result is computed of; None where PEFT's own code has to compute it."""
     name, base = _active(layer), layer.base_layer
     if name is None or not is_plain(base, nn.Linear) or not takes(x, base.weight, base.bias):
         return None
@@ -85,16 +98,37 @@ def _computed(layer: Any, x: Tensor) -> Tensor | None:
         dropped = dropout(x)
         if dropped.dtype != x.dtype:
             return None
-    scale = float(layer.scaling[name])
-    return lora_linear(x, base.weight, a, b, base.bias, scale=scale, lora_input=dropped)
+    return _Operands(base.weight, a, b, base.bias, float(layer.scaling[name]), dropped)
 
 
 def lora_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The forward of PEFT's `Linear`; `original` is the class's."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = None if args or kwargs else _computed(self, x)
-        return original(self, x, *args, **kwargs) if found is None else found
+        found = None if args or kwargs else _operands(self, x)
+        if found is None:
+            return original(self, x, *args, **kwargs)
+        weight, a, b, bias, scale, dropped = found
+        return lora_linear(x, weight, a, b, bias, scale=scale, lora_input=dropped)
 
     forward._rooftile = True  # type: ignore[attr-defined]
     return forward
+
+
+def lora_head_forward(original: Callable[..., Tensor]) -> Callable[..., loss_head.Found]:
+    """The forward of PEFT's `Linear` that can be asked for the loss; `original` makes logits."""
+
+    def forward(
+        self: Any, x: Tensor, *args: Any, asked: loss_head.Asked | None = None, **kwargs: Any
+    ) -> loss_head.Found:
+        if asked is None:
+            return original(self, x, *args, **kwargs)
+        found = None if args or kwargs else _operands(self, x)
+        if found is None:
+            return loss_head.of_logits(original(self, x, *args, **kwargs), asked)
+        weight, a, b, bias, scale, dropped = found
+        low = linear(x if dropped is None else dropped, a)
+        return loss_head.fused(x, weight, bias, asked, (low, b if scale == 1.0 else scale * b))
+
+    forward._rooftile = True  # type: ignore[attr-defined]
+    return loss_head.can_be_asked(forward)

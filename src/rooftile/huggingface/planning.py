@@ -266,7 +266,8 @@ class PatchPlan:
 
     def add_lora(self, name: str, module: nn.Module) -> None:
         """Replace the forward of a LoRA layer, or note why it stays."""
-        if not self.wanted[LORA] or not lora.is_lora(module):
+        is_head, wanted = module in self._heads, self.wanted[LORA]
+        if not (wanted or is_head) or not lora.is_lora(module):
             return
         what = type(module)
         try:
@@ -276,8 +277,12 @@ class PatchPlan:
         except NotRewritable as reason:
             self.leave(LORA, module, reason)
             return
-        function = self._once((what, LORA), functools.partial(lora.lora_forward, current))
-        self.replacements.append(Replacement(module, name, "forward", function, LORA, 1))
+        if wanted:
+            current = self._once((what, LORA), functools.partial(lora.lora_forward, current))
+        if is_head:
+            current = self._once((what, HEAD_LOSS, wanted), functools.partial(lora.lora_head_forward, current))
+        kinds = (LORA, HEAD_LOSS if is_head else "") if wanted else (HEAD_LOSS, "")
+        self.replacements.append(Replacement(module, name, "forward", current, kinds[0], 1, kinds[1]))
 
     def _add_loss(self, name: str, model: nn.Module, part: LossHead) -> None:
         """Let a model ask its head for the loss, or note why not."""
@@ -317,6 +322,12 @@ class PatchPlan:
                 raise NotRewritable(f"its {part.layer} has hooks")
         heads = loss_head.wrapped(module)
         for head in heads:
+            if lora.is_lora(head):
+                with _named(part.layer):
+                    if (unlike := lora.why_left(head)) is not None:
+                        raise NotRewritable(unlike)
+                    _method(head, None)
+                continue
             if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
                 cls = f"{type(head).__module__}.{type(head).__name__}"
                 raise NotRewritable(f"its {part.layer} is a {cls}, expected a torch.nn.Linear")

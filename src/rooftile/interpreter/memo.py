@@ -66,19 +66,69 @@ def _number_type(value: Any) -> Any:
     return None
 
 
+_FLOATS = (tl.float16, tl.bfloat16, tl.float32, tl.float64)
+_INTS = (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
+# Casts that stock makes in one step. Other pairs go by way of float32, by a comparison with 0, or by a rounding mode.
+_ONE_STEP = frozenset(
+    (a.name, b.name)
+    for a in (*_INTS, tl.int1, *_FLOATS)
+    for b in (*_INTS, *_FLOATS)
+    if a is not b and (a not in (tl.float16, tl.bfloat16) or b is tl.float32)
+)
+# A shift makes its operands' arrays signed where they are kept, so that unsigned constants are made anew.
+_CONSTANTS = frozenset((tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32))
+
+
 def _install_operands() -> None:
-    """The common type and shape of two operands."""
+    """The common type and shape of two operands; casts; the constants among the operands."""
     stock_check = original(TritonSemantic, "binary_op_type_checking_impl")
     stock_broadcast = original(TritonSemantic, "broadcast_impl_value")
-    for name in ("check_ptr_type_impl", "computation_type_impl", "scalar_constant", "cast"):
+    stock_cast = original(TritonSemantic, "cast")
+    stock_to_tensor = original(TritonSemantic, "to_tensor")
+    for name in ("check_ptr_type_impl", "computation_type_impl", "scalar_constant"):
         original(TritonSemantic, name)
     known: dict[Any, Any] = {}
     shapes: dict[Any, Any] = {}
+    blocks: dict[Any, tl.block_type] = {}
+    constants: dict[Any, tl.tensor] = {}
+
+    def block(element, sizes):
+        """The type of a block; a pointer's is made anew, as pointers have no name of their own."""
+        if type(element) is not tl.dtype:
+            return tl.block_type(element, list(sizes))
+        found = blocks.get((element.name, sizes))
+        if found is None:
+            found = blocks[element.name, sizes] = tl.block_type(element, list(sizes))
+        return found
+
+    def constant(self, value, kind):
+        """A scalar of that type, or of the value's own for None."""
+        if kind is not None and kind not in _CONSTANTS:
+            return self.scalar_constant(value, dtype=kind)
+        key = (value, type(value), None if kind is None else kind.name)
+        found = constants.get(key)
+        if found is None:
+            found = stock_to_tensor(self, value) if kind is None else self.scalar_constant(value, dtype=kind)
+            constants[key] = found
+        return found
 
     def together(left, right):
-        if len(left) != len(right) or any(a != b and 1 not in (a, b) for a, b in zip(left, right, strict=True)):
-            return None
-        return tuple(b if a == 1 else a for a, b in zip(left, right, strict=True))
+        """The sizes of both, None for an error or another rank. A scalar has None for sizes."""
+        key = left, right
+        both = shapes.get(key, _UNKNOWN)
+        if both is _UNKNOWN:
+            if left is None or right is None:
+                both = left or right
+            elif len(left) != len(right) or any(a != b and 1 not in (a, b) for a, b in zip(*key, strict=True)):
+                both = None
+            else:
+                both = tuple(b if a == 1 else a for a, b in zip(*key, strict=True))
+            shapes[key] = both
+        return both
+
+    def sizes_of(kind):
+        """`_UNKNOWN` for a block whose sizes this module has not seen."""
+        return kind.__dict__.get("rooftile_sizes", _UNKNOWN) if type(kind) is tl.block_type else None
 
     def common(self, lhs, rhs, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod):
         self.check_ptr_type_impl(left, right, allow_lhs_ptr)
@@ -88,6 +138,8 @@ def _install_operands() -> None:
         is_scalar = (not isinstance(lhs, tl.tensor), not isinstance(rhs, tl.tensor))
         return self.computation_type_impl(left, is_scalar[0], right, is_scalar[1], div_or_mod)
 
+    # All who ask for this compute each element of the result from one of each operand, by NumPy, which broadcasts by
+    # itself: an operand has the common type here, but its array keeps its shape.
     @replace(TritonSemantic, "binary_op_type_checking_impl")
     def check(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
@@ -99,37 +151,63 @@ def _install_operands() -> None:
         both = known.get(key, _UNKNOWN)
         if both is _UNKNOWN:
             both = known[key] = common(self, lhs, rhs, left, right, *flags)
-        operands = []
-        for operand, kind in ((lhs, left), (rhs, right)):
-            if type(operand) is tl.tensor:
-                operands.append(operand if both is None or both is kind else self.cast(operand, both))
-            elif both is None:
-                operands.append(self.to_tensor(operand))
-            elif both.is_int() and both is not tl.int32 and both is not tl.int64:
-                return stock_check(self, lhs, rhs, *flags)  # which says where it does not fit
-            else:
-                operands.append(self.scalar_constant(operand, dtype=both))
-        return self.broadcast_impl_value(*operands)
+        if both is not None and both not in _CONSTANTS and both.is_int() and not type(lhs) is type(rhs) is tl.tensor:
+            return stock_check(self, lhs, rhs, *flags)  # which says where a number does not fit
+        if type(lhs) is not tl.tensor:
+            lhs = constant(self, lhs, both)
+        elif both is not None and both is not left:
+            lhs = self.cast(lhs, both)
+        if type(rhs) is not tl.tensor:
+            rhs = constant(self, rhs, both)
+        elif both is not None and both is not right:
+            rhs = self.cast(rhs, both)
+        left, right = sizes_of(lhs.type), sizes_of(rhs.type)
+        if left == right and left is not _UNKNOWN:
+            return lhs, rhs
+        sizes = None if _UNKNOWN in (left, right) else together(left, right)
+        if sizes is None:
+            return stock_broadcast(self, lhs, rhs)  # another rank, or an error
+        if left != sizes:
+            lhs = tl.tensor(lhs.handle, block(lhs.dtype, sizes))
+        if right != sizes:
+            rhs = tl.tensor(rhs.handle, block(rhs.dtype, sizes))
+        return lhs, rhs
 
     @replace(TritonSemantic, "broadcast_impl_value")
     def broadcast(self, lhs, rhs):
-        left, right = lhs.type.__dict__.get("rooftile_sizes"), rhs.type.__dict__.get("rooftile_sizes")
-        if left == right and (left is not None or not (lhs.type.is_block() or rhs.type.is_block())):
+        left, right = sizes_of(lhs.type), sizes_of(rhs.type)
+        if left == right and left is not _UNKNOWN:
             return lhs, rhs
-        if left is None or right is None:
+        sizes = None if None in (left, right) or _UNKNOWN in (left, right) else together(left, right)
+        if sizes is None:
             return stock_broadcast(self, lhs, rhs)
-        both = shapes.get((left, right), _UNKNOWN)
-        if both is _UNKNOWN:
-            both = shapes[left, right] = together(left, right)
-        if both is None:
-            return stock_broadcast(self, lhs, rhs)  # another rank, or an error
         found = []
-        for operand, sizes in ((lhs, left), (rhs, right)):
-            if sizes != both:
-                handle = self.builder.create_broadcast(operand.handle, list(both))
-                operand = self.tensor(handle, tl.block_type(operand.type.scalar, list(both)))
+        for operand, own in ((lhs, left), (rhs, right)):
+            if own != sizes:
+                handle = self.builder.create_broadcast(operand.handle, list(sizes))
+                operand = self.tensor(handle, block(operand.dtype, sizes))
             found.append(operand)
         return tuple(found)
+
+    @replace(TritonSemantic, "to_tensor")
+    def to_tensor(self, x, check_type=True):
+        return x if type(x) is tl.tensor else stock_to_tensor(self, x, check_type)
+
+    @replace(TritonSemantic, "cast")
+    def cast(self, input, dst_ty, fp_downcast_rounding=None):
+        kind = dst_ty.scalar
+        if fp_downcast_rounding is not None or (input.dtype.name, kind.name) not in _ONE_STEP:
+            return stock_cast(self, input, dst_ty, fp_downcast_rounding)
+        sizes = sizes_of(input.type)
+        if sizes is _UNKNOWN:
+            return stock_cast(self, input, dst_ty, fp_downcast_rounding)
+        return tl.tensor(self.builder.cast_impl(input.handle, kind), kind if sizes is None else block(kind, sizes))
+
+    # Of a comparison.
+    @replace(TritonSemantic, "_bool_like")
+    def bool_like(self, value):
+        sizes = sizes_of(value.type)
+        return block(tl.int1, sizes) if type(sizes) is tuple else value.type.with_element_ty(tl.int1)
 
 
 def _install_handles() -> None:

@@ -573,7 +573,7 @@ def _check_rate(lr: Any) -> None:
 
 
 def _check_number(name: str, value: Any, expected: str = "a number") -> None:
-    if not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"AdamW: {name} is {library.named(value)}, expected {expected}")
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -98,6 +101,9 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
+EXPANDED = 1 << 32  # elements of keys that `eager` repeats for their query heads at a time
+
+
 def eager(
     q: Tensor,
     k_cache: Tensor,
@@ -118,10 +124,38 @@ def eager(
     layout: str = "bhtd",
     cache_layout: str = "bthd",
 ) -> Tensor:
-    """As Hugging Face models write it: KV heads repeated, a mask added, the softmax in float32 and rounded."""
+    """As Hugging Face models write it: KV heads repeated, a mask added, the softmax in float32 and rounded.
+
+    With more than `EXPANDED` elements of repeated keys, some sequences after another.
+    """
     k = dequantized(k_cache, k_scale, page_table, cache_layout, q.dtype)
     v = _values(k, head_dim_v, v_cache, v_scale, page_table, cache_layout)
     q = q.transpose(1, 2) if layout == "bthd" else q
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(len(q), q.shape[1])
+    n = max(1, EXPANDED // max(1, q.shape[1] * k.shape[2] * k.shape[3]))
+    attend: Any = functools.partial(_eager, sinks=sinks, scale=scale, window=window, softcap=softcap, causal=causal)
+    outs = []
+    for i in range(0, max(1, len(q)), n):
+        some: list[Any] = [None if t is None else t[i : i + n] for t in (q, k, v, lengths, slopes, mask)]
+        outs.append(attend(*some))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out.transpose(1, 2) if layout == "bthd" else out
+
+
+def _eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    causal: bool,
+) -> Tensor:
+    """q, k and v are (B, H, T, D), and alibi_slopes (B, H)."""
     n_new, n_keys = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
@@ -141,5 +175,4 @@ def eager(
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
     weights = torch.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype)[..., :n_keys]
-    out = weights.nan_to_num(0.0) @ v  # a row of nothing but -inf is NaN
-    return out.transpose(1, 2) if layout == "bthd" else out
+    return weights.nan_to_num(0.0) @ v  # a row of nothing but -inf is NaN

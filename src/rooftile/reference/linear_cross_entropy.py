@@ -27,12 +27,15 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
     """The formula in the dtype of the tensors: give it float64 for the truth."""
     logits = hidden @ weight.mT
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
+    if adapter is not None:
+        logits = logits + adapter[0] @ adapter[1].mT
     logits = logits / options.get("temperature", 1.0)
     return losses.cross_entropy(logits, target, **_loss_options(class_weight, options))
 
@@ -44,11 +47,14 @@ def eager(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
     """As models' own code has it: `nn.Linear`, then PyTorch's loss over logits in float32."""
     logits = hidden @ weight.mT
     if bias is not None:
         logits = (logits + bias).to(hidden.dtype)
+    if adapter is not None:
+        logits = logits + adapter[0] @ adapter[1].mT
     logits = logits / options.get("temperature", 1.0)
     return losses.eager(logits, target, **_loss_options(class_weight, options))

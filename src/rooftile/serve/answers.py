@@ -10,7 +10,7 @@ from typing import Any
 from rooftile.serve.chat import ToolCall, ToolParser
 from rooftile.serve.metrics import Metrics
 
-Decode = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 
 class Choice:
@@ -42,10 +42,10 @@ class Answer:
     Args:
         base: `id`, `created` and `model`.
         choices: what is generated.
-        prompt_tokens: of all prompts.
+        prompt_tokens: of each prompt.
         logprobs: whether they were asked for.
         ends: tokens that end a text without being a part of it.
-        decode: the text of one token.
+        token_bytes: the bytes of one token.
         metrics, started: where the times go, and when the request came.
         token_ids: whether they were asked for.
     """
@@ -58,20 +58,32 @@ class Answer:
         base: dict[str, Any],
         choices: Sequence[Choice],
         *,
-        prompt_tokens: int,
+        prompt_tokens: Sequence[int],
         logprobs: bool,
         ends: frozenset[int],
-        decode: Decode,
+        token_bytes: TokenBytes,
         metrics: Metrics,
         started: float,
         token_ids: bool = False,
     ) -> None:
-        self.base, self.choices, self.prompt_tokens = base, choices, prompt_tokens
-        self._logprobs, self._ends, self._decode = logprobs, ends, decode
+        self.base, self.choices, self.prompt_tokens = base, choices, sum(prompt_tokens)
+        self._prompts = len(prompt_tokens)
+        self._logprobs, self._ends, self._token_bytes = logprobs, ends, token_bytes
         self._metrics, self._started, self._token_ids = metrics, started, token_ids
+        self._outcome = "aborted"  # until it has another end
 
     async def chunks(self) -> AsyncGenerator[tuple[Choice, Any], None]:
         """All streams' chunks as they come, each recorded in its choice."""
+        try:
+            async for choice, chunk in self._recorded():
+                yield choice, chunk
+        except Exception:
+            self._outcome = "failed"
+            raise
+        if all(choice.finish_reason != "abort" for choice in self.choices):
+            self._outcome = "finished"
+
+    async def _recorded(self) -> AsyncGenerator[tuple[Choice, Any], None]:
         async for choice, chunk in self._merged():
             now = time.perf_counter()
             if chunk.token >= 0:  # the last chunk of a sequence that was aborted has none
@@ -118,16 +130,21 @@ class Answer:
                 each.cancel()
 
     async def close(self) -> None:
-        """Give back what the streams hold. One that has ended holds nothing."""
+        """Give back what the streams hold, and count the request. A stream that has ended holds nothing."""
+        self._metrics.requests.labels(self._outcome).inc()
         for choice in self.choices:
             await choice.stream.aclose()
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         generated = sum(len(choice.tokens) for choice in self.choices)
+        # A prompt is counted once, and so is what was cached of it before the first of its n choices.
+        n = len(self.choices) // self._prompts
+        cached = [choice.stream.cached_tokens for choice in self.choices]
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self.prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(min(cached[i : i + n]) for i in range(0, len(cached), n))},
         }
 
     def _logprob(self, chunk: Any) -> list[dict[str, Any]]:
@@ -140,9 +157,11 @@ class Answer:
         ]
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode(token)
+        data = self._token_bytes(token)
         # JSON has no infinity: as OpenAI's API, -9999.
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {
+            "token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data),
+        }  # fmt: skip
 
     def events(self, choice: Choice, chunk: Any) -> list[dict[str, Any]]:
         """What is sent for a chunk: perhaps nothing, while text is held back."""
@@ -210,13 +229,21 @@ class CompletionAnswer(Answer):
         if not self._logprobs:
             return None
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": [_name(entry) for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [
-                {each["token"]: each["logprob"] for each in (entry, *entry["top_logprobs"])} for entry in entries
+                {_name(each): each["logprob"] for each in (entry, *entry["top_logprobs"])} for entry in entries
             ],
             "text_offset": offsets[: len(entries)],
         }
+
+
+def _name(entry: dict[str, Any]) -> str:
+    """A token's text; of a part of a character its bytes, as in OpenAI's API, because such texts are all alike."""
+    data = bytes(entry["bytes"])
+    if entry["token"].encode() == data:
+        return str(entry["token"])
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class ChatAnswer(Answer):

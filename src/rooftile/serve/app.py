@@ -24,11 +24,12 @@ from rooftile.engine import QueueFull, RequestError
 from rooftile.serve import chat, errors
 from rooftile.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from rooftile.serve.errors import ApiError
-from rooftile.serve.guided import Grammar
+from rooftile.serve.guided import GrammarError
 from rooftile.serve.limits import Gate, Limits
 from rooftile.serve.metrics import Metrics
 from rooftile.serve.prompts import Prompt, Prompts, seeds, wants_logprobs
 from rooftile.serve.protocol import ChatRequest, CompletionRequest, Sampled
+from rooftile.serve.vocabulary import Vocabulary
 
 log = logging.getLogger("rooftile.serve")
 
@@ -88,7 +89,7 @@ def create_app(engine: Any, options: Options) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
     app.add_api_route("/v1/completions", server.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", server.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/health", server.health, methods=["GET"])
+    app.add_api_route("/health", server.health, methods=["GET", "HEAD"])
     app.add_api_route("/metrics", server.read_metrics, methods=["GET"])
     return app
 
@@ -108,6 +109,7 @@ class _Server:
         self.engine, self.options = engine, options
         self.gate, self.metrics = Gate(), Metrics(engine.stats)
         self.prompts = Prompts(engine, options.chat_template, options.max_prompt_tokens)
+        self.vocabulary = Vocabulary(engine.engine.tokenizer)
         self.begun = int(time.time())
 
     async def models(self) -> dict[str, Any]:
@@ -163,10 +165,10 @@ class _Server:
 
     def _shared(self, request: Sampled, prompts: list[Prompt], started: float) -> dict[str, Any]:
         return {
-            "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
+            "prompt_tokens": [len(prompt.tokens) for prompt in prompts],
             "logprobs": wants_logprobs(request),
             "ends": frozenset((*self.engine.engine.config.eos, *(request.stop_token_ids or ()))),
-            "decode": lambda token: self.engine.engine.tokenizer.decode([token], skip_special_tokens=False),
+            "token_bytes": self.vocabulary.bytes_of,
             "metrics": self.metrics,
             "started": started,
             "token_ids": request.return_token_ids,
@@ -179,15 +181,16 @@ class _Server:
         options = self.prompts.options(request)
         limits = [self.prompts.limit(request, prompt) for prompt in prompts]
         grammar = await self.prompts.grammar(request)
-        streams: list[Any] = []
-        try:
-            for prompt, limit in zip(prompts, limits, strict=True):
-                for seed in seeds(request, n):
-                    streams.append(self._add(prompt, limit, seed, options, grammar))
-        except BaseException:
-            for stream in streams:
-                await stream.aclose()
-            raise
+        calls = [
+            {
+                "prompt": prompt.tokens, "max_new_tokens": limit, "seed": seed, **options,
+                **({} if grammar is None else {"mask": grammar.copy(), "ignore_eos": False}),
+            }
+            for prompt, limit in zip(prompts, limits, strict=True)
+            for seed in seeds(request, n)
+        ]  # fmt: skip
+        added = iter(self._added([call for call in calls if call["max_new_tokens"]]))
+        streams = [next(added) if call["max_new_tokens"] else _Nothing() for call in calls]
         answer = make(streams)
         http.state.notes["prompt"] = answer.prompt_tokens
         usage = request.stream_options is not None and request.stream_options.include_usage
@@ -195,12 +198,10 @@ class _Server:
             return _Events(answer, usage, self.options.send_timeout, http.state.notes)
         return _Whole(answer, http.state.notes)
 
-    def _add(self, prompt: Prompt, limit: int, seed: int, options: dict[str, Any], grammar: Grammar | None) -> Any:
-        if limit == 0:
-            return _Nothing()
-        masks = {} if grammar is None else {"mask": grammar.copy(), "ignore_eos": False}
+    def _added(self, calls: list[dict[str, Any]]) -> list[Any]:
+        """The streams of all requests; if there is no room for one, none is added."""
         try:
-            return self.engine.add(prompt.tokens, max_new_tokens=limit, seed=seed, **{**options, **masks})
+            return list(self.engine.add_all(calls))
         except QueueFull as error:
             raise ApiError(429, f"the queue is full: {error}", code="queue_full", retry_after=1) from None
         except (ValueError, TypeError) as error:
@@ -212,6 +213,8 @@ class _Server:
 
 class _Nothing:
     """The stream of a request for no tokens: `max_tokens: 0` with `echo`."""
+
+    cached_tokens = 0
 
     def __aiter__(self) -> _Nothing:
         return self
@@ -233,6 +236,14 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _told(error: RequestError) -> ApiError:
+    """What a client is told of an error that ended its request."""
+    if isinstance(error.__cause__, GrammarError):
+        return ApiError(400, str(error.__cause__), code="grammar_error")
+    log.error("a request failed: %s", error, exc_info=error.__cause__)
+    return ApiError(500, "the request failed in the engine")
 
 
 class _Whole(Response):
@@ -261,8 +272,7 @@ class _Whole(Response):
             async for choice, chunk in answer.chunks():
                 answer.add(choice, chunk)
         except RequestError as error:
-            log.error("a request failed: %s", error, exc_info=error.__cause__)
-            return JSONResponse(errors.body(500, "the request failed in the engine"), 500)
+            return errors.response(_told(error))
         if any(choice.finish_reason == "abort" for choice in answer.choices):
             return errors.response(ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5))
         for choice in answer.choices:
@@ -332,8 +342,8 @@ class _Events(Response):
                     if events := answer.events(choice, chunk):
                         yield b"".join(_event({**event, **none}) for event in events)
         except RequestError as error:
-            log.error("a request failed: %s", error, exc_info=error.__cause__)
-            yield _event(errors.body(500, "the request failed in the engine"))
+            told = _told(error)
+            yield _event(errors.body(told.status_code, told.detail, told.param, told.code))
         else:
             if self._usage:
                 yield _event(answer.last())

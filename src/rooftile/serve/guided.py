@@ -22,6 +22,10 @@ _KEPT = 64  # compiled grammars: clients send the same schema again and again
 _SPACE = r"[ \t\n\r]{0,32}"
 
 
+class GrammarError(RuntimeError):
+    """A grammar that was compiled can't be followed further, such as one whose next tokens are too costly to find."""
+
+
 class Grammar:
     """A `TokenMask` by llguidance, for one sequence. End tokens are allowed where the text may end."""
 
@@ -43,7 +47,13 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar can't be followed further: {self._matcher.get_error()}")
+            raise GrammarError(f"the grammar can't be followed further: {_reason(self._matcher)}")
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher has stopped, without its state: that has the text of the grammar, which must not be logged."""
+    said: str = matcher.get_error().partition("<state>")[0]
+    return " ".join(said.split())[:500]
 
 
 class Grammars:
@@ -77,7 +87,10 @@ class Grammars:
             if (found := self._compiled.pop(grammar, None)) is None:
                 matcher = LLMatcher(self._tokens, grammar, log_level=0)
                 if matcher.is_error():
-                    raise ValueError(" ".join(matcher.get_error().split())[:500] or "no valid grammar")
+                    raise ValueError(_reason(matcher) or "no valid grammar")
+                matcher.compute_bitmask()  # some grammars fail only here
+                if matcher.is_error():
+                    raise ValueError(f"no token can be the first: {_reason(matcher)}")
                 found = Grammar(matcher)
             self._compiled[grammar] = found  # the one used last is the last
             if len(self._compiled) > _KEPT:

@@ -46,6 +46,11 @@ class Metrics:
         self.answers = Counter(
             "rooftile_http_requests", "HTTP requests by path and status.", ["path", "status"], registry=self.registry
         )
+        self.requests = Counter(
+            "rooftile_requests", "Requests by outcome: finished, aborted, failed.", ["outcome"], registry=self.registry
+        )
+        for outcome in ("finished", "aborted", "failed"):
+            self.requests.labels(outcome)  # a rate needs the zero before the first
         self.finished = Counter(
             "rooftile_requests_finished", "Sequences by what ended them.", ["reason"], registry=self.registry
         )

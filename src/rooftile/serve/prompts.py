@@ -9,7 +9,7 @@ import logging
 import secrets
 from typing import Any
 
-from rooftile.serve import chat, guided
+from rooftile.serve import chat, guided, protocol
 from rooftile.serve.errors import ApiError
 from rooftile.serve.protocol import ChatRequest, CompletionRequest, Fields, Sampled
 
@@ -131,9 +131,7 @@ class Prompts:
 
     def options(self, request: Sampled) -> dict[str, Any]:
         """What `add` takes beside the prompt, `max_new_tokens`, `seed` and `mask`."""
-        unknown = _unknown(request)
-        if unknown:
-            log.warning("fields that are not known are ignored: %s", ", ".join(unknown)[:200])
+        _check_extra(request)
         stop: list[str | int] = [request.stop] if isinstance(request.stop, str) else [*(request.stop or ())]
         stop += request.stop_token_ids or ()
         for token in request.stop_token_ids or ():
@@ -227,6 +225,15 @@ def _options_of(engine: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _unknown(request: Fields) -> list[str]:
-    """Printable names of the fields that are not known."""
-    return [ascii(name)[1:-1] for name in request.model_extra or ()]
+def _check_extra(request: Fields) -> None:
+    """Refuse fields that are known and not supported, and log those that are not known."""
+    unknown = []
+    for name, value in (request.model_extra or {}).items():
+        if name in protocol.UNSUPPORTED:
+            if value is not None and value not in protocol.UNSUPPORTED[name]:
+                instead = f": use {protocol.INSTEAD[name]}" if name in protocol.INSTEAD else ""
+                raise ApiError(400, f"{name} is not supported{instead}", param=name)
+        elif name not in protocol.HARMLESS:
+            unknown.append(ascii(name)[1:-1])  # printable
+    if unknown:
+        log.warning("fields that are not known are ignored: %s", ", ".join(unknown)[:200])

@@ -1,7 +1,7 @@
 """What a request may contain, as in OpenAI's API, with vLLM's names for what that API lacks.
 
 Types are strict: "5" is not a number. Unknown fields are ignored, as vLLM does, and logged. A field that is known, and
-that would change the answer if it were ignored, is refused.
+that would change the answer if it were not ignored, is refused: `UNSUPPORTED`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,60 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+# Fields of OpenAI's API and of vLLM that are refused, unless they have one of these values, which ask for nothing. null
+# is always accepted.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's.
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "reasoning_effort": (),
+    "suffix": ("",),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM's.
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),  # of a chat
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+INSTEAD = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "reasoning_effort": "chat_template_kwargs",
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), "structured_outputs"),
+}
+# Fields that change nothing in an answer, and are accepted with any value.
+HARMLESS = frozenset(
+    {
+        "cache_salt", "guided_decoding_backend", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention",
+        "request_id", "safety_identifier", "service_tier", "store", "user",
+    }
+)  # fmt: skip
 
 
 class Fields(BaseModel):
@@ -67,7 +121,6 @@ class Sampled(Fields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    user: str | None = None
     response_format: ResponseFormat | None = None
     # Not OpenAI's.
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
@@ -91,7 +144,6 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = Field(16, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    suffix: None = None  # refused
     best_of: int | None = None
 
     @model_validator(mode="after")

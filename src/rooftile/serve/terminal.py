@@ -27,6 +27,15 @@ def template_of(folder: Path, file: Path | None) -> ChatTemplate:
     return template
 
 
+def is_utf8(text: str) -> bool:
+    """Whether the bytes of a text that was read with `surrogateescape` are UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def talk(
     engine: Any,
     template: ChatTemplate,
@@ -63,6 +72,8 @@ def talk(
             notices.print("The conversation begins anew.", style="dim")
         elif line.startswith("/"):
             notices.print(HELP, style="dim", markup=False)
+        elif not is_utf8(line):
+            notices.print("the line is not UTF-8", style="red")
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:

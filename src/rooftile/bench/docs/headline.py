@@ -79,7 +79,10 @@ def short(gpu: str) -> str:
 
 
 def generation(results: Path, new: int = NEW) -> list[Figure]:
-    """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights."""
+    """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights.
+
+    Of several GPUs the first that has the row counts.
+    """
     found = []
     for path in sorted(results.glob(f"*/{GENERATION}/{FILES}")):
         whole = read_results(path)
@@ -101,8 +104,8 @@ def generation(results: Path, new: int = NEW) -> list[Figure]:
             said = command + (f" --quantize {quantize}" if quantize else "")
             place = (work, impl, weights, row.tokens_per_s, speedup, CUDA)
             found.append(Figure(*place, None, {**whole.meta, "date": row.run}, said))
-    gpu = min((f.gpu for f in found), default="")  # the H100 before the H200
-    return sorted((f for f in found if f.gpu == gpu), key=lambda f: WEIGHTS.index(f.weights))
+    first = {(f.impl, f.weights): f for f in sorted(found, key=lambda f: f.gpu, reverse=True)}  # the H100 before the H200
+    return sorted((f for f in found if f is first[f.impl, f.weights]), key=lambda f: WEIGHTS.index(f.weights))
 
 
 def training_steps(results: Path) -> list[Figure]:

@@ -11,5 +11,5 @@ from rooftile.bench.docs.tables import markdown
 def table(results: Path) -> str:
     """A line for each suite; they do not depend on the results."""
     suites = published.SUITES.items()
-    cells = [[f"`{name}`", "<br>".join(f"`rooftile bench {line}`" for line in lines)] for name, lines in suites]
+    cells = [[f"`{name}`", "<br>".join(f"`rooftile {line}`" for line in lines)] for name, lines in suites]
     return markdown(("suite", "commands"), cells)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Impl = Literal["engine", "cuda", "patched"]
 IMPLS: tuple[Impl, ...] = ("engine", "cuda", "patched")
+SUITE = "audit"
 NEW = 2  # tokens generated with sampling: one of the prompt, one of a step
 
 # Compute kernels that are not Rooftile's and are accepted all the same: what torch.compile made of the patched model's
@@ -44,6 +45,7 @@ class Settings:
         layers: cut the model to its first layers.
         trace: the profiler's trace is written there.
         timeline: a picture of a decoding step of each implementation, in SVG.
+        results: <gpu>/audit/<model>.json and .svg are written there.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Settings:
     trace: Path | None = None
     timeline: Path | None = None
     json: Path | None = None
+    results: Path | None = None
 
 
 @dataclasses.dataclass
@@ -177,10 +180,12 @@ def run(s: Settings, console: Console) -> int:
         ValueError: the model is not known, or what is asked for needs a GPU.
     """
     from rooftile.bench.e2e import model as e2e_model
+    from rooftile.bench.info import check_results
     from rooftile.bench.run import brief
     from rooftile.bench.workloads import RANDOM
 
     measured = runtime.MODE is runtime.Mode.GPU
+    check_results(s.results, measured)
     if not measured:
         if s.impl not in (None, "engine"):
             raise ValueError(f"--impl {s.impl} needs a GPU: without one there is only the engine to audit")
@@ -206,20 +211,30 @@ def run(s: Settings, console: Console) -> int:
         except Exception as error:  # what stands beside it is no reason to lose what was asked for
             audits.append(Audit("cuda", [], absent=f"left out: {brief(error)}"))
     audit_report.show(audits, console, measured)
-    if s.timeline is not None:
-        found = {audit_report.TITLES[a.impl]: phase for a in audits for phase in a.phases if phase.name == "decode"}
-        audit_timeline.draw(s.timeline, found)
-    if s.json is not None:
-        write_json(s, model, audits)
+    write(s, model.title, audits)
     return 1 if audits[0].faults else 0
 
 
-def write_json(s: Settings, model: Model, audits: Sequence[Audit]) -> None:
-    """{"meta": {...}, "audits": [...]}, with every kernel of every phase."""
+def write(s: Settings, title: str, audits: Sequence[Audit]) -> None:
+    """{"meta": {...}, "audits": [...]}, with every kernel of every phase; and pictures of a decoding step."""
     from rooftile.bench.info import machine
+    from rooftile.bench.rows import gpu_slug, write_whole
 
-    assert s.json is not None
-    asked = {"model": model.title, "batch": s.batch, "prompt": s.prompt, "steps": s.steps, "quantize": s.quantize}
-    found = {"meta": {**machine(), **asked}, "audits": [audit.as_json() for audit in audits]}
-    s.json.parent.mkdir(parents=True, exist_ok=True)
-    s.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    meta = machine()
+    files, pictures = [s.json], [s.timeline]
+    steps = {audit_report.TITLES[a.impl]: phase for a in audits for phase in a.phases if phase.name == "decode"}
+    if s.results is not None:
+        whose = None if s.impl == "engine" else s.impl
+        name = "-".join(part for part in (title, s.quantize, whose) if part)
+        folder = s.results / gpu_slug(str(meta["gpu"])) / SUITE
+        files.append(folder / f"{name}.json")
+        if all(phase.last_step for phase in steps.values()):
+            pictures.append(folder / f"{name}.svg")
+    asked = {"model": title, "batch": s.batch, "prompt": s.prompt, "steps": s.steps, "quantize": s.quantize}
+    found = {"meta": {**meta, **asked}, "audits": [audit.as_json() for audit in audits]}
+    for path in files:
+        if path is not None:
+            write_whole(path, json.dumps(found, indent=1) + "\n")
+    for path in pictures:
+        if path is not None:
+            audit_timeline.draw(path, steps)

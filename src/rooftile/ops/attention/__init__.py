@@ -26,6 +26,7 @@ from rooftile.ops.attention.arguments import Layout, Window
 from rooftile.ops.attention.ops import attention_op, attention_varlen_op
 from rooftile.ops.attention.paged import attention_paged_into, attention_paged_op, checked_indices
 from rooftile.ops.attention.problem import AttentionConfig, Invariant
+from rooftile.ops.decode_attention.choose import scale_of_values
 from rooftile.ops.gemm.dispatch import autocast
 
 __all__ = ["AttentionConfig", "attention", "attention_paged", "attention_varlen"]
@@ -195,47 +196,56 @@ def attention_paged(
     """Attention of packed queries, any number of each sequence, to the keys of a cache in pages.
 
     For prompts that are computed in chunks, prompts whose beginning is in the cache, and batches that mix both with
-    single tokens. The keys and values of the queries are in the cache already (`append_kv`, `rope_and_cache`). Query i
-    of the n of sequence b stands at position `p = lengths[b] - n + i`:
+    single tokens. The keys and values of the queries are in the cache already (`append_kv`, `rope_and_cache`).
+
+    Query i of the n of sequence b stands at position `p = lengths[b] - n + i`:
 
         s_j = scale * q · k_j * k_scale,   softcap * tanh(s_j / softcap),   - slope * |p - j|
         out = sum_j exp(s_j) v_j * v_scale / (sum_j exp(s_j) + exp(sink)),   j < lengths[b],   j <= p if causal
 
+    Without a v_cache, `v_j` is the first head_dim_v elements of `k_j`, and v_scale is k_scale: multi-head latent
+    attention (MLA) in its absorbed form, as in `decode_attention`.
+
     Sums are float32, and results are bit-identical on every run. It has no derivative. A new length, window, scale or
-    softcap compiles nothing, and the host does not wait for the device. For 1 to 16 new tokens in all sequences
-    `decode_attention` is faster: it divides the keys of a sequence among programs.
+    softcap compiles nothing, and the host does not wait for the device.
+
+    For 1 to 16 new tokens in all sequences `decode_attention` is faster: it divides the keys of a sequence among
+    programs.
 
     Args:
         q: `(Tq, Hq, D)`: the queries of all sequences, float32, float16 or bfloat16. Any strides; copied where the last
             is not 1.
         k_cache, v_cache: `(pages, page_size, Hkv, D)`, or `(pages, Hkv, page_size, D)` with `cache_layout="bhtd"`,
             page_size 16, 32, 64, 128, 256 or 512. Of q's dtype, float8_e4m3fn or int8. Query head h reads KV head
-            `h // (Hq // Hkv)`. D, and the last dimension of v_cache, which may be another, are 1 to 256. Any strides;
-            copied as a whole where the last is not 1.
-            `v_cache=None`, with `head_dim_v`: the value of a token is the first head_dim_v elements of its key, as in
-            `decode_attention` (multi-head latent attention in its absorbed form). D is 1 to 576, head_dim_v 1 to D.
+            `h // (Hq // Hkv)`. D, and the last dimension of v_cache, which may be another, are 1 to 256; with
+            `v_cache=None`, D is 1 to 576. Any strides; copied as a whole where the last is not 1.
         page_table: `(sequences, most pages)`, int32: the pages of each sequence, which sequences may share. Entries
             beyond a sequence's length are not read.
         lengths: `(sequences,)`, int32: the keys of each sequence, including those of its queries, as in
             `decode_attention`; 0 or less for none. The cache may hold anything beyond them.
         cu_seqlens_q: `(sequences + 1,)` int32: where the queries of each sequence begin in q, and where the last ones
             end, as in `attention_varlen`.
+        head_dim_v: with `v_cache=None`, the elements of a key that are its value, 1 to D. Else None, or v_cache's.
         max_seqlen_q: the most queries of a sequence, as in `attention_varlen`. It decides about the tiles and the grid.
         causal, scale, window, softcap, alibi_slopes, sinks: as in `attention_varlen`; positions are counted within each
             sequence. Keys before a window are not read.
         k_scale, v_scale: float32, the factors of cached elements: `()`, `(Hkv,)`, or one for each token and head, of
-            the cache's first three dimensions. An int8 cache needs them. Without a v_cache, k_scale holds for both.
+            the cache's first three dimensions. An int8 cache needs them. Without a v_cache, v_scale is None.
         cache_layout: the order of the dimensions of the caches, and of scales by token.
         return_lse: also return the logarithm of the softmax's denominator.
-        config: how the kernel is launched, in place of the choice by sizes and GPU. The kernel "hopper" reads a cache
-            in 8 bits, or with scales, from a copy of what page_table has room for, in which each element times its
-            scale is rounded to q's dtype (float16: infinite above 65504). The copy takes up to 1 GiB during the call;
-            where it would take more, the choice is "portable", and "hopper" is refused. Without a v_cache, "hopper" has
-            tiles of 64 rows (tokens times heads) and 64 keys, 8 warps and 2 stages. It takes caches of 513 to 576
-            elements in 16 bits, of which 257 to 512 are values, a number of query heads per KV head that divides 64 or
-            that 64 divides, and up to 512 sequences, without window, soft cap, sinks, ALiBi and scales. With
-            "invariant" the result of a query has the same bits whatever other queries and sequences there are, and
-            however the tokens of its sequence are divided among calls.
+        config: how the kernel is launched, in place of the choice by sizes and GPU.
+
+            The kernel "hopper" reads a cache in 8 bits, or with scales, from a copy of what page_table has room for.
+            In the copy each element times its scale is rounded to q's dtype (float16: infinite above 65504). It takes
+            up to 1 GiB during the call; where it would take more, "portable" is chosen, and "hopper" is refused.
+
+            Without a v_cache, "hopper" is `AttentionConfig("hopper", 64, 64, 8, 2)`: tiles of 64 rows (tokens times
+            heads). It takes more than 32 rows of a KV head; caches in 16 bits of 513 to 576 elements, of which 257 to
+            512 are values; query heads of a KV head that divide 64, or are a multiple of it; and up to 512 sequences.
+            It takes no window, soft cap, sinks, ALiBi or scales. It is chosen wherever it can run.
+
+            With "invariant" the result of a query has the same bits whatever other queries and sequences there are,
+            and however the tokens of its sequence are divided among calls.
         out: memory for the result, contiguous, such as rows of a larger tensor; new memory by default. No other
             argument may share it.
 
@@ -253,15 +263,10 @@ def attention_paged(
     op = "attention_paged"
     scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
     text = "" if config is None else arguments.encoded(op, config, invariant=True)
-    if head_dim_v is not None and (not isinstance(head_dim_v, int) or isinstance(head_dim_v, bool)):
-        raise TypeError(f"{op}: head_dim_v is {library.named(head_dim_v)}, expected an int or None")
     optional = {"v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes}
     given = {name: t for name, t in (optional | {"sinks": sinks}).items() if t is not None}
     library.check_tensors(op, q=q, k_cache=k_cache, page_table=page_table, lengths=lengths, **given)
-    if v_cache is None:
-        if v_scale is not None:
-            raise ValueError(f"{op}: v_scale is given without a v_cache, expected None: k_scale holds for both")
-        v_scale = k_scale
+    v_scale = scale_of_values(op, v_cache, k_scale, v_scale)
     starts, longest = arguments.checked_starts(op, "q", cu_seqlens_q, q, max_seqlen_q)
     tensors = (starts, k_scale, v_scale, alibi_slopes, sinks)
     rest = (*tensors, longest, scaled, cap, left, right, cache_layout, text, head_dim_v)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import KernelLauncher, bind, counters
+from rooftile.ops.attention.latent import HOPPER
 from rooftile.ops.attention.problem import AttentionConfig, Problem
 from rooftile.ops.decode_attention import hopper_latent
 from rooftile.ops.decode_attention.choose import Shape
-from rooftile.ops.decode_attention.schedule import combine_tiles_kernel
+from rooftile.ops.decode_attention.schedule import combine_tiles_kernel, partial_numbers
 from rooftile.primitives import pdl
 
 _COMBINE_ROWS = 4  # of a program that combines splits
-CONFIG = AttentionConfig("hopper", hopper_latent.ROWS, hopper_latent.KEYS, 8, 2)
 
 
 def _shape(p: Problem, n_pages: int) -> Shape:
@@ -43,7 +43,7 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         return reason
     if p.tokens * p.heads >= 1 << 28:  # times the most sequences, tiles of 64 rows are still fewer than 2^31
         return f"kernel 'hopper' takes fewer than 2^28 query rows over a latent cache, not {p.tokens * p.heads}"
-    return None if c == CONFIG else f"it is {c}, and kernel 'hopper' over a latent cache takes {CONFIG}"
+    return None if c == HOPPER else f"it is {c}, and kernel 'hopper' over a latent cache takes {HOPPER}"
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def prepare(q: Tensor, k: Tensor, p: Problem, table: Tensor, target: runtime.Tar
     if split:
         numbers = (p.batch, p.tokens, p.kv_heads, p.n_k, programs)
         finish = bind(combine, programs // 2 * (rows // _COMBINE_ROWS), numbers=numbers)
-    n_partial, device = 2 * programs * rows * (hopper_latent.COLUMNS + 2), q.device
+    n_partial, device = partial_numbers(programs, rows, hopper_latent.COLUMNS), q.device
 
     def run(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, table: Tensor, lengths: Tensor, starts: Tensor) -> None:
         partial = torch.empty_strided((n_partial,), (1,), dtype=torch.float32, device=device) if split else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -11,7 +10,8 @@ from rooftile.ops.attention import problem
 from rooftile.ops.attention.arguments import LONGEST_HEAD
 from rooftile.ops.attention.problem import AttentionConfig, Problem
 
-_HOPPER = AttentionConfig("hopper", 64, 64, 8, 2)
+HOPPER = AttentionConfig("hopper", 64, 64, 8, 2)  # the one form of the kernel for sm_90, chosen where it can run
+_LEAST = AttentionConfig("portable", 16, 16, 4, 1)  # on gfx942, in float32, it takes 32 of 64 KB of shared memory
 
 
 def forward_module(kernel: str) -> ModuleType | None:
@@ -23,6 +23,8 @@ def forward_module(kernel: str) -> ModuleType | None:
 
 def can_implement_forward(p: Problem, c: AttentionConfig, target: runtime.Target) -> str | None:
     """None where that configuration can run that problem, or the reason why it can't."""
+    if c == _LEAST:
+        return None
     if c.kernel != "hopper":
         return problem.can_implement_forward(p, c, target)
     module = forward_module(c.kernel)
@@ -32,22 +34,15 @@ def can_implement_forward(p: Problem, c: AttentionConfig, target: runtime.Target
 
 
 def choose_forward(p: Problem, target: runtime.Target) -> AttentionConfig:
-    """The configuration on that target: the first of the preferred ones that can run the problem."""
-    return _HOPPER if can_implement_forward(p, _HOPPER, target) is None else _portable(p, target)
+    """The configuration on that target."""
+    return HOPPER if can_implement_forward(p, HOPPER, target) is None else choose_invariant(p, target)
 
 
 def choose_invariant(p: Problem, target: runtime.Target) -> AttentionConfig:
-    """That of the portable kernel for any number of queries and sequences."""
-    return _portable(dataclasses.replace(p, batch=1, n_q=64, tokens=1 << 30), target)
-
-
-def _portable(p: Problem, target: runtime.Target) -> AttentionConfig:
+    """That of the portable kernel, which is the same for any number of queries and sequences."""
     if target is runtime.INTERPRETER or max(p.head_dim, p.value_dim) <= LONGEST_HEAD:
         return problem.choose_invariant(p, target)
-    for c in _long(p, target):
-        if can_implement_forward(p, c, target) is None:
-            return c
-    return AttentionConfig("portable", 16, 16, 4, 1)
+    return next(c for c in _long(p, target) if can_implement_forward(p, c, target) is None)
 
 
 def _long(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
@@ -55,3 +50,4 @@ def _long(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
     warps = max(1, 8 * 32 // target.warp_size)
     for rows, keys, stages in ((32, 32, 2), (32, 32, 1), (32, 16, 1)) if p.dtype.itemsize == 2 else ((16, 16, 1),):
         yield AttentionConfig("portable", rows, keys, warps, stages)
+    yield _LEAST

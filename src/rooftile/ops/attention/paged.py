@@ -8,7 +8,7 @@ On sm_90 the `hopper` kernel takes the calls that it takes over dense keys (`pro
 bits, or with scales, is copied in q's dtype before (`dequantize_pages`).
 
 Over a latent cache, where values are the first columns of the keys, the portable kernel reads both from the cache of
-keys. For sm_90 there is a kernel that reads them once, for all heads (`hopper_latent`).
+keys. For sm_90 there is a kernel that reads them once, for all heads (`hopper_latent`); `latent` says when it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rooftile.ops.attention import arguments, dequantize_pages, latent, parts, p
 from rooftile.ops.attention.forward import attend, tile_constants
 from rooftile.ops.attention.parts import place, sequence_range
 from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Inputs, Problem, Scoring, is_aligned
-from rooftile.ops.decode_attention.choose import LONGEST_LATENT
+from rooftile.ops.decode_attention.choose import LONGEST_LATENT, check_value_columns
 from rooftile.primitives import paging
 from rooftile.primitives.quantize import writable
 
@@ -162,7 +162,7 @@ class _Arguments:
                 f"{_OP}: q and k_cache have last dimensions of {head_dim} and {self.k_cache.shape[3]}, expected the "
                 f"same, 1 to {longest}"
             )
-        self._check_values()
+        check_value_columns(_OP, self.k_cache, self.v_cache, self.head_dim_v)
         kv_heads = self.k_cache.shape[self.layout.index("h")]
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"{_OP}: q has {heads} heads, expected a multiple of k_cache's {kv_heads}")
@@ -180,23 +180,6 @@ class _Arguments:
         library.check_floating(_OP, alibi_slopes=self.alibi_slopes, sinks=self.sinks)
         arguments.check_per_head(_OP, heads, sinks=self.sinks)
         arguments.check_slopes(_OP, self.alibi_slopes, sequences, heads)
-
-    def _check_values(self) -> None:
-        """Raise unless v_cache, or head_dim_v instead of it, fits k_cache."""
-        if self.v_cache is None:
-            if self.head_dim_v is None or not 1 <= self.head_dim_v <= self.k_cache.shape[3]:
-                raise ValueError(
-                    f"{_OP}: head_dim_v is {self.head_dim_v} without a v_cache, expected 1 to {self.k_cache.shape[3]}: "
-                    "the elements of a key that are its value"
-                )
-            return
-        if self.v_cache.shape[:3] != self.k_cache.shape[:3] or not 1 <= self.v_cache.shape[3] <= arguments.LONGEST_HEAD:
-            expected = library.shown((*self.k_cache.shape[:3], f"1 to {arguments.LONGEST_HEAD}"))
-            raise ValueError(f"{_OP}: v_cache has shape {tuple(self.v_cache.shape)}, expected {expected}")
-        if self.head_dim_v not in (None, self.v_cache.shape[3]):
-            raise ValueError(
-                f"{_OP}: head_dim_v is {self.head_dim_v}, expected None or v_cache's {self.v_cache.shape[3]}"
-            )
 
     @property
     def latent(self) -> bool:
@@ -268,9 +251,16 @@ class _Arguments:
             page=self.page,
             narrow=self.narrow,
             # Of a narrow cache TMA reads a copy.
-            aligned=is_aligned(views[0])
-            and (self.narrow or all(is_aligned(t) and paging.page_step(t) for t in views[1:])),
+            aligned=_is_describable(views[0])
+            and (self.narrow or all(_is_describable(t) and paging.page_step(t) for t in views[1:])),
         )
+
+
+def _is_describable(t: Tensor) -> bool:
+    """Whether TMA can read t, or its copy: not where a stride is 0, as that of an expanded tensor."""
+    is_copied = t.stride(-1) != 1 and t.shape[-1] > 1
+    expanded = any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True))
+    return is_aligned(t) and (is_copied or not expanded)
 
 
 def checked_indices(*args: Any) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,7 @@ def cross_entropy(
         label_smoothing: from 0 to 1, the part of the target that is spread over all classes
             (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567).
         z_loss: times lse^2, which keeps the logits from drifting (PaLM, https://arxiv.org/abs/2204.02311, section 5).
-        softcap: `softcap * tanh(logits / softcap)` takes the place of the logits, as in Gemma 2; None is no cap.
+        softcap: `softcap * tanh(logits / softcap)` takes the place of the logits, as in Gemma 2; None or 0 is no cap.
         reduction: "mean", "sum", or "none" for the loss of each token.
         return_stats: also return `TokenStats`: log-probability, entropy and argmax of each token.
 

@@ -37,10 +37,11 @@ from rooftile.ops.decode_attention.choose import (
     encode,
     most_rows,
     row_tile,
+    scale_of_values,
     shape_of,
 )
 from rooftile.ops.decode_attention.kernel import as_pairs, decode_kernel, packed_format
-from rooftile.ops.decode_attention.schedule import NEVER_SPLIT, combine_kernel
+from rooftile.ops.decode_attention.schedule import NEVER_SPLIT, combine_kernel, partial_numbers
 from rooftile.primitives import pdl
 from rooftile.primitives.paging import scale_kind, scale_strides, table_of
 from rooftile.primitives.quantize import writable
@@ -246,7 +247,7 @@ def _prepare_start(*args: Any) -> Callable[..., None]:
     programs = max(1, min(target.multiprocessors * c.programs_per_sm // tiles, most_splits))
     split = programs > 1 and c.combine != "none"
     _, (v0, v1) = column_blocks(s)
-    n_partial = programs * tiles * 2 * tile * (v0 + v1 + 2) if split else 0
+    n_partial = partial_numbers(programs * tiles, tile, v0 + v1) if split else 0
     # Registers let an SM hold some four programs of the second kernel. One for each row would be several waves.
     of_batch = library.power_of_two(s.batch) * s.kv_heads * tiles * tile
     waves = library.cdiv(of_batch, 4 * target.multiprocessors)
@@ -444,12 +445,7 @@ def decode_attention(
             lead out of the cache. On the GPU both are clamped, and nothing outside the cache is read.
         TypeError: an unsupported dtype.
     """
-    if v_cache is None:
-        if v_scale is not None:
-            raise ValueError(
-                "decode_attention: v_scale is given without a v_cache, expected None: k_scale holds for both"
-            )
-        v_scale = k_scale
+    v_scale = scale_of_values("decode_attention", v_cache, k_scale, v_scale)
     if cache_batch_idx is not None or (isinstance(page_table, Tensor) and page_table.dim() == 1):
         library.check_tensors("decode_attention", lengths=lengths)
         page_table = table_of("decode_attention", lengths, page_table, cache_batch_idx)

@@ -42,9 +42,10 @@ class DecodeConfig:
         combine: what combines the splits of an item: `"last"`, the last program to finish; `"kernel"`, a second kernel;
             `"none"`, nothing: no item is split.
         pdl: start while the previous kernel still runs (programmatic dependent launch, sm_90 and later).
-        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90 and over 32 query rows of a KV head
-            over a latent cache in 16 bits (`v_cache=None`): TMA copies, and two warpgroups that share the values'
-            columns. It has blocks of 64 keys, tiles of 64 rows, 8 warps, 2 stages and one program an SM.
+        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90, more than 32 query rows of a KV head
+            and a latent cache (`v_cache=None`) in 16 bits of 513 to 576 elements, of which 257 to 512 are values: TMA
+            copies, and two warpgroups that share the values' columns. It has blocks of 64 keys, tiles of 64 rows, 8
+            warps, 2 stages, one program an SM, and a combine of "kernel" or "none". It is chosen from 64 rows on.
     """
 
     block_n: int = 64
@@ -367,22 +368,31 @@ def _expect(name: str, t: Tensor, shape: tuple[object, ...], why: str = "") -> N
         raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, expected ({words}){why}")
 
 
-def _check_values_of(k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> None:
+def check_value_columns(op: str, k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> None:
     """Raise unless v_cache, or head_dim_v instead of it, fits k_cache."""
     if head_dim_v is not None and (not isinstance(head_dim_v, int) or isinstance(head_dim_v, bool)):
-        raise TypeError(f"{_OP}: head_dim_v is {library.named(head_dim_v)}, expected an int or None")
+        raise TypeError(f"{op}: head_dim_v is {library.named(head_dim_v)}, expected an int or None")
     if v_cache is None:
         if head_dim_v is None or not 1 <= head_dim_v <= k_cache.shape[3]:
             raise ValueError(
-                f"{_OP}: head_dim_v is {head_dim_v} without a v_cache, expected 1 to {k_cache.shape[3]}: the elements "
+                f"{op}: head_dim_v is {head_dim_v} without a v_cache, expected 1 to {k_cache.shape[3]}: the elements "
                 "of a key that are its value"
             )
         return
-    if not 1 <= v_cache.shape[3] <= LONGEST_HEAD:
-        raise ValueError(f"{_OP}: v_cache has a last dimension of {v_cache.shape[3]}, expected 1 to {LONGEST_HEAD}")
-    _expect("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), " to match k_cache")
+    if v_cache.shape[:3] != k_cache.shape[:3] or not 1 <= v_cache.shape[3] <= LONGEST_HEAD:
+        expected = library.shown((*k_cache.shape[:3], f"1 to {LONGEST_HEAD}"))
+        raise ValueError(f"{op}: v_cache has shape {tuple(v_cache.shape)}, expected {expected} to match k_cache")
     if head_dim_v not in (None, v_cache.shape[3]):
-        raise ValueError(f"{_OP}: head_dim_v is {head_dim_v}, expected None or v_cache's {v_cache.shape[3]}")
+        raise ValueError(f"{op}: head_dim_v is {head_dim_v}, expected None or v_cache's {v_cache.shape[3]}")
+
+
+def scale_of_values(op: str, v_cache: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Tensor | None:
+    """v_scale; without a v_cache, k_scale."""
+    if v_cache is not None:
+        return v_scale
+    if v_scale is not None:
+        raise ValueError(f"{op}: v_scale is given without a v_cache, expected None: k_scale holds for both")
+    return k_scale
 
 
 def check(
@@ -409,12 +419,13 @@ def check(
     if q.dim() != 4:
         expected = "B, T, Hq, D" if layout == "bthd" else "B, Hq, T, D"
         raise ValueError(f"{_OP}: q has shape {tuple(q.shape)}, expected 4 dimensions ({expected})")
+    in_pages = page_table is not None and page_table.dim() != 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is not None and cache.dim() != 4:
             expected = (
-                ("B, S, Hkv, D" if cache_layout == "bthd" else "B, Hkv, S, D")
-                if page_table is None or page_table.dim() == 1
-                else ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
+                ("pages, page_size, Hkv, D" if cache_layout == "bthd" else "pages, Hkv, page_size, D")
+                if in_pages
+                else ("B, S, Hkv, D" if cache_layout == "bthd" else "B, Hkv, S, D")
             )
             raise ValueError(f"{_OP}: {name} has shape {tuple(cache.shape)}, expected 4 dimensions ({expected})")
     paging.check_dtypes(_OP, q, k_cache, k_cache if v_cache is None else v_cache)
@@ -422,7 +433,7 @@ def check(
     if n_new > MOST_TOKENS:
         raise ValueError(
             f"{_OP}: q has {n_new} tokens a sequence, expected at most {MOST_TOKENS}; "
-            f"{'attention' if v_cache is not None else 'attention_paged'} takes any number"
+            f"{'attention_paged' if v_cache is None or in_pages else 'attention'} takes any number"
         )
     longest = LONGEST_LATENT if v_cache is None else LONGEST_HEAD
     if k_cache.shape[3] != head_dim or not 1 <= head_dim <= longest:
@@ -430,7 +441,7 @@ def check(
             f"{_OP}: q and k_cache have last dimensions of {head_dim} and {k_cache.shape[3]}, expected the same, "
             f"1 to {longest}"
         )
-    _check_values_of(k_cache, v_cache, head_dim_v)
+    check_value_columns(_OP, k_cache, v_cache, head_dim_v)
     kv_heads = k_cache.shape[cache_layout.index("h")]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{_OP}: q has {heads} heads, expected a multiple of k_cache's {kv_heads}")

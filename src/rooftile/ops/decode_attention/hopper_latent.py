@@ -92,7 +92,7 @@ class Form:
         group: query heads of a KV head.
         row_tiles: tiles of 64 of their query rows, each with programs of its own.
         page: tokens of a page; 0 for a contiguous cache.
-        value_dim: columns of the output, 512 or fewer.
+        value_dim: columns of the output, 257 to 512: each warpgroup has some.
         causal: a token sees no later keys.
         block_b: sequences, rounded up to a power of two.
         min_blocks, slack: see `DecodeConfig`.
@@ -242,7 +242,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
             T.split, seqs,
         )  # fmt: skip
         at = program
-        stop = plan[4]
+        stop = plan[2]
     else:
         partition, at, stop = plan_work(
             lengths, program, n_seqs, n_new, kv_heads, capacity, programs, None, T.block_b, T.keys, T.min_blocks,
@@ -257,9 +257,8 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
         if T.packed:
             # Whoever is free takes what is left. This number is needed only at the end of this tile.
             taken = gl.atomic_add(counter_ptr + lane, (lane == 0).to(gl.int32), mask=lane == 0, sem="relaxed")
-            place = 2 * at
-            seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, _first, count = tile_at(
-                at, plan, lengths, kv_heads, capacity, T.group, T.rows, T.causal, T.block_b, T.keys, seqs
+            seq, kv_head, q_seq, q_head, q_count, n_keys, low, high, place, _first, count = tile_at(
+                at, plan, starts_ptr, lengths_ptr, n_seqs, n_new, kv_heads, capacity, T.group, T.rows, T.causal, T.keys
             )
             work = (q_seq, q_head, n_keys, low, high, place, count, q_count)
         else:
@@ -642,7 +641,7 @@ def can_run(
             f"of {ROWS}, not {group} heads and {s.n_new} tokens"
         )
     if not aligned:
-        return "kernel 'hopper' takes a q and a cache whose base and strides are multiples of 16 bytes"
+        return "kernel 'hopper' takes a q and a cache whose base and strides are multiples of 16 bytes, no stride 0"
     # Scores, -inf and the lowest maximum (-1e30) are multiplied by it: the results may be neither 0 nor over float32.
     if not 2.0**-100 < scale < 2.0**27:
         return f"kernel 'hopper' takes a scale from 2^-100 to 2^27, not {scale}"

@@ -158,6 +158,11 @@ def partial_slot(split, first, second_slot):
     return 2 * (first + split) + tl.where(split == 0, second_slot, 0)
 
 
+def partial_numbers(programs: int, rows: int, width: int) -> int:
+    """How many numbers the partial results of all splits are: `store_partial` has two slots for each program."""
+    return 2 * programs * rows * (width + 2)
+
+
 @triton.jit
 def work_at(
     at, stop, program, programs, lengths, partition, n_new, per_seq, capacity, window,
@@ -234,52 +239,61 @@ def any_differs(lengths, guess):
 
 
 @triton.jit
+def _tokens_of(starts_ptr, seqs, tokens, n_seqs):
+    """The first token of sequences, and how many they have: within all tokens, whatever `starts` says."""
+    there = seqs < n_seqs
+    begin = tl.load(starts_ptr + seqs, mask=there, other=0, cache_modifier=".cg")
+    end = tl.load(starts_ptr + seqs + 1, mask=there, other=0, cache_modifier=".cg")
+    begin = tl.minimum(tl.maximum(begin, 0), tokens)
+    return begin, tl.minimum(tl.maximum(end, begin), tokens) - begin
+
+
+@triton.jit
 def plan_tiles(
     starts_ptr, lengths, n_seqs, tokens, per_seq, capacity, programs, GROUP: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, seqs=None,
 ):  # fmt: skip
     """The tiles of sequences that begin at `starts` among all tokens: ROWS rows, each a token and one of GROUP heads.
 
-    With SPLIT, tiles have as many splits as lets each have a program of its own.
+    With SPLIT, tiles have as many splits as lets each have a program of its own; else `lengths` are not read.
 
     Returns:
-        (begins, counts, ends, splits, stop): the first token of each sequence, how many it has, where its items (a tile
-        of one of `per_seq` KV heads) end among all, the splits of an item, and how many there are of all items.
+        (ends, splits, stop): where the items of each sequence (a tile of one of `per_seq` KV heads) end among all, the
+        splits of an item, and how many there are of all items. A warp keeps no more of each sequence: of 512 it has no
+        registers for where they begin, so `tile_at` reads that again.
     """
     if seqs is None:
         seqs = tl.arange(0, BLOCK_B)
-    there = seqs < n_seqs
-    begins = tl.minimum(tl.maximum(tl.load(starts_ptr + seqs, mask=there, other=0), 0), tokens)
-    counts = tl.minimum(tl.maximum(tl.load(starts_ptr + seqs + 1, mask=there, other=0), begins), tokens) - begins
-    items = tl.where(there, (counts * GROUP + (ROWS - 1)) // ROWS * per_seq, 0)
+    _, counts = _tokens_of(starts_ptr, seqs, tokens, n_seqs)
+    items = (counts * GROUP + (ROWS - 1)) // ROWS * per_seq
     stop = tl.sum(items, axis=0)
     splits = 1
     if SPLIT:
         _, _, blocks = count_blocks(lengths, 1, capacity, None, BLOCK_N)
         longest = tl.max(tl.where(items > 0, blocks, 1), axis=0)
         splits = tl.maximum(tl.minimum(programs // tl.maximum(stop, 1), longest), 1)
-    return begins, counts, tl.cumsum(items, axis=0), splits, stop * splits
+    return tl.cumsum(items, axis=0), splits, stop * splits
 
 
 @triton.jit
 def tile_at(
-    at, plan, lengths, per_seq, capacity, GROUP: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, seqs=None,
+    at, plan, starts_ptr, lengths_ptr, n_seqs, tokens, per_seq, capacity, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A split of a tile. A sequence's last tile, which sees the most keys, comes first.
 
     Returns:
-        (seq, kv_head, token, head, n_new, n_keys, low, high, first, count): its first token among all and its first
-        head; its tokens, the last of which is at the last of `n_keys` keys, if causal; its blocks; the first of the
-        item's splits, and how many have blocks.
+        (seq, kv_head, token, head, n_new, n_keys, low, high, slot, first, count): its first token among all and its
+        first head; its tokens, the last of which is at the last of `n_keys` keys, if causal; its blocks; where its
+        partial result is stored; the first of the item's splits, and how many have blocks.
     """
-    begins, counts, ends, splits, _stop = plan
+    ends, splits, _stop = plan
     item = at // splits
     split = at - item * splits
     seq, first_item = sequence_of_block(ends, item)
-    begin = select_length(begins, seq, BLOCK_B, seqs)
-    n_q = select_length(counts, seq, BLOCK_B, seqs)
-    n_keys = tl.minimum(select_length(lengths, seq, BLOCK_B, seqs), capacity)
+    begin, n_q = _tokens_of(starts_ptr, seq, tokens, n_seqs)
+    length = tl.load(lengths_ptr + seq, mask=seq < n_seqs, other=0, cache_modifier=".cg")
+    n_keys = tl.minimum(tl.maximum(length, 0), capacity)
     rank = item - first_item
     kv_head = rank % per_seq
     row = ((n_q * GROUP - 1) // ROWS - rank // per_seq) * ROWS
@@ -291,7 +305,9 @@ def tile_at(
     count = tl.minimum(splits, n_blocks)
     low = split * n_blocks // count
     high = tl.minimum((split + 1) * n_blocks // count, n_blocks)
-    return seq, kv_head, begin + token, kv_head * GROUP + row % GROUP, n_new, n_keys, low, high, item * splits, count
+    first = item * splits
+    slot = partial_slot(split, first, 0)
+    return seq, kv_head, begin + token, kv_head * GROUP + row % GROUP, n_new, n_keys, low, high, slot, first, count
 
 
 # Splits
@@ -470,11 +486,11 @@ def combine_tiles_kernel(
     plan = plan_tiles(
         starts_ptr, lengths, n_seqs, tokens, kv_heads, capacity, programs, GROUP, ROWS, BLOCK_B, BLOCK_N, True
     )
-    splits, stop = plan[3], plan[4]
+    splits, stop = plan[1], plan[2]
     at = tl.program_id(0) // PARTS * splits
     if (at < stop) & (splits > 1):
-        _, _, token, head, n_new, _, _, _, first, count = tile_at(
-            at, plan, lengths, kv_heads, capacity, GROUP, ROWS, CAUSAL, BLOCK_B, BLOCK_N
+        _, _, token, head, n_new, _, _, _, _, first, count = tile_at(
+            at, plan, starts_ptr, lengths_ptr, n_seqs, tokens, kv_heads, capacity, GROUP, ROWS, CAUSAL, BLOCK_N
         )
         rows = tl.program_id(0) % PARTS * COMBINE_ROWS + tl.arange(0, COMBINE_ROWS)
         mask = rows // GROUP < n_new

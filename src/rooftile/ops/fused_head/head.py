@@ -37,14 +37,14 @@ LEAST_ROWS = 1024  # fewer leave a GEMM with too few operations a byte of the we
 MOST_CHUNKS = 4  # where each chunk rounds the gradient of the weight
 _ROWS = 128  # of a tile
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of hidden, weight and bias
+Gradients = tuple[Tensor, ...]  # of hidden, weight and bias, and of what else an op learns
 
 
 class How(NamedTuple):
     """What a call asks for besides the loss, as the last arguments of an op.
 
     Attributes:
-        needs: whether hidden, weight and bias get gradients.
+        needs: whether hidden, weight and bias get gradients, and what else an op learns.
         chunk_bytes: 0 is the default.
         valid_rows: -1 if the host does not know.
     """
@@ -71,7 +71,7 @@ def asked(
     op: str, learned: Sequence[Tensor | None], float32_weight_gradient: bool, chunk_bytes: int | None,
     valid_rows: int | None, precision: str,
 ) -> How:  # fmt: skip
-    """What a call with those arguments asks for; `learned` is hidden, weight and bias."""
+    """What a call with those arguments asks for; `learned` begins with hidden, weight and bias."""
     budget = 0 if chunk_bytes is None else _at_least(op, "chunk_bytes", chunk_bytes, 1)
     valid = -1 if valid_rows is None else _at_least(op, "valid_rows", valid_rows, 0)
     if not isinstance(float32_weight_gradient, bool):
@@ -176,7 +176,7 @@ def logits_buffer(n_rows: int, like: Tensor, n_cols: int) -> Tensor:
     return torch.empty((n_rows, stride), dtype=like.dtype, device=like.device)[:, :n_cols]
 
 
-class _WeightGradient:
+class WeightGradient:
     """`sum over chunks of dz^T @ hidden`, each chunk added to what is there, in the weight's dtype or in float32."""
 
     def __init__(self, total: Tensor, how: How) -> None:
@@ -224,8 +224,9 @@ class ValidTokens:
         return every.index_copy_(0, self.order, rows)
 
 
-def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
-    pairs = zip((hidden, weight, bias), needs, strict=True)
+def empty_gradients(hidden: Tensor, *others: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
+    """Memory for the gradients of hidden and of the others."""
+    pairs = zip((hidden, *others), needs, strict=True)
     return [
         torch.empty(t.shape if need else (0,), dtype=t.dtype, device=t.device) if t is not None else hidden.new_empty(0)
         for t, need in pairs
@@ -247,12 +248,12 @@ def walk(
             its tokens. It computes losses, and where `gradients` are asked for, writes the logits' gradient over them.
     """
     device, dtype, n_cols = hidden.device, hidden.dtype, weight.shape[0]
-    needs = [gradients and need for need in how.needs]
+    needs = [gradients and need for need in how.needs[:3]]
     order, lost = tokens.order, tokens.lost
-    dhidden, dweight, dbias = empty_gradients(hidden, weight, bias, needs)
+    dhidden, dweight, dbias = empty_gradients(hidden, weight, bias, needs=needs)
     if lost is not None and needs[0]:
         dhidden.copy_(lost[:, None])
-    of_weight = _WeightGradient(dweight, how) if needs[1] else None
+    of_weight = WeightGradient(dweight, how) if needs[1] else None
 
     rounds = of_weight is not None and of_weight.acc.dtype is not torch.float32
     size = chunk_rows(tokens.n, row_bytes, how.chunk_bytes, rounds)
@@ -339,7 +340,7 @@ def row_scales(dloss: Tensor, n_tokens: int) -> Tensor:
     return dloss.reshape(-1).float().expand(n_tokens).contiguous()
 
 
-# Autograd. The ops return the loss, the gradients of hidden, weight and bias, and what has none.
+# Autograd. The ops return the loss, the gradients of hidden, weight, bias and what else they learn, and what has none.
 
 
 def check_dloss(op: str, dloss: Tensor, target: Tensor, reduction: str) -> None:
@@ -356,7 +357,7 @@ def save(
     """Keep what the backward needs.
 
     Args:
-        places: of hidden, weight and bias among the inputs.
+        places: of hidden, weight, bias and what else is learned among the inputs.
         n_tensors: the first inputs are so many tensors; the last ones are those of `How`.
         gradient: one of `loss_gradient.GRADIENTS`.
     """
@@ -368,8 +369,9 @@ def save(
     if gradient == "now" and any(need and not known for need, known in zip(needs, given, strict=True)):
         raise ValueError(f"{op}: needs is {list(given)}, expected {needs}, as inputs need gradients")
     ctx.now, ctx.needs, ctx.places = gradient == "now", needs, places
-    ctx.mark_non_differentiable(*outputs[4 if ctx.now else 1 :])  # see `scaled`
-    ctx.save_for_backward(*(outputs[1:4] if ctx.now else inputs[:n_tensors]))
+    n = 1 + len(places)
+    ctx.mark_non_differentiable(*outputs[n if ctx.now else 1 :])  # see `scaled`
+    ctx.save_for_backward(*(outputs[1:n] if ctx.now else inputs[:n_tensors]))
     ctx.args = (*inputs[n_tensors:-n_how], needs, *inputs[1 - n_how :])
 
 

@@ -287,7 +287,7 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     hidden, target = tensors.hidden, tensors.target
     needs = how.needs if o.gradient == "now" else (False,) * 3
     loss = torch.empty(target.shape if o.reduction == "none" else (), dtype=torch.float32, device=hidden.device)
-    return (loss, *head.empty_gradients(hidden, tensors.weight, tensors.bias, needs))
+    return (loss, *head.empty_gradients(hidden, tensors.weight, tensors.bias, needs=needs))
 
 
 def _launch(*args: Any) -> tuple[Tensor, ...]:
@@ -316,7 +316,7 @@ def _check_backward(dloss: Tensor, tensors: Tensors, o: Options, how: How) -> st
 def _fake_backward(dloss: Tensor, *args: Any) -> Gradients:
     tensors, o, how = _split(args)
     _check_backward(dloss, tensors, o, how)
-    return tuple(head.empty_gradients(tensors.hidden, tensors.weight, tensors.bias, how.needs))  # type: ignore[return-value]
+    return tuple(head.empty_gradients(tensors.hidden, tensors.weight, tensors.bias, needs=how.needs))
 
 
 def _launch_backward(dloss: Tensor, *args: Any) -> Gradients:
