@@ -123,6 +123,10 @@ def serve(
     ] = 512,
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
+    cascade: Annotated[
+        bool,
+        typer.Option("--cascade", help="Read pages that all sequences begin with once for several; not yet timed."),
+    ] = False,
     tensor_parallel: TensorParallel = 1,
     chat_template: Template = None,
     tool_format: Annotated[
@@ -173,7 +177,7 @@ def serve(
         raise _refuse("serve", error) from None
     with _loaded(
         "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
-        max_seq_len=max_seq_len, pages=pages, deterministic=deterministic,
+        max_seq_len=max_seq_len, pages=pages, deterministic=deterministic, cascade=cascade,
         requests={"max_waiting": max_queue, "prefix_cache": prefix_cache, "step_tokens": step_tokens},
     ) as engine:  # fmt: skip
         try:
