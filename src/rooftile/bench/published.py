@@ -101,6 +101,11 @@ SUITES: dict[str, tuple[str, ...]] = {
             f"{_SERVE} --clients 64 --per-client 1 --fixed --prompt 128 --new 16 --max-seq-len 2304{prefix}"
             for prefix in ("", " --prefix 2048")
         ),
+        # Steps of decoding behind one.
+        *(
+            f"{_SERVE} --clients 64 --per-client 2 --fixed --prompt 128 --new 128 --max-seq-len 2304 --prefix 2048{way}"
+            for way in ("", " --cascade --name rooftile_cascade")
+        ),
         f"{_SERVE} --max-seq-len 1024 --clients 1,8,32,64,128,256",
         f"{_SERVE} --max-seq-len 1024 --rate 4,8,16",
     ),

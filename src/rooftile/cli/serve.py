@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rooftile.cli.common import (
+    Cascade,
     Deterministic,
     DType,
     Panel,
@@ -123,10 +124,7 @@ def serve(
     ] = 512,
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
-    cascade: Annotated[
-        bool,
-        typer.Option("--cascade", help="Read pages that all sequences begin with once for several; not yet timed."),
-    ] = False,
+    cascade: Cascade = False,
     tensor_parallel: TensorParallel = 1,
     chat_template: Template = None,
     tool_format: Annotated[
