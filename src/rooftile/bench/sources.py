@@ -1,12 +1,13 @@
 """Whether a row is as old as its kernel: hashes of the sources of each op's kernels.
 
-A result file records, for each op, a hash of the definitions of `ops/` and `primitives/` that its public function
-reaches: the functions, classes and constants that it names, those that these name, and so on. A module that is imported
-by its name in a string (`"hopper_forward"` in a module beside it, or a name with dots) is reached whole. So are the
-modules of kernels that an op could choose for other arguments. Comments, docstrings, errors and imports are not hashed,
-nor is where a definition stands. Of the engine and of patched models the same parts are hashed, not their own code. Of
-training steps that code of patched models and of the optimizer is hashed too which runs in a step, with the rules that
-put it there. What decides when a model is patched is not, nor is the table of families.
+A result file records, for each op, a hash of the definitions that its public function reaches: the functions, classes
+and constants that it names, those that these name, and so on. Those of `ops/` and `primitives/` are hashed, and kernels
+wherever they stand. A module that is imported by its name in a string (`"hopper_forward"` in a module beside it, or a
+name with dots) is reached whole. So are the modules of kernels that an op could choose for other arguments. Comments,
+docstrings, errors and imports are not hashed, nor is where a definition stands. Of whole models the same is hashed, and
+not the engine's own code; of serving that, too. Of training steps that code of patched models and of the optimizer is
+hashed too which runs in a step, with the rules that put it there. What decides when a model is patched is not, nor is
+the table of families.
 
 A row is older than its kernel if the hash of the present sources is neither the file's nor that of the sources at its
 commit, by git: the file's may be of other rules. A file without hashes is compared through git alone.
@@ -30,13 +31,14 @@ import rooftile
 
 PACKAGE = "rooftile"
 HASHED = ("ops", "primitives")
-FOLLOWED = (*HASHED, "engine", "huggingface", "nn", "optim", "losses.py")
-ENGINE, PATCHED, TRAINED = "engine", "huggingface", "train_step"
+FOLLOWED = (*HASHED, "engine", "serve", "huggingface", "nn", "optim", "losses.py")
+ENGINE, SERVED, PATCHED, TRAINED = "engine", "serve", "huggingface", "train_step"
 # Of a decoder's lines: those of the models of which steps are measured.
 RULES = ("ADD_NORM", "gated", "gated_gemms", "joint_linears", "rope", "qk_norm_rope", "loss_head")
 # What no public function of the same name leads to: modules, which are reached whole, and definitions.
 STARTS = {
     ENGINE: (f"{PACKAGE}.engine.engine",),
+    SERVED: (f"{PACKAGE}.engine.async_engine", f"{PACKAGE}.serve.app"),
     PATCHED: (f"{PACKAGE}.huggingface.replacing",),
     TRAINED: (
         *(f"{PACKAGE}.huggingface.{name}" for name in ("replacing", "attention", "lora", "loss_head", "memory")),
@@ -48,18 +50,20 @@ STARTS = {
     "fp8_weight_linear": (f"{PACKAGE}.ops.gemm.weight_only",),
 }
 # Paths that are hashed beside `HASHED`.
-GLUE = {TRAINED: ("huggingface/", "optim/")}
-# Paths that no call of a key gets to, although its code names them. A training step has no cache and no quantized
-# weights, and the models of which steps are measured have no LayerNorm and no activation of a layer's result.
+GLUE = {TRAINED: ("huggingface/", "optim/"), SERVED: ("engine/", "serve/")}
+# Paths that no call of a key gets to, although its code names them. Whole models are measured without cascade. A
+# training step has no cache and no quantized weights, and the models of which steps are measured have no LayerNorm and
+# no activation of a layer's result.
 UNUSED = {
+    ENGINE: ("engine/cascade.py",),
     TRAINED: (
         *("ops/decode_attention/", "ops/attention/dequantize_pages.py", "ops/attention/hopper_latent.py"),
         *("ops/attention/latent.py", "ops/attention/paged.py", "ops/layer_norm.py", "ops/bias_activation.py"),
         *("ops/gemm/dequantize.py", "ops/gemm/skinny_dequantize.py", "ops/gemm/hopper_dequantize.py"),
         *("ops/gemm/fp8_", "ops/gemm/hopper_fp8.py", "ops/gemm/gemv_imma.py", "ops/quantize_tensor.py"),
-    )
+    ),
 }
-MODELS = {"e2e": ENGINE, "prefill": PATCHED}  # by suite
+MODELS = {"e2e": ENGINE, "serve": SERVED, "prefill": PATCHED}  # by suite
 STEPS = ("train_step", "train_batch")  # ops of the training suite that run whole models
 STUB = "__init__.pyi"  # has the module of each public name
 _DEPTH = 3  # a definition is known by its text, that of those it names, of those that these name, and so on
@@ -99,6 +103,7 @@ class _Definition:
     """A statement of a module that defines names, or, without a name, all those that define none."""
 
     digest: str
+    is_kernel: bool
     names: tuple[str, ...]  # that it reads, with their attributes: "tl.load", "problem.choose_forward"
     strings: tuple[str, ...]
 
@@ -159,12 +164,18 @@ def _read(text: str) -> _Module:
         constants = (node.value for node in ast.walk(statement) if isinstance(node, ast.Constant))
         made = _Definition(
             hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            any(_is_jit(decorator) for decorator in getattr(statement, "decorator_list", ())),
             tuple(dict.fromkeys(_names(statement))),
             tuple(dict.fromkeys(value for value in constants if isinstance(value, str))),
         )
         for name in dict.fromkeys(_defined(statement)) or ("",):
             found.setdefault(name, []).append(made)
     return _Module({name: tuple(some) for name, some in found.items()}, imports)
+
+
+def _is_jit(decorator: ast.AST) -> bool:
+    """Whether it is `triton.jit` or `gluon.jit`, with or without options."""
+    return _dotted(decorator.func if isinstance(decorator, ast.Call) else decorator) in ("triton.jit", "gluon.jit")
 
 
 def _parts(node: ast.AST) -> Iterator[str]:
@@ -177,7 +188,7 @@ def _parts(node: ast.AST) -> Iterator[str]:
     for name, value in ast.iter_fields(node):
         if name in ("ctx", "type_comment", "kind", "returns", "type_params"):
             continue
-        if name == "annotation" and getattr(value, "attr", "") != "constexpr":  # which compiles an argument in
+        if name == "annotation" and (_dotted(value) or "").rpartition(".")[2] != "constexpr":  # compiles an argument in
             continue
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, ast.AST):
@@ -274,7 +285,8 @@ class _Reached:
             for definition in definitions:
                 self._follow(path, module, definition)
             named[place] = self._targets
-            digests[place] = "".join(d.digest for d in definitions) if path.startswith(self._hashed) else ""
+            whole = path.startswith(self._hashed)
+            digests[place] = "".join(d.digest for d in definitions if whole or d.is_kernel)
         labels = digests
         for _ in range(_DEPTH):
             labels = {p: digest and _hash(digest, *(labels[t] for t in named[p])) for p, digest in digests.items()}

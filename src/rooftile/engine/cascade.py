@@ -90,8 +90,8 @@ def _cascade_merge_kernel(
 
 
 def _merge_(common: Tensor, common_lse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Merge into out and lse, `(b, heads, dim)` and `(b, heads)`, a common part: `(b, heads, dim)`, and an lse of
-    `(b / together, heads, together)`. Returns out."""
+    """Merge a common part into out, both `(b, heads, dim)`, and return it. Their log-sum-exps are
+    `(b / together, heads, together)` and `(b, heads)`."""
     b, heads, dim = out.shape
     width = library.power_of_two(dim)
     early = pdl.early(out)

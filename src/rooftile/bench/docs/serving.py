@@ -18,8 +18,8 @@ def _files(results: Path, folder: str) -> Iterator[tuple[Mapping[str, Any], list
         yield data["meta"], data["rows"]
 
 
-def _machine(meta: Mapping[str, Any]) -> str:
-    return f"{machine(meta)}.{aged({'': is_older('decode', meta, 'e2e')})}"
+def _machine(meta: Mapping[str, Any], suite: str) -> str:
+    return f"{machine(meta)}.{aged({'': is_older('decode', meta, suite)})}"
 
 
 def under_load(results: Path) -> str:
@@ -31,7 +31,7 @@ def under_load(results: Path) -> str:
         prefix = f" after {asked['prefix']} that all have in common" if asked.get("prefix") else ""
         cells = [[*load.cells(row), number(row.get("host_us")), ratio(row.get("of_offline"))] for row in rows]
         columns = (*load.COLUMNS, "host, us a step>", "of the engine>")
-        parts += [f"`{meta['model']}`, {lengths}{prefix}: {_machine(meta)}", "", markdown(columns, cells), ""]
+        parts += [f"`{meta['model']}`, {lengths}{prefix}: {_machine(meta, 'serve')}", "", markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 
@@ -49,5 +49,5 @@ def speculated(results: Path) -> str:
         ]  # fmt: skip
         columns = ("proposals right", "tokens/s>", "of plain>", "proposed>", "accepted>", "steps>")
         said = f"`{meta['model']}`, {meta['tokens']} proposals a step, {meta['prompt']} + {meta['new']} tokens"
-        parts += [f"{said}: {_machine(meta)}", "", markdown(columns, cells), ""]
+        parts += [f"{said}: {_machine(meta, 'e2e')}", "", markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
