@@ -4,8 +4,10 @@ import asyncio
 import collections
 import gc
 import random
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from rooftile.engine.loop import Loop
 from rooftile.engine.prefix import PrefixCache, page_names
 from rooftile.engine.prompts import MixedBatch, Part, rounded
 from rooftile.engine.sampling import Sampling
-from rooftile.engine.scheduling import ContinuousScheduler
+from rooftile.engine.scheduling import ContinuousScheduler, Request
 
 pytest.importorskip("transformers")
 
@@ -474,6 +476,35 @@ def test_who_waits_for_pages_goes_on_when_they_were_given_back_meanwhile():
     assert loop.scheduler.preemptions >= 1
     engine.runner.cache.forget()
     assert free_of(engine) == (6, 0)
+
+
+def test_the_work_of_the_host_grows_with_the_sequences_of_a_step_and_not_with_their_square(device):
+    """Function calls of planning and reserving, with steps in which every sequence takes a page."""
+
+    def calls(n):
+        cache = PrefixCache(4 * n, 16, 1, 8, max_sequences=n, dtype=torch.float32, device=device)
+        runner = SimpleNamespace(cache=cache, max_batch=n, bucket=lambda n: n, share=cache.share)
+        scheduler, counted = ContinuousScheduler(runner, 64 * n, True), collections.Counter()
+        for i in range(n):
+            scheduler.add(Request(i, [i] * 17, 40, Sampling()))
+
+        sys.setprofile(lambda frame, event, arg: counted.update([event]))
+        try:
+            for _ in range(17):
+                work = scheduler.plan()
+                for request in work:
+                    request.sequence = request.sequence or cache.allocate()
+                cache.reserve({request.sequence: new for request, new in work.items()})
+                cache._advanced = True
+                for request in work:
+                    scheduler.launched(request)
+                    request.launched += 1
+        finally:
+            sys.setprofile(None)
+        assert all(len(s.pages) == 3 for s in cache.sequences)
+        return counted["call"]
+
+    assert calls(48) < 3.2 * calls(16)
 
 
 def test_pages_that_were_used_least_recently_lose_their_names_first(device):

@@ -8,7 +8,7 @@ import torch
 import rooftile
 from rooftile import PagedKVCache, launching, runtime
 from rooftile.engine import runner as module
-from rooftile.engine.runner import Sampling
+from rooftile.engine.runner import Numbers, Sampling
 
 pytest.importorskip("transformers")
 
@@ -117,6 +117,16 @@ def test_each_slot_has_its_own_sampling(engine):
         assert given == pytest.approx({name: getattr(how, name) for name in given})
     for s in runner.cache.sequences:
         runner.free(s)
+
+
+def test_numbers_of_some_rows_are_set_and_the_others_stay(device):
+    numbers, drawn = Numbers(3, device), Sampling(0.5, 7, 0.9, 0.1, 1.5, -(2**63), -1.0, 2.0)
+    numbers.send(dict.fromkeys(range(3), drawn))
+    numbers.send({1: Sampling(seed=5)})
+    found = {name: row.tolist() for name, row in numbers.of.items()}
+    for name, row in found.items():
+        for i, how in enumerate([drawn, Sampling(seed=5), drawn]):
+            assert row[i] == pytest.approx(how.seed if name == "seeds" else getattr(how, name)), name
 
 
 def test_the_device_begins_with_prompts_before_it_is_told_of_their_sequences(engine, monkeypatch):

@@ -1,5 +1,7 @@
 """Text as tokens come: whole characters, stop strings, bytes that are none."""
 
+import random
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rooftile.engine.generation import Text
@@ -27,6 +29,30 @@ class TestText:
         text, pieces = self.texts(self.ids("aé€b"))
         assert pieces == ["a", "", "é", "", "", "€", "b", ""]
         assert text.text == "aé€b"
+
+    def test_whole_characters_are_decoded_once_and_in_the_same_pieces(self):
+        """Among them are bytes that are no character, and a token without a text."""
+        inner = byte_tokenizer()
+        inner.add_special_tokens(["<end>"])
+        rng, ids = random.Random(0), inner.encode("ab é€\U0001f44d" * 9).ids
+        for _ in range(12):
+            ids.insert(rng.randrange(len(ids)), rng.choice([inner.token_to_id("<end>"), *ids]))
+        fast, slow = Text(inner), Text(inner)
+        slow._alone = None
+        assert [fast.add(i) for i in ids] == [slow.add(i) for i in ids]
+        assert (fast.end(), fast.text) == (slow.end(), slow.text)
+
+        class Counted:
+            decoder, decoded = inner.decoder, 0
+
+            def decode(self, *args, **options):
+                Counted.decoded += 1
+                return inner.decode(*args, **options)
+
+        text = Text(Counted())
+        for token in inner.encode("abba" * 9).ids:
+            text.add(token)
+        assert (text.text, Counted.decoded) == ("abba" * 9, 2)
 
     def test_what_may_begin_a_stop_is_held_back(self):
         text, pieces = self.texts(self.ids("a--b---"), ["---"])

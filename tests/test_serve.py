@@ -12,6 +12,7 @@ from fake_engine import HELLO, FakeEngine, MaskedEngine, expected, prompt_of, se
 
 import rooftile
 from rooftile import byte_model
+from rooftile.engine import RequestError
 from rooftile.serve import guided
 from rooftile.serve.chat import ChatTemplate
 
@@ -212,6 +213,18 @@ class TestCompletions:
                 list(client.completions.create(model="small", prompt="bad", stream=True))
             assert client.completions.create(model="small", prompt="good").choices[0].text == expected("good")[:16]
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_grammar_that_ends_midway_is_the_requests_fault(self, stream, caplog):
+        def fails(stream, i):
+            raise RequestError("request-0 ended") from guided.GrammarError("too many expressions")
+
+        refusal = pytest.raises(openai.APIError, match="too many expressions")
+        with serve(FakeEngine(fails=fails)) as server, client_of(server) as client, refusal as error:
+            list(client.completions.create(model="small", prompt="a", stream=stream))
+        assert error.value.code == "grammar_error"
+        assert stream or error.value.status_code == 400
+        assert not [r for r in caplog.records if r.name == "rooftile.serve" and r.levelname == "ERROR"]
+
 
 class TestChat:
     def test_the_template_makes_the_prompt(self, client):
@@ -249,6 +262,8 @@ class TestChat:
     def test_the_bytes_of_parts_of_characters(self):
         with serve(FakeEngine(answer=lambda prompt: "é€")) as server, client_of(server) as client:
             (choice,) = client.chat.completions.create(model="small", messages=HELLO, logprobs=True).choices
+            (older,) = client.completions.create(model="small", prompt="a", logprobs=0).choices
+        assert older.logprobs.tokens == [rf"bytes:\x{b:02x}" for b in "é€".encode()]
         assert [bytes(entry.bytes) for entry in choice.logprobs.content] == [bytes([b]) for b in "é€".encode()]
 
     def test_n(self, client):

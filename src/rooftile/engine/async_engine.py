@@ -97,6 +97,7 @@ class _Channel:
         self.error: RequestError | None = None
         self._items: deque[StreamChunk | RequestError] = deque()
         self._changed = threading.Condition()
+        self._threads = 0  # that wait: to notify none costs as much as the rest of `put`
         self._waiters: list[_Waiter] = []
 
     def put(self, item: StreamChunk | RequestError, last: bool) -> list[_Waiter]:
@@ -105,14 +106,19 @@ class _Channel:
             self._items.append(item)
             self.ended = last
             self.error = item if isinstance(item, RequestError) else None
-            self._changed.notify_all()
+            if self._threads:
+                self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
         return waiters
 
     def get(self) -> StreamChunk | RequestError | None:
         """The next item, as soon as there is one; None after the last."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self.ended)
+            self._threads += 1
+            try:
+                self._changed.wait_for(lambda: self._items or self.ended)
+            finally:
+                self._threads -= 1
             return self._items.popleft() if self._items else None
 
     async def get_async(self) -> StreamChunk | RequestError | None:

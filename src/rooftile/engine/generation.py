@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,17 @@ def stops_of(
     return tokens, strings
 
 
+# By tokenizer, the texts of single tokens, as far as they were needed.
+_ALONE: weakref.WeakKeyDictionary[Tokenizer, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def _texts_alone(tokenizer: Tokenizer) -> dict[int, str] | None:
+    """The texts of single tokens; None if the text of several may be another than theirs one after the other."""
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        return None
+    return _ALONE.setdefault(tokenizer, {})
+
+
 class Text:
     """The text of one sequence.
 
@@ -164,12 +176,21 @@ class Text:
         # decode differently at the beginning of a text.
         self._recent: list[int] = []
         self._known, self._read = 0, ""
+        self._alone = _texts_alone(tokenizer)
         self._seen = ""  # with the text not yet released
         self.text = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
         """What the token adds to `text`."""
+        if self._alone is not None and len(self._recent) == self._known:
+            # Most tokens are whole characters behind whole characters. On one CPU 0.9 us a token, by decoding 2.9.
+            if (text := self._alone.get(token)) is None:
+                text = self._alone[token] = self._decode([token])
+            if text and "\ufffd" not in text:
+                self._recent, self._known, self._read = [token], 1, text
+                self._seen += text
+                return self._release(self._certain())
         self._recent.append(token)
         now = self._decode(self._recent)
         # Bytes of an incomplete character decode as U+FFFD. Byte-level tokenizers may later decode such bytes
@@ -192,6 +213,8 @@ class Text:
 
     def _certain(self) -> int:
         """The number of characters before a stop string, or before the possible beginning of one."""
+        if not self._stops:
+            return len(self._seen)
         met = [at for stop in self._stops if (at := self._seen.find(stop, max(0, len(self.text) - len(stop)))) >= 0]
         if met:
             self.stopped = True
@@ -337,8 +360,6 @@ class Readback:
             for request, _, slot in self._slots:
                 yield request, self.proposed[request], accepted[slot]
 
-    def check(self, request: Request) -> None:
-        """Raise what the request's mask raised: its token was drawn without it."""
-        for r, _, slot in self._slots:
-            if r is request and slot in self._failed:
-                raise self._failed[slot]
+    def failed(self) -> dict[Request, Exception]:
+        """What the masks of requests raised: their tokens were drawn without them."""
+        return {r: self._failed[slot] for r, _, slot in self._slots if slot in self._failed} if self._failed else {}

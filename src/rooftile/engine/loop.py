@@ -73,12 +73,14 @@ class Loop:
                     self.proposed_tokens += proposed
                     self.accepted_tokens += accepted
                     self._speculation.verified(request, proposed, accepted)
+            failed = read.failed()
             for request, token, logprob, top in read.tokens():
                 if request.finish_reason is not None:
                     continue  # its end was not known when the step was launched
                 assert request.watch is not None
                 try:
-                    read.check(request)
+                    if request in failed:
+                        raise failed[request]
                     if request.sampling.mask is not None:
                         request.sampling.mask.advance(token)
                     events.append((request, request.watch.add(token, logprob, top)))
@@ -97,9 +99,10 @@ class Loop:
         if not work:
             return []
         self.steps += 1
-        self.prompt_tokens += sum(n for r, n in work.items() if not r.decoding)
+        prompts = {r: n for r, n in work.items() if not r.decoding}
+        self.prompt_tokens += sum(prompts.values())
         proposals = None
-        if all(r.decoding for r in work):
+        if not prompts:
             proposals = self._proposals(list(work)) if speculates else None
             if proposals is None:
                 runner.decode([r.sequence for r in work if r.sequence is not None])
@@ -113,7 +116,7 @@ class Loop:
             self._extend(work)
         for request in work:
             scheduler.launched(request)
-        requests = [r for r in work if r.decoding]  # by now
+        requests = [r for r in work if r not in prompts or r.decoding]  # by now
         if requests:
             for request in requests:
                 request.launched += 1

@@ -213,20 +213,24 @@ class PagedKVCache(CacheBase):
         by_sequence = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
         steps = {self._known("reserve", s): new_tokens("PagedKVCache.reserve", s, n) for s, n in by_sequence.items()}
         users: dict[int, int] = {}  # reference counts of last pages, after this step
-        needed = 0
         shared: list[PagedSequence] = []  # sequences whose last page is copied
+        missing: dict[PagedSequence, int] = {}  # pages that sequences take
+        size, capacity = self.page_size, self.capacity
         for sequence, n in steps.items():
-            if sequence.length + n > self.capacity:
+            length, pages = sequence.length, sequence.pages
+            if length + n > capacity:
                 raise ValueError(
                     f"PagedKVCache.reserve: {sequence} has no room for {n} tokens more, expected at most "
                     f"{self.capacity} in all"
                 )
-            needed += library.cdiv(sequence.length + n, self.page_size) - len(sequence.pages)
-            if n and sequence.length % self.page_size:
-                last = sequence.pages[-1]
+            if (more := -(-(length + n) // size) - len(pages)) > 0:
+                missing[sequence] = more
+            if n and length % size:
+                last = pages[-1]
                 if users.setdefault(last, self._users[last]) > 1:
                     users[last] -= 1  # the last of its sequences keeps the page
                     shared.append(sequence)
+        needed = sum(missing.values())
         if needed + len(shared) > self.free_pages:
             raise ValueError(
                 f"PagedKVCache.reserve: the cache is full: the new tokens need {needed + len(shared)} pages, and "
@@ -242,10 +246,10 @@ class PagedKVCache(CacheBase):
         for sequence, n in steps.items():
             counts[sequence.slot] = n
             sequence.length += n
-            missing = library.cdiv(sequence.length, self.page_size) - len(sequence.pages)
-            sequence.pages += [self._take() for _ in range(missing)]
-            if missing or sequence in shared:
-                self._show(sequence.slot, sequence)
+        for sequence, more in missing.items():
+            sequence.pages += [self._take() for _ in range(more)]
+        for sequence in dict.fromkeys([*missing, *shared]):
+            self._show(sequence.slot, sequence)
         if pairs:
             self._tell(functools.partial(self._copy, pairs))
         self._begin(counts)

@@ -8,8 +8,9 @@ the previous step.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ _DTYPES = {
     "presence_penalty": torch.float32,
     "frequency_penalty": torch.float32,
 }
+_FORMATS: dict[torch.dtype, Literal["f", "i", "q"]] = {torch.float32: "f", torch.int32: "i", torch.int64: "q"}
 _BY_COUNTS = ("presence_penalty", "frequency_penalty")
 
 
@@ -62,17 +64,25 @@ class Numbers:
     """
 
     def __init__(self, n: int, device: torch.device) -> None:
-        self._n = n
-        self._bytes = torch.zeros((len(_DTYPES), 8 * (n + n % 2)), dtype=torch.uint8, device=device)
+        stride = 8 * (n + n % 2)
+        self._bytes = torch.zeros((len(_DTYPES), stride), dtype=torch.uint8, device=device)
         self.of = _views(self._bytes, n)
+        # The same on the host, as memory whose numbers are cheap to set one by one.
+        host = bytearray(len(_DTYPES) * stride)
+        self._host = torch.frombuffer(host, dtype=torch.uint8).view(self._bytes.shape)
+        self._rows = {
+            name: memoryview(host)[i * stride : i * stride + n * dtype.itemsize].cast(_FORMATS[dtype])
+            for i, (name, dtype) in enumerate(_DTYPES.items())
+        }
 
-    def send(self, sampling: Sequence[Sampling]) -> None:
-        """Send them in one copy, from memory that is not reused before the copy has ended."""
-        memory = torch.zeros(self._bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._bytes.is_cuda)
-        for name, row in _views(memory, self._n).items():
-            values = [how.seed if name == "seeds" else getattr(how, name) for how in sampling]
-            row.copy_(torch.tensor(values, dtype=row.dtype, device="cpu"))
-        self._bytes.copy_(memory, non_blocking=True)
+    def send(self, changed: Mapping[int, Sampling]) -> None:
+        """Set those of some rows, and send all in one copy, from memory that is not reused before its end."""
+        for name, row in self._rows.items():
+            of = operator.attrgetter("seed" if name == "seeds" else name)
+            for i, how in changed.items():
+                row[i] = of(how)
+        memory = torch.empty(self._bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._bytes.is_cuda)
+        self._bytes.copy_(memory.copy_(self._host), non_blocking=True)
 
 
 def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -233,7 +243,8 @@ class Runner:
         self._of_slots = Numbers(max_batch, device)
         self._of_rows = None if verifier is None else Numbers(max_batch * verifier.n_tokens, device)
         self.options = SlotOptions(max_batch, config.vocab, device, 1 if verifier is None else verifier.n_tokens)
-        self._send_sampling([Sampling()] * max_batch)
+        self._sampling = [Sampling()] * max_batch
+        self._send_sampling(dict(enumerate(self._sampling)))
         # By slots, by how they are sampled (greedily, or not; None: outside of the graph), and whether there are
         # proposals. With the graph's logits.
         self._graphs: dict[tuple[int, bool | None, bool], tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
@@ -574,29 +585,32 @@ class Runner:
         generated: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Set the sampling options of slots."""
-        found = list(self._sampling)
+        changed: dict[int, Sampling] = {}
         pairs: list[tuple[int, int]] = []
         earlier = [()] * len(slots) if generated is None else generated
         for slot, prompt, how, drawn in zip(slots, prompts, sampling, earlier, strict=True):
-            found[slot] = how
+            if how != self._sampling[slot]:
+                changed[slot] = how
             self.options.set(slot, how, drawn)
             if not how.greedy:
                 self._seen[slot].copy_(self._none_seen)
             if how.repetition_penalty != 1:
                 pairs += ((t, slot) for t in sorted(set(prompt)))
-        if found != self._sampling:
-            self._send_sampling(found)
+        if changed:
+            self._send_sampling(changed)
         if pairs:
             ids = torch.tensor(pairs, dtype=torch.int32, device="cpu").T
             ids = torch.empty(ids.shape, dtype=torch.int32, device="cpu", pin_memory=self.tokens.is_cuda).copy_(ids)
             mark_seen_(self._seen, *ids.to(self.tokens.device, non_blocking=True))
 
-    def _send_sampling(self, sampling: list[Sampling]) -> None:
-        """Send the options of all slots, and of the rows of a step with proposals."""
-        self._of_slots.send(sampling)
+    def _send_sampling(self, changed: Mapping[int, Sampling]) -> None:
+        """Send the options of some slots, and of their rows in a step with proposals."""
+        self._of_slots.send(changed)
         if self._of_rows is not None and self.verifier is not None:
-            self._of_rows.send([how for how in sampling for _ in range(self.verifier.n_tokens)])
-        self._sampling = sampling
+            n = self.verifier.n_tokens
+            self._of_rows.send({slot * n + i: how for slot, how in changed.items() for i in range(n)})
+        for slot, how in changed.items():
+            self._sampling[slot] = how
 
     def _sample_first(self, b: int, logits: Tensor, greedy: bool) -> None:
         self._sample(slice(0, b), logits, greedy)

@@ -194,16 +194,21 @@ class SlotOptions:
             self.top.append((rows.start, *top_logprobs(logits, k=k)))
 
     def _send(self, masks: Mapping[int, TokenMask], name: str) -> None:
-        """Send the masks of the next token in one copy, to each slot's first row; all other rows allow all."""
-        slots, n = self._masked[name] | masks.keys(), self._rows[name]
+        """Send the masks of the next token to each slot's first row; all other rows allow all."""
+        slots = self._masked[name] | masks.keys()
         first, end = min(slots), max(slots) + 1
-        words = self._on_host((end - first, n, self._words), torch.int32).fill_(-1)
+        words = self._on_host((end - first, self._words), torch.int32).fill_(-1)
         for slot, mask in masks.items():
             try:
-                words[slot - first, 0].copy_(self._checked(mask.mask()))
+                words[slot - first].copy_(self._checked(mask.mask()))
             except Exception as error:
                 self.failed[slot] = error
-        self._table(name)[first * n : end * n].copy_(words.view(-1, self._words), non_blocking=True)
+        rows = self._table(name).view(self._slots, -1, self._words)[first:end, 0]
+        if rows.is_contiguous():
+            rows.copy_(words, non_blocking=True)
+        else:  # of each slot, for a strided copy is a kernel
+            for slot in slots:
+                rows[slot - first].copy_(words[slot - first], non_blocking=True)
         self._masked[name] = set(masks)
 
     def _checked(self, words: Tensor) -> Tensor:

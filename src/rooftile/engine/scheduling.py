@@ -180,33 +180,51 @@ class ContinuousScheduler(Scheduler):
         work: dict[Request, int] = {}
         given_way = self.preemptions
         running = sorted(self.unfinished(), key=lambda r: r.rank)
-        decoding = [r.sequence.slot for r in running if r.decoding and r.sequence is not None]
-        budget = self._prompt_tokens - (self._runner.bucket(max(decoding) + 1) if decoding else 0)
+        decoding = {r: r.sequence.slot for r in running if r.decoding and r.sequence is not None}
+        budget = self._prompt_tokens - (self._runner.bucket(max(decoding.values()) + 1) if decoding else 0)
+        free = self._cache.free_pages  # without those that the step takes
         for request in running:
             if self.preemptions > given_way and request not in self.running:
                 continue
-            n = 1 if request.decoding else min(len(request.filled) - request.computed, budget)
-            if not n or not self._make_room(request, n, work):
+            n = 1 if request in decoding else min(len(request.filled) - request.computed, budget)
+            if not n:
                 continue
+            missing = self._missing(request, request.computed + n)
+            if missing > free:
+                if not self._make_room(request, missing, work):
+                    continue
+                free = self._left(work)
             work[request] = n
-            budget -= 0 if request.decoding else n
-        if not budget or self.preemptions > given_way:
-            return work
-        coming = {name for request, n in work.items() if not request.decoding for name in self._coming(request, n)}
-        held: list[Request] = []
-        for request in list(self.waiting):
-            if not budget or len(self.running) + len(held) >= self._slots:
-                break
-            pages, following = self._found(request)
-            if following in coming:
-                held.append(request)
-                continue
-            if not self._admitted(request, pages, work, held):
-                break
-            n = work[request] = min(len(request.filled) - request.computed, budget)
-            budget -= n
-            coming.update(self._coming(request, n))
+            free -= missing
+            budget -= 0 if request in decoding else n
+        if self.preemptions == given_way:
+            self._start(budget, {r: n for r, n in work.items() if r not in decoding}, work)
         return work
+
+    def _start(self, budget: int, prompts: dict[Request, int], work: dict[Request, int]) -> None:
+        """Start requests that wait, as long as there are tokens of the budget, slots and pages for them.
+
+        Args:
+            prompts: the tokens of prompts that the step has so far.
+        """
+        slots = self._slots - len(self.running)
+        if not (self.waiting and budget and slots):
+            return
+        coming = {name for request, n in prompts.items() for name in self._coming(request, n)}
+        # For the rest of each prompt, and one page for each that runs, or is held back.
+        promised = sum(self._missing(r, max(len(r.filled), r.computed + work.get(r, 0))) + 1 for r in self.running)
+        for request in list(self.waiting):
+            if not (budget and slots):
+                return
+            pages, following = self._found(request)
+            if following not in coming:
+                if not self._admitted(request, pages, promised):
+                    return
+                n = work[request] = min(len(request.filled) - request.computed, budget)
+                budget -= n
+                coming.update(self._coming(request, n))
+            slots -= 1
+            promised += self._missing(request, len(request.filled)) + 1
 
     def _coming(self, request: Request, n: int) -> list[bytes]:
         """The names of the pages that the next n tokens of a request complete."""
@@ -228,15 +246,16 @@ class ContinuousScheduler(Scheduler):
         held = 0 if request.sequence is None else len(request.sequence.pages)
         return max(0, -(-tokens // self._page_size) - held)
 
-    def _make_room(self, request: Request, n: int, work: dict[Request, int]) -> bool:
-        """Find pages for n more tokens of a request; false if it had to give its own back.
+    def _left(self, work: dict[Request, int]) -> int:
+        """The free pages that a step leaves."""
+        return self._cache.free_pages - sum(self._missing(r, r.computed + n) for r, n in work.items())
+
+    def _make_room(self, request: Request, missing: int, work: dict[Request, int]) -> bool:
+        """Find so many pages for a request; false if it had to give its own back.
 
         Those that came last give way first. Steps that were launched go on: a freed page is written by later ones.
         """
-        missing = self._missing(request, request.computed + n)
-        while missing and missing > self._cache.free_pages - sum(
-            self._missing(r, r.computed + planned) for r, planned in work.items()
-        ):
+        while missing > self._left(work):
             last = max(self.running, key=lambda r: r.rank)
             self.preemptions += 1
             work.pop(last, None)
@@ -250,14 +269,9 @@ class ContinuousScheduler(Scheduler):
                 return False
         return True
 
-    def _admitted(self, request: Request, pages: list[int], work: dict[Request, int], held: list[Request]) -> bool:
-        """Admit a request, which shares those pages, if there are pages for its prompt and one for each that runs.
-
-        Those that are held back before it count as running.
-        """
+    def _admitted(self, request: Request, pages: list[int], promised: int) -> bool:
+        """Admit a request, which shares those pages, if there are pages for its prompt beside those promised."""
         if self.running:
-            promised = sum(self._missing(r, max(len(r.filled), r.computed + work.get(r, 0))) + 1 for r in self.running)
-            promised += sum(self._missing(r, len(r.filled)) + 1 for r in held)
             needed = -(-len(request.filled) // self._page_size) - len(pages) + self._cache.unused(pages)
             if needed > self._cache.free_pages - promised:
                 return False
@@ -272,7 +286,7 @@ class ContinuousScheduler(Scheduler):
         return True
 
     def launched(self, request: Request) -> None:
-        if not request.decoding or request.computed == len(request.filled):
+        if request.computed <= len(request.filled):
             self.remember(request)
 
     def remember(self, request: Request) -> None:

@@ -229,13 +229,21 @@ class CompletionAnswer(Answer):
         if not self._logprobs:
             return None
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": [_name(entry) for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [
-                {each["token"]: each["logprob"] for each in (entry, *entry["top_logprobs"])} for entry in entries
+                {_name(each): each["logprob"] for each in (entry, *entry["top_logprobs"])} for entry in entries
             ],
             "text_offset": offsets[: len(entries)],
         }
+
+
+def _name(entry: dict[str, Any]) -> str:
+    """A token's text; of a part of a character its bytes, as in OpenAI's API, because such texts are all alike."""
+    data = bytes(entry["bytes"])
+    if entry["token"].encode() == data:
+        return str(entry["token"])
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class ChatAnswer(Answer):

@@ -24,6 +24,7 @@ from rooftile.engine import QueueFull, RequestError
 from rooftile.serve import chat, errors
 from rooftile.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from rooftile.serve.errors import ApiError
+from rooftile.serve.guided import GrammarError
 from rooftile.serve.limits import Gate, Limits
 from rooftile.serve.metrics import Metrics
 from rooftile.serve.prompts import Prompt, Prompts, seeds, wants_logprobs
@@ -237,6 +238,14 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _told(error: RequestError) -> ApiError:
+    """What a client is told of an error that ended its request."""
+    if isinstance(error.__cause__, GrammarError):
+        return ApiError(400, str(error.__cause__), code="grammar_error")
+    log.error("a request failed: %s", error, exc_info=error.__cause__)
+    return ApiError(500, "the request failed in the engine")
+
+
 class _Whole(Response):
     """The answer as one object. A client that leaves before it is made ends its streams."""
 
@@ -263,8 +272,7 @@ class _Whole(Response):
             async for choice, chunk in answer.chunks():
                 answer.add(choice, chunk)
         except RequestError as error:
-            log.error("a request failed: %s", error, exc_info=error.__cause__)
-            return JSONResponse(errors.body(500, "the request failed in the engine"), 500)
+            return errors.response(_told(error))
         if any(choice.finish_reason == "abort" for choice in answer.choices):
             return errors.response(ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5))
         for choice in answer.choices:
@@ -334,8 +342,8 @@ class _Events(Response):
                     if events := answer.events(choice, chunk):
                         yield b"".join(_event({**event, **none}) for event in events)
         except RequestError as error:
-            log.error("a request failed: %s", error, exc_info=error.__cause__)
-            yield _event(errors.body(500, "the request failed in the engine"))
+            told = _told(error)
+            yield _event(errors.body(told.status_code, told.detail, told.param, told.code))
         else:
             if self._usage:
                 yield _event(answer.last())

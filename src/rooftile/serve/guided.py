@@ -22,6 +22,10 @@ _KEPT = 64  # compiled grammars: clients send the same schema again and again
 _SPACE = r"[ \t\n\r]{0,32}"
 
 
+class GrammarError(RuntimeError):
+    """A grammar that was compiled can't be followed further, such as one whose next tokens are too costly to find."""
+
+
 class Grammar:
     """A `TokenMask` by llguidance, for one sequence. End tokens are allowed where the text may end."""
 
@@ -43,7 +47,7 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar can't be followed further: {_reason(self._matcher)}")
+            raise GrammarError(f"the grammar can't be followed further: {_reason(self._matcher)}")
 
 
 def _reason(matcher: Any) -> str:

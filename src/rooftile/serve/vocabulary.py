@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,11 +24,13 @@ def _byte_level() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a decoder in tokenizer.json."""
-    for step in (decoder or {}).get("decoders", [decoder]):
-        if step:
-            yield step
+def _steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's decoder, as in tokenizer.json."""
+    if tokenizer.decoder is None:
+        return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())  # the whole tokenizer as JSON may take a second
+    found: list[dict[str, Any]] = decoder.get("decoders", [decoder])
+    return found
 
 
 class Vocabulary:
@@ -42,7 +43,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        steps = list(_steps(json.loads(tokenizer.to_str())["decoder"]))
+        steps = _steps(tokenizer)
         kinds = {step["type"] for step in steps}
         self._byte_level, self._byte_tokens = "ByteLevel" in kinds, "ByteFallback" in kinds
         # What a decoder replaces everywhere; what it strips depends on where in a text the token is.
