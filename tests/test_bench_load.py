@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rooftile.bench import load
+from rooftile.bench import events, load
 from rooftile.cli import app
 
 pytestmark = pytest.mark.nightly
@@ -130,6 +130,48 @@ def test_rows_of_one_machine_commit_and_workload_join_a_file(tmp_path):
     assert load.draw(path).stat().st_size > 1000
 
 
+async def _events_of(pieces, timeout=5.0):
+    """What `events.post` yields of an answer that comes in pieces."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            await asyncio.sleep(piece if isinstance(piece, float) else 0.002)
+            if isinstance(piece, bytes):
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/completions"
+        return [event async for some in events.post(url, {}, {}, timeout) for event in some]
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODY = b": ping\n\ndata: {}\n\ndata: 1\r\n\r\nevent: x\ndata:2\n\n"
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_events_are_whole_however_the_answer_is_cut(step):
+    half = len(BODY) // 2
+    sent = b"".join(b"%X;x=y\r\n%s\r\n" % (len(part), part) for part in (BODY[:half], BODY[half:])) + b"0\r\n\r\n"
+    pieces = [sent[i : i + step] for i in range(0, len(sent), step)]
+    assert asyncio.run(_events_of([CHUNKED, *pieces])) == [b"{}", b"1", b"2"]
+    pieces = [BODY[i : i + step] for i in range(0, len(BODY), step)]
+    assert asyncio.run(_events_of([b"HTTP/1.0 200 OK\r\n\r\n", *pieces])) == [b"{}", b"1", b"2"]
+
+
+def test_an_answer_that_breaks_off_or_stands_still_is_an_error():
+    with pytest.raises(ConnectionError, match="has ended before the answer"):
+        asyncio.run(_events_of([CHUNKED, b"9\r\ndata: 1\n\n\r\n"]))
+    with pytest.raises(ConnectionError, match="has ended before the answer"):
+        asyncio.run(_events_of([b"HTTP/1.1 200"]))
+    with pytest.raises(TimeoutError, match="nothing came"):
+        asyncio.run(_events_of([CHUNKED, b"9\r\ndata: 1\n\n\r\n", 0.5], timeout=0.05))
+    with pytest.raises(ValueError, match="expected http"):
+        asyncio.run(anext(events.post("127.0.0.1:80", {}, {}, 1.0)))
+
+
 class _Api(http.server.BaseHTTPRequestHandler):
     """Streams two tokens in one event, and the rest one by one."""
 
@@ -157,7 +199,6 @@ class _Api(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    pytest.importorskip("httpx", reason="httpx is not installed")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Api)
     server.seen = []
     thread = threading.Thread(target=server.serve_forever)
@@ -222,7 +263,6 @@ def test_other_lengths_have_a_file_of_their_own():
 
 def test_the_own_server_is_measured_beside_the_engine(tmp_path):
     pytest.importorskip("fastapi", reason="fastapi is not installed")
-    pytest.importorskip("httpx", reason="httpx is not installed")
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     options = (
         "--model tiny --per-client 2 --prompt 4 --new 3 --prefix 20 --clients 2 --max-batch 2 --max-seq-len 64 "

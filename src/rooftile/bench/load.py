@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import random
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile import runtime
-from rooftile.bench import charts, report
+from rooftile.bench import charts, events, report
 from rooftile.bench.info import check_results, machine, may_join
 from rooftile.bench.rows import gpu_slug, percentile, write_whole
 
@@ -138,8 +139,8 @@ class InProcess:
 class Server:
     """A server with OpenAI's API, asked for completions of token ids."""
 
-    def __init__(self, client: Any, model: str) -> None:
-        self.client, self.model = client, model
+    def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
+        self.url, self.model, self.headers = url, model, headers
 
     async def tokens(self, request: Request) -> AsyncIterator[int]:
         body = {
@@ -147,22 +148,29 @@ class Server:
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         seen = 0
-        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                said = (await answer.aread()).decode(errors="replace")
-                raise RuntimeError(f"status {answer.status_code}: {said[:200]}")
-            async for line in answer.aiter_lines():
-                text = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or text == "[DONE]":
-                    continue
-                event = json.loads(text)
-                if "error" in event:
-                    raise RuntimeError(str(event["error"]))
-                if event.get("choices"):
-                    seen += 1
-                    yield 1
-                if (usage := event.get("usage")) and not event.get("choices") and usage["completion_tokens"] > seen:
-                    yield usage["completion_tokens"] - seen  # of events that had several tokens
+        answer = events.post(f"{self.url}/v1/completions", body, self.headers, TIMEOUT_S)
+        async with contextlib.aclosing(answer):
+            async for some in answer:
+                for event in some:
+                    if tokens := self._tokens(event, seen):
+                        seen += tokens
+                        yield tokens
+
+    @staticmethod
+    def _tokens(event: bytes, seen: int) -> int:
+        """How many tokens an event brings, after so many."""
+        # To parse each event would take longer than all else. Inside of a text quotes are escaped, so these are keys.
+        if b'"choices":[{' in event and b'"error"' not in event:
+            return 1
+        if event == b"[DONE]":
+            return 0
+        parsed = json.loads(event)
+        if "error" in parsed:
+            raise RuntimeError(str(parsed["error"]))
+        if parsed.get("choices"):
+            return 1
+        usage = parsed.get("usage")
+        return max(0, usage["completion_tokens"] - seen) if usage else 0  # of events that had several tokens
 
     def counts(self) -> None:
         return None
@@ -421,22 +429,18 @@ async def measure(target: Target, settings: Settings, console: Console) -> list[
 
 
 async def _of_server(settings: Settings, console: Console) -> list[dict[str, Any]]:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
-    unlimited = httpx.Limits(max_connections=None)
     assert settings.url is not None
     url = settings.url.rstrip("/").removesuffix("/v1")
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=unlimited) as client:
-        model = settings.model
-        if not model:
-            try:
-                answer = await client.get("/v1/models")
-                answer.raise_for_status()
-            except httpx.HTTPError as error:
-                raise OSError(f"{url}/v1/models: {error}") from None
-            model = answer.json()["data"][0]["id"]
-        return await measure(Server(client, model), settings, console)
+    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
+    model = settings.model
+    if not model:
+        try:
+            asked = urllib.request.Request(f"{url}/v1/models", headers=headers)
+            with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as answer:
+                model = json.load(answer)["data"][0]["id"]
+        except OSError as error:
+            raise OSError(f"{url}/v1/models: {error}") from None
+    return await measure(Server(url, model, headers), settings, console)
 
 
 def _age() -> float | None:
