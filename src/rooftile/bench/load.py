@@ -39,7 +39,7 @@ from rooftile.bench.rows import gpu_slug, percentile, write_whole
 FOLDER = "e2e/serve"  # a folder of its own: its files have no rows of times
 SPREAD = 0.9  # the standard deviation of a length's logarithm
 TAIL = 6  # times the mean, and no length is longer
-WARM = 4  # requests before those that count
+WARM = 4  # requests at once before an open loop; before a closed one there are as many as clients
 TIMEOUT_S = 600.0  # without a token
 
 
@@ -407,11 +407,13 @@ class Settings:
 async def measure(target: Target, settings: Settings, console: Console) -> list[dict[str, Any]]:
     """A row for each load, one after another."""
     rows = []
-    warm = dataclasses.replace(settings.workload, requests=WARM, prefix=0, seed=settings.workload.seed + 3).draw()
+    unlike = dataclasses.replace(settings.workload, prefix=0, seed=settings.workload.seed + 3)
     loads: list[dict[str, Any]] = [{"rate": rate} for rate in settings.rates]
     loads += [{"clients": clients} for clients in settings.clients]
     for load in loads:
-        await closed_loop(target, warm, WARM)
+        # So many at once, because kernels are compiled and graphs are captured for each size of a batch.
+        at_once = load.get("clients", WARM)
+        await closed_loop(target, dataclasses.replace(unlike, requests=at_once).draw(), at_once)
         before = target.counts()
         if "rate" in load:
             requests = settings.workload.draw()
