@@ -181,7 +181,7 @@ class Answer:
     def sent(self, choice: Choice, chunks: Sequence[Any]) -> bytes:
         """The events of chunks: perhaps none, while text is held back.
 
-        What is around the text is made once: on one CPU an event takes 2 us, and to make its JSON anew 12.
+        What is around the text is made once: on one CPU an event takes 1 us, and to make its JSON anew 10.
         """
         parts = []
         for chunk in chunks:
