@@ -74,17 +74,14 @@ class Stream:
             engine.running -= 1
             engine.slots.release()
 
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
+    async def ready(self):
         if self._ended:
-            raise StopAsyncIteration
+            return []
         item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
         self._ended = item.finish_reason is not None
-        return item
+        return [item]
 
     async def aclose(self):
         self._task.cancel()

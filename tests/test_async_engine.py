@@ -90,6 +90,20 @@ def test_tokens_are_those_of_generate_in_whatever_order_requests_come(order, ser
     assert stats.generated_tokens == 4 * NEW
 
 
+def test_chunks_that_have_come_are_taken_at_once_and_an_error_behind_them(served, expected):
+    async def take():
+        stream = add(served, 0)
+        while served.stats().running or served.stats().waiting:
+            await asyncio.sleep(0.01)
+        stream._channel.put(RequestError("behind them"), True)
+        chunks = await stream.ready()
+        with pytest.raises(RequestError, match="behind them"):
+            await stream.ready()
+        return [chunk.token for chunk in chunks], await stream.ready()
+
+    assert asyncio.run(take()) == (expected[0], [])
+
+
 def test_chunks_come_as_from_generate(served, engine, expected):
     stream = add(served, 1, logprobs=True, request_id="mine")
     assert (stream.request_id, stream.prompt_tokens) == ("mine", PROMPTS[1])

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rooftile.bench import load
+from rooftile.bench import events, load
 from rooftile.cli import app
 
 pytestmark = pytest.mark.nightly
@@ -30,6 +30,7 @@ def test_a_seed_gives_the_same_requests_and_arrivals():
     assert WORK.draw() == WORK.draw() != dataclasses.replace(WORK, seed=4).draw()
     assert WORK.arrivals(5.0) == WORK.arrivals(5.0)
     assert WORK.draw()[:7] == dataclasses.replace(WORK, requests=7).draw()
+    assert not {tuple(r.prompt) for r in WORK.draw("8 clients")} & {tuple(r.prompt) for r in WORK.draw("4 clients")}
 
 
 def test_lengths_have_their_means_and_a_tail():
@@ -132,6 +133,48 @@ def test_rows_of_one_machine_commit_and_workload_join_a_file(tmp_path):
     assert load.draw(path).stat().st_size > 1000
 
 
+async def _events_of(pieces, timeout=5.0):
+    """What `events.post` yields of an answer that comes in pieces."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            await asyncio.sleep(piece if isinstance(piece, float) else 0.002)
+            if isinstance(piece, bytes):
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/completions"
+        return [event async for some in events.post(url, {}, {}, timeout) for event in some]
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODY = b": ping\n\ndata: {}\n\ndata: 1\r\n\r\nevent: x\ndata:2\n\n"
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_events_are_whole_however_the_answer_is_cut(step):
+    half = len(BODY) // 2
+    sent = b"".join(b"%X;x=y\r\n%s\r\n" % (len(part), part) for part in (BODY[:half], BODY[half:])) + b"0\r\n\r\n"
+    pieces = [sent[i : i + step] for i in range(0, len(sent), step)]
+    assert asyncio.run(_events_of([CHUNKED, *pieces])) == [b"{}", b"1", b"2"]
+    pieces = [BODY[i : i + step] for i in range(0, len(BODY), step)]
+    assert asyncio.run(_events_of([b"HTTP/1.0 200 OK\r\n\r\n", *pieces])) == [b"{}", b"1", b"2"]
+
+
+def test_an_answer_that_breaks_off_or_stands_still_is_an_error():
+    with pytest.raises(ConnectionError, match="has ended before the answer"):
+        asyncio.run(_events_of([CHUNKED, b"9\r\ndata: 1\n\n\r\n"]))
+    with pytest.raises(ConnectionError, match="has ended before the answer"):
+        asyncio.run(_events_of([b"HTTP/1.1 200"]))
+    with pytest.raises(TimeoutError, match="nothing came"):
+        asyncio.run(_events_of([CHUNKED, b"9\r\ndata: 1\n\n\r\n", 0.5], timeout=0.05))
+    with pytest.raises(ValueError, match="expected http"):
+        asyncio.run(anext(events.post("127.0.0.1:80", {}, {}, 1.0)))
+
+
 class _Api(http.server.BaseHTTPRequestHandler):
     """Streams two tokens in one event, and the rest one by one."""
 
@@ -159,7 +202,6 @@ class _Api(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    pytest.importorskip("httpx", reason="httpx is not installed")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Api)
     server.seen = []
     thread = threading.Thread(target=server.serve_forever)
@@ -183,8 +225,8 @@ def test_any_server_with_the_api_is_measured(server, tmp_path):
     assert (asked, key, body["ignore_eos"], body["stream"]) == ("/v1/completions", "Bearer secret", True, True)
     rows = json.loads(path.read_text())["rows"]
     assert [(row["impl"], row["failed"], row["output_tokens"]) for row in rows] == [
-        ("other", 0, sum(r.new for r in SMALL.draw()))
-    ] * 2
+        ("other", 0, sum(r.new for r in SMALL.draw(name))) for name in ("50 requests/s", "2 clients")
+    ]
 
 
 def test_without_a_name_the_servers_first_model_is_asked(server):
@@ -224,7 +266,6 @@ def test_other_lengths_have_a_file_of_their_own():
 
 def test_the_own_server_is_measured_beside_the_engine(tmp_path):
     pytest.importorskip("fastapi", reason="fastapi is not installed")
-    pytest.importorskip("httpx", reason="httpx is not installed")
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     options = (
         "--model tiny --per-client 2 --prompt 4 --new 3 --prefix 20 --clients 2 --max-batch 2 --max-seq-len 64 "
@@ -239,15 +280,20 @@ def test_the_own_server_is_measured_beside_the_engine(tmp_path):
     assert http["requests"] == offline["requests"] == 4
     assert http["of_offline"] == pytest.approx(http["tokens_per_s"] / offline["tokens_per_s"])
     assert 0 < offline["host_us"] < 1e6 * offline["seconds"]
-    assert 0 < offline["load_s"] < offline["start_to_first_token_s"]
+    assert offline["load_s"] > 0
+    assert "start_to_first_token_s" not in offline, "the server was measured before"
+    assert http["engine"]["step_tokens"] == offline["engine"]["step_tokens"] == "16"
 
 
-def test_random_weights_are_measured_on_two_ranks():
+def test_random_weights_are_measured_on_two_ranks(tmp_path):
     options = "--model tiny --requests 2 --prompt 4 --new 2 --clients 2 --max-batch 2 --max-seq-len 32 --dtype fp32"
     command = [sys.executable, "-m", "rooftile", "bench", "serve", *options.split(), "--tensor-parallel", "2"]
+    command += ["--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 clients: 2 requests, 0 failed" in done.stdout
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert 0 < row["load_s"] < row["start_to_first_token_s"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import types
 
 import openai
 import pydantic
@@ -14,6 +15,8 @@ import rooftile
 from rooftile import byte_model
 from rooftile.engine import RequestError
 from rooftile.serve import guided
+from rooftile.serve.answers import ChatAnswer, Choice, CompletionAnswer
+from rooftile.serve.answers import event as event_of
 from rooftile.serve.chat import ChatTemplate
 
 
@@ -447,6 +450,19 @@ class TestStructuredOutputs:
             assert first.top_logprobs[0].token == first.token
             older = client.completions.create(model="small", prompt="a", max_tokens=2, logprobs=2)
             assert [len(top) for top in older.choices[0].logprobs.top_logprobs] == [2, 2]
+
+
+@pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
+def test_events_of_text_alone_are_the_json_of_any_event(kind):
+    base = {"id": "x", "created": 1, "model": 'a "\0" model'}
+    more = {"logprobs": False, "ends": frozenset(), "token_bytes": None, "metrics": None, "started": 0.0}
+    answer = kind(base, [Choice(3, None)], prompt_tokens=[1], usage=True, **more)
+    texts = ("a", "", '"\\\n\0', "\u2028é😀</s>", "\ud800", "data: [DONE]")
+    chunks = [types.SimpleNamespace(token=5, text=text, logprob=None, finish_reason=None) for text in texts]
+    made = [event_of(each) for chunk in chunks for each in answer.events(answer.choices[0], chunk)]
+    assert len(made) == len(texts) - 1
+    assert all(b'"usage":null' in each for each in made)
+    assert answer.sent(answer.choices[0], chunks) == b"".join(made)
 
 
 class TestAsync:

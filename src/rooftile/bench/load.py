@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import random
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,14 +32,14 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile import runtime
-from rooftile.bench import charts, report
+from rooftile.bench import charts, events, report
 from rooftile.bench.info import check_results, machine, may_join
 from rooftile.bench.rows import gpu_slug, percentile, write_whole
 
 FOLDER = "e2e/serve"  # a folder of its own: its files have no rows of times
 SPREAD = 0.9  # the standard deviation of a length's logarithm
 TAIL = 6  # times the mean, and no length is longer
-WARM = 4  # requests before those that count
+WARM = 4  # requests at once before an open loop; before a closed one there are as many as clients
 TIMEOUT_S = 600.0  # without a token
 
 
@@ -79,10 +80,11 @@ class Workload:
         if self.prefix > self.longest - 3:
             raise ValueError(f"a prefix of {self.prefix} tokens leaves no room in {self.longest} for a prompt and two")
 
-    def draw(self) -> list[Request]:
-        numbers = random.Random(self.seed + 2)
+    def draw(self, load: str = "") -> list[Request]:
+        """Of each load others: the prefix cache of one finds no prompts of another."""
+        numbers = random.Random(f"{self.seed} prefix")
         prefix = [numbers.randrange(self.vocab) for _ in range(self.prefix)]
-        numbers = random.Random(self.seed)
+        numbers = random.Random(f"{self.seed} {load}")
         return [self._one(numbers, prefix) for _ in range(self.requests)]
 
     def of_clients(self, clients: int) -> Workload:
@@ -138,8 +140,8 @@ class InProcess:
 class Server:
     """A server with OpenAI's API, asked for completions of token ids."""
 
-    def __init__(self, client: Any, model: str) -> None:
-        self.client, self.model = client, model
+    def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
+        self.url, self.model, self.headers = url, model, headers
 
     async def tokens(self, request: Request) -> AsyncIterator[int]:
         body = {
@@ -147,22 +149,29 @@ class Server:
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         seen = 0
-        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                said = (await answer.aread()).decode(errors="replace")
-                raise RuntimeError(f"status {answer.status_code}: {said[:200]}")
-            async for line in answer.aiter_lines():
-                text = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or text == "[DONE]":
-                    continue
-                event = json.loads(text)
-                if "error" in event:
-                    raise RuntimeError(str(event["error"]))
-                if event.get("choices"):
-                    seen += 1
-                    yield 1
-                if (usage := event.get("usage")) and not event.get("choices") and usage["completion_tokens"] > seen:
-                    yield usage["completion_tokens"] - seen  # of events that had several tokens
+        answer = events.post(f"{self.url}/v1/completions", body, self.headers, TIMEOUT_S)
+        async with contextlib.aclosing(answer):
+            async for some in answer:
+                for event in some:
+                    if tokens := self._tokens(event, seen):
+                        seen += tokens
+                        yield tokens
+
+    @staticmethod
+    def _tokens(event: bytes, seen: int) -> int:
+        """How many tokens an event brings, after so many."""
+        # To parse each event would take longer than all else. Inside of a text quotes are escaped, so these are keys.
+        if b'"choices":[{' in event and b'"error"' not in event:
+            return 1
+        if event == b"[DONE]":
+            return 0
+        parsed = json.loads(event)
+        if "error" in parsed:
+            raise RuntimeError(str(parsed["error"]))
+        if parsed.get("choices"):
+            return 1
+        usage = parsed.get("usage")
+        return max(0, usage["completion_tokens"] - seen) if usage else 0  # of events that had several tokens
 
     def counts(self) -> None:
         return None
@@ -399,17 +408,19 @@ class Settings:
 async def measure(target: Target, settings: Settings, console: Console) -> list[dict[str, Any]]:
     """A row for each load, one after another."""
     rows = []
-    warm = dataclasses.replace(settings.workload, requests=WARM, prefix=0, seed=settings.workload.seed + 3).draw()
+    unlike = dataclasses.replace(settings.workload, prefix=0, seed=settings.workload.seed + 3)
     loads: list[dict[str, Any]] = [{"rate": rate} for rate in settings.rates]
     loads += [{"clients": clients} for clients in settings.clients]
     for load in loads:
-        await closed_loop(target, warm, WARM)
+        # So many at once, because kernels are compiled and graphs are captured for each size of a batch.
+        at_once = load.get("clients", WARM)
+        await closed_loop(target, dataclasses.replace(unlike, requests=at_once).draw(load_name(load)), at_once)
         before = target.counts()
         if "rate" in load:
-            requests = settings.workload.draw()
+            requests = settings.workload.draw(load_name(load))
             answers = await open_loop(target, requests, settings.workload.arrivals(load["rate"]))
         else:
-            requests = settings.workload.of_clients(load["clients"]).draw()
+            requests = settings.workload.of_clients(load["clients"]).draw(load_name(load))
             answers = await closed_loop(target, requests, load["clients"])
         rows.append(row_of(settings.impl, load, answers, settings.limits))
         after = target.counts()
@@ -421,22 +432,18 @@ async def measure(target: Target, settings: Settings, console: Console) -> list[
 
 
 async def _of_server(settings: Settings, console: Console) -> list[dict[str, Any]]:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
-    unlimited = httpx.Limits(max_connections=None)
     assert settings.url is not None
     url = settings.url.rstrip("/").removesuffix("/v1")
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=unlimited) as client:
-        model = settings.model
-        if not model:
-            try:
-                answer = await client.get("/v1/models")
-                answer.raise_for_status()
-            except httpx.HTTPError as error:
-                raise OSError(f"{url}/v1/models: {error}") from None
-            model = answer.json()["data"][0]["id"]
-        return await measure(Server(client, model), settings, console)
+    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
+    model = settings.model
+    if not model:
+        try:
+            asked = urllib.request.Request(f"{url}/v1/models", headers=headers)
+            with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as answer:
+                model = json.load(answer)["data"][0]["id"]
+        except OSError as error:
+            raise OSError(f"{url}/v1/models: {error}") from None
+    return await measure(Server(url, model, headers), settings, console)
 
 
 def _age() -> float | None:
@@ -476,7 +483,9 @@ def _of_engine(settings: Settings, console: Console) -> list[dict[str, Any]]:
     with _engine(settings) as engine:
         seconds = time.perf_counter() - since
         engine.add([1], max_new_tokens=1, ignore_eos=True).result()
-        start = {"load_s": seconds, "start_to_first_token_s": _age()}
+        start: dict[str, Any] = {"load_s": seconds}
+        if not settings.http:  # which ran before
+            start["start_to_first_token_s"] = _age()
         if settings.weights != RANDOM:
             start["load_gbs"] = engine.engine.weights.nbytes / seconds / 1e9
         return [row | start for row in asyncio.run(measure(InProcess(engine), settings, console))]
@@ -543,6 +552,9 @@ def run(settings: Settings, console: Console) -> int:
     check_results(settings.results, measures)
     rows = _of_own_server(settings, console) if settings.http else []
     rows += asyncio.run(_of_server(settings, console)) if settings.url else _of_engine(settings, console)
+    if not settings.url:
+        for row in rows:
+            row["engine"] = {name: str(value) for name, value in settings.engine.items()}
     compare(rows, settings.impl)
     show(console, rows, settings.limits, measures)
     meta = {

@@ -96,13 +96,14 @@ class _Channel:
         self.ended = False
         self.error: RequestError | None = None
         self._items: deque[StreamChunk | RequestError] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._threads = 0  # that wait: to notify none costs as much as the rest of `put`
         self._waiters: list[_Waiter] = []
 
     def put(self, item: StreamChunk | RequestError, last: bool) -> list[_Waiter]:
         """Returns the coroutines that wait for it."""
-        with self._changed:
+        with self._lock:
             self._items.append(item)
             self.ended = last
             self.error = item if isinstance(item, RequestError) else None
@@ -111,9 +112,13 @@ class _Channel:
             waiters, self._waiters = self._waiters, []
         return waiters
 
+    def put_back(self, item: StreamChunk | RequestError) -> None:
+        with self._lock:
+            self._items.appendleft(item)
+
     def get(self) -> StreamChunk | RequestError | None:
         """The next item, as soon as there is one; None after the last."""
-        with self._changed:
+        with self._lock:
             self._threads += 1
             try:
                 self._changed.wait_for(lambda: self._items or self.ended)
@@ -121,19 +126,22 @@ class _Channel:
                 self._threads -= 1
             return self._items.popleft() if self._items else None
 
-    async def get_async(self) -> StreamChunk | RequestError | None:
+    async def get_async(self, most: int | None = None) -> list[StreamChunk | RequestError]:
+        """All items that are there, or so many of them, as soon as there is one; none after the last."""
         while True:
-            with self._changed:
+            with self._lock:
                 if self._items or self.ended:
-                    return self._items.popleft() if self._items else None
+                    n = len(self._items) if most is None else min(most, len(self._items))
+                    return [self._items.popleft() for _ in range(n)]
                 loop = asyncio.get_running_loop()
                 waiter = loop, loop.create_future()
                 self._waiters.append(waiter)
             try:
                 await waiter[1]
-            finally:
-                with self._changed, contextlib.suppress(ValueError):
+            except BaseException:
+                with self._lock, contextlib.suppress(ValueError):
                     self._waiters.remove(waiter)
+                raise
 
 
 class Stream:
@@ -167,9 +175,19 @@ class Stream:
         return self
 
     async def __anext__(self) -> StreamChunk:
-        if (item := await self._channel.get_async()) is None:
+        if not (items := await self._channel.get_async(1)):
             raise StopAsyncIteration
-        return self._checked(item)
+        return self._checked(items[0])
+
+    async def ready(self) -> list[StreamChunk]:
+        """All chunks that have come and were not taken, as soon as there is one; an empty list after the last.
+
+        Where tokens come faster than they are taken, this costs less than to take them one by one.
+        """
+        items = await self._channel.get_async()
+        if items and isinstance(items[-1], RequestError) and len(items) > 1:
+            self._channel.put_back(items.pop())
+        return [self._checked(item) for item in items]
 
     @staticmethod
     def _checked(item: StreamChunk | RequestError) -> StreamChunk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -11,6 +12,14 @@ from rooftile.serve.chat import ToolCall, ToolParser
 from rooftile.serve.metrics import Metrics
 
 TokenBytes = Callable[[int], bytes]
+
+_json = json.JSONEncoder(separators=(",", ":")).encode
+_MARK = "\0"  # stands for the text in what is sent around it
+
+
+def event(made: Any) -> bytes:
+    """A server-sent event."""
+    return f"data: {_json(made)}\n\n".encode()
 
 
 class Choice:
@@ -31,6 +40,7 @@ class Choice:
         self.calls: list[ToolCall] = []
         self.finish_reason: str | None = None
         self.first = 0.0  # when its first token came
+        self.around: tuple[str, str] | None = None  # the text of an event that has nothing but text
 
 
 class Answer:
@@ -48,6 +58,7 @@ class Answer:
         token_bytes: the bytes of one token.
         metrics, started: where the times go, and when the request came.
         token_ids: whether they were asked for.
+        usage: whether the last event has it; then all others say that they have none.
     """
 
     kind = ""
@@ -65,27 +76,31 @@ class Answer:
         metrics: Metrics,
         started: float,
         token_ids: bool = False,
+        usage: bool = False,
     ) -> None:
         self.base, self.choices, self.prompt_tokens = base, choices, sum(prompt_tokens)
         self._prompts = len(prompt_tokens)
         self._logprobs, self._ends, self._token_bytes = logprobs, ends, token_bytes
         self._metrics, self._started, self._token_ids = metrics, started, token_ids
+        self._head = {**base, "object": self.event_kind, **({"usage": None} if usage else {})}
+        self._plain = not (logprobs or token_ids)  # whether most events have nothing but text
         self._outcome = "aborted"  # until it has another end
 
-    async def chunks(self) -> AsyncGenerator[tuple[Choice, Any], None]:
-        """All streams' chunks as they come, each recorded in its choice."""
+    async def chunks(self) -> AsyncGenerator[tuple[Choice, list[Any]], None]:
+        """All streams' chunks as they come, recorded in their choice: each time some of one choice."""
         try:
-            async for choice, chunk in self._recorded():
-                yield choice, chunk
+            async for choice, chunks in self._merged():
+                self._record(choice, chunks)
+                yield choice, chunks
         except Exception:
             self._outcome = "failed"
             raise
         if all(choice.finish_reason != "abort" for choice in self.choices):
             self._outcome = "finished"
 
-    async def _recorded(self) -> AsyncGenerator[tuple[Choice, Any], None]:
-        async for choice, chunk in self._merged():
-            now = time.perf_counter()
+    def _record(self, choice: Choice, chunks: Sequence[Any]) -> None:
+        now = time.perf_counter()
+        for chunk in chunks:
             if chunk.token >= 0:  # the last chunk of a sequence that was aborted has none
                 if not choice.tokens:
                     choice.first = now
@@ -97,20 +112,20 @@ class Answer:
                 self._metrics.whole.observe(now - self._started)
                 if len(choice.tokens) > 1:
                     self._metrics.per_token.observe((now - choice.first) / (len(choice.tokens) - 1))
-            yield choice, chunk
 
-    async def _merged(self) -> AsyncGenerator[tuple[Choice, Any], None]:
+    async def _merged(self) -> AsyncGenerator[tuple[Choice, list[Any]], None]:
         if len(self.choices) == 1:
-            async for chunk in self.choices[0].stream:
-                yield self.choices[0], chunk
+            (only,) = self.choices
+            while chunks := await only.stream.ready():
+                yield only, chunks
             return
-        queue: asyncio.Queue[tuple[Choice, Any]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Choice, list[Any] | Exception]] = asyncio.Queue()
 
         async def pump(choice: Choice) -> None:
             try:
-                async for chunk in choice.stream:
-                    queue.put_nowait((choice, chunk))
-                queue.put_nowait((choice, None))
+                while chunks := await choice.stream.ready():
+                    queue.put_nowait((choice, chunks))
+                queue.put_nowait((choice, []))
             except Exception as error:
                 queue.put_nowait((choice, error))
 
@@ -118,13 +133,13 @@ class Answer:
         try:
             left = len(pumps)
             while left:
-                choice, chunk = await queue.get()
-                if chunk is None:
-                    left -= 1
-                elif isinstance(chunk, Exception):
-                    raise chunk
+                choice, got = await queue.get()
+                if isinstance(got, Exception):
+                    raise got
+                if got:
+                    yield choice, got
                 else:
-                    yield choice, chunk
+                    left -= 1
         finally:
             for each in pumps:
                 each.cancel()
@@ -163,8 +178,29 @@ class Answer:
             "token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data),
         }  # fmt: skip
 
+    def sent(self, choice: Choice, chunks: Sequence[Any]) -> bytes:
+        """The events of chunks: perhaps none, while text is held back.
+
+        What is around the text is made once: on one CPU an event takes 1 us, and to make its JSON anew 10.
+        """
+        parts = []
+        for chunk in chunks:
+            if not self._plain or choice.parser is not None or chunk.finish_reason is not None:
+                parts += [event(made) for made in self.events(choice, chunk)]
+            elif chunk.text:
+                if choice.around is None:
+                    before, _, after = event(self.text_event(choice, _MARK)).decode().rpartition(json.dumps(_MARK))
+                    choice.around = before, after
+                before, after = choice.around
+                parts.append(f"{before}{json.dumps(chunk.text)}{after}".encode())
+        return b"".join(parts)
+
     def events(self, choice: Choice, chunk: Any) -> list[dict[str, Any]]:
-        """What is sent for a chunk: perhaps nothing, while text is held back."""
+        """What is sent for a chunk."""
+        raise NotImplementedError
+
+    def text_event(self, choice: Choice, text: str) -> dict[str, Any]:
+        """What is sent for a chunk that has nothing but text."""
         raise NotImplementedError
 
     def openings(self) -> list[dict[str, Any]]:
@@ -179,9 +215,11 @@ class Answer:
         """Record a chunk for `whole`."""
         raise NotImplementedError
 
-    def last(self) -> dict[str, Any]:
-        """The event with the usage."""
-        return {**self.base, "object": self.event_kind, "choices": [], "usage": self.usage()}
+    def last(self) -> dict[str, Any] | None:
+        """The event with the usage, if it was asked for."""
+        if "usage" not in self._head:
+            return None
+        return {**self._head, "choices": [], "usage": self.usage()}
 
     def _ids(self, tokens: list[int]) -> dict[str, Any]:
         return {"token_ids": tokens} if self._token_ids else {}
@@ -205,7 +243,10 @@ class CompletionAnswer(Answer):
         self, choice: Choice, text: str, logprobs: Any, finish_reason: str | None, tokens: list[int]
     ) -> dict[str, Any]:
         made = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self.base, "object": self.kind, "choices": [{**made, **self._ids(tokens)}]}
+        return {**self._head, "choices": [{**made, **self._ids(tokens)}]}
+
+    def text_event(self, choice: Choice, text: str) -> dict[str, Any]:
+        return self._event(choice, text, None, None, [])
 
     def add(self, choice: Choice, chunk: Any) -> None:
         choice.logprobs += [{**entry, "offset": len(choice.text)} for entry in self._logprob(chunk)]
@@ -267,7 +308,7 @@ class ChatAnswer(Answer):
         made: list[dict[str, Any]] = []
         for piece in self._pieces(choice, chunk):
             if isinstance(piece, str):
-                made.append(self._event(choice, {"content": piece}))
+                made.append(self.text_event(choice, piece))
             else:
                 delta = {"tool_calls": [{"index": len(choice.calls), **piece.json()}]}
                 choice.calls.append(piece)
@@ -284,7 +325,10 @@ class ChatAnswer(Answer):
 
     def _event(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
         made: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self.base, "object": self.event_kind, "choices": [made]}
+        return {**self._head, "choices": [made]}
+
+    def text_event(self, choice: Choice, text: str) -> dict[str, Any]:
+        return self._event(choice, {"content": text})
 
     def add(self, choice: Choice, chunk: Any) -> None:
         choice.logprobs += self._logprob(chunk)

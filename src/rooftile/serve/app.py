@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 import uuid
@@ -22,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from rooftile.engine import QueueFull, RequestError
 from rooftile.serve import chat, errors
-from rooftile.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer
+from rooftile.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer, event
 from rooftile.serve.errors import ApiError
 from rooftile.serve.guided import GrammarError
 from rooftile.serve.limits import Gate, Limits
@@ -172,6 +171,7 @@ class _Server:
             "metrics": self.metrics,
             "started": started,
             "token_ids": request.return_token_ids,
+            "usage": request.stream_options is not None and bool(request.stream_options.include_usage),
         }
 
     async def _answer(
@@ -193,9 +193,8 @@ class _Server:
         streams = [next(added) if call["max_new_tokens"] else _Nothing() for call in calls]
         answer = make(streams)
         http.state.notes["prompt"] = answer.prompt_tokens
-        usage = request.stream_options is not None and request.stream_options.include_usage
         if request.stream:
-            return _Events(answer, usage, self.options.send_timeout, http.state.notes)
+            return _Events(answer, self.options.send_timeout, http.state.notes)
         return _Whole(answer, http.state.notes)
 
     def _added(self, calls: list[dict[str, Any]]) -> list[Any]:
@@ -216,11 +215,8 @@ class _Nothing:
 
     cached_tokens = 0
 
-    def __aiter__(self) -> _Nothing:
-        return self
-
-    async def __anext__(self) -> Any:
-        raise StopAsyncIteration
+    async def ready(self) -> list[Any]:
+        return []
 
     async def aclose(self) -> None:
         pass
@@ -269,8 +265,9 @@ class _Whole(Response):
     async def _made(self) -> Response:
         answer = self._answer
         try:
-            async for choice, chunk in answer.chunks():
-                answer.add(choice, chunk)
+            async for choice, chunks in answer.chunks():
+                for chunk in chunks:
+                    answer.add(choice, chunk)
         except RequestError as error:
             return errors.response(_told(error))
         if any(choice.finish_reason == "abort" for choice in answer.choices):
@@ -280,16 +277,12 @@ class _Whole(Response):
         return JSONResponse(answer.whole())
 
 
-def _event(made: Any) -> bytes:
-    return b"data: " + json.dumps(made, separators=(",", ":")).encode() + b"\n\n"
-
-
 class _Events(Response):
     """The answer as server-sent events. A client that leaves, or reads nothing for too long, ends its streams."""
 
-    def __init__(self, answer: Answer, usage: bool, timeout: float, notes: dict[str, Any]) -> None:
+    def __init__(self, answer: Answer, timeout: float, notes: dict[str, Any]) -> None:
         super().__init__()
-        self._answer, self._usage, self._timeout, self._notes = answer, usage, timeout, notes
+        self._answer, self._timeout, self._notes = answer, timeout, notes
         self._sent = 0
         self._sending = False
 
@@ -333,20 +326,19 @@ class _Events(Response):
 
     async def _bodies(self) -> AsyncGenerator[bytes, None]:
         answer = self._answer
-        none = {"usage": None} if self._usage else {}
-        for event in answer.openings():
-            yield _event({**event, **none})
+        for made in answer.openings():
+            yield event(made)
         try:
-            async with contextlib.aclosing(answer.chunks()) as chunks:
-                async for choice, chunk in chunks:
-                    if events := answer.events(choice, chunk):
-                        yield b"".join(_event({**event, **none}) for event in events)
+            async with contextlib.aclosing(answer.chunks()) as some:
+                async for choice, chunks in some:
+                    if events := answer.sent(choice, chunks):
+                        yield events
         except RequestError as error:
             told = _told(error)
-            yield _event(errors.body(told.status_code, told.detail, told.param, told.code))
+            yield event(errors.body(told.status_code, told.detail, told.param, told.code))
         else:
-            if self._usage:
-                yield _event(answer.last())
+            if (last := answer.last()) is not None:
+                yield event(last)
         yield b"data: [DONE]\n\n"
 
 
