@@ -119,6 +119,8 @@ class FakeEngine:
         return self._add(prompt, dict(locals()), self.answer(self.engine.tokenizer.decode(prompt)))
 
     def add_all(self, requests):
+        if len(requests) > self.max_waiting:
+            raise ValueError(f"{len(requests)} requests, expected at most {self.max_waiting}")
         if self.waiting + len(requests) > self.max_waiting:
             raise QueueFull("as many wait as may")
         return [self.add(**arguments) for arguments in requests]

@@ -196,8 +196,10 @@ def test_several_are_added_together_or_not_at_all(engine, expected):
         streams = served.add_all([ask] * 3)
         until(lambda: served.stats().running == 3)
         streams += served.add_all([ask])
-        with pytest.raises(QueueFull, match="1 requests wait already: with 3 more"):
+        with pytest.raises(QueueFull, match="1 requests wait already, and 3 more"):
             served.add_all([ask] * 3)
+        with pytest.raises(ValueError, match="4 requests, expected at most 3"):
+            served.add_all([ask] * 4)
         with pytest.raises(ValueError, match="request_id is 'x'"):
             served.add_all([{**ask, "request_id": "x"}] * 2)
         with pytest.raises(ValueError, match="is empty"):

@@ -27,6 +27,7 @@ from toys import (
     triple,
     unsupported,
 )
+from typer.testing import CliRunner
 
 from rooftile import runtime
 from rooftile.bench import rows
@@ -46,6 +47,7 @@ from rooftile.bench.measure import (
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug
 from rooftile.bench.timer import DeviceClock
 from rooftile.bench.variants import Variant
+from rooftile.cli import app
 
 pytestmark = pytest.mark.nightly
 
@@ -283,6 +285,14 @@ def test_passes_are_exact_where_no_seconds_are_given(warmup, iters):
     effort = Effort(warmup=warmup, iters=iters, seconds=0)
     ((_, taken),) = interleave({"a": Drifting(history, "a")}, TableClock({}), effort, random.Random(0))
     assert (len(taken), len(history)) == (iters, warmup + iters)
+
+
+def test_passes_are_exact_in_the_interpreter_too(tmp_path):
+    path = tmp_path / "rows.json"
+    options = "silu_mul --set tiny --direction forward --peers eager --seconds 0 --warmup 1 --iters 3"
+    assert CliRunner().invoke(app, ["bench", *options.split(), "--json", str(path)]).exit_code == 0
+    _, found = rows.read_json(path)
+    assert {row.impl: row.samples for row in found} == {OURS: 3, "eager": 3}
 
 
 def test_a_block_that_raises_leaves_the_others_their_turns():

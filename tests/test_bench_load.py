@@ -6,6 +6,8 @@ import http.server
 import io
 import json
 import statistics
+import subprocess
+import sys
 import threading
 import time
 
@@ -278,6 +280,14 @@ def test_the_own_server_is_measured_beside_the_engine(tmp_path):
     assert http["of_offline"] == pytest.approx(http["tokens_per_s"] / offline["tokens_per_s"])
     assert 0 < offline["host_us"] < 1e6 * offline["seconds"]
     assert 0 < offline["load_s"] < offline["start_to_first_token_s"]
+
+
+def test_random_weights_are_measured_on_two_ranks():
+    options = "--model tiny --requests 2 --prompt 4 --new 2 --clients 2 --max-batch 2 --max-seq-len 32 --dtype fp32"
+    command = [sys.executable, "-m", "rooftile", "bench", "serve", *options.split(), "--tensor-parallel", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 clients: 2 requests, 0 failed" in done.stdout
 
 
 @pytest.mark.parametrize(

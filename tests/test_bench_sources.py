@@ -210,6 +210,21 @@ def test_rows_without_a_hash_are_compared_through_git(checkout):
     assert (age.state, age.reason) == ("older", f"its kernel has changed since commit {meta['commit'][:10]}")
 
 
+def test_a_hash_by_other_rules_is_compared_through_git(checkout):
+    _, git = checkout
+    meta = {"commit": git("rev-parse", "HEAD"), "definitions": {"rms_norm": "0" * 12}}
+    assert sources.age("rms_norm", meta).state == "current"
+    assert sources.age("rms_norm", {**meta, "commit": meta["commit"] + sources.DIRTY}).state == "older"
+
+
+def test_code_that_calls_kernels_in_another_order_keeps_the_hash():
+    calls = "from rooftile.ops.op import another, kernel\n\n\ndef f(x):\n    return {}\n"
+    start = "rooftile.engine.loop.f"
+    given = {"engine__loop": calls.format("another(kernel(x))")}
+    assert hashed(start, engine__loop=calls.format("kernel(another(x)) + x")) == hashed(start, **given)
+    assert hashed(start, engine__loop=calls.format("kernel(x)")) != hashed(start, **given)
+
+
 def test_what_git_can_not_tell_is_said(checkout, monkeypatch, tmp_path):
     assert sources.age("rms_norm", {"commit": "0123abcd"}).reason == "commit 0123abcd is not in this clone"
     (tmp_path / ".git" / "shallow").write_text(checkout[1]("rev-parse", "HEAD") + "\n")

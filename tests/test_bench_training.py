@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from toys import CPU, SMALL, TableClock, bench, cells_of, double, measured, of, table, toy
+from typer.testing import CliRunner
 
 from rooftile.bench import rows, run, training
 from rooftile.bench.info import machine
@@ -14,6 +15,7 @@ from rooftile.bench.measure import bind, draw
 from rooftile.bench.rows import OURS, TOGETHER
 from rooftile.bench.variants import Variant
 from rooftile.cases import Point, Training, all_cases
+from rooftile.cli import app
 
 pytestmark = pytest.mark.nightly
 
@@ -179,6 +181,12 @@ def test_every_loss_of_the_suite_has_bytes_of_its_own():
     found = [case for case in all_cases().values() if training.SUITE in case.sets]
     assert {"cross_entropy", "linear_cross_entropy", "kl_div", "jsd"} <= {case.name for case in found}
     assert all(case.training is not None for case in found)
+
+
+def test_the_largest_batches_need_a_gpu():
+    found = CliRunner().invoke(app, ["bench", "training", "steps", "--fit"])
+    assert found.exit_code == 2
+    assert "--fit looks for the largest batches" in " ".join(found.output.split())
 
 
 def test_what_is_refused(tmp_path):

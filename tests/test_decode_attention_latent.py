@@ -164,7 +164,7 @@ def test_eager_repeats_the_latents_of_some_sequences_after_others(options, monke
     sizes = []
     monkeypatch.setattr(reference, "EXPANDED", 2 * 4 * 33 * 48 + 1)
     one = reference._eager
-    monkeypatch.setattr(reference, "_eager", lambda q, *args: (sizes.append(len(q)), one(q, *args))[1])
+    monkeypatch.setattr(reference, "_eager", lambda q, *args, **rest: (sizes.append(len(q)), one(q, *args, **rest))[1])
     assert torch.equal(reference.eager(q, k, None, lengths, **given), whole)
     assert sizes == [2, 1]
     torch.testing.assert_close(whole, reference.decode_attention(q, k, None, lengths, **given), rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ SIZES = {
     "initializer_range": 0.3,
 }
 PROMPTS = [[3, 5, 8, 13, 21], [9, 9, 4], [100, 2, 64, 17], [50]]
-NEW = 8
+NEW = 6
 
 
 class Only:
@@ -53,11 +53,12 @@ def generated(engine, which, **options):
     return engine.generate([PROMPTS[i] for i in which], max_new_tokens=NEW, ignore_eos=True, **options)
 
 
-def by_the_formula(engine, prompt, how, logprobs=()):
-    """The tokens of a prompt, each from the logits of the whole sequence so far, in float64."""
-    tokens = []
-    for _ in range(NEW):
-        logits = engine.logits([[*prompt, *tokens]])[0][-1:].double().cpu()
+def by_the_formula(engine, prompt, how, found):
+    """What the formula draws in float64 in the place of each of the tokens found, from the logits of all before it."""
+    every = engine.logits([[*prompt, *found]])[0].double().cpu()
+    drawn = []
+    for i in range(len(found)):
+        tokens, logits = found[:i], every[len(prompt) + i - 1][None]
         counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=131)[None]
         bias = torch.zeros(1, 131, dtype=torch.float64)
         for token, value in (how.logit_bias or {}).items():
@@ -80,8 +81,8 @@ def by_the_formula(engine, prompt, how, logprobs=()):
             "frequency_penalty",
         )
         numbers = {name: getattr(how, name) for name in names}
-        tokens.append(int(reference.sample(logits, seeds=how.seed, **numbers, **given)[0]))
-    return tokens
+        drawn.append(int(reference.sample(logits, seeds=how.seed, **numbers, **given)[0]))
+    return drawn
 
 
 SEVERAL = [
@@ -97,7 +98,9 @@ def test_options_change_tokens_as_the_formula_says(options, engine):
     plain = {n: v for n, v in options.items() if n in ("temperature", "top_p", "repetition_penalty", "seed")}
     every = range(len(PROMPTS))  # a prompt whose tokens do not repeat has no penalties
     found = [c.tokens for c in generated(engine, every, **options)]
-    assert found == [by_the_formula(engine, prompt, Sampling(**options)) for prompt in PROMPTS]
+    assert all(len(tokens) == NEW for tokens in found)
+    how = Sampling(**options)
+    assert found == [by_the_formula(engine, p, how, tokens) for p, tokens in zip(PROMPTS, found, strict=True)]
     assert found != [c.tokens for c in generated(engine, every, **plain)]
 
 
@@ -127,7 +130,7 @@ def test_requests_with_and_without_options_do_not_affect_each_other(engine):
     for i in range(4):
         assert steps(engine, hows, [i]) == {i: together[i]}
     for i in (1, 3):
-        assert by_the_formula(engine, PROMPTS[i], hows[i]) == together[i]
+        assert by_the_formula(engine, PROMPTS[i], hows[i], together[i]) == together[i]
     assert not engine.runner.options.live(4)
 
 
@@ -293,7 +296,7 @@ def test_graphs_give_what_plain_launches_give_with_options(device):
     first, second = (steps(e, hows, [0, 1, 2, 3]) for e in engines)
     assert first == second
     for i in range(4):
-        assert by_the_formula(engines[0], PROMPTS[i], hows[i]) == first[i]
+        assert by_the_formula(engines[0], PROMPTS[i], hows[i], first[i]) == first[i]
     assert any(key[:2] == (4, None) for key in engines[0].runner._graphs)
     expected = [generated(e, [0, 1], temperature=0.7) for e in engines]
     assert expected[0] == expected[1]

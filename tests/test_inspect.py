@@ -347,6 +347,15 @@ def test_the_exit_code_says_whether_all_passed(monkeypatch, name, code, closing)
     assert all(row.message.splitlines()[-1].strip() in result.output for row in broken("sm_86")[name] if row.message)
 
 
+@pytest.mark.parametrize(("seconds", "code"), [("0.001", 1), ("1000", 0)])
+def test_a_kernel_that_takes_too_long_to_compile_fails(monkeypatch, seconds, code):
+    monkeypatch.setattr(cli.ops, "cases_of", lambda ops: [BROKEN["good"]])
+    monkeypatch.setattr(report, "inspect_all", lambda cases, archs, console, *_: broken("sm_86")["good"])
+    result = run("good", "--max-compile-seconds", seconds)
+    assert result.exit_code == code, result.output
+    assert ("s to compile, 0.001 allowed" in result.output) == bool(code)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -2,14 +2,17 @@
 
 import gc
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from helpers import interpreted, on_two_ranks
+from helpers import Calls, interpreted, on_two_ranks
 from tiny_models import assert_same_gradients, build, tokens
 
 import rooftile
@@ -18,6 +21,7 @@ from rooftile.demo import byte_model
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_parallel.py"
 pytestmark = interpreted
@@ -61,6 +65,39 @@ def every_kernel(parallel, rank, ranks):
     return loss.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}
 
 
+def trained(parallel, rank, ranks):
+    """The losses of a Trainer with the callback, and how often the fused head computed one."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    more, environment = {}, {}
+    if ranks > 1:
+        more["ddp_backend"] = "gloo"
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    if parallel == "fsdp":
+        more |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    texts = [{"input_ids": ids, "labels": ids.where(torch.arange(8) > i, -100)} for i, ids in enumerate(tokens(8, 8))]
+    values = {name: str(value) for name, value in environment.items()}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, values):
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=2, per_device_train_batch_size=4 // ranks, logging_steps=1, learning_rate=1e-2,
+            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **more,
+        )  # fmt: skip
+        if parallel == "fsdp":
+            assert arguments.device.type == "cpu"
+            PartialState().distributed_type = DistributedType.MULTI_GPU  # else accelerate takes DDP for CPUs
+        trainer = transformers.Trainer(
+            build("Llama", num_hidden_layers=1), arguments, train_dataset=texts, callbacks=[rooftile.PatchCallback()]
+        )
+        with Calls() as ops:
+            trainer.train()
+        kind = type(trainer.model_wrapped).__name__
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert kind.startswith({"none": "Llama", "ddp": "DistributedData", "fsdp": "FSDP"}[parallel])
+    fused = sum(op._schema.name == "rooftile::linear_cross_entropy" for op, _, _ in ops.calls)
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log], fused
+
+
 def _rank(rank, path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     results = {}
@@ -72,13 +109,15 @@ def _rank(rank, path):
         loss, grads = run(parallel, rank, 2)
         torch.distributed.all_reduce(loss)
         results[name] = loss / 2, grads
+    for parallel in ("ddp", "fsdp"):
+        results[f"trainer {parallel}"] = trained(parallel, rank, 2)
     if rank == 0:
         torch.save(results, f"{path}/results")
     gc.collect()
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_have_the_gradients_of_one(tmp_path):
+def test_two_ranks_have_the_gradients_of_one_and_a_trainer_the_losses(tmp_path):
     on_two_ranks(_rank, tmp_path)
     results = torch.load(tmp_path / "results")
     one = first_gradients("none", 0, 1)
@@ -86,6 +125,11 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path):
         loss, grads = results[name]
         torch.testing.assert_close(loss, expected[0], msg=name)
         assert_same_gradients(grads, expected[1])
+    losses, fused = trained("none", 0, 1)
+    assert (len(losses), fused) == (2, 2)
+    assert losses[1] < losses[0]
+    for parallel in ("ddp", "fsdp"):
+        assert results[f"trainer {parallel}"] == (pytest.approx(losses, rel=1e-5), 2)
 
 
 def options(*given):

@@ -183,7 +183,7 @@ class TestQueue:
         engine = FakeEngine(max_batch=1, max_waiting=6)
         with serve(engine) as server:
             found = post(server, {**ASK, "prompt": ["a", "b"], "n": 4})
-            assert (found.status_code, engine.added) == (429, 0)
+            assert (found.status_code, engine.added) == (400, 0)
             found = post(server, {**ASK, "prompt": ["a", "b"], "n": 3})
             assert (found.status_code, engine.added) == (200, 6)
 

@@ -273,7 +273,7 @@ def test_the_tables_set_triton_against_the_twin_with_device_time_and_launch_apar
     found = [*group("rms_norm", "2048x896", 5.0, eager=30.0, compile=6.0, cuda=5.1)]
     found += group("rms_norm", "2048x4096", 10.0, eager=60.0, compile=11.0, cuda=9.0)
     assert report.twins_line(rows.groups(found)) == (
-        "2 rows, of the CUDA C++ twin's speed: geometric mean 0.958, least 0.900, 1 below 0.95"
+        "2 rows, of the CUDA C++ twin's speed: geometric mean 0.958, least 0.900, 1 below 0.95 (2048x4096 bf16)"
     )
     roofs = {"roof_copy_gbs": ROOFS.copy_gbs, "roof_read_gbs": ROOFS.read_gbs, "roof_tflops": ROOFS.tflops}
     meta = {**machine(), **roofs, "gpu": "NVIDIA H100", "driver": "1"}
@@ -282,6 +282,7 @@ def test_the_tables_set_triton_against_the_twin_with_device_time_and_launch_apar
     assert cells_of(made, "2048x896") == [
         ["2048x896", "bf16", "1.020", "0.900", "5.000", "5.100", "6.000", "30.00", "12.00", "5.000", "5.000", "5.000"]
     ]
+    assert cells_of(made, "2048x4096")[0][2] == "**0.900**"  # under the bar
     assert "least 0.900, 1 below 0.95" in made
     out = io.StringIO()
     report.show(Console(file=out, width=200), found, True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DPOLoss = Literal["sigmoid", "ipo", "hinge"]
 GRPOLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 SamplingLevel = Literal["token", "sequence"]
-_LARGEST_LOG = 80.0  # whose exponential a sum over tokens keeps finite; past 88.7 that is inf, and 0 * inf is NaN
+_LARGEST_LOG = 70.0  # sums of 100 million of its exponentials are finite; past 88.7 it is inf, and 0 * inf is NaN
 
 
 class HeadOptions(TypedDict, total=False):
@@ -403,8 +403,8 @@ def grpo_loss(
 
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta (exp(d) - d - 1),   d = ref_logp - logp
 
-    the last term being the k3 estimate of KL(policy || reference). In both exponentials a difference above 80 counts as
-    80 and has no gradient: float32 ends at exp(88.7). Sums over tokens that count, of n_i in sequence i of
+    the last term being the k3 estimate of KL(policy || reference). In both exponentials a difference above 70 counts as
+    70 and has no gradient: float32 ends at exp(88.7). Sums over tokens that count, of n_i in sequence i of
     B, are divided as TRL does:
 
         grpo     the mean over sequences of sum_i / max(n_i, 1)

@@ -112,3 +112,24 @@ def test_a_builtin_that_was_replaced_between_two_launches_is_seen(monkeypatch):
     monkeypatch.setattr(tl, "load", load)
     _mixed[(1,)](*arguments)
     assert len(seen) == 5
+
+
+@triton.jit
+def _unlike(out, start, n, width: tl.constexpr):
+    column, row = tl.arange(0, 4)[:, None], tl.arange(0, width)[None, :]
+    last = out + 4 * width - (4 * width - 1 - column * width - row)  # a scalar pointer, less a block
+    chosen = tl.where(row > 2, column, -1)  # each operand has another shape
+    chosen += tl.where(n > 0, row * 0, column)  # a scalar decides
+    chosen = tl.maximum(chosen, 0) - tl.fma(row * 1.0, 2.0, column * 1.0).to(tl.int32)
+    tl.store(last - 1, chosen // tl.where(column > 1, 2, 1) + start)
+
+
+def test_operands_of_unlike_shapes_have_results_of_the_common_one():
+    import torch
+
+    out = torch.full((4, 8), -99, dtype=torch.int32)
+    _unlike[(1,)](out, 5, 3, 8)
+    column, row = torch.arange(4)[:, None], torch.arange(8)[None]
+    chosen = torch.where(row > 2, column, -1).clamp(0) - (2 * row + column)
+    expected = torch.div(chosen, torch.where(column > 1, 2, 1), rounding_mode="trunc") + 5
+    assert torch.equal(out, expected.int())

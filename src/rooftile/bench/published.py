@@ -16,6 +16,7 @@ _CACHES = "--set decode --set latent --set tokens"
 _MODELS = "--set decode --set prefill --direction forward"  # GEMMs of a step, and of a prompt
 
 _SERVE = "bench serve --model llama-3-8b"
+_PREFIXED = "--max-batch 64 --max-seq-len 2304"
 _OFFLINE = f"{_SERVE} --per-client 2 --fixed --prompt 512 --new 128 --max-seq-len 640"  # as throughput is published
 
 # Whole models. The portable kernels need a process of their own, which adds its rows to the file.
@@ -98,11 +99,16 @@ SUITES: dict[str, tuple[str, ...]] = {
         f"{_OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",
         # First tokens of prompts with a common beginning, and of what follows it alone.
         *(
-            f"{_SERVE} --clients 64 --per-client 1 --fixed --prompt 128 --new 16 --max-seq-len 2304{prefix}"
+            f"{_SERVE} --clients 64 --per-client 1 --fixed --prompt 128 --new 16 {_PREFIXED}{prefix}"
             for prefix in ("", " --prefix 2048")
         ),
-        f"{_SERVE} --clients 1,8,32,64,128,256",
-        f"{_SERVE} --rate 4,8,16",
+        # Steps of decoding behind one.
+        *(
+            f"{_SERVE} --clients 64 --per-client 2 --fixed --prompt 128 --new 128 {_PREFIXED} --prefix 2048{way}"
+            for way in ("", " --cascade --name rooftile_cascade")
+        ),
+        f"{_SERVE} --max-seq-len 1024 --clients 1,8,32,64,128,256",
+        f"{_SERVE} --max-seq-len 1024 --rate 4,8,16",
     ),
     "e2e": tuple(f"bench e2e {line} --dtype bf16 --seconds 1" for line in _E2E),
     "e2e-fp16": tuple(f"bench e2e {line} --dtype fp16 --seconds 1" for line in _E2E),

@@ -107,15 +107,22 @@ def _table(op: str, direction: str, found: Sequence[list[Row]], measured: bool, 
     return table
 
 
+def twins_share(group: Sequence[Row]) -> float | None:
+    """Ours as a share of the speed of the twin in CUDA C++, if both were timed."""
+    us = {row.impl: row.us for row in group}
+    ours, cuda = us.get(OURS), us.get(CUDA)
+    return cuda / ours if ours and cuda else None
+
+
 def twins_line(found: Sequence[Sequence[Row]]) -> str:
     """Ours as a share of the speed of the twin in CUDA C++, over the rows that have both."""
-    times = [{row.impl: row.us for row in group} for group in found]
-    shares = [t[CUDA] / t[OURS] for t in times if t.get(CUDA) and t.get(OURS)]  # type: ignore[operator]
+    shares = {f"{group[0].place} {group[0].dtype}": s for group in found if (s := twins_share(group)) is not None}
     if not shares:
         return f"{len(found)} rows, none with the CUDA C++ twin"
-    mean, below = geometric_mean(shares), sum(share < BAR for share in shares)
-    figures = f"geometric mean {mean:.3f}, least {min(shares):.3f}, {below} below {BAR}"
-    return f"{len(shares)} rows, of the CUDA C++ twin's speed: {figures}"
+    mean, below = geometric_mean([*shares.values()]), [name for name, share in shares.items() if share < BAR]
+    figures = f"geometric mean {mean:.3f}, least {min(shares.values()):.3f}, {len(below)} below {BAR}"
+    named = f" ({', '.join(below)})" if below else ""
+    return f"{len(shares)} rows, of the CUDA C++ twin's speed: {figures}{named}"
 
 
 def show(console: Console, rows: Iterable[Row], measured: bool) -> None:

@@ -307,7 +307,9 @@ def _line(rows: Sequence[Row], seconds: float) -> str:
 
 def _mode_defaults(settings: Settings, measures: bool) -> Settings:
     check_results(settings.results, measures)
-    effort = settings.effort if measures else dataclasses.replace(settings.effort, warmup=0, iters=2)
+    effort = settings.effort
+    if not measures and effort.seconds:  # else the passes that were asked for
+        effort = dataclasses.replace(effort, warmup=0, iters=2)
     return dataclasses.replace(
         settings,
         sets=settings.sets or (("llm",) if measures else ("tiny",)),

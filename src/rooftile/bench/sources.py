@@ -1,15 +1,16 @@
 """Whether a row is as old as its kernel: hashes of the sources of each op's kernels.
 
-A result file records, for each op, a hash of the definitions of `ops/` and `primitives/` that its public function
-reaches: the functions, classes and constants that it names, those that these name, and so on. A module that is imported
-by its name in a string (`"hopper_forward"` in a module beside it, or a name with dots) is reached whole. So are the
-modules of kernels that an op could choose for other arguments. Comments, docstrings, errors and imports are not hashed,
-nor is where a definition stands. Of the engine and of patched models the same parts are hashed, not their own code. Of
-training steps that code of patched models and of the optimizer is hashed too which runs in a step, with the rules that
-put it there. What decides when a model is patched is not, nor is the table of families.
+A result file records, for each op, a hash of the definitions that its public function reaches: the functions, classes
+and constants that it names, those that these name, and so on. Those of `ops/` and `primitives/` are hashed, and kernels
+wherever they stand. A module that is imported by its name in a string (`"hopper_forward"` in a module beside it, or a
+name with dots) is reached whole. So are the modules of kernels that an op could choose for other arguments. Comments,
+docstrings, errors and imports are not hashed, nor is where a definition stands. Of whole models the same is hashed, and
+not the engine's own code; of serving that, too. Of training steps that code of patched models and of the optimizer is
+hashed too which runs in a step, with the rules that put it there. What decides when a model is patched is not, nor is
+the table of families.
 
-A row is older than its kernel if the hash of the present sources is another. A file without such hashes is compared
-through git, by the sources at its commit.
+A row is older than its kernel if the hash of the present sources is neither the file's nor that of the sources at its
+commit, by git: the file's may be of other rules. A file without hashes is compared through git alone.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import rooftile
 
 PACKAGE = "rooftile"
 HASHED = ("ops", "primitives")
-FOLLOWED = (*HASHED, "engine", "huggingface", "nn", "optim", "losses.py")
-ENGINE, PATCHED, TRAINED = "engine", "huggingface", "train_step"
+FOLLOWED = (*HASHED, "engine", "serve", "huggingface", "nn", "optim", "losses.py")
+ENGINE, SERVED, PATCHED, TRAINED = "engine", "serve", "huggingface", "train_step"
 # Of a decoder's lines: those of the models of which steps are measured.
 RULES = ("ADD_NORM", "gated", "gated_gemms", "joint_linears", "rope", "qk_norm_rope", "loss_head")
 # What no public function of the same name leads to: modules, which are reached whole, and definitions.
 STARTS = {
     ENGINE: (f"{PACKAGE}.engine.engine",),
+    SERVED: (f"{PACKAGE}.engine.async_engine", f"{PACKAGE}.serve.app"),
     PATCHED: (f"{PACKAGE}.huggingface.replacing",),
     TRAINED: (
         *(f"{PACKAGE}.huggingface.{name}" for name in ("replacing", "attention", "lora", "loss_head", "memory")),
@@ -48,20 +50,23 @@ STARTS = {
     "fp8_weight_linear": (f"{PACKAGE}.ops.gemm.weight_only",),
 }
 # Paths that are hashed beside `HASHED`.
-GLUE = {TRAINED: ("huggingface/", "optim/")}
-# Paths that no call of a key gets to, although its code names them. A training step has no cache and no quantized
-# weights, and the models of which steps are measured have no LayerNorm and no activation of a layer's result.
+GLUE = {TRAINED: ("huggingface/", "optim/"), SERVED: ("engine/", "serve/")}
+# Paths that no call of a key gets to, although its code names them. Whole models are measured without cascade. A
+# training step has no cache and no quantized weights, and the models of which steps are measured have no LayerNorm and
+# no activation of a layer's result.
 UNUSED = {
+    ENGINE: ("engine/cascade.py",),
     TRAINED: (
         *("ops/decode_attention/", "ops/attention/dequantize_pages.py", "ops/attention/hopper_latent.py"),
         *("ops/attention/latent.py", "ops/attention/paged.py", "ops/layer_norm.py", "ops/bias_activation.py"),
         *("ops/gemm/dequantize.py", "ops/gemm/skinny_dequantize.py", "ops/gemm/hopper_dequantize.py"),
         *("ops/gemm/fp8_", "ops/gemm/hopper_fp8.py", "ops/gemm/gemv_imma.py", "ops/quantize_tensor.py"),
-    )
+    ),
 }
-MODELS = {"e2e": ENGINE, "prefill": PATCHED}  # by suite
+MODELS = {"e2e": ENGINE, "serve": SERVED, "prefill": PATCHED}  # by suite
 STEPS = ("train_step", "train_batch")  # ops of the training suite that run whole models
 STUB = "__init__.pyi"  # has the module of each public name
+_DEPTH = 3  # a definition is known by its text, that of those it names, of those that these name, and so on
 UNKNOWN = "unknown"  # a commit that was not recorded
 DIRTY = "-dirty"  # suffix of a commit that does not identify the measured code
 
@@ -98,6 +103,7 @@ class _Definition:
     """A statement of a module that defines names, or, without a name, all those that define none."""
 
     digest: str
+    is_kernel: bool
     names: tuple[str, ...]  # that it reads, with their attributes: "tl.load", "problem.choose_forward"
     strings: tuple[str, ...]
 
@@ -158,12 +164,18 @@ def _read(text: str) -> _Module:
         constants = (node.value for node in ast.walk(statement) if isinstance(node, ast.Constant))
         made = _Definition(
             hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            any(_is_jit(decorator) for decorator in getattr(statement, "decorator_list", ())),
             tuple(dict.fromkeys(_names(statement))),
             tuple(dict.fromkeys(value for value in constants if isinstance(value, str))),
         )
         for name in dict.fromkeys(_defined(statement)) or ("",):
             found.setdefault(name, []).append(made)
     return _Module({name: tuple(some) for name, some in found.items()}, imports)
+
+
+def _is_jit(decorator: ast.AST) -> bool:
+    """Whether it is `triton.jit` or `gluon.jit`, with or without options."""
+    return _dotted(decorator.func if isinstance(decorator, ast.Call) else decorator) in ("triton.jit", "gluon.jit")
 
 
 def _parts(node: ast.AST) -> Iterator[str]:
@@ -176,7 +188,7 @@ def _parts(node: ast.AST) -> Iterator[str]:
     for name, value in ast.iter_fields(node):
         if name in ("ctx", "type_comment", "kind", "returns", "type_params"):
             continue
-        if name == "annotation" and getattr(value, "attr", "") != "constexpr":  # which compiles an argument in
+        if name == "annotation" and (_dotted(value) or "").rpartition(".")[2] != "constexpr":  # compiles an argument in
             continue
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, ast.AST):
@@ -202,14 +214,15 @@ class _Reached:
 
     def __init__(self, files: Files, unused: tuple[str, ...] = (), glue: tuple[str, ...] = ()) -> None:
         self._files, self._unused, self._hashed = files, unused, (*HASHED, *glue)
-        self._order: dict[tuple[str, str], int] = {}  # by path and name
-        self._targets: list[int] = []
+        self._order: dict[tuple[str, str], None] = {}  # paths and names
+        self._targets: list[tuple[str, str]] = []
 
     def _follows(self, path: str) -> bool:
         return path.startswith(FOLLOWED) and not path.startswith(self._unused)
 
     def _add(self, path: str, name: str) -> None:
-        self._targets.append(self._order.setdefault((path, name), len(self._order)))
+        self._order[path, name] = None
+        self._targets.append((path, name))
 
     def _add_module(self, path: str) -> None:
         """All that a module defines, and what it imports to export."""
@@ -260,22 +273,31 @@ class _Reached:
                 self.add(text)
 
     def hash(self) -> str:
-        """Of each definition that is hashed, and of which others each one names."""
-        found = hashlib.sha256()
-        for path, name in _growing(self._order):
+        """Of each definition that is hashed, and of which others it names, wherever these stand."""
+        digests, named = {}, {}
+        for place in _growing(self._order):
+            path, name = place
             module = _read(self._files[path])
             self._targets = []
             if "" in module.definitions:
                 self._add(path, "")
-            for definition in module.definitions.get(name, ()):
-                if path.startswith(self._hashed):
-                    found.update(definition.digest.encode())
+            definitions = module.definitions.get(name, ())
+            for definition in definitions:
                 self._follow(path, module, definition)
-            found.update(repr(self._targets).encode())
-        return found.hexdigest()[:12]
+            named[place] = self._targets
+            whole = path.startswith(self._hashed)
+            digests[place] = "".join(d.digest for d in definitions if whole or d.is_kernel)
+        labels = digests
+        for _ in range(_DEPTH):
+            labels = {p: digest and _hash(digest, *(labels[t] for t in named[p])) for p, digest in digests.items()}
+        return _hash(*sorted({*labels.values()} - {""}))
 
 
-def _growing(order: Mapping[tuple[str, str], int]) -> Iterator[tuple[str, str]]:
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+def _growing(order: Mapping[tuple[str, str], None]) -> Iterator[tuple[str, str]]:
     """The keys, also those that are added meanwhile."""
     at = 0
     while at < len(order):
@@ -357,12 +379,12 @@ def age(op: str, meta: Mapping[str, Any], suite: str = "") -> Age:
     now = hashes().get(key or "")
     if key is None or now is None:
         return Age("older", f"there is no op {op} any more")
-    if recorded := meta.get("definitions", {}).get(key):
-        return Age("current") if recorded == now else Age("older", "its kernel has changed since")
+    recorded = meta.get("definitions", {}).get(key)
+    if recorded == now:
+        return Age("current")
     commit = str(meta.get("commit", UNKNOWN))
-    if commit == UNKNOWN:
-        return Age("unknown", "its commit was not recorded")
-    return _age_by_git(key, now, commit)
+    by_git = Age("unknown", "its commit was not recorded") if commit == UNKNOWN else _age_by_git(key, now, commit)
+    return Age("older", "its kernel has changed since") if recorded and by_git.state == "unknown" else by_git
 
 
 @functools.cache

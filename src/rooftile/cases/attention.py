@@ -332,7 +332,7 @@ _MODES = (
     point(1, 2, 40, 16, causal=True, softcap=2.0),
     point(2, 2, 24, 16, more_keys=9, mask=("bool", "TS")),
     point(2, 2, 24, 16, mask=("float", "BHTS"), alibi=True),
-    point(1, 8, 40, 16, sinks=True, causal=True, window=8),
+    point(1, 4, 40, 16, sinks=True, causal=True, window=8),
 )
 _EDGE = (
     point(1, 2, 7, 64, more_keys=60),
@@ -369,7 +369,7 @@ CASES = (
         spills=512,
         sets={
             "tiny": (
-                point(1, 8, 40, 32, kv_heads=4, sinks=True),
+                point(1, 4, 40, 32, kv_heads=2, sinks=True),
                 point(1, 2, 130, 64, kv_heads=1, causal=True),
                 *_MODES,
             ),

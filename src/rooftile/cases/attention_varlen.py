@@ -148,7 +148,7 @@ def _flash4(point: Point) -> Callable[..., Any]:
 
 _SETS = {
     "tiny": (
-        point(3, 8, 60, 32, sinks=True),
+        point(3, 4, 60, 32, sinks=True),
         point(3, 4, 48, 16, kv_heads=2, more_keys=5, causal=True),
         point(2, 2, 70, 40, causal=True, window=9),
     ),

@@ -147,6 +147,11 @@ Deterministic = Annotated[
     typer.Option("--deterministic", help="The same tokens and log-probabilities whatever runs beside; slower."),
 ]
 
+Cascade = Annotated[
+    bool,
+    typer.Option("--cascade", help="Read pages that all sequences begin with once for several; not yet timed."),
+]
+
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the machine and the rows to this file."),

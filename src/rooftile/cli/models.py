@@ -11,6 +11,7 @@ import typer
 
 from rooftile.cli.common import (
     NAMED,
+    Cascade,
     Deterministic,
     DType,
     JsonFile,
@@ -305,6 +306,7 @@ def bench_serve(
     dtype: Annotated[DType, typer.Option(help="Of unquantized weights and activations.")] = DType.bf16,
     quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
     deterministic: Deterministic = False,
+    cascade: Cascade = False,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, in this process.")] = 256,
     max_seq_len: Annotated[int, typer.Option(min=4, help="Tokens of a prompt and its answer, at most.")] = 2048,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at most; more than --max-batch.")] = 512,
@@ -346,7 +348,7 @@ def bench_serve(
             limits=load.Limits(first_limit, each_limit),
             engine={
                 "max_batch": max_batch, "max_seq_len": max_seq_len, "quantize": quantize.kind,
-                "dtype": DTYPES[dtype.value], "deterministic": deterministic,
+                "dtype": DTYPES[dtype.value], "deterministic": deterministic, "cascade": cascade,
                 "step_tokens": step_tokens, "prefix_cache": prefix_cache, "speculate": speculation_of(speculate),
             },
             tensor_parallel=tensor_parallel,

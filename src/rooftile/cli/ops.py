@@ -440,12 +440,17 @@ def inspect(
             help="For --against: JSON object from old op names to new ones.",
         ),
     ] = None,
+    most_seconds: Annotated[
+        float | None,
+        typer.Option("--max-compile-seconds", metavar="N", min=0, help="Fail kernels that take longer to compile."),
+    ] = None,
 ) -> None:
     """Compile every kernel for a target, without a GPU. Show registers, spills, shared memory and compile time.
 
     Tuned tables are used only if ROOFTILE_TUNING_GPU names a GPU, such as ROOFTILE_TUNING_GPU=h200.
 
-    Exit code 1 if a kernel does not compile, spills more than its case allows, or exceeds the limits of a CTA.
+    Exit code 1 if a kernel does not compile, spills more than its case allows, exceeds the limits of a CTA, or takes
+    longer than --max-compile-seconds.
     """
     from rooftile import runtime
 
@@ -474,6 +479,8 @@ def inspect(
     refuse_absent(cases, names)
     hashed = json_file is not None or against is not None
     rows = report.inspect_all(cases, chosen, console, names, chosen_dtypes, hashed, first)
+    if most_seconds is not None:
+        rows = report.limited(rows, most_seconds)
     report.show(rows, console)
     if json_file is not None:
         report.write_json(rows, json_file)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rooftile.cli.common import (
+    Cascade,
     Deterministic,
     DType,
     Panel,
@@ -123,6 +124,7 @@ def serve(
     ] = 512,
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
+    cascade: Cascade = False,
     tensor_parallel: TensorParallel = 1,
     chat_template: Template = None,
     tool_format: Annotated[
@@ -173,7 +175,7 @@ def serve(
         raise _refuse("serve", error) from None
     with _loaded(
         "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
-        max_seq_len=max_seq_len, pages=pages, deterministic=deterministic,
+        max_seq_len=max_seq_len, pages=pages, deterministic=deterministic, cascade=cascade,
         requests={"max_waiting": max_queue, "prefix_cache": prefix_cache, "step_tokens": step_tokens},
     ) as engine:  # fmt: skip
         try:

@@ -269,10 +269,12 @@ class _Worker:
             for at, request_id in enumerate(given):
                 if request_id in self._live or request_id in given[:at]:
                     raise ValueError(f"AsyncEngine.add: request_id is {request_id!r}, which a live request has")
+            if len(requests) > self.max_waiting:
+                raise ValueError(f"AsyncEngine.add: {len(requests)} requests, expected at most {self.max_waiting}")
             waiting = self._stats.waiting + self._untaken
             if waiting + len(requests) > self.max_waiting:
                 raise QueueFull(
-                    f"AsyncEngine.add: {waiting} requests wait already: with {len(requests)} more there were more than "
+                    f"AsyncEngine.add: {waiting} requests wait already, and {len(requests)} more would be over "
                     f"max_waiting, {self.max_waiting}"
                 )
             channels = []
@@ -588,7 +590,7 @@ class AsyncEngine:
 
         Raises:
             QueueFull: with these more than `max_waiting` requests would wait.
-            ValueError, TypeError, RuntimeError: as `add`.
+            ValueError, TypeError, RuntimeError: as `add`; or they are more than `max_waiting`.
         """
         return self._streams([self._request(**arguments) for arguments in requests])
 

@@ -98,6 +98,7 @@ class Engine:
         speculate: Speculate | None = None,
         tensor_parallel: int = 1,
         deterministic: bool = False,
+        cascade: bool = False,
         progress: bool = True,
         revision: str | None = None,
     ) -> Engine:
@@ -122,6 +123,8 @@ class Engine:
                 each. All of them make the same calls, and get the same results.
             deterministic: give a prompt the same tokens and log-probabilities, bit for bit, whatever runs beside it,
                 and in whatever parts it is computed. It is slower; the guide to serving says how far it holds.
+            cascade: in decoding steps, read the pages that all sequences begin with (as `AsyncEngine` shares them) once
+                for several of them, where they are many. Not yet timed.
             progress: show a progress bar.
             revision: of an id, a branch, tag or commit.
 
@@ -129,7 +132,8 @@ class Engine:
             FileNotFoundError: the folder or a file is missing; or the Hub has no such id, or can't be reached.
             ValueError: path is a file, the engine does not compute this model, or a tensor or file is not valid; the
                 message names it. Nothing has been loaded then. Or there are not `tensor_parallel` processes, or it does
-                not divide a size of the model, or it is not 1 beside `deterministic` or a `Draft`.
+                not divide a size of the model, or it is not 1 beside `deterministic` or a `Draft`. Or both
+                `deterministic` and `cascade` are asked for.
             TypeError: a dtype is not one of those.
             RuntimeError: another process of several has failed.
         """
@@ -138,7 +142,7 @@ class Engine:
             return cls._loaded(
                 path, revision, ranks, device, quantize, speculate, progress and (ranks is None or ranks.rank == 0),
                 dtype=dtype, max_batch=max_batch, max_seq_len=max_seq_len, page_size=page_size, pages=pages,
-                kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, deterministic=deterministic,
+                kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, deterministic=deterministic, cascade=cascade,
             )  # fmt: skip
 
     @classmethod
@@ -179,6 +183,7 @@ class Engine:
         speculate: Speculate | None = None,
         tensor_parallel: int = 1,
         deterministic: bool = False,
+        cascade: bool = False,
         seed: int = 0,
     ) -> Engine:
         """A model with random weights, drawn from the seed, for benchmarks and tests.
@@ -196,7 +201,7 @@ class Engine:
             options = _options(
                 config, ranks, dtype, quantize, max_seq_len=max_seq_len, max_batch=max_batch, page_size=page_size,
                 pages=pages, kv_dtype=kv_dtype, cuda_graphs=cuda_graphs, proposals=proposals_of(speculate),
-                deterministic=deterministic,
+                deterministic=deterministic, cascade=cascade,
             )  # fmt: skip
             draft = _draft(config, ranks, speculate, dtype, device, False)
             split = WHOLE if ranks is None else ranks.split
@@ -416,6 +421,8 @@ def _options(
         raise ValueError(
             f"Engine: deterministic is True and tensor_parallel {ranks.size}, expected at most one of them"
         )
+    if given["deterministic"] and given["cascade"]:  # whether there is a group depends on the company
+        raise ValueError("Engine: deterministic and cascade are True, expected at most one of them")
     options = {**given, "max_seq_len": length, "ranks": ranks}
     split = WHOLE if ranks is None else ranks.split
     split.check(config)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.engine.cascade import Cascade
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.paged_cache import PagedKVCache
 from rooftile.engine.projections import Activations, Projection
@@ -69,14 +70,17 @@ class Decoder:
                 self.embedding_scale, dtype=weights.embedding.dtype, device="cpu"
             ).item()
 
-    def decode(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor | None = None, cascade: Cascade | None = None) -> Tensor:
         """Logits `(b, V)` of the token that follows `ids`, `(b,)`, one for each of the first b slots.
 
         The cache is in a step of one token for each sequence that takes part. Rows of other slots have no meaning.
-        In a step of T tokens for each, ids are `(b, T)`, as are their positions, and logits `(b * T, V)`.
+        In a step of T tokens for each, ids are `(b, T)`, as are their positions, and logits `(b * T, V)`. With
+        `cascade`, all sequences begin with its group's pages.
         """
         b, c, cache = ids.shape[0], self.config, self.cache
         ids = ids.flatten()
+        if cascade is not None:
+            cascade.lay_out(b)
         starts, lengths, pages = cache.starts[:b], cache.lengths[:b], cache.page_table[:b]
 
         def attend(layer: int, x: Tensor) -> Tensor:
@@ -97,6 +101,8 @@ class Decoder:
             else:
                 w = self.weights.layers[layer]
                 q = w.qkv.into_cache(x, w.input_norm, c.norm_eps, *self.tables[layer], **into)
+            if cascade is not None and c.windows[layer] is None:
+                return cascade.attend(layer, q.flatten(0, 1), **self._scoring(layer))
             return self._attend_newest(layer, q.flatten(0, 1), lengths, pages)
 
         return self._logits(self._layers(self._embed(ids), attend))

@@ -43,9 +43,10 @@ def _follow(index: int, n: int, store: str, model: Path | dict[str, Any], option
     _begin(index + 1, n, store)
     options = {"tensor_parallel": n, **options}
     if isinstance(model, dict):
-        follow(Engine.from_config(model, **options))
+        engine = Engine.from_config(model, **options)
     else:
-        follow(Engine.from_pretrained(model, **options, progress=False))
+        engine = Engine.from_pretrained(model, **options, progress=False)
+    follow(engine)
     ranks.end()
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rooftile.engine.cascade import Cascade
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.model import Decoder
 from rooftile.engine.modes import on, plain_mode
@@ -191,6 +192,7 @@ class Runner:
         draft: a model that makes them.
         ranks: of a model that is split; config and weights are this rank's. All ranks make the same calls.
         deterministic: compute each token in one way, whatever else is in the step.
+        cascade: read the pages that all sequences of a decoding step begin with once for several of them.
 
     Attributes:
         verifier: the memory of such steps, if there are any.
@@ -213,6 +215,7 @@ class Runner:
         draft: tuple[ModelConfig, Weights] | None = None,
         ranks: Ranks | None = None,
         deterministic: bool = False,
+        cascade: bool = False,
     ) -> None:
         device = weights.embedding.device
         needed = max_batch * -(-max_seq_len // page_size)
@@ -228,6 +231,7 @@ class Runner:
         if device.type == "cuda":
             self._order = StreamOrder(lambda: torch.cuda.current_stream(device))
         with plain_mode(device):
+            self._cascade = Cascade(self.cache) if cascade else None
             self.verifier = Verifier(self.cache, max_batch, config.vocab, proposals, draft) if proposals else None
             self._make(config, weights, cuda_graphs)
 
@@ -245,9 +249,9 @@ class Runner:
         self.options = SlotOptions(max_batch, config.vocab, device, 1 if verifier is None else verifier.n_tokens)
         self._sampling = [Sampling()] * max_batch
         self._send_sampling(dict(enumerate(self._sampling)))
-        # By slots, by how they are sampled (greedily, or not; None: outside of the graph), and whether there are
-        # proposals. With the graph's logits.
-        self._graphs: dict[tuple[int, bool | None, bool], tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
+        # By slots, by how they are sampled (greedily, or not; None: outside of the graph), whether there are proposals,
+        # and whether there is a group. With the graph's logits.
+        self._graphs: dict[tuple[int, bool | None, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
         self._of_prompts: PromptGraphs | None = None
         if cuda_graphs and device.type == "cuda":
             # One after another on one stream: a step's logits are sampled before the next replay.
@@ -336,14 +340,15 @@ class Runner:
         inside = None if self.options.live(b) else greedy
         with self._entered(f"{'verify' if verifies else 'decode'} {len(live)}"):
             self.options.begin()
-            recorded = None if self._graphs is None else self._graph(b, inside, verifies)
+            grouped = self._cascade is not None and not verifies and self._cascade.groups(live)
+            recorded = None if self._graphs is None else self._graph(b, inside, verifies, grouped)
             n = 1
             if proposals is not None and self.verifier is not None:
                 self.verifier.send(proposals)
                 n = self.verifier.n_tokens
             self.cache.reserve(dict.fromkeys(live, n))
             if recorded is None:
-                logits = self._step(b, inside, verifies)
+                logits = self._step(b, inside, verifies, grouped)
             else:
                 graph, logits = recorded
                 graph.replay()
@@ -533,11 +538,11 @@ class Runner:
         """Rows of a step for the first n slots: few sizes, so few graphs."""
         return min(self.max_batch, 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16)
 
-    def _step(self, b: int, greedy: bool | None, verifies: bool) -> Tensor:
+    def _step(self, b: int, greedy: bool | None, verifies: bool, grouped: bool = False) -> Tensor:
         """The logits of a step, which samples unless `greedy` is None."""
         if not verifies:
             self.cache.advance()
-            logits = self.decoder.decode(self.tokens[:b])
+            logits = self.decoder.decode(self.tokens[:b], cascade=self._cascade if grouped else None)
             if greedy is not None:
                 self._sample_first(b, logits, greedy)
             return logits
@@ -552,13 +557,15 @@ class Runner:
             self._accept(b, logits, greedy)
         return logits
 
-    def _graph(self, b: int, greedy: bool | None, verifies: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _graph(
+        self, b: int, greedy: bool | None, verifies: bool, grouped: bool = False
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         assert self._graphs is not None
-        key = b, greedy, verifies
+        key = b, greedy, verifies, grouped
         if key not in self._graphs:
 
             def step() -> Tensor:
-                return self._step(b, greedy, verifies)
+                return self._step(b, greedy, verifies, grouped)
 
             def warm() -> None:
                 """A step without sequences, and a reserved one for the capture."""

@@ -41,6 +41,7 @@ class Request:
         priority, order: requests with a lower number start first, and among equals the one that came first.
         id: of a request that was added to an `AsyncEngine`.
         cached: tokens of its prompt that were found in the prefix cache when it first started.
+        queried: whether they were counted.
         guess: what proposes its tokens, in speculative decoding.
         proposed, accepted: how many tokens were.
     """
@@ -62,6 +63,7 @@ class Request:
     order: int = 0
     id: str = ""
     cached: int = 0
+    queried: bool = False
     guess: Guess | None = None
     proposed: int = 0
     accepted: int = 0
@@ -232,7 +234,8 @@ class ContinuousScheduler(Scheduler):
 
     def _found(self, request: Request) -> tuple[list[int], bytes | None]:
         """The pages of a waiting request that are in the cache, and the name of the page after them, if it has one."""
-        request.filled = [*request.prompt, *request.tokens]
+        if len(request.filled) != len(request.prompt) + len(request.tokens):
+            request.filled = [*request.prompt, *request.tokens]
         if not self._prefix_cache:
             return [], None
         request.names = page_names(request.filled, self._page_size, request.names)
@@ -275,7 +278,8 @@ class ContinuousScheduler(Scheduler):
             needed = -(-len(request.filled) // self._page_size) - len(pages) + self._cache.unused(pages)
             if needed > self._cache.free_pages - promised:
                 return False
-        if self._prefix_cache and not request.launched:
+        if self._prefix_cache and not request.queried:
+            request.queried = True
             self.prefix_query_tokens += len(request.filled)
             request.cached = len(pages) * self._page_size
             self.prefix_hit_tokens += request.cached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -98,6 +99,18 @@ def compile_all(
             rows += [row for row in found if row.verdict != "excluded" or row not in rows]  # said once, not by dtype
     archs, order = list(tasks), list(by_name)
     return sorted(rows, key=lambda r: (archs.index(r.arch), order.index(r.op), r.direction != "forward"))
+
+
+def limited(rows: Sequence[Row], seconds: float) -> list[Row]:
+    """The rows; those of kernels that took longer to compile fail."""
+
+    def judged(row: Row) -> Row:
+        if row.kernel is None or row.kernel.compile_ms <= 1e3 * seconds:
+            return row
+        said = f"takes {row.kernel.compile_ms / 1e3:.1f} s to compile, {seconds:g} allowed"
+        return dataclasses.replace(row, verdict="FAIL", message="; ".join(filter(None, (row.message, said))))
+
+    return [judged(row) for row in rows]
 
 
 def _short(points: Sequence[str]) -> str:

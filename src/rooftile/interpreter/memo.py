@@ -84,7 +84,8 @@ def _install_operands() -> None:
     stock_check = original(TritonSemantic, "binary_op_type_checking_impl")
     stock_broadcast = original(TritonSemantic, "broadcast_impl_value")
     stock_cast = original(TritonSemantic, "cast")
-    for name in ("check_ptr_type_impl", "computation_type_impl", "scalar_constant", "to_tensor"):
+    stock_to_tensor = original(TritonSemantic, "to_tensor")
+    for name in ("check_ptr_type_impl", "computation_type_impl", "scalar_constant"):
         original(TritonSemantic, name)
     known: dict[Any, Any] = {}
     shapes: dict[Any, Any] = {}
@@ -107,7 +108,7 @@ def _install_operands() -> None:
         key = (value, type(value), None if kind is None else kind.name)
         found = constants.get(key)
         if found is None:
-            found = self.to_tensor(value) if kind is None else self.scalar_constant(value, dtype=kind)
+            found = stock_to_tensor(self, value) if kind is None else self.scalar_constant(value, dtype=kind)
             constants[key] = found
         return found
 
@@ -187,6 +188,10 @@ def _install_operands() -> None:
                 operand = self.tensor(handle, block(operand.dtype, sizes))
             found.append(operand)
         return tuple(found)
+
+    @replace(TritonSemantic, "to_tensor")
+    def to_tensor(self, x, check_type=True):
+        return x if type(x) is tl.tensor else stock_to_tensor(self, x, check_type)
 
     @replace(TritonSemantic, "cast")
     def cast(self, input, dst_ty, fp_downcast_rounding=None):

@@ -1,7 +1,7 @@
 """What a request may contain, as in OpenAI's API, with vLLM's names for what that API lacks.
 
-Types are strict: "5" is not a number. Unknown fields are ignored, as vLLM does, and logged. A field that is known, and
-that would change the answer if it were not ignored, is refused: `UNSUPPORTED`.
+Types are strict: "5" is not a number. Unknown fields are ignored, as vLLM does, and logged. A known field that asks for
+something the server does not do is refused: `UNSUPPORTED`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's.
     "audio": (),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none", "medium"),
     "suffix": ("",),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's.
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
+    "cache_salt": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
@@ -62,7 +63,7 @@ INSTEAD = {
 # Fields that change nothing in an answer, and are accepted with any value.
 HARMLESS = frozenset(
     {
-        "cache_salt", "guided_decoding_backend", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention",
+        "guided_decoding_backend", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention",
         "request_id", "safety_identifier", "service_tier", "store", "user",
     }
 )  # fmt: skip

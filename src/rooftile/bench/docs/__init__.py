@@ -33,6 +33,7 @@ from rooftile.bench.docs import published as docs_published
 from rooftile.bench.docs import quality as docs_quality
 from rooftile.bench.docs import sanitizer as docs_sanitizer
 from rooftile.bench.docs import schedules as docs_schedules
+from rooftile.bench.docs import serving as docs_serving
 from rooftile.bench.docs import sweeps as docs_sweeps
 from rooftile.bench.docs import training as docs_training
 from rooftile.bench.docs import twins as docs_twins
@@ -222,6 +223,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "e2e": docs_e2e.every_row,
     "e2e-summary": docs_e2e.summary,
     "e2e-layer": docs_e2e.layers,
+    "serving": docs_serving.under_load,
+    "speculation": docs_serving.speculated,
     "quality": docs_quality.table,
     "training": docs_training.table,
     "training-steps": docs_training.steps,

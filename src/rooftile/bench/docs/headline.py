@@ -79,7 +79,10 @@ def short(gpu: str) -> str:
 
 
 def generation(results: Path, new: int = NEW) -> list[Figure]:
-    """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights."""
+    """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights.
+
+    Of several GPUs the first counts, and behind it our rows of others if it lacks a kind of weights.
+    """
     found = []
     for path in sorted(results.glob(f"*/{GENERATION}/{FILES}")):
         whole = read_results(path)
@@ -101,8 +104,10 @@ def generation(results: Path, new: int = NEW) -> list[Figure]:
             said = command + (f" --quantize {quantize}" if quantize else "")
             place = (work, impl, weights, row.tokens_per_s, speedup, CUDA)
             found.append(Figure(*place, None, {**whole.meta, "date": row.run}, said))
-    gpu = min((f.gpu for f in found), default="")  # the H100 before the H200
-    return sorted((f for f in found if f.gpu == gpu), key=lambda f: WEIGHTS.index(f.weights))
+    found.sort(key=lambda f: (f.gpu, WEIGHTS.index(f.weights)))
+    first = [f for f in found if f.gpu == found[0].gpu]
+    lacking = {f.weights for f in found} - {f.weights for f in first}
+    return [*first, *(f for f in found if f.gpu != found[0].gpu and f.impl == OURS and lacking)]
 
 
 def training_steps(results: Path) -> list[Figure]:
@@ -156,8 +161,7 @@ def _sources(found: Sequence[Figure]) -> list[str]:
 def table(results: Path) -> str:
     """Tokens a second of whole models, beside what users run today: a chart and a table."""
     found = figures(results)
-    works = (f"{work} ({some[0].gpu})" for work, some in _compared(results).items())
-    chart = f"![Tokens a second: {'; '.join(works)}]({CHART})"
+    chart = f"![Tokens a second: {'; '.join(_compared(results))}]({CHART})"
     return "\n".join([chart, "", markdown(COLUMNS, map(_cells, found)), "", *_sources(found)]) if found else NO_RESULTS
 
 
@@ -183,7 +187,7 @@ class _Measured:
 def ops(results: Path) -> str:
     """A line for each of `OPS`, and for every op whose mean is below a tie; then which are older than their kernels.
 
-    Of the GPUs that an op was measured on, the one of the newest rows.
+    Of the GPUs that an op was measured on, the one of the newest rows, and one that has more points.
     """
     found: dict[tuple[str, str], dict[str, _Measured]] = {}
     for suite in SUITES:
@@ -198,23 +202,26 @@ def ops(results: Path) -> str:
                     own.older = own.older or is_older(group[0].op, meta, suite)
     lines = []
     for (op, direction), gpus in found.items():
-        gpu, own = max(gpus.items(), key=lambda item: item[1].last)
-        ratios = ratios_of(own.groups)
-        if ratios is None or (op not in OPS and ratios[0] >= TIE):
-            continue
-        mean, row, all_of_them = ratios
-        names = collections.Counter(peer.impl for group in own.groups if (peer := best_peer(group)))
-        least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
-        best = ", ".join(name for name, _ in names.most_common(2))
-        cells = [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]
-        lines.append((mean, cells, own.older))
+        newest = max(gpus.values(), key=lambda own: own.last)
+        for gpu, own in gpus.items():
+            ratios = ratios_of(own.groups)
+            if own is not newest and len(own.groups) <= len(newest.groups):
+                continue
+            if ratios is None or (op not in OPS and ratios[0] >= TIE):
+                continue
+            mean, row, all_of_them = ratios
+            names = collections.Counter(peer.impl for group in own.groups if (peer := best_peer(group)))
+            least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
+            best = ", ".join(name for name, _ in names.most_common(2))
+            cells = [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]
+            lines.append((mean, cells, own.older))
     if not lines:
         return NO_RESULTS
     columns = ("op", "direction", "rows>", "speedup, mean>", "least", "best baselines", "GPU")
     lines.sort(key=lambda line: -line[0])
     older: dict[str, bool] = {}
-    for _, (op, *_), is_old in lines:
-        older[op] = older.get(op, False) or is_old
+    for _, (op, *_, gpu), is_old in lines:
+        older[f"{op} ({gpu})"] = older.get(f"{op} ({gpu})", False) or is_old
     said = aged(older)
     return markdown(columns, [cells for _, cells, _ in lines]) + (f"\n\n{said.strip()}" if said else "")
 
@@ -240,10 +247,10 @@ CHART = Path("docs/images/headline.svg")  # in the repository
 
 
 def _compared(results: Path) -> dict[str, list[Figure]]:
-    """The figures of each work that has more than one."""
+    """The figures of each work that has more than one, by GPU."""
     works: dict[str, list[Figure]] = {}
     for f in figures(results):
-        works.setdefault(f.work, []).append(f)
+        works.setdefault(f"{f.work} ({f.gpu})", []).append(f)
     return {work: found for work, found in works.items() if len(found) > 1}
 
 

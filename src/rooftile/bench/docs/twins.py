@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rooftile.bench.docs.tables import NO_RESULTS, by_gpu, groups_of, machines, markdown
-from rooftile.bench.report import number, ratio, twins_line
+from rooftile.bench.report import number, ratio, twins_line, twins_share
 from rooftile.bench.rows import OURS, Row
-from rooftile.bench.twins import CUDA
+from rooftile.bench.twins import BAR, CUDA
 
 SUITE = "twins"
 TITLES = {OURS: "Triton", CUDA: "CUDA C++", "compile": "compile", "eager": "eager"}
@@ -16,9 +16,11 @@ TITLES = {OURS: "Triton", CUDA: "CUDA C++", "compile": "compile", "eager": "eage
 
 def _cells(rows: Sequence[Row]) -> list[str]:
     found = {row.impl: row for row in rows}
-    ours, cuda = found[OURS], found.get(CUDA)
-    against = cuda.us / ours.us if cuda and cuda.us and ours.us else None
-    cells = [ours.place, ours.dtype, ratio(against, 3), ratio(ours.roof_fraction, 3)]
+    ours, against = found[OURS], twins_share(rows)
+    share = ratio(against, 3)
+    if against is not None and against < BAR:
+        share = f"**{share}**"
+    cells = [ours.place, ours.dtype, share, ratio(ours.roof_fraction, 3)]
     for figure in ("us", "host_us"):
         for impl in TITLES:
             row = found.get(impl)

@@ -70,13 +70,15 @@ def run_parts(
     Returns 1 if a row of ours is wrong or raised, else 0.
 
     Raises:
-        ValueError: a part, loss, family, model or implementation is not known, plots have no results, or results are
-            requested in the interpreter.
+        ValueError: a part, loss, family, model or implementation is not known, plots have no results, or results or
+            the largest batches are requested in the interpreter.
     """
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"unknown part {', '.join(unknown)}; known parts: {', '.join(PARTS)}")
-    code = 0
     wanted = parts or PARTS[:-1]
+    if of_steps.get("fit") and "steps" in wanted and runtime.MODE is not runtime.Mode.GPU:
+        raise ValueError("--fit looks for the largest batches that fit into a GPU's memory, and there is no GPU")
+    code = 0
     if "losses" in wanted:
         code |= losses(ops, console, results, jobs, verbose)
     if "optim" in wanted:

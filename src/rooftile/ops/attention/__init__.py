@@ -242,7 +242,7 @@ def attention_paged(
             Without a v_cache, "hopper" is `AttentionConfig("hopper", 64, 64, 8, 2)`: tiles of 64 rows (tokens times
             heads). It takes more than 32 rows of a KV head; caches in 16 bits of 513 to 576 elements, of which 257 to
             512 are values; query heads of a KV head that divide 64, or are a multiple of it; and up to 512 sequences.
-            It takes no window, soft cap, sinks, ALiBi or scales. It was not timed yet, and is not chosen by default.
+            It takes no window, soft cap, sinks, ALiBi or scales. It is chosen wherever it can run.
 
             With "invariant" the result of a query has the same bits whatever other queries and sequences there are,
             and however the tokens of its sequence are divided among calls.

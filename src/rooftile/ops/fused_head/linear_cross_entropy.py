@@ -176,7 +176,7 @@ def _walk(
 
     row_bytes = head.logits_row_bytes(hidden, n_cols)
     gradients = head.walk(op, hidden, weight, bias, tokens, how, row_bytes, differentiate, gradients=now)
-    of_adapter = (hidden.new_empty(0),) * 2 if adapter is None else adapter.gradients()
+    of_adapter = (hidden.new_empty(0), hidden.new_empty(0)) if adapter is None else adapter.gradients()
     return [tokens.restored(t) for t in found], (*gradients, *of_adapter)
 
 

@@ -1,0 +1,53 @@
+"""The documentation's tables of an engine under load and of speculative decoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rooftile.bench import load, speculation
+from rooftile.bench.docs.tables import NO_RESULTS, aged, is_older, machine, markdown
+from rooftile.bench.report import number, ratio
+
+
+def _files(results: Path, folder: str) -> Iterator[tuple[Mapping[str, Any], list[dict[str, Any]]]]:
+    for path in sorted(results.glob(f"*/{folder}/*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        yield data["meta"], data["rows"]
+
+
+def _machine(meta: Mapping[str, Any], suite: str) -> str:
+    return f"{machine(meta)}.{aged({'': is_older('decode', meta, suite)})}"
+
+
+def under_load(results: Path) -> str:
+    """Every row of `rooftile bench serve`."""
+    parts = []
+    for meta, rows in _files(results, load.FOLDER):
+        asked = meta["workload"]
+        lengths = f"{asked['prompt']} + {asked['new']} tokens{'' if asked['fixed'] else ' on average'}"
+        prefix = f" after {asked['prefix']} that all have in common" if asked.get("prefix") else ""
+        cells = [[*load.cells(row), number(row.get("host_us")), ratio(row.get("of_offline"))] for row in rows]
+        columns = (*load.COLUMNS, "host, us a step>", "of the engine>")
+        parts += [f"`{meta['model']}`, {lengths}{prefix}: {_machine(meta, 'serve')}", "", markdown(columns, cells), ""]
+    return "\n".join(parts).strip() or NO_RESULTS
+
+
+def speculated(results: Path) -> str:
+    """Every row of `rooftile bench speculation`."""
+    parts = []
+    for meta, rows in _files(results, speculation.FOLDER):
+        cells = [
+            [
+                "plain decoding" if row["acceptance"] is None else f"{row['acceptance']:.0%}",
+                number(row["tokens_per_second"], 4), ratio(row["speedup"]), str(row["proposed"]), str(row["accepted"]),
+                str(row["steps"]),
+            ]
+            for row in rows
+        ]  # fmt: skip
+        columns = ("proposals right", "tokens/s>", "of plain>", "proposed>", "accepted>", "steps>")
+        said = f"`{meta['model']}`, {meta['tokens']} proposals a step, {meta['prompt']} + {meta['new']} tokens"
+        parts += [f"{said}: {_machine(meta, 'e2e')}", "", markdown(columns, cells), ""]
+    return "\n".join(parts).strip() or NO_RESULTS

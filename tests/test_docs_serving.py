@@ -1,0 +1,49 @@
+"""The tables of the page on serving."""
+
+import json
+
+import pytest
+
+from rooftile.bench import load, speculation
+from rooftile.bench.docs import serving
+from rooftile.bench.docs.tables import NO_RESULTS
+from rooftile.bench.info import machine
+
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture
+def results(tmp_path):
+    def write(folder, meta, rows):
+        path = tmp_path / "h100" / folder / "model.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"meta": {**machine(), "gpu": "H100", "model": "model", **meta}, "rows": rows}))
+
+    return tmp_path, write
+
+
+def test_without_results_the_tables_say_so(tmp_path):
+    assert serving.under_load(tmp_path) == serving.speculated(tmp_path) == NO_RESULTS
+
+
+def test_the_server_stands_beside_its_engine(results):
+    folder, write = results
+    workload = {"prompt": 512, "new": 128, "fixed": False, "prefix": 2048}
+    figures = dict.fromkeys(("tokens_per_s", "requests_per_s", "good_per_s"), 5.0)
+    figures |= dict.fromkeys(("first_p50", "first_p99", "each_p50", "each_p99", "longest_gap"), 0.25)
+    row = {"impl": "rooftile http", "clients": 8, "requests": 16, "failed": 0, "seconds": 1.0, **figures}
+    write(load.FOLDER, {"workload": workload}, [{**row, "of_offline": 0.5}, {**row, "rate": 4.0, "host_us": 800.0}])
+    head, *_, first, second = serving.under_load(folder).splitlines()
+    assert head.startswith("`model`, 512 + 128 tokens on average after 2048 that all have in common: **H100**")
+    assert [cell.strip() for cell in first.split("|")[1:4]] == ["8 clients", "rooftile http", "16"]
+    assert [cell.strip() for cell in first.split("|")[-4:-1]] == ["250", "–", "0.50"]
+    assert [cell.strip() for cell in second.split("|")[-4:-1]] == ["250", "800", "–"]
+
+
+def test_plain_decoding_stands_beside_proposals(results):
+    folder, write = results
+    row = {"tokens_per_second": 185.0, "speedup": 1.0, "proposed": 8, "accepted": 4, "steps": 5}
+    rows = [{"acceptance": None, **row}, {"acceptance": 0.5, **row}]
+    write(speculation.FOLDER, {"tokens": 4, "prompt": 512, "new": 256}, rows)
+    lines = serving.speculated(folder).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[-2:]] == ["plain decoding", "50%"]
