@@ -281,6 +281,7 @@ class TestChat:
             ("messages", [{"role": "user", "content": "a" * 600}]), ("top_logprobs", 3), ("max_completion_tokens", -1),
             ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "poem"}),
             ("response_format", {"type": "json_schema"}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+            ("structured_outputs", {"json": {}, "disable_any_whitespace": True}),
         ],
     )  # fmt: skip
     def test_what_is_wrong_is_named(self, client, field, value):

@@ -173,8 +173,9 @@ def test_models_of_model_init_are_patched(tmp_path: object) -> None:
 def test_a_patched_model_is_left_as_it_is_by_the_callback(tmp_path: object) -> None:
     model = build("Llama")
     handle = rooftile.patch(model, mlp=False)
-    callback = rooftile.PatchCallback(linear=True)
-    trainer(model, tmp_path, callback)
+    callback = rooftile.PatchCallback(linear=True, rope=True)
+    with pytest.warns(UserWarning, match="is patched already, with linear=False; undo"):
+        trainer(model, tmp_path, callback)
     assert callback.handle is handle
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from rooftile.huggingface.patching import PatchHandle, check_switches, patch
@@ -24,7 +25,8 @@ class PatchCallback(TrainerCallback):
         trainer = Trainer(model, args, train_dataset=dataset, callbacks=[rooftile.PatchCallback()])
 
     The model is patched when the Trainer is made, before accelerate wraps it, and stays patched: `handle.undo()` or
-    `rooftile.unpatch(model)` restores it. A model that is patched already is left as it is. With
+    `rooftile.unpatch(model)` restores it. A model that is patched already is left as it is, with a warning where its
+    switches are others. With
     `TrainingArguments(prediction_loss_only=True)` evaluation computes no logits either.
 
     Args:
@@ -60,5 +62,8 @@ class PatchCallback(TrainerCallback):
         if self.handle is None:
             self.handle = patch(model, **self.switches)
             _logger.info("%s", self.handle)
+        elif ignored := [s for s, on in self.switches.items() if self.handle.switches[s] != on]:
+            has = ", ".join(f"{s}={self.handle.switches[s]}" for s in ignored)
+            warnings.warn(f"PatchCallback: the model is patched already, with {has}; undo() it first", stacklevel=2)
         if args.prediction_loss_only:
             self.handle.skip_logits = True

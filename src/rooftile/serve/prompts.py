@@ -65,7 +65,9 @@ class Prompts:
 
     async def of_chat(self, request: ChatRequest) -> Prompt:
         if self._template is None:
-            raise ApiError(400, "the model has no chat template: use /v1/completions, or start the server with one")
+            raise ApiError(
+                400, "the model has no chat template: use /v1/completions, or start the server with --chat-template"
+            )
         self._check_number(request.n or 1)
         tools = None
         if request.tools and request.tool_choice != "none":

@@ -80,6 +80,8 @@ class StreamOptions(Fields):
 class StructuredOutputs(Fields):
     """vLLM's extension: exactly one of them."""
 
+    model_config = ConfigDict(extra="forbid")  # its options change the answer
+
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
