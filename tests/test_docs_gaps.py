@@ -53,7 +53,7 @@ def test_an_op_is_older_if_one_of_its_files_is(tmp_path):
     old = {**kernels, "rms_norm": "0" * 12}
     write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="a", definitions=kernels)
     assert "Older" not in table("gaps", tmp_path)
-    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="b", definitions=old)
+    write(tmp_path, "rowwise", group(10.0, {"eager": 9.0}, op="rms_norm"), name="b", definitions=old, commit="unknown")
     assert "below 0.98. Older than their kernels: all." in table("gaps", tmp_path)
 
 

@@ -153,8 +153,8 @@ def logits_of_steps(engine):
     """What each step of decoding computes."""
     decoder, steps = engine.runner.decoder, []
 
-    def decode(ids):
-        steps.append(type(decoder).decode(decoder, ids))
+    def decode(ids, **options):
+        steps.append(type(decoder).decode(decoder, ids, **options))
         return steps[-1]
 
     decoder.decode = decode

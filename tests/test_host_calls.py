@@ -20,7 +20,7 @@ MOST = {
     "rope": 6,  # it checks the tables' width
     "qk_norm_rope": 6,
     "embedding": 8,  # it may move ids, or look at them on the CPU
-    "decode_attention": 6,  # it allocates out and lse
+    "decode_attention": 7,  # it asks for the scale of the values, and allocates out and lse
     "append_kv": 8,  # it sorts its scales, and bumps the caches' versions
     "rope_and_cache": 9,
     "sample": 25,  # it checks seven parameters, and sorts them into tensors and numbers
