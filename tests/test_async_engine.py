@@ -16,7 +16,7 @@ import rooftile
 from rooftile.engine import QueueFull, RequestError
 from rooftile.engine.loop import Loop
 from rooftile.engine.prefix import PrefixCache, page_names
-from rooftile.engine.prompts import MixedBatch, Part, rounded
+from rooftile.engine.prompts import MixedBatch, Part, rounded, slots_of
 from rooftile.engine.sampling import Sampling
 from rooftile.engine.scheduling import ContinuousScheduler, Request
 
@@ -287,43 +287,138 @@ def test_the_layout_of_a_mixed_step(device):
         Part(1, 40, None, [1, 6, 7], True),
         Part(3, 0, None, [3], True),
     ]
-    batch = MixedBatch(parts, 16, 3, lambda n: n + n % 2)
+    batch = MixedBatch(parts, 16, 3, 6)
     newest = torch.arange(100, 108, dtype=torch.int32, device=device)
     inputs = batch.filled(batch.numbers.to(device), newest)
     assert (batch.newest, batch.rows, batch.longest) == (6, 6, 10)
-    assert batch.shape == (6, 16, 6, 2)
+    assert batch.shape == (6, 16, 6, 4)
     assert inputs.ids.tolist() == [100, 101, 102, 103, 104, 105, 71, 72, 73, *[0] * 7]
     assert inputs.positions.tolist() == [3, 40, 0, 0, 0, 16, 15, 16, 17, *[0] * 7]
     assert inputs.starts.tolist() == [3, 8, 0, 0, 0, 0, 15, 0, 1, *[0] * 7]
     assert inputs.pages.flatten().tolist() == [2, 7, 0, 3, 0, 9, 4, 5, 5, *[0] * 7]
     assert inputs.counts.tolist() == [1, 1, 0, 1, 0, 1, 1, 1, 1, *[0] * 7]
     assert inputs.lengths.tolist() == [4, 41, 0, 1, 0, 17]
-    assert inputs.ends.tolist() == [0, 3, 10]
-    assert inputs.part_lengths.tolist() == [18, 0]
-    assert inputs.part_pages.tolist() == [[4, 5, -1], [-1, -1, -1]]
+    assert inputs.ends.tolist() == [0, *[3] * 3, 10]
+    assert inputs.part_lengths.tolist() == [18, *[0] * 3]
+    assert inputs.part_pages.tolist() == [[4, 5, -1], *[[-1, -1, -1]] * 3]
     assert inputs.rows.tolist() == [0, 1, 8, 3, 4, 5]
 
-    only = MixedBatch(parts[2:3], 16, 3, lambda n: n, every=True)
+    only = MixedBatch(parts[2:3], 16, 3, 6, every=True)
     inputs = only.of(only.numbers)
     assert (only.shape, only.newest, inputs.rows, inputs.lengths) == (None, 0, None, None)
     assert inputs.ids.tolist() == [71, 72, 73, 0]
 
 
-def test_mixed_steps_have_few_shapes_and_no_more_tokens_than_they_may():
+def test_mixed_steps_have_few_shapes():
     """Whatever prompts come, and however many sequences decode."""
-    assert [rounded(n) for n in (1, 2, 3, 33, 64, 65, 448, 449, 512)] == [1, 2, 4, 64, 64, 128, 448, 512, 512]
+    assert [rounded(n) for n in (1, 2, 3, 33, 64, 65, 449, 512, 513)] == [1, 2, 4, 64, 64, 128, 512, 512, 640]
+    assert [slots_of(n, 200) for n in (1, 2, 3, 33, 64, 65, 129)] == [1, 2, 4, 64, 64, 128, 192]
+    assert slots_of(193, 200) == 200
     shapes, rng = set(), random.Random(0)
-    for _ in range(200):
-        decoding = rng.randrange(1, 33)
-        budget = 512 - 16 * -(-decoding // 16)
+    for _ in range(500):
+        decoding = rng.randrange(33)
+        budget = 512 - (slots_of(decoding, 64) if decoding else 0)
         lengths = [rng.randrange(1, budget)]
         lengths.append(rng.randrange(budget - lengths[0] + 1))
         parts = [Part(slot, 7, None, [0], True) for slot in range(decoding)]
-        parts += [Part(decoding + i, 0, [1] * n, [0] * 32, False) for i, n in enumerate(lengths) if n]
-        batch = MixedBatch(parts, 16, 64, lambda n: 16 * -(-n // 16))
-        shapes.add(batch.shape[1])
-    assert max(shapes) <= 512
-    assert len(shapes) <= 8
+        parts += [Part(decoding + i, 0, [1] * n, [0] * 32, rng.randrange(2) > 0) for i, n in enumerate(lengths) if n]
+        shapes.add(MixedBatch(parts, 16, 64, 64).shape)
+    assert {total for _, total, _, _ in shapes} <= {rounded(n) for n in range(1, 577)}
+    assert {sequences for *_, sequences in shapes} == {4}
+    assert {rows for _, _, rows, _ in shapes} == {1, 2, 4, 8, 16, 32, 64}
+    assert {newest for newest, *_ in shapes} == {0, 1, 2, 4, 8, 16, 32, 64}
+    assert all(newest in (0, rows) for newest, _, rows, _ in shapes)
+
+
+class Planned:
+    """A scheduler's steps without a model: sequences end by length, and tokens are all alike."""
+
+    def __init__(self, slots, pages, step_tokens):
+        self.cache = PrefixCache(pages, 16, 1, 8, max_sequences=slots, max_seq_len=64, device="cpu")
+        runner = SimpleNamespace(cache=self.cache, max_batch=slots, share=self.cache.share, free=self.cache.free)
+        self.scheduler = ContinuousScheduler(runner, step_tokens, False)
+
+    def step(self):
+        """What is computed of each request, and the layout of the step."""
+        work, parts = self.scheduler.plan(), []
+        for request, n in work.items():
+            request.sequence = request.sequence or self.cache.share([])
+            start, decodes = request.computed, request.decoding
+            request.launched += start + n >= len(request.filled)
+            tokens = None if decodes else request.filled[start : start + n]
+            parts.append((request.sequence, start, tokens, request.launched > 0))
+        self.cache.reserve({r.sequence: n for r, n in work.items()})
+        self.cache._advanced = True
+        laid_out = MixedBatch([Part(s.slot, start, t, s.pages, last) for s, start, t, last in parts], 16, 4, 12)
+        for request in [r for r in work if r.launched == r.limit]:
+            self.scheduler.remove(request)
+            self.cache.free(request.sequence)
+        return work, laid_out
+
+
+def test_steps_have_no_more_tokens_than_they_may_with_the_rows_of_slots():
+    """Slots from which sequences have gone have rows, too."""
+    rng, mixed = random.Random(0), 0
+    planned = Planned(12, 48, 32)
+    for i in range(200):
+        planned.scheduler.add(Request(i, [1] * rng.randrange(1, 40), rng.randrange(1, 9), Sampling()))
+    while planned.scheduler.waiting or planned.scheduler.running:
+        work, laid_out = planned.step()
+        tokens = laid_out.of(laid_out.numbers).ids.shape[0]
+        if any(n > 1 for n in work.values()):
+            assert tokens <= 32
+            mixed += tokens == 32 and laid_out.newest > 0
+    assert mixed > 20, "few full steps were mixed"
+
+
+def test_every_slot_is_used_where_each_has_pages_for_the_longest_sequence():
+    """No page is kept back for what a sequence can't become."""
+    planned = Planned(4, 8, 128)  # two pages for each
+    for i in range(12):
+        planned.scheduler.add(Request(i, [1] * 17, 13 + i % 4, Sampling()))
+    steps = 0
+    while planned.scheduler.waiting:
+        work, _ = planned.step()
+        assert len(work) == 4
+        steps += 1
+    assert steps > 30
+    assert planned.scheduler.preemptions == 0
+
+
+def test_a_warm_up_covers_full_steps_and_writes_where_no_sequence_is(engine, monkeypatch):
+    """Of each number of slots with rows; and each number of tokens at least once, which compiles its kernels."""
+    runner, laid_out, graphs = engine.runner, [], []
+    monkeypatch.setattr(runner, "_graphs", {})
+    monkeypatch.setattr(runner, "_prefilled", lambda step: laid_out.append(step))
+    monkeypatch.setattr(runner, "_sample_first", lambda *args: None)
+    monkeypatch.setattr(runner, "_graph", lambda *args: graphs.append(args))
+    runner.warm_up(100)
+    assert {step.shape[:3] for step in laid_out if step.newest} == {(1, 128, 1), (2, 128, 2), (3, 128, 3)}
+    assert {step.shape[1] for step in laid_out} == {rounded(n) for n in range(1, 101)}
+    assert sorted(graphs) == [(b, greedy, False) for b in (1, 2, 3) for greedy in (False, True)]
+    for step in laid_out:
+        inputs = step.of(step.numbers)
+        assert inputs.pages.max() < runner.cache.k.shape[1]
+        assert inputs.positions.max() < runner.cache.capacity
+        assert (inputs.part_pages is None) or inputs.part_pages.max() < runner.cache.k.shape[1]
+    sequence = runner.share([])
+    with pytest.raises(RuntimeError, match="warm_up: there are sequences"):
+        runner.warm_up(100)
+    runner.free(sequence)
+
+
+@pytest.mark.gpu
+def test_a_warm_engine_captures_nothing_more_in_full_steps(device):
+    """And its tokens are those of one that was not warmed up."""
+    found = []
+    for warm in (True, False):
+        engine = made(max_batch=4, max_seq_len=64, device=device)
+        with rooftile.AsyncEngine(engine, step_tokens=16, warm_up=warm) as served:
+            graphs = {**engine.runner._graphs}
+            streams = [served.add(p, max_new_tokens=9, ignore_eos=True) for p in (*LONG, *LONG, *PROMPTS)]
+            found.append([s.result().tokens for s in streams])
+            assert not warm or engine.runner._graphs.keys() == graphs.keys()
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu
@@ -461,7 +556,7 @@ def test_who_waits_for_pages_goes_on_when_the_one_that_computes_them_ends(engine
         monkeypatch.setattr(requests[0].watch, "add", failing)
     if end == "failure":  # of the step, after which all are taken out
         with monkeypatch.context() as patched:
-            patched.setattr(engine.runner, "_logits", failing)
+            patched.setattr(engine.runner, "_mixed", failing)
             with pytest.raises(OSError, match="no such character"):
                 loop.step()
         loop.clear()
@@ -499,7 +594,7 @@ def test_the_work_of_the_host_grows_with_the_sequences_of_a_step_and_not_with_th
 
     def calls(n):
         cache = PrefixCache(4 * n, 16, 1, 8, max_sequences=n, dtype=torch.float32, device=device)
-        runner = SimpleNamespace(cache=cache, max_batch=n, bucket=lambda n: n, share=cache.share)
+        runner = SimpleNamespace(cache=cache, max_batch=n, share=cache.share)
         scheduler, counted = ContinuousScheduler(runner, 64 * n, True), collections.Counter()
         for i in range(n):
             scheduler.add(Request(i, [i] * 17, 40, Sampling()))

@@ -462,7 +462,7 @@ def _engine(settings: Settings) -> Iterator[Any]:
     from rooftile.bench.workloads import MODELS, RANDOM
     from rooftile.engine import processes
 
-    ours = {k: v for k, v in settings.engine.items() if k in ("step_tokens", "prefix_cache")}
+    ours = {k: v for k, v in settings.engine.items() if k in ("step_tokens", "prefix_cache", "warm_up")}
     options = {k: v for k, v in settings.engine.items() if k not in ours}
     n = settings.tensor_parallel
     model = MODELS[settings.model] if settings.weights == RANDOM else Path(settings.weights)

@@ -162,6 +162,11 @@ PrefixCache = Annotated[
     typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts' pages for later prompts that begin alike."),
 ]
 
+WarmUp = Annotated[
+    bool,
+    typer.Option("--warm-up/--no-warm-up", help="Compile kernels and capture CUDA graphs before the first request."),
+]
+
 TensorParallel = Annotated[
     int, typer.Option(min=1, help="GPUs, on each of which a process of its own has a part of the model.")
 ]

@@ -19,6 +19,7 @@ from rooftile.cli.common import (
     QuantizeName,
     SpeculateName,
     TensorParallel,
+    WarmUp,
     choose_mode,
     command,
     console,
@@ -121,7 +122,8 @@ def serve(
     step_tokens: Annotated[
         int,
         typer.Option(min=2, help="Most tokens of a step: one of each running sequence, and parts of prompts."),
-    ] = 512,
+    ] = 1024,
+    warm_up: WarmUp = True,
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
     cascade: Cascade = False,
@@ -176,7 +178,9 @@ def serve(
     with _loaded(
         "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
         max_seq_len=max_seq_len, pages=pages, deterministic=deterministic, cascade=cascade,
-        requests={"max_waiting": max_queue, "prefix_cache": prefix_cache, "step_tokens": step_tokens},
+        requests={
+            "max_waiting": max_queue, "prefix_cache": prefix_cache, "step_tokens": step_tokens, "warm_up": warm_up,
+        },
     ) as engine:  # fmt: skip
         try:
             app = create_app(engine, options)

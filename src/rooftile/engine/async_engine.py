@@ -492,13 +492,20 @@ class AsyncEngine:
         max_waiting: the most requests that wait. One more raises `QueueFull`.
         prefix_cache: keep the pages of earlier requests for later ones that begin with the same tokens.
         step_tokens: the most tokens of a step: one of each sequence that decodes, and parts of prompts.
+        warm_up: compile kernels and capture CUDA graphs now, not when requests first need them.
 
     Attributes:
         engine: with `config`, `tokenizer`, `max_seq_len` and `max_batch`.
     """
 
     def __init__(
-        self, engine: Engine, *, max_waiting: int = 1024, prefix_cache: bool = True, step_tokens: int = 512
+        self,
+        engine: Engine,
+        *,
+        max_waiting: int = 1024,
+        prefix_cache: bool = True,
+        step_tokens: int = 1024,
+        warm_up: bool = False,
     ) -> None:
         if not isinstance(engine, Engine):
             raise TypeError(f"AsyncEngine: engine is {engine!r}, expected an Engine")
@@ -510,6 +517,8 @@ class AsyncEngine:
             )
         if engine._generating:
             raise RuntimeError("AsyncEngine: the engine generates already")
+        if warm_up:
+            engine.runner.warm_up(step_tokens)
         engine._generating = True
         self.engine = engine
         self._worker: _Worker | _Follower
@@ -528,12 +537,15 @@ class AsyncEngine:
         *,
         max_waiting: int = 1024,
         prefix_cache: bool = True,
-        step_tokens: int = 512,
+        step_tokens: int = 1024,
+        warm_up: bool = False,
         **engine_options: Any,
     ) -> AsyncEngine:
         """Load a checkpoint; `engine_options` and what is raised are as in `Engine.from_pretrained`."""
         engine = Engine.from_pretrained(path, **engine_options)
-        return cls(engine, max_waiting=max_waiting, prefix_cache=prefix_cache, step_tokens=step_tokens)
+        return cls(
+            engine, max_waiting=max_waiting, prefix_cache=prefix_cache, step_tokens=step_tokens, warm_up=warm_up
+        )  # fmt: skip
 
     @classmethod
     def from_config(
@@ -542,12 +554,15 @@ class AsyncEngine:
         *,
         max_waiting: int = 1024,
         prefix_cache: bool = True,
-        step_tokens: int = 512,
+        step_tokens: int = 1024,
+        warm_up: bool = False,
         **engine_options: Any,
     ) -> AsyncEngine:
         """A model with random weights; `engine_options` and what is raised are as in `Engine.from_config`."""
         engine = Engine.from_config(config, **engine_options)
-        return cls(engine, max_waiting=max_waiting, prefix_cache=prefix_cache, step_tokens=step_tokens)
+        return cls(
+            engine, max_waiting=max_waiting, prefix_cache=prefix_cache, step_tokens=step_tokens, warm_up=warm_up
+        )  # fmt: skip
 
     def add(
         self,

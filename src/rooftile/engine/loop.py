@@ -108,7 +108,7 @@ class Loop:
                 runner.decode([r.sequence for r in work if r.sequence is not None])
             else:
                 runner.verify({r.sequence: tokens for r, tokens in proposals.items() if r.sequence is not None})
-        elif all(r.sequence is None and n == len(r.filled) for r, n in work.items()):
+        elif not scheduler.in_parts:
             sequences = runner.prefill([r.filled for r in work], [r.sampling for r in work], [r.tokens for r in work])
             for request, sequence in zip(work, sequences, strict=True):
                 request.sequence = sequence

@@ -7,9 +7,10 @@ are packed into one sequence, and each token carries its place in the cache.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -154,7 +155,7 @@ class PromptBatch(_Laid):
             row for i, m in enumerate(counts) for row in range(i * length + (0 if every else m - 1), i * length + m)
         ]
         table = [[*p, *itertools.repeat(-1, blocks - len(p))] for p in pages]
-        return Inputs(_int32(ids), _int32(rows), _int32([0] * self.n), _int32(table), _int32(counts), None, None)
+        return Inputs(_int32(ids), _int32(rows), _int32([0] * self.n), _table(table), _int32(counts), None, None)
 
     def _packed(
         self, prompts: Sequence[Sequence[int]], of_prompts: Sequence[Sequence[int]], page_size: int, every: bool
@@ -189,30 +190,33 @@ class Part:
 
 
 def rounded(n: int) -> int:
-    """Tokens of a mixed step for n that are needed: few numbers.
+    """Tokens of a mixed step for n that are needed: few numbers, each with launches and a graph of its own."""
+    if n <= 64:
+        return 1 << (n - 1).bit_length()
+    step = 64 if n <= 512 else 128
+    return -(-n // step) * step
 
-    The host prepares the launches of each op for every new shape, and forgets them all when an op has 1024
-    (`library.Prepared`); a step that decodes 40 sequences leaves any number of tokens to prompts.
-    """
-    return 1 << (n - 1).bit_length() if n <= 64 else -(-n // 64) * 64
+
+def slots_of(n: int, most: int) -> int:
+    """Slots that have rows in a mixed step, of at most that many, for n that are needed: few numbers, too."""
+    return min(most, 1 << (n - 1).bit_length() if n <= 64 else -(-n // 64) * 64)
 
 
 class MixedBatch(_Laid):
     """New tokens of sequences, any number of each, whose earlier tokens are in the cache, laid out on the host.
 
-    First come the newest tokens, that of each slot in the row of its number; rows of other slots have no meaning. The
-    tokens of parts of prompts follow, and padding up to one of few numbers of tokens. Padding sees no key, and is not
-    written into the cache.
+    First come the newest tokens, if there are any, that of each slot in the row of its number; rows of other slots have
+    no meaning. The tokens of parts of prompts follow, and padding up to one of few numbers of tokens. Padding sees no
+    key, and is not written into the cache.
 
     Args:
         parts: one or more, of different slots.
         page_size, blocks: of the cache, and how many pages a sequence may have.
-        slots: the number of slots that have rows for one that is needed: few numbers, so that few launches are
-            prepared.
+        slots: of the cache.
         every: whether logits of every token of parts are wanted. There are no newest tokens then.
 
     Attributes:
-        shape: (newest, tokens, rows, sequences).
+        shape: (newest, tokens, rows, sequences): few, because each that recurs gets a graph.
         rows: the number of logits, those of the first slots; slots whose logits are not wanted have any.
         longest: at least the tokens of the longest part.
     """
@@ -224,28 +228,29 @@ class MixedBatch(_Laid):
         parts: Sequence[Part],
         page_size: int,
         blocks: int,
-        slots: Callable[[int], int],
+        slots: int,
         *,
         every: bool = False,
         pinned: bool = False,
     ) -> None:
         newest = [part for part in parts if part.tokens is None]
         texts = [part for part in parts if part.tokens is not None]
-        n = self.newest = slots(1 + max(part.slot for part in newest)) if newest else 0
+        self.rows = slots_of(max((part.slot + 1 for part in parts if part.last), default=1), slots)
+        n = self.newest = self.rows if newest else 0
         ids, positions, pages, counts, lengths = ([0] * n for _ in range(5))
         for part in newest:
             slot, start = part.slot, part.start
             positions[slot], pages[slot] = start, part.pages[start // page_size]
             counts[slot], lengths[slot] = 1, start + 1
-        wanted = 1 + max((part.slot for part in texts if part.last), default=-1)
-        rows = [*range(n), *[0] * (slots(wanted) - n if wanted > n else 0)]
+        rows = list(range(n)) or [0] * self.rows
         ends = [0]
         for part in texts:
             assert part.tokens is not None, "it has tokens"
             ids += part.tokens
-            new = range(part.start, part.start + len(part.tokens))
-            positions += new
-            pages += (part.pages[i // page_size] for i in new)
+            end = part.start + len(part.tokens)
+            positions += range(part.start, end)
+            for i in range(part.start // page_size, -(-end // page_size)):
+                pages += [part.pages[i]] * (min(end, (i + 1) * page_size) - max(part.start, i * page_size))
             ends.append(len(ids) - n)
             if part.last:
                 rows[part.slot] = len(ids) - 1
@@ -254,9 +259,9 @@ class MixedBatch(_Laid):
         counts += [1] * (len(ids) - n)
         for field in (ids, positions, pages, counts):
             field += [0] * padding
-        self.n, self.rows, self.longest = 1, len(rows), max(1, total - n)
+        self.n, self.longest = 1, max(1, total - n)
         # The padding is one more sequence, without keys.
-        empty = (1 << len(texts).bit_length()) - len(texts) if texts or padding else 0
+        empty = _sequences(len(texts) + 1) - len(texts) if texts or padding else 0
         tables = [[*part.pages, *itertools.repeat(-1, blocks - len(part.pages))] for part in texts]
         tables += [[-1] * blocks for _ in range(empty)]
         at = _int32(positions)
@@ -265,12 +270,26 @@ class MixedBatch(_Laid):
             _int32([*ends, *[ends[-1]] * (empty - 1), total - n]) if empty else None,
             _int32(lengths) if n else None,
             _int32([*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]) if empty else None,
-            _int32(tables) if empty else None,
+            _table(tables) if empty else None,
         )  # fmt: skip
         if not every and total <= GRAPH_TOKENS:
-            self.shape = n, total, len(rows), len(texts) + empty
+            self.shape = n, total, self.rows, len(texts) + empty
         self._lay(fields, pinned)
 
 
-def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+def _sequences(n: int) -> int:
+    """Parts of prompts in a mixed step, for n that are needed: 4, 16, 64 ..."""
+    bits = (n - 1).bit_length()
+    return max(4, 1 << bits + bits % 2)
+
+
+def _int32(numbers: Sequence[int]) -> Tensor:
+    """`torch.tensor` of a list of 2048 takes several times as long."""
+    return torch.frombuffer(array.array("i", numbers), dtype=torch.int32) if numbers else _EMPTY
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Tensor:
+    return _int32([*itertools.chain.from_iterable(rows)]).view(len(rows), -1)
+
+
+_EMPTY = torch.empty(0, dtype=torch.int32, device="cpu")

@@ -8,6 +8,7 @@ the previous step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from rooftile.engine.model import Decoder
 from rooftile.engine.modes import on, plain_mode
 from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import PrefixCache
-from rooftile.engine.prompts import MixedBatch, Part, PromptBatch
+from rooftile.engine.prompts import MixedBatch, Part, PromptBatch, rounded, slots_of
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.sampling import Sampling as Sampling
 from rooftile.engine.sampling import SlotOptions
@@ -32,7 +33,7 @@ from rooftile.ops.sample import accept_drafts_, mark_seen_, sample_
 from rooftile.primitives.pdl import constant_weights
 
 # Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
-# at most 512 tokens have 14 numbers of tokens, for each number of slots that decode.
+# at most 1024 tokens have 18 numbers of tokens, for each of a few numbers of slots.
 KEPT = 128
 
 
@@ -258,6 +259,44 @@ class Runner:
             self._graphs, self._turns = {}, SerialGraphs(device)
             self._of_prompts = PromptGraphs(self.decoder, self._turns)
 
+    def warm_up(self, step_tokens: int) -> None:
+        """Compile the kernels of steps of at most that many tokens, and capture the graphs of the most frequent ones.
+
+        Those are steps of decoding, and full steps beside any number of sequences. A graph takes some 50 ms, a kernel
+        seconds. Without CUDA graphs nothing is done.
+
+        Raises:
+            RuntimeError: there are sequences. Their newest tokens would be lost.
+        """
+        if self._graphs is None:
+            return
+        if self.cache.sequences:
+            raise RuntimeError("warm_up: there are sequences, expected none yet")
+        most = self.max_batch
+        with self._entered("warm up"):
+            for n in sorted({rounded(n) for n in range(1, step_tokens + 1)}):
+                self._prefilled(self._example(0, n))
+            for b in sorted({slots_of(n, most) for n in range(1, most + 1)}):
+                step = self._example(b, max(step_tokens, b + 1))
+                self._prefilled(step)
+                logits = self._prefilled(step)
+                for greedy in (True, False):
+                    self._sample_first(b, logits, greedy)
+            kinds = [False] if self.verifier is None else [False, True]
+            for b in sorted({self.bucket(n) for n in range(1, most + 1)}):
+                for greedy, verifies in itertools.product((True, False), kinds):
+                    self._graph(b, greedy, verifies)
+
+    def _example(self, b: int, total: int) -> MixedBatch:
+        """A step of so many tokens, of which b slots have a row; what it writes is in free pages."""
+        size = self.cache.page_size
+        capacity = min(self.cache.capacity, size * self.cache.k.shape[1])
+        parts = [Part(b - 1, 0, None, [0], True)] if b else []
+        for at in range(0, total - b, capacity):
+            n = min(capacity, total - b - at)
+            parts.append(Part(len(parts), 0, [0] * n, range(-(-n // size)), not b and not parts))
+        return self._laid_out(parts)
+
     @contextlib.contextmanager
     def _entered(self, name: str | None = None) -> Iterator[None]:
         """On the device, after previous calls, and outside of the caller's modes. The weights are loaded by then.
@@ -404,11 +443,13 @@ class Runner:
         starts = {s: s.length for s in new}
         self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
         parts = [Part(s.slot, starts[s], t, s.pages, t is None or s.slot in last) for s, t in new.items()]
-        laid_out = MixedBatch(
-            parts, self.cache.page_size, self.cache.page_table.shape[1], self.bucket, every=every,
+        return self._prefilled(self._laid_out(parts, every))
+
+    def _laid_out(self, parts: Sequence[Part], every: bool = False) -> MixedBatch:
+        return MixedBatch(
+            parts, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
             pinned=self._device.type == "cuda",
         )  # fmt: skip
-        return self._prefilled(laid_out)
 
     def _prefilled(self, laid_out: PromptBatch | MixedBatch) -> Tensor:
         """The logits, by a graph where there is one."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import page_names
+from rooftile.engine.prompts import slots_of
 from rooftile.engine.runner import Runner, Sampling
 
 if TYPE_CHECKING:
@@ -94,7 +95,12 @@ class Scheduler:
     Args:
         slots, pages, page_size: of the cache.
         prompt_tokens: the most in one forward pass; a single prompt may have more.
+
+    Attributes:
+        in_parts: whether a step may have parts of prompts, and newest tokens beside them.
     """
+
+    in_parts = False
 
     def __init__(self, slots: int, pages: int, page_size: int, prompt_tokens: int) -> None:
         self.waiting: deque[Request] = deque()
@@ -167,6 +173,8 @@ class ContinuousScheduler(Scheduler):
         prefix_hit_tokens, prefix_query_tokens: how many tokens of prompts were found in the cache, of how many.
     """
 
+    in_parts = True
+
     def __init__(self, runner: Runner, step_tokens: int, prefix_cache: bool) -> None:
         cache = runner.cache
         super().__init__(runner.max_batch, cache.k.shape[1], cache.page_size, step_tokens)
@@ -182,8 +190,10 @@ class ContinuousScheduler(Scheduler):
         work: dict[Request, int] = {}
         given_way = self.preemptions
         running = sorted(self.unfinished(), key=lambda r: r.rank)
-        decoding = {r: r.sequence.slot for r in running if r.decoding and r.sequence is not None}
-        budget = self._prompt_tokens - (self._runner.bucket(max(decoding.values()) + 1) if decoding else 0)
+        decoding = {r for r in running if r.decoding}
+        # Newest tokens take the rows of all slots up to the last one that gets a token.
+        last = max((r.sequence.slot for r in running if r.sequence is not None), default=-1)
+        budget = self._prompt_tokens - (slots_of(last + 1, self._slots) if decoding else 0)
         free = self._cache.free_pages  # without those that the step takes
         for request in running:
             if self.preemptions > given_way and request not in self.running:
@@ -200,23 +210,28 @@ class ContinuousScheduler(Scheduler):
             free -= missing
             budget -= 0 if request in decoding else n
         if self.preemptions == given_way:
-            self._start(budget, {r: n for r, n in work.items() if r not in decoding}, work)
+            self._start(budget, last if decoding else None, {r: n for r, n in work.items() if r not in decoding}, work)
         return work
 
-    def _start(self, budget: int, prompts: dict[Request, int], work: dict[Request, int]) -> None:
+    def _start(
+        self, budget: int, last: int | None, prompts: dict[Request, int], work: dict[Request, int]
+    ) -> None:  # fmt: skip
         """Start requests that wait, as long as there are tokens of the budget, slots and pages for them.
 
         Args:
+            last: the last slot with a row, if the step has newest tokens: rows of new slots beyond it count, too.
             prompts: the tokens of prompts that the step has so far.
         """
         slots = self._slots - len(self.running)
-        if not (self.waiting and budget and slots):
+        if not (self.waiting and budget > 0 and slots):
             return
         coming = {name for request, n in prompts.items() for name in self._coming(request, n)}
-        # For the rest of each prompt, and one page for each that runs, or is held back.
-        promised = sum(self._missing(r, max(len(r.filled), r.computed + work.get(r, 0))) + 1 for r in self.running)
+        promised = sum(self._promised(r, r.computed + work.get(r, 0)) for r in self.running)
         for request in list(self.waiting):
-            if not (budget and slots):
+            if last is not None:  # a new sequence takes the first free slot
+                before, last = last, max(last, len(self.running))
+                budget -= slots_of(last + 1, self._slots) - slots_of(before + 1, self._slots)
+            if not (budget > 0 and slots):
                 return
             pages, following = self._found(request)
             if following not in coming:
@@ -226,7 +241,11 @@ class ContinuousScheduler(Scheduler):
                 budget -= n
                 coming.update(self._coming(request, n))
             slots -= 1
-            promised += self._missing(request, len(request.filled)) + 1
+            promised += self._promised(request, request.computed + work.get(request, 0))
+
+    def _promised(self, request: Request, tokens: int) -> int:
+        """The pages kept for a request of so many tokens: for the rest of its prompt, and a further one if it needs it."""
+        return self._missing(request, min(request.longest, max(len(request.filled), tokens) + self._page_size))
 
     def _coming(self, request: Request, n: int) -> list[bytes]:
         """The names of the pages that the next n tokens of a request complete."""
