@@ -1,4 +1,4 @@
-"""The process: uvicorn, signals, and the end."""
+"""uvicorn, and how it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -32,10 +32,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which on SIGTERM lets running requests end first.
+    """uvicorn, which on `handle_exit` lets running requests end first. It handles no signals itself.
 
-    After the first signal new requests get 503, on open connections and on new ones, so that a load balancer sees it.
-    When all requests have ended, or the time is over, the server exits. A second signal ends it within 5 s.
+    After the first call new requests get 503, on open connections and on new ones, so that a load balancer sees it.
+    When all requests have ended, or the time is over, the server exits. A second call ends it within 5 s.
 
     Args:
         app: of `create_app`.
@@ -62,6 +62,10 @@ class Server(uvicorn.Server):
                 for each in server.sockets:
                     with contextlib.suppress(OSError):  # a Unix socket
                         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._gate.closed or self._loop is None:
