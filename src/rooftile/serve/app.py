@@ -195,7 +195,7 @@ class _Server:
             for prompt, limit in zip(prompts, limits, strict=True)
             for seed in seeds(request, n)
         ]  # fmt: skip
-        added = iter(await self._added([call for call in calls if call["max_new_tokens"]]))
+        added = iter(await self._added(request, [call for call in calls if call["max_new_tokens"]]))
         streams = [next(added) if call["max_new_tokens"] else _Nothing() for call in calls]
         answer = make(streams)
         http.state.notes["prompt"] = answer.prompt_tokens
@@ -203,14 +203,16 @@ class _Server:
             return _Events(answer, self.options.send_timeout, http.state.notes)
         return _Whole(answer, http.state.notes)
 
-    async def _added(self, calls: list[dict[str, Any]]) -> list[Any]:
+    async def _added(self, request: Sampled, calls: list[dict[str, Any]]) -> list[Any]:
         """The streams of all requests; if there is no room for one, none is added."""
         try:
             return await self.engine.add_all(calls)
         except QueueFull as error:
             raise ApiError(429, f"the queue is full: {error}", code="queue_full", retry_after=1) from None
         except (ValueError, TypeError) as error:
-            raise ApiError(400, str(error)) from None
+            _, _, said = str(error).partition(": ")  # behind the name of the function
+            field = said.partition(" ")[0]
+            raise ApiError(400, str(error), param=field if field in type(request).model_fields else None) from None
         except RuntimeError as error:
             log.error("the engine takes no requests: %s", error, exc_info=error)
             raise ApiError(503, "the engine takes no requests", code="engine_failed", retry_after=30) from None
