@@ -20,7 +20,6 @@ and the engine's process
     chunks, items              of a step: (id, cached tokens, fields of a `Chunk`), or (id, the text of an error, that
                                of its cause if it is a `GrammarError`)
     signal, number
-    end
 """
 
 from __future__ import annotations
@@ -66,11 +65,10 @@ def _messages(channel: socket.socket) -> Iterator[tuple[Any, ...]]:
     """Those that come, until the other end is closed."""
     with channel.makefile("rb") as file:
         while len(head := file.read(4)) == 4:
-            data = file.read(int.from_bytes(head, "big"))
-            try:
-                yield pickle.loads(data)
-            except EOFError:  # it ended in the middle of one
+            size = int.from_bytes(head, "big")
+            if len(data := file.read(size)) < size:
                 return
+            yield pickle.loads(data)
 
 
 def _plain(error: Exception) -> Exception:
@@ -85,7 +83,8 @@ class Front:
     """The process that answers HTTP, and the engine's end of the channel to it. To be entered.
 
     The process starts with this object, and imports what it needs while the model is loaded. If it ends before it is
-    told to, `run` returns; if this process ends, so does it.
+    told to, `run` returns; if this process ends, so does it. If it does not read for as many steps as the channel has
+    room for, the engine waits for it.
 
     Args:
         listening: the socket that clients connect to. The front takes it over.
@@ -152,11 +151,8 @@ class Front:
 
     def close(self) -> None:
         """End the front, and what runs in it."""
-        self._send("end")
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # the thread that reads ends, too
-        self._process.join(_GRACE)
         self._process.kill()
+        self._process.join()
         self._channel.close()
         self._compiling.shutdown()
 
@@ -380,11 +376,9 @@ class Remote(asyncio.Protocol):
             number, value = rest
             if (reply := self._replies.get(number)) is not None and not reply.done():
                 reply.set_result(value)
-        elif kind == "signal":
-            self.on_signal(*rest)
         else:
-            assert kind == "end", kind
-            os._exit(0)
+            assert kind == "signal", kind
+            self.on_signal(*rest)
 
     def connection_lost(self, error: Exception | None) -> None:
         log.error("the engine's process has ended")
@@ -413,11 +407,9 @@ def _main(
 
     try:
         read = Tokenizer.from_str(tokenizer)
-        kind, model = next(_messages(channel))
+        _, model = next(_messages(channel))
     except Exception:
         os._exit(1)  # the engine's process says what is wrong with a tokenizer, or it has ended
-    if kind == "end":
-        os._exit(0)
     remote = Remote(dataclasses.replace(model, tokenizer=read))
     server = Answering(app_of(remote, options), abort=remote.abort_all, drain_timeout=drain_timeout, log_config=None)
     remote.on_signal = lambda number: server.handle_exit(number, None)
