@@ -2,13 +2,15 @@
 
 import asyncio
 import hashlib
+import threading
+import time
 import types
 
 import torch
 from tokenizers import Tokenizer
 
 from rooftile import byte_model
-from rooftile.engine import QueueFull, RequestError
+from rooftile.engine import QueueFull, RequestError, StreamChunk
 from rooftile.serve.app import Options, create_app
 from rooftile.serve.chat import ChatTemplate
 from rooftile.serve.server import BackgroundServer
@@ -180,3 +182,69 @@ class MaskedEngine(FakeEngine):
         tokenizer = self.engine.tokenizer
         text = self.answer(tokenizer.decode(prompt)) if mask is None else written(mask, tokenizer)
         return self._add(prompt, dict(locals()), text, top_logprobs)
+
+
+class RelayedEngine(MaskedEngine):
+    """One for another process, as `AsyncEngine.add_for`: a thread gives each request a token every `delay` seconds."""
+
+    def __init__(self, *, delay=0.001, **more):
+        super().__init__(delay=delay, **more)
+        self._lock, self._requests = threading.Lock(), {}
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add_for(self, deliver, requests):
+        if self.failed:
+            raise RuntimeError("the engine has failed")
+        with self._lock:
+            if len(self._requests) + len(requests) > self.max_waiting:
+                raise QueueFull("as many wait as may")
+            made = [self.add(**arguments) for arguments in requests]
+            self._requests |= {request.id: (deliver, request) for request in made}
+
+    def _add(self, prompt, options, text, top=0):
+        self.added += 1
+        self.last = options
+        tokens = [*self.engine.tokenizer.encode(text).ids, END][: options["max_new_tokens"]]
+        logprob = -0.5 if options["logprobs"] else None
+        return types.SimpleNamespace(
+            id=options["options"]["request_id"], prompt_tokens=prompt, cached=len(prompt) // 2,
+            left=tokens, logprob=logprob, top=top,
+        )  # fmt: skip
+
+    def _next(self, request):
+        try:
+            if self.fails is not None and self.fails(request, len(request.left)):
+                raise RequestError("it fails as the test asks")
+        except RequestError as error:
+            return error
+        token, *request.left = request.left
+        reason = None if request.left else "stop" if token == END else "length"
+        text = "" if token == END else self.engine.tokenizer.decode([token])
+        top = [(token, -0.5), (token + 1, -1.5)][: request.top] or None
+        return StreamChunk(0, token, text, request.logprob, reason, top)
+
+    def _run(self):
+        while True:
+            time.sleep(self.delay)
+            with self._lock:
+                batches = {}
+                for deliver, request in [*self._requests.values()]:
+                    chunk = self._next(request)
+                    if isinstance(chunk, RequestError) or chunk.finish_reason is not None:
+                        del self._requests[request.id]
+                    batches.setdefault(deliver, []).append((request, chunk))
+                for deliver, batch in batches.items():
+                    deliver(batch)
+
+    def abort(self, request_id):
+        with self._lock:
+            if request_id in self._requests:
+                deliver, request = self._requests.pop(request_id)
+                deliver([(request, StreamChunk(0, -1, "", None, "abort"))])
+
+    def close(self):
+        for request_id in [*self._requests]:
+            self.abort(request_id)
+
+    def stats(self):
+        return types.SimpleNamespace(**{**vars(super().stats()), "running": len(self._requests)})

@@ -210,6 +210,38 @@ def test_several_are_added_together_or_not_at_all(engine, expected):
         assert [stream.result().tokens for stream in streams] == [expected[0]] * 6
 
 
+def test_chunks_for_another_process_come_together_after_each_step(served, engine, expected, monkeypatch):
+    batches, by_id = [], collections.defaultdict(list)
+
+    def deliver(batch):
+        batches.append([request.id for request, _ in batch])
+        for request, chunk in batch:
+            by_id[request.id].append(chunk)
+
+    def ask(i, request_id, **more):
+        return {"prompt": PROMPTS[i], "max_new_tokens": NEW, "ignore_eos": True, "request_id": request_id, **more}
+
+    def ended(*ids):
+        until(lambda: all(by_id[i] and getattr(by_id[i][-1], "finish_reason", "error") for i in ids))
+
+    with pytest.raises(ValueError, match="is empty"):
+        served.add_for(deliver, [ask(0, "x"), {"prompt": []}])
+    served.add_for(deliver, [ask(0, "a"), ask(0, "b"), ask(0, "c", max_new_tokens=40)])
+    ended("a", "b")
+    assert served.abort("c")
+    ended("c")
+    assert [[chunk.token for chunk in by_id[i]] for i in "ab"] == [expected[0]] * 2
+    assert (by_id["c"][-1].token, by_id["c"][-1].finish_reason) == (-1, "abort")
+    assert ["a", "b", "c"] in batches
+    assert not by_id["x"]
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "decode", lambda *_: 1 / 0)
+        served.add_for(deliver, [ask(0, "d"), ask(0, "e")])
+        ended("d", "e")
+    assert all(isinstance(by_id[i][-1].__cause__, ZeroDivisionError) for i in "de")
+    assert served.stats().finished == {"stop": 0, "length": 2, "abort": 1, "error": 2}
+
+
 class held:
     """The loop stands still once three requests run, until it is released."""
 

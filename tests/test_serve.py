@@ -163,6 +163,7 @@ class TestCompletions:
         with pytest.raises(openai.BadRequestError) as error:
             client.completions.create(**{"model": "small", "prompt": "a", "extra_body": {field: value}})
         refused(error, field)
+        assert error.value.param.split(".")[0] == field
 
     @pytest.mark.parametrize(
         "extra",

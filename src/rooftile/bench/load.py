@@ -8,7 +8,7 @@ Prompts are random token ids. Their lengths, and how many tokens each asks for, 
 distributions, as those of conversations are: many are short, and a few are long. Every answer has as many tokens as
 were asked for; one that has not counts as failed.
 
-With `--http`, this project's server answers the same requests first, from a process of its own over loopback.
+With `--http`, this project's server answers the same requests first, from processes of its own over loopback.
 """
 
 from __future__ import annotations
@@ -500,15 +500,18 @@ def _tokenizer(vocab: int) -> Any:
 
 
 def _answer(settings: Settings, pipe: Any) -> None:
-    """In the server's process: says where it listens, and ends when it is told to."""
-    from rooftile.serve.app import Options, create_app
-    from rooftile.serve.server import BackgroundServer
+    """In the process of the server's engine: says where the server listens, and ends when it is told to."""
+    from rooftile.serve.app import Options
+    from rooftile.serve.front import Front
+    from rooftile.serve.server import listen
 
     with _engine(settings) as engine:
         if engine.engine.tokenizer is None:
             engine.engine.tokenizer = _tokenizer(engine.engine.config.vocab)
-        with BackgroundServer(create_app(engine, Options(names=(settings.model,)))) as server:
-            pipe.send(server.url)
+        options = Options(names=(settings.model,))
+        with Front(listen("127.0.0.1", 0), options, engine.engine.tokenizer.to_str()) as front:
+            front.begin(engine)
+            pipe.send(front.url)
             with contextlib.suppress(EOFError):  # the other end has gone
                 pipe.recv()
 

@@ -156,13 +156,18 @@ def serve(
         raise _refuse("serve", error) from None
     choose_mode()
     from rooftile.bench.generate import folder_of
+    from rooftile.engine.async_engine import check_step_tokens
     from rooftile.engine.hub import is_id
-    from rooftile.serve.app import Options, create_app, folder_options
-    from rooftile.serve.server import Server, listen
+    from rooftile.serve.app import Options, folder_options
+    from rooftile.serve.front import LOG_FORMAT, Front
+    from rooftile.serve.server import listen
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
+        check_step_tokens(step_tokens, max_batch)
         folder = folder_of(path)
+        if not (tokenizer := folder / "tokenizer.json").is_file():
+            raise ValueError(f"{folder} has no tokenizer.json, and the server needs one")
         listening = listen(host, port)  # before the model is loaded
         options = Options(
             names=tuple(served_model_name or [path if path == "demo" or is_id(path) else folder.resolve().name]),
@@ -173,24 +178,22 @@ def serve(
             send_timeout=send_timeout,
             **folder_options(folder, chat_template, tool_format.value),
         )
+        front = Front(listening, options, tokenizer.read_text(encoding="utf-8"), drain_timeout=drain_timeout)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refuse("serve", error) from None
-    with _loaded(
+    with front, _loaded(
         "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
         max_seq_len=max_seq_len, pages=pages, deterministic=deterministic, cascade=cascade,
         requests={
             "max_waiting": max_queue, "prefix_cache": prefix_cache, "step_tokens": step_tokens, "warm_up": warm_up,
         },
     ) as engine:  # fmt: skip
-        try:
-            app = create_app(engine, options)
-        except ValueError as error:
-            raise _refuse("serve", error) from None
+        front.begin(engine)
         log = logging.getLogger("rooftile.serve")
-        made, (address, taken) = engine.engine, listening.getsockname()[:2]
-        log.info("%s: %r, at most %d sequences", ", ".join(options.names), made, made.max_batch)
-        log.info("listening on http://%s:%d", f"[{address}]" if ":" in address else address, taken)
-        Server(app, abort=engine.close, drain_timeout=drain_timeout, log_config=None).run(sockets=[listening])
+        log.info("%s: %r, at most %d sequences", ", ".join(options.names), engine.engine, max_batch)
+        log.info("listening on %s", front.url)
+        code = front.run()
+    raise typer.Exit(code)
 
 
 @command(Panel.run)

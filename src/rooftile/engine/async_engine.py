@@ -26,14 +26,18 @@ from rooftile.engine.leading import follow, leading
 from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import ContinuousScheduler, Request
+from rooftile.errors import QueueFull, RequestError
+
+Deliver = Callable[[list[tuple[Request, StreamChunk | RequestError]]], None]
 
 
-class QueueFull(RuntimeError):
-    """As many requests wait as may."""
-
-
-class RequestError(RuntimeError):
-    """What ended a request; its cause is what was raised."""
+def check_step_tokens(step_tokens: int, max_batch: int) -> None:
+    """Raises ValueError unless a step has room for a token of each sequence, and for a part of a prompt."""
+    if step_tokens <= max_batch:
+        raise ValueError(
+            f"AsyncEngine: step_tokens is {step_tokens}, expected more than max_batch, {max_batch}: each sequence that "
+            "decodes gets a token in every step"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +93,14 @@ def _go_on(futures: Iterable[asyncio.Future[None]]) -> None:
 
 
 class _Channel:
-    """What one request's stream has yet to yield. The loop writes; threads and event loops read."""
+    """What one request's stream has yet to yield. The loop writes; threads and event loops read.
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    Args:
+        deliver: takes the items instead, where there is no stream.
+    """
+
+    def __init__(self, request: Request, deliver: Deliver | None = None) -> None:
+        self.request, self.deliver = request, deliver
         self.ended = False
         self.error: RequestError | None = None
         self._items: deque[StreamChunk | RequestError] = deque()
@@ -258,7 +266,7 @@ class _Worker:
 
     # Called by any thread.
 
-    def add(self, requests: Sequence[Request]) -> list[_Channel]:
+    def add(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[_Channel]:
         """All of them or, if anything is raised, none. Those without an id get one."""
         with self._lock:
             if self._failure is not None:
@@ -282,7 +290,7 @@ class _Worker:
                 if not request.id:
                     ids = (f"request-{n}" for n in self._ids)
                     request.id = next(i for i in ids if i not in self._live and i not in given)
-                channel = self._live[request.id] = _Channel(request)
+                channel = self._live[request.id] = _Channel(request, deliver)
                 channels.append(channel)
                 self._untaken += 1
                 self._inbox.put(request)  # inside of the lock: requests start in the order in which they were added
@@ -388,9 +396,23 @@ class _Worker:
             return error
 
     def _deliver(self, events: Iterable[tuple[Request, StreamChunk | BaseException]]) -> None:
-        _wake([waiter for request, event in events for waiter in self._put(request, event)])
+        waiters: list[_Waiter] = []
+        batches: dict[Deliver, list[tuple[Request, StreamChunk | RequestError]]] = {}
+        for request, event in events:
+            channel, item, last = self._item(request, event)
+            if channel.deliver is None:
+                waiters += channel.put(item, last)
+            else:
+                channel.ended = last
+                batches.setdefault(channel.deliver, []).append((request, item))
+        for deliver, batch in batches.items():
+            deliver(batch)
+        _wake(waiters)
 
-    def _put(self, request: Request, event: StreamChunk | BaseException) -> list[_Waiter]:
+    def _item(
+        self, request: Request, event: StreamChunk | BaseException
+    ) -> tuple[_Channel, StreamChunk | RequestError, bool]:
+        """The request's channel, what it gets, and whether that is the last."""
         channel, reason = self._live[request.id], request.finish_reason
         item: StreamChunk | RequestError
         if isinstance(event, StreamChunk):
@@ -403,7 +425,7 @@ class _Worker:
             with self._lock:
                 del self._live[request.id]
                 self._finished[reason] += 1
-        return channel.put(item, last=reason is not None)
+        return channel, item, reason is not None
 
     def _publish(self) -> None:
         loop, cache = self.loop, self.loop.runner.cache
@@ -442,7 +464,7 @@ class _Follower:
         finally:
             self._engine._generating = False
 
-    def add(self, requests: Sequence[Request]) -> list[_Channel]:
+    def add(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[_Channel]:
         raise RuntimeError(f"AsyncEngine.add: this is rank {self._engine.rank}, expected 0, which takes the requests")
 
     def named(self, request_id: str) -> None:
@@ -510,11 +532,7 @@ class AsyncEngine:
         if not isinstance(engine, Engine):
             raise TypeError(f"AsyncEngine: engine is {engine!r}, expected an Engine")
         check_positive("AsyncEngine", max_waiting=max_waiting, step_tokens=step_tokens)
-        if step_tokens <= engine.max_batch:
-            raise ValueError(
-                f"AsyncEngine: step_tokens is {step_tokens}, expected more than max_batch, {engine.max_batch}: each "
-                "sequence that decodes gets a token in every step"
-            )
+        check_step_tokens(step_tokens, engine.max_batch)
         if engine._generating:
             raise RuntimeError("AsyncEngine: the engine generates already")
         if warm_up:
@@ -608,6 +626,15 @@ class AsyncEngine:
             ValueError, TypeError, RuntimeError: as `add`; or they are more than `max_waiting`.
         """
         return self._streams([self._request(**arguments) for arguments in requests])
+
+    def add_for(self, deliver: Deliver, requests: Iterable[Mapping[str, Any]]) -> None:
+        """As `add_all`, without streams: for what passes chunks on to another process.
+
+        Args:
+            deliver: the engine's thread calls it once after a step, with all new chunks of requests that were added
+                with it, or what ended them. It must be quick, and raise nothing.
+        """
+        self._worker.add([self._request(**arguments) for arguments in requests], deliver)
 
     def _streams(self, requests: Sequence[Request]) -> list[Stream]:
         return [Stream(self, channel, self._worker.abort) for channel in self._worker.add(requests)]

@@ -19,9 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from rooftile.engine import QueueFull, RequestError
+from rooftile.errors import QueueFull, RequestError
 from rooftile.serve import chat, errors
 from rooftile.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer, event
+from rooftile.serve.backend import Backend, Local
 from rooftile.serve.errors import ApiError
 from rooftile.serve.guided import GrammarError
 from rooftile.serve.limits import Gate, Limits
@@ -68,8 +69,11 @@ def create_app(engine: Any, options: Options) -> FastAPI:
     Raises:
         ValueError: the engine has no tokenizer.
     """
-    if engine.engine.tokenizer is None:
-        raise ValueError("the checkpoint has no tokenizer.json, and the server needs one")
+    return app_of(Local(engine), options)
+
+
+def app_of(engine: Backend, options: Options) -> FastAPI:
+    """`create_app` for an engine in this process or in another one."""
     server = _Server(engine, options)
     app = FastAPI(title="Rooftile", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gate, app.state.metrics = server.gate, server.metrics
@@ -104,11 +108,11 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 class _Server:
-    def __init__(self, engine: Any, options: Options) -> None:
+    def __init__(self, engine: Backend, options: Options) -> None:
         self.engine, self.options = engine, options
-        self.gate, self.metrics = Gate(), Metrics(engine.stats)
+        self.gate, self.metrics = Gate(), Metrics()
         self.prompts = Prompts(engine, options.chat_template, options.max_prompt_tokens)
-        self.vocabulary = Vocabulary(engine.engine.tokenizer)
+        self.vocabulary = Vocabulary(engine.model.tokenizer)
         self.begun = int(time.time())
 
     async def models(self) -> dict[str, Any]:
@@ -120,7 +124,7 @@ class _Server:
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.begun, "owned_by": "rooftile"}
-        return {**card, "max_model_len": self.engine.engine.max_seq_len}
+        return {**card, "max_model_len": self.engine.model.max_seq_len}
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.names:
@@ -128,10 +132,12 @@ class _Server:
 
     async def health(self) -> JSONResponse:
         """200 while requests are let in and the engine runs."""
-        status = "failed" if self.engine.failed else "draining" if self.gate.closed else "ok"
+        failed, _ = await self.engine.state()
+        status = "failed" if failed else "draining" if self.gate.closed else "ok"
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def read_metrics(self) -> Response:
+        _, self.metrics.stats = await self.engine.state()
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def completions(self, request: CompletionRequest, http: Request) -> Response:
@@ -166,7 +172,7 @@ class _Server:
         return {
             "prompt_tokens": [len(prompt.tokens) for prompt in prompts],
             "logprobs": wants_logprobs(request),
-            "ends": frozenset((*self.engine.engine.config.eos, *(request.stop_token_ids or ()))),
+            "ends": frozenset((*self.engine.model.eos, *(request.stop_token_ids or ()))),
             "token_bytes": self.vocabulary.bytes_of,
             "metrics": self.metrics,
             "started": started,
@@ -184,12 +190,12 @@ class _Server:
         calls = [
             {
                 "prompt": prompt.tokens, "max_new_tokens": limit, "seed": seed, **options,
-                **({} if grammar is None else {"mask": grammar.copy(), "ignore_eos": False}),
+                **({} if grammar is None else {"grammar": grammar, "ignore_eos": False}),
             }
             for prompt, limit in zip(prompts, limits, strict=True)
             for seed in seeds(request, n)
         ]  # fmt: skip
-        added = iter(self._added([call for call in calls if call["max_new_tokens"]]))
+        added = iter(await self._added(request, [call for call in calls if call["max_new_tokens"]]))
         streams = [next(added) if call["max_new_tokens"] else _Nothing() for call in calls]
         answer = make(streams)
         http.state.notes["prompt"] = answer.prompt_tokens
@@ -197,14 +203,16 @@ class _Server:
             return _Events(answer, self.options.send_timeout, http.state.notes)
         return _Whole(answer, http.state.notes)
 
-    def _added(self, calls: list[dict[str, Any]]) -> list[Any]:
+    async def _added(self, request: Sampled, calls: list[dict[str, Any]]) -> list[Any]:
         """The streams of all requests; if there is no room for one, none is added."""
         try:
-            return list(self.engine.add_all(calls))
+            return await self.engine.add_all(calls)
         except QueueFull as error:
             raise ApiError(429, f"the queue is full: {error}", code="queue_full", retry_after=1) from None
         except (ValueError, TypeError) as error:
-            raise ApiError(400, str(error)) from None
+            _, _, said = str(error).partition(": ")  # behind the name of the function
+            field = said.partition(" ")[0]
+            raise ApiError(400, str(error), param=field if field in type(request).model_fields else None) from None
         except RuntimeError as error:
             log.error("the engine takes no requests: %s", error, exc_info=error)
             raise ApiError(503, "the engine takes no requests", code="engine_failed", retry_after=30) from None

@@ -79,6 +79,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid: {error}") from None
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[dict[str, str], dict[str, str]]]:
+        return ChatTemplate, (self.sources, self._tokens)
+
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
         """The template in a checkpoint's folder, or in a file of its own; None if there is none.

@@ -46,7 +46,10 @@ def response(error: HTTPException) -> JSONResponse:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors. The alternatives of a union are part of its location, and are left out."""
+    """The first of pydantic's errors. The alternatives of a union are part of its location, and are left out.
+
+    What is wrong with a whole request is said with the name of the field first.
+    """
     error = errors[0]
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}")
@@ -55,4 +58,6 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     said = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "model_attributes_type" and not at:
         return ApiError(400, "the body is no JSON object, or its content-type is not application/json")
+    if error["type"] == "value_error" and not at:
+        return ApiError(400, said, param=said.split()[0])
     return ApiError(400, f"{param}: {said}" if param else said, param=param or None)

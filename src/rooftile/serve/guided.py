@@ -8,13 +8,11 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from rooftile.serve.protocol import ResponseFormat, StructuredOutputs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from torch import Tensor
 
 
 _KEPT = 64  # compiled grammars: clients send the same schema again and again
@@ -37,6 +35,8 @@ class Grammar:
         return Grammar(self._matcher.deep_copy())
 
     def mask(self) -> Tensor:
+        import torch  # where a mask is wanted it was imported; the server's front does without
+
         mask = self._matcher.compute_bitmask()
         self._check()
         return torch.frombuffer(bytearray(mask), dtype=torch.int32)
@@ -65,7 +65,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._compiled: dict[str, Grammar] = {}
 
     @functools.cached_property
@@ -83,16 +83,20 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
+        with self._lock:  # not held while another one is compiled
+            if (found := self._compiled.pop(grammar, None)) is not None:
+                self._compiled[grammar] = found  # the one used last is the last
+                return found
+        with self._compiling:
+            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+            if matcher.is_error():
+                raise ValueError(_reason(matcher) or "no valid grammar")
+            matcher.compute_bitmask()  # some grammars fail only here
+            if matcher.is_error():
+                raise ValueError(f"no token can be the first: {_reason(matcher)}")
+        found = Grammar(matcher)
         with self._lock:
-            if (found := self._compiled.pop(grammar, None)) is None:
-                matcher = LLMatcher(self._tokens, grammar, log_level=0)
-                if matcher.is_error():
-                    raise ValueError(_reason(matcher) or "no valid grammar")
-                matcher.compute_bitmask()  # some grammars fail only here
-                if matcher.is_error():
-                    raise ValueError(f"no token can be the first: {_reason(matcher)}")
-                found = Grammar(matcher)
-            self._compiled[grammar] = found  # the one used last is the last
+            self._compiled[grammar] = found
             if len(self._compiled) > _KEPT:
                 del self._compiled[next(iter(self._compiled))]
         return found

@@ -33,13 +33,6 @@ class Gate:
     closed: bool = False
     inside: int = 0
 
-    async def empty(self, timeout: float) -> bool:
-        """Wait until nothing is being answered. Returns whether that came within so many seconds."""
-        end = time.monotonic() + timeout
-        while self.inside and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        return self.inside == 0
-
 
 class _Gone(Exception):
     """The client left before it had sent its request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -21,7 +21,10 @@ _GAUGES = {
     "pages": ("cache_pages", "Pages of the cache."),
 }
 _COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "prompt_tokens": (
+        "prompt_tokens",
+        "Computed tokens of prompts: without those found in the prefix cache.",
+    ),
     "generated_tokens": ("generated_tokens", "Generated tokens."),
     "prefix_query_tokens": ("prefix_cache_queried_tokens", "Tokens of prompts that the prefix cache was asked for."),
     "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Tokens of prompts found in the prefix cache."),
@@ -35,13 +38,13 @@ _COUNTERS = {
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
-    Args:
-        stats: returns the engine's statistics; it is called when the metrics are read.
+    Attributes:
+        stats: the engine's statistics; whoever reads the metrics puts them here before.
     """
 
-    def __init__(self, stats: Callable[[], Any]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._stats = stats
+        self.stats: Any = None
         self.registry.register(self)
         self.answers = Counter(
             "rooftile_http_requests", "HTTP requests by path and status.", ["path", "status"], registry=self.registry
@@ -71,7 +74,7 @@ class Metrics:
         )
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        stats = self.stats
         for attribute, (name, said) in _GAUGES.items():
             if (value := getattr(stats, attribute, None)) is not None:
                 yield GaugeMetricFamily(f"rooftile_{name}", said, value=value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import logging
 import secrets
 from typing import Any
 
 from rooftile.serve import chat, guided, protocol
+from rooftile.serve.backend import Backend
 from rooftile.serve.errors import ApiError
 from rooftile.serve.protocol import ChatRequest, CompletionRequest, Fields, Sampled
 
@@ -33,18 +33,17 @@ class Prompts:
     """Reads requests for one engine.
 
     Args:
-        engine: an `AsyncEngine`, or what has its methods.
+        engine: which answers them.
         template: of chats; None if there is none.
         max_prompt_tokens: the most tokens of a prompt.
     """
 
-    def __init__(self, engine: Any, template: chat.ChatTemplate | None, max_prompt_tokens: int | None) -> None:
+    def __init__(self, engine: Backend, template: chat.ChatTemplate | None, max_prompt_tokens: int | None) -> None:
         self._engine, self._template = engine, template
-        model = engine.engine
-        self._tokenizer, self._vocab, self._length = model.tokenizer, model.config.vocab, model.max_seq_len
+        model = engine.model
+        self._tokenizer, self._vocab, self._length = model.tokenizer, model.vocab, model.max_seq_len
         self._most = min(max_prompt_tokens or self._length, self._length - 1)
-        self._takes = _options_of(engine)
-        self._grammars = guided.Grammars(model.tokenizer, model.config.vocab, model.config.eos)
+        self._takes = model.options
 
     async def of_completion(self, request: CompletionRequest) -> list[Prompt]:
         """One or several."""
@@ -132,7 +131,7 @@ class Prompts:
         return room if asked is None else asked
 
     def options(self, request: Sampled) -> dict[str, Any]:
-        """What `add` takes beside the prompt, `max_new_tokens`, `seed` and `mask`."""
+        """What `add` takes beside the prompt, `max_new_tokens` and `seed`, and the grammar."""
         _check_extra(request)
         stop: list[str | int] = [request.stop] if isinstance(request.stop, str) else [*(request.stop or ())]
         stop += request.stop_token_ids or ()
@@ -183,8 +182,8 @@ class Prompts:
                 )
         return {int(token): bias for token, bias in given.items()}
 
-    async def grammar(self, request: Sampled) -> guided.Grammar | None:
-        """What the answers must follow, to be copied for each; None for any text."""
+    async def grammar(self, request: Sampled) -> str | None:
+        """What the answers must follow; None for any text."""
         forced = chat.forced_schema(request) if isinstance(request, ChatRequest) else None
         format = request.response_format
         param = "response_format" if format is not None else "structured_outputs"
@@ -198,7 +197,8 @@ class Prompts:
                 return None
             if "mask" not in self._takes:
                 raise ValueError("this engine has no token mask")
-            return await asyncio.to_thread(self._grammars.compile, grammar)
+            await self._engine.compile(grammar)
+            return grammar
         except (ValueError, ImportError) as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
 
@@ -214,17 +214,6 @@ def seeds(request: Sampled, n: int) -> list[int]:
     """One for each of the sequences. Drawn where the request gives none."""
     first = secrets.randbits(63) if request.seed is None else request.seed
     return [(first + i + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(n)]
-
-
-def _options_of(engine: Any) -> frozenset[str]:
-    """The names of the options that `add` takes."""
-    parameters = inspect.signature(engine.add).parameters
-    names = set(parameters)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        from rooftile.engine.runner import Sampling
-
-        names |= {field.name for field in dataclasses.fields(Sampling)}
-    return frozenset(names)
 
 
 def _check_extra(request: Fields) -> None:

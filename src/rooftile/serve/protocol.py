@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -179,7 +179,7 @@ class NamedTool(Fields):
 
 
 class Part(Fields):
-    type: Literal["text"]  # there are no models for images or sound
+    type: Literal["text"]
     text: str
 
 
@@ -189,6 +189,16 @@ class Message(Fields):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _only_text(cls, content: Any) -> Any:
+        """There are no models for images or sound."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else part
+            if kind != "text":
+                raise ValueError(f"has a part of type {str(kind)[:40]!r}, expected a string, or parts of type 'text'")
+        return content
 
 
 class ChatRequest(Sampled):

@@ -1,4 +1,4 @@
-"""The process: uvicorn, signals, and the end."""
+"""uvicorn, and how it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -32,14 +33,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which on SIGTERM lets running requests end first.
+    """uvicorn, which on `handle_exit` lets running requests end first. It handles no signals itself.
 
-    After the first signal new requests get 503, on open connections and on new ones, so that a load balancer sees it.
-    When all requests have ended, or the time is over, the server exits. A second signal ends it within 5 s.
+    After the first call new requests get 503, on open connections and on new ones, so that a load balancer sees it.
+    When all requests have ended, or the time is over, the server exits. A second call ends the time at once.
 
     Args:
         app: of `create_app`.
-        abort: ends the requests that are left when the time is over.
+        abort: ends the requests that are left when the time is over; those that it does not end have 5 s.
         drain_timeout: seconds.
         settings: of `uvicorn.Config`.
     """
@@ -52,6 +53,7 @@ class Server(uvicorn.Server):
         self._gate, self._abort, self._drain_timeout = app.state.gate, abort, drain_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._deadline = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -63,20 +65,28 @@ class Server(uvicorn.Server):
                     with contextlib.suppress(OSError):  # a Unix socket
                         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._gate.closed or self._loop is None:
+        if self._loop is None or self.should_exit:
             super().handle_exit(sig, frame)
-            return
-        self._gate.closed = True
-        self._loop.call_soon_threadsafe(self._begin_draining, signal.Signals(sig).name)
+        elif self._gate.closed:
+            self._deadline = 0.0
+        else:
+            self._gate.closed, self._deadline = True, time.monotonic() + self._drain_timeout
+            self._loop.call_soon_threadsafe(self._begin_draining, signal.Signals(sig).name)
 
     def _begin_draining(self, name: str) -> None:
         log.info("%s: %d requests run; new ones are refused", name, self._gate.inside)
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        if not await self._gate.empty(self._drain_timeout):
-            log.warning("%d requests did not end in %g s, and are aborted", self._gate.inside, self._drain_timeout)
+        while self._gate.inside and time.monotonic() < self._deadline:
+            await asyncio.sleep(0.02)
+        if self._gate.inside:
+            log.warning("%d requests did not end in time, and are aborted", self._gate.inside)
             if self._abort is not None:
                 await asyncio.to_thread(self._abort)
         self.should_exit = True
