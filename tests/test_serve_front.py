@@ -237,6 +237,17 @@ def test_when_the_front_is_killed_its_engine_is_told():
         assert front._process.exitcode == -signal.SIGKILL
 
 
+def test_a_front_that_stands_still_does_not_stop_the_engine():
+    """More than the kernel keeps for it, which it gets when it goes on."""
+    with started() as front:
+        front.begin(RelayedEngine())
+        os.kill(front._process.pid, signal.SIGSTOP)
+        for _ in range(4096):
+            front._send("chunks", [("gone", 0, "x" * 4096)])
+        os.kill(front._process.pid, signal.SIGCONT)
+        assert post(front, ASK).json()["choices"][0]["finish_reason"] == "length"
+
+
 def test_a_front_that_ends_while_a_model_is_loaded():
     with started() as front:
         front._process.kill()

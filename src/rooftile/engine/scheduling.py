@@ -244,7 +244,7 @@ class ContinuousScheduler(Scheduler):
             promised += self._promised(request, request.computed + work.get(request, 0))
 
     def _promised(self, request: Request, tokens: int) -> int:
-        """The pages kept for a request of so many tokens: for the rest of its prompt, and one more if it will need it."""
+        """The pages kept for a request of so many tokens: for the rest of its prompt, and one more if it needs it."""
         return self._missing(request, min(request.longest, max(len(request.filled), tokens) + self._page_size))
 
     def _coming(self, request: Request, n: int) -> list[bytes]:

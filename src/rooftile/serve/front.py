@@ -53,7 +53,6 @@ log = logging.getLogger("rooftile.serve")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 5.0  # seconds in which the front may end by itself
-_ROOM = 1 << 22  # bytes of messages between the processes, as far as the kernel allows
 
 
 def _packed(*message: Any) -> bytes:
@@ -99,8 +98,10 @@ class Front:
         host, port = listening.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._channel, theirs = socket.socketpair()
-        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
-        self._sending = threading.Lock()
+        # Messages wait here where the front falls behind, and the engine's thread goes on.
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writing = threading.Thread(target=self._write, name="rooftile-front-writes", daemon=True)
+        self._writing.start()
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None when the front has ended
         self._ready, self._ended = threading.Event(), False
         self._compiling = ThreadPoolExecutor(1, "rooftile-grammars")
@@ -153,6 +154,8 @@ class Front:
         """End the front, and what runs in it."""
         self._process.kill()
         self._process.join()
+        self._outbox.put(None)
+        self._writing.join()
         self._channel.close()
         self._compiling.shutdown()
 
@@ -165,9 +168,12 @@ class Front:
     # What the front asks for.
 
     def _send(self, *message: Any) -> None:
-        data = _packed(*message)
-        with self._sending, contextlib.suppress(OSError):  # the front has ended, which the thread that reads sees
-            self._channel.sendall(data)
+        self._outbox.put(_packed(*message))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the front has ended, which the thread that reads sees
+            while (data := self._outbox.get()) is not None:
+                self._channel.sendall(data)
 
     def _read(self, local: Local) -> None:
         try:
