@@ -82,8 +82,7 @@ class Front:
     """The process that answers HTTP, and the engine's end of the channel to it. To be entered.
 
     The process starts with this object, and imports what it needs while the model is loaded. If it ends before it is
-    told to, `run` returns; if this process ends, so does it. If it does not read for as many steps as the channel has
-    room for, the engine waits for it.
+    told to, `run` returns; if this process ends, so does it.
 
     Args:
         listening: the socket that clients connect to. The front takes it over.
