@@ -1,6 +1,7 @@
 """The command line: its groups of commands, and what --help shows."""
 
 import re
+import sys
 
 import pytest
 from typer.main import get_command
@@ -30,3 +31,37 @@ def test_help_shows_no_type_beside_a_flag(name):
 def test_two_words_name_one_command():
     assert "prompts and decoding" in CliRunner().invoke(app, ["bench", "e2e", "--help"]).output
     assert "Measure ops" in CliRunner().invoke(app, ["bench", "--help"]).output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench rms_norm --plot",
+        "bench cross_entropy --results",
+        "bench training losses --results",
+        "bench e2e --plot",
+        "bench e2e --results",
+        "bench serve --results",
+        "bench published decode --results",
+        "audit --timeline",
+        "audit --results",
+        "report --out",
+    ],
+)
+def test_that_charts_cannot_be_drawn_is_found_before_anything_is_measured(command, monkeypatch, tmp_path):
+    """Also where results are refused, as they are in the interpreter: that is checked later."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    found = CliRunner().invoke(app, [*command.split(), str(tmp_path / "out")], env={"COLUMNS": "400"})
+    assert found.exit_code == 2
+    assert "extra bench: pip install" in found.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_without_charts_need_no_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = CliRunner().invoke(app, ["bench", "rms_norm", "--results", str(tmp_path)], env={"COLUMNS": "400"})
+    assert "extra bench" not in found.output
+    assert "the interpreter makes none" in found.output

@@ -206,18 +206,22 @@ class TestGrammars:
             json.loads(write(grammars, guided.grammar_of(ResponseFormat(type="json_object"), None))), dict
         )
 
-    def test_white_space_ends(self, grammars):
-        """A model that prefers white space must not write it for ever."""
+    @pytest.mark.parametrize(
+        ("text", "spaces"), [("{", 0), ('{"a"', 0), ('{"a":', 1), ('{"a":1', 0), ('{"a":1,', 1), ('{"a":[1,', 1)]
+    )
+    def test_json_is_written_on_one_line(self, text, spaces, grammars):
+        """At most a space after a comma or colon: a model that prefers white space must not write it for ever."""
         mask = grammars.compile(guided.grammar_of(ResponseFormat(type="json_object"), None)).copy()
-        open_brace, space = (
-            Tokenizer.from_file(str(byte_model.folder() / "tokenizer.json")).encode(c).ids[0] for c in "{ "
-        )
-        mask.advance(open_brace)
+        tokenizer = Tokenizer.from_file(str(byte_model.folder() / "tokenizer.json"))
+        for token in tokenizer.encode(text).ids:
+            mask.advance(token)
+        (space,), (newline,) = (tokenizer.encode(c).ids for c in " \n")
         n = 0
         while int(mask.mask()[space // 32]) >> space % 32 & 1:
             mask.advance(space)
             n += 1
-        assert 8 <= n <= 64
+        assert n == spaces
+        assert not int(mask.mask()[newline // 32]) >> newline % 32 & 1
 
     @pytest.mark.parametrize(
         ("structured", "expected"),

@@ -11,18 +11,23 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 
 from rooftile.cases import find_cases
 from rooftile.cases.check import DTYPES
+from rooftile.engine import cases as engine_cases
 from rooftile.inspect import Task, plan, report
 from rooftile.runtime import TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Ops, or all but some, at the first point of each set, or at all points, compiled for those targets."""
+    """Ops, or all but some, at the first point of each set, or at all points, compiled for those targets.
+
+    With `engine`, the engine's own kernels instead.
+    """
 
     archs: Sequence[str]
     sets: Sequence[str] = ("llm",)
@@ -30,10 +35,13 @@ class Line:
     but: Sequence[str] = ()
     first: bool = True
     dtype: str = "bf16"
+    engine: bool = False
 
     def tasks(self) -> list[Task]:
-        cases = [case for case in find_cases(list(self.ops) or None) if case.name not in self.but]
-        return plan(cases, sets=self.sets, dtypes=[DTYPES[self.dtype]], first=self.first)
+        how: dict[str, Any] = {"sets": self.sets, "dtypes": [DTYPES[self.dtype]], "first": self.first}
+        if self.engine:
+            return plan(engine_cases.CASES, source=engine_cases.__name__, **how)
+        return plan([case for case in find_cases(list(self.ops) or None) if case.name not in self.but], **how)
 
 
 MEASURED = ("sm_90",)  # the target on which the kernels were measured
@@ -67,10 +75,10 @@ TILED = (
 )  # fmt: skip
 
 PLANS = {
-    # Every op for every target. With options, in a decode step and at the sizes of GEMMs and attention for the one
-    # measured; at the models' sizes and in float32 for the one with the least shared memory. Long rows have kernels of
-    # their own; layer_norm's, and those with a residual, differ from rms_norm's by a flag. Tiny sizes that differ from
-    # others in sizes alone are left to `make test-all`.
+    # Every op for every target, and the engine's own kernels. Ops with options, in a decode step and at the sizes of
+    # GEMMs and attention for the one measured; at the models' sizes and in float32 for the one with the least shared
+    # memory. Long rows have kernels of their own; layer_norm's, and those with a residual, differ from rms_norm's by a
+    # flag. Tiny sizes that differ from others in sizes alone are left to `make test-all`.
     "every": (
         Line(MEASURED, ("llm", "decode")),
         Line(MEASURED, ("tiny",), but=(*ROWWISE, *OF_OTHERS)),
@@ -78,6 +86,7 @@ PLANS = {
         Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
         Line(SMALL, ops=BY_SIZE, first=False),
         Line(tuple(TARGETS)),
+        Line(tuple(TARGETS), engine=True),
         Line(SMALL, ops=TILED, dtype="fp32"),
     ),
     "options": (
@@ -97,6 +106,7 @@ PLANS = {
             ),
         ),
         Line(("gfx942",), ops=("silu_mul",)),
+        Line(MEASURED, engine=True),
     ),
 }  # fmt: skip
 
@@ -115,7 +125,7 @@ def main() -> None:
     for arch, own in tasks.items():
         print(f"{arch}: {len(own)} calls of {len({task.op for task in own})} ops", flush=True)
     console = Console(width=120)
-    rows = report.compile_all(tasks, find_cases(), console)
+    rows = report.compile_all(tasks, [*find_cases(), *engine_cases.CASES], console)
     report.show_summary(rows, console)
     if any(row.verdict == "FAIL" for row in rows) or not rows:
         sys.exit(1)

@@ -2,7 +2,7 @@
 
 Pages are written so that their links also work in a checkout. A link out of docs/ to a chart in results/ shows the
 chart, whose file is copied into the site. Other links out of docs/ become their text, since the site has no such file.
-A line `[NAME](../NAME "included")` is replaced by that file.
+A line `[NAME](../NAME "included")` is replaced by that file. A line that says where docstrings are is left out.
 
 `<!-- site: commands -->` and `<!-- site: cases -->` stand for text that is made from the code while the site is built.
 """
@@ -26,6 +26,7 @@ from rooftile.cases.check import tolerance_rows
 ROOT = Path(__file__).resolve().parent.parent
 CHARTS = (".png", ".svg")
 _INCLUDED = re.compile(r'^\[[^\]]*\]\((\S+) "included"\)$', re.MULTILINE)
+_ELSEWHERE = re.compile(r"^Each name below stands for its docstring.*\n\n", re.MULTILINE)
 _LINK = re.compile(r"\[([^\[\]]*(?:\[[^\]]*\][^\[\]]*)*)\]\((?!https?:|#)([^)\s]+)\)")
 _MADE = re.compile(r"^<!-- site: (\w+) -->$", re.MULTILINE)
 
@@ -46,7 +47,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         path = posixpath.normpath(f"{folder}/{match[1]}")
         return _relinked((ROOT / path).read_text(encoding="utf-8"), posixpath.dirname(path), folder)
 
-    markdown = _INCLUDED.sub(include, _relinked(markdown, folder, folder))
+    markdown = _INCLUDED.sub(include, _relinked(_ELSEWHERE.sub("", markdown), folder, folder))
     return _MADE.sub(lambda match: "\n".join(MADE[match[1]]()), markdown)
 
 

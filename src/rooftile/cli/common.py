@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from rooftile.bench.workloads import MODELS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rooftile.cases import OpCase
     from rooftile.engine.engine import Quantization
@@ -217,6 +218,27 @@ def refuse_absent(cases: Sequence[OpCase], sets: Sequence[str]) -> None:
     if not any(case.sets.get(name) for case in cases for name in sets):
         names = ", ".join(case.name for case in cases)
         raise typer.BadParameter(f"none of {names} has {' or '.join(sets)}", param_hint="--set")
+
+
+@contextlib.contextmanager
+def needing_bench() -> Iterator[None]:
+    """What can't be imported here is a usage error that names the extra to install."""
+    try:
+        yield
+    except ImportError as error:
+        # In a clone: nothing is published yet.
+        raise typer.BadParameter(
+            f"{error}; charts and pages need Rooftile's extra bench: pip install '.[bench]' in Rooftile's folder"
+        ) from None
+
+
+def require_charts(*paths: Path | None) -> None:
+    """A usage error, before anything is measured, if there is a path to write charts to and no matplotlib."""
+    if any(path is not None for path in paths):
+        with needing_bench():
+            from rooftile.bench.charts import pyplot
+
+            pyplot()
 
 
 def names_of(values: list[str] | None) -> list[str] | None:

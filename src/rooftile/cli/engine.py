@@ -20,6 +20,7 @@ from rooftile.cli.common import (
     command,
     console,
     notices,
+    require_charts,
     speculation_of,
 )
 
@@ -184,6 +185,7 @@ def audit(
     choose_mode()
     if path is not None and model is not None:
         raise typer.BadParameter("a checkpoint folder names its model: give one of the two", param_hint="--model")
+    require_charts(timeline, results)
     from rooftile import runtime
     from rooftile.cases.check import DTYPES
     from rooftile.inspect.audit import Settings, run

@@ -25,6 +25,7 @@ from rooftile.cli.common import (
     command,
     console,
     names_of,
+    require_charts,
     speculation_of,
 )
 
@@ -169,6 +170,7 @@ def bench_e2e(
     names = names_of(impls)
     if names == ["rooftile_portable"]:
         os.environ["ROOFTILE_PORTABLE"] = "1"  # before Rooftile's kernels are imported
+    require_charts(plot, None if layer else results)
     from rooftile.bench.e2e import Settings, run
     from rooftile.bench.e2e.paths import IMPLS, OURS_PORTABLE
     from rooftile.cases.check import DTYPES
@@ -323,6 +325,7 @@ def bench_serve(
 ) -> None:
     """Time requests that come while others run, to an engine here or to a server. Exit code 1 if one failed."""
     choose_mode()
+    require_charts(results)
     from rooftile import runtime
     from rooftile.bench import load
     from rooftile.bench.workloads import MODELS

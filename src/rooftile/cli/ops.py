@@ -23,6 +23,7 @@ from rooftile.cli.common import (
     names_of,
     notices,
     refuse_absent,
+    require_charts,
 )
 
 
@@ -131,6 +132,7 @@ def bench(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         raise typer.Exit(code)
+    require_charts(plot, results if results and any(case.over for case in cases_of(ops)) else None)
     directions = EACH if direction is DirectionName.both else (cast(Measured, direction.value),)
     settings = Settings(
         ops=tuple(ops or ()),
@@ -288,6 +290,7 @@ def bench_training(
     plots draws the charts of earlier results again, without a GPU.
     """
     choose_mode()
+    require_charts(results)
     from rooftile.bench.training import run_parts
 
     try:

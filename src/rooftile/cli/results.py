@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli.common import Panel, command, console
+from rooftile.cli.common import Panel, command, console, needing_bench, require_charts
 
 Results = Annotated[
     Path,
@@ -15,9 +15,6 @@ Results = Annotated[
         "--results", metavar="DIR", exists=True, file_okay=False, help="Where results are kept, as in a clone."
     ),
 ]
-
-# In a clone: nothing is published yet.
-NEEDS = "{}; it needs Rooftile's extra bench: pip install '.[bench]' in Rooftile's folder"
 
 
 @command(Panel.measure, "bench published")
@@ -33,6 +30,7 @@ def bench_published(
     if not suites:
         published.show(console)
         return
+    require_charts(results)
     try:
         code = published.run(suites, results, console)
     except ValueError as error:
@@ -49,11 +47,10 @@ def roofline(
     from rooftile.bench import roofline
 
     try:
-        roofline.run(results, out, console)
+        with needing_bench():
+            roofline.run(results, out, console)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--results") from None
-    except ImportError as error:
-        raise typer.BadParameter(NEEDS.format(error)) from None
 
 
 @command(Panel.measure)
@@ -73,8 +70,7 @@ def report(
     if check:
         raise typer.Exit(page.check(results, console))
     try:
-        page.run(results, out, console)
+        with needing_bench():
+            page.run(results, out, console)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--results") from None
-    except ImportError as error:
-        raise typer.BadParameter(NEEDS.format(error)) from None

@@ -89,7 +89,7 @@ def _cascade_merge_kernel(
     tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _merge_(common: Tensor, common_lse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def merge_(common: Tensor, common_lse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """Merge a common part into out, both `(b, heads, dim)`, and return it. Their log-sum-exps are
     `(b / together, heads, together)` and `(b, heads)`."""
     b, heads, dim = out.shape
@@ -117,6 +117,11 @@ class Cascade:
 
     Args:
         cache: whose steps they are.
+
+    Attributes:
+        common, rest: `(slots,)` int32, on the device: the tokens of the common part, and those behind it.
+        first, rest_table: int32, on the device: the pages of the common part, in the first columns of `(1, max_pages)`;
+            and those of the rest, `(slots, max_pages)`.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -125,11 +130,11 @@ class Cascade:
         self._groups = False
         slots, width = cache.page_table.shape
         # The number of common pages, and a slot that has them.
-        self._group, self._common, self._rest = (
+        self._group, self.common, self.rest = (
             torch.zeros(n, dtype=torch.int32, device=cache.k.device) for n in (2, slots, slots)
         )
-        self._first = torch.zeros((1, width), dtype=torch.int32, device=cache.k.device)
-        self._rest_table = torch.zeros_like(cache.page_table)
+        self.first = torch.zeros((1, width), dtype=torch.int32, device=cache.k.device)
+        self.rest_table = torch.zeros_like(cache.page_table)
 
     def groups(self, live: Sequence[PagedSequence]) -> bool:
         """Whether the next step of those sequences has a group, which the device is told of.
@@ -153,7 +158,7 @@ class Cascade:
         early = pdl.early(cache.lengths)
         constants = {"PAGE": cache.page_size, "BLOCK": min(1024, library.power_of_two(width)), "EARLY": early}
         tensors = (
-            self._group, cache.lengths, cache.page_table, self._common, self._first, self._rest, self._rest_table
+            self._group, cache.lengths, cache.page_table, self.common, self.first, self.rest, self.rest_table
         )  # fmt: skip
         plan = launching.launcher(_cascade_tables_kernel, tensors, constants, num_warps=4, **pdl.options(early))
         with on(cache.lengths.device):
@@ -164,8 +169,8 @@ class Cascade:
         b, given = q.shape[0], self._cache.inputs(layer) | scoring | {"return_lse": True}
         together = max(n for n in range(1, TOGETHER + 1) if b % n == 0)
         groups = b // together
-        of_common = {"lengths": self._common[:groups], "page_table": self._first.expand(groups, -1), "causal": False}
+        of_common = {"lengths": self.common[:groups], "page_table": self.first.expand(groups, -1), "causal": False}
         common, common_lse = decode_attention(q.unflatten(0, (groups, together)), **given | of_common)
-        of_rest = {"lengths": self._rest[:b], "page_table": self._rest_table[:b]}
+        of_rest = {"lengths": self.rest[:b], "page_table": self.rest_table[:b]}
         out, lse = decode_attention(q[:, None], **given | of_rest)
-        return _merge_(common.flatten(0, 1), common_lse, out[:, 0], lse[..., 0])
+        return merge_(common.flatten(0, 1), common_lse, out[:, 0], lse[..., 0])

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 _KEPT = 64  # compiled grammars: clients send the same schema again and again
-# Between the parts of JSON: room for a new line and its indentation, but no endless white space.
-_SPACE = r"[ \t\n\r]{0,32}"
 
 
 class GrammarError(RuntimeError):
@@ -111,7 +109,10 @@ def of_schema(schema: dict[str, Any] | str) -> str:
     from llguidance import LLMatcher
 
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _SPACE})
+    # On one line, with a space or none after a comma or colon: a model that prefers white space writes no run of it.
+    return LLMatcher.grammar_from_json_schema(
+        text, overrides={"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+    )
 
 
 def grammar_of(format: ResponseFormat | None, structured: StructuredOutputs | None) -> str | None:
