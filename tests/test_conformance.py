@@ -35,7 +35,7 @@ class Baseline:
 
     Attributes:
         inputs: what it was given.
-        allocated: each buffer that it allocated, in memory filled with NaN, and the number of elements inside its bands.
+        allocated: each buffer that it allocated, filled with NaN, and the number of elements inside its bands.
     """
 
     inputs: dict[str, torch.Tensor]

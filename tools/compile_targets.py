@@ -40,8 +40,8 @@ MEASURED = ("sm_90",)  # the target on which the kernels were measured
 SMALL = ("sm_86",)  # that with the least shared memory
 # Their tiles and schedules depend on the sizes.
 BY_SIZE = ("linear", "gated_linear", "int4_linear", "attention")
-# So do these, but their kernels are those of the ops above with other flags, or are compiled at all sizes for the target
-# measured: compiled by `make test-all`.
+# So do these, but their kernels are those of the ops above with other flags, or are compiled at all sizes for the
+# target measured: compiled by `make test-all`.
 LIKEWISE = (
     "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear", "rms_norm_linear", "rms_norm_gated_linear",
     "rms_norm_qkv_rope_cache", "attention_varlen", "attention_paged", "decode_attention", "linear_cross_entropy",
