@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import in_pairs
 from test_attention_varlen_hopper import skip_elsewhere
 
 from rooftile import runtime
@@ -108,15 +109,8 @@ def assert_copied(arguments, n_q, *, left=-1):
             assert own[n:].isnan().all()
 
 
-# Each pair of a page, a layout and kinds of scales but those nightly.
 @pytest.mark.parametrize(
-    ("page", "layout", "by"),
-    [
-        pytest.param(page, layout, by, marks=() if (i + j + k) % 2 == 0 else pytest.mark.nightly)
-        for (i, page), (j, layout), (k, by) in itertools.product(
-            enumerate((16, 64, 512)), enumerate(("bthd", "bhtd")), enumerate(("none", "tensor", "head", "token"))
-        )
-    ],
+    ("page", "layout", "by"), in_pairs((16, 64, 512), ("bthd", "bhtd"), ("none", "tensor", "head", "token"))
 )
 def test_copies_are_the_rounded_products_of_numbers_and_scales(page, layout, by, device):
     kind = torch.int8 if by in ("head", "token") else FP8

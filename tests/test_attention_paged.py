@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import in_pairs
 
 from rooftile import runtime
 from rooftile.cases.check import relative_error
@@ -137,15 +138,8 @@ def test_keys_before_a_window_are_not_read(page, device):
     assert_close(attention_paged(*inputs, window=9, return_lse=True, config=CONFIG), wanted)
 
 
-# Each pair of a page, a dtype and kinds of scales but those nightly.
 @pytest.mark.parametrize(
-    ("page", "dtype", "by"),
-    [
-        pytest.param(page, dtype, by, marks=() if (i + j + k) % 3 == 0 else pytest.mark.nightly)
-        for (i, page), (j, dtype), (k, by) in itertools.product(
-            enumerate((16, 32, 64)), enumerate((FP8, torch.int8)), enumerate(("tensor", "head", "token"))
-        )
-    ],
+    ("page", "dtype", "by"), in_pairs((16, 32, 64), (FP8, torch.int8), ("tensor", "head", "token"))
 )
 def test_a_cache_of_8_bits_gives_what_its_dequantized_one_gives(page, dtype, by, device):
     q, k, v, *indices = make(device, [7, 1, 20], [70, 33, 21], page=page, dims=(32, 64))

@@ -61,8 +61,8 @@ TRACED = ("test_aot_dispatch_dynamic",)
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "traced"])
 @every_case
 def test_opcheck(case, traced, device):
-    """What PyTorch registers, once for each set of tensors. Nightly, once for each by dtype and rank, and a trace of the
-    forward op for each set. torch.compile below traces the first set, and backward ops."""
+    """What PyTorch registers, once for each set of tensors. Nightly, once for each by dtype and rank, and a trace of
+    the forward op for each set. torch.compile below traces the first set, and backward ops."""
     done = set()
     for point in case.sets["tiny"]:
         forward_call, *rest = calls(case, device, [point])
