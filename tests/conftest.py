@@ -39,6 +39,13 @@ class _NeedsTriton(pytest.Module):
         pytest.skip("Triton is not installed", allow_module_level=True)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Files of nightly tests alone, where those are left out: to import them takes each worker seconds."""
+    if config.option.markexpr == "not nightly" and collection_path.suffix == ".py":
+        return "\npytestmark = pytest.mark.nightly\n" in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 def pytest_pycollect_makemodule(module_path, parent):
     if not HAS_TRITON and module_path.name not in WITHOUT_TRITON:
         return _NeedsTriton.from_parent(parent, path=module_path)
@@ -81,7 +88,8 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    # Without a GPU torch.manual_seed formats the stack once for each kind of accelerator, for a later seeding.
+    (torch.manual_seed if HAS_GPU else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)

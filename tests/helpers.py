@@ -1,6 +1,7 @@
 """What tests of several ops share: inputs laid out in memory in awkward ways, and a record of the ops called."""
 
 import dataclasses
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -26,6 +27,18 @@ def nightly_but(kept, values):
     return [
         pytest.param(value, marks=() if getattr(value, "name", value) in kept else pytest.mark.nightly)
         for value in values
+    ]
+
+
+def in_pairs(*axes):
+    """The product of three axes. `make test` runs a part with each pair of values of two axes, `make test-all` all."""
+    least = min(map(len, axes))
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, indices, strict=True)),
+            marks=() if sum(indices) % least == 0 else pytest.mark.nightly,
+        )
+        for indices in itertools.product(*(range(len(axis)) for axis in axes))
     ]
 
 

@@ -24,11 +24,11 @@ pytest.importorskip("transformers")
 
 CONFIG = {
     "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "vocab_size": 131,
     "max_position_embeddings": 96,
     "initializer_range": 0.3,
@@ -277,7 +277,7 @@ LONG = [[(7 * t) % 131 for t in range(37)], [(5 * t + 3) % 131 for t in range(20
 @pytest.mark.parametrize(
     ("family", "step_tokens"),
     [
-        ("llama", 4),
+        pytest.param("llama", 4, marks=pytest.mark.nightly),
         ("mistral", 11),
         ("qwen3", 30),
         pytest.param("phi3", 11, marks=pytest.mark.nightly),

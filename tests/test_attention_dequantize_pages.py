@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import in_pairs
 from test_attention_varlen_hopper import skip_elsewhere
 
 from rooftile import runtime
@@ -108,9 +109,9 @@ def assert_copied(arguments, n_q, *, left=-1):
             assert own[n:].isnan().all()
 
 
-@pytest.mark.parametrize("by", ["none", "tensor", "head", "token"])
-@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
-@pytest.mark.parametrize("page", [16, 64, 512])
+@pytest.mark.parametrize(
+    ("page", "layout", "by"), in_pairs((16, 64, 512), ("bthd", "bhtd"), ("none", "tensor", "head", "token"))
+)
 def test_copies_are_the_rounded_products_of_numbers_and_scales(page, layout, by, device):
     kind = torch.int8 if by in ("head", "token") else FP8
     assert_copied(make(device, LENGTHS, N_Q, page=page, dim=64, kind=kind, by=by, layout=layout), N_Q)

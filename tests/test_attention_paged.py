@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import in_pairs
 
 from rooftile import runtime
 from rooftile.cases.check import relative_error
@@ -66,22 +67,33 @@ def assert_close(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@every_page
-def test_sequences_of_any_lengths_in_shuffled_pages_among_nan(page, device):
+OPTIONS = {
+    "none": {},
+    "window": {"window": 9},
+    "not causal": {"causal": False},
+    "two-sided window": {"causal": False, "window": (9, 3)},
+    "softcap and sinks": {"softcap": 2.0, "scale": 0.3, "sinks": (4,)},
+    "alibi by head": {"alibi_slopes": (4,)},
+    "alibi by sequence": {"alibi_slopes": (8, 4)},
+}
+
+
+# No option and a window with pages of each size, the others with one.
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        pytest.param(page, name, marks=() if i < 2 or i % 3 == j else pytest.mark.nightly)
+        for (j, page), (i, name) in itertools.product(enumerate((16, 32, 64)), enumerate(OPTIONS))
+    ],
+)
+def test_sequences_of_any_lengths_in_shuffled_pages_among_nan(page, name, device):
     """No queries, one, and chunks; no keys, one, a whole page, one more; fewer keys than queries; a whole prompt."""
     n_q, lengths = [7, 1, 0, 1, 20, 3, 16, 9], [70, 1, 33, 64, 65, 0, 16, 4]
     inputs = make(device, n_q, lengths, page=page)
-    for options in (
-        {},
-        {"window": 9},
-        {"causal": False},
-        {"causal": False, "window": (9, 3)},
-        {"softcap": 2.0, "scale": 0.3, "sinks": torch.randn(4, device=device)},
-        {"alibi_slopes": torch.rand(4, device=device)},
-        {"alibi_slopes": torch.rand(8, 4, device=device)},
-    ):
-        found = attention_paged(*inputs, **options, return_lse=True, config=CONFIG)
-        assert_close(found, expected(*inputs, **options))
+    drawn = {"sinks": torch.randn, "alibi_slopes": torch.rand}
+    options = {k: drawn[k](shape, device=device) if k in drawn else shape for k, shape in OPTIONS[name].items()}
+    found = attention_paged(*inputs, **options, return_lse=True, config=CONFIG)
+    assert_close(found, expected(*inputs, **options))
 
 
 def test_a_chunk_is_the_same_rows_of_the_whole_prompt(device):
@@ -126,9 +138,9 @@ def test_keys_before_a_window_are_not_read(page, device):
     assert_close(attention_paged(*inputs, window=9, return_lse=True, config=CONFIG), wanted)
 
 
-@pytest.mark.parametrize("by", ["tensor", "head", "token"])
-@pytest.mark.parametrize("dtype", [FP8, torch.int8])
-@every_page
+@pytest.mark.parametrize(
+    ("page", "dtype", "by"), in_pairs((16, 32, 64), (FP8, torch.int8), ("tensor", "head", "token"))
+)
 def test_a_cache_of_8_bits_gives_what_its_dequantized_one_gives(page, dtype, by, device):
     q, k, v, *indices = make(device, [7, 1, 20], [70, 33, 21], page=page, dims=(32, 64))
     shape = {"tensor": (), "head": (2,), "token": k.shape[:3]}[by]

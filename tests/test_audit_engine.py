@@ -23,8 +23,8 @@ TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }

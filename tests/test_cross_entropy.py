@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import BF16, Calls, assert_same
+from helpers import BF16, Calls, assert_same, in_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,9 +107,7 @@ def test_any_shape(leading, classes, dtype, int32, reduction, weighted, factor):
         assert_right(logits, target, factor, reduction=reduction, weight=weight)
 
 
-@pytest.mark.parametrize("pack", [1, 4])
-@pytest.mark.parametrize("held", [0, 1, 3])
-@pytest.mark.parametrize("classes", [64, 130, 192])
+@pytest.mark.parametrize(("held", "classes", "pack"), in_pairs((0, 1, 3), (64, 130, 192), (1, 4)))
 def test_rows_of_several_blocks(held, classes, pack, device, monkeypatch):
     """In registers, in part, and not at all."""
     held = min(held, -(-classes // 64))

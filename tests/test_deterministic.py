@@ -75,7 +75,7 @@ def in_company(engine, order, **options):
     ("family", "options"),
     [
         ("llama", {"dtype": torch.bfloat16}),
-        ("qwen3", {"dtype": torch.float32}),
+        pytest.param("qwen3", {"dtype": torch.float32}, marks=pytest.mark.nightly),
         pytest.param("gemma2", {"dtype": torch.bfloat16}, marks=pytest.mark.nightly),
         pytest.param("llama", {"dtype": torch.bfloat16, "kv_dtype": torch.int8}, marks=pytest.mark.nightly),
         pytest.param("llama", {"dtype": torch.bfloat16, "quantize": "fp8"}, marks=pytest.mark.nightly),

@@ -224,7 +224,7 @@ def assert_as_near_as_hugging_face(model, folder, prompts, device, new):
     return engine
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_norm_weights_plus_one_are_not_rounded(dtype, tmp_path, device):
     """Gemma's, as in Hugging Face's code. The embedding's scale is rounded to the weights' dtype, as there."""
     model = built("Gemma 2", initializer_range=0.1, hidden_size=48).to(dtype)

@@ -34,24 +34,30 @@ def config(family="llama", **more):
     [
         ("llama", {}, None, 1, torch.float32),
         ("llama", {"attention_bias": True, "mlp_bias": True}, None, 2, torch.float32),
-        ("qwen3", {"head_dim": 8}, None, 1, torch.float32),
-        ("mistral", {"sliding_window": 4}, "fp8", 1, torch.float32),
-        ("qwen3", {"head_dim": 8}, "fp8", 2, torch.float32),
-        ("llama", {"attention_bias": True}, "int8", 1, torch.float32),
-        ("qwen2", {}, "int8", 2, torch.float32),
-        ("qwen2", {}, "int4", 1, torch.float32),
-        ("qwen2", {}, "int4", 2, torch.float32),
+        ("qwen3", {"head_dim": 8, "num_hidden_layers": 1}, None, 1, torch.float32),
+        ("mistral", {"sliding_window": 4, "num_hidden_layers": 1}, "fp8", 1, torch.float32),
+        pytest.param(
+            "qwen3", {"head_dim": 8, "num_hidden_layers": 1}, "fp8", 2, torch.float32, marks=pytest.mark.nightly
+        ),
+        pytest.param("llama", {"attention_bias": True}, "int8", 1, torch.float32, marks=pytest.mark.nightly),
+        ("qwen2", {"num_hidden_layers": 1}, "int8", 2, torch.float32),
+        ("qwen2", {"num_hidden_layers": 1}, "int4", 1, torch.float32),
+        pytest.param("qwen2", {"num_hidden_layers": 1}, "int4", 2, torch.float32, marks=pytest.mark.nightly),
         ("smollm3", {"no_rope_layers": [1, 0]}, None, 1, torch.float32),
         ("olmo2", {}, None, 1, torch.float32),
         ("gemma2", {"head_dim": 8, "sliding_window": 4}, None, 1, torch.float32),
         ("gemma3_text", {"head_dim": 8, "sliding_window": 4}, None, 2, torch.float32),
         ("gemma3_text", {"head_dim": 8, "num_hidden_layers": 1}, "fp8", 2, torch.float32),
-        ("gemma3_text", {"head_dim": 8, "num_hidden_layers": 1}, "int8", 1, torch.float32),
-        ("phi3", {"pad_token_id": 0}, None, 1, torch.float32),
-        ("phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.5}, "int8", 1, torch.float32),
-        ("olmo2", {"num_hidden_layers": 1}, "fp8", 1, torch.float32),
+        pytest.param(
+            "gemma3_text", {"head_dim": 8, "num_hidden_layers": 1}, "int8", 1, torch.float32, marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "phi3", {"pad_token_id": 0, "num_hidden_layers": 1}, None, 1, torch.float32, marks=pytest.mark.nightly
+        ),
+        ("phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.5, "num_hidden_layers": 1}, "int8", 1, torch.float32),
+        pytest.param("olmo2", {"num_hidden_layers": 1}, "fp8", 1, torch.float32, marks=pytest.mark.nightly),
         ("olmo2", {"num_hidden_layers": 1}, "fp8", 2, torch.float32),
-        ("olmo2", {"num_hidden_layers": 1}, "int4", 2, torch.float32),
+        pytest.param("olmo2", {"num_hidden_layers": 1}, "int4", 2, torch.float32, marks=pytest.mark.nightly),
         ("qwen2", {"num_hidden_layers": 1}, "int4", 129, torch.bfloat16),
     ],
 )

@@ -80,7 +80,13 @@ def logits(model, ids, mask):
 
 
 # Of the others greedy tokens show padding on the left, a training step shows it on the right.
-@pytest.mark.parametrize("title", ["Llama", "Gemma 2", "Gemma 3", "DeepSeek-V3", "T5", "BERT", "GPT-2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "title",
+    nightly_but(
+        ("Gemma 2", "DeepSeek-V3", "T5", "gpt-oss"),
+        ("Llama", "Gemma 2", "Gemma 3", "DeepSeek-V3", "T5", "BERT", "GPT-2", "gpt-oss"),
+    ),
+)
 def test_logits_of_padded_batches(title):
     eager, ours = pair(title)
     for side in ("left", "right"):

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from helpers import BF16, Calls, assert_same, interpreted, nightly_but, offset, padded_allocations, transposed
+from helpers import BF16, Calls, assert_same, in_pairs, interpreted, nightly_but, offset, padded_allocations, transposed
 
 from rooftile import runtime
 from rooftile.cases.case import Unsupported
@@ -88,9 +88,9 @@ def test_every_combination_of_options(weights, device):
         assert_right(tensors, factor=1.5, chunk_bytes=4 * ROW, **options, **given)
 
 
-@every_reduction
-@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize("bias", ["", "own", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "bias", "reduction"), in_pairs(list(TOLERANCES), ("", "own", "float32"), REDUCTIONS), ids=str
+)
 def test_dtypes(dtype, bias, reduction, device):
     hidden, weight, target, b = drawn(3, 4, device=device, dtype=dtype, bias=bool(bias))
     b = b.float() if bias == "float32" else b

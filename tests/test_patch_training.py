@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from helpers import Calls
+from helpers import Calls, nightly_but
 from tiny_models import BY_TITLE, DEVICE, TOLERANCE, assert_same_gradients, build, error, gradients, run, tokens
 
 import rooftile
@@ -59,7 +59,11 @@ def called(ops: Calls) -> list[str]:
     return [op._schema.name.partition("::")[2] for op, _, _ in ops.calls if "cross_entropy" in op._schema.name]
 
 
-@pytest.mark.parametrize("title", BY_TITLE)
+# Of each kind of head and loss one family; the others' heads are found below, and their steps with logits are right in
+# test_patch.py.
+@pytest.mark.parametrize(
+    "title", nightly_but(("Llama", "Gemma 2", "Granite", "GPT-2", "BERT", "T5", "Qwen3-MoE", "DeepSeek-V3"), BY_TITLE)
+)
 def test_a_training_step_is_that_of_the_plain_model_without_logits(title: str) -> None:
     model = trained(title)
     given = given_to(model)

@@ -61,8 +61,8 @@ TRACED = ("test_aot_dispatch_dynamic",)
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "traced"])
 @every_case
 def test_opcheck(case, traced, device):
-    """What PyTorch registers, once for each set of tensors by dtype and rank. Nightly, a trace of the forward op too,
-    for each set of tensors that it is given. torch.compile below traces the first set, and backward ops."""
+    """What PyTorch registers, once for each set of tensors. Nightly, once for each by dtype and rank, and a trace of
+    the forward op for each set. torch.compile below traces the first set, and backward ops."""
     done = set()
     for point in case.sets["tiny"]:
         forward_call, *rest = calls(case, device, [point])
@@ -73,7 +73,7 @@ def test_opcheck(case, traced, device):
             tests = OF_VALUES[1:] if narrow else OF_VALUES
             ranks = (op, *((a.dtype, a.dim()) if isinstance(a, torch.Tensor) else a is None for a in args))
             given = (op, *(isinstance(a, torch.Tensor) for a in args))
-            if not traced and ranks not in done:
+            if (ranks if traced else given) not in done:
                 torch.library.opcheck(op, args, test_utils=(*tests, *OF_TENSORS))
             if traced and given not in done and op is forward_call[0]:
                 torch.library.opcheck(op, args, test_utils=TRACED)

@@ -466,7 +466,7 @@ def test_nibbles_are_scaled_as_if_rounded_once(scale_dtype):
     """Of a scale with 8 bits exactly so; of others to the last bit but for what is nearly halfway."""
     rng = np.random.default_rng(0)
     scales = rng.uniform(1e-3, 3, 200).astype(scale_dtype)
-    pairs = tile(np.broadcast_to(np.arange(1 << 16, dtype=np.int32)[None, ::7], (200, 9363)))
+    pairs = tile(np.broadcast_to(np.arange(1 << 16, dtype=np.int32)[None, ::61], (200, 1075)))
     space = Machine(0, 1, rng).space
     for offset in (-15, 0, 15):
         offsets = np.full(200, offset).astype(scale_dtype)

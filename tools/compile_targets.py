@@ -47,27 +47,28 @@ class Line:
 MEASURED = ("sm_90",)  # the target on which the kernels were measured
 SMALL = ("sm_86",)  # that with the least shared memory
 # Their tiles and schedules depend on the sizes.
-BY_SIZE = (
-    "linear", "gated_linear", "int4_linear", "rms_norm_linear", "attention", "attention_varlen", "decode_attention",
-    "linear_cross_entropy", "softmax",
-)  # fmt: skip
-# So do these, but their kernels are those of the ops above with other flags: compiled by `make test-all`.
+BY_SIZE = ("linear", "gated_linear", "int4_linear", "attention")
+# So do these, but their kernels are those of the ops above with other flags, or are compiled at all sizes for the
+# target measured: compiled by `make test-all`.
 LIKEWISE = (
-    "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache",
-    "attention_paged", "linear_jsd", "rms_norm",
+    "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear", "rms_norm_linear", "rms_norm_gated_linear",
+    "rms_norm_qkv_rope_cache", "attention_varlen", "attention_paged", "decode_attention", "linear_cross_entropy",
+    "linear_jsd", "rms_norm", "softmax",
 )  # fmt: skip
 
 # Their options are flags of one kernel, and the interpreter runs each: compiled by `make test-all`.
-ROWWISE = (
+BY_FLAGS = (
     "add_rms_norm", "rms_norm", "layer_norm", "softmax", "rope", "rope_", "qk_norm_rope", "bias_gelu", "bias_silu",
     "gelu_mul", "gelu_mul_packed", "silu_mul", "silu_mul_packed", "embedding", "quantize_tensor", "rms_norm_quantized",
     "add_rms_norm_quantized", "silu_mul_quantized", "gelu_mul_quantized", "cross_entropy", "kl_div", "jsd",
+    "linear_cross_entropy", "append_kv", "rope_and_cache",
 )  # fmt: skip
-# With options these have the kernels of `sample_`, `linear_cross_entropy`, `linear`, `int4_linear` and
-# `rms_norm_qkv_rope_cache` with other flags: compiled by `make test-all`.
+# With options these have the kernels of `sample_`, `linear`, `int4_linear`, `rms_norm_qkv_rope_cache`, `attention` and
+# `decode_attention` with other flags: compiled by `make test-all`.
 OF_OTHERS = (
-    "sample", "linear_jsd", "linear_kl", "lora_linear", "matmul", "int8_linear", "fp8_weight_linear",
-    "rms_norm_linear_quantized", "rms_norm_gated_linear_quantized",
+    "sample", "linear_jsd", "linear_kl", "lora_linear", "matmul", "int8_linear", "fp8_weight_linear", "gated_linear",
+    "rms_norm_gated_linear", "rms_norm_linear_quantized", "rms_norm_gated_linear_quantized", "attention_varlen",
+    "attention_paged",
 )  # fmt: skip
 # In float32 their tiles are twice as large.
 TILED = (
@@ -81,7 +82,7 @@ PLANS = {
     # flag. Tiny sizes that differ from others in sizes alone are left to `make test-all`.
     "every": (
         Line(MEASURED, ("llm", "decode")),
-        Line(MEASURED, ("tiny",), but=(*ROWWISE, *OF_OTHERS)),
+        Line(MEASURED, ("tiny",), but=(*BY_FLAGS, *OF_OTHERS)),
         Line(MEASURED, ops=("linear", "gated_linear", "attention", "decode_attention"), first=False),
         Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
         Line(SMALL, ops=BY_SIZE, first=False),
@@ -90,7 +91,7 @@ PLANS = {
         Line(SMALL, ops=TILED, dtype="fp32"),
     ),
     "options": (
-        Line(MEASURED, ("tiny",), (*ROWWISE, *OF_OTHERS)),
+        Line(MEASURED, ("tiny",), (*BY_FLAGS, *OF_OTHERS)),
         Line(SMALL, ops=LIKEWISE, first=False),
         Line(SMALL, dtype="fp32"),
     ),
