@@ -1,7 +1,9 @@
 """The README's figures are those of results/, and a ratio is of one run."""
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,9 +80,22 @@ def test_without_results_the_tables_say_so(tmp_path: Path) -> None:
     assert headline.table(tmp_path) == headline.ops(tmp_path) == NO_RESULTS
 
 
-def test_a_quantized_engine_has_no_ratio_to_another_run() -> None:
+def test_an_engine_has_no_ratio_to_another_run() -> None:
     for figure in headline.generation(RESULTS):
-        assert (figure.speedup is None) == (figure.weights != "bf16")
+        weights = f"-{figure.weights}" if figure.weights not in ("", "bf16") else ""
+        path = RESULTS / figure.gpu.lower() / "e2e" / f"llama-3-8b-bf16{weights}-b1-p512-n256.json"
+        measured = {row["impl"] for row in json.loads(path.read_text())["rows"]}
+        assert (figure.speedup is not None) == (figure.impl == "rooftile" and headline.CUDA in measured)
+
+
+def test_of_two_gpus_the_one_of_current_rows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of two that are alike, the one with more of them."""
+    found = [SimpleNamespace(work="w", gpu=gpu, is_older=old) for gpu, old in (("A", True), ("A", True), ("B", False))]
+    monkeypatch.setattr(headline, "training_steps", lambda results: found)
+    monkeypatch.setattr(headline, "generation", lambda results, new: [])
+    assert headline.figures(tmp_path) == found[2:]
+    found[2].is_older = True
+    assert headline.figures(tmp_path) == found[:2]
 
 
 def test_a_stale_chart_is_found(tmp_path: Path) -> None:

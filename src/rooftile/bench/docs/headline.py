@@ -66,6 +66,11 @@ class Figure:
         return short(str(self.meta["gpu"]))
 
     @property
+    def is_older(self) -> bool:
+        op, suite = ("decode", GENERATION) if self.baseline == CUDA else (STEP, training.SUITE)
+        return is_older(op, self.meta, suite)
+
+    @property
     def name(self) -> str:
         ours, *switches = self.impl.split()
         name = "**Rooftile**" if ours == OURS else NAMES[self.impl]
@@ -79,10 +84,7 @@ def short(gpu: str) -> str:
 
 
 def generation(results: Path, new: int = NEW) -> list[Figure]:
-    """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights.
-
-    Of several GPUs the first counts, and behind it our rows of others if it lacks a kind of weights.
-    """
+    """Decoding one sequence in bfloat16: the baselines, and the engine with each kind of weights."""
     found = []
     for path in sorted(results.glob(f"*/{GENERATION}/{FILES}")):
         whole = read_results(path)
@@ -95,7 +97,7 @@ def generation(results: Path, new: int = NEW) -> list[Figure]:
         quantize = whole.meta["quantize"]
         work = f"generate with {MODEL}, one sequence"
         command = f"rooftile bench e2e --model {MODEL} --batch 1 --prompt {PROMPT} --new {new}"
-        for impl in (HF, CUDA, OURS):
+        for impl in (OURS,) if quantize else (HF, CUDA, OURS):
             row = rows.get(impl)
             if row is None or row.tokens_per_s is None:
                 continue
@@ -104,10 +106,7 @@ def generation(results: Path, new: int = NEW) -> list[Figure]:
             said = command + (f" --quantize {quantize}" if quantize else "")
             place = (work, impl, weights, row.tokens_per_s, speedup, CUDA)
             found.append(Figure(*place, None, {**whole.meta, "date": row.run}, said))
-    found.sort(key=lambda f: (f.gpu, WEIGHTS.index(f.weights)))
-    first = [f for f in found if f.gpu == found[0].gpu]
-    lacking = {f.weights for f in found} - {f.weights for f in first}
-    return [*first, *(f for f in found if f.gpu != found[0].gpu and f.impl == OURS and lacking)]
+    return sorted(found, key=lambda f: (f.gpu, WEIGHTS.index(f.weights)))
 
 
 def training_steps(results: Path) -> list[Figure]:
@@ -134,8 +133,15 @@ def training_steps(results: Path) -> list[Figure]:
 
 
 def figures(results: Path, new: int = NEW) -> list[Figure]:
-    """Training, then generation."""
-    return [*training_steps(results), *generation(results, new)]
+    """Training, then generation.
+
+    Of the GPUs that a work was measured on, one whose rows are as old as their kernels, and of those the one with most.
+    """
+    works: dict[str, dict[str, list[Figure]]] = {}
+    for f in [*training_steps(results), *generation(results, new)]:
+        works.setdefault(f.work, {}).setdefault(f.gpu, []).append(f)
+    by_gpu = (min(gpus.values(), key=lambda own: (any(f.is_older for f in own), -len(own))) for gpus in works.values())
+    return [f for own in by_gpu for f in own]
 
 
 def _cells(f: Figure) -> list[str]:
@@ -148,10 +154,9 @@ def _sources(found: Sequence[Figure]) -> list[str]:
     """A line for each machine, with the commands of each commit, and whether the kernels have changed since."""
     machines: dict[str, dict[str, dict[str, bool]]] = {}
     for f in found:
-        op, suite = ("decode", GENERATION) if f.baseline == CUDA else (STEP, training.SUITE)
         command = f"`{f.command.partition(' --quantize')[0]}`"
         commits = machines.setdefault(where(f.meta), {})
-        commits.setdefault(when(f.meta), {})[command] = is_older(op, f.meta, suite)
+        commits.setdefault(when(f.meta), {})[command] = f.is_older
     return [
         " ".join([f"{line}.", *(f"{', '.join(said)}: {commit}.{aged(said)}" for commit, said in commits.items())])
         for line, commits in machines.items()
@@ -179,15 +184,26 @@ def show(found: Sequence[Figure], console: Console) -> None:
 class _Measured:
     """The points of an op on a GPU, in one direction."""
 
-    groups: list[list[Row]] = dataclasses.field(default_factory=list)
+    by_age: tuple[list[list[Row]], list[list[Row]]] = dataclasses.field(default_factory=lambda: ([], []))
     last: str = ""  # the date of the newest
-    older: bool = False
+
+    @property
+    def older(self) -> bool:
+        """Whether points count that are older than the kernel: where there are few others."""
+        current, older = self.by_age
+        return len(older) > 2 * len(current)
+
+    @property
+    def groups(self) -> list[list[Row]]:
+        current, older = self.by_age
+        return current + older if self.older else current
 
 
 def ops(results: Path) -> str:
     """A line for each of `OPS`, and for every op whose mean is below a tie; then which are older than their kernels.
 
-    Of the GPUs that an op was measured on, the one of the newest rows, and one that has more points.
+    Of the GPUs that an op was measured on, the one of the newest rows, and one that has more points. Points that are
+    older than the kernel count where they are more than twice as many as others.
     """
     found: dict[tuple[str, str], dict[str, _Measured]] = {}
     for suite in SUITES:
@@ -197,9 +213,8 @@ def ops(results: Path) -> str:
                 if any(r.impl == OURS for r in group):
                     gpus = found.setdefault((group[0].op, group[0].direction), {})
                     own = gpus.setdefault(short(str(meta["gpu"])), _Measured())
-                    own.groups.append(group)
+                    own.by_age[is_older(group[0].op, meta, suite)].append(group)
                     own.last = max(own.last, str(meta["date"]))
-                    own.older = own.older or is_older(group[0].op, meta, suite)
     lines = []
     for (op, direction), gpus in found.items():
         newest = max(gpus.values(), key=lambda own: own.last)
