@@ -229,6 +229,24 @@ def test_any_server_with_the_api_is_measured(server, tmp_path):
     ]
 
 
+def test_rows_are_written_before_a_later_load_fails(server, tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    asked, closed_loop = [], load.closed_loop
+
+    async def failing(target, requests, clients):
+        asked.append(clients)
+        if clients == 3:
+            raise KeyboardInterrupt
+        return await closed_loop(target, requests, clients)
+
+    monkeypatch.setattr(load, "closed_loop", failing)
+    given = dataclasses.replace(settings(server, "m"), rates=[], clients=[2, 3], json=path)
+    with pytest.raises(KeyboardInterrupt):
+        load.run(given, Console(file=io.StringIO(), width=200))
+    assert asked == [2, 2, 3]  # warmed up, measured, and the next
+    assert [row["clients"] for row in json.loads(path.read_text())["rows"]] == [2]
+
+
 def test_without_a_name_the_servers_first_model_is_asked(server):
     assert load.run(settings(server, ""), Console(file=io.StringIO(), width=200)) == 0
     assert server.seen[-1][2]["model"] == "m"

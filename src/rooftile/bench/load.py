@@ -24,7 +24,7 @@ import os
 import random
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -405,9 +405,11 @@ class Settings:
         return f"{self.model or 'server'}{lengths}{f'-prefix{w.prefix}' if w.prefix else ''}.json"
 
 
-async def measure(target: Target, settings: Settings, console: Console) -> list[dict[str, Any]]:
+Done = Callable[[dict[str, Any]], None]  # takes a row as soon as its load has ended
+
+
+async def measure(target: Target, settings: Settings, console: Console, done: Done) -> None:
     """A row for each load, one after another."""
-    rows = []
     unlike = dataclasses.replace(settings.workload, prefix=0, seed=settings.workload.seed + 3)
     loads: list[dict[str, Any]] = [{"rate": rate} for rate in settings.rates]
     loads += [{"clients": clients} for clients in settings.clients]
@@ -422,16 +424,16 @@ async def measure(target: Target, settings: Settings, console: Console) -> list[
         else:
             requests = settings.workload.of_clients(load["clients"]).draw(load_name(load))
             answers = await closed_loop(target, requests, load["clients"])
-        rows.append(row_of(settings.impl, load, answers, settings.limits))
+        row = row_of(settings.impl, load, answers, settings.limits)
         after = target.counts()
         if before is not None and after is not None and after[0] > before[0]:
             steps = after[0] - before[0]
-            rows[-1] |= {"steps": steps, "host_us": 1e6 * (after[1] - before[1]) / steps}
-        console.print(f"{load_name(load)}: {len(answers)} requests, {rows[-1]['failed']} failed", highlight=False)
-    return rows
+            row |= {"steps": steps, "host_us": 1e6 * (after[1] - before[1]) / steps}
+        console.print(f"{load_name(load)}: {len(answers)} requests, {row['failed']} failed", highlight=False)
+        done(row)
 
 
-async def _of_server(settings: Settings, console: Console) -> list[dict[str, Any]]:
+async def _of_server(settings: Settings, console: Console, done: Done) -> None:
     assert settings.url is not None
     url = settings.url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
@@ -443,7 +445,7 @@ async def _of_server(settings: Settings, console: Console) -> list[dict[str, Any
                 model = json.load(answer)["data"][0]["id"]
         except OSError as error:
             raise OSError(f"{url}/v1/models: {error}") from None
-    return await measure(Server(url, model, headers), settings, console)
+    await measure(Server(url, model, headers), settings, console, done)
 
 
 def _age() -> float | None:
@@ -476,7 +478,7 @@ def _engine(settings: Settings) -> Iterator[Any]:
             yield engine
 
 
-def _of_engine(settings: Settings, console: Console) -> list[dict[str, Any]]:
+def _of_engine(settings: Settings, console: Console, done: Done) -> None:
     from rooftile.bench.workloads import RANDOM
 
     since = time.perf_counter()
@@ -488,7 +490,7 @@ def _of_engine(settings: Settings, console: Console) -> list[dict[str, Any]]:
             start["start_to_first_token_s"] = _age()
         if settings.weights != RANDOM:
             start["load_gbs"] = engine.engine.weights.nbytes / seconds / 1e9
-        return [row | start for row in asyncio.run(measure(InProcess(engine), settings, console))]
+        asyncio.run(measure(InProcess(engine), settings, console, lambda row: done(row | start)))
 
 
 def _tokenizer(vocab: int) -> Any:
@@ -516,7 +518,7 @@ def _answer(settings: Settings, pipe: Any) -> None:
                 pipe.recv()
 
 
-def _of_own_server(settings: Settings, console: Console) -> list[dict[str, Any]]:
+def _of_own_server(settings: Settings, console: Console, done: Done) -> None:
     context = multiprocessing.get_context("spawn")  # a process that has used a GPU can't be forked
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(dataclasses.replace(settings, json=None, results=None), theirs))
@@ -525,7 +527,7 @@ def _of_own_server(settings: Settings, console: Console) -> list[dict[str, Any]]
     try:
         url = ours.recv()
         of_url = dataclasses.replace(settings, url=url, impl=f"{settings.impl} http")
-        return asyncio.run(_of_server(of_url, console))
+        asyncio.run(_of_server(of_url, console, done))
     except EOFError:
         raise OSError("the server's process has failed") from None
     finally:
@@ -553,22 +555,33 @@ def run(settings: Settings, console: Console) -> int:
         raise ValueError("--http starts a server of this project; --url names another one")
     measures = runtime.MODE is runtime.Mode.GPU or settings.url is not None
     check_results(settings.results, measures)
-    rows = _of_own_server(settings, console) if settings.http else []
-    rows += asyncio.run(_of_server(settings, console)) if settings.url else _of_engine(settings, console)
-    if not settings.url:
-        for row in rows:
-            row["engine"] = {name: str(value) for name, value in settings.engine.items()}
-    compare(rows, settings.impl)
-    show(console, rows, settings.limits, measures)
     meta = {
         **machine(), "model": settings.model, "weights": settings.weights,
         "workload": dataclasses.asdict(settings.workload), "limits": dataclasses.asdict(settings.limits),
     }  # fmt: skip
-    if settings.json is not None:
-        write_whole(settings.json, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    path = None
     if settings.results is not None:
         path = settings.results / gpu_slug(str(meta["gpu"])) / FOLDER / settings.file
-        write(path, meta, rows)
-        if (chart := draw(path)) is not None:
-            console.print(str(chart), highlight=False, soft_wrap=True)
+    rows: list[dict[str, Any]] = []
+
+    def done(row: dict[str, Any]) -> None:
+        """Write it now, before a failure at a later load loses it."""
+        if not settings.url:
+            row["engine"] = {name: str(value) for name, value in settings.engine.items()}
+        rows.append(row)
+        compare(rows, settings.impl)
+        if settings.json is not None:
+            write_whole(settings.json, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        if path is not None:
+            write(path, meta, rows)
+
+    if settings.http:
+        _of_own_server(settings, console, done)
+    if settings.url:
+        asyncio.run(_of_server(settings, console, done))
+    else:
+        _of_engine(settings, console, done)
+    show(console, rows, settings.limits, measures)
+    if path is not None and (chart := draw(path)) is not None:
+        console.print(str(chart), highlight=False, soft_wrap=True)
     return int(any(row["failed"] for row in rows))
