@@ -95,7 +95,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "speculation": ("bench speculation --model llama-3-8b",),
     "serve": (
-        f"{_OFFLINE} --clients 64,128,256 --step-tokens 1536 --http",
+        f"{_OFFLINE} --clients 64,128,256 --http",
         f"{_OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",
         # First tokens of prompts with a common beginning, and of what follows it alone.
         *(
