@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 
 import pytest
@@ -424,3 +425,20 @@ class TestRotary:
             ValueError, match=r"'dynamic', whose frequencies are fixed for the first 600 .* expected at most 600"
         ):
             config.rotary.tables(601)
+
+
+@pytest.mark.nightly
+def test_an_engine_is_made_without_pytorchs_compiler():
+    """Whose import takes seconds: an operation on the meta device that PyTorch has in Python imports it."""
+    code = """
+import json, sys, torch
+before = set(sys.modules)
+import rooftile
+config = json.loads(sys.argv[1])
+rooftile.Engine.from_config(config, max_batch=2, max_seq_len=32)
+print({"torch._dynamo", "sympy"} & (set(sys.modules) - before))
+"""
+    config = LLAMA_3_8B | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    found = subprocess.run([sys.executable, "-c", code, json.dumps(config)], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"

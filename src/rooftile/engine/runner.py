@@ -243,8 +243,11 @@ class Runner:
         if verifier is not None:
             self.decoder.follower = verifier.follower
         self.logprobs = torch.zeros(max_batch, dtype=torch.float32, device=device)
-        self._seen = torch.zeros((max_batch, -(-config.vocab // 32)), dtype=torch.int32, device=device)
-        self._none_seen = torch.zeros_like(self._seen[0])  # copied to clear a row: a fill is a kernel
+        words = -(-config.vocab // 32)
+        self._seen = torch.zeros((max_batch, words), dtype=torch.int32, device=device)
+        self._none_seen = torch.zeros(
+            words, dtype=torch.int32, device=device
+        )  # copied to clear a row: a fill is a kernel
         self._of_slots = Numbers(max_batch, device)
         self._of_rows = None if verifier is None else Numbers(max_batch * verifier.n_tokens, device)
         self.options = SlotOptions(max_batch, config.vocab, device, 1 if verifier is None else verifier.n_tokens)

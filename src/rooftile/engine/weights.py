@@ -248,12 +248,13 @@ def _with_logits_scale(weights: Weights, scale: float) -> Weights:
     """The weights with the logits' scale folded into the last norm's weight.
 
     A power of two leaves the logits bit-identical. For any other scale the weight becomes float32, so that it is not
-    rounded a second time.
+    rounded a second time. On the meta device nothing is computed: PyTorch would import its compiler, in seconds.
     """
+    if scale == 1 or weights.norm.device.type == "meta":
+        return weights
     wide = weights.norm.float() * scale
     exact = wide.to(weights.norm.dtype)
-    keep = weights.norm.device.type == "meta" or torch.equal(exact.float(), wide)
-    return dataclasses.replace(weights, norm=exact if keep else wide)
+    return dataclasses.replace(weights, norm=exact if torch.equal(exact.float(), wide) else wide)
 
 
 def _harmless(name: str, config: ModelConfig, tied: bool) -> bool:
