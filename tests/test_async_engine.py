@@ -417,26 +417,52 @@ def test_every_slot_is_used_where_each_has_pages_for_the_longest_sequence():
     assert planned.scheduler.preemptions == 0
 
 
-def test_a_warm_up_covers_full_steps_and_writes_where_no_sequence_is(engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, [(True, False), (False, False)]),
+        ({"deterministic": True}, [(False, False)]),
+        ({"speculate": rooftile.NGram(tokens=2)}, [(True, False), (True, True), (False, False), (False, True)]),
+    ],
+)
+def test_a_warm_up_covers_decoding_and_full_steps(options, kinds, monkeypatch):
     """Of each number of slots with rows; and each number of tokens at least once, which compiles its kernels."""
-    runner, laid_out, graphs = engine.runner, [], []
+    engine = made(max_batch=8, pages=12, **options)
+    runner, shapes, graphs = engine.runner, [], []
     monkeypatch.setattr(runner, "_graphs", {})
-    monkeypatch.setattr(runner, "_prefilled", lambda step: laid_out.append(step))
+    monkeypatch.setattr(runner, "_prefilled", lambda step: shapes.append(step.shape) or torch.zeros(step.rows, 384))
     monkeypatch.setattr(runner, "_sample_first", lambda *args: None)
     monkeypatch.setattr(runner, "_graph", lambda *args: graphs.append(args))
-    runner.warm_up(100)
-    assert {step.shape[:3] for step in laid_out if step.newest} == {(1, 128, 1), (2, 128, 2), (3, 128, 3)}
-    assert {step.shape[1] for step in laid_out} == {rounded(n) for n in range(1, 101)}
-    assert sorted(graphs) == [(b, greedy, False) for b in (1, 2, 3) for greedy in (False, True)]
-    for step in laid_out:
-        inputs = step.of(step.numbers)
-        assert inputs.pages.max() < runner.cache.k.shape[1]
-        assert inputs.positions.max() < runner.cache.capacity
-        assert (inputs.part_pages is None) or inputs.part_pages.max() < runner.cache.k.shape[1]
-    sequence = runner.share([])
+    runner.warm_up(32)
+    of_parts = {4: 1, 16: 4}  # by the number that the layout has room for
+    for b in (1, 2, 4, 8):
+        for room in of_parts:
+            assert shapes.count((b, 32, b, room)) == 2, "eagerly, and captured"
+    assert {total for _, total, *_ in shapes} == {1, 2, 4, 8, 16, 32}
+    assert sorted(graphs) == sorted((b, *kind) for b in (1, 2, 4, 8) for kind in kinds)
+    assert free_of(engine) == (12, 0)
+
+
+def test_a_warm_up_leaves_an_engine_as_it_was(device, monkeypatch):
+    """What it writes is where nothing is: tokens are the same, also of prompts that were in the prefix cache."""
+    engine = made(max_batch=2, pages=4)
+    with rooftile.AsyncEngine(engine) as served:
+        expected = served.add(LONG[0], max_new_tokens=3, ignore_eos=True).result().tokens
+    monkeypatch.setattr(engine.runner, "_graphs", {})
+    monkeypatch.setattr(engine.runner, "_graph", lambda *args: None)
+    engine.runner.warm_up(4)
+    monkeypatch.undo()
+    assert free_of(engine) == (4, 0)
+    with rooftile.AsyncEngine(engine) as served:
+        assert served.add(LONG[0], max_new_tokens=3, ignore_eos=True).result().tokens == expected
+        assert served.stats().prefix_hit_tokens == 0
+    sequence = engine.runner.share([])
+    monkeypatch.setattr(engine.runner, "_graphs", {})
     with pytest.raises(RuntimeError, match="warm_up: there are sequences"):
-        runner.warm_up(100)
-    runner.free(sequence)
+        rooftile.AsyncEngine(engine, warm_up=True)
+    engine.runner.free(sequence)
+    monkeypatch.undo()
+    assert len(engine.generate(PROMPTS[0], max_new_tokens=1)) == 1  # it is free again
 
 
 @pytest.mark.gpu
@@ -446,10 +472,13 @@ def test_a_warm_engine_captures_nothing_more_in_full_steps(device):
     for warm in (True, False):
         engine = made(max_batch=4, max_seq_len=64, device=device)
         with rooftile.AsyncEngine(engine, step_tokens=16, warm_up=warm) as served:
-            graphs = {**engine.runner._graphs}
+            graphs, prompts = ({**x} for x in (engine.runner._graphs, engine.runner._of_prompts._graphs))
             streams = [served.add(p, max_new_tokens=9, ignore_eos=True) for p in (*LONG, *LONG, *PROMPTS)]
             found.append([s.result().tokens for s in streams])
-            assert not warm or engine.runner._graphs.keys() == graphs.keys()
+            if warm:
+                assert engine.runner._graphs.keys() == graphs.keys()
+                more = engine.runner._of_prompts._graphs.keys() - prompts.keys()
+                assert not [shape for shape in more if shape[0] and shape[1] == 16]
     assert found[0] == found[1]
 
 

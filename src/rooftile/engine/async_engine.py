@@ -244,9 +244,14 @@ class Stream:
 class _Worker:
     """The thread of an `AsyncEngine`, and what reaches it."""
 
-    def __init__(self, engine: Engine, max_waiting: int, step_tokens: int, prefix_cache: bool) -> None:
-        self._leading = contextlib.ExitStack()
-        self._leading.enter_context(leading(engine))
+    def __init__(
+        self, engine: Engine, max_waiting: int, step_tokens: int, prefix_cache: bool, warm_up: bool
+    ) -> None:  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(leading(engine))
+            if warm_up:
+                engine.runner.warm_up(step_tokens)
+            self._leading = stack.pop_all()
         scheduler = ContinuousScheduler(engine.runner, step_tokens, prefix_cache)
         self.engine, self.max_waiting, self._scheduler = engine, max_waiting, scheduler
         self.loop = Loop(engine.runner, scheduler, engine._speculation())
@@ -506,8 +511,8 @@ class AsyncEngine:
 
     A thread of its own runs the steps. Meanwhile `engine.generate` raises.
 
-    Where several processes have a part of the model each, all of them make one of these, and rank 0 takes the requests.
-    On the other ranks `close` waits for rank 0's.
+    Where several processes have a part of the model each, all of them make one of these, and rank 0 takes the requests;
+    its options count. On the other ranks `close` waits for rank 0's.
 
     Args:
         engine: what computes; it belongs to this object until `close`.
@@ -535,15 +540,17 @@ class AsyncEngine:
         check_step_tokens(step_tokens, engine.max_batch)
         if engine._generating:
             raise RuntimeError("AsyncEngine: the engine generates already")
-        if warm_up:
-            engine.runner.warm_up(step_tokens)
         engine._generating = True
         self.engine = engine
         self._worker: _Worker | _Follower
-        if engine.rank:
-            self._worker = _Follower(engine)
-        else:
-            self._worker = _Worker(engine, max_waiting, step_tokens, prefix_cache)
+        try:
+            if engine.rank:
+                self._worker = _Follower(engine)
+            else:
+                self._worker = _Worker(engine, max_waiting, step_tokens, prefix_cache, warm_up)
+        except BaseException:
+            engine._generating = False
+            raise
         self._finalizer = weakref.finalize(self, self._worker.stop)
         self._finalizer.atexit = False
         _WORKERS.add(self._worker)

@@ -245,9 +245,8 @@ class Runner:
         self.logprobs = torch.zeros(max_batch, dtype=torch.float32, device=device)
         words = -(-config.vocab // 32)
         self._seen = torch.zeros((max_batch, words), dtype=torch.int32, device=device)
-        self._none_seen = torch.zeros(
-            words, dtype=torch.int32, device=device
-        )  # copied to clear a row: a fill is a kernel
+        # Copied to clear a row: a fill is a kernel.
+        self._none_seen = torch.zeros(words, dtype=torch.int32, device=device)
         self._of_slots = Numbers(max_batch, device)
         self._of_rows = None if verifier is None else Numbers(max_batch * verifier.n_tokens, device)
         self.options = SlotOptions(max_batch, config.vocab, device, 1 if verifier is None else verifier.n_tokens)
@@ -265,8 +264,9 @@ class Runner:
     def warm_up(self, step_tokens: int) -> None:
         """Compile the kernels of steps of at most that many tokens, and capture the graphs of the most frequent ones.
 
-        Those are steps of decoding, and full steps beside any number of sequences. A graph takes some 50 ms, a kernel
-        seconds. Without CUDA graphs nothing is done.
+        Those are plain steps of decoding, and full steps with a few parts of prompts beside any number of sequences. A
+        graph takes some 50 ms, a kernel seconds. The cache forgets the pages of earlier prompts. Without CUDA graphs
+        nothing is done.
 
         Raises:
             RuntimeError: there are sequences. Their newest tokens would be lost.
@@ -277,28 +277,36 @@ class Runner:
             raise RuntimeError("warm_up: there are sequences, expected none yet")
         most = self.max_batch
         with self._entered("warm up"):
+            self.cache.forget()
             for n in sorted({rounded(n) for n in range(1, step_tokens + 1)}):
-                self._prefilled(self._example(0, n))
-            for b in sorted({slots_of(n, most) for n in range(1, most + 1)}):
-                step = self._example(b, max(step_tokens, b + 1))
-                self._prefilled(step)
-                logits = self._prefilled(step)
-                for greedy in (True, False):
-                    self._sample_first(b, logits, greedy)
+                self._example(0, n, 1)
+            # Once eagerly, and once for the capture.
+            for b, parts, _ in itertools.product(sorted({slots_of(n, most) for n in range(1, most + 1)}), (1, 4), "12"):
+                self._example(b, step_tokens, parts)
             kinds = [False] if self.verifier is None else [False, True]
+            ways = [False] if self.deterministic else [True, False]
             for b in sorted({self.bucket(n) for n in range(1, most + 1)}):
-                for greedy, verifies in itertools.product((True, False), kinds):
+                for greedy, verifies in itertools.product(ways, kinds):
                     self._graph(b, greedy, verifies)
 
-    def _example(self, b: int, total: int) -> MixedBatch:
-        """A step of so many tokens, of which b slots have a row; what it writes is in free pages."""
-        size = self.cache.page_size
-        capacity = min(self.cache.capacity, size * self.cache.k.shape[1])
-        parts = [Part(b - 1, 0, None, [0], True)] if b else []
-        for at in range(0, total - b, capacity):
-            n = min(capacity, total - b - at)
-            parts.append(Part(len(parts), 0, [0] * n, range(-(-n // size)), not b and not parts))
-        return self._laid_out(parts)
+    def _example(self, b: int, total: int, parts: int) -> None:
+        """A step of so many tokens and parts of prompts, of which b slots have a row; less where that does not fit."""
+        slots = min(self.max_batch, max(b, parts + (b > 0)))
+        texts = min(parts, slots - (b > 0))
+        room = (self.cache.free_pages - texts - 1) * self.cache.page_size  # a sequence's last page is full in part
+        left = min(total - b, room, texts * self.cache.capacity)
+        if left < max(texts, 1):
+            return
+        sequences = [self.cache.allocate() for _ in range(slots)]
+        try:
+            new: dict[PagedSequence, Sequence[int] | None] = dict.fromkeys(sequences[: b > 0])
+            for i, sequence in enumerate(sequences[-texts:]):
+                new[sequence] = [0] * ((i + 1) * left // texts - i * left // texts)
+            logits = self._mixed(new, {max(b, 1) - 1})
+            for greedy in (True, False):
+                self._sample_first(logits.shape[0], logits, greedy)
+        finally:
+            self._free_all(sequences)
 
     @contextlib.contextmanager
     def _entered(self, name: str | None = None) -> Iterator[None]:
@@ -446,13 +454,11 @@ class Runner:
         starts = {s: s.length for s in new}
         self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
         parts = [Part(s.slot, starts[s], t, s.pages, t is None or s.slot in last) for s, t in new.items()]
-        return self._prefilled(self._laid_out(parts, every))
-
-    def _laid_out(self, parts: Sequence[Part], every: bool = False) -> MixedBatch:
-        return MixedBatch(
+        laid_out = MixedBatch(
             parts, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
             pinned=self._device.type == "cuda",
         )  # fmt: skip
+        return self._prefilled(laid_out)
 
     def _prefilled(self, laid_out: PromptBatch | MixedBatch) -> Tensor:
         """The logits, by a graph where there is one."""

@@ -197,7 +197,12 @@ class _Server:
         ]  # fmt: skip
         added = iter(await self._added(request, [call for call in calls if call["max_new_tokens"]]))
         streams = [next(added) if call["max_new_tokens"] else _Nothing() for call in calls]
-        answer = make(streams)
+        try:
+            answer = make(streams)
+        except BaseException:  # nobody would take from them
+            for stream in streams:
+                await stream.aclose()
+            raise
         http.state.notes["prompt"] = answer.prompt_tokens
         if request.stream:
             return _Events(answer, self.options.send_timeout, http.state.notes)

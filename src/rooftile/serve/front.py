@@ -70,7 +70,7 @@ def _messages(channel: socket.socket) -> Iterator[tuple[Any, ...]]:
             yield pickle.loads(data)
 
 
-def _plain(error: Exception) -> Exception:
+def _plain(error: BaseException) -> Exception:
     """An exception that can be pickled, of one of the kinds that the routes tell apart."""
     for kind in (QueueFull, ValueError, TypeError, RuntimeError):
         if isinstance(error, kind):
@@ -81,8 +81,8 @@ def _plain(error: Exception) -> Exception:
 class Front:
     """The process that answers HTTP, and the engine's end of the channel to it. To be entered.
 
-    The process starts with this object, and imports what it needs while the model is loaded. If it ends before it is
-    told to, `run` returns; if this process ends, so does it.
+    The process starts when this object is entered, and imports what it needs while the model is loaded. If it ends
+    before it is told to, `run` returns; if this process ends, so does it.
 
     Args:
         listening: the socket that clients connect to. The front takes it over.
@@ -100,17 +100,15 @@ class Front:
         # Messages wait here where the front falls behind, and the engine's thread goes on.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writing = threading.Thread(target=self._write, name="rooftile-front-writes", daemon=True)
-        self._writing.start()
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None when the front has ended
         self._ready, self._ended = threading.Event(), False
+        self._reading: threading.Thread | None = None
         self._compiling = ThreadPoolExecutor(1, "rooftile-grammars")
         context = multiprocessing.get_context("spawn")  # a process that has used a GPU can't be forked
         level = logging.getLogger().getEffectiveLevel()
         arguments = theirs, listening, options, tokenizer, drain_timeout, level
         self._process = context.Process(target=_main, args=arguments, name="rooftile-front", daemon=True)
-        self._process.start()
-        theirs.close()
-        listening.close()
+        self._handed_over = theirs, listening
 
     def begin(self, engine: Any) -> None:
         """Let the front answer with an `AsyncEngine`. Returns when it does.
@@ -123,7 +121,8 @@ class Front:
 
         local = Local(engine)
         self._send("model", dataclasses.replace(local.model, tokenizer=None))  # type: ignore[arg-type]
-        threading.Thread(target=self._read, args=(local,), name="rooftile-front", daemon=True).start()
+        self._reading = threading.Thread(target=self._read, args=(local,), name="rooftile-front-reads", daemon=True)
+        self._reading.start()
         self._ready.wait()
         if self._ended:
             raise RuntimeError("the process that answers HTTP has ended")
@@ -155,10 +154,16 @@ class Front:
         self._process.join()
         self._outbox.put(None)
         self._writing.join()
+        if self._reading is not None:
+            self._reading.join()  # all has come that the front sent
         self._channel.close()
-        self._compiling.shutdown()
+        self._compiling.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Front:
+        self._process.start()
+        for each in self._handed_over:
+            each.close()
+        self._writing.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,19 +201,20 @@ class Front:
         elif kind == "state":
             self._send("reply", rest[0], (engine.failed, vars(engine.stats())))
         elif kind == "compile":  # it may take a second, and others don't wait
-            self._compiling.submit(self._reply, rest[0], local.grammars.compile, rest[1])
+            self._compiling.submit(self._reply, rest[0], "a grammar was not compiled", local.grammars.compile, rest[1])
         else:
             assert kind == "add", kind
-            self._reply(rest[0], lambda: engine.add_for(self._deliver, [local.arguments(**call) for call in rest[1]]))
+            added = lambda: engine.add_for(self._deliver, [local.arguments(**call) for call in rest[1]])  # noqa: E731
+            self._reply(rest[0], "the engine takes no requests", added)
 
-    def _reply(self, number: int, do: Any, *arguments: Any) -> None:
+    def _reply(self, number: int, what: str, do: Any, *arguments: Any) -> None:
         value = None
         try:
             do(*arguments)
-        except Exception as error:
+        except BaseException as error:  # llguidance's panics are no Exceptions, and a client waits
             value = _plain(error)
             if not isinstance(value, (QueueFull, ValueError, TypeError)):
-                log.error("the engine takes no requests: %s", error, exc_info=error)
+                log.error("%s: %s", what, error, exc_info=error)
         self._send("reply", number, value)
 
     def _deliver(self, batch: Sequence[tuple[Any, Any]]) -> None:
@@ -305,7 +311,8 @@ class Remote(asyncio.Protocol):
 
     async def open(self, channel: socket.socket) -> None:
         channel.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=channel)
+        self._loop = asyncio.get_running_loop()
+        await self._loop.create_unix_connection(lambda: self, sock=channel)
 
     def ready(self) -> None:
         """Requests are taken."""
@@ -341,7 +348,8 @@ class Remote(asyncio.Protocol):
         self._send("abort", ids)
 
     def abort_all(self) -> None:
-        self._send("abort_all")
+        """Any thread may call it."""
+        self._loop.call_soon_threadsafe(self._send, "abort_all")
 
     async def _ask(self, kind: str, *rest: Any) -> Any:
         number = next(self._numbers)

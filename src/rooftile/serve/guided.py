@@ -81,23 +81,29 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
-        with self._lock:  # not held while another one is compiled
-            if (found := self._compiled.pop(grammar, None)) is not None:
-                self._compiled[grammar] = found  # the one used last is the last
-                return found
+        if (found := self._known(grammar)) is not None:
+            return found
         with self._compiling:
+            if (found := self._known(grammar)) is not None:  # another request had the same
+                return found
             matcher = LLMatcher(self._tokens, grammar, log_level=0)
             if matcher.is_error():
                 raise ValueError(_reason(matcher) or "no valid grammar")
             matcher.compute_bitmask()  # some grammars fail only here
             if matcher.is_error():
                 raise ValueError(f"no token can be the first: {_reason(matcher)}")
-        found = Grammar(matcher)
-        with self._lock:
-            self._compiled[grammar] = found
-            if len(self._compiled) > _KEPT:
-                del self._compiled[next(iter(self._compiled))]
+            found = Grammar(matcher)
+            with self._lock:
+                self._compiled[grammar] = found
+                if len(self._compiled) > _KEPT:
+                    del self._compiled[next(iter(self._compiled))]
         return found
+
+    def _known(self, grammar: str) -> Grammar | None:
+        with self._lock:  # not held while another one is compiled
+            if (found := self._compiled.pop(grammar, None)) is not None:
+                self._compiled[grammar] = found  # the one used last is the last
+            return found
 
 
 def of_schema(schema: dict[str, Any] | str) -> str:

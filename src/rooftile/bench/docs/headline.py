@@ -135,7 +135,8 @@ def training_steps(results: Path) -> list[Figure]:
 def figures(results: Path, new: int = NEW) -> list[Figure]:
     """Training, then generation.
 
-    Of the GPUs that a work was measured on, one whose rows are as old as their kernels, and of those the one with most.
+    Of the GPUs that a work was measured on, one whose rows are no older than their kernels, and of those the one with
+    most.
     """
     works: dict[str, dict[str, list[Figure]]] = {}
     for f in [*training_steps(results), *generation(results, new)]:
