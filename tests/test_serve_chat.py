@@ -1,6 +1,8 @@
 """Chat templates as transformers renders them, tool calls in answers, and outputs that follow a grammar."""
 
+import concurrent.futures
 import json
+import threading
 
 import pytest
 from fake_engine import written
@@ -255,6 +257,13 @@ class TestGrammars:
         grammar = guided.grammar_of(None, StructuredOutputs(regex="[ab]c"))
         assert grammars.compile(grammar) is grammars.compile(grammar)
         assert [write(grammars, grammar) for _ in range(2)] == ["ac", "ac"]
+
+    def test_requests_with_one_new_grammar_compile_it_once(self, grammars):
+        """Those that come meanwhile wait for it. All begin together."""
+        text, barrier = guided.of_schema({"const": "compiled once"}), threading.Barrier(4)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = [*pool.map(lambda _: (barrier.wait(20) and None) or grammars.compile(text), range(4))]
+        assert len(set(map(id, found))) == 1
 
     def test_a_token_that_is_not_allowed_is_an_error(self, grammars):
         mask = grammars.compile(guided.grammar_of(None, StructuredOutputs(regex="a"))).copy()
