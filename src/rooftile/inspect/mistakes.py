@@ -19,7 +19,7 @@ from collections.abc import Sequence, Sized
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r"^(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;$")
-_UNIFORM = 64  # registers, one bit each; those of threads have the bits above
+_UNIFORM = 256  # registers, one bit each, of which sm_90 has 63 and sm_100 more; those of threads have the bits above
 _THREADS = ((1 << 256) - 1) << _UNIFORM
 _ALL = _THREADS | ((1 << _UNIFORM) - 1)
 _COPY = re.compile(r"^(U?R\d+), (?:RZ, RZ, )?(U?R\d+)$")
@@ -56,18 +56,18 @@ def _registers(name: str, operands: str) -> tuple[int, int]:
     Of threads' registers it is the first one of each operand. Only copies leave one of them unwritten.
     """
     parts = [part.strip() for part in operands.split(",")]
-    if "gdesc[UR" in operands:  # two registers for each operand in shared memory; the first may be in registers
+    if "GMMA" in name:  # wgmma: one descriptor names two pairs of registers; the first operand may be in registers
         found = re.search(r"gdesc\[UR(\d+)\]", operands)
         assert found is not None
         first = int(found[1])
         in_memory = len(parts) > 1 and parts[1].startswith("gdesc")
         return 0, (12 << first) | (3 << first if in_memory else 0)
     writes = reads = 0
-    is_wide = ".64" in name or ".WIDE" in name
+    width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
     while parts and re.match(r"^!?U?P\w+$", parts[0]):  # predicates that it writes
         parts.pop(0)
     if parts and (target := re.match(r"^UR(\d+)$", parts[0])):
-        writes = (3 if is_wide else 1) << int(target[1])
+        writes = ((1 << width) - 1) << int(target[1])
         parts.pop(0)
     elif parts and re.match(r"^R\d+$", parts[0]):
         writes = _bit(parts.pop(0))
@@ -75,7 +75,7 @@ def _registers(name: str, operands: str) -> tuple[int, int]:
         for n in re.findall(r"\bR(\d+)\b", part):
             reads |= 1 << (_UNIFORM + int(n))
         for n in re.findall(r"\bUR(\d+)\b", part):
-            is_pair = part.startswith("desc[") or (".64" in name and name.startswith("U"))
+            is_pair = part.startswith(("desc[", "gdesc[")) or (".64" in name and name.startswith("U"))
             reads |= (3 if is_pair else 1) << int(n)
     return writes, reads
 
