@@ -71,6 +71,32 @@ def test_an_operand_in_registers_has_no_descriptor():
     assert unwritten(code) == []
 
 
+# As ptxas 12.9 has it for sm_100, whose uniform registers go beyond 63: each operand has a pair of its own.
+BLACKWELL = """
+        LDCU.128 UR8, c[0x0][0x3d0] ;
+        USHF.R.S32.HI UR12, URZ, 0x1f, UR11 ;
+        UMOV UR40, 0x1 ;
+        UMOV UR41, 0x2 ;
+        UMOV UR60, 0x3 ;
+        UMOV UR61, 0x4 ;
+        UMOV UR64, 0x0 ;
+        UMOV UR65, 0x5 ;
+        UTCHMMA gdesc[UR60], gdesc[UR40], tmem[UR12], tmem[UR64], idesc[UR65], UPT ;
+        EXIT ;
+"""
+
+
+def test_an_mma_of_sm_100_reads_the_registers_that_it_names():
+    assert unwritten(BLACKWELL) == []
+    for register in ("UR40", "UR41", "UR60", "UR61", "UR64", "UR65"):
+        wrong = BLACKWELL.replace(f"UMOV {register}", "UMOV UR70")
+        assert unwritten(wrong) == ["UTCHMMA gdesc[UR60], gdesc[UR40], tmem[UR12], tmem[UR64], idesc[UR65], UPT"]
+
+
+def test_a_load_of_128_bits_writes_four_registers():
+    assert unwritten(BLACKWELL.replace("LDCU.128", "LDCU.64")) == ["USHF.R.S32.HI UR12, URZ, 0x1f, UR11"]
+
+
 def test_code_without_such_products_is_not_looked_at():
     assert unwritten("IMAD R0, R6, UR4, RZ ;\nEXIT ;") == []
 

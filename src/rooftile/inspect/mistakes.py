@@ -19,7 +19,7 @@ from collections.abc import Sequence, Sized
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r"^(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;$")
-_UNIFORM = 256  # registers, one bit each; those of threads have the bits above. sm_90 has 63 of them, sm_100 80
+_UNIFORM = 256  # registers, one bit each, of which sm_90 has 63 and sm_100 more; those of threads have the bits above
 _THREADS = ((1 << 256) - 1) << _UNIFORM
 _ALL = _THREADS | ((1 << _UNIFORM) - 1)
 _COPY = re.compile(r"^(U?R\d+), (?:RZ, RZ, )?(U?R\d+)$")
@@ -56,7 +56,7 @@ def _registers(name: str, operands: str) -> tuple[int, int]:
     Of threads' registers it is the first one of each operand. Only copies leave one of them unwritten.
     """
     parts = [part.strip() for part in operands.split(",")]
-    if "GMMA" in name:  # wgmma: two registers for each operand in shared memory; the first may be in registers
+    if "GMMA" in name:  # wgmma: one descriptor names two pairs of registers; the first operand may be in registers
         found = re.search(r"gdesc\[UR(\d+)\]", operands)
         assert found is not None
         first = int(found[1])
