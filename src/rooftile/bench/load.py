@@ -79,6 +79,11 @@ class Workload:
     def __post_init__(self) -> None:
         if self.prefix > self.longest - 3:
             raise ValueError(f"a prefix of {self.prefix} tokens leaves no room in {self.longest} for a prompt and two")
+        if self.fixed and self.prefix + self.prompt + self.new > self.longest:
+            raise ValueError(
+                f"prompts of {self.prefix + self.prompt} and answers of {self.new} tokens have no room in "
+                f"{self.longest}, the most of a sequence"
+            )
 
     def draw(self, load: str = "") -> list[Request]:
         """Of each load others: the prefix cache of one finds no prompts of another."""

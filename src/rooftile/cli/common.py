@@ -150,7 +150,9 @@ Deterministic = Annotated[
 
 Cascade = Annotated[
     bool,
-    typer.Option("--cascade", help="Read pages that all sequences begin with once for several; not yet timed."),
+    typer.Option(
+        "--cascade", help="Where all sequences begin alike, read those pages once for several of them; not yet timed."
+    ),
 ]
 
 JsonFile = Annotated[
@@ -165,7 +167,10 @@ PrefixCache = Annotated[
 
 WarmUp = Annotated[
     bool,
-    typer.Option("--warm-up/--no-warm-up", help="Compile kernels and capture CUDA graphs before the first request."),
+    typer.Option(
+        "--warm-up/--no-warm-up",
+        help="Compile kernels and capture CUDA graphs before requests are taken: seconds, or a minute the first time.",
+    ),
 ]
 
 TensorParallel = Annotated[

@@ -43,7 +43,7 @@ def generate(
         bool, typer.Option("--stream", help="Print text as it is generated; several prompts in sequence.")
     ] = False,
     quantize: Annotated[QuantizeName, typer.Option(help="Quantize the weights of the GEMMs.")] = QuantizeName.none,
-    dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
+    dtype: Annotated[DType, typer.Option(help="Type of activations and of other weights.")] = DType.bf16,
     kv_dtype: Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a prompt and its text. Default: as many as needed.")
@@ -152,7 +152,7 @@ def audit(
         int | None, typer.Option(min=1, help="Steps of decoding. Default: 8, and in the interpreter 2.")
     ] = None,
     quantize: Annotated[QuantizeName, typer.Option(help="Quantize the engine's weights.")] = QuantizeName.none,
-    dtype: Annotated[DType, typer.Option(help="Of other weights and activations.")] = DType.bf16,
+    dtype: Annotated[DType, typer.Option(help="Type of activations and of other weights.")] = DType.bf16,
     impl: Annotated[
         ImplName | None,
         typer.Option(

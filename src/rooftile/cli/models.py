@@ -274,7 +274,7 @@ def bench_serve(
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="A server with OpenAI's API. Default: an engine in this process.")
     ] = None,
-    key: Annotated[str | None, typer.Option("--api-key", help="Of that server.")] = None,
+    key: Annotated[str | None, typer.Option("--api-key", help="The key that the server at --url asks for.")] = None,
     impl: Annotated[str, typer.Option("--name", help="What the rows call the implementation.")] = "rooftile",
     rates: Annotated[
         list[str] | None,
@@ -303,14 +303,17 @@ def bench_serve(
         float, typer.Option("--first", metavar="SECONDS", help="A good answer's first token comes within this.")
     ] = 0.5,
     each_limit: Annotated[
-        float, typer.Option("--each", metavar="SECONDS", help="And each of the others, on average.")
+        float,
+        typer.Option("--each", metavar="SECONDS", help="A good answer's other tokens come within this, on average."),
     ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of requests and arrivals.")] = 0,
-    dtype: Annotated[DType, typer.Option(help="Of unquantized weights and activations.")] = DType.bf16,
+    seed: Annotated[int, typer.Option(help="Seed of the requests and their arrivals.")] = 0,
+    dtype: Annotated[DType, typer.Option(help="Type of activations and of other weights.")] = DType.bf16,
     quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
     deterministic: Deterministic = False,
     cascade: Cascade = False,
-    max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, in this process.")] = 256,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences at a time, of the engine and of --http's server.")
+    ] = 256,
     max_seq_len: Annotated[int, typer.Option(min=4, help="Tokens of a prompt and its answer, at most.")] = 2048,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at most; more than --max-batch.")] = 1024,
     warm_up: WarmUp = True,
@@ -385,7 +388,7 @@ def bench_speculation(
     tokens: Annotated[int, typer.Option(min=1, max=15, help="Proposals of a step.")] = 4,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
     new: Annotated[int, typer.Option(min=2, help="Tokens after it.")] = 256,
-    dtype: Annotated[DType, typer.Option(help="Of unquantized weights and activations.")] = DType.bf16,
+    dtype: Annotated[DType, typer.Option(help="Type of activations and of other weights.")] = DType.bf16,
     quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each acceptance; the median counts.")] = 3,

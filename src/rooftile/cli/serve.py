@@ -43,7 +43,7 @@ class ToolFormat(str, enum.Enum):
 
 CheckpointPath = Annotated[str, typer.Argument(help="A checkpoint folder, an id on the Hugging Face Hub, or `demo`.")]
 Quantize = Annotated[QuantizeName, typer.Option(help="Quantize the weights of the GEMMs.")]
-ModelType = Annotated[DType, typer.Option(help="Of other weights and activations.")]
+ModelType = Annotated[DType, typer.Option(help="Type of activations and of other weights.")]
 CacheType = Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")]
 Length = Annotated[
     int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer. Default: the model's, at most 4096.")
@@ -104,16 +104,19 @@ def serve(
     port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="ROOFTILE_API_KEY", help="That requests to /v1 must have; repeatable. Default: none."),
+        typer.Option(
+            envvar="ROOFTILE_API_KEY",
+            help="A key that requests to /v1 must have; repeatable. Default: none is asked for.",
+        ),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="By which requests name the model; repeatable. Default: the folder's name.")
+        list[str] | None, typer.Option(help="What requests call the model; repeatable. Default: the folder's name.")
     ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 32,
     max_seq_len: Length = None,
     pages: Annotated[
         int | None,
-        typer.Option(min=1, help="Of the cache. Default: enough for --max-batch sequences of --max-seq-len."),
+        typer.Option(min=1, help="Pages of the cache. Default: enough for --max-batch sequences of --max-seq-len."),
     ] = None,
     quantize: Quantize = QuantizeName.none,
     dtype: ModelType = DType.bf16,
@@ -121,7 +124,10 @@ def serve(
     prefix_cache: PrefixCache = True,
     step_tokens: Annotated[
         int,
-        typer.Option(min=2, help="Most tokens of a step: one of each running sequence, and parts of prompts."),
+        typer.Option(
+            min=2,
+            help="Most tokens of a step, more than --max-batch: one of each running sequence, and parts of prompts.",
+        ),
     ] = 1024,
     warm_up: WarmUp = True,
     speculate: SpeculateName = None,
@@ -165,6 +171,8 @@ def serve(
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         check_step_tokens(step_tokens, max_batch)
+        if "" in (api_key or ()):
+            raise ValueError("--api-key is empty, expected a key; without the option none is asked for")
         folder = folder_of(path)
         if not (tokenizer := folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder} has no tokenizer.json, and the server needs one")

@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         while self._gate.inside and time.monotonic() < self._deadline:
             await asyncio.sleep(0.02)
         if self._gate.inside:
-            log.warning("%d requests did not end in time, and are aborted", self._gate.inside)
+            log.warning("%d requests still run, and are aborted", self._gate.inside)
             if self._abort is not None:
                 await asyncio.to_thread(self._abort)
         self.should_exit = True
