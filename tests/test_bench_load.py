@@ -319,6 +319,7 @@ def test_random_weights_are_measured_on_two_ranks(tmp_path):
     [
         *(["--rate", "0"], ["--rate", "x"], ["--clients", "0"], ["--model", "lama"], ["--speculate", "x"]),
         *(["--http", "--url", "http://127.0.0.1:1"], ["--prefix", "2046"], ["--step-tokens", "8"]),
+        ["--fixed", "--prompt", "40", "--new", "30", "--max-seq-len", "64"],
     ],
 )
 def test_bad_options_are_refused(bad):

@@ -392,6 +392,11 @@ class TestCommands:
         assert found.exit_code == 2
         assert "step_tokens is 2, expected more than max_batch, 2" in found.output
 
+    def test_an_empty_key_protects_nothing(self):
+        found = CliRunner().invoke(command_line, ["serve", "demo", "--port", "0", "--api-key", ""])
+        assert found.exit_code == 2
+        assert "--api-key is empty, expected a key" in found.output
+
     def test_chat_needs_a_template(self):
         found = CliRunner().invoke(command_line, ["chat", str(byte_model.folder())])
         assert found.exit_code == 2
