@@ -31,8 +31,19 @@ def under_load(results: Path) -> str:
         prefix = f" after {asked['prefix']} that all have in common" if asked.get("prefix") else ""
         cells = [[*load.cells(row), number(row.get("host_us")), ratio(row.get("of_offline"))] for row in rows]
         columns = (*load.COLUMNS, "host, us a step>", "of the engine>")
-        parts += [f"`{meta['model']}`, {lengths}{prefix}: {_machine(meta, 'serve')}", "", markdown(columns, cells), ""]
+        said = f"`{meta['model']}`, {lengths}{prefix}{_engines(rows)}"
+        parts += [f"{said}: {_machine(meta, 'serve')}", "", markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
+
+
+def _engines(rows: list[dict[str, Any]]) -> str:
+    """The sizes of the engines, where rows say them."""
+    names = {"max_batch": "sequences at a time", "step_tokens": "tokens of a step"}
+    found = {tuple(row["engine"].get(name) for name in names) for row in rows if "engine" in row}
+    sizes = [
+        "at most " + " and ".join(f"{n} {said}" for n, said in zip(each, names.values(), strict=True)) for each in found
+    ]
+    return f", {' or '.join(sorted(sizes))}" if sizes else ""
 
 
 def speculated(results: Path) -> str:
