@@ -52,7 +52,40 @@ def pytest_pycollect_makemodule(module_path, parent):
     return None
 
 
+_PARAMETERS = type(pytest.param())
+
+
+def _is_nightly(value):
+    return isinstance(value, _PARAMETERS) and any(mark.name == "nightly" for mark in value.marks)
+
+
+def _is_left_out(item):
+    """Whether a test with the mark `each_once` is left to `make test-all`.
+
+    `make test` runs as many as the longest list of `parametrize` has values: the k-th value of each list together,
+    those of a shorter list again and again.
+    """
+    places, sizes = [], []
+    for mark in item.iter_markers("parametrize"):
+        names, values = mark.args
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        values = [value for value in values if not _is_nightly(value)]
+        sizes.append(len(values))
+        for place, value in enumerate(values):
+            each = value.values if isinstance(value, _PARAMETERS) else (value,) if len(names) == 1 else value
+            if all(item.callspec.params[name] is v for name, v in zip(names, each, strict=True)):
+                places.append(place)
+                break
+        else:
+            return True  # with a value that is nightly
+    return all(places != [k % size for size in sizes] for k in range(max(sizes)))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("each_once") and _is_left_out(item):
+            item.add_marker(pytest.mark.nightly)
     if HAS_TRITON and runtime.MODE is runtime.Mode.GPU and HAS_GPU:
         return
     reason = "needs a GPU, and there is none" if not HAS_GPU else "needs a GPU, and TRITON_INTERPRET=1 is set"

@@ -279,7 +279,7 @@ LONG = [[(7 * t) % 131 for t in range(37)], [(5 * t + 3) % 131 for t in range(20
     [
         pytest.param("llama", 4, marks=pytest.mark.nightly),
         ("mistral", 11),
-        ("qwen3", 30),
+        pytest.param("qwen3", 30, marks=pytest.mark.nightly),
         pytest.param("phi3", 11, marks=pytest.mark.nightly),
         pytest.param("gemma2", 11, marks=pytest.mark.nightly),
     ],
@@ -706,7 +706,7 @@ def test_pages_that_were_used_least_recently_lose_their_names_first(device):
     assert cache.free_pages == 4
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_who_came_last_gives_its_pages_back_and_gets_equal_tokens_later(prefix_cache):
     """Pages for the beginning of two, and the whole of one; drawn and penalised ones."""
     engine, new = made(pages=3), 7
@@ -726,6 +726,7 @@ def test_who_came_last_gives_its_pages_back_and_gets_equal_tokens_later(prefix_c
     assert [first in plan for plan in plans[:new]] == [True] * new
 
 
+@pytest.mark.nightly  # aborts, shared beginnings and few pages have tests of their own
 def test_threads_that_add_and_abort_at_random_lose_and_mix_nothing():
     """Three threads, few pages, equal beginnings, small steps, and streams that are read, aborted or abandoned."""
     engine = made(pages=6)

@@ -105,6 +105,7 @@ def test_query_heads_share_key_heads(heads, device):
     assert_same((attention(q, k, v),), (attention(q, *shared),))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("shape", [(), (1, 9), (20, 1), (20, 9), (2, 20, 9), (3, 1, 1, 9), (3, 2, 20, 9)], ids=str)
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_a_mask_is_broadcast_in_every_dimension(shape, kind, device):
@@ -219,6 +220,7 @@ def test_layouts_are_strides(options, device):
     assert_same((view,), (out,))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("block_n", [16, 32])
 def test_a_configuration_that_is_asked_for(block_m, block_n, device):

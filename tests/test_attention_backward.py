@@ -83,6 +83,7 @@ def check(q, k, v, dout, dlse, s, c=SMALL, mask=None, times=1, **extras):
     return found
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize(
     ("n_q", "n_k", "left", "right"),
@@ -114,6 +115,7 @@ def test_head_dims_in_two_parts(head_dim, value_dim, device):
     check(*inputs, Scoring(head_dim**-0.5, right=0))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("mask", ["bool", "float", "rows", "heads"])
 @pytest.mark.parametrize("right", [-1, 0])
 def test_masks(mask, right, device):
@@ -144,6 +146,7 @@ def test_a_mask_of_minus_infinities_hides_as_a_bool_mask_does(device):
     assert (found["dq"][:, :, 5] == 0).all()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("mask", [False, True])
 def test_soft_cap_alibi_and_sinks_together(softcap, mask, device):

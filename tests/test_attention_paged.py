@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from helpers import in_pairs
 
 from rooftile import runtime
 from rooftile.cases.check import relative_error
@@ -138,9 +137,10 @@ def test_keys_before_a_window_are_not_read(page, device):
     assert_close(attention_paged(*inputs, window=9, return_lse=True, config=CONFIG), wanted)
 
 
-@pytest.mark.parametrize(
-    ("page", "dtype", "by"), in_pairs((16, 32, 64), (FP8, torch.int8), ("tensor", "head", "token"))
-)
+@pytest.mark.each_once
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [FP8, torch.int8], ids=str)
+@pytest.mark.parametrize("by", ["tensor", "head", "token"])
 def test_a_cache_of_8_bits_gives_what_its_dequantized_one_gives(page, dtype, by, device):
     q, k, v, *indices = make(device, [7, 1, 20], [70, 33, 21], page=page, dims=(32, 64))
     shape = {"tensor": (), "head": (2,), "token": k.shape[:3]}[by]

@@ -65,6 +65,7 @@ def copies(monkeypatch, desc, table, sequence, head, block, slot, t):
     return nbytes, [([int(value(x)) for x in at], piece) for at, piece in started]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 @pytest.mark.parametrize("page", [16, 64, 128, 256])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])

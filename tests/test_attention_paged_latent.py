@@ -40,6 +40,7 @@ def assert_right(found, wanted):
 N_Q, LENGTHS = [0, 1, 17, 100, 3, 20], [33, 64, 70, 100, 2, 0]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("config", [None, CONFIG, "invariant"], ids=str)
 def test_sequences_of_any_lengths_in_shuffled_pages_among_nan(page, config, device):

@@ -89,6 +89,7 @@ def tiles_of(n_q, lengths, group, kv_heads, capacity, programs, causal, split, d
 N_Q, LENGTHS = [7, 0, 1, 33, 3, 64, 2], [70, 33, 640, 40, 2, 64, 0]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (16, 1), (64, 2), (128, 1)])

@@ -266,6 +266,7 @@ def _find_kernel(starts_ptr, found_ptr, sequences, SIDE: tl.constexpr, ROWS: tl.
     tl.store(found_ptr + 4 * slot + 3, block)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize(
     "starts", [starts_of(EDGES), starts_of(RANDOM, first=70), [0], [5, 2, 300], [3, 200, -4, 600, 150, 390]], ids=str

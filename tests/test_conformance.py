@@ -70,10 +70,11 @@ every_tiny_point = pytest.mark.parametrize(("case", "point"), TINY, ids=TINY_IDS
 
 
 def at_points():
-    """Every point in every dtype. `make test` runs options in two dtypes, sizes in one, and a point in the third."""
+    """Every point in every dtype. `make test` runs a point in each dtype, other options in float32, and other sizes in
+    bfloat16. The tests below run options in bfloat16 too."""
     for (case, point), name in itertools.product(POINTS, DTYPES):
         tiny = case.sets["tiny"]
-        often = point == tiny[0] or name == "bf16" or (name == "fp32" and point in tiny)
+        often = point == tiny[0] or name == ("fp32" if point in tiny else "bf16")
         marks = () if often else pytest.mark.nightly
         yield pytest.param(case, point, DTYPES[name], marks=marks, id=f"{case.name} {point}-{name}")
 
@@ -140,14 +141,16 @@ def assert_agree(case, direction, actual, expected):
         assert relative_error(a, e) <= case.tolerances[BF16][direction].ceiling
 
 
-# Views away from the start of their memory at the first point, and in the test above.
+# At the first point, and transposed also with options that decide about gradients. Each option: the test above.
 @pytest.mark.parametrize(
     ("case", "point", "how"),
     [
         pytest.param(
             *(case, point, how),
             id=f"{case.name} {point}-{how.__name__}",
-            marks=() if how is transposed or point == case.sets["tiny"][0] else pytest.mark.nightly,
+            marks=()
+            if point == case.sets["tiny"][0] or (how is transposed and case.name in MODES)
+            else pytest.mark.nightly,
         )
         for (case, point), how in itertools.product(TINY, (offset, transposed))
     ],
@@ -331,6 +334,7 @@ def test_eager_pytorch_is_the_same_function(case, device):
             assert not failed, failed
 
 
+@pytest.mark.nightly  # the benchmark's
 @pytest.mark.parametrize(
     ("case", "peer"),
     [pytest.param(case, peer, id=f"{case.name} {peer.name}") for case in CASES for peer in case.peers],
@@ -370,6 +374,7 @@ def test_inputs_of_another_seed_are_other_inputs(case, device):
     assert all(not torch.equal(first[n], other[n]) for n in names)
 
 
+@pytest.mark.nightly  # figures of the benchmark
 @every_case
 def test_bytes_and_flops_grow_with_the_shape(case):
     llm = case.sets["llm"]

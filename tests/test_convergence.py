@@ -24,19 +24,17 @@ GPT2 = {"n_embd": 32, "n_inner": 48, "n_head": 2}
 INTERPRETED = pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="what the interpreter says of its runs")
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("llama", 10), *(pytest.param(name, 20, marks=pytest.mark.nightly) for name in ("llama", "gemma2", "gpt2"))],
-)
-def test_steps_in_float32_give_the_plain_losses_and_weights(name, steps, monkeypatch, device):
+@pytest.mark.nightly  # a step of each family: test_patch_training.py
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_twenty_steps_in_float32_give_the_plain_losses_and_weights(name, monkeypatch, device):
     title = trajectory.TITLES[name]
     described = trajectory.BY_TITLE[title]
     smaller = dataclasses.replace(described, sizes={**described.sizes, **(GPT2 if name == "gpt2" else SMALLER)})
     monkeypatch.setitem(trajectory.BY_TITLE, title, smaller)
-    found = trajectory.compare(Job(name, steps=steps, tokens=16, lr=5e-3, ways=(EAGER, OURS)), device)
+    found = trajectory.compare(Job(name, steps=20, tokens=16, lr=5e-3, ways=(EAGER, OURS)), device)
     run = found["runs"][OURS]
     assert run["status"] == "ok", run
-    assert len(run["difference"]) == steps
+    assert len(run["difference"]) == 20
     assert found["losses"][-1] < found["losses"][0] - 0.25  # it moves: equal runs that learn nothing show little
     assert max(run["loss"], run["logprobs"], run["weights"]) <= FLOAT32
     assert run["same_best"] == 1.0
@@ -136,6 +134,7 @@ def test_a_run_that_raised_or_learned_nothing_fails():
     assert verdict_of(raised) == "error: RuntimeError: no"
 
 
+@pytest.mark.nightly  # the benchmark's
 def test_runs_of_a_commit_join_one_small_file_with_its_charts(tmp_path):
     pytest.importorskip("matplotlib")
     meta = {"gpu": "NVIDIA H100 80GB HBM3", "commit": "abc", "transformers": "5"}

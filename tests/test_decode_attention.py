@@ -100,6 +100,7 @@ def test_one_long_sequence_among_short_ones(config, device):
     assert_right(decode_attention(*inputs, return_lse=True, config=config), expected(*inputs))
 
 
+@pytest.mark.each_once
 @every_config
 @pytest.mark.parametrize("window", [1, 16, 20, 1000])
 def test_a_window_reads_nothing_before_it(window, config, device):
@@ -144,6 +145,7 @@ def test_without_causality_all_tokens_see_all_keys(config, device):
         torch.testing.assert_close(results[1][b], lse[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("page", [16, 64])
 @every_config
 def test_pages_give_what_a_contiguous_cache_gives(page, config, device):
@@ -192,6 +194,7 @@ def test_layouts_give_bit_identical_results(device):
     assert torch.equal(decode_attention(*last, lengths), out)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("by", ["one", "head", "token"])
 @pytest.mark.parametrize("cache", [FP8, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

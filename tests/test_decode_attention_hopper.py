@@ -484,7 +484,14 @@ LENGTHS = [0, 1, 63, 64, 65, 300]
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "page", "programs"),
-    [(64, 1, 64, 1), (64, 1, 16, 3), (128, 1, 64, 4), (16, 5, 32, 2), (128, 2, 128, 3), (32, 3, 0, 5)],
+    [
+        (64, 1, 16, 3),
+        (128, 2, 128, 3),
+        (32, 3, 0, 5),
+        pytest.param(64, 1, 64, 1, marks=pytest.mark.nightly),
+        pytest.param(128, 1, 64, 4, marks=pytest.mark.nightly),
+        pytest.param(16, 5, 32, 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_its_threads_compute_attention(heads, tokens, page, programs, run_program):
     """Whole and split items, one and several tiles of rows, rows past the last token, pages smaller and larger than a

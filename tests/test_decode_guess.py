@@ -91,6 +91,7 @@ def early(config):
     return dataclasses.replace(config, pdl=True, prefetch_blocks=1)
 
 
+@pytest.mark.each_once
 @every_config
 @pytest.mark.parametrize(
     "guess",
@@ -110,6 +111,7 @@ def test_a_wrong_guess_changes_no_bit(guess, config, before, device):
         assert torch.equal(result, expected)
 
 
+@pytest.mark.each_once
 @every_config
 @pytest.mark.parametrize("window", [None, 20])
 def test_pages_are_read_again(window, config, before, device):

@@ -115,6 +115,7 @@ def test_twin_shares_the_weights_and_not_the_patch() -> None:
     assert "forward" not in model.model.norm.__dict__
 
 
+@pytest.mark.nightly  # the benchmark's
 @pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="what the interpreter says of its times")
 def test_prefill_command_writes_rows_that_are_no_measurement(tmp_path: Path) -> None:
     out = tmp_path / "prefill.json"

@@ -116,6 +116,7 @@ def differing(engine):
     }
 
 
+@pytest.mark.nightly  # a test of the test above
 @pytest.mark.parametrize(
     ("owner", "name", "changed", "expected"),
     [

@@ -15,9 +15,12 @@ LAYOUT = (ROOT / "docs" / "contributing" / "layout.md").read_text(encoding="utf-
 REFERENCE = [page for page in pages.DOCS if page.parent.name == "reference"]
 
 
-def test_the_examples_run_as_they_stand():
-    """The README's too. One test, so that one worker of pytest-xdist starts the process that they share."""
-    assert {name: said for name, said in pages.failures([e for e in EXAMPLES if not e.not_run]).items() if said} == {}
+@pytest.mark.parametrize("guides", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_the_examples_run_as_they_stand(guides):
+    """Those of the README and the guides, and nightly those of other pages. One test for many, so that one worker of
+    pytest-xdist starts the process that they share."""
+    chosen = [e for e in EXAMPLES if not e.not_run and e.name.startswith(("README", "docs/guides/")) == guides]
+    assert {name: said for name, said in pages.failures(chosen).items() if said} == {}
 
 
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if e.not_run], ids=lambda e: e.name)

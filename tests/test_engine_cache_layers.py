@@ -52,6 +52,7 @@ def test_what_a_graph_appends_is_not_known_to_the_host(cache, device, monkeypatc
     cache.attend(0, x)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_from_hidden_states_into_a_cache_is_what_rope_and_append_does(paged, layout, device):

@@ -52,7 +52,7 @@ def default_device(device):
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("quantize", [None, "fp8", "int8"])
+@pytest.mark.parametrize("quantize", [None, "fp8", pytest.param("int8", marks=pytest.mark.nightly)])
 def test_autocast_of_another_dtype_changes_nothing(quantize):
     engine = made(quantize=quantize)
     plain = tokens(engine), engine.logits(PROMPTS)
@@ -105,7 +105,7 @@ def test_a_cache_made_under_inference_mode_is_good_outside(cache):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="everything on the host is to say so; on a GPU see below")
-@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("quantize", [pytest.param(None, marks=pytest.mark.nightly), "int4"])
 def test_what_is_the_hosts_stays_on_the_host_under_a_default_device(quantize, tmp_path):
     plain = made(quantize=quantize)
     options = {"temperature": 0.7, "repetition_penalty": 1.2, "seed": 3}

@@ -58,7 +58,7 @@ def config(family="llama", **more):
         pytest.param("olmo2", {"num_hidden_layers": 1}, "fp8", 1, torch.float32, marks=pytest.mark.nightly),
         ("olmo2", {"num_hidden_layers": 1}, "fp8", 2, torch.float32),
         pytest.param("olmo2", {"num_hidden_layers": 1}, "int4", 2, torch.float32, marks=pytest.mark.nightly),
-        ("qwen2", {"num_hidden_layers": 1}, "int4", 129, torch.bfloat16),
+        pytest.param("qwen2", {"num_hidden_layers": 1}, "int4", 129, torch.bfloat16, marks=pytest.mark.nightly),
     ],
 )
 def test_a_step_launches_what_the_plan_says(family, more, quantize, batch, dtype):

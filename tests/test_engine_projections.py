@@ -65,6 +65,7 @@ class TestProducts:
         assert self.error(out, norm(t) @ dense_of(last).T + last.bias) < tolerance(kind, rows)
         assert out.dtype == x.dtype
 
+    @pytest.mark.each_once
     @pytest.mark.parametrize("rows", [1, 5])
     @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
     def test_gates_of_inputs_with_a_norm_and_without(self, kind, rows, activation, device):

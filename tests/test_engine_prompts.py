@@ -90,7 +90,7 @@ def test_padded_and_packed_prompts_give_the_logits_of_each_alone(family, monkeyp
         torch.testing.assert_close(found, last(UNEQUAL), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
+@pytest.mark.parametrize("prompts", [pytest.param(ABOUT_EQUAL, marks=pytest.mark.nightly), UNEQUAL])
 def test_tokens_behind_prompts_are_those_of_the_logits(prompts, device):
     """The first, and the next, which sees what the prompts left in the cache."""
     engine = made(device=device, cuda_graphs=False)
@@ -115,6 +115,7 @@ def test_logits_in_parts_are_those_of_whole_prompts(part, device):
         engine.logits(prompts, part=0)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
 def test_prompts_are_written_to_their_pages_and_nowhere_else(prompts, kv_dtype, device):

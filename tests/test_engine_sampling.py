@@ -87,7 +87,7 @@ def by_the_formula(engine, prompt, how, found):
 
 SEVERAL = [
     {"frequency_penalty": 2.0},
-    {"presence_penalty": 2.0, "repetition_penalty": 1.3},
+    pytest.param({"presence_penalty": 2.0, "repetition_penalty": 1.3}, marks=pytest.mark.nightly),
     pytest.param({"frequency_penalty": -1.5, "temperature": 0.8, "top_p": 0.95, "seed": 3}, marks=pytest.mark.nightly),
     {"logit_bias": {7: 4.0, 8: 3.5, 50: -100}, "presence_penalty": 1.0, "temperature": 1.0, "seed": 5},
 ]

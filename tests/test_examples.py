@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+@pytest.mark.nightly  # training, saving and writing have tests of their own
 def test_a_byte_model_is_trained_saved_and_writes(tmp_path, capsys):
     out = tmp_path / "model"
     runpy.run_path(str(EXAMPLES / "train_bytes.py"))["main"](["--tiny", "--new", "4", "--out", str(out)])

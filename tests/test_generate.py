@@ -86,6 +86,7 @@ def test_stated_loss_is_that_of_the_weights(model):
     assert float(loss) == pytest.approx(stated["held_out_loss"], rel=0.1)  # a part of the text, of another Python
 
 
+@pytest.mark.nightly  # test_engine.py has fewer of each family
 def test_each_of_64_greedy_tokens_is_hugging_faces(engine, expected):
     """In one pass over prompts of unequal lengths: each token is the most likely one after those before it."""
     found = engine.logits([prompt + new for prompt, new in expected])

@@ -180,7 +180,7 @@ def test_a_length_that_changes_recompiles_no_kernel():
     assert found == {"specialized": ["16 rows", "100 rows"]}
 
 
-@pytest.mark.parametrize("portable", ["", "1"])
+@pytest.mark.parametrize("portable", ["", pytest.param("1", marks=pytest.mark.nightly)])
 def test_a_new_scale_window_or_softcap_recompiles_no_attention(portable, monkeypatch):
     """Neither of the forward nor of the backward, portable or in Gluon. That there is one of them may."""
     monkeypatch.setenv("ROOFTILE_PORTABLE", portable)

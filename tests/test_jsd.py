@@ -35,6 +35,7 @@ def assert_right(x, t, **options):
             torch.testing.assert_close(a.double(), e, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.each_once
 @every_reduction
 @every_beta
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 5)], ids=str)

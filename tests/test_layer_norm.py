@@ -73,6 +73,7 @@ def test_a_mean_that_is_large_against_the_spread(kernel, scale, device, monkeypa
     assert relative_error(dx, expected) < limit
 
 
+@pytest.mark.each_once
 @every_kernel
 @pytest.mark.parametrize("value", [0.0, 1000.1, -3e4])
 def test_a_constant_row_is_the_bias(kernel, value, device, monkeypatch):
@@ -167,6 +168,7 @@ def test_frozen_parts_cost_nothing(device):
 # Kernels
 
 
+@pytest.mark.each_once
 @every_kernel
 @pytest.mark.parametrize("columns", [64, 100, 257])
 def test_every_kernel_gives_the_formula_and_its_gradients(kernel, columns, device, monkeypatch):

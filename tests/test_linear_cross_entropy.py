@@ -102,6 +102,7 @@ def test_dtypes(dtype, bias, reduction, device):
 # Chunks
 
 
+@pytest.mark.each_once
 @every_reduction
 @pytest.mark.parametrize("rows", [1, 5, 12, 13])
 def test_chunks_of_any_size_give_the_same(rows, reduction, device):
@@ -201,6 +202,7 @@ def adapted(function, tensors, low, up, needs, **options):
 LEARNED = (True, True, True, False, False)  # of LoRA: the head is frozen
 
 
+@pytest.mark.each_once
 @every_reduction
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 def test_an_adapter_is_added_to_the_logits_and_learns(dtype, reduction, device):
@@ -363,6 +365,7 @@ def test_all_targets_ignored(reduction, device):
             assert (found == 0).all()
 
 
+@pytest.mark.each_once
 @every_reduction
 @pytest.mark.parametrize("spare", [0, 2])
 def test_ignored_rows_can_be_dropped(reduction, spare, device):

@@ -64,6 +64,7 @@ def assert_right(tensors, function=linear_jsd, needs=(True, True, True), factor=
     return found
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
 def test_every_combination_of_options(beta, bias, device):
@@ -75,6 +76,7 @@ def test_every_combination_of_options(beta, bias, device):
             assert_right(tensors, linear_kl, factor=1.5, **options)
 
 
+@pytest.mark.each_once
 @every_reduction
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 def test_dtypes_of_student_and_teacher(dtype, reduction, device):
@@ -119,6 +121,7 @@ def test_logits_of_any_size(beta, device):
 # Chunks, memory, gradients that are asked for
 
 
+@pytest.mark.each_once
 @every_reduction
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_chunks_of_any_size_give_the_same(rows, reduction, device):

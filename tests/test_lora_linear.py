@@ -46,6 +46,7 @@ CONFIGS = (
 )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.kernel} {c.block_m}x{c.block_n} split {c.split_k}")
 def test_every_kernel_and_rank_is_the_same_function(config, dtype, device):

@@ -85,6 +85,7 @@ def test_preferences(name, options, device):
             assert_right(name, tensors, *given, **{**options, "kl": kl})
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_grpo(loss_type, level, device):
@@ -200,6 +201,7 @@ def test_nothing_that_counts_is_a_loss_of_0_with_gradients_of_0(name, device):
             assert (found == 0).all()
 
 
+@pytest.mark.each_once
 @every_loss
 @pytest.mark.parametrize("bad", [CLASSES, 2**40, -1])
 def test_a_label_that_is_no_class_makes_the_loss_nan(name, bad, device):

@@ -51,6 +51,7 @@ def drawn(*shape, dtype=torch.float32, device=None):
     return torch.randn(shape, device=device).to(dtype)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.nightly), BF16], ids=str
 )

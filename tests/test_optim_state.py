@@ -13,6 +13,7 @@ from torch import nn
 from rooftile.optim import AdamW
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_checkpoints_pass_between_ours_and_pytorchs(ours_first, amsgrad, device):

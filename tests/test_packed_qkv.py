@@ -63,6 +63,7 @@ def copied(call):
     return collections.Counter(e.name for e in profile.events() if e.name in names)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("packed", [three, grouped], ids=["three", "grouped"])
 @pytest.mark.parametrize("op", ["attention", "attention by heads", "decode_attention", "append_kv", "rope_"])
 def test_views_give_what_contiguous_tensors_give_and_are_not_copied(packed, op, device):

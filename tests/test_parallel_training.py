@@ -98,18 +98,22 @@ def trained(parallel, rank, ranks):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], fused
 
 
-def _rank(rank, path):
+GRADIENTS = {
+    "fsdp": (first_gradients, "fsdp"),
+    "ddp": (first_gradients, "ddp"),
+    "every kernel": (every_kernel, "fsdp"),
+}
+
+
+def _rank(rank, path, gradients, trainers):
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     results = {}
-    for name, run, parallel in (
-        ("fsdp", first_gradients, "fsdp"),
-        ("ddp", first_gradients, "ddp"),
-        ("every kernel", every_kernel, "fsdp"),
-    ):
+    for name in gradients:
+        run, parallel = GRADIENTS[name]
         loss, grads = run(parallel, rank, 2)
         torch.distributed.all_reduce(loss)
         results[name] = loss / 2, grads
-    for parallel in ("ddp", "fsdp"):
+    for parallel in trainers:
         results[f"trainer {parallel}"] = trained(parallel, rank, 2)
     if rank == 0:
         torch.save(results, f"{path}/results")
@@ -117,18 +121,25 @@ def _rank(rank, path):
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_have_the_gradients_of_one_and_a_trainer_the_losses(tmp_path):
-    on_two_ranks(_rank, tmp_path)
+@pytest.mark.parametrize(
+    ("gradients", "trainers"),
+    [
+        (("every kernel",), ("ddp",)),
+        pytest.param(tuple(GRADIENTS), ("ddp", "fsdp"), marks=pytest.mark.nightly),
+    ],
+)
+def test_two_ranks_have_the_gradients_of_one_and_a_trainer_the_losses(gradients, trainers, tmp_path):
+    on_two_ranks(_rank, tmp_path, gradients, trainers)
     results = torch.load(tmp_path / "results")
-    one = first_gradients("none", 0, 1)
-    for name, expected in {"fsdp": one, "ddp": one, "every kernel": every_kernel("none", 0, 1)}.items():
-        loss, grads = results[name]
+    one = {run: run("none", 0, 1) for run in (first_gradients, every_kernel)}
+    for name in gradients:
+        (loss, grads), expected = results[name], one[GRADIENTS[name][0]]
         torch.testing.assert_close(loss, expected[0], msg=name)
         assert_same_gradients(grads, expected[1])
     losses, fused = trained("none", 0, 1)
     assert (len(losses), fused) == (2, 2)
     assert losses[1] < losses[0]
-    for parallel in ("ddp", "fsdp"):
+    for parallel in trainers:
         assert results[f"trainer {parallel}"] == (pytest.approx(losses, rel=1e-5), 2)
 
 

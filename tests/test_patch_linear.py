@@ -129,6 +129,7 @@ def test_greedy_tokens_with_a_static_cache(title: str) -> None:
         assert torch.equal(model.generate(ids, **options), plain)
 
 
+@pytest.mark.nightly  # as test_patch_training.py's, and the ops are test_registration.py's
 def test_compiled_to_one_graph() -> None:
     model, ids = small("Qwen2"), tokens(6)
     given = inputs(model, ids)[0]

@@ -228,6 +228,7 @@ def test_failure_while_memory_is_moved_changes_nothing(monkeypatch: pytest.Monke
     assert all(model.get_parameter(name).data_ptr() == address for name, address in before.items())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_op_of_compiled_graphs(apart: bool, biased: bool) -> None:

@@ -45,6 +45,7 @@ def why(handle: rooftile.PatchHandle) -> set[str]:
     return {left.reason for left in handle.left if left.kind == LORA}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("linear", [False, True], ids=["alone", "linear"])
 @pytest.mark.parametrize("targets", [ATTENTION, EVERY], ids=["attention", "every"])
 def test_patched_model_trains_the_same_and_undo_gives_it_back(targets: list[str], linear: bool) -> None:
@@ -74,7 +75,9 @@ def test_it_is_off_by_default() -> None:
         assert calls_of(model, tokens(6))[1] == 0
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["bf16-adapters", "float32-adapters"])
+@pytest.mark.parametrize(
+    "keep", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["bf16-adapters", "float32-adapters"]
+)
 def test_bfloat16_models_compute_in_bfloat16(keep: bool) -> None:
     model, ids = adapted(BF16, keep=keep), tokens(6)
     logits, _, grads = run(model, ids)
@@ -89,7 +92,7 @@ def test_bfloat16_models_compute_in_bfloat16(keep: bool) -> None:
     assert error(*flat) < TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.nightly)], ids=str)
 def test_autocast_gives_the_models_dtype_and_gradients(dtype: torch.dtype) -> None:
     model, ids = adapted(dtype, keep=False), tokens(6)
     with torch.autocast(DEVICE.type, BF16):
@@ -236,7 +239,7 @@ def test_a_layer_that_is_hooked_or_replaced_later_is_called() -> None:
         assert (count, called) == (LAYERS * len(EVERY) - 1, ["base", "A"])
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["training", "inference"])
 def test_compiled_models_keep_the_op(grad: bool) -> None:
     model, ids = adapted(target_modules=ATTENTION), tokens(6)
     logits = calls_of(model, ids)[0]

@@ -138,6 +138,7 @@ def wrap_for_checkpointing(cls: type) -> None:
     GradientCheckpointingLayer.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("subclass", [False, True], ids=["plain", "subclass-later"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["installed", "wrapped"])
 def test_layers_are_checkpointed_once_wherever_transformers_does_it(
@@ -348,6 +349,7 @@ LORA = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("before", [True, False], ids=["adapters-first", "patch-first"])
 @pytest.mark.parametrize("title", LORA)
 def test_lora_adapters_are_used_and_trained(title: str, before: bool) -> None:

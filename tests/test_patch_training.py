@@ -227,7 +227,7 @@ def test_tied_weights_get_the_gradients_of_both_uses() -> None:
         assert_same_gradients(step(model, given)[1], grads)
 
 
-@pytest.mark.parametrize("title", ["Llama", "BERT"])
+@pytest.mark.parametrize("title", ["Llama", pytest.param("BERT", marks=pytest.mark.nightly)])
 def test_the_option_linear_composes_with_the_loss(title: str) -> None:
     model = trained(title)
     given = given_to(model)
@@ -265,6 +265,7 @@ def test_a_loss_function_of_ones_own_is_called() -> None:
             assert error(model(**given).loss, expected) < FP32
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("hook_first", [True, False])
 @pytest.mark.parametrize(
     ("title", "path"), [("Llama", "lm_head"), ("BERT", "cls"), ("BERT", "cls.predictions.decoder")]
@@ -354,6 +355,7 @@ def test_hooks_of_accelerate_run_around_the_fused_loss() -> None:
         assert model(**given).logits is not None
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("before", [True, False], ids=["adapters-first", "patch-first"])
 @pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["q_proj", "lm_head"]], ids=["layers", "head"])
 def test_lora_trains_as_in_the_plain_model(targets: list[str], before: bool) -> None:
@@ -384,6 +386,7 @@ def test_lora_trains_as_in_the_plain_model(targets: list[str], before: bool) -> 
     assert torch.equal(step(model, given)[0].loss, expected.loss)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("title", ["Llama", "Gemma 2"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits-in-the-head"])
 def test_accuracy_and_entropy_are_returned_without_logits(title: str, fused: bool) -> None:
@@ -558,7 +561,7 @@ def test_a_training_step_compiles_to_one_graph(title: str) -> None:
         assert_same_gradients(gradients(model), grads)
 
 
-@pytest.mark.parametrize("title", ["Llama", "Gemma 3"])
+@pytest.mark.parametrize("title", [pytest.param("Llama", marks=pytest.mark.nightly), "Gemma 3"])
 def test_packed_sequences_train_as_separate_ones(title: str) -> None:
     model = trained(title)
     first, second = tokens(7), tokens(12)[:, 3:]

@@ -261,6 +261,7 @@ def results(x, residual, weight, q):
     )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("held", [0, 1])
 @every_per
 @every_format

@@ -201,7 +201,15 @@ def test_torch_compile_keeps_one_graph(case, device):
         assert counter.frame_count == 1
 
 
-@every_case
+# Of each kind: element-wise and row-wise ops, in place or not, products, attention, losses, caches, tokens.
+COMPILED = (
+    "add_rms_norm", "rope_", "silu_mul", "quantize_tensor", "linear", "int4_linear", "rms_norm_linear",
+    "rms_norm_qkv_rope_cache", "attention", "attention_paged", "linear_cross_entropy", "append_kv", "embedding",
+    "sample_",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", nightly_but(COMPILED, CASES), ids=lambda case: case.name)
 def test_torch_compile_takes_lengths_that_change(case, device):
     """One graph for the first length, one for all others."""
     point = case.sets["tiny"][0]

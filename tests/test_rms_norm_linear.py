@@ -71,6 +71,7 @@ def few(c):
     return () if c is None else {"gemv": (1,), "gemv_persistent": (1, 2)[: c.block_m]}.get(c.kernel, ())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", [*ROW, *HELD, *SKINNY], ids=named)
 def test_one_kernel_is_the_same_function_as_two(config, dtype, device):
@@ -83,6 +84,7 @@ def test_one_kernel_is_the_same_function_as_two(config, dtype, device):
             assert_close(rms_norm_linear(*given, **options, config=APART), truth(*given, **options))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", [*ROW, *HELD, *SKINNY[:2]], ids=named)
 def test_one_gated_kernel_is_the_same_function_as_two(config, dtype, device):
@@ -165,6 +167,7 @@ def test_rows_of_zeros_give_the_bias(config, device):
         assert torch.equal(out, bias.expand(m, 24))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", [ROW[0], *HELD, *SKINNY], ids=named)
 def test_numbers_far_from_one_are_normalised_as_any(config, dtype, device):

@@ -79,6 +79,7 @@ def test_every_number_is_exact(fp8, instruction, device, monkeypatch):
     torch.testing.assert_close(out, values[None], rtol=1e-6, atol=0, equal_nan=True)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("config", ROW, ids=lambda c: f"{c.block_n}x{c.block_k}")
 @every_format

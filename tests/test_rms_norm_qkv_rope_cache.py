@@ -96,6 +96,7 @@ def launched(monkeypatch):
 ONE = ("gemv_kernel qkv", "gemv_persistent_kernel qkv")  # the interpreter takes the first for all dtypes
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize(("paged", "layout"), [(False, "bthd"), (True, "bthd"), (False, "bhtd"), (True, "bhtd")])
 @pytest.mark.parametrize(("heads", "bias"), [((6, 2), True), ((3, 3), False), ((5, 1), True)])
@@ -193,6 +194,7 @@ def kept(monkeypatch):
     return keep
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("style", gemv_persistent.STYLES)
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_dim", "k", "bias", "rows", "stages", "paged", "layout"),
@@ -239,6 +241,7 @@ def test_x_that_is_held_of_a_token_that_has_no_place(starts, more, kept, launche
         assert not q.any()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("style", gemv_persistent.STYLES)
 def test_x_that_is_held_for_several_tiles(style, stages, kept, device, monkeypatch):

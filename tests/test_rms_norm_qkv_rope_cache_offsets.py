@@ -72,6 +72,7 @@ def run_far(case, kernel, lay, take, device):
     return results
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", FAR)
 def test_rows_far_apart(case, kernel, far_rows, take, launched, device):

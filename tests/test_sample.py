@@ -330,11 +330,11 @@ def test_integers_of_either_width_mean_the_same(device):
                 logits, temperature=2.0, top_k=column(k, device, k_dtype), positions=i,
                 seeds=column([8, 9, 10, -1], device, dtype),
             )[0]
-            for i in range(8)
+            for i in range(3)
             for k, k_dtype, dtype in ((counts, torch.int32, torch.int64), (wide, torch.int64, torch.int32))
         ]  # fmt: skip
         assert all(torch.equal(a, b) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
-        assert len(set(torch.stack(drawn).flatten().tolist())) > 8
+        assert len(set(torch.stack(drawn).flatten().tolist())) > 3
 
 
 def test_errors(device):

@@ -53,6 +53,7 @@ def test_the_reference_is_the_formula():
     assert z.tolist() == [[2.5 / 2 - 3 * 0.5 - 0.25, -0.5 * 2, 0.5, -2.0 * 2 - 0.5 - 0.25, -torch.inf]]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("how", [{}, DRAWN], ids=["greedy", "drawn"])
 def test_options_change_the_logits_as_the_reference_does(how, dtype, device):

@@ -328,6 +328,7 @@ class TestDraining:
         assert '"finish_reason":"abort"' in events.text
         assert events.text.endswith("data: [DONE]\n\n")
 
+    @pytest.mark.nightly  # signals to a process: test_serve_front.py; what they do: the tests above
     def test_sigterm(self, tmp_path):
         """The command, in a process of its own: what runs is finished, and the process ends with code 0."""
         template = tmp_path / "template.jinja"

@@ -83,6 +83,7 @@ def test_any_leading_shape(leading, cols, dtype, scale, causal, masked):
         assert relative_error(y, reference.softmax(x.double(), **options)) <= TOLERANCES[dtype]["forward"].ceiling
 
 
+@pytest.mark.each_once
 @every_kernel
 @pytest.mark.parametrize("columns", [100, 256, 257])
 def test_every_kernel_gives_the_formula_and_its_gradient(kernel, columns, use, device):
@@ -147,6 +148,7 @@ def test_a_scale_of_zero_makes_all_equal(device):
     assert (dx == 0).all()
 
 
+@pytest.mark.each_once
 @every_kernel
 @pytest.mark.parametrize("scale", [1e-38, 8.2e-39, -1e-46, 1e-46, 1e-60])
 def test_a_scale_that_is_hardly_a_float32(kernel, scale, use, device):
@@ -175,6 +177,7 @@ def test_a_row_that_keeps_nothing_is_zero_and_so_is_its_gradient(kernel, use, de
     torch.testing.assert_close(y[[0, 2, 4]].sum(-1), torch.ones(3, device=device))
 
 
+@pytest.mark.each_once
 @every_kernel
 @pytest.mark.parametrize(("t", "s"), [(5, 257), (9, 200), (8, 3), (1, 130), (13, 1)])
 def test_a_causal_row_keeps_the_columns_up_to_its_own_from_the_end(kernel, t, s, use, device):
@@ -199,6 +202,7 @@ def test_what_is_not_kept_may_hold_anything(kernel, use, device):
             assert_same((softmax(torch.where(keep, x, filling), **options),), (expected,))
 
 
+@pytest.mark.each_once
 @every_kernel
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("bad", [NAN, INF])

@@ -71,6 +71,7 @@ def bits(t):
     return t.contiguous().view(torch.int32)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "options",
     [{}, {"scale": -0.7}, {"causal": True}, {"mask": True}, {"scale": 3.0, "causal": True, "mask": True}],

@@ -117,6 +117,7 @@ def test_evaluation_gives_the_metrics_their_logits(tmp_path: object) -> None:
     assert found[1]["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.nightly  # test_patch_training.py, test_patch_lora.py
 def test_lora_trains_alike(tmp_path: object) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -149,6 +150,7 @@ def test_the_optimizer_takes_the_place_of_the_trainers(tmp_path: object) -> None
     assert_alike(ours, plain, 1e-6)
 
 
+@pytest.mark.nightly  # the optimizer's state: test_optim_state.py
 def test_training_resumes_from_a_checkpoint(tmp_path: object) -> None:
     more = {"optimizer_cls_and_kwargs": (rooftile.optim.AdamW, {"lr": 1e-3})}
     whole = trainer(build("Llama"), tmp_path, rooftile.PatchCallback(), more=more)

@@ -129,6 +129,7 @@ def launches(monkeypatch):
     return seen
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
 @pytest.mark.parametrize("op", OPS)
 def test_a_launch_covers_its_inputs_and_no_more(op, dtype, launches):
@@ -269,6 +270,7 @@ def group(op, shape, us, **times):
     return found
 
 
+@pytest.mark.nightly  # the benchmark's
 def test_the_tables_set_triton_against_the_twin_with_device_time_and_launch_apart(tmp_path):
     found = [*group("rms_norm", "2048x896", 5.0, eager=30.0, compile=6.0, cuda=5.1)]
     found += group("rms_norm", "2048x4096", 10.0, eager=60.0, compile=11.0, cuda=9.0)

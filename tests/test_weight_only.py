@@ -171,6 +171,7 @@ DENSE = (
 )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("config", DENSE, ids=["short", "long"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 def test_a_dequantized_weight_is_what_pytorch_makes_of_it(dtype, config, device):

@@ -428,6 +428,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: " ".join(map(str, p)).replace("<class ", "").replace(">", ""))
 @pytest.mark.parametrize("programs", [1, 3])
 def test_its_code_multiplies(point, programs):

@@ -24,15 +24,15 @@ from rooftile.runtime import TARGETS
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Ops, or all but some, at the first point of each set, or at all points, compiled for those targets.
+    """Ops, or all, at the first point of each set, or at all points, compiled for those targets.
 
-    With `engine`, the engine's own kernels instead.
+    With `points`, those of them alone that have these labels. With `engine`, the engine's own kernels instead.
     """
 
     archs: Sequence[str]
     sets: Sequence[str] = ("llm",)
     ops: Sequence[str] = ()  # all
-    but: Sequence[str] = ()
+    points: Sequence[str] = ()  # all
     first: bool = True
     dtype: str = "bf16"
     engine: bool = False
@@ -41,58 +41,45 @@ class Line:
         how: dict[str, Any] = {"sets": self.sets, "dtypes": [DTYPES[self.dtype]], "first": self.first}
         if self.engine:
             return plan(engine_cases.CASES, source=engine_cases.__name__, **how)
-        return plan([case for case in find_cases(list(self.ops) or None) if case.name not in self.but], **how)
+        tasks = plan(find_cases(list(self.ops) or None), **how)
+        if missing := set(self.points) - {str(task.point) for task in tasks}:
+            sys.exit(f"{', '.join(self.ops)} has no point {', '.join(missing)}")
+        return [task for task in tasks if not self.points or str(task.point) in self.points]
 
 
 MEASURED = ("sm_90",)  # the target on which the kernels were measured
 SMALL = ("sm_86",)  # that with the least shared memory
 # Their tiles and schedules depend on the sizes.
-BY_SIZE = ("linear", "gated_linear", "int4_linear", "attention")
-# So do these, but their kernels are those of the ops above with other flags, or are compiled at all sizes for the
-# target measured: compiled by `make test-all`.
-LIKEWISE = (
-    "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear", "rms_norm_linear", "rms_norm_gated_linear",
-    "rms_norm_qkv_rope_cache", "attention_varlen", "attention_paged", "decode_attention", "linear_cross_entropy",
-    "linear_jsd", "rms_norm", "softmax",
+BY_SIZE = (
+    "linear", "gated_linear", "int4_linear", "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear",
+    "rms_norm_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache", "attention", "attention_varlen",
+    "attention_paged", "decode_attention", "linear_cross_entropy", "linear_jsd", "rms_norm", "softmax",
 )  # fmt: skip
-
-# Their options are flags of one kernel, and the interpreter runs each: compiled by `make test-all`.
-BY_FLAGS = (
-    "add_rms_norm", "rms_norm", "layer_norm", "softmax", "rope", "rope_", "qk_norm_rope", "bias_gelu", "bias_silu",
-    "gelu_mul", "gelu_mul_packed", "silu_mul", "silu_mul_packed", "embedding", "quantize_tensor", "rms_norm_quantized",
-    "add_rms_norm_quantized", "silu_mul_quantized", "gelu_mul_quantized", "cross_entropy", "kl_div", "jsd",
-    "linear_cross_entropy", "append_kv", "rope_and_cache",
-)  # fmt: skip
-# With options these have the kernels of `sample_`, `linear`, `int4_linear`, `rms_norm_qkv_rope_cache`, `attention` and
-# `decode_attention` with other flags: compiled by `make test-all`.
-OF_OTHERS = (
-    "sample", "linear_jsd", "linear_kl", "lora_linear", "matmul", "int8_linear", "fp8_weight_linear", "gated_linear",
-    "rms_norm_gated_linear", "rms_norm_linear_quantized", "rms_norm_gated_linear_quantized", "attention_varlen",
-    "attention_paged",
-)  # fmt: skip
-# In float32 their tiles are twice as large.
-TILED = (
-    "linear", "gated_linear", "int4_linear", "rms_norm_linear", "attention", "decode_attention", "linear_cross_entropy",
-)  # fmt: skip
+LATENT = "B8 T4096 H128/1 D576/512 page 64 latent v_cache=None head_dim_v=512"
 
 PLANS = {
-    # Every op for every target, and the engine's own kernels. Ops with options, in a decode step and at the sizes of
-    # GEMMs and attention for the one measured; at the models' sizes and in float32 for the one with the least shared
-    # memory. Long rows have kernels of their own; layer_norm's, and those with a residual, differ from rms_norm's by a
-    # flag. Tiny sizes that differ from others in sizes alone are left to `make test-all`.
+    # Every op for every target, and the engine's own kernels. For the one measured also every kernel that those leave
+    # out: of decode steps, of GEMMs with few rows or with bias and activation, of attention without Hopper's
+    # instructions, of latent attention. For the one with the least shared memory also GEMMs at the models' sizes, and
+    # tiles of float32, which are twice as large.
     "every": (
-        Line(MEASURED, ("llm", "decode")),
-        Line(MEASURED, ("tiny",), but=(*BY_FLAGS, *OF_OTHERS)),
+        Line(tuple(TARGETS)),
+        Line(tuple(TARGETS), engine=True),
+        Line(MEASURED, ("decode",), ("rms_norm", "softmax", "fp8_linear", "sample_")),
+        Line(MEASURED, ("tiny",), ("linear", "int4_linear", "fp8_linear", "adamw_", "accept_drafts_")),
+        Line(MEASURED, ("tiny",), ("attention",), points=("B1 H2 T70 D80/48 causal=True window=17",)),
+        Line(MEASURED, ("tiny",), ("linear_cross_entropy",), points=("4x64->128 bias",)),
+        Line(MEASURED, ops=("decode_attention",), points=(LATENT,), first=False),
+        Line(SMALL, ops=("linear", "gated_linear"), first=False),
+        Line(SMALL, ops=("linear", "attention", "decode_attention", "linear_cross_entropy"), dtype="fp32"),
+    ),
+    # The same kernels with each option, which the interpreter runs in `make test`, and at each size.
+    "options": (
+        Line(MEASURED, ("decode",)),
+        Line(MEASURED, ("tiny",)),
         Line(MEASURED, ops=("linear", "gated_linear", "attention", "decode_attention"), first=False),
         Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
         Line(SMALL, ops=BY_SIZE, first=False),
-        Line(tuple(TARGETS)),
-        Line(tuple(TARGETS), engine=True),
-        Line(SMALL, ops=TILED, dtype="fp32"),
-    ),
-    "options": (
-        Line(MEASURED, ("tiny",), (*BY_FLAGS, *OF_OTHERS)),
-        Line(SMALL, ops=LIKEWISE, first=False),
         Line(SMALL, dtype="fp32"),
     ),
     # These have every kernel: ops left out differ by a flag, or in what is allocated.
