@@ -175,7 +175,7 @@ def free_of(engine):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_greedy_tokens_are_those_of_hugging_face(family, tmp_path, device):
     """Of prompts of unequal lengths and of 64 tokens behind each (in the interpreter 5, or 23 into a third page), in
-    the company of the other. `test_generate.py` compares 64 tokens in the interpreter, too."""
+    the company of the other. Nightly, `test_generate.py` compares 64 tokens in the interpreter, too."""
     prompts, new = PROMPTS[:2], 64 if device.type == "cuda" else 23 if family == "Llama" else 5
     model = built(family)
     engine = rooftile.Engine.from_pretrained(
