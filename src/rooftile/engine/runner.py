@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompts import MixedBatch, Part, PromptBatch, rounded, slots_of
 from rooftile.engine.ranks import Ranks
+from rooftile.engine.sampling import Numbers, SlotOptions
 from rooftile.engine.sampling import Sampling as Sampling
-from rooftile.engine.sampling import SlotOptions
 from rooftile.engine.verification import Verifier
 from rooftile.engine.weights import Weights
 from rooftile.graphs import SerialGraphs
@@ -35,56 +34,7 @@ from rooftile.primitives.pdl import constant_weights
 # Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
 # at most 1024 tokens have 18 numbers of tokens, for each of a few numbers of slots.
 KEPT = 128
-
-
-_DTYPES = {
-    "temperature": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "repetition_penalty": torch.float32,
-    "seeds": torch.int64,
-    "presence_penalty": torch.float32,
-    "frequency_penalty": torch.float32,
-}
-_FORMATS: dict[torch.dtype, Literal["f", "i", "q"]] = {torch.float32: "f", torch.int32: "i", torch.int64: "q"}
 _BY_COUNTS = ("presence_penalty", "frequency_penalty")
-
-
-def _views(memory: Tensor, n: int) -> dict[str, Tensor]:
-    """Views of rows of bytes: for each option, n values."""
-    return {
-        name: row[: n * dtype.itemsize].view(dtype) for row, (name, dtype) in zip(memory, _DTYPES.items(), strict=True)
-    }
-
-
-class Numbers:
-    """The sampling options that are numbers, n of each, in one allocation.
-
-    Attributes:
-        of: by name, `(n,)`, on the device.
-    """
-
-    def __init__(self, n: int, device: torch.device) -> None:
-        stride = 8 * (n + n % 2)
-        self._bytes = torch.zeros((len(_DTYPES), stride), dtype=torch.uint8, device=device)
-        self.of = _views(self._bytes, n)
-        # The same on the host, as memory whose numbers are cheap to set one by one.
-        host = bytearray(len(_DTYPES) * stride)
-        self._host = torch.frombuffer(host, dtype=torch.uint8).view(self._bytes.shape)
-        self._rows = {
-            name: memoryview(host)[i * stride : i * stride + n * dtype.itemsize].cast(_FORMATS[dtype])
-            for i, (name, dtype) in enumerate(_DTYPES.items())
-        }
-
-    def send(self, changed: Mapping[int, Sampling]) -> None:
-        """Set those of some rows, and send all in one copy, from memory that is not reused before its end."""
-        for name, row in self._rows.items():
-            of = operator.attrgetter("seed" if name == "seeds" else name)
-            for i, how in changed.items():
-                row[i] = of(how)
-        memory = torch.empty(self._bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._bytes.is_cuda)
-        self._bytes.copy_(memory.copy_(self._host), non_blocking=True)
 
 
 def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, int]]:

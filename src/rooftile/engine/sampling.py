@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -109,6 +110,55 @@ class Sampling:
     def plain(self) -> bool:
         """Whether it needs nothing but what the steps' CUDA graphs compute."""
         return not (self.counts or self.logit_bias or self.mask is not None or self.top_logprobs)
+
+
+_DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "repetition_penalty": torch.float32,
+    "seeds": torch.int64,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+}
+_FORMATS: dict[torch.dtype, Literal["f", "i", "q"]] = {torch.float32: "f", torch.int32: "i", torch.int64: "q"}
+
+
+def _views(memory: Tensor, n: int) -> dict[str, Tensor]:
+    """Views of rows of bytes: for each option, n values."""
+    return {
+        name: row[: n * dtype.itemsize].view(dtype) for row, (name, dtype) in zip(memory, _DTYPES.items(), strict=True)
+    }
+
+
+class Numbers:
+    """The sampling options that are numbers, n of each, in one allocation.
+
+    Attributes:
+        of: by name, `(n,)`, on the device.
+    """
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        stride = 8 * (n + n % 2)
+        self._bytes = torch.zeros((len(_DTYPES), stride), dtype=torch.uint8, device=device)
+        self.of = _views(self._bytes, n)
+        # The same on the host, as memory whose numbers are cheap to set one by one.
+        host = bytearray(len(_DTYPES) * stride)
+        self._host = torch.frombuffer(host, dtype=torch.uint8).view(self._bytes.shape)
+        self._rows = {
+            name: memoryview(host)[i * stride : i * stride + n * dtype.itemsize].cast(_FORMATS[dtype])
+            for i, (name, dtype) in enumerate(_DTYPES.items())
+        }
+
+    def send(self, changed: Mapping[int, Sampling]) -> None:
+        """Set those of some rows, and send all in one copy, from memory that is not reused before its end."""
+        for name, row in self._rows.items():
+            of = operator.attrgetter("seed" if name == "seeds" else name)
+            for i, how in changed.items():
+                row[i] = of(how)
+        memory = torch.empty(self._bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._bytes.is_cuda)
+        self._bytes.copy_(memory.copy_(self._host), non_blocking=True)
 
 
 class SlotOptions:
