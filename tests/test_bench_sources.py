@@ -131,6 +131,16 @@ def test_kernels_are_reached_though_their_modules_are_imported_by_name(key, reac
     assert sources.hash_of_key(key, {**present, not_reached: ""}) == now
 
 
+@pytest.mark.parametrize("key", [sources.ENGINE, sources.SERVED, sources.PATCHED, "attention_paged"])
+def test_inference_does_not_age_with_the_kernels_of_gradients(key):
+    """A module of a backward that is added has to be left out too."""
+    present = sources.present()
+    backward = [path for path in present if path.startswith("ops/") and "backward" in path.rpartition("/")[2]]
+    assert {"ops/attention/hopper_backward_dkdv.py", "ops/rms_norm/backward.py"} <= set(backward)
+    changed = {**present, **dict.fromkeys((*backward, "ops/attention/row_sums.py"), "CHANGED = True\n")}
+    assert sources.hash_of_key(key, changed) == sources.hash_of_key(key, present)
+
+
 @pytest.mark.parametrize(
     ("path", "old", "new", "ages"),
     [

@@ -51,11 +51,20 @@ STARTS = {
 }
 # Paths that are hashed beside `HASHED`.
 GLUE = {TRAINED: ("huggingface/", "optim/"), SERVED: ("engine/", "serve/")}
-# Paths that no call of a key gets to, although its code names them. Whole models are measured without cascade. A
-# training step has no cache and no quantized weights, and the models of which steps are measured have no LayerNorm and
-# no activation of a layer's result.
+# The kernels of gradients that have modules of their own.
+BACKWARD = (
+    *("ops/attention/backward.py", "ops/attention/hopper_backward", "ops/attention/row_sums.py"),
+    *(f"ops/{family}/backward.py" for family in ("cross_entropy", "qk_norm_rope", "rms_norm", "softmax")),
+)
+# Paths that no call of a key gets to, although its code names them. Engines and paged attention compute no gradients,
+# nor do patched models in the prefill suite. Whole models are measured without cascade. A training step has no cache
+# and no quantized weights, and the models of which steps are measured have no LayerNorm and no activation of a layer's
+# result.
 UNUSED = {
-    ENGINE: ("engine/cascade.py",),
+    ENGINE: ("engine/cascade.py", *BACKWARD),
+    SERVED: BACKWARD,
+    PATCHED: BACKWARD,
+    "attention_paged": BACKWARD,
     TRAINED: (
         *("ops/decode_attention/", "ops/attention/dequantize_pages.py", "ops/attention/hopper_latent.py"),
         *("ops/attention/latent.py", "ops/attention/paged.py", "ops/layer_norm.py", "ops/bias_activation.py"),
