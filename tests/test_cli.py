@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from rooftile.cli import app
+from rooftile.cli import app, common
 from rooftile.cli.common import Panel
 
 COMMANDS = sorted(get_command(app).commands)
@@ -31,6 +31,36 @@ def test_help_shows_no_type_beside_a_flag(name):
 def test_two_words_name_one_command():
     assert "prompts and decoding" in CliRunner().invoke(app, ["bench", "e2e", "--help"]).output
     assert "Measure ops" in CliRunner().invoke(app, ["bench", "--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("serve demo --port 0 --max-seq-len 999", "rooftile serve: --max-seq-len is 999, expected at most the model's"),
+        ("serve demo --port 0 --deterministic --cascade", "rooftile serve: --deterministic and --cascade are True"),
+        ("generate demo --prompt x --stop=", "rooftile generate: --stop has an empty string"),
+        (
+            "bench serve --model tiny --max-batch 8 --step-tokens 8",
+            "value: --step-tokens is 8, expected more than --max",
+        ),
+    ],
+)
+def test_errors_of_the_engine_name_the_options_that_were_typed(command, said):
+    found = CliRunner().invoke(app, command.split(), env={"COLUMNS": "400"})
+    assert found.exit_code == 2
+    assert said in found.output
+
+
+def test_options_stand_in_errors_for_arguments_alone(monkeypatch):
+    options = {"max_waiting": "--max-queue", "stop": "--stop", "quantize": "--quantize"}
+    monkeypatch.setattr(common, "_options", options)
+    for text, expected in (
+        ("AsyncEngine: max_waiting is 0", "--max-queue is 0"),
+        ("a/stop.json: quantize is 'int8'", "a/stop.json: --quantize is 'int8'"),
+        ("x: a multiple of 32 for quantize='int4'", "x: a multiple of 32 for --quantize='int4'"),
+        ("/max_waiting/config.json: the stop is none", "/max_waiting/config.json: the stop is none"),
+    ):
+        assert common.said(ValueError(text)) == expected
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,14 @@ def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path)
         (tmp_path / "nothing", "x", "does not exist"),
         (tmp_path / "empty", "x", "config.json"),
         (__file__, "x", "is a file"),
-        ("demo", "x", "max_seq_len", "--max-new-tokens", "1000"),
-        ("demo", "x", "top_p", "--top-p", "2", "--temperature", "1"),
+        (
+            "demo",
+            "x",
+            "prompt 0 has 1 tokens, and --max-new-tokens is 1000: more than --max-seq-len, ",
+            "--max-new-tokens",
+            "1000",
+        ),
+        ("demo", "x", "generate: --top-p is 2.0, expected", "--top-p", "2", "--temperature", "1"),
     ):
         done = CliRunner().invoke(cli.app, ["generate", str(path), *options], input=text)
         *before, last = done.output.strip().splitlines()

@@ -391,7 +391,7 @@ class TestCommands:
         options = ["--port", "0", "--max-batch", "2", "--max-seq-len", "64", "--step-tokens", "2", "--dtype", "fp32"]
         found = CliRunner().invoke(command_line, ["serve", "demo", *options])
         assert found.exit_code == 2
-        assert "step_tokens is 2, expected more than max_batch, 2" in found.output
+        assert "rooftile serve: --step-tokens is 2, expected more than --max-batch, 2" in found.output
 
     def test_an_empty_key_protects_nothing(self):
         found = CliRunner().invoke(command_line, ["serve", "demo", "--port", "0", "--api-key", ""])
@@ -432,7 +432,7 @@ class TestCommands:
         first, third = found.stdout[:3], found.stdout[-4:-1]  # a token is a byte
         assert first == third
         assert "/reset forgets the conversation" in found.output
-        assert "max_seq_len is 64: /reset" in found.output
+        assert "and --max-seq-len is 64: /reset" in found.output
 
 
 def test_slow_readers_get_everything():

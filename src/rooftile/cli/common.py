@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,9 +57,32 @@ class _Commands(TyperGroup):
         return _without_types(super().get_params(ctx))
 
 
+_options: dict[str, str] = {}  # of the command that runs, by the argument that each sets
+_ARGUMENTS = {"max_queue": "max_waiting"}  # where it has another name than the command's parameter
+
+
 class _Command(TyperCommand):
     def get_params(self, ctx):
         return _without_types(super().get_params(ctx))
+
+    def invoke(self, ctx):
+        _options.clear()
+        for param in self.params:
+            if param.opts[0].startswith("--"):
+                _options[_ARGUMENTS.get(param.name, param.name)] = param.opts[0]
+        return super().invoke(ctx)
+
+
+def said(error: Exception) -> str:
+    """What an error of the engine says, with the options of the command that runs in place of Python's arguments.
+
+    A name that is also a word, such as `stop`, is replaced where a sentence is about it or a value follows.
+    """
+    text = re.sub(r"^(Engine|AsyncEngine|PagedKVCache|add|generate|sampling)(\.\w+)?: ", "", str(error))
+    for name, option in _options.items():
+        word = name if "_" in name else rf"(^|(?<=: )|(?<= and )){name}(?= (is|are|and|has) )|{name}(?==)"
+        text = re.sub(rf"(?<![\w/])({word})(?![\w/])", option, text)
+    return text
 
 
 app = typer.Typer(

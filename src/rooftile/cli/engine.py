@@ -21,6 +21,7 @@ from rooftile.cli.common import (
     console,
     notices,
     require_charts,
+    said,
     speculation_of,
 )
 
@@ -118,8 +119,7 @@ def generate(
     try:
         code = run(settings, console, notices)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        what = str(error).removeprefix("generate: ")
-        notices.print(f"rooftile generate: {what}", style="red", markup=False, highlight=False, soft_wrap=True)
+        notices.print(f"rooftile generate: {said(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(code)
 

@@ -26,6 +26,7 @@ from rooftile.cli.common import (
     console,
     names_of,
     require_charts,
+    said,
     speculation_of,
 )
 
@@ -367,7 +368,7 @@ def bench_serve(
         )  # fmt: skip
         code = load.run(settings, console)
     except (OSError, ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(said(error)) from None
     raise typer.Exit(code)
 
 

@@ -24,6 +24,7 @@ from rooftile.cli.common import (
     command,
     console,
     notices,
+    said,
     speculation_of,
 )
 from rooftile.cli.engine import CacheName
@@ -55,7 +56,7 @@ Template = Annotated[
 
 
 def _refuse(name: str, error: Exception) -> typer.Exit:
-    notices.print(f"rooftile {name}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    notices.print(f"rooftile {name}: {said(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
 
@@ -262,5 +263,5 @@ def chat(
             notices.print(HELP, style="dim", markup=False)
         talk(
             engine, template, lambda: input("> " if terminal else ""), console, notices, system=system,
-            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+            said=said, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
         )  # fmt: skip

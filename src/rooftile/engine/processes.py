@@ -78,9 +78,9 @@ def started(n: int, model: Path | dict[str, Any], options: dict[str, Any]) -> It
         yield
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError(f"tensor-parallel is {n}, and torchrun has started this process, expected no torchrun")
+        raise ValueError(f"Engine: tensor_parallel is {n}, and torchrun has started this process, expected no torchrun")
     if runtime.default_device().type == "cuda" and (gpus := torch.cuda.device_count()) < n:
-        raise ValueError(f"tensor-parallel is {n}, expected at most the number of GPUs, {gpus}")
+        raise ValueError(f"Engine: tensor_parallel is {n}, expected at most the number of GPUs, {gpus}")
     Split(0, n).check(ModelConfig.from_hf(model))
     with tempfile.TemporaryDirectory() as folder:
         store, ended = f"{folder}/store", threading.Event()
