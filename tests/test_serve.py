@@ -405,6 +405,26 @@ class TestStructuredOutputs:
         assert isinstance(json.loads(call.function.arguments)["city"], str)
 
     @pytest.mark.parametrize(
+        ("choice", "tokens", "calls"),
+        [
+            ("required", 4, []),  # of its name
+            ("required", 36, [("weather", '{"ci')]),
+            ({"type": "function", "function": {"name": "weather"}}, 4, [("weather", '{"ci')]),
+        ],
+    )
+    def test_a_tool_call_that_is_cut_is_no_text(self, masked, choice, tokens, calls):
+        """As in OpenAI's API: a call with cut arguments, and the reason length."""
+        asked = {"model": "small", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, "max_tokens": tokens}
+        (made,) = masked.chat.completions.create(**asked).choices
+        deltas = [event.choices[0] for event in masked.chat.completions.create(**asked, stream=True)]
+        streamed = [call for event in deltas for call in event.delta.tool_calls or ()]
+        for found in (made.message.tool_calls or [], streamed):
+            assert [(call.function.name, call.function.arguments) for call in found] == calls
+        assert (made.finish_reason, deltas[-1].finish_reason) == ("length", "length")
+        assert not made.message.content
+        assert not any(event.delta.content for event in deltas)
+
+    @pytest.mark.parametrize(
         "extra",
         [
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},

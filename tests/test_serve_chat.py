@@ -169,7 +169,21 @@ class TestToolCalls:
         assert parsed(chat.Named("f"), '{"a": 1}', step) == ("", [("f", {"a": 1})])
         text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
         assert parsed(chat.Required(), text, step) == ("", [("f", {"a": 1}), ("g", {})])
-        assert parsed(chat.Required(), text[:30], step) == (text[:30], [])  # it ended too early
+
+    def test_calls_that_are_cut_have_cut_arguments(self, step):
+        """At every place of an array of two calls: never text, and the name only once it is whole."""
+        text = '[{"name": "a\\"b", "parameters": {"x": "{}]"}}, {"name":"g","parameters":{"y": [1]}}]'
+        whole = [('a"b', '{"x": "{}]"}'), ("g", '{"y": [1]}')]
+        for end in range(len(text) + 1):
+            parser, found = chat.Required(), []
+            for at in range(0, end, step or len(text)):
+                found += parser.add(text[at : min(end, at + (step or len(text)))])
+            calls = [(each.name, each.arguments) for each in found + parser.end()]
+            begun = [text[:end].find(name) >= 0 for name in ('"a\\"b"', '"g"')]
+            assert [name for name, _ in calls] == [name for (name, _), has in zip(whole, begun, strict=True) if has]
+            for (_, arguments), (_, expected) in zip(calls, whole, strict=False):
+                assert expected.startswith(arguments)
+        assert calls == whole
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -250,40 +251,51 @@ class Whole:
         if not held:
             return []
         calls = self._calls(held.strip().removeprefix(self.TAG))
-        return [*calls] if calls else [held]
+        return [held] if calls is None else [*calls]
 
-    def _calls(self, text: str) -> list[ToolCall]:
+    def _calls(self, text: str) -> list[ToolCall] | None:
+        """None for what is text."""
         raise NotImplementedError
 
 
 class Llama3(Whole):
     """`{"name": ..., "parameters": {...}}`, several with semicolons between, as in Llama 3.1 and later."""
 
-    def _calls(self, text: str) -> list[ToolCall]:
+    def _calls(self, text: str) -> list[ToolCall] | None:
         calls, decoder = [], json.JSONDecoder()
         while text := text.lstrip("; \n"):
             try:
                 found, end = decoder.raw_decode(text)
             except (ValueError, RecursionError):
-                return []
+                return None
             has_arguments = isinstance(found, dict) and ("parameters" in found or "arguments" in found)
             call = _call(found) if has_arguments else None
             if call is None:
-                return []
+                return None
             calls.append(call)
             text = text[end:]
-        return calls
+        return calls or None
 
 
 class Required(Whole):
-    """A JSON array of calls, to which a grammar holds the model."""
+    """An array of calls, to which a grammar holds the model. As in OpenAI's API, one that is cut has cut arguments."""
 
     BEGINS = ("", "[")
+    CUT = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"parameters"\s*:\s*(.*))?', re.DOTALL)
 
     def _calls(self, text: str) -> list[ToolCall]:
-        found = _loads(text)
-        calls = [_call(each) for each in found] if isinstance(found, list) else []
-        return [call for call in calls if call is not None]
+        calls, decoder = [], json.JSONDecoder()
+        while text := text.lstrip("[], "):
+            try:
+                found, end = decoder.raw_decode(text)
+            except (ValueError, RecursionError):
+                if (cut := self.CUT.match(text)) is not None:
+                    calls.append(ToolCall(json.loads(cut[1]), cut[2] or ""))
+                return calls
+            if (call := _call(found)) is not None:
+                calls.append(call)
+            text = text[end:]
+        return calls
 
 
 class Named:
