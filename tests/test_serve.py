@@ -487,6 +487,17 @@ def test_events_of_text_alone_are_the_json_of_any_event(kind):
     assert answer.sent(answer.choices[0], chunks) == b"".join(made)
 
 
+def test_of_tokens_that_come_together_the_last_alone_has_the_reason():
+    """Where events have more than text, each is made anew."""
+    more = {"logprobs": True, "ends": frozenset(), "token_bytes": lambda token: b"a", "metrics": None, "started": 0.0}
+    answer = ChatAnswer({"id": "x", "created": 1, "model": "m"}, [Choice(0, None)], prompt_tokens=[1], **more)
+    reasons = (None, None, "stop")
+    chunks = [types.SimpleNamespace(token=5, text="a", logprob=-0.5, finish_reason=reason) for reason in reasons]
+    answer.choices[0].finish_reason = "stop"  # all have come
+    sent = answer.sent(answer.choices[0], chunks).decode().split("\n\n")[:-1]
+    assert [json.loads(e.removeprefix("data: "))["choices"][0]["finish_reason"] for e in sent] == list(reasons)
+
+
 class TestAsync:
     def test_requests_at_once(self, engine):
         async def ask(client, i):

@@ -325,8 +325,10 @@ class TestDraining:
             assert not server._thread.is_alive()
         whole, events = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
         assert (whole.status_code, whole.json()["error"]["code"]) == (503, "shutting_down")
-        assert '"finish_reason":"abort"' in events.text
-        assert events.text.endswith("data: [DONE]\n\n")
+        *before, error, done, end = events.text.split("\n\n")
+        assert {json.loads(e.removeprefix("data: "))["choices"][0]["finish_reason"] for e in before} == {None}
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert (done, end) == ("data: [DONE]", "")
 
     @pytest.mark.nightly  # signals to a process: test_serve_front.py; what they do: the tests above
     def test_sigterm(self, tmp_path):

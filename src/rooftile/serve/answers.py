@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from rooftile.errors import RequestError
 from rooftile.serve.chat import ToolCall, ToolParser
 from rooftile.serve.metrics import Metrics
 
@@ -20,6 +21,10 @@ _MARK = "\0"  # stands for the text in what is sent around it
 def event(made: Any) -> bytes:
     """A server-sent event."""
     return f"data: {_json(made)}\n\n".encode()
+
+
+class Aborted(RequestError):
+    """The engine ended a request before its end, for which OpenAI's API has no reason: the server is shutting down."""
 
 
 class Choice:
@@ -87,16 +92,22 @@ class Answer:
         self._outcome = "aborted"  # until it has another end
 
     async def chunks(self) -> AsyncGenerator[tuple[Choice, list[Any]], None]:
-        """All streams' chunks as they come, recorded in their choice: each time some of one choice."""
+        """All streams' chunks as they come, recorded in their choice: each time some of one choice.
+
+        Raises:
+            RequestError: an error ended a request, or, if it is `Aborted`, the engine did.
+        """
         try:
             async for choice, chunks in self._merged():
                 self._record(choice, chunks)
-                yield choice, chunks
-        except Exception:
-            self._outcome = "failed"
+                aborted = choice.finish_reason == "abort"
+                yield choice, chunks[:-1] if aborted else chunks
+                if aborted:
+                    raise Aborted("the server is shutting down")
+        except Exception as error:
+            self._outcome = "aborted" if isinstance(error, Aborted) else "failed"
             raise
-        if all(choice.finish_reason != "abort" for choice in self.choices):
-            self._outcome = "finished"
+        self._outcome = "finished"
 
     def _record(self, choice: Choice, chunks: Sequence[Any]) -> None:
         now = time.perf_counter()
@@ -301,8 +312,8 @@ class ChatAnswer(Answer):
         found = choice.parser.add(text)
         return [*found, *choice.parser.end()] if chunk.finish_reason is not None else found
 
-    def _finish_reason(self, choice: Choice) -> str | None:
-        return "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
+    def _finish_reason(self, choice: Choice, reason: str | None) -> str | None:
+        return "tool_calls" if choice.calls and reason == "stop" else reason
 
     def events(self, choice: Choice, chunk: Any) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
@@ -320,7 +331,7 @@ class ChatAnswer(Answer):
             made[0]["choices"][0] |= self._ids([chunk.token])
             if logprobs:
                 made[0]["choices"][0]["logprobs"] = {"content": logprobs, "refusal": None}
-            made[-1]["choices"][0]["finish_reason"] = self._finish_reason(choice)
+            made[-1]["choices"][0]["finish_reason"] = self._finish_reason(choice, chunk.finish_reason)
         return made
 
     def _event(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
@@ -349,7 +360,7 @@ class ChatAnswer(Answer):
                     "index": choice.index,
                     "message": message,
                     "logprobs": {"content": choice.logprobs, "refusal": None} if self._logprobs else None,
-                    "finish_reason": self._finish_reason(choice),
+                    "finish_reason": self._finish_reason(choice, choice.finish_reason),
                     **self._ids(choice.tokens),
                 }
             )

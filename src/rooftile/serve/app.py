@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from rooftile.errors import QueueFull, RequestError
 from rooftile.serve import chat, errors
-from rooftile.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer, event
+from rooftile.serve.answers import Aborted, Answer, ChatAnswer, Choice, CompletionAnswer, event
 from rooftile.serve.backend import Backend, Local
 from rooftile.serve.errors import ApiError
 from rooftile.serve.guided import GrammarError
@@ -249,6 +249,8 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 def _told(error: RequestError) -> ApiError:
     """What a client is told of an error that ended its request."""
+    if isinstance(error, Aborted):
+        return ApiError(503, str(error), code="shutting_down", retry_after=5)
     if isinstance(error.__cause__, GrammarError):
         return ApiError(400, str(error.__cause__), code="grammar_error")
     log.error("a request failed: %s", error, exc_info=error.__cause__)
@@ -283,8 +285,6 @@ class _Whole(Response):
                     answer.add(choice, chunk)
         except RequestError as error:
             return errors.response(_told(error))
-        if any(choice.finish_reason == "abort" for choice in answer.choices):
-            return errors.response(ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5))
         for choice in answer.choices:
             choice.finish_reason = choice.finish_reason or "length"
         return JSONResponse(answer.whole())
