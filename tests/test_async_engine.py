@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rooftile
-from rooftile.engine import QueueFull, RequestError
+from rooftile.engine import QueueFull, RequestError, cascade
 from rooftile.engine.loop import Loop
 from rooftile.engine.prefix import PrefixCache, page_names
 from rooftile.engine.prompts import MixedBatch, Part, rounded, slots_of
@@ -418,28 +418,33 @@ def test_every_slot_is_used_where_each_has_pages_for_the_longest_sequence():
 
 
 @pytest.mark.parametrize(
-    ("options", "kinds"),
+    ("options", "verifies", "grouped"),
     [
-        ({}, [(True, False), (False, False)]),
-        ({"deterministic": True}, [(False, False)]),
-        ({"speculate": rooftile.NGram(tokens=2)}, [(True, False), (True, True), (False, False), (False, True)]),
+        ({}, [False], []),
+        ({"deterministic": True}, [False], []),
+        ({"speculate": rooftile.NGram(tokens=2)}, [False, True], []),
+        ({"cascade": True}, [False], [4, 8]),
     ],
 )
-def test_a_warm_up_covers_decoding_and_full_steps(options, kinds, monkeypatch):
+def test_a_warm_up_covers_decoding_and_full_steps(options, verifies, grouped, monkeypatch):
     """Of each number of slots with rows; and each number of tokens at least once, which compiles its kernels."""
+    monkeypatch.setattr(cascade, "MIN_SEQUENCES", 3)
+    monkeypatch.setattr(cascade, "MIN_TOKENS", 48)
     engine = made(max_batch=8, pages=12, **options)
-    runner, shapes, graphs = engine.runner, [], []
+    runner, shapes, graphs, ways = engine.runner, [], [], set()
     monkeypatch.setattr(runner, "_graphs", {})
     monkeypatch.setattr(runner, "_prefilled", lambda step: shapes.append(step.shape) or torch.zeros(step.rows, 384))
-    monkeypatch.setattr(runner, "_sample_first", lambda *args: None)
+    monkeypatch.setattr(runner, "_sample_first", lambda b, logits, greedy: ways.add(greedy))
     monkeypatch.setattr(runner, "_graph", lambda *args: graphs.append(args))
     runner.warm_up(32)
+    assert ways == ({False} if "deterministic" in options else {True, False})
     of_parts = {4: 1, 16: 4}  # by the number that the layout has room for
     for b in (1, 2, 4, 8):
         for room in of_parts:
             assert shapes.count((b, 32, b, room)) == 2, "eagerly, and captured"
     assert {total for _, total, *_ in shapes} == {1, 2, 4, 8, 16, 32}
-    assert sorted(graphs) == sorted((b, *kind) for b in (1, 2, 4, 8) for kind in kinds)
+    kinds = [(b, v, False) for b in (1, 2, 4, 8) for v in verifies] + [(b, False, True) for b in grouped]
+    assert sorted(graphs) == sorted((b, greedy, *kind) for b, *kind in kinds for greedy in ways)
     assert free_of(engine) == (12, 0)
 
 

@@ -204,6 +204,15 @@ def test_the_pages_are_looked_at_only_where_the_sequences_change(engine, monkeyp
     assert len(calls) == 2
 
 
+def test_a_step_without_sequences_and_without_a_group(device):
+    """What a graph is captured from before there are any: its logits have no meaning, and nothing raises."""
+    runner = made(device=device).runner
+    runner.cache.reserve({})
+    logits = runner._step(4, True, False, grouped=True)
+    assert not logits.isnan().any()
+    assert not runner.cache.lengths.any()
+
+
 def test_small_groups_are_left_alone(engine, monkeypatch, groups):
     running = Running(engine)
     pages = running.start(0, BEGINNING + ENDS[0]).pages[:2]
@@ -214,6 +223,9 @@ def test_small_groups_are_left_alone(engine, monkeypatch, groups):
             runner_cascade = Cascade(running.runner.cache)
             assert not runner_cascade.groups(running.runner.cache.sequences)
     assert Cascade(running.runner.cache).groups(running.runner.cache.sequences)
+    assert [Cascade(running.runner.cache).may_group(b) for b in (1, 2, 4)] == [False, True, True]
+    monkeypatch.setattr(module, "MIN_TOKENS", 97)  # over max_seq_len
+    assert not Cascade(running.runner.cache).may_group(4)
     running.end()
 
 

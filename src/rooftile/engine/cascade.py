@@ -136,6 +136,10 @@ class Cascade:
         self.first = torch.zeros((1, width), dtype=torch.int32, device=cache.k.device)
         self.rest_table = torch.zeros_like(cache.page_table)
 
+    def may_group(self, b: int) -> bool:
+        """Whether a step of the first b slots may have a group."""
+        return b >= MIN_SEQUENCES and self._cache.capacity >= MIN_TOKENS
+
     def groups(self, live: Sequence[PagedSequence]) -> bool:
         """Whether the next step of those sequences has a group, which the device is told of.
 

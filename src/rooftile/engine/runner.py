@@ -214,8 +214,8 @@ class Runner:
     def warm_up(self, step_tokens: int) -> None:
         """Compile the kernels of steps of at most that many tokens, and capture the graphs of the most frequent ones.
 
-        Those are plain steps of decoding, and full steps with a few parts of prompts beside any number of sequences. A
-        graph takes some 50 ms, a kernel seconds. The cache forgets the pages of earlier prompts. Without CUDA graphs
+        Those are steps of decoding, and full steps with a few parts of prompts beside any number of sequences. A graph
+        takes some 50 ms, a kernel seconds. The cache forgets the pages of earlier prompts. Without CUDA graphs
         nothing is done.
 
         Raises:
@@ -233,11 +233,14 @@ class Runner:
             # Once eagerly, and once for the capture.
             for b, parts, _ in itertools.product(sorted({slots_of(n, most) for n in range(1, most + 1)}), (1, 4), "12"):
                 self._example(b, step_tokens, parts)
-            kinds = [False] if self.verifier is None else [False, True]
-            ways = [False] if self.deterministic else [True, False]
             for b in sorted({self.bucket(n) for n in range(1, most + 1)}):
-                for greedy, verifies in itertools.product(ways, kinds):
-                    self._graph(b, greedy, verifies)
+                kinds = [(False, False)]  # whether there are proposals, and a group
+                if self.verifier is not None:
+                    kinds.append((True, False))
+                if self._cascade is not None and self._cascade.may_group(b):
+                    kinds.append((False, True))
+                for greedy, (verifies, grouped) in itertools.product(self._ways, kinds):
+                    self._graph(b, greedy, verifies, grouped)
 
     def _example(self, b: int, total: int, parts: int) -> None:
         """A step of so many tokens and parts of prompts, of which b slots have a row; less where that does not fit."""
@@ -253,7 +256,7 @@ class Runner:
             for i, sequence in enumerate(sequences[-texts:]):
                 new[sequence] = [0] * ((i + 1) * left // texts - i * left // texts)
             logits = self._mixed(new, {max(b, 1) - 1})
-            for greedy in (True, False):
+            for greedy in self._ways:
                 self._sample_first(logits.shape[0], logits, greedy)
         finally:
             self._free_all(sequences)
@@ -417,12 +420,17 @@ class Runner:
         numbers = laid_out.numbers.to(self._device, non_blocking=True)
         return self.decoder.prefill(laid_out, laid_out.filled(numbers, self.tokens))
 
-    def _greedily(self, slots: Iterable[int]) -> bool:
-        """Whether those slots are sampled by the kernel that draws nothing.
+    @property
+    def _ways(self) -> tuple[bool, ...]:
+        """Whether slots may be sampled by the kernel that draws nothing, and whether by another one.
 
-        It rounds log-probabilities differently, so a deterministic engine never uses it.
+        The former rounds log-probabilities differently, so a deterministic engine never uses it.
         """
-        return not self.deterministic and all(self._sampling[slot].greedy for slot in slots)
+        return (False,) if self.deterministic else (True, False)
+
+    def _greedily(self, slots: Iterable[int]) -> bool:
+        """Whether those slots are sampled by the kernel that draws nothing."""
+        return True in self._ways and all(self._sampling[slot].greedy for slot in slots)
 
     def shorten(self, sequence: PagedSequence, n: int) -> None:
         """Tell the host that the last n tokens of a sequence were not accepted."""
