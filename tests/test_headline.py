@@ -53,6 +53,14 @@ def test_a_speedup_is_over_the_fastest_baseline(tmp_path: Path) -> None:
     assert "| **Rooftile**, `lora=True` | 10000 | 2.00 × Hugging Face |" in re.sub(" +", " ", headline.table(tmp_path))
 
 
+def test_a_row_of_quantized_weights_names_a_baseline_without() -> None:
+    found = headline.generation(RESULTS)
+    shown = {f.weights: headline._cells(f)[3] for f in found if f.speedup is not None}
+    assert re.fullmatch(r"[\d.]+ × PyTorch", shown["bf16"])
+    assert re.fullmatch(r"[\d.]+ × PyTorch in bf16", shown["fp8"])
+    assert headline.NOTE in headline.table(RESULTS)
+
+
 def test_every_op_that_loses_is_shown(tmp_path: Path) -> None:
     rows = [
         *_rows("rope", "forward", rooftile=1.0, compile=TIE - 0.01),

@@ -28,7 +28,11 @@ from rooftile.runtime import TARGETS
 
 MODEL, TRAINED = "llama-3-8b", "llama-3.2-1b"
 PROMPT, NEW = 512, 256  # tokens of one sequence, and tokens after them
-COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup>", "peak memory>", "GPU")
+COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup × baseline>", "peak memory>", "GPU")
+NOTE = (
+    "A speedup is over the baseline that it names, in bf16 and in the same run on that GPU. –: a baseline, or a run "
+    "without one."
+)
 WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no entry of their own
 # The published sweeps against the best baselines.
 SUITES = ("rowwise", products.SUITE, products.BACKWARD, *docs_attention.SUITES, training.SUITE)
@@ -147,7 +151,8 @@ def figures(results: Path, new: int = NEW) -> list[Figure]:
 
 def _cells(f: Figure) -> list[str]:
     memory = "–" if f.peak_bytes is None else f"{number(f.peak_bytes / 2**30)} GiB"
-    faster = "–" if f.speedup is None else f"{ratio(f.speedup)} × {SHORT[f.baseline]}"
+    base = SHORT[f.baseline] if f.weights in WEIGHTS[:2] else f"{SHORT[f.baseline]} in bf16"
+    faster = "–" if f.speedup is None else f"{ratio(f.speedup)} × {base}"
     return [f.work, f.name, number(f.tokens_per_s, 4), faster, memory, f.gpu]
 
 
@@ -168,7 +173,8 @@ def table(results: Path) -> str:
     """Tokens a second of whole models, beside what users run today: a chart and a table."""
     found = figures(results)
     chart = f"![Tokens a second: {'; '.join(_compared(results))}]({CHART})"
-    return "\n".join([chart, "", markdown(COLUMNS, map(_cells, found)), "", *_sources(found)]) if found else NO_RESULTS
+    parts = chart, "", markdown(COLUMNS, map(_cells, found)), "", NOTE, "", *_sources(found)
+    return "\n".join(parts) if found else NO_RESULTS
 
 
 def show(found: Sequence[Figure], console: Console) -> None:
