@@ -6,7 +6,6 @@ through a queue that a destructor may use too, wherever the garbage collector ru
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -14,21 +13,19 @@ import itertools
 import queue
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rooftile.engine.cache import check_positive
 from rooftile.engine.engine import Engine, Stop
-from rooftile.engine.generation import Completion, StreamChunk, encoded, integer
+from rooftile.engine.generation import StreamChunk, encoded, integer
 from rooftile.engine.leading import follow, leading
 from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import ContinuousScheduler, Request
+from rooftile.engine.streams import Channel, Deliver, Stream, Waiter, wake
 from rooftile.errors import QueueFull, RequestError
-
-Deliver = Callable[[list[tuple[Request, StreamChunk | RequestError]]], None]
 
 
 def check_step_tokens(step_tokens: int, max_batch: int) -> None:
@@ -73,174 +70,6 @@ class EngineStats:
     finished: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-_Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
-
-
-def _wake(waiters: Iterable[_Waiter]) -> None:
-    """Let coroutines go on, by one call for each event loop: a call costs a system call."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-    for loop, future in waiters:
-        by_loop.setdefault(loop, []).append(future)
-    for loop, futures in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(_go_on, futures)
-
-
-def _go_on(futures: Iterable[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
-
-
-class _Channel:
-    """What one request's stream has yet to yield. The loop writes; threads and event loops read.
-
-    Args:
-        deliver: takes the items instead, where there is no stream.
-    """
-
-    def __init__(self, request: Request, deliver: Deliver | None = None) -> None:
-        self.request, self.deliver = request, deliver
-        self.ended = False
-        self.error: RequestError | None = None
-        self._items: deque[StreamChunk | RequestError] = deque()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._threads = 0  # that wait: to notify none costs as much as the rest of `put`
-        self._waiters: list[_Waiter] = []
-
-    def put(self, item: StreamChunk | RequestError, last: bool) -> list[_Waiter]:
-        """Returns the coroutines that wait for it."""
-        with self._lock:
-            self._items.append(item)
-            self.ended = last
-            self.error = item if isinstance(item, RequestError) else None
-            if self._threads:
-                self._changed.notify_all()
-            waiters, self._waiters = self._waiters, []
-        return waiters
-
-    def put_back(self, item: StreamChunk | RequestError) -> None:
-        with self._lock:
-            self._items.appendleft(item)
-
-    def get(self) -> StreamChunk | RequestError | None:
-        """The next item, as soon as there is one; None after the last."""
-        with self._lock:
-            self._threads += 1
-            try:
-                self._changed.wait_for(lambda: self._items or self.ended)
-            finally:
-                self._threads -= 1
-            return self._items.popleft() if self._items else None
-
-    async def get_async(self, most: int | None = None) -> list[StreamChunk | RequestError]:
-        """All items that are there, or so many of them, as soon as there is one; none after the last."""
-        while True:
-            with self._lock:
-                if self._items or self.ended:
-                    n = len(self._items) if most is None else min(most, len(self._items))
-                    return [self._items.popleft() for _ in range(n)]
-                loop = asyncio.get_running_loop()
-                waiter = loop, loop.create_future()
-                self._waiters.append(waiter)
-            try:
-                await waiter[1]
-            except BaseException:
-                with self._lock, contextlib.suppress(ValueError):
-                    self._waiters.remove(waiter)
-                raise
-
-
-class Stream:
-    """The new tokens of one request, as they come: an iterator and an asynchronous iterator of `StreamChunk`.
-
-    Any thread may take from it, and any event loop. The last chunk has the `finish_reason`: "stop", "length" or
-    "abort". An error in the request raises `RequestError`. A stream that is closed, or that nobody refers to any more,
-    aborts its request.
-
-    Attributes:
-        request_id: of the request.
-        prompt_tokens: the tokens of its prompt.
-    """
-
-    def __init__(self, engine: AsyncEngine, channel: _Channel, abort: Callable[[_Channel], bool]) -> None:
-        self._engine = engine  # an engine that nobody refers to ends
-        self._channel, self._abort = channel, abort
-        self.request_id, self.prompt_tokens = channel.request.id, list(channel.request.prompt)
-        self._finalizer = weakref.finalize(self, abort, channel)
-        self._finalizer.atexit = False
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> StreamChunk:
-        if (item := self._channel.get()) is None:
-            raise StopIteration
-        return self._checked(item)
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> StreamChunk:
-        if not (items := await self._channel.get_async(1)):
-            raise StopAsyncIteration
-        return self._checked(items[0])
-
-    async def ready(self) -> list[StreamChunk]:
-        """All chunks that have come and were not taken, as soon as there is one; an empty list after the last.
-
-        Where tokens come faster than they are taken, this costs less than to take them one by one.
-        """
-        items = await self._channel.get_async()
-        if items and isinstance(items[-1], RequestError) and len(items) > 1:
-            self._channel.put_back(items.pop())
-        return [self._checked(item) for item in items]
-
-    @staticmethod
-    def _checked(item: StreamChunk | RequestError) -> StreamChunk:
-        if isinstance(item, RequestError):
-            raise item
-        return item
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that were found in the prefix cache; 0 until the request starts."""
-        return self._channel.request.cached
-
-    def result(self) -> Completion:
-        """Wait for the end, and return all that was generated, whatever of it was taken before.
-
-        Raises:
-            RequestError: an error ended the request.
-        """
-        for _ in self:
-            pass
-        if self._channel.error is not None:
-            raise self._channel.error
-        watch = self._channel.request.watch
-        assert watch is not None
-        return watch.completion()
-
-    def abort(self) -> bool:
-        """End the request, and give back its slot and pages. Returns whether it was waiting or running."""
-        return self._abort(self._channel)
-
-    def close(self) -> None:
-        """Abort the request, unless it has ended."""
-        self._finalizer()
-
-    async def aclose(self) -> None:
-        """As `close`."""
-        self.close()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class _Worker:
     """The thread of an `AsyncEngine`, and what reaches it."""
 
@@ -256,9 +85,9 @@ class _Worker:
         self.engine, self.max_waiting, self._scheduler = engine, max_waiting, scheduler
         self.loop = Loop(engine.runner, scheduler, engine._speculation())
         # A request to add, the channel of one to abort, or None, to look at the rest.
-        self._inbox: queue.SimpleQueue[Request | _Channel | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | Channel | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._live: dict[str, _Channel] = {}  # with the lock, as all below
+        self._live: dict[str, Channel] = {}  # with the lock, as all below
         self._untaken = 0  # requests in the inbox
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._stats = EngineStats()
@@ -271,7 +100,7 @@ class _Worker:
 
     # Called by any thread.
 
-    def add(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[_Channel]:
+    def add(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[Channel]:
         """All of them or, if anything is raised, none. Those without an id get one."""
         with self._lock:
             if self._failure is not None:
@@ -295,17 +124,17 @@ class _Worker:
                 if not request.id:
                     ids = (f"request-{n}" for n in self._ids)
                     request.id = next(i for i in ids if i not in self._live and i not in given)
-                channel = self._live[request.id] = _Channel(request, deliver)
+                channel = self._live[request.id] = Channel(request, deliver)
                 channels.append(channel)
                 self._untaken += 1
                 self._inbox.put(request)  # inside of the lock: requests start in the order in which they were added
         return channels
 
-    def named(self, request_id: str) -> _Channel | None:
+    def named(self, request_id: str) -> Channel | None:
         with self._lock:
             return self._live.get(request_id)
 
-    def abort(self, channel: _Channel) -> bool:
+    def abort(self, channel: Channel) -> bool:
         if channel.ended:
             return False
         self._inbox.put(channel)  # no lock: the garbage collector may call this where the lock is held
@@ -401,7 +230,7 @@ class _Worker:
             return error
 
     def _deliver(self, events: Iterable[tuple[Request, StreamChunk | BaseException]]) -> None:
-        waiters: list[_Waiter] = []
+        waiters: list[Waiter] = []
         batches: dict[Deliver, list[tuple[Request, StreamChunk | RequestError]]] = {}
         for request, event in events:
             channel, item, last = self._item(request, event)
@@ -412,11 +241,11 @@ class _Worker:
                 batches.setdefault(channel.deliver, []).append((request, item))
         for deliver, batch in batches.items():
             deliver(batch)
-        _wake(waiters)
+        wake(waiters)
 
     def _item(
         self, request: Request, event: StreamChunk | BaseException
-    ) -> tuple[_Channel, StreamChunk | RequestError, bool]:
+    ) -> tuple[Channel, StreamChunk | RequestError, bool]:
         """The request's channel, what it gets, and whether that is the last."""
         channel, reason = self._live[request.id], request.finish_reason
         item: StreamChunk | RequestError
@@ -469,13 +298,13 @@ class _Follower:
         finally:
             self._engine._generating = False
 
-    def add(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[_Channel]:
+    def add(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[Channel]:
         raise RuntimeError(f"AsyncEngine.add: this is rank {self._engine.rank}, expected 0, which takes the requests")
 
     def named(self, request_id: str) -> None:
         return None
 
-    def abort(self, channel: _Channel) -> bool:
+    def abort(self, channel: Channel) -> bool:
         return False
 
     @property
