@@ -108,7 +108,7 @@ def prepare(
     make_starts = prepare_starts(sequences, n_q, n_k) if packed else None
     make_stats = make_dkdv = make_dq = finish = None
     if with_keys or dq is not None:
-        make_stats = row_sums.prepare_stats(out, dout, dlse, with_sums, c.block_m, dim, sequences)
+        make_stats = row_sums.prepare_stats(out, dout, dlse, with_sums, with_keys, c.block_m, dim, sequences)
     if with_keys:
         t = hopper_backward_dkdv.tiling(dim, masked, s, c.num_stages, with_sums, factor, packed)
         stats = torch.empty(padded_rows * 2, **float32)
@@ -132,11 +132,12 @@ def prepare(
         starts = None if make_starts is None else make_starts(starts_q, starts_k)
         stats = torch.empty(padded_rows * 2, **float32)
         sums = torch.empty(padded_rows * dim, **float32) if with_sums else None
-        make_stats(out, dout, lse, dlse, stats, sums, starts)
+        counter = None if make_dkdv is None else torch.empty(1, dtype=torch.int32, device=q.device)
+        make_stats(out, dout, lse, dlse, stats, sums, counter, starts)
         if make_dkdv is not None:  # it writes both, also to scratch memory
             dk = torch.empty_strided(k.shape, k.stride(), dtype=k.dtype, device=k.device) if dk is None else dk
             dv = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) if dv is None else dv
-            make_dkdv(q, k, v, dout, stats, dk, dv, sums, starts)
+            make_dkdv(q, k, v, dout, stats, dk, dv, sums, counter, starts)
         if finish is not None:
             finish(sums, dq, starts)
         elif make_dq is not None:

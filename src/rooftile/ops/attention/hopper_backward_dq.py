@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rooftile import library
+from rooftile import library, runtime
 from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.attention.hopper_backward_parts import (
     BARRIERS,
@@ -284,8 +284,9 @@ def prepare_dq(t: QueriesTiling, x: Inputs, dout: Tensor, dq: Tensor) -> Callabl
     lanes, group = batch * heads, heads // kv_heads
     rows = (64, t.keys, t.keys, 64, 64)
     tensors = zip((x.q, x.k, x.v, dout, dq), rows, strict=True)
-    together = min(lanes, group * heads_together(lanes, x.longest_k * t.dim * 4))
     blocks = block_slots(n_q, t.rows, x.sequences) if t.packed else library.cdiv(n_q, t.rows)
+    programs = runtime.target(x.q.device).multiprocessors
+    together = min(lanes, group * heads_together(lanes, x.longest_k * t.dim * 4, group * blocks, programs))
     return bind(
         _launcher(t, x.q.dtype),
         lanes * blocks,

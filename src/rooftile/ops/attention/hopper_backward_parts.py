@@ -14,7 +14,7 @@ from rooftile.primitives.scores import LOG2E
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma  # isort: skip
 
 BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured arguments of warps, and alignment
 REGISTERS = 168  # what 12 warps are compiled for; the consumers then take the registers that the producer leaves
@@ -31,9 +31,13 @@ def padded(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def heads_together(lanes: int, lane_bytes: int) -> int:
-    """Heads whose blocks are worked on at the same time."""
-    return max(1, min(lanes, _L2 // lane_bytes))
+def heads_together(lanes: int, lane_bytes: int, blocks: int, programs: int) -> int:
+    """Heads whose blocks are worked on at the same time: as many as the L2 holds, or as the programs take at once.
+
+    With fewer, the longest blocks of the last heads would begin last, and most SMs would wait for them: 8 heads of 32
+    blocks, one after the other, take 1.6 times as long.
+    """
+    return max(1, min(lanes, max(_L2 // lane_bytes, programs // blocks)))
 
 
 def describe_rows(t: Tensor, rows: int, packed: bool) -> Descriptor:
@@ -71,11 +75,6 @@ class BackwardTiling:
     stat_rows: int
     factor: float
     packed: bool
-
-    @property
-    def apart(self) -> bool:
-        """Whether the kernel computes dq beside dk and dv, and its consumers may be half a step apart."""
-        return False
 
     @property
     def acc(self) -> gl.NVMMADistributedLayout:
@@ -135,7 +134,8 @@ def stat_blocks(entry, head, size, INT: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def write(z, memory, desc, at):
-    """Write a consumer's 64 rows of a gradient, by way of shared memory that is no longer read."""
+    """Start to write a consumer's 64 rows of a gradient, by way of shared memory that only its stores still read."""
+    tma.store_wait(0)
     memory.store(z.to(desc.dtype))
     fence_async_shared()
     store_tile(desc, at, memory)
@@ -180,18 +180,14 @@ def probabilities(s, lse, key, p_first, n_k, scoring, KEY_AXIS: gl.constexpr, T:
         if T.has_left:
             hidden |= key < p_first + (ROWS - 1) - left
         if hidden:
+            # Spans from sums of numbers: columns + right, which no step changes, would be kept in registers.
             keys = _span(key, KEYS, KEY_AXIS, T)
-            positions = _span(p_first, ROWS, 1 - KEY_AXIS, T)
-            if not T.apart:
-                seen = (keys < n_k) & (positions >= p_first)
-                if T.has_right:
-                    seen &= keys <= positions + right
-            elif T.has_right:  # the same with one comparison
-                seen = keys <= gl.minimum(positions + right, n_k - 1)
+            if T.has_right:
+                seen = keys <= gl.minimum(_span(p_first + right, ROWS, 1 - KEY_AXIS, T), n_k - 1)
             else:
                 seen = keys < n_k
             if T.has_left:
-                seen &= keys >= positions - left
+                seen &= keys >= _span(p_first - left, ROWS, 1 - KEY_AXIS, T)
             p = gl.where(seen, p, 0.0)
     return p, slope
 

@@ -151,6 +151,7 @@ def _stats_kernel(
     dlse_ptr,
     stats_ptr,
     sums_ptr,
+    counter_ptr,
     starts_ptr,
     stride_ob,
     stride_oh,
@@ -166,6 +167,7 @@ def _stats_kernel(
     sequences,
     HAS_DLSE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
+    HAS_COUNTER: tl.constexpr,
     PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     N: tl.constexpr,
@@ -174,6 +176,8 @@ def _stats_kernel(
     """stats, (B * H, blocks, 2, ROWS): lse times log2(e), or +inf for rows that see nothing or don't exist; delta."""
     n_blocks = n_q // ROWS + sequences if PACKED else tl.cdiv(n_q, ROWS)
     tile = tl.program_id(0).to(tl.int64)
+    if HAS_COUNTER and tile == 0:
+        tl.store(counter_ptr, 0)
     block = tl.program_id(0) % n_blocks
     flat = tile // n_blocks
     batch = flat // heads
@@ -260,11 +264,18 @@ def row_blocks(n_q: int, rows: int, packed: int) -> int:
 
 @functools.cache
 def _stats_launcher(
-    dtypes: tuple[torch.dtype | None, ...], has_sums: bool, packed: bool, rows: int, head_dim: int, dim: int
+    dtypes: tuple[torch.dtype | None, ...],
+    has_sums: bool,
+    has_counter: bool,
+    packed: bool,
+    rows: int,
+    head_dim: int,
+    dim: int,
 ) -> KernelLauncher:
     constants = {
         "HAS_DLSE": dtypes[2] is not None,
         "HAS_SUMS": has_sums,
+        "HAS_COUNTER": has_counter,
         "PACKED": packed,
         "ROWS": rows,
         "N": head_dim,
@@ -274,17 +285,25 @@ def _stats_launcher(
 
 
 def prepare_stats(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, has_sums: bool, rows: int, dim: int, packed: int = 0
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    has_sums: bool,
+    has_counter: bool,
+    rows: int,
+    dim: int,
+    packed: int = 0,
 ) -> Callable[..., None]:
-    """The launch for tensors like these, to be called with `out, dout, lse, dlse, stats, sums, starts`.
+    """The launch for tensors like these, to be called with `out, dout, lse, dlse, stats, sums, counter, starts`.
 
-    It fills stats, and clears dq's sum, if there is one. out and dout are (B, H, T, D) with a last stride of 1; dim is
-    D, padded, and rows are those of a tile. `packed` is how many sequences they are, or 0.
+    It fills stats, and clears dq's sum and the counter of dk's and dv's tiles, if there are any. out and dout are (B,
+    H, T, D) with a last stride of 1; dim is D, padded, and rows are those of a tile. `packed` is how many sequences
+    they are, or 0.
     """
     batch, heads, n_q, head_dim = out.shape
     dtypes = (out.dtype, dout.dtype, None if dlse is None else dlse.dtype)
     strides = (*out.stride()[:3], *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()))
-    launcher = _stats_launcher(dtypes, has_sums, packed > 0, rows, head_dim, dim)
+    launcher = _stats_launcher(dtypes, has_sums, has_counter, packed > 0, rows, head_dim, dim)
     return bind(launcher, batch * heads * row_blocks(n_q, rows, packed), strides=strides, numbers=(n_q, heads, packed))
 
 
