@@ -133,3 +133,54 @@ def test_operands_of_unlike_shapes_have_results_of_the_common_one():
     chosen = torch.where(row > 2, column, -1).clamp(0) - (2 * row + column)
     expected = torch.div(chosen, torch.where(column > 1, 2, 1), rounding_mode="trunc") + 5
     assert torch.equal(out, expected.int())
+
+
+@triton.jit
+def _planned(left, right, out, fill, n, width: tl.constexpr):
+    at = tl.arange(0, width)
+    for k in range(4):  # the third time, each operation has a plan
+        a, b = tl.load(left + at), tl.load(right + at, mask=at < n, other=fill)
+        squares = a * a
+        products = a * b
+        tl.store(out + 2 * k * width + at, squares)
+        tl.store(out + (2 * k + 1) * width + at, products.to(tl.float32).to(tl.float32))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_plan_computes_with_its_own_operands(width):
+    """Of `a * a` both are one; the fill of a load of one element decides what stock asks for."""
+    import torch
+
+    for fill in (0.0, 5.0, 0.0, -3.0):
+        left, right, out = torch.randn(width), torch.randn(width), torch.zeros(8, width)
+        _planned[(1,)](left, right, out, fill, width - 1, width)
+        right[-1] = fill
+        assert torch.equal(out, torch.stack([left * left, left * right] * 4))
+
+
+@triton.jit
+def _shifted(out, byte):
+    for k in range(4):
+        high = tl.load(byte) | 128
+        tl.store(out + 3 * k, (high >> 7).to(tl.int32))
+        tl.store(out + 3 * k + 1, (high.to(tl.int8, bitcast=True) >> 7).to(tl.int32))
+        tl.store(out + 3 * k + 2, (high > 127).to(tl.int32))
+
+
+def test_a_plans_constants_stay_unsigned_after_a_shift():
+    import torch
+
+    out = torch.zeros(4, 3, dtype=torch.int32)
+    _shifted[(1,)](out, torch.zeros(1, dtype=torch.uint8))
+    assert torch.equal(out, torch.tensor([1, -1, 1], dtype=torch.int32).expand(4, 3))
+
+
+def test_what_has_no_plan_is_refused_each_time():
+    import torch
+
+    byte = torch.ones(8, dtype=torch.uint8)
+    for _ in range(4):
+        with pytest.raises(Exception, match="incompatible dimensions at index 0: 4 and 8"):
+            _misshapen[(1,)](byte)
+        with pytest.raises(Exception, match="between an unsigned tensor and a negative scalar"):
+            _negative[(1,)](byte)
