@@ -184,3 +184,44 @@ def test_what_has_no_plan_is_refused_each_time():
             _misshapen[(1,)](byte)
         with pytest.raises(Exception, match="between an unsigned tensor and a negative scalar"):
             _negative[(1,)](byte)
+
+
+KINDS = [tl.int1, tl.uint8, tl.int16, tl.int32, tl.int64, tl.bfloat16, tl.float16, tl.float32, tl.float64]
+
+
+def _drawn(draw, element, sizes):
+    from rooftile.interpreter.dtypes import numpy_dtype
+
+    data = draw.integers(1, 10, sizes or 1).astype(numpy_dtype(element))
+    return tl.tensor(interpreter.TensorHandle(data, element), tl.block_type(element, sizes) if sizes else element)
+
+
+def _outcome(operation, semantic, *operands):
+    try:
+        found = operation(semantic, *operands)
+    except Exception as error:
+        return type(error), str(error)
+    data = found.handle.data
+    return found.type, data.dtype, np.broadcast_to(data, found.type.shape if found.type.is_block() else (1,)).tobytes()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "less_than", "equal", "maximum", "where", "cast"],
+)
+def test_a_plan_gives_what_stock_gives(name):
+    """For other operands of the same types: constants of the first ones must not stay."""
+    planned = getattr(type(interpreter.interpreter_semantic), name)
+    semantic, draw = interpreter.interpreter_semantic, np.random.default_rng(0)
+    flags = {"add": (True,), "sub": (True,), "mul": (True,), "maximum": (tl.PropagateNan.NONE,)}.get(name, ())
+    for left in KINDS:
+        for right in KINDS:
+            for sizes in ([4], None), (None, None), ([4, 1], [1, 4]):
+                for _ in range(4):  # the third has a plan
+                    given = [_drawn(draw, left, sizes[0]), _drawn(draw, right, sizes[1])]
+                    if name == "where":
+                        given.insert(0, _drawn(draw, tl.int1, sizes[0]))
+                    if name == "cast":
+                        given[1] = right
+                    stock = _outcome(planned.__wrapped__, semantic, *given, *flags)
+                    assert _outcome(planned, semantic, *given, *flags) == stock, (left, right, sizes)

@@ -72,6 +72,7 @@ def _number_type(value: Any) -> Any:
 # Constants that are made once. A shift makes its operands' arrays signed where they are kept, so that unsigned ones are
 # made anew.
 KEPT = frozenset((tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32))
+constants: dict[Any, tl.tensor] = {}
 
 
 def _install_operands() -> None:
@@ -84,7 +85,6 @@ def _install_operands() -> None:
     known: dict[Any, Any] = {}
     shapes: dict[Any, Any] = {}
     blocks: dict[Any, tl.block_type] = {}
-    constants: dict[Any, tl.tensor] = {}
 
     def block(element, sizes):
         """The type of a block; a pointer's is made anew, as pointers have no name of their own."""

@@ -14,7 +14,7 @@ from triton._C.libtriton import ir
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from rooftile.interpreter.memo import KEPT
+from rooftile.interpreter.memo import KEPT, constants
 from rooftile.interpreter.patching import original, replace
 
 # Operations that ask nothing of their operands but the types. `load` also asks whether a scalar `other` is 0: loads and
@@ -83,8 +83,9 @@ def _plan(own: tuple[Any, ...], recorder: _Recorder, result: Any) -> Callable | 
             lines.append(f"    {call}")
     same = [a for a, o in zip(operands, own, strict=True) if o is result]
     lines.append(f"    return {same[0] if same else f'tensor({name(result.handle)}, {name(result.type)})'}")
-    # What no call has made is a constant, such as the 0 of a comparison.
-    if any(type(value) is handle and (value.data.size > 1 or value.dtype not in KEPT) for value in values.values()):
+    # The plan's other handles are constants, made by these calls or before. No handle of other data may stay in it.
+    known = {id(made) for *_, made in recorder.calls} | {id(constant.handle) for constant in constants.values()}
+    if any(type(value) is handle and id(value) not in known for value in values.values()):
         return None
     exec(_code("\n".join(lines)), values)
     return values["plan"]
@@ -123,6 +124,7 @@ def _install(name: str, is_memory: bool) -> None:
     seen: set[Any] = set()
 
     @replace(TritonSemantic, name)
+    @functools.wraps(stock)
     def operation(self, *operands, **named):
         try:
             key = tuple([o.type.name if type(o) is tl.tensor else _key(o) for o in operands])
@@ -131,7 +133,8 @@ def _install(name: str, is_memory: bool) -> None:
         plan = plans.get(key)
         if plan is not None and not named:
             return plan(self.builder, *operands)
-        if named or key is None or key in plans or (is_memory and not _is_block(operands[0])):
+        is_part = type(self.builder) is _Recorder  # of an operation that is observed
+        if named or key is None or key in plans or is_part or (is_memory and not _is_block(operands[0])):
             return stock(self, *operands, **named)
         if key not in seen:  # most constants come once
             seen.add(key)
