@@ -225,3 +225,19 @@ def test_a_plan_gives_what_stock_gives(name):
                         given[1] = right
                     stock = _outcome(planned.__wrapped__, semantic, *given, *flags)
                     assert _outcome(planned, semantic, *given, *flags) == stock, (left, right, sizes)
+
+
+@triton.jit
+def _by_block_pointer(x, out, n, width: tl.constexpr):
+    for _ in range(4):
+        rows = tl.make_block_ptr(x, (n, width), (width, 1), (0, 0), (4, width), (1, 0))
+        tl.store(out, tl.sum(tl.load(rows, boundary_check=(0,), padding_option="zero")))
+        out += 1
+
+
+def test_block_pointers_have_no_plans():
+    import torch
+
+    x, out = torch.randn(3, 8).round(), torch.zeros(4)
+    _by_block_pointer[(1,)](x, out, 3, 8)
+    assert torch.equal(out, x.sum().expand(4))

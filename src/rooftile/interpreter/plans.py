@@ -17,13 +17,14 @@ from triton.runtime import interpreter
 from rooftile.interpreter.memo import KEPT, constants
 from rooftile.interpreter.patching import original, replace
 
-# Operations that ask nothing of their operands but the types. `load` also asks whether a scalar `other` is 0: loads and
-# stores have plans for blocks alone.
+# Operations that ask nothing of their operands but the types.
 _OPERATIONS = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "minimum", "maximum", "and_", "or_", "xor_", "invert",
-    "less_than", "less_equal", "greater_than", "greater_equal", "equal", "not_equal", "where", "expand_dims", "cast",
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "minimum", "maximum", "minus", "and_", "or_", "xor_", "invert",
+    "logical_and", "logical_or", "not_", "less_than", "less_equal", "greater_than", "greater_equal", "equal",
+    "not_equal", "where", "expand_dims", "cast",
 )  # fmt: skip
-_MEMORY = ("load", "store")
+# Of a scalar mask and fill these ask whether they are 0: masked accesses have plans for blocks alone. The mask's place.
+_MEMORY = {"load": 1, "store": 2}
 _CONSTANTS = frozenset((int, float, bool, str, type(None), ir.PROPAGATE_NAN, ir.ROUNDING_MODE))
 _TYPES = frozenset((tl.dtype, tl.pointer_type, tl.block_type))
 
@@ -118,7 +119,7 @@ def _key(operand: Any) -> Any:
     raise TypeError(operand)
 
 
-def _install(name: str, is_memory: bool) -> None:
+def _install(name: str, mask: int | None) -> None:
     stock = original(TritonSemantic, name)
     plans: dict[Any, Callable | None] = {}
     seen: set[Any] = set()
@@ -133,9 +134,13 @@ def _install(name: str, is_memory: bool) -> None:
         plan = plans.get(key)
         if plan is not None and not named:
             return plan(self.builder, *operands)
-        is_part = type(self.builder) is _Recorder  # of an operation that is observed
-        if named or key is None or key in plans or is_part or (is_memory and not _is_block(operands[0])):
+        if named or key is None:
             return stock(self, *operands, **named)
+        asks = mask is not None and operands[mask] is not None and not _is_block(operands[0])
+        is_part = type(self.builder) is _Recorder  # of an operation that is observed
+        is_plain = all(type(o) is not tl.tensor or type(o.handle) is interpreter.TensorHandle for o in operands)
+        if key in plans or asks or is_part or not is_plain:
+            return stock(self, *operands)
         if key not in seen:  # most constants come once
             seen.add(key)
             return stock(self, *operands)
@@ -150,6 +155,6 @@ def _is_block(pointer: Any) -> bool:
 
 def install() -> None:
     for name in _OPERATIONS:
-        _install(name, is_memory=False)
-    for name in _MEMORY:
-        _install(name, is_memory=True)
+        _install(name, None)
+    for name, mask in _MEMORY.items():
+        _install(name, mask)
