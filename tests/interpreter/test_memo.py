@@ -133,3 +133,111 @@ def test_operands_of_unlike_shapes_have_results_of_the_common_one():
     chosen = torch.where(row > 2, column, -1).clamp(0) - (2 * row + column)
     expected = torch.div(chosen, torch.where(column > 1, 2, 1), rounding_mode="trunc") + 5
     assert torch.equal(out, expected.int())
+
+
+@triton.jit
+def _planned(left, right, out, fill, n, width: tl.constexpr):
+    at = tl.arange(0, width)
+    for k in range(4):  # the third time, each operation has a plan
+        a, b = tl.load(left + at), tl.load(right + at, mask=at < n, other=fill)
+        squares = a * a
+        products = a * b
+        tl.store(out + 2 * k * width + at, squares)
+        tl.store(out + (2 * k + 1) * width + at, products.to(tl.float32).to(tl.float32))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_plan_computes_with_its_own_operands(width):
+    """Of `a * a` both are one; the fill of a load of one element decides what stock asks for."""
+    import torch
+
+    for fill in (0.0, 5.0, 0.0, -3.0):
+        left, right, out = torch.randn(width), torch.randn(width), torch.zeros(8, width)
+        _planned[(1,)](left, right, out, fill, width - 1, width)
+        right[-1] = fill
+        assert torch.equal(out, torch.stack([left * left, left * right] * 4))
+
+
+@triton.jit
+def _shifted(out, byte):
+    for k in range(4):
+        high = tl.load(byte) | 128
+        tl.store(out + 3 * k, (high >> 7).to(tl.int32))
+        tl.store(out + 3 * k + 1, (high.to(tl.int8, bitcast=True) >> 7).to(tl.int32))
+        tl.store(out + 3 * k + 2, (high > 127).to(tl.int32))
+
+
+def test_a_plans_constants_stay_unsigned_after_a_shift():
+    import torch
+
+    out = torch.zeros(4, 3, dtype=torch.int32)
+    _shifted[(1,)](out, torch.zeros(1, dtype=torch.uint8))
+    assert torch.equal(out, torch.tensor([1, -1, 1], dtype=torch.int32).expand(4, 3))
+
+
+def test_what_has_no_plan_is_refused_each_time():
+    import torch
+
+    byte = torch.ones(8, dtype=torch.uint8)
+    for _ in range(4):
+        with pytest.raises(Exception, match="incompatible dimensions at index 0: 4 and 8"):
+            _misshapen[(1,)](byte)
+        with pytest.raises(Exception, match="between an unsigned tensor and a negative scalar"):
+            _negative[(1,)](byte)
+
+
+KINDS = [tl.int1, tl.uint8, tl.int16, tl.int32, tl.int64, tl.bfloat16, tl.float16, tl.float32, tl.float64]
+
+
+def _drawn(draw, element, sizes):
+    from rooftile.interpreter.dtypes import numpy_dtype
+
+    data = draw.integers(1, 10, sizes or 1).astype(numpy_dtype(element))
+    return tl.tensor(interpreter.TensorHandle(data, element), tl.block_type(element, sizes) if sizes else element)
+
+
+def _outcome(operation, semantic, *operands):
+    try:
+        found = operation(semantic, *operands)
+    except Exception as error:
+        return type(error), str(error)
+    data = found.handle.data
+    return found.type, data.dtype, np.broadcast_to(data, found.type.shape if found.type.is_block() else (1,)).tobytes()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "less_than", "equal", "maximum", "where", "cast"],
+)
+def test_a_plan_gives_what_stock_gives(name):
+    """For other operands of the same types: constants of the first ones must not stay."""
+    planned = getattr(type(interpreter.interpreter_semantic), name)
+    semantic, draw = interpreter.interpreter_semantic, np.random.default_rng(0)
+    flags = {"add": (True,), "sub": (True,), "mul": (True,), "maximum": (tl.PropagateNan.NONE,)}.get(name, ())
+    for left in KINDS:
+        for right in KINDS:
+            for sizes in ([4], None), (None, None), ([4, 1], [1, 4]):
+                for _ in range(4):  # the third has a plan
+                    given = [_drawn(draw, left, sizes[0]), _drawn(draw, right, sizes[1])]
+                    if name == "where":
+                        given.insert(0, _drawn(draw, tl.int1, sizes[0]))
+                    if name == "cast":
+                        given[1] = right
+                    stock = _outcome(planned.__wrapped__, semantic, *given, *flags)
+                    assert _outcome(planned, semantic, *given, *flags) == stock, (left, right, sizes)
+
+
+@triton.jit
+def _by_block_pointer(x, out, n, width: tl.constexpr):
+    for _ in range(4):
+        rows = tl.make_block_ptr(x, (n, width), (width, 1), (0, 0), (4, width), (1, 0))
+        tl.store(out, tl.sum(tl.load(rows, boundary_check=(0,), padding_option="zero")))
+        out += 1
+
+
+def test_block_pointers_have_no_plans():
+    import torch
+
+    x, out = torch.randn(3, 8).round(), torch.zeros(4)
+    _by_block_pointer[(1,)](x, out, 3, 8)
+    assert torch.equal(out, x.sum().expand(4))

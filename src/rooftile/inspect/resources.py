@@ -80,8 +80,9 @@ def _nvidia(kernel: Any, hashed: bool) -> Resources:
         cubin.write_bytes(kernel.asm["cubin"])
         usage = _run(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
         stack = max(_field(r"\bSTACK:(\d+)", usage, "cuobjdump"))
-        only_code = () if hashed else ("-c",)  # faster
-        disassembly = _run(knobs.nvidia.nvdisasm.path, *only_code, cubin) if hashed or needs_sass(ptx) else ""
+        # Faster: the code alone, and if there are no indirect branches, without the analysis that finds their targets.
+        options = () if hashed else ("-c",) if "brx.idx" in ptx else ("-c", "-ndf")
+        disassembly = _run(knobs.nvidia.nvdisasm.path, *options, cubin) if hashed or needs_sass(ptx) else ""
     return Resources(
         registers=max(_field(r"\bREG:(\d+)", usage, "cuobjdump")),
         stack=stack,

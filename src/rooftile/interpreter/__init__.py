@@ -8,7 +8,7 @@ mends that in place, in the process that it is called in:
 - `memory`: every access is checked against the storages that the kernel was given;
 - `launch`, `syntax`: arguments, loop variables and Boolean operators typed as the compiler types them;
 - `libdevice`: the functions of `triton.language.extra.libdevice`;
-- `memo`: what follows from types alone, worked out once, which makes it some three times as fast.
+- `memo`, `plans`: what follows from types alone, worked out once, which makes it some four times as fast.
 
 Only `rooftile.runtime` imports this package; NumPy and ml_dtypes are needed nowhere else.
 """
@@ -33,8 +33,8 @@ def install() -> None:
             "Triton's interpreter needs numpy and ml_dtypes: install Rooftile's extra cpu", name=error.name
         ) from error
 
-    from rooftile.interpreter import arithmetic, dtypes, launch, libdevice, memo, memory, reductions, syntax
+    from rooftile.interpreter import arithmetic, dtypes, launch, libdevice, memo, memory, plans, reductions, syntax
 
-    for room in (dtypes, arithmetic, reductions, memory, launch, syntax, libdevice, memo):
+    for room in (dtypes, arithmetic, reductions, memory, launch, syntax, libdevice, memo, plans):
         room.install()
     _installed = True

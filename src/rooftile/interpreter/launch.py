@@ -1,6 +1,7 @@
 """A launch: arguments with the compiler's types, memory used in place, errors passed through."""
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -21,6 +22,12 @@ def _scalar(value: Any, kind: tl.dtype) -> Any:
     return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=numpy_dtype(kind)), kind), kind)
 
 
+@functools.cache
+def _named(kind: str) -> tl.dtype:
+    """The type with this name, as Triton mangles it."""
+    return tl.str_to_ty(kind, None)
+
+
 def _annotated(value: Any, annotation: Any) -> Any:
     """A scalar argument has the type of its parameter's annotation (`stride: tl.int64`), whatever its value."""
     if annotation is None or not isinstance(value, (bool, int, float)):
@@ -28,7 +35,7 @@ def _annotated(value: Any, annotation: Any) -> Any:
     name = jit._normalize_ty(annotation)
     if name not in ("i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64"):
         return value
-    return _scalar(value, tl.int1 if name == "u1" else tl.str_to_ty(name, None))
+    return _scalar(value, tl.int1 if name == "u1" else _named(name))
 
 
 def _root(error: BaseException) -> BaseException:
@@ -76,9 +83,9 @@ def install() -> None:
         if isinstance(arg, bool):
             return _scalar(arg, tl.int1)
         if isinstance(arg, (int, float)):
-            return _scalar(arg, tl.str_to_ty(jit.mangle_type(arg), None))
+            return _scalar(arg, _named(jit.mangle_type(arg)))
         if hasattr(arg, "data_ptr"):
-            kind = tl.str_to_ty(jit.mangle_type(arg), None)
+            kind = _named(jit.mangle_type(arg))
             return tl.tensor(interpreter.TensorHandle(launches[-1].tagged(arg), kind), kind)
         return stock_cvt(arg)
 

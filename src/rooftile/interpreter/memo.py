@@ -3,11 +3,14 @@
 Nothing here changes a value, a type or an error. What is not known yet, and what stock refuses, goes to stock.
 """
 
+import functools
+import inspect
+import types
 from typing import Any
 
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter
+from triton.runtime import interpreter, jit
 
 from rooftile.interpreter.patching import original, replace
 
@@ -66,31 +69,22 @@ def _number_type(value: Any) -> Any:
     return None
 
 
-_FLOATS = (tl.float16, tl.bfloat16, tl.float32, tl.float64)
-_INTS = (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
-# Casts that stock makes in one step. Other pairs go by way of float32, by a comparison with 0, or by a rounding mode.
-_ONE_STEP = frozenset(
-    (a.name, b.name)
-    for a in (*_INTS, tl.int1, *_FLOATS)
-    for b in (*_INTS, *_FLOATS)
-    if a is not b and (a not in (tl.float16, tl.bfloat16) or b is tl.float32)
-)
-# A shift makes its operands' arrays signed where they are kept, so that unsigned constants are made anew.
-_CONSTANTS = frozenset((tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32))
+# Constants that are made once. A shift makes its operands' arrays signed where they are kept, so that unsigned ones are
+# made anew.
+KEPT = frozenset((tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32))
+constants: dict[Any, tl.tensor] = {}
 
 
 def _install_operands() -> None:
-    """The common type and shape of two operands; casts; the constants among the operands."""
+    """The common type and shape of two operands; the constants among the operands."""
     stock_check = original(TritonSemantic, "binary_op_type_checking_impl")
     stock_broadcast = original(TritonSemantic, "broadcast_impl_value")
-    stock_cast = original(TritonSemantic, "cast")
     stock_to_tensor = original(TritonSemantic, "to_tensor")
     for name in ("check_ptr_type_impl", "computation_type_impl", "scalar_constant"):
         original(TritonSemantic, name)
     known: dict[Any, Any] = {}
     shapes: dict[Any, Any] = {}
     blocks: dict[Any, tl.block_type] = {}
-    constants: dict[Any, tl.tensor] = {}
 
     def block(element, sizes):
         """The type of a block; a pointer's is made anew, as pointers have no name of their own."""
@@ -103,7 +97,7 @@ def _install_operands() -> None:
 
     def constant(self, value, kind):
         """A scalar of that type, or of the value's own for None."""
-        if kind is not None and kind not in _CONSTANTS:
+        if kind is not None and kind not in KEPT:
             return self.scalar_constant(value, dtype=kind)
         key = (value, type(value), None if kind is None else kind.name)
         found = constants.get(key)
@@ -151,7 +145,7 @@ def _install_operands() -> None:
         both = known.get(key, _UNKNOWN)
         if both is _UNKNOWN:
             both = known[key] = common(self, lhs, rhs, left, right, *flags)
-        if both is not None and both not in _CONSTANTS and both.is_int() and not type(lhs) is type(rhs) is tl.tensor:
+        if both is not None and both not in KEPT and both.is_int() and not type(lhs) is type(rhs) is tl.tensor:
             return stock_check(self, lhs, rhs, *flags)  # which says where a number does not fit
         if type(lhs) is not tl.tensor:
             lhs = constant(self, lhs, both)
@@ -191,28 +185,15 @@ def _install_operands() -> None:
 
     @replace(TritonSemantic, "to_tensor")
     def to_tensor(self, x, check_type=True):
-        return x if type(x) is tl.tensor else stock_to_tensor(self, x, check_type)
-
-    @replace(TritonSemantic, "cast")
-    def cast(self, input, dst_ty, fp_downcast_rounding=None):
-        kind = dst_ty.scalar
-        if fp_downcast_rounding is not None or (input.dtype.name, kind.name) not in _ONE_STEP:
-            return stock_cast(self, input, dst_ty, fp_downcast_rounding)
-        sizes = sizes_of(input.type)
-        if sizes is _UNKNOWN:
-            return stock_cast(self, input, dst_ty, fp_downcast_rounding)
-        return tl.tensor(self.builder.cast_impl(input.handle, kind), kind if sizes is None else block(kind, sizes))
-
-    # Of a comparison.
-    @replace(TritonSemantic, "_bool_like")
-    def bool_like(self, value):
-        sizes = sizes_of(value.type)
-        return block(tl.int1, sizes) if type(sizes) is tuple else value.type.with_element_ty(tl.int1)
+        if type(x) is tl.tensor:
+            return x
+        return stock_to_tensor(self, x, check_type) if _number_type(x) is None else constant(self, x, None)
 
 
 def _install_handles() -> None:
     """The NumPy type of a Triton type, and whether an array's elements are no wider than that."""
     handle = original(interpreter, "TensorHandle")
+    builder = original(interpreter, "InterpreterBuilder")
     stock_init = original(handle, "__init__")
     stock_dtype = original(interpreter, "_get_np_dtype")
     stock_fits = original(interpreter, "_validate_np_data_size")
@@ -243,6 +224,15 @@ def _install_handles() -> None:
         self.data = data
         self.dtype = dtype
         self.attr = {} if attr is None else attr
+
+    stock_binary = original(builder, "binary_op")
+
+    @replace(builder, "binary_op")
+    def binary_op(self, lhs, rhs, op):
+        data, kind = op(lhs.data, rhs.data), lhs.dtype.scalar
+        if not fitting.get((kind.name, data.itemsize)):
+            return stock_binary(self, lhs, rhs, op)
+        return handle(data, kind)
 
 
 class _Scope:
@@ -291,7 +281,17 @@ def _install_patches() -> None:
         return scope
 
 
+def _install_arguments() -> None:
+    """The parameters of a kernel: stock looks them up at each launch, three times."""
+    replace(jit, "_normalize_ty")(functools.cache(original(jit, "_normalize_ty")))
+    spec = functools.cache(inspect.getfullargspec)
+    call = types.FunctionType(inspect.getcallargs.__code__, {**vars(inspect), "getfullargspec": spec})
+    original(interpreter, "inspect")
+    interpreter.inspect = types.SimpleNamespace(**{**vars(inspect), "getfullargspec": spec, "getcallargs": call})
+
+
 def install() -> None:
+    _install_arguments()
     _install_types()
     _install_operands()
     _install_handles()

@@ -36,7 +36,8 @@ class Region:
 # A pointer carries the number of its argument's storage in its upper 16 bits, which no address in user space needs.
 # Pointer arithmetic keeps the tag, so that an access that runs from one argument into another is found too.
 _SHIFT = np.uint64(48)
-_ADDRESS = np.uint64((1 << 48) - 1)
+_LOW_BITS = (1 << 48) - 1
+_ADDRESS = np.uint64(_LOW_BITS)
 
 
 @dataclasses.dataclass
@@ -135,11 +136,12 @@ def _check(access: str, pointers: np.ndarray, mask: np.ndarray, size: int) -> np
     if active.size == 0:
         return addresses
     launch = launches[-1]
-    first, last = int(active.min()), int(active.max())
+    first, last = int(np.minimum.reduce(active)), int(np.maximum.reduce(active))
     if first >> 48 == last >> 48:
-        span = (first & int(_ADDRESS), (last & int(_ADDRESS)) + size)
-        if any(region.distance(*span) == 0 for region in launch.homes(first >> 48)):
-            return addresses
+        start, end = first & _LOW_BITS, (last & _LOW_BITS) + size
+        for region in launch.homes(first >> 48):
+            if region.start <= start and end <= region.end:
+                return addresses
     outside = active[~launch.covers(active, size)]
     if outside.size:
         raise OutOfBoundsError(
