@@ -177,6 +177,14 @@ def test_losses_run_in_the_interpreter():
     assert "bf16" in shown
 
 
+def test_options_choose_the_parts_that_they_are_of(monkeypatch):
+    ran = []
+    monkeypatch.setattr(training, "losses", lambda *given: ran.append("losses") or 0)
+    monkeypatch.setattr(training.steps, "run", lambda *given, **more: ran.append("steps") or 0)
+    assert training.run_parts((), console(), models=["tiny"], batch=None) == 0
+    assert ran == ["steps"]
+
+
 def test_every_loss_of_the_suite_has_bytes_of_its_own():
     found = [case for case in all_cases().values() if training.SUITE in case.sets]
     assert {"cross_entropy", "linear_cross_entropy", "kl_div", "jsd"} <= {case.name for case in found}
@@ -194,6 +202,8 @@ def test_what_is_refused(tmp_path):
         training.run_parts(["loss"], console())
     with pytest.raises(ValueError, match="unknown loss rms_norm; known losses: cross_entropy"):
         training.run_parts(["losses"], console(), ops=["rms_norm"])
+    with pytest.raises(ValueError, match="options of steps are given, but the parts to run are losses"):
+        training.run_parts(["losses"], console(), models=["tiny"])
     with pytest.raises(ValueError, match="give --results"):
         training.run_parts(["plots"], console())
     with pytest.raises(ValueError, match="the interpreter makes none"):

@@ -232,7 +232,10 @@ def bench_optim(
 def bench_training(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="losses, optim, steps, convergence, plots. Default: all that measure.", show_default=False),
+        typer.Argument(
+            help="losses, optim, steps, convergence, plots. Default: those of the options, or all that measure.",
+            show_default=False,
+        ),
     ] = None,
     ops: Annotated[
         list[str] | None, typer.Option("--op", help="Losses by name; repeatable, or with commas. Default: all.")

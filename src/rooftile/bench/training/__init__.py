@@ -65,17 +65,23 @@ def run_parts(
     parts: Sequence[str], console: Console, results: Path | None = None, ops: Sequence[str] = (),
     jobs: int | None = None, verbose: bool = False, families: Sequence[str] = (), **of_steps: Any,
 ) -> int:  # fmt: skip
-    """Run those parts, or all that measure; `families` are of `convergence`, and `of_steps` go to `steps.run`.
+    """Run those parts, or without any those that the options are of, or else all that measure.
+
+    `ops` are of `losses`, `families` of `convergence`, and `of_steps` go to `steps.run`.
 
     Returns 1 if a row of ours is wrong or raised, else 0.
 
     Raises:
-        ValueError: a part, loss, family, model or implementation is not known, plots have no results, or results or
-            the largest batches are requested in the interpreter.
+        ValueError: a part, loss, family, model or implementation is not known, an option is of a part that is not
+            run, plots have no results, or results or the largest batches are requested in the interpreter.
     """
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"unknown part {', '.join(unknown)}; known parts: {', '.join(PARTS)}")
-    wanted = parts or PARTS[:-1]
+    given = {"losses": bool(ops), "steps": any(of_steps.values()), "convergence": bool(families)}
+    asked = [part for part, has_options in given.items() if has_options]
+    if parts and (idle := [part for part in asked if part not in parts]):
+        raise ValueError(f"options of {', '.join(idle)} are given, but the parts to run are {', '.join(parts)}")
+    wanted = parts or asked or PARTS[:-1]
     if of_steps.get("fit") and "steps" in wanted and runtime.MODE is not runtime.Mode.GPU:
         raise ValueError("--fit looks for the largest batches that fit into a GPU's memory, and there is no GPU")
     code = 0
