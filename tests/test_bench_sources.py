@@ -141,6 +141,18 @@ def test_inference_does_not_age_with_the_kernels_of_gradients(key):
     assert sources.hash_of_key(key, changed) == sources.hash_of_key(key, present)
 
 
+def test_rows_of_a_forward_do_not_age_with_its_backward(monkeypatch):
+    key, backward = f"attention{sources.FORWARD}", "ops/attention/hopper_backward_dkdv.py"
+    present = sources.present()
+    then = {**present, backward: present[backward].replace("steps > 0", "steps > 1")}
+    monkeypatch.setattr(sources, "at", lambda commit: then)
+    meta = {"commit": "a commit before the backward's last change"}
+    assert sources.age("attention", meta, direction="forward").state == "current"
+    assert sources.age("attention", meta, direction="backward").state == "older"
+    changed = {**present, "ops/attention/hopper_forward.py": "CHANGED = True\n"}
+    assert sources.hash_of_key(key, changed) != sources.hash_of_key(key, present)
+
+
 @pytest.mark.parametrize(
     ("path", "old", "new", "ages"),
     [

@@ -75,7 +75,7 @@ class Measured:
 
     @property
     def age(self) -> sources.Age:
-        return sources.age(self.rows[0].op, self.meta, self.suite)
+        return sources.age(self.rows[0].op, self.meta, self.suite, self.rows[0].direction)
 
     @property
     def of_model(self) -> bool:

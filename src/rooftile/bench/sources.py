@@ -9,6 +9,8 @@ not the engine's own code; of serving that, too. Of training steps that code of 
 hashed too which runs in a step, with the rules that put it there. What decides when a model is patched is not, nor is
 the table of families.
 
+Of rows of a forward, what computes gradients is not hashed.
+
 A row is older than its kernel if the hash of the present sources is neither the file's nor that of the sources at its
 commit, by git: the file's may be of other rules. A file without hashes is compared through git alone.
 """
@@ -72,6 +74,7 @@ UNUSED = {
         *("ops/gemm/fp8_", "ops/gemm/hopper_fp8.py", "ops/gemm/gemv_imma.py", "ops/quantize_tensor.py"),
     ),
 }
+FORWARD = " forward"  # after a key: without `BACKWARD`
 MODELS = {"e2e": ENGINE, "serve": SERVED, "prefill": PATCHED}  # by suite
 STEPS = ("train_step", "train_batch")  # ops of the training suite that run whole models
 STUB = "__init__.pyi"  # has the module of each public name
@@ -323,7 +326,9 @@ def hash_of(starts: Sequence[str], files: Files, *paths: tuple[str, ...]) -> str
 
 
 def hash_of_key(key: str, files: Files) -> str | None:
-    return hash_of(_starts()[key], files, UNUSED.get(key, ()), GLUE.get(key, ()))
+    name = key.removesuffix(FORWARD)
+    unused = (*UNUSED.get(name, ()), *(() if name == key else BACKWARD))
+    return hash_of(_starts()[name], files, unused, GLUE.get(name, ()))
 
 
 @functools.cache
@@ -382,8 +387,11 @@ def at(commit: str) -> Files:
     return files
 
 
-def age(op: str, meta: Mapping[str, Any], suite: str = "") -> Age:
-    """Whether the rows of an op, in a file with that metadata, are as old as its kernel."""
+def age(op: str, meta: Mapping[str, Any], suite: str = "", direction: str = "") -> Age:
+    """Whether the rows of an op, in a file with that metadata, are as old as its kernel.
+
+    A file records no hash of the forward alone: if more than that may have changed, git tells.
+    """
     key = key_of(op, suite or str(meta.get("suite", "")))
     now = hashes().get(key or "")
     if key is None or now is None:
@@ -392,6 +400,9 @@ def age(op: str, meta: Mapping[str, Any], suite: str = "") -> Age:
     if recorded == now:
         return Age("current")
     commit = str(meta.get("commit", UNKNOWN))
+    if direction == "forward":
+        key += FORWARD
+        now = hash_of_key(key, present()) or now
     by_git = Age("unknown", "its commit was not recorded") if commit == UNKNOWN else _age_by_git(key, now, commit)
     return Age("older", "its kernel has changed since") if recorded and by_git.state == "unknown" else by_git
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftile.bench.charts import machine_rows
-from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, is_older, markdown
+from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, folded, is_older, markdown
 from rooftile.bench.report import number
 from rooftile.bench.rows import OURS, Row, best_peer, groups
 
@@ -25,17 +25,17 @@ def _compared(results: Path) -> Iterator[tuple[Mapping[str, Any], str, Row, floa
 def gaps(results: Path) -> str:
     """Every row under 0.98 of its best baseline, by GPU: a line for each op, then the rows."""
     by_gpu: dict[str, list[tuple[str, Row, float, str]]] = {}
-    older: dict[str, dict[str, bool]] = {}
+    older: dict[str, dict[str, dict[str, bool]]] = {}
     for meta, suite, row, ratio, best in _compared(results):
         by_gpu.setdefault(meta["gpu"], []).append((suite, row, ratio, best))
         if ratio < TIE:
-            ops, name = older.setdefault(meta["gpu"], {}), f"`{row.op}` ({suite})"
-            ops[name] = ops.get(name, False) or is_older(row.op, meta, suite)
+            ages = older.setdefault(meta["gpu"], {}).setdefault(f"`{row.op}` ({suite})", {})
+            ages[row.direction] = ages.get(row.direction, False) or is_older(row.op, meta, suite, row.direction)
     parts = []
     for gpu, found in sorted(by_gpu.items()):
         below = [measured for measured in found if measured[2] < TIE]
         line = f"**{gpu}**: {len(below)} of {len(found)} rows with a baseline are below {TIE}."
-        parts += [line + aged(older.get(gpu, {})), ""]
+        parts += [line + aged(folded(older.get(gpu, {}))), ""]
         if not below:
             continue
         kinds: dict[tuple[str, str, str], list[tuple[float, str]]] = {}

@@ -17,7 +17,7 @@ from rooftile.bench import charts, training
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import products
 from rooftile.bench.docs.e2e import SUITE as GENERATION
-from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, is_older, markdown, ratios_of, when, where
+from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, folded, is_older, markdown, ratios_of, when, where
 from rooftile.bench.e2e.paths import CUDA, HF
 from rooftile.bench.e2e.results import FILES, over, read_results
 from rooftile.bench.report import number, ratio
@@ -220,7 +220,7 @@ def ops(results: Path) -> str:
                 if any(r.impl == OURS for r in group):
                     gpus = found.setdefault((group[0].op, group[0].direction), {})
                     own = gpus.setdefault(short(str(meta["gpu"])), _Measured())
-                    own.by_age[is_older(group[0].op, meta, suite)].append(group)
+                    own.by_age[is_older(group[0].op, meta, suite, group[0].direction)].append(group)
                     own.last = max(own.last, str(meta["date"]))
     lines = []
     for (op, direction), gpus in found.items():
@@ -241,10 +241,10 @@ def ops(results: Path) -> str:
         return NO_RESULTS
     columns = ("op", "direction", "rows>", "speedup, mean>", "least", "best baselines", "GPU")
     lines.sort(key=lambda line: -line[0])
-    older: dict[str, bool] = {}
-    for _, (op, *_, gpu), is_old in lines:
-        older[f"{op} ({gpu})"] = older.get(f"{op} ({gpu})", False) or is_old
-    said = aged(older)
+    older: dict[str, dict[str, bool]] = {}
+    for _, (op, direction, *_, gpu), is_old in lines:
+        older.setdefault(f"{op} ({gpu})", {})[direction] = is_old
+    said = aged(folded(older))
     return markdown(columns, [cells for _, cells, _ in lines]) + (f"\n\n{said.strip()}" if said else "")
 
 

@@ -74,9 +74,19 @@ def aged(ops: Mapping[str, bool]) -> str:
     return f" Older than their kernels: {listed}." if names else ""
 
 
-def is_older(op: str, meta: Mapping[str, Any], suite: str = "") -> bool:
+def is_older(op: str, meta: Mapping[str, Any], suite: str = "", direction: str = "") -> bool:
     """Whether the op's kernel has changed since those rows were measured, as far as can be told."""
-    return sources.age(op, meta, suite).state == "older"
+    return sources.age(op, meta, suite, direction).state == "older"
+
+
+def folded(ages: Mapping[str, Mapping[str, bool]]) -> dict[str, bool]:
+    """Whether ops are older than their kernels, by the op and by its directions: for `aged`, by the directions only
+    where they differ."""
+    found: dict[str, bool] = {}
+    for name, by_direction in ages.items():
+        differ = len({*by_direction.values()}) > 1
+        found |= {f"{name} {d}" if differ else name: older for d, older in by_direction.items()}
+    return found
 
 
 def machine_line(meta: Mapping[str, Any]) -> str:
@@ -119,11 +129,14 @@ def machines(
 
     `names` are the names of the files' suites.
     """
-    runs: dict[str, dict[str, bool]] = {}
+    runs: dict[str, dict[str, dict[str, bool]]] = {}
     for (meta, rows), name in zip(files, names, strict=False):
-        ops = dict.fromkeys(row.op for row in rows)
-        runs.setdefault(machine_line(meta), {}).update((titled(op, name), is_older(op, meta)) for op in ops)
-    return [part for line, ops in runs.items() if ops for part in (f"{', '.join(ops)}: {line}{aged(ops)}", "")]
+        ages = runs.setdefault(machine_line(meta), {})
+        for op, direction in dict.fromkeys((row.op, row.direction) for row in rows):
+            ages.setdefault(titled(op, name), {})[direction] = is_older(op, meta, direction=direction)
+    return [
+        part for line, ages in runs.items() if ages for part in (f"{', '.join(ages)}: {line}{aged(folded(ages))}", "")
+    ]
 
 
 def ours_of(found: Iterable[list[Row]]) -> list[Row]:
