@@ -94,6 +94,13 @@ def test_what_moves_to_another_module_keeps_the_hash():
     assert hashed(ops__op=moved, primitives__parts=OP[start:end]) == hashed()
 
 
+def test_what_moves_out_of_a_module_that_a_string_names_keeps_the_hash():
+    part, rest = "def part(x):\n    return x\n\n\n", "def kernel(x):\n    return part(x)\n\n\nprint(kernel)\n"
+    moved = {"ops__on_hopper": f"from rooftile.ops.part import part\n\n\n{rest}", "ops__part": part}
+    assert hashed(**moved) == hashed(ops__on_hopper=part + rest)
+    assert hashed(**{**moved, "ops__part": part.replace("return x", "return -x")}) != hashed(**moved)
+
+
 @pytest.mark.parametrize(
     "same",
     [

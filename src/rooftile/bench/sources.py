@@ -53,7 +53,7 @@ STARTS = {
 GLUE = {TRAINED: ("huggingface/", "optim/"), SERVED: ("engine/", "serve/")}
 # The kernels of gradients that have modules of their own.
 BACKWARD = (
-    *("ops/attention/backward.py", "ops/attention/hopper_backward", "ops/attention/row_sums.py"),
+    *("ops/attention/backward", "ops/attention/hopper_backward", "ops/attention/row_sums.py"),
     *(f"ops/{family}/backward.py" for family in ("cross_entropy", "qk_norm_rope", "rms_norm", "softmax")),
 )
 # Paths that no call of a key gets to, although its code names them. Engines and paged attention compute no gradients,
@@ -234,14 +234,18 @@ class _Reached:
         self._targets.append((path, name))
 
     def _add_module(self, path: str) -> None:
-        """All that a module defines, and what it imports to export."""
-        module = _read(self._files[path])
+        """All that a module defines, and what it imports to export.
+
+        None of them is a target of what names the module: what moves to a module beside it keeps the hash.
+        """
+        module, named = _read(self._files[path]), len(self._targets)
         for name in module.definitions:
             self._add(path, name)
         for exported in module.definitions.get("__all__", ()):
             for name in exported.strings:
                 if name in module.imports:
                     self.add(module.imports[name])
+        del self._targets[named:]
 
     def add(self, dotted: str) -> bool:
         """A module, or a name in one, by its name in the package. Whether there is such a thing."""
@@ -289,7 +293,7 @@ class _Reached:
             module = _read(self._files[path])
             self._targets = []
             if "" in module.definitions:
-                self._add(path, "")
+                self._order[path, ""] = None
             definitions = module.definitions.get(name, ())
             for definition in definitions:
                 self._follow(path, module, definition)
