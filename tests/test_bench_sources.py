@@ -255,6 +255,7 @@ def test_what_git_can_not_tell_is_said(checkout, monkeypatch, tmp_path):
 
 def test_tables_name_what_is_older_and_are_not_stale_for_that(tmp_path):
     meta = {**info.machine(), **dict.fromkeys(("roof_copy_gbs", "roof_read_gbs", "roof_tflops"), 1.0), "gpu": "H100"}
+    meta["commit"] = sources.UNKNOWN
     meta["definitions"] = {**meta["definitions"], "rope": "0" * 12}
     for op in ("rope", "rms_norm"):
         row = measured(OURS, 1.0)
