@@ -4,10 +4,10 @@ A result file records, for each op, a hash of the definitions that its public fu
 and constants that it names, those that these name, and so on. Those of `ops/` and `primitives/` are hashed, and kernels
 wherever they stand. A module that is imported by its name in a string (`"hopper_forward"` in a module beside it, or a
 name with dots) is reached whole. So are the modules of kernels that an op could choose for other arguments. Comments,
-docstrings, errors and imports are not hashed, nor is where a definition stands. Of whole models the same is hashed, and
-not the engine's own code; of serving that, too. Of training steps that code of patched models and of the optimizer is
-hashed too which runs in a step, with the rules that put it there. What decides when a model is patched is not, nor is
-the table of families.
+docstrings, errors and imports are not hashed, nor is where a definition stands, nor whether a name is private. Of whole
+models the same is hashed, and not the engine's own code; of serving that, too. Of training steps that code of patched
+models and of the optimizer is hashed too which runs in a step, with the rules that put it there. What decides when a
+model is patched is not, nor is the table of families.
 
 A row is older than its kernel if the hash of the present sources is neither the file's nor that of the sources at its
 commit, by git: the file's may be of other rules. A file without hashes is compared through git alone.
@@ -203,7 +203,7 @@ def _parts(node: ast.AST) -> Iterator[str]:
             if isinstance(item, ast.AST):
                 yield from _parts(item)
             elif item is not None:
-                yield f"{name}={item!r}"
+                yield f"{name}={item.lstrip('_') if name in ('id', 'name', 'attr', 'arg') else item!r}"
     yield "."
 
 

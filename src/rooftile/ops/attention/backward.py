@@ -30,7 +30,7 @@ from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.attention import row_sums
 from rooftile.ops.attention.backward_dkdv import dkdv_kernel
 from rooftile.ops.attention.backward_dq import dq_kernel
-from rooftile.ops.attention.backward_parts import _Tiling
+from rooftile.ops.attention.backward_parts import Tiling
 from rooftile.ops.attention.parts import has_unit_rows
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem
 from rooftile.primitives.scores import split_dim
@@ -152,7 +152,7 @@ def _candidates(p: Problem, target: runtime.Target) -> Iterator[BackwardConfig]:
 
 
 @functools.cache
-def _launcher(tiling: _Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, ...]) -> KernelLauncher:
+def _launcher(tiling: Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, ...]) -> KernelLauncher:
     kernel = dq_kernel if tiling.wanted == "dq" else dkdv_kernel
     return KernelLauncher(kernel, {"T": tiling}, newest_assembler=True, num_warps=num_warps)
 
@@ -162,10 +162,10 @@ def _together(lane_bytes: int, lanes: int, target: runtime.Target) -> int:
     return max(1, min(lanes, target.l2 // 2 // max(1, lane_bytes)))
 
 
-def _tiling(x: Inputs, c: AttentionConfig, wanted: str) -> _Tiling:
+def _tiling(x: Inputs, c: AttentionConfig, wanted: str) -> Tiling:
     walked, step = (x.k.shape[2], c.block_n) if wanted == "dq" else (x.q.shape[2], c.block_m)
     head_dim, value_dim = x.q.shape[3], x.v.shape[3]
-    return _Tiling(
+    return Tiling(
         rows=c.block_m,
         cols=c.block_n,
         stages=c.num_stages,

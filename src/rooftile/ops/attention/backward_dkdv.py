@@ -9,14 +9,14 @@ keys by queries: pᵀ and dsᵀ then leave the tensor cores as they enter the ne
 from __future__ import annotations
 
 from rooftile.ops.attention.backward_parts import (
-    _add_dots,
-    _dot,
-    _load,
-    _load_lse,
-    _probabilities,
-    _store,
-    _uncapped_gradient,
-    _zeros,
+    add_dots,
+    dot,
+    load,
+    load_lse,
+    probabilities,
+    store,
+    uncapped_gradient,
+    zeros,
 )
 from rooftile.ops.attention.parts import place, sequence_range
 from rooftile.primitives.scores import LOG2E
@@ -39,7 +39,7 @@ def _walk_queries(
     k_a, k_b = k
     v_a, v_b = v
     row = tl.arange(0, T.rows)
-    none, _ = _zeros(T.cols, T.rows, 0)
+    none, _ = zeros(T.cols, T.rows, 0)
     for i in tl.range(0, steps * group if T.shared else steps, num_stages=T.stages):
         q_at = q_ptr
         dout_at = dout_ptr
@@ -63,27 +63,27 @@ def _walk_queries(
         rows = first + row
         at = first.to(tl.int64)
         inside = rows[:, None] < n_q
-        q_a, q_b = _load(
+        q_a, q_b = load(
             q_at + at * stride_qt, row[:, None], inside, stride_qt,
             T.head_dim, T.head_parts[0], T.head_parts[1], not T.even,
         )  # fmt: skip
-        lse = _load_lse(lse_at, rows, n_q)
-        products = _dot(k_a, k_b, q_a, q_b, none, T.head_parts[1])
-        p, scores = _probabilities(
+        lse = load_lse(lse_at, rows, n_q)
+        products = dot(k_a, k_b, q_a, q_b, none, T.head_parts[1])
+        p, scores = probabilities(
             products, lse[None, :], rows[None, :], cols, n_k - n_q, n_q, n_k, mask_at, stride_mq, stride_mk, slope,
             scoring, MASKED, T,
         )  # fmt: skip
-        dout_a, dout_b = _load(
+        dout_a, dout_b = load(
             dout_at + at * stride_gt, row[:, None], inside, stride_gt,
             T.value_dim, T.value_parts[0], T.value_parts[1], not T.even,
         )  # fmt: skip
         if T.wanted != "dk":
-            dv_a, dv_b = _add_dots(dv_a, dv_b, p, dout_a, dout_b, T.value_parts[1])
+            dv_a, dv_b = add_dots(dv_a, dv_b, p, dout_a, dout_b, T.value_parts[1])
         if T.wanted != "dv":
             delta = tl.load(delta_at + rows, mask=rows < n_q, other=0.0)
-            dp = _dot(v_a, v_b, dout_a, dout_b, none - delta[None, :], T.value_parts[1])  # less delta
-            ds = _uncapped_gradient(p * dp, scores, scoring[1], T.capped)
-            dk_a, dk_b = _add_dots(dk_a, dk_b, ds, q_a, q_b, T.head_parts[1])
+            dp = dot(v_a, v_b, dout_a, dout_b, none - delta[None, :], T.value_parts[1])  # less delta
+            ds = uncapped_gradient(p * dp, scores, scoring[1], T.capped)
+            dk_a, dk_b = add_dots(dk_a, dk_b, ds, q_a, q_b, T.head_parts[1])
     return dk_a, dk_b, dv_a, dv_b
 
 
@@ -172,8 +172,8 @@ def dkdv_kernel(
         slopes_ptr += head
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
-    k = _load(k_ptr, keys, inside, stride_kt, T.head_dim, T.head_parts[0], T.head_parts[1], True)
-    v = _load(v_ptr, keys, inside, stride_vt, T.value_dim, T.value_parts[0], T.value_parts[1], True)
+    k = load(k_ptr, keys, inside, stride_kt, T.head_dim, T.head_parts[0], T.head_parts[1], True)
+    v = load(v_ptr, keys, inside, stride_vt, T.value_dim, T.value_parts[0], T.value_parts[1], True)
 
     # The steps from begin to end see some of these keys; those from full to full_end see all of them.
     last = tl.minimum(first + T.cols, n_k) - 1
@@ -195,8 +195,8 @@ def dkdv_kernel(
         full = end
         full_end = end
 
-    dk_a, dk_b = _zeros(T.cols, T.head_parts[0], T.head_parts[1])
-    dv_a, dv_b = _zeros(T.cols, T.value_parts[0], T.value_parts[1])
+    dk_a, dk_b = zeros(T.cols, T.head_parts[0], T.head_parts[1])
+    dv_a, dv_b = zeros(T.cols, T.value_parts[0], T.value_parts[1])
     if T.limited or T.mask != "":
         walk = (begin, full - begin + end - full_end, full - begin, full_end - full)
         dk_a, dk_b, dv_a, dv_b = _walk_queries(
@@ -214,10 +214,10 @@ def dkdv_kernel(
 
     if T.wanted != "dv":
         dk_ptr += batch * stride_dkb + kv_head * stride_dkh + start_k * stride_dkt
-        _store(
+        store(
             dk_ptr, dk_a * scale, dk_b * scale, keys, inside, stride_dkt,
             T.head_dim, T.head_parts[0], T.head_parts[1],
         )  # fmt: skip
     if T.wanted != "dk":
         dv_ptr += batch * stride_dvb + kv_head * stride_dvh + start_k * stride_dvt
-        _store(dv_ptr, dv_a, dv_b, keys, inside, stride_dvt, T.value_dim, T.value_parts[0], T.value_parts[1])
+        store(dv_ptr, dv_a, dv_b, keys, inside, stride_dvt, T.value_dim, T.value_parts[0], T.value_parts[1])

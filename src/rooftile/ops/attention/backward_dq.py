@@ -8,14 +8,14 @@ A program owns a block of queries of one head.
 from __future__ import annotations
 
 from rooftile.ops.attention.backward_parts import (
-    _add_dots,
-    _dot,
-    _load,
-    _load_lse,
-    _probabilities,
-    _store,
-    _uncapped_gradient,
-    _zeros,
+    add_dots,
+    dot,
+    load,
+    load_lse,
+    probabilities,
+    store,
+    uncapped_gradient,
+    zeros,
 )
 from rooftile.ops.attention.parts import end_key, first_key, place, sequence_range
 from rooftile.primitives.scores import LOG2E
@@ -35,28 +35,28 @@ def _walk_keys(
     dout_a, dout_b = dout
     TAIL: tl.constexpr = MASKED and not T.even
     col = tl.arange(0, T.cols)
-    none, _ = _zeros(T.rows, T.cols, 0)
+    none, _ = zeros(T.rows, T.cols, 0)
     for i in tl.range(0, steps, num_stages=T.stages):
         first = (begin + i + tl.where(i < before, 0, skip)) * T.cols
         cols = first + col
         at = first.to(tl.int64)
         inside = cols[:, None] < n_k
-        k_a, k_b = _load(
+        k_a, k_b = load(
             k_ptr + at * stride_kt, col[:, None], inside, stride_kt,
             T.head_dim, T.head_parts[0], T.head_parts[1], TAIL,
         )  # fmt: skip
-        products = _dot(q_a, q_b, k_a, k_b, none, T.head_parts[1])
-        p, scores = _probabilities(
+        products = dot(q_a, q_b, k_a, k_b, none, T.head_parts[1])
+        p, scores = probabilities(
             products, lse[:, None], rows, cols[None, :], n_k - n_q, n_q, n_k, mask_ptr, stride_mq, stride_mk, slope,
             scoring, MASKED, T,
         )  # fmt: skip
-        v_a, v_b = _load(
+        v_a, v_b = load(
             v_ptr + at * stride_vt, col[:, None], inside, stride_vt,
             T.value_dim, T.value_parts[0], T.value_parts[1], TAIL,
         )  # fmt: skip
-        dp = _dot(dout_a, dout_b, v_a, v_b, none - delta[:, None], T.value_parts[1])  # less delta
-        ds = _uncapped_gradient(p * dp, scores, scoring[1], T.capped)
-        dq_a, dq_b = _add_dots(dq_a, dq_b, ds, k_a, k_b, T.head_parts[1])
+        dp = dot(dout_a, dout_b, v_a, v_b, none - delta[:, None], T.value_parts[1])  # less delta
+        ds = uncapped_gradient(p * dp, scores, scoring[1], T.capped)
+        dq_a, dq_b = add_dots(dq_a, dq_b, ds, k_a, k_b, T.head_parts[1])
     return dq_a, dq_b
 
 
@@ -140,9 +140,9 @@ def dq_kernel(
     dout_ptr += batch * stride_gb + head * stride_gh
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
-    q = _load(q_ptr, rows, inside, stride_qt, T.head_dim, T.head_parts[0], T.head_parts[1], True)
-    dout = _load(dout_ptr, rows, inside, stride_gt, T.value_dim, T.value_parts[0], T.value_parts[1], True)
-    lse = _load_lse(lse_ptr + rows_at, row, n_q)
+    q = load(q_ptr, rows, inside, stride_qt, T.head_dim, T.head_parts[0], T.head_parts[1], True)
+    dout = load(dout_ptr, rows, inside, stride_gt, T.value_dim, T.value_parts[0], T.value_parts[1], True)
+    lse = load_lse(lse_ptr + rows_at, row, n_q)
     delta = tl.load(delta_ptr + rows_at + row, mask=row < n_q, other=0.0)
     slope = 0.0
     if T.alibi:
@@ -166,7 +166,7 @@ def dq_kernel(
         full = end
         full_end = end
 
-    dq_a, dq_b = _zeros(T.rows, T.head_parts[0], T.head_parts[1])
+    dq_a, dq_b = zeros(T.rows, T.head_parts[0], T.head_parts[1])
     if T.mask == "":
         walk = (full, full_end - full, 0, 0)
         dq_a, dq_b = _walk_keys(
@@ -181,4 +181,4 @@ def dq_kernel(
         )  # fmt: skip
 
     dq_ptr += batch * stride_dqb + head * stride_dqh + start_q * stride_dqt
-    _store(dq_ptr, dq_a * scale, dq_b * scale, rows, inside, stride_dqt, T.head_dim, T.head_parts[0], T.head_parts[1])
+    store(dq_ptr, dq_a * scale, dq_b * scale, rows, inside, stride_dqt, T.head_dim, T.head_parts[0], T.head_parts[1])

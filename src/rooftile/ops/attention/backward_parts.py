@@ -15,7 +15,7 @@ import triton.language as tl  # isort: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tiling:
+class Tiling:
     """All that a kernel is compiled for but dtypes and strides: its one constant, T.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Tiling:
 
 
 @triton.jit
-def _load(ptr, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASKED: tl.constexpr):
+def load(ptr, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASKED: tl.constexpr):
     """Both parts of rows (R, 1); without a second part, the first one twice."""
     a = load_rows(ptr, rows, inside, stride, N, 0, A, MASKED)
     b = a
@@ -61,13 +61,13 @@ def _load(ptr, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B: tl.con
 
 
 @triton.jit
-def _zeros(R: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+def zeros(R: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """Two accumulators; without a second part, the second one is a column that is not used."""
     return tl.zeros((R, A), tl.float32), tl.zeros((R, B if B > 0 else 1), tl.float32)
 
 
 @triton.jit
-def _store(ptr, a, b, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+def store(ptr, a, b, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """Store both parts to rows (R, 1)."""
     store_rows(ptr, a, rows, inside, stride, N, 0, A)
     if B > 0:
@@ -75,7 +75,7 @@ def _store(ptr, a, b, rows, inside, stride, N: tl.constexpr, A: tl.constexpr, B:
 
 
 @triton.jit
-def _dot(a, b, x, y, acc, B: tl.constexpr):
+def dot(a, b, x, y, acc, B: tl.constexpr):
     """acc + (a, b) @ (x, y)ᵀ, summed over both parts."""
     acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
     if B > 0:
@@ -84,7 +84,7 @@ def _dot(a, b, x, y, acc, B: tl.constexpr):
 
 
 @triton.jit
-def _add_dots(a, b, left, x, y, B: tl.constexpr):
+def add_dots(a, b, left, x, y, B: tl.constexpr):
     """(a, b) + left @ (x, y)."""
     left = left.to(x.dtype)
     a = tl.dot(left, x, a, input_precision="ieee")
@@ -94,14 +94,14 @@ def _add_dots(a, b, left, x, y, B: tl.constexpr):
 
 
 @triton.jit
-def _load_lse(lse_ptr, row, n_q):
+def load_lse(lse_ptr, row, n_q):
     """lse times log2(e); +inf, which makes p 0, for rows that see nothing (-inf) or don't exist."""
     lse = tl.load(lse_ptr + row, mask=row < n_q, other=float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
 
 
 @triton.jit
-def _probabilities(
+def probabilities(
     products,
     lse,
     rows,
@@ -139,7 +139,7 @@ def _probabilities(
 
 
 @triton.jit
-def _uncapped_gradient(ds, scores, cap, CAPPED: tl.constexpr):
+def uncapped_gradient(ds, scores, cap, CAPPED: tl.constexpr):
     """The gradient of q·k, but for `scale`: ds is that of the scores, `scores` as `capped_scores` gave them."""
     if CAPPED:
         t = scores * (1.0 / cap)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from rooftile import library, runtime, tuning
-from rooftile.ops.gemm.choose_dense import _interpreted, _of_dense, _tiled
-from rooftile.ops.gemm.choose_fp8 import _of_fp8
-from rooftile.ops.gemm.choose_norm import _of_norm
-from rooftile.ops.gemm.choose_quantized import _of_quantized, _of_quantized_norm
-from rooftile.ops.gemm.config import GemmConfig, Problem, _rows_rounded
+from rooftile.ops.gemm.choose_dense import interpreted, of_dense, tiled
+from rooftile.ops.gemm.choose_fp8 import of_fp8
+from rooftile.ops.gemm.choose_norm import of_norm
+from rooftile.ops.gemm.choose_quantized import of_quantized, of_quantized_norm
+from rooftile.ops.gemm.config import GemmConfig, Problem, rows_rounded
 from rooftile.primitives import pdl
 
 # The module of each kernel, by what it multiplies.
@@ -114,7 +114,7 @@ def _common_reason(p: Problem, c: GemmConfig, target: runtime.Target) -> str | N
 
 def tuning_key(p: Problem) -> tuple[str, str]:
     """The tuned table that has such problems, and the problem as it names it: with rows rounded to a power of two."""
-    rows = _rows_rounded(p)
+    rows = rows_rounded(p)
     if is_fp8(p):
         words = [f"m{rows} n{p.n} k{p.k}"]
         # Where scales belong to 128 elements, fast accumulation makes no difference.
@@ -190,14 +190,14 @@ def choose_invariant(p: Problem, target: runtime.Target) -> GemmConfig:
 def candidates(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     """Configurations by regime, the preferred one first; the first that can be launched is taken."""
     if is_fp8(p):
-        return _of_fp8(p, target)
+        return of_fp8(p, target)
     if is_quantized(p):
-        return _of_quantized_norm(p, target) if p.norm else _of_quantized(p, target)
+        return of_quantized_norm(p, target) if p.norm else of_quantized(p, target)
     if p.norm:
-        return _of_norm(p, target)
+        return of_norm(p, target)
     if target is runtime.INTERPRETER:
-        return iter((_interpreted(p),))
-    return _tiled(p, target) if _is_portable(p) else _of_dense(p, target)
+        return iter((interpreted(p),))
+    return tiled(p, target) if _is_portable(p) else of_dense(p, target)
 
 
 def _is_portable(p: Problem) -> bool:

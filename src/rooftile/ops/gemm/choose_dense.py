@@ -17,19 +17,20 @@ from rooftile import library, runtime
 from rooftile.ops.gemm.config import GemmConfig, Problem
 
 
-def _interpreted(p: Problem) -> GemmConfig:
+def interpreted(p: Problem) -> GemmConfig:
     """Few, large CTAs; the same kernel whatever the layout, so that results are bit-identical."""
     block_m, block_n, block_k = (min(128, max(16, library.power_of_two(max(1, n)))) for n in (p.m, p.n, p.k))
     return GemmConfig("tiled", block_m, block_n, block_k, num_stages=1)
 
 
-def _of_dense(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+def of_dense(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """Configurations for such a problem, the preferred one first."""
     if p.k == 0:
         yield GemmConfig("tiled", 32, 32, 32, num_warps=4, num_stages=1)
         return
     along_k = p.batch == 1 and p.x_layout == "k" and p.w_layout == "k"
     if along_k and p.m == 1:
-        yield _one_row(p, target)
+        yield one_row(p, target)
     # On an H200 64 rows were 3 to 20 % faster so than in the skinny kernel, which reads x too often, and 32 rows of
     # 4096 -> 28672 6 % slower, perhaps because half of the tile of x is then beyond its end.
     if target.gluon and (p.m > 32 or not along_k):
@@ -39,7 +40,7 @@ def _of_dense(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     # Without tensor cores, as IEEE float32 is, their sides don't matter; without vectors a deep pipeline has no room.
     if along_k and p.m <= 64 and _on_tensor_cores(p) and _vectors(p) and target.warp_size == 32:
         yield from _skinny(p, target)
-    yield from _tiled(p, target)
+    yield from tiled(p, target)
 
 
 def _on_tensor_cores(p: Problem) -> bool:
@@ -52,7 +53,7 @@ def _split(tiles: int, total: int, steps: int, target: runtime.Target) -> int:
     return max(1, min(8, idle, total // steps))
 
 
-def _one_row(p: Problem, target: runtime.Target) -> GemmConfig:
+def one_row(p: Problem, target: runtime.Target) -> GemmConfig:
     """Loads of 16 bytes straight into registers, four to eight a thread, in many small programs.
 
     Measured on an H200 for Llama-3-8B's GEMMs, of 330 configurations: with copies through shared memory (stages over
@@ -155,7 +156,7 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
         if tiles(128, 128) >= 8 * units and (block_m == 192 or max(block_m, block_n) < 192):
             speed *= 0.9
         asked = p.m * p.n * halved / max(1, count * block_m * block_n)
-        return speed * _filled(count, units) * asked
+        return speed * filled(count, units) * asked
 
     known = (tile for tile in _HOPPER_TILES if not p.gated or tile[2] % 64 == 0)  # 48 is no width
     found = sorted(known, key=lambda tile: worth(*tile[:3]), reverse=True)
@@ -176,7 +177,7 @@ _HOPPER_TILES = (
 )
 
 
-def _filled(tiles: int, units: int) -> float:
+def filled(tiles: int, units: int) -> float:
     """The share of SMs that work, on average over the rounds that so many tiles take."""
     return tiles / (library.cdiv(tiles, units) * units) if tiles else 1.0
 
@@ -201,7 +202,8 @@ def _vectors(p: Problem) -> bool:
     return p.x_aligned and p.w_aligned and x_length % 16 == 0 and w_length % 16 == 0
 
 
-def _tiled(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+def tiled(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """The largest tiles that leave few SMs without one; else the smallest, with split-K."""
     if not _on_tensor_cores(p):
         tiles: tuple[tuple[int, int, int, int], ...] = _FLOAT32_TILES
     elif not _vectors(p):

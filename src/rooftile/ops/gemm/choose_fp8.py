@@ -14,7 +14,8 @@ from rooftile import library, runtime
 from rooftile.ops.gemm.config import GemmConfig, Problem
 
 
-def _of_fp8(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+def of_fp8(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """Configurations for such a problem, the preferred one first."""
     if target is runtime.INTERPRETER:  # few, large CTAs
         yield GemmConfig("tiled", 64, 64, 128, 8, 1, num_warps=4, num_stages=1)
         return

@@ -35,21 +35,22 @@ def fused_rows(n: int, target: runtime.Target, gated: bool = False) -> int:
     return 1 if n > wide * target.multiprocessors else rows
 
 
-def _of_norm(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+def of_norm(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """Configurations for norm and GEMM in one kernel, the preferred one first; none where they are two kernels."""
     along_k = p.w_layout == "k"
     if target is not runtime.INTERPRETER and p.m <= gemv_persistent.ROWS and along_k:
         yield from gemv_persistent.configs(p, target)
     if p.m > fused_rows(p.n, target, p.gated):
         return
     if target is runtime.INTERPRETER:
-        yield _interpreted_norm(p.m, p.n * (1 + p.gated), p.k)
+        yield interpreted_norm(p.m, p.n * (1 + p.gated), p.k)
     elif p.m == 1 and (along_k or p.dtype == torch.float32):
         yield _one_row_of_norm(p, target)
     elif p.dtype != torch.float32:  # IEEE float32 has no tensor cores: of several rows the tiled kernel is faster
         yield from _skinny_of_norm(p, along_k, target)
 
 
-def _interpreted_norm(m: int, n: int, k: int) -> GemmConfig:
+def interpreted_norm(m: int, n: int, k: int) -> GemmConfig:
     """Few, large CTAs. The same whatever the layout, and for a gate that is computed apart, to be bit-identical."""
     block_m, block_n, block_k = (min(128, max(16, library.power_of_two(size))) for size in (m, n, k))
     kernel: Kernel = "gemv" if m == 1 else "skinny"

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import torch
 
 from rooftile import library, runtime
-from rooftile.ops.gemm.choose_dense import _filled, _one_row
-from rooftile.ops.gemm.choose_norm import _interpreted_norm
-from rooftile.ops.gemm.config import MOST_IMMA_BLOCKS, GemmConfig, Problem, _rows_rounded
+from rooftile.ops.gemm.choose_dense import filled, one_row
+from rooftile.ops.gemm.choose_norm import interpreted_norm
+from rooftile.ops.gemm.config import MOST_IMMA_BLOCKS, GemmConfig, Problem, rows_rounded
 from rooftile.primitives import pdl
 
 # Rows of x above which the weight is dequantized first. Llama-3-8B's prompts of 512 tokens on an H200 took 29.9 ms with
@@ -31,8 +31,9 @@ DENSE_ROWS = 128
 HOPPER_ROWS = 64
 
 
-def _of_quantized(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
-    m, tiles = _rows_rounded(p), library.cdiv(p.m, 128) * library.cdiv(p.n, 64)  # of the smallest of Hopper's
+def of_quantized(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """Configurations for such a problem without a norm, the preferred one first."""
+    m, tiles = rows_rounded(p), library.cdiv(p.m, 128) * library.cdiv(p.n, 64)  # of the smallest of Hopper's
     if m > HOPPER_ROWS and target.gluon and 4 * tiles >= target.multiprocessors:
         yield from _hopper_quantized(p, target)
     if m > DENSE_ROWS and p.dtype == torch.bfloat16:
@@ -51,14 +52,15 @@ def _of_quantized(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
         yield _skinny_quantized(p, target)
 
 
-def _of_quantized_norm(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+def of_quantized_norm(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """Configurations for norm and GEMM in one kernel; none for more than one row of x."""
     if p.m > 1:
         return
     if p.w_layout == "k" and p.weight != "fp8":
         yield from _imma(p, target)
     if target is runtime.INTERPRETER:
         stored = p.k // 2 if p.group else p.k
-        c = _interpreted_norm(1, p.n * (1 + p.gated), stored)
+        c = interpreted_norm(1, p.n * (1 + p.gated), stored)
         yield dataclasses.replace(c, block_k=c.block_k * p.k // stored)
     elif p.group:
         yield _one_row_of_4_bits(p, target)
@@ -86,7 +88,7 @@ def _one_row_of_8_bits(p: Problem, target: runtime.Target) -> GemmConfig:
     twice the rows."""
     if p.n < 16384 and p.k >= 8192:  # 14336 -> 4096 on an H200: 12 us of a step's 2430 less than with twice the rows
         return GemmConfig("gemv", 1, 4, 2048, 1, 1, 4 * 32 // target.warp_size, 1)
-    c = _one_row(dataclasses.replace(p, dtype=torch.bfloat16), target)
+    c = one_row(dataclasses.replace(p, dtype=torch.bfloat16), target)
     if p.k % c.block_k == 0 and p.k % (2 * c.block_k):
         return dataclasses.replace(c, block_n=2 * c.block_n)
     return dataclasses.replace(c, block_k=2 * c.block_k)
@@ -174,7 +176,7 @@ def _hopper_quantized(p: Problem, target: runtime.Target) -> Iterator[GemmConfig
         speed, block_m, block_n = tile[:3]
         count = library.cdiv(p.m, block_m) * library.cdiv(p.n, block_n)
         asked = p.m * p.n / max(1, count * block_m * block_n)
-        return speed * _filled(count, target.multiprocessors) * asked
+        return speed * filled(count, target.multiprocessors) * asked
 
     for _, block_m, block_n, warps, stages in sorted(_HOPPER_QUANTIZED_TILES, key=worth, reverse=True):
         yield GemmConfig("hopper", block_m, block_n, 64, 8, 1, warps, stages)
@@ -189,7 +191,7 @@ _HOPPER_QUANTIZED_TILES = (
 
 
 def _skinny_quantized(p: Problem, target: runtime.Target) -> GemmConfig:
-    m, n, group = _rows_rounded(p), p.n, p.group
+    m, n, group = rows_rounded(p), p.n, p.group
     block_m, block_k = library.power_of_two(m), 2 * group or 128
     if target.warp_size == 64:  # AMD's matrix core has no side shorter than 16, and a block has 64 KiB of shared memory
         # A tile of 64 rows would spill a few bytes of two warps.

@@ -184,7 +184,8 @@ class Problem:
         return (self.out_dtype or self.dtype).itemsize
 
 
-def _rows_rounded(p: Problem) -> int:
+def rows_rounded(p: Problem) -> int:
+    """Rows of x, rounded up to a power of two."""
     return library.power_of_two(max(1, p.m))
 
 
