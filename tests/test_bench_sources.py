@@ -94,6 +94,13 @@ def test_what_moves_to_another_module_keeps_the_hash():
     assert hashed(ops__op=moved, primitives__parts=OP[start:end]) == hashed()
 
 
+def test_what_moves_out_of_a_module_that_a_string_names_keeps_the_hash():
+    part, rest = "def part(x):\n    return x\n\n\n", "def kernel(x):\n    return part(x)\n\n\nprint(kernel)\n"
+    moved = {"ops__on_hopper": f"from rooftile.ops.part import part\n\n\n{rest}", "ops__part": part}
+    assert hashed(**moved) == hashed(ops__on_hopper=part + rest)
+    assert hashed(**{**moved, "ops__part": part.replace("return x", "return -x")}) != hashed(**moved)
+
+
 @pytest.mark.parametrize(
     "same",
     [
@@ -101,6 +108,7 @@ def test_what_moves_to_another_module_keeps_the_hash():
         OP.replace("    return helper", '    """Twice the sum."""\n    return helper'),
         OP.replace("import torch\n", ""),
         OP.replace("(x):", "(x: int) -> int:"),
+        OP.replace("helper", "_helper"),
     ],
 )
 def test_what_no_kernel_runs_leaves_the_hash_alone(same):
@@ -260,6 +268,7 @@ def test_what_git_can_not_tell_is_said(checkout, monkeypatch, tmp_path):
 
 def test_tables_name_what_is_older_and_are_not_stale_for_that(tmp_path):
     meta = {**info.machine(), **dict.fromkeys(("roof_copy_gbs", "roof_read_gbs", "roof_tflops"), 1.0), "gpu": "H100"}
+    meta["commit"] = sources.UNKNOWN
     meta["definitions"] = {**meta["definitions"], "rope": "0" * 12}
     for op in ("rope", "rms_norm"):
         row = measured(OURS, 1.0)

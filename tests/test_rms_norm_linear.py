@@ -11,7 +11,7 @@ from rooftile import launching, runtime
 from rooftile.cases import find_cases
 from rooftile.cases.check import relative_error
 from rooftile.cases.rms_norm_linear import traffic
-from rooftile.ops.gemm import choose, gemv, skinny
+from rooftile.ops.gemm import choose, choose_norm, gemv, skinny
 from rooftile.ops.gemm import gemv_persistent as held
 from rooftile.ops.gemm.config import GemmConfig, Problem
 from rooftile.ops.gemm.linear import gated_linear, linear
@@ -140,7 +140,7 @@ def test_the_switch_is_where_it_is_said_to_be(gated, device, monkeypatch):
     function, expect, draw = (rms_norm_linear, truth, inputs)
     if gated:
         function, expect, draw = (rms_norm_gated_linear, gated_truth, gated_inputs)
-    most = choose.fused_rows(16, runtime.target(device), gated)
+    most = choose_norm.fused_rows(16, runtime.target(device), gated)
     held_rows = 0 if runtime.MODE is runtime.Mode.INTERPRETER else 1 + gated
     for m, otherwise in ((1, "gemv"), (2, "skinny"), (most, "skinny"), (most + 1, None)):
         expected = "gemv_persistent" if m <= held_rows else otherwise
@@ -313,7 +313,7 @@ def test_every_problem_has_a_configuration_that_its_kernel_takes(target, gated):
                 for along_k in (True, False):
                     p = Problem(m, n, k, dtype, gated=gated, norm=True, w_layout="k" if along_k else "n")
                     c = choose.choose(p, target)
-                    if m <= choose.fused_rows(n, target, gated) and (dtype == BF16 or m == 1):
+                    if m <= choose_norm.fused_rows(n, target, gated) and (dtype == BF16 or m == 1):
                         assert c is not None
                     if c is not None:
                         assert choose.can_implement(p, c, target) is None

@@ -4,10 +4,10 @@ A result file records, for each op, a hash of the definitions that its public fu
 and constants that it names, those that these name, and so on. Those of `ops/` and `primitives/` are hashed, and kernels
 wherever they stand. A module that is imported by its name in a string (`"hopper_forward"` in a module beside it, or a
 name with dots) is reached whole. So are the modules of kernels that an op could choose for other arguments. Comments,
-docstrings, errors and imports are not hashed, nor is where a definition stands. Of whole models the same is hashed, and
-not the engine's own code; of serving that, too. Of training steps that code of patched models and of the optimizer is
-hashed too which runs in a step, with the rules that put it there. What decides when a model is patched is not, nor is
-the table of families.
+docstrings, errors and imports are not hashed, nor is where a definition stands, nor whether a name is private. Of whole
+models the same is hashed, and not the engine's own code; of serving that, too. Of training steps that code of patched
+models and of the optimizer is hashed too which runs in a step, with the rules that put it there. What decides when a
+model is patched is not, nor is the table of families.
 
 Of rows of a forward, what computes gradients is not hashed.
 
@@ -55,7 +55,7 @@ STARTS = {
 GLUE = {TRAINED: ("huggingface/", "optim/"), SERVED: ("engine/", "serve/")}
 # The kernels of gradients that have modules of their own.
 BACKWARD = (
-    *("ops/attention/backward.py", "ops/attention/hopper_backward", "ops/attention/row_sums.py"),
+    *("ops/attention/backward", "ops/attention/hopper_backward", "ops/attention/row_sums.py"),
     *(f"ops/{family}/backward.py" for family in ("cross_entropy", "qk_norm_rope", "rms_norm", "softmax")),
 )
 # Paths that no call of a key gets to, although its code names them. Engines and paged attention compute no gradients,
@@ -206,7 +206,7 @@ def _parts(node: ast.AST) -> Iterator[str]:
             if isinstance(item, ast.AST):
                 yield from _parts(item)
             elif item is not None:
-                yield f"{name}={item!r}"
+                yield f"{name}={item.lstrip('_') if name in ('id', 'name', 'attr', 'arg') else item!r}"
     yield "."
 
 
@@ -237,14 +237,18 @@ class _Reached:
         self._targets.append((path, name))
 
     def _add_module(self, path: str) -> None:
-        """All that a module defines, and what it imports to export."""
-        module = _read(self._files[path])
+        """All that a module defines, and what it imports to export.
+
+        None of them is a target of what names the module: what moves to a module beside it keeps the hash.
+        """
+        module, named = _read(self._files[path]), len(self._targets)
         for name in module.definitions:
             self._add(path, name)
         for exported in module.definitions.get("__all__", ()):
             for name in exported.strings:
                 if name in module.imports:
                     self.add(module.imports[name])
+        del self._targets[named:]
 
     def add(self, dotted: str) -> bool:
         """A module, or a name in one, by its name in the package. Whether there is such a thing."""
@@ -292,7 +296,7 @@ class _Reached:
             module = _read(self._files[path])
             self._targets = []
             if "" in module.definitions:
-                self._add(path, "")
+                self._order[path, ""] = None
             definitions = module.definitions.get(name, ())
             for definition in definitions:
                 self._follow(path, module, definition)

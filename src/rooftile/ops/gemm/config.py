@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from rooftile import library
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Kernel = Literal["gemv", "gemv_persistent", "gemv_imma", "skinny", "tiled", "hopper", "dequantize"]
 KERNELS: tuple[Kernel, ...] = (
@@ -180,6 +182,11 @@ class Problem:
     def out_size(self) -> int:
         """Bytes of an element of the result."""
         return (self.out_dtype or self.dtype).itemsize
+
+
+def rows_rounded(p: Problem) -> int:
+    """Rows of x, rounded up to a power of two."""
+    return library.power_of_two(max(1, p.m))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
