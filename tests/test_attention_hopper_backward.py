@@ -122,6 +122,26 @@ def test_other_heads_are_padded_on_the_way(head_dim, deterministic, device, dirt
             assert error(one, other) < LIMIT[BF16]
 
 
+@pytest.fixture
+def three_programs(monkeypatch):
+    """Programs that take many tiles: with one on each SM, none takes more than one in the shapes here."""
+    target = runtime.target
+    monkeypatch.setattr(runtime, "target", lambda device: dataclasses.replace(target(device), multiprocessors=3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_programs_that_take_many_tiles_do_not_mix_them(
+    shape, head_dim, deterministic, device, dirty_memory, three_programs
+):
+    skip_elsewhere(device)
+    given = Drawn(shape, head_dim, BF16, device)
+    for name, one, other in zip(("dq", "dk", "dv"), given.gradients(deterministic), given.expected, strict=False):
+        assert error(one, other) < LIMIT[BF16], name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 def test_sinks_have_gradients_and_take_part_in_the_others(deterministic, device, dirty_memory):

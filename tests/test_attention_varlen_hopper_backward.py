@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 from test_attention_backward import formula
-from test_attention_hopper_backward import BF16, HALF, LIMIT, config, dirty_memory, error, skip_elsewhere
+from test_attention_hopper_backward import (
+    BF16,
+    HALF,
+    LIMIT,
+    config,
+    dirty_memory,
+    error,
+    skip_elsewhere,
+    three_programs,
+)
 
 from rooftile import runtime
 from rooftile.cases import OpCase, Point, Tolerance
@@ -20,7 +29,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 hopper_backward = pytest.importorskip("rooftile.ops.attention.hopper_backward")
-__all__ = ["dirty_memory"]  # a fixture
+__all__ = ["dirty_memory", "three_programs"]  # fixtures
 
 # Of one sequence the relative error may be more than that of all: few keys average over few roundings.
 ONE = 4
@@ -144,6 +153,19 @@ def test_gradients_are_those_of_each_sequence_alone(
     if deterministic:
         again = given.gradients(deterministic)
         assert all(torch.equal(one, other) for one, other in zip(found[:3], again[:3], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("lengths", ["edges", "random", "skewed"])
+def test_programs_that_take_many_tiles_do_not_mix_them(
+    lengths, scoring, head_dim, deterministic, device, dirty_memory, three_programs
+):
+    skip_elsewhere(device)
+    given = Packed(*both_starts(lengths), 4, 2, head_dim, BF16, SCORINGS[scoring], device)
+    given.check(given.gradients(deterministic), BF16)
 
 
 @pytest.mark.gpu

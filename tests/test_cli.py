@@ -60,7 +60,7 @@ def test_options_stand_in_errors_for_arguments_alone(monkeypatch):
         ("x: a multiple of 32 for quantize='int4'", "x: a multiple of 32 for --quantize='int4'"),
         ("/max_waiting/config.json: the stop is none", "/max_waiting/config.json: the stop is none"),
     ):
-        assert common.said(ValueError(text)) == expected
+        assert common.message_of(ValueError(text)) == expected
 
 
 @pytest.mark.parametrize(

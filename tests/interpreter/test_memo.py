@@ -186,7 +186,8 @@ def test_what_has_no_plan_is_refused_each_time():
             _negative[(1,)](byte)
 
 
-KINDS = [tl.int1, tl.uint8, tl.int16, tl.int32, tl.int64, tl.bfloat16, tl.float16, tl.float32, tl.float64]
+INTEGERS = [tl.int1, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.int8, tl.int16, tl.int32, tl.int64]
+KINDS = [*INTEGERS, tl.bfloat16, tl.float16, tl.float32, tl.float64]
 
 
 def _drawn(draw, element, sizes):
@@ -205,11 +206,47 @@ def _outcome(operation, semantic, *operands):
     return found.type, data.dtype, np.broadcast_to(data, found.type.shape if found.type.is_block() else (1,)).tobytes()
 
 
+@pytest.fixture
+def in_a_launch():
+    """Triton's language as a launch patches it."""
+    from rooftile.interpreter.memory import Launch, launches
+
+    launches.append(Launch("kernel 'none'"))
+    scope = interpreter._patch_lang(_with_unsigned)
+    yield
+    scope.restore()
+    launches.pop()
+
+
+@triton.jit
+def _with_unsigned(x, byte, out):
+    flag = tl.load(x) > 0
+    number = tl.load(byte)
+    tl.store(out, tl.maximum(flag, number))
+    tl.store(out + 1, flag + number)
+    tl.store(out + 2, flag | number)
+
+
+def test_operations_outside_of_a_launch_leave_no_plans():
+    """There Triton takes unsigned scalars for signed ones."""
+    import torch
+
+    semantic, draw = interpreter.interpreter_semantic, np.random.default_rng(0)
+    for _ in range(3):
+        given = [_drawn(draw, tl.int1, None), _drawn(draw, tl.uint8, None)]
+        type(semantic).add(semantic, *given, True)
+        type(semantic).maximum(semantic, *given, tl.PropagateNan.NONE)
+        type(semantic).cast(semantic, given[0], tl.uint8)
+    out = torch.zeros(3, dtype=torch.int32)
+    _with_unsigned[(1,)](torch.ones(1), torch.tensor([254], dtype=torch.uint8), out)
+    assert out.tolist() == [254, 255, 255]
+
+
 @pytest.mark.parametrize(
     "name",
     ["add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "less_than", "equal", "maximum", "where", "cast"],
 )
-def test_a_plan_gives_what_stock_gives(name):
+def test_a_plan_gives_what_stock_gives(name, in_a_launch):
     """For other operands of the same types: constants of the first ones must not stay."""
     planned = getattr(type(interpreter.interpreter_semantic), name)
     semantic, draw = interpreter.interpreter_semantic, np.random.default_rng(0)

@@ -73,7 +73,7 @@ class _Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """What an error of the engine says, with the options of the command that runs in place of Python's arguments.
 
     A name that is also a word, such as `stop`, is replaced where a sentence is about it or a value follows.

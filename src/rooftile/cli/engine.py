@@ -19,9 +19,9 @@ from rooftile.cli.common import (
     choose_mode,
     command,
     console,
+    message_of,
     notices,
     require_charts,
-    said,
     speculation_of,
 )
 
@@ -119,7 +119,9 @@ def generate(
     try:
         code = run(settings, console, notices)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        notices.print(f"rooftile generate: {said(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        notices.print(
+            f"rooftile generate: {message_of(error)}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         raise typer.Exit(2) from None
     raise typer.Exit(code)
 

@@ -24,9 +24,9 @@ from rooftile.cli.common import (
     choose_mode,
     command,
     console,
+    message_of,
     names_of,
     require_charts,
-    said,
     speculation_of,
 )
 
@@ -368,7 +368,7 @@ def bench_serve(
         )  # fmt: skip
         code = load.run(settings, console)
     except (OSError, ValueError, ImportError) as error:
-        raise typer.BadParameter(said(error)) from None
+        raise typer.BadParameter(message_of(error)) from None
     raise typer.Exit(code)
 
 

@@ -23,8 +23,8 @@ from rooftile.cli.common import (
     choose_mode,
     command,
     console,
+    message_of,
     notices,
-    said,
     speculation_of,
 )
 from rooftile.cli.engine import CacheName
@@ -56,7 +56,7 @@ Template = Annotated[
 
 
 def _refuse(name: str, error: Exception) -> typer.Exit:
-    notices.print(f"rooftile {name}: {said(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+    notices.print(f"rooftile {name}: {message_of(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
 
@@ -263,5 +263,6 @@ def chat(
             notices.print(HELP, style="dim", markup=False)
         talk(
             engine, template, lambda: input("> " if terminal else ""), console, notices, system=system,
-            said=said, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+            message_of=message_of, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+            seed=seed,
         )  # fmt: skip

@@ -8,7 +8,7 @@ mends that in place, in the process that it is called in:
 - `memory`: every access is checked against the storages that the kernel was given;
 - `launch`, `syntax`: arguments, loop variables and Boolean operators typed as the compiler types them;
 - `libdevice`: the functions of `triton.language.extra.libdevice`;
-- `memo`, `plans`: what follows from types alone, worked out once, which makes it some four times as fast.
+- `memo`, `plans`: what follows from types alone, worked out once.
 
 Only `rooftile.runtime` imports this package; NumPy and ml_dtypes are needed nowhere else.
 """

@@ -1,6 +1,7 @@
 """Caches results that depend on types alone. Stock recomputes them at every operation, and spends most time on them.
 
-Nothing here changes a value, a type or an error. What is not known yet, and what stock refuses, goes to stock.
+Within a launch, nothing here changes a value, a type or an error. What is not known yet, and what stock refuses, goes
+to stock.
 """
 
 import functools

@@ -2,7 +2,8 @@
 
 From the types of the operands, and from constants, Triton decides which casts, broadcasts and functions it asks the
 builder for. That takes longer than to compute them. A plan makes those calls alone. What stock refuses has no plan, and
-is refused each time.
+is refused each time. There are plans within a launch alone: without what that patches, Triton takes unsigned scalars
+for signed ones. As the interpreter's own state, plans are for one thread at a time.
 """
 
 import functools
@@ -15,6 +16,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from rooftile.interpreter.memo import KEPT, constants
+from rooftile.interpreter.memory import launches
 from rooftile.interpreter.patching import original, replace
 
 # Operations that ask nothing of their operands but the types.
@@ -127,6 +129,8 @@ def _install(name: str, mask: int | None) -> None:
     @replace(TritonSemantic, name)
     @functools.wraps(stock)
     def operation(self, *operands, **named):
+        if not launches:
+            return stock(self, *operands, **named)
         try:
             key = tuple([o.type.name if type(o) is tl.tensor else _key(o) for o in operands])
         except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -98,12 +99,13 @@ class Answer:
             RequestError: an error ended a request, or, if it is `Aborted`, the engine did.
         """
         try:
-            async for choice, chunks in self._merged():
-                self._record(choice, chunks)
-                aborted = choice.finish_reason == "abort"
-                yield choice, chunks[:-1] if aborted else chunks
-                if aborted:
-                    raise Aborted("the server is shutting down")
+            async with contextlib.aclosing(self._merged()) as merged:
+                async for choice, chunks in merged:
+                    self._record(choice, chunks)
+                    aborted = choice.finish_reason == "abort"
+                    yield choice, chunks[:-1] if aborted else chunks  # text that was held back goes with the last one
+                    if aborted:
+                        raise Aborted("the server is shutting down")
         except Exception as error:
             self._outcome = "aborted" if isinstance(error, Aborted) else "failed"
             raise

@@ -285,7 +285,7 @@ class Required(Whole):
 
     def _calls(self, text: str) -> list[ToolCall]:
         calls, decoder = [], json.JSONDecoder()
-        while text := text.lstrip("[], "):
+        while text := text.lstrip("[], \n\t"):
             try:
                 found, end = decoder.raw_decode(text)
             except (ValueError, RecursionError):

@@ -43,7 +43,7 @@ def talk(
     out: Console,
     notices: Console,
     *,
-    said: Callable[[Exception], str] = str,
+    message_of: Callable[[Exception], str] = str,
     system: str | None = None,
     max_new_tokens: int | None = None,
     **sampling: Any,
@@ -54,7 +54,7 @@ def talk(
         engine: an `AsyncEngine`. With a prefix cache the history is not computed again.
         read: returns the next line; raises EOFError at the end.
         out, notices: for answers, and for the rest.
-        said: the text of an error of the engine.
+        message_of: the text of an error of the engine.
         system: the message before all others.
         max_new_tokens: the most for an answer; by default as many as there is room for.
         sampling: options of `add`.
@@ -83,12 +83,12 @@ def talk(
                 limit = min(max_new_tokens or model.max_seq_len, model.max_seq_len - len(prompt))
                 if limit < 1:
                     raise ValueError(
-                        f"the conversation has {len(prompt)} tokens, and --max-seq-len is {model.max_seq_len}: /reset"
+                        f"the conversation has {len(prompt)} tokens, and max_seq_len is {model.max_seq_len}: /reset"
                     )
                 started = time.perf_counter()
                 stream = engine.add(prompt, max_new_tokens=limit, **sampling)
             except ValueError as error:
-                notices.print(said(error), style="red", markup=False)
+                notices.print(message_of(error), style="red", markup=False)
                 continue
             answer = _print(stream, started, out, notices)
             messages = [*asked, {"role": "assistant", "content": answer}]

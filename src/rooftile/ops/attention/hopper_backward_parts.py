@@ -34,8 +34,8 @@ def padded(head_dim: int) -> int:
 def heads_together(lanes: int, lane_bytes: int, blocks: int, programs: int) -> int:
     """Heads whose blocks are worked on at the same time: as many as the L2 holds, or as the programs take at once.
 
-    With fewer, the longest blocks of the last heads would begin last, and most SMs would wait for them: 8 heads of 32
-    blocks, one after the other, take 1.6 times as long.
+    With fewer, the longest blocks of the last heads would begin last, and most SMs would wait for them: on an H200 the
+    gradients of 32 causal heads of 4096 x 128, that share 8 of keys, took 894 us one KV head at a time, and 610 so.
     """
     return max(1, min(lanes, max(_L2 // lane_bytes, programs // blocks)))
 

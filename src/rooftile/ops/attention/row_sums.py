@@ -7,9 +7,9 @@ The softmax's gradient subtracts delta from every dp = dout·v of its row. The l
 because its derivative by a score is that score's probability. A sink is one more score, whose value is zero: it gets
 -delta times its probability. Bytes: dout and out are read once, delta is a float32 a row.
 
-For the Hopper kernels, delta is stored beside lse times log2(e), in tiles that TMA copies, and dq's float32 sum is
-cleared before them; after them, dq is read from that sum, scaled, and cast to its dtype and strides. The tiles of
-packed sequences are where their slots are (`slots`).
+For the Hopper kernels, delta is stored beside lse times log2(e), in tiles that TMA copies, and dq's float32 sum and the
+counter of tiles are cleared before them; after them, dq is read from that sum, scaled, and cast to its dtype and
+strides. The tiles of packed sequences are where their slots are (`slots`).
 """
 
 from __future__ import annotations
