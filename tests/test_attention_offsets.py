@@ -6,7 +6,16 @@ from helpers import BF16, assert_same
 from test_offsets import far_rows, no_plans_kept, use_kernels_without_int64
 
 from rooftile import runtime
-from rooftile.ops.attention import attention, backward, forward, parts, row_sums
+from rooftile.ops.attention import (
+    attention,
+    backward,
+    backward_dkdv,
+    backward_dq,
+    backward_parts,
+    forward,
+    parts,
+    row_sums,
+)
 
 __all__ = ["far_rows", "no_plans_kept"]  # fixtures
 
@@ -42,9 +51,11 @@ def test_a_kernel_with_offsets_of_32_bits_is_caught(
         pytest.skip("on a GPU a wild access ends the process: the interpreter alone can show it")
     from rooftile.interpreter.memory import OutOfBoundsError
 
-    files = (parts, forward) if direction == "forward" else (parts, backward, row_sums)
-    for file in files:  # each with what it imports of those before
+    of_gradients = backward_parts, backward_dkdv, backward_dq, row_sums
+    for file in (parts, *((forward,) if direction == "forward" else of_gradients)):  # each imports of those before
         use_kernels_without_int64(file, monkeypatch, tmp_path)
+    monkeypatch.setattr(backward, "dkdv_kernel", backward_dkdv.dkdv_kernel)  # what it has imported
+    monkeypatch.setattr(backward, "dq_kernel", backward_dq.dq_kernel)
     assert_same(*run_far(role, torch.clone, device))  # sound where offsets are small
     with pytest.raises(OutOfBoundsError, match="out of bounds"):
         run_far(role, far_rows, device)

@@ -77,9 +77,22 @@ def is_running(pid):
 
 
 def send(number):
-    """A signal to this process, once `Front.run` takes it."""
-    until(lambda: signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler))
+    """A signal to this process, once `Front.run` takes it: a process of pytest-xdist has other handlers before."""
+    until(lambda: "Front.run." in getattr(signal.getsignal(number), "__qualname__", ""))
     os.kill(os.getpid(), number)
+
+
+def in_background(front, action):
+    """Run what must make the front end. If it fails, the front is killed, so that no test waits for it forever."""
+
+    def run():
+        try:
+            action()
+        except BaseException:
+            front._process.kill()
+            raise
+
+    threading.Thread(target=run).start()
 
 
 def test_the_front_imports_neither_pytorch_nor_the_engine():
@@ -285,7 +298,7 @@ def test_a_signal_drains_and_a_second_one_cuts(signals, code):
             for each in signals[1:]:
                 send(each)
 
-        threading.Thread(target=end).start()
+        in_background(front, end)
         began = time.monotonic()
         assert front.run() == code
         assert time.monotonic() - began < 8  # without the second one 20
@@ -304,7 +317,7 @@ def test_what_does_not_end_in_time_is_aborted():
         asking = threading.Thread(target=lambda: answers.append(post(front, {**ASK, "max_tokens": 400})))
         asking.start()
         until(lambda: engine.stats().running)
-        threading.Thread(target=send, args=(signal.SIGTERM,)).start()
+        in_background(front, lambda: send(signal.SIGTERM))
         assert front.run() == 0
         asking.join()
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
