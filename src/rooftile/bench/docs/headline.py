@@ -160,7 +160,7 @@ def _sources(found: Sequence[Figure]) -> list[str]:
     """A line for each machine, with the commands of each commit, and whether the kernels have changed since."""
     machines: dict[str, dict[str, dict[str, bool]]] = {}
     for f in found:
-        command = f"`{f.command.partition(' --quantize')[0]}`"
+        command = f"`{f.command}`"
         commits = machines.setdefault(where(f.meta), {})
         commits.setdefault(when(f.meta), {})[command] = f.is_older
     return [

@@ -61,7 +61,7 @@ def _summary_cells(op: str, direction: str, regime: str, found: Sequence[list[Ro
     if ratios is None:
         return [*head, "–", "–", "–", roof]
     mean, row, all_of_them = ratios
-    tied = f"{sum(r >= TIE for r in all_of_them)} of {len(ours)}"
+    tied = f"{sum(r >= TIE for r in all_of_them)} of {len(all_of_them)}"
     return [*head, f"{mean:.3f}", f"{row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})", tied, roof]
 
 
