@@ -435,6 +435,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
         if T.packed:
             entry = (end, its_keys), (end, its_keys)  # `rows_at` reads the second, that of the keys
         at = rows_at(entry, 1, head, key + mine * 64, T)
+        # Of the addresses of these stores, too, none is kept in a register during the steps.
         rows = view_as(out.index(mine + _hidden_zero()), gl.constexpr([64, T.dim]), k_tiles)
         write(dv, rows, dv_desc, at)
         write(dk * scale, rows, dk_desc, at)
