@@ -97,12 +97,19 @@ def test_an_engine_has_no_ratio_to_another_run() -> None:
 
 
 def test_of_two_gpus_the_one_of_current_rows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of two that are alike, the one with more of them."""
-    found = [SimpleNamespace(work="w", gpu=gpu, is_older=old) for gpu, old in (("A", True), ("A", True), ("B", False))]
+    """And of two that are alike, the one that was measured last, however many rows the other one has."""
+    found = [
+        SimpleNamespace(work="w", gpu=gpu, is_older=is_older, meta={"date": date})
+        for gpu, is_older, date in (
+            ("A", True, "2026-01-03"), ("A", True, "2026-01-01"), ("B", False, "2026-01-02"), ("C", True, "2026-01-04"),
+        )
+    ]  # fmt: skip
     monkeypatch.setattr(headline, "training_steps", lambda results: found)
     monkeypatch.setattr(headline, "generation", lambda results, new: [])
-    assert headline.figures(tmp_path) == found[2:]
+    assert headline.figures(tmp_path) == [found[2]]
     found[2].is_older = True
+    assert headline.figures(tmp_path) == [found[3]]
+    found[3].meta["date"] = "2026-01-02"
     assert headline.figures(tmp_path) == found[:2]
 
 

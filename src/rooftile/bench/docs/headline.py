@@ -139,14 +139,17 @@ def training_steps(results: Path) -> list[Figure]:
 def figures(results: Path, new: int = NEW) -> list[Figure]:
     """Training, then generation.
 
-    Of the GPUs that a work was measured on, one whose rows are no older than their kernels, and of those the one with
-    most.
+    Of the GPUs that a work was measured on, one whose rows are no older than their kernels, and of those the one that
+    was measured last.
     """
     works: dict[str, dict[str, list[Figure]]] = {}
     for f in [*training_steps(results), *generation(results, new)]:
         works.setdefault(f.work, {}).setdefault(f.gpu, []).append(f)
-    by_gpu = (min(gpus.values(), key=lambda own: (any(f.is_older for f in own), -len(own))) for gpus in works.values())
-    return [f for own in by_gpu for f in own]
+
+    def order(own: Sequence[Figure]) -> tuple[bool, str]:
+        return not any(f.is_older for f in own), max(str(f.meta["date"]) for f in own)
+
+    return [f for gpus in works.values() for f in max(gpus.values(), key=order)]
 
 
 def _cells(f: Figure) -> list[str]:
