@@ -96,6 +96,20 @@ def test_an_engine_has_no_ratio_to_another_run() -> None:
         assert (figure.speedup is not None) == (figure.impl == "rooftile" and headline.CUDA in measured)
 
 
+def test_a_speedup_is_the_quotient_of_the_tokens_per_second_beside_it() -> None:
+    for figure in headline.figures(RESULTS):
+        if figure.speedup is None:
+            continue
+        folder = RESULTS / figure.gpu.lower()
+        weights = f"-{figure.weights}" if figure.weights not in ("", "bf16") else ""
+        path = folder / "e2e" / f"llama-3-8b-bf16{weights}-b1-p512-n256.json"
+        if figure.work.startswith("train"):
+            path = folder / "training" / f"{STEP}-{figure.work.split()[1].rstrip(',')}.json"
+        rows = json.loads(path.read_text())["rows"]
+        (base,) = (row for row in rows if row["impl"] == figure.baseline and row["op"] in ("decode", STEP))
+        assert figure.speedup == pytest.approx(figure.tokens_per_s / base["tokens_per_s"], rel=1e-4)
+
+
 def test_of_two_gpus_the_one_of_current_rows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of two that are alike, the one that was measured last, however many rows the other one has."""
     found = [
