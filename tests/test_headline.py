@@ -84,6 +84,24 @@ def test_an_op_of_several_gpus_is_shown_where_it_was_measured_last(tmp_path: Pat
     assert [cell.strip() for cell in line.strip("|").split("|")][3:] == ["2.00", "2.00: 4x8", "quack", "H100"]
 
 
+def test_an_op_names_the_commits_that_were_measured_and_their_ages(tmp_path: Path) -> None:
+    rows = {d: _rows("rms_norm", d, rooftile=1.0, quack=2.0) for d in ("forward", "backward")}
+    for i, (direction, own) in enumerate(rows.items()):
+        write_json(tmp_path / "h100" / "rowwise" / f"{direction}.json", {**META, "commit": f"{i}" * 40}, own)
+    (line,) = (line for line in headline.ops(tmp_path).splitlines() if line.startswith("**NVIDIA H100"))
+    for i in range(2):
+        assert f"`rms_norm`: commit `{i * 1111111111:010d}`, 2026-01-01." in line
+
+
+def test_every_baseline_of_the_ops_is_explained() -> None:
+    text = headline.ops(RESULTS)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| `" in line]
+    names = {name for cells in lines for name in cells[5].split(", ")}
+    assert len(names) > 3
+    (explained,) = (line.partition(" Baselines: ")[2] for line in text.splitlines() if " Baselines: " in line)
+    assert {*re.findall(r"`([\w ]+)`(?=,| \()", explained)} == names
+
+
 def test_without_results_the_tables_say_so(tmp_path: Path) -> None:
     assert headline.table(tmp_path) == headline.ops(tmp_path) == NO_RESULTS
 

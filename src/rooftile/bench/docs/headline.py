@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,25 @@ OPS = (
     "rms_norm", "cross_entropy", "linear_cross_entropy", "adamw", "linear", "fp8_linear", "attention",
     "decode_attention",
 )  # fmt: skip
+PICKED = (
+    f"Always shown: {', '.join(f'`{op}`' for op in OPS)}; of other ops those whose mean is below {TIE}, a tie. Each is "
+    "shown on the GPU where it was measured last, and on one where it has more rows."
+)
+# What the tables call the baselines of ops, and what they are.
+BASELINES = {
+    "eager": "PyTorch's ops as Hugging Face models call them, with cuBLAS",
+    "compile": "`torch.compile` of `eager`",
+    "torch": "PyTorch's own fused call",
+    "torch fused": "`torch.optim.AdamW(fused=True)`",
+    "cudnn": "SDPA with cuDNN",
+    "sdpa cudnn": "SDPA with cuDNN",
+    "flash": "SDPA with FlashAttention",
+    "sdpa flash": "SDPA with FlashAttention",
+    "fa4": "FlashAttention-4",
+    "liger": "Liger-Kernel",
+    "quack": "Dao-AILab's quack",
+    "dense": "Rooftile's own `attention_varlen` over contiguous keys and values",
+}
 NAMES = {
     HF: "Hugging Face, `torch.compile`, static cache",
     CUDA: "PyTorch with cuBLAS, SDPA, `torch.compile`, CUDA graphs",
@@ -165,16 +184,18 @@ def _cells(f: Figure) -> list[str]:
     return [f.work, f.name, number(f.tokens_per_s, 4), faster, memory, f.gpu]
 
 
-def _sources(found: Sequence[Figure]) -> list[str]:
-    """A line for each machine, with the commands of each commit, and whether the kernels have changed since."""
-    machines: dict[str, dict[str, dict[str, bool]]] = {}
-    for f in found:
-        command = f"`{f.command}`"
-        commits = machines.setdefault(where(f.meta), {})
-        commits.setdefault(when(f.meta), {})[command] = f.is_older
+def _sources(found: Iterable[tuple[Mapping[str, Any], str, str, bool]]) -> list[str]:
+    """A line for each machine, with what each commit measured, and whether the kernels have changed since.
+
+    `found` has the metadata of a run, what it measured, in which direction, and whether it is older than its kernel.
+    """
+    machines: dict[str, dict[str, dict[str, dict[str, bool]]]] = {}
+    for meta, name, direction, older in found:
+        ages = machines.setdefault(where(meta), {}).setdefault(when(meta), {}).setdefault(f"`{name}`", {})
+        ages[direction] = older or ages.get(direction, False)
     return [
-        " ".join([f"{line}.", *(f"{', '.join(said)}: {commit}.{aged(said)}" for commit, said in commits.items())])
-        for line, commits in machines.items()
+        " ".join([f"{line}.", *(f"{', '.join(ages)}: {commit}.{aged(folded(ages))}" for commit, ages in by.items())])
+        for line, by in machines.items()
     ]
 
 
@@ -182,7 +203,8 @@ def table(results: Path) -> str:
     """Tokens a second of whole models, beside what users run today: a chart and a table."""
     found = figures(results)
     chart = f"![Tokens a second: {'; '.join(_compared(results))}]({CHART})"
-    parts = chart, "", markdown(COLUMNS, map(_cells, found)), "", NOTE, "", *_sources(found)
+    sources = _sources((f.meta, f.command, "", f.is_older) for f in found)
+    parts = chart, "", markdown(COLUMNS, map(_cells, found)), "", NOTE, "", *sources
     return "\n".join(parts) if found else NO_RESULTS
 
 
@@ -196,27 +218,36 @@ def show(found: Sequence[Figure], console: Console) -> None:
     console.print(table)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """The rows of an op at a point, the run that they are of, and whether they are older than the kernel."""
+
+    rows: list[Row]
+    meta: Mapping[str, Any]
+    older: bool
+
+
 @dataclasses.dataclass
 class _Measured:
-    """The points of an op on a GPU, in one direction."""
+    """An op on a GPU, in one direction."""
 
-    by_age: tuple[list[list[Row]], list[list[Row]]] = dataclasses.field(default_factory=lambda: ([], []))
-    last: str = ""  # the date of the newest
-
-    @property
-    def older(self) -> bool:
-        """Whether points count that are older than the kernel: where there are few others."""
-        current, older = self.by_age
-        return len(older) > 2 * len(current)
+    every: list[_Point] = dataclasses.field(default_factory=list)
 
     @property
-    def groups(self) -> list[list[Row]]:
-        current, older = self.by_age
-        return current + older if self.older else current
+    def last(self) -> str:
+        """The date of the newest."""
+        return max(str(p.meta["date"]) for p in self.every)
+
+    @property
+    def points(self) -> list[_Point]:
+        """Those that count: points that are older than the kernel do where there are few others."""
+        current = [p for p in self.every if not p.older]
+        return self.every if len(self.every) > 3 * len(current) else current
 
 
 def ops(results: Path) -> str:
-    """A line for each of `OPS`, and for every op whose mean is below a tie; then which are older than their kernels.
+    """A line for each of `OPS`, and for every op whose mean is below a tie; then what the names of baselines mean, how
+    the ops were picked, and the commits that were measured.
 
     Of the GPUs that an op was measured on, the one of the newest rows, and one that has more points. Points that are
     older than the kernel count where they are more than twice as many as others.
@@ -227,34 +258,37 @@ def ops(results: Path) -> str:
             meta, rows = read_json(path)
             for group in groups(r for r in rows if r.op != STEP):
                 if any(r.impl == OURS for r in group):
-                    gpus = found.setdefault((group[0].op, group[0].direction), {})
-                    own = gpus.setdefault(short(str(meta["gpu"])), _Measured())
-                    own.by_age[is_older(group[0].op, meta, suite, group[0].direction)].append(group)
-                    own.last = max(own.last, str(meta["date"]))
+                    op, direction = group[0].op, group[0].direction
+                    own = found.setdefault((op, direction), {}).setdefault(short(str(meta["gpu"])), _Measured())
+                    own.every.append(_Point(group, meta, is_older(op, meta, suite, direction)))
     lines = []
     for (op, direction), gpus in found.items():
         newest = max(gpus.values(), key=lambda own: own.last)
         for gpu, own in gpus.items():
-            ratios = ratios_of(own.groups)
-            if own is not newest and len(own.groups) <= len(newest.groups):
+            counted = [p.rows for p in own.points]
+            ratios = ratios_of(counted)
+            if own is not newest and len(counted) <= len(newest.points):
                 continue
             if ratios is None or (op not in OPS and ratios[0] >= TIE):
                 continue
             mean, row, all_of_them = ratios
-            names = collections.Counter(peer.impl for group in own.groups if (peer := best_peer(group)))
+            names = collections.Counter(peer.impl for group in counted if (peer := best_peer(group)))
+            best = [name for name, _ in names.most_common(2)]
             least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
-            best = ", ".join(name for name, _ in names.most_common(2))
-            cells = [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, best, gpu]
-            lines.append((mean, cells, own.older))
+            cells = [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, ", ".join(best), gpu]
+            lines.append((mean, cells, best, [(p.meta, op, direction, p.older) for p in own.points]))
     if not lines:
         return NO_RESULTS
-    columns = ("op", "direction", "rows>", "speedup, mean>", "least", "best baselines", "GPU")
+    columns = ("op", "direction", "rows>", "speedup, geometric mean>", "least", "best baselines", "GPU")
     lines.sort(key=lambda line: -line[0])
-    older: dict[str, dict[str, bool]] = {}
-    for _, (op, direction, *_, gpu), is_old in lines:
-        older.setdefault(f"{op} ({gpu})", {})[direction] = is_old
-    said = aged(folded(older))
-    return markdown(columns, [cells for _, cells, _ in lines]) + (f"\n\n{said.strip()}" if said else "")
+    shown = {name for _, _, best, _ in lines for name in best}
+    named: dict[str, list[str]] = {}
+    for name in (name for name in BASELINES if name in shown):
+        named.setdefault(BASELINES[name], []).append(f"`{name}`")
+    baselines = "; ".join(f"{', '.join(names)} ({what})" for what, names in named.items())
+    sources = _sources(run for *_, runs in lines for run in runs)
+    table = markdown(columns, [cells for _, cells, *_ in lines])
+    return "\n".join([table, "", f"{PICKED} Baselines: {baselines}.", "", *sources])
 
 
 def targets(results: Path) -> str:
