@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 
 from rooftile import runtime
 from rooftile.bench import docs, report, rows, run, warm
+from rooftile.bench.e2e import report as e2e_report
+from rooftile.bench.e2e.report import E2ERow
 from rooftile.bench.info import lines, machine
 from rooftile.bench.rows import OURS, Row, compare
 from rooftile.bench.timer import HostClock
+from rooftile.bench.training import steps
 from rooftile.cases import find_cases
 from rooftile.cli import app
 
@@ -89,6 +92,20 @@ def test_the_table_shows_every_implementation_and_why_one_was_not_timed():
     assert "absent: quack: not installed [here]" in shown
     assert "geometric mean 0.900, least 0.900" in shown
     assert report.NO_MEASUREMENT not in shown
+
+
+@pytest.mark.parametrize("show", [report.show, steps.show, e2e_report.show])
+def test_a_column_of_dashes_is_left_out(show):
+    names = {"of roof", "of the GEMM roof", "over Liger", "GB/s", "vs best", "ratio"}
+    figures = {"gbs": 100.0, "roof_fraction": 0.5, "ratio_to_best_peer": 0.9}
+    for found, some in (({}, False), (figures, True)):
+        rows = [E2ERow(steps.STEP, "step", "4x8", "bf16", OURS, us=1.0, us_p20=1.0, us_p80=1.0, max_error=0.0, **found)]
+        console = Console(file=io.StringIO(), width=200)
+        show(console, rows, True)
+        heads = {head.strip() for head in console.file.getvalue().splitlines()[2].split("┃")}
+        assert bool(heads & names) == some
+        assert heads & {"impl", "implementation"}
+        assert heads & {"max error", "losses within"}
 
 
 @pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="shows what the interpreter says of itself")

@@ -318,7 +318,7 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], limits: Limits, me
     for row in rows:
         table.add_row(*cells(row), style="red" if row["failed"] else "")
     out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
-    out.print(table)
+    out.print(report.without_dashes(table))
     for row in rows:
         if "host_us" in row:
             out.print(f"{load_name(row)}, {row['impl']}: {report.number(row['host_us'])} us a step on the host")

@@ -39,6 +39,14 @@ def error(value: float | None) -> str:
     return "–" if value is None else f"{value:.1e}"
 
 
+def without_dashes(table: Table) -> Table:
+    """The table without the columns that have a dash, or nothing, in every row: the interpreter measures no bandwidth,
+    and compares with few baselines."""
+    if table.row_count:
+        table.columns = [c for c in table.columns if any(str(cell) not in ("", "–") for cell in c.cells)]
+    return table
+
+
 def _style(row: Row) -> str:
     if row.status in ("FAIL", "error"):
         return "red"
@@ -132,7 +140,7 @@ def show(console: Console, rows: Iterable[Row], measured: bool) -> None:
     for group in groups(rows):
         by_table.setdefault((group[0].op, group[0].direction), []).append(group)
     for (op, direction), found in by_table.items():
-        out.print(_table(op, direction, found, measured, wide=out.width >= WIDE))
+        out.print(without_dashes(_table(op, direction, found, measured, wide=out.width >= WIDE)))
         for line in _notes(found):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         ours = [r for group in found for r in group if r.impl == OURS and r.ratio_to_best_peer]

@@ -20,7 +20,7 @@ from rooftile.bench.docs.e2e import SUITE as GENERATION
 from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, folded, is_older, markdown, ratios_of, when, where
 from rooftile.bench.e2e.paths import CUDA, HF
 from rooftile.bench.e2e.results import FILES, over, read_results
-from rooftile.bench.report import number, ratio
+from rooftile.bench.report import number, ratio, without_dashes
 from rooftile.bench.rows import OURS, Row, best_peer, groups, is_ours, read_json
 from rooftile.bench.training.steps import STEP, WORKLOADS
 from rooftile.bench.training.worker import COMPILE, EAGER, LIGER, OURS_ALL
@@ -215,7 +215,7 @@ def show(found: Sequence[Figure], console: Console) -> None:
         table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
     for f in found:
         table.add_row(*(re.sub(r"[*`]", "", cell) for cell in _cells(f)))
-    console.print(table)
+    console.print(without_dashes(table))
 
 
 @dataclasses.dataclass(frozen=True)

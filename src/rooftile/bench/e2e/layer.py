@@ -174,7 +174,7 @@ def show(console: Console, title: str, rows: Sequence[Row], measured: bool) -> N
         table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
     for line in cells(rows, measured):
         table.add_row(*(Text(cell) for cell in line), end_section=line[0] == ALONE[-1])
-    out.print(table)
+    out.print(report.without_dashes(table))
     for row in rows:
         if row.message and row.status in ("FAIL", "error"):
             out.print(f"{row.op} {row.impl}: {row.status} {row.message}", markup=False, highlight=False)

@@ -90,7 +90,7 @@ def show(console: Console, rows: Sequence[E2ERow], measured: bool) -> None:
             )
             style = "red" if row.status in ("FAIL", "error") else "bold" if row.impl == OURS else ""
             table.add_row(*(Text(cell) for cell in cells), style=style, end_section=last)
-        out.print(table)
+        out.print(report.without_dashes(table))
         for row in found:
             if row.message:
                 out.print(f"{row.shape} {label(row)}: {row.message}", markup=False, highlight=False, soft_wrap=True)

@@ -47,7 +47,7 @@ def show(console: Console, rows: Sequence[Row], measured: bool) -> None:
                 cells.append("" if row is None else report.ratio(row.ratio_to_best_peer))
         table.add_row(shape, op, *cells, end_section=op != "prefill")
     wide = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
-    wide.print(table)
+    wide.print(report.without_dashes(table))
     for row in rows:
         if row.message:
             wide.print(f"{row.shape} {row.op} {row.impl}: {row.message}", markup=False, highlight=False)

@@ -70,7 +70,7 @@ def show(console: Console, meta: Mapping[str, Any], rows: Sequence[Row]) -> None
     for row in rows:
         table.add_row(*cells(row))
     wide = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
-    wide.print(table)
+    wide.print(report.without_dashes(table))
     own = {"greedy": meta["sample_fp32"], "sampled": meta["sampled_fp32"]}
     for which, text in own.items():
         wide.print(f"float32, {which}: {text!r}", markup=False, highlight=False)

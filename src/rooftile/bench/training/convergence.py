@@ -194,7 +194,7 @@ def show(console: Console, found: Sequence[Mapping[str, Any]], measures: bool) -
     for each in found:
         table.add_row(*cells(each, usual), style="" if verdict(each, usual) == "ok" else "red")
     out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
-    out.print(table)
+    out.print(report.without_dashes(table))
     for each in found:
         for way, run in each["runs"].items():
             if run["status"] != "ok":

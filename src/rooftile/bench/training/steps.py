@@ -261,7 +261,7 @@ def show(console: Console, rows: Sequence[Row], measured: bool) -> None:
         if row.op == STEP:
             table.add_row(*cells(row, [r for r in rows if r.place == row.place]))
     out = console if console.is_terminal else Console(file=console.file, width=report.WIDTH)
-    out.print(table)
+    out.print(report.without_dashes(table))
 
 
 def run(
