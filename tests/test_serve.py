@@ -346,6 +346,18 @@ class TestTools:
             assert made.choices[0].message.content == self.CALL
             assert "weather" not in engine.engine.tokenizer.decode(engine.last["prompt"])
 
+    def test_a_template_that_leaves_them_out_is_an_error(self):
+        template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+        asked = {"model": "small", "messages": HELLO}
+        with serve(MaskedEngine(), chat_template=template) as server, client_of(server) as client:
+            for choice in ({}, {"tool_choice": "auto"}):
+                with pytest.raises(openai.BadRequestError, match="the chat template leaves tools out") as refused:
+                    client.chat.completions.create(**asked, tools=TOOLS, **choice)
+                assert refused.value.param == "tools"
+            assert client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none").choices
+            (made,) = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="required").choices
+            assert made.message.tool_calls[0].function.name == "weather"
+
 
 SCHEMA = {
     "type": "object",

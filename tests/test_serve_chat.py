@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import threading
+from pathlib import Path
 
 import pytest
 from fake_engine import written
@@ -47,6 +48,7 @@ def transformers_renders(template, messages, tools, **more):
     return found[0][0]
 
 
+CHAT = Path(__file__).parent.parent / "examples" / "chat.jinja"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -71,6 +73,16 @@ class TestTemplate:
         template = chat.ChatTemplate({"default": source}, {})
         with pytest.raises(ValueError, match="the chat template refuses"):
             template.render(MESSAGES)
+
+    @pytest.mark.parametrize("tools", [None, [TOOL]])
+    def test_the_example_makes_chats_of_any_model(self, tools, tmp_path):
+        template = chat.ChatTemplate.load(tmp_path, CHAT)
+        shown = template.render(MESSAGES, tools)
+        assert shown == transformers_renders(CHAT.read_text(), MESSAGES, tools)
+        assert shown.endswith("assistant:")
+        assert all(f"{message['role']}: {message['content']}" in shown for message in MESSAGES if message["content"])
+        assert (json.dumps(TOOL) in shown) == bool(tools)
+        assert (chat.format_of(template), template.has_tools) == ("hermes", True)
 
     def test_a_program_that_is_not_valid(self):
         with pytest.raises(ValueError, match="the chat template is not valid"):

@@ -123,6 +123,11 @@ class ChatTemplate:
         except Exception as error:  # a program may fail in any way
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether a program names `tools`; one that does not leaves them out of the prompt."""
+        return any("tools" in source for source in self.sources.values())
+
     def dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as templates expect them: contents are strings, arguments of tool calls objects."""
         knows_developer = any("developer" in source for source in self.sources.values())

@@ -70,6 +70,14 @@ class Prompts:
         self._check_number(request.n or 1)
         tools = None
         if request.tools and request.tool_choice != "none":
+            # A grammar holds the model to calls that must be made; others it makes only of tools that it sees.
+            if request.tool_choice in (None, "auto") and not self._template.has_tools:
+                raise ApiError(
+                    400,
+                    "the chat template leaves tools out of the prompt: start the server with --chat-template and one "
+                    'that names `tools`, or send tool_choice "none"',
+                    param="tools",
+                )
             tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         template, long = self._template, len(request.messages) > _MANY
 
