@@ -28,6 +28,27 @@ def test_help_shows_no_type_beside_a_flag(name):
     assert not re.search("bool", found.output, re.IGNORECASE)
 
 
+def test_help_names_all_that_a_command_accepts():
+    from rooftile.bench import sanitize, schedules, twins
+    from rooftile.bench.e2e import paths
+    from rooftile.bench.prefill import report as prefill
+    from rooftile.bench.quality import kernels
+    from rooftile.bench.training import PARTS, steps
+
+    accepted = {
+        "bench training": (*PARTS, *steps.WORKLOADS, *steps.IMPLS),
+        "bench e2e": [n for n in paths.IMPLS if not n.endswith("_eager")],  # "each also as ..._eager"
+        "bench prefill": prefill.IMPLS,
+        "bench quality": [k.name for k in kernels.kernels()],
+        "bench schedules": schedules.COMPARISONS,
+        "bench twins": twins.TWINS,
+        "sanitize": sanitize.TOOLS,
+    }
+    for command, names in accepted.items():
+        text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "1000"}).output
+        assert [n for n in names if not re.search(rf"(?<![\w-]){re.escape(n)}(?![\w-])", text)] == [], command
+
+
 def test_two_words_name_one_command():
     assert "prompts and decoding" in CliRunner().invoke(app, ["bench", "e2e", "--help"]).output
     assert "Measure ops" in CliRunner().invoke(app, ["bench", "--help"]).output

@@ -70,7 +70,7 @@ def bench_prefill(
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/prefill/: JSON and a chart.")
     ] = None,
 ) -> None:
-    """Time one forward of a whole model: plain, patched, compiled, patched and compiled. Exit code 1 if wrong."""
+    """Time one forward of a whole model: plain, patched, compiled, patched and compiled. Exit code 1 if ours fails."""
     choose_mode()
     from rooftile.bench.prefill import Settings, run
     from rooftile.bench.prefill.report import IMPLS
@@ -146,8 +146,8 @@ def bench_e2e(
         typer.Option(
             "--impl",
             help="rooftile, cuda_kernels, hf_static_compile, hf_patched, each also as ..._eager (Hugging Face's is "
-            "hf_eager), rooftile_untuned, rooftile_deterministic, and rooftile_portable, in a run of its own; "
-            "repeatable, or with commas. Default: all but the last three.",
+            "hf_eager), with --quantize fp8 cuda_kernels_fp8, rooftile_untuned, rooftile_deterministic, and "
+            "rooftile_portable, in a run of its own; repeatable, or with commas. Default: all but the last three.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
@@ -166,7 +166,7 @@ def bench_e2e(
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/: JSON and charts.")
     ] = None,
 ) -> None:
-    """Time prompts and decoding of whole models: the engine, CUDA's kernels, Hugging Face. Exit code 1 if wrong."""
+    """Time prompts and decoding of models: the engine, CUDA's kernels, Hugging Face. Exit code 1 if ours fails."""
     choose_mode()
     names = names_of(impls)
     if names == ["rooftile_portable"]:
@@ -240,7 +240,7 @@ def bench_quality(
         typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/quality/<model>.json, or add to it."),
     ] = None,
 ) -> None:
-    """Compare a trained model's text with each attention kernel, plain and compiled. Exit code 1 if ours is wrong."""
+    """Compare a trained model's text with each attention kernel, plain and compiled. Exit code 1 if ours fails."""
     choose_mode()
     from rooftile.bench.quality import Settings, run
     from rooftile.bench.quality.kernels import files_of

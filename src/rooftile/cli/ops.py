@@ -79,8 +79,8 @@ def bench(
     peers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Baselines by name (eager, compile, torch, liger, quack, cuda); repeatable, or with commas. Default: "
-            "all but cuda, which bench twins has."
+            help="Baselines by name: eager, compile, and the op's own, such as torch, liger, quack, fa4, cudnn, cuda; "
+            "another name lists them. Repeatable, or with commas. Default: all but cuda, which bench twins has."
         ),
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Most warm-up passes.")] = 50,
@@ -217,7 +217,7 @@ def bench_optim(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Time a step of AdamW over a list of parameters beside torch.optim.AdamW. Exit code 1 if ours is wrong."""
+    """Time a step of AdamW over a list of parameters beside torch.optim.AdamW. Exit code 1 if ours fails."""
     choose_mode()
     from rooftile.bench.optim import run
 
@@ -252,8 +252,10 @@ def bench_training(
         list[str] | None,
         typer.Option(
             "--impl",
-            help='Of steps: eager, compile, liger, rooftile, "rooftile attention", "rooftile compile"; repeatable, or '
-            "with commas. Default: all but the last, and in the interpreter eager and rooftile.",
+            help='Of steps: eager, compile, liger, rooftile, "rooftile attention", "rooftile attention linear", '
+            '"rooftile compile", and for adapters "rooftile lora", "rooftile attention linear lora"; repeatable, or '
+            'with commas. Default: eager, compile, liger, rooftile, "rooftile attention linear", for adapters also '
+            "the last two, and in the interpreter eager and rooftile.",
         ),
     ] = None,
     families: Annotated[
@@ -288,7 +290,7 @@ def bench_training(
 ) -> None:
     """Measure training: losses forward and backward, AdamW, and steps of whole models; train models of all families.
 
-    Exit code 1 if ours is wrong.
+    Results are checked; exit code 1 if ours fails.
 
     plots draws the charts of earlier results again, without a GPU.
     """
