@@ -45,7 +45,7 @@ from rooftile.bench.measure import (
     rotation,
 )
 from rooftile.bench.rows import OURS, Row, compare, gpu_slug
-from rooftile.bench.timer import DeviceClock
+from rooftile.bench.timer import DeviceClock, HostClock
 from rooftile.bench.variants import Variant
 from rooftile.cli import app
 
@@ -439,6 +439,12 @@ def test_unknown_names_are_refused(monkeypatch):
         bench(monkeypatch, toy(), TableClock({}), peers=["nobody"])
     with pytest.raises(ValueError, match="no point of double is in the set gemm"):
         bench(monkeypatch, toy(), TableClock({}), sets=["gemm"])
+
+
+def test_the_interpreter_refuses_real_sizes(monkeypatch):
+    with pytest.raises(ValueError, match=r"the set llm has real sizes, .*: use tiny or edge, or a GPU"):
+        bench(monkeypatch, toy(), HostClock(), sets=["tiny", "llm"])
+    assert bench(monkeypatch, toy(), HostClock(), sets=["tiny"])[1]
 
 
 def test_each_point_is_measured_once_and_empty_ones_not_at_all(monkeypatch):

@@ -2,16 +2,19 @@
 
 import csv
 import dataclasses
+import io
 import json
 import math
 
 import pytest
 import torch
 from helpers import BF16
+from rich.console import Console
+from toys import toy
 from typer.testing import CliRunner
 
-from rooftile import cases, cli
-from rooftile.cases import SETS, find_cases
+from rooftile import cases, cli, runtime
+from rooftile.cases import SETS, check_report, find_cases
 from rooftile.cases import check as checking
 from rooftile.cases.case import Tolerance
 from rooftile.cases.check import check_point, poisoned, relative_error, rounding_floor, tolerance_rows
@@ -291,6 +294,13 @@ class TestCommand:
 
     def test_an_unknown_dtype_is_a_usage_error(self):
         assert self.run("--dtype", "fp8").exit_code == 2
+
+    def test_real_sizes_are_said_to_take_the_interpreter_long(self):
+        console = Console(file=io.StringIO(), width=200)
+        check_report.check_all([toy()], ["tiny"], [torch.float32], console)
+        assert not console.file.getvalue()
+        check_report.check_all([toy()], ["tiny", "llm"], [torch.float32], console)
+        assert ("llm: real sizes" in console.file.getvalue()) == (runtime.MODE is runtime.Mode.INTERPRETER)
 
     def test_a_set_that_a_case_lacks_is_named(self):
         result = self.run("rope", "rms_norm", "--set", "tiny", "--set", "softmax", "--dtype", "fp8")

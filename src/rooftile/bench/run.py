@@ -26,6 +26,7 @@ from rooftile.bench.rows import EACH, OURS, TOGETHER, Measured, Row, compare, gp
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.variants import Variant, check_names, peer_names, variants
 from rooftile.cases import Direction, OpCase, Point, find_cases
+from rooftile.cases.case import SMALL_SETS
 from rooftile.cases.check import NAMES, Truth, check, points
 
 
@@ -307,6 +308,12 @@ def _line(rows: Sequence[Row], seconds: float) -> str:
 
 def _mode_defaults(settings: Settings, measures: bool) -> Settings:
     check_results(settings.results, measures)
+    slow = [name for name in settings.sets or () if name not in SMALL_SETS]
+    if slow and not measures:
+        raise ValueError(
+            f"the set {', '.join(slow)} has real sizes, at which the interpreter takes minutes to hours a point and "
+            f"measures nothing: use {' or '.join(SMALL_SETS)}, or a GPU"
+        )
     effort = settings.effort
     if not measures and effort.seconds:  # else the passes that were asked for
         effort = dataclasses.replace(effort, warmup=0, iters=2)
@@ -324,7 +331,7 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
     By default the device and its clock are this process's own.
 
     Raises:
-        ValueError: an op, baseline or set is not known, or results are requested in the interpreter.
+        ValueError: an op, baseline or set is not known, or results or real sizes are requested in the interpreter.
         RuntimeError: there is no GPU, and this is not the interpreter.
     """
     device = device or runtime.default_device()

@@ -15,6 +15,7 @@ SETS = (
     "tiny", "edge", "llm", "sweep", "prefill", "prompt", "decode", "latent", "tokens", "gemm", "softmax", "memory",
     "training",
 )  # fmt: skip
+SMALL_SETS = ("tiny", "edge")  # those for the interpreter; it takes minutes or more at a point of the others
 
 
 @dataclasses.dataclass(frozen=True)

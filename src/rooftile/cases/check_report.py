@@ -18,19 +18,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rooftile import __version__, runtime
-from rooftile.cases.case import OpCase
+from rooftile.cases.case import SMALL_SETS, OpCase
 from rooftile.cases.check import CheckRow, calls, check_case
 
 
 def default_sets() -> tuple[str, ...]:
     """Real model shapes are for a GPU; the interpreter would take hours."""
-    return ("tiny", "edge", "llm") if runtime.MODE is runtime.Mode.GPU else ("tiny", "edge")
+    return (*SMALL_SETS, "llm") if runtime.MODE is runtime.Mode.GPU else SMALL_SETS
 
 
 def check_all(
     cases: Sequence[OpCase], sets: Sequence[str], dtypes: Sequence[torch.dtype] | None, console: Console
 ) -> list[CheckRow]:
-    """The rows of all cases; on a terminal, with a progress bar. A line names each case that lacks a set."""
+    """The rows of all cases; on a terminal, with a progress bar. A line names each case that lacks a set, and one the
+    sets on which the interpreter is slow."""
+    slow = [s for s in sets if s not in SMALL_SETS and any(s in case.sets for case in cases)]
+    if slow and runtime.MODE is runtime.Mode.INTERPRETER:
+        console.print(f"{', '.join(slow)}: real sizes, at which the interpreter takes minutes a point.", style="yellow")
     for case in cases:
         absent = [s for s in sets if s not in case.sets]
         if absent:

@@ -72,7 +72,10 @@ def bench(
     ops: Ops = None,
     sets: Annotated[
         list[SetName] | None,
-        typer.Option("--set", help="Points to measure; repeatable. Default: llm, and in the interpreter tiny."),
+        typer.Option(
+            "--set",
+            help="Points to measure; repeatable. Default: llm. The interpreter takes tiny, its default, and edge.",
+        ),
     ] = None,
     dtypes: Annotated[list[DType] | None, typer.Option("--dtype", help="Repeatable. Default: bf16.")] = None,
     direction: Annotated[DirectionName, typer.Option(help="What to time; both: each alone.")] = DirectionName.both,
