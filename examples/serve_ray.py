@@ -1,6 +1,6 @@
 """Replicas of a model behind one address, on any number of machines, by Ray Serve.
 
-    pip install 'rooftile[ray]'
+    pip install '.[ray]'                                                               # in a clone
     python examples/serve_ray.py path/to/a/checkpoint --replicas 2                     # on this machine
     serve run examples.serve_ray:app path=path/to/a/checkpoint replicas=8              # on a Ray cluster
     TRITON_INTERPRET=1 python examples/serve_ray.py demo --replicas 2 --max-seq-len 64 # on a CPU

@@ -349,7 +349,7 @@ def test_what_is_not_computed_is_named(config, changed, message):
 
 def test_transformers_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"which is not installed, .*: install Rooftile.s extra hf"):
+    with pytest.raises(ImportError, match=r"which is not installed, .*: pip install '\.\[hf\]'"):
         ModelConfig.from_hf(LLAMA_3_8B)
 
 

@@ -387,7 +387,10 @@ class TestCommands:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "uvicorn" else find(name, *a))
         found = CliRunner().invoke(command_line, ["serve", "demo"])
         assert found.exit_code == 2
-        assert found.output.strip() == "rooftile serve: the server needs uvicorn: pip install 'rooftile[serve]'"
+        assert (
+            found.output.strip()
+            == "rooftile serve: the server needs uvicorn: pip install '.[serve]' in a clone of Rooftile"
+        )
 
     def test_the_tokens_of_a_step_reach_the_engine(self):
         options = ["--port", "0", "--max-batch", "2", "--max-seq-len", "64", "--step-tokens", "2", "--dtype", "fp32"]

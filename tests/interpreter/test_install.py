@@ -32,7 +32,10 @@ assert GridExecutor.__call__ is first
 
 def test_a_missing_dependency_is_named_with_the_extra_that_brings_it():
     error = run("import sys; sys.modules['ml_dtypes'] = None\nfrom rooftile import interpreter; interpreter.install()")
-    assert error == "ImportError: Triton's interpreter needs numpy and ml_dtypes: install Rooftile's extra cpu"
+    assert (
+        error
+        == "ImportError: Triton's interpreter needs numpy and ml_dtypes: pip install '.[cpu]' in a clone of Rooftile"
+    )
 
 
 def test_an_unknown_triton_is_refused_by_its_version():

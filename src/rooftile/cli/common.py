@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from rooftile.bench.workloads import MODELS
+from rooftile.errors import to_install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -255,10 +256,7 @@ def needing_bench() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        # In a clone: nothing is published yet.
-        raise typer.BadParameter(
-            f"{error}; charts and pages need Rooftile's extra bench: pip install '.[bench]' in Rooftile's folder"
-        ) from None
+        raise typer.BadParameter(f"{error}; charts and pages need {to_install('bench')}") from None
 
 
 def require_charts(*paths: Path | None) -> None:

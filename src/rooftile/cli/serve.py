@@ -28,6 +28,7 @@ from rooftile.cli.common import (
     speculation_of,
 )
 from rooftile.cli.engine import CacheName
+from rooftile.errors import to_install
 
 if TYPE_CHECKING:
     from rooftile import AsyncEngine
@@ -238,7 +239,7 @@ def chat(
     import sys
 
     if importlib.util.find_spec("jinja2") is None:
-        raise _refuse("chat", ImportError("chat templates need jinja2: pip install 'rooftile[serve]'"))
+        raise _refuse("chat", ImportError(f"chat templates need jinja2: {to_install('serve')}"))
     choose_mode()
     from rooftile.bench.generate import folder_of
     from rooftile.serve.terminal import HELP, is_utf8, talk, template_of

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.errors import to_install
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes accepted for weights, and the bits of every dtype.
@@ -189,7 +191,7 @@ def opened(file: Path) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
     except ImportError as e:
         raise ImportError(
-            "the engine reads weights with safetensors, which is not installed: install Rooftile's extra hf"
+            f"the engine reads weights with safetensors, which is not installed: {to_install('hf')}"
         ) from e
     try:
         with safe_open(str(file), framework="pt", device="cpu") as f:

@@ -30,6 +30,7 @@ import torch
 from rooftile.engine import published, rotary
 from rooftile.engine.published import Published
 from rooftile.engine.rotary import Rotary
+from rooftile.errors import to_install
 from rooftile.ops.gemm.config import Activation
 
 FAMILIES = {
@@ -211,7 +212,7 @@ def _from_transformers(fields: dict[str, Any], source: str) -> Any:
     except ImportError as e:
         raise ImportError(
             "the engine reads Hugging Face configurations with transformers, which is not installed, or not all "
-            f"that it needs: install Rooftile's extra hf ({e})"
+            f"that it needs: {to_install('hf')} ({e})"
         ) from e
     try:
         return known.from_dict(fields)

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from rooftile.errors import to_install
+
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ("*.json", "*.jinja", "*.safetensors")
 _NOT = ("*/*", "consolidated*")  # other copies of the weights
@@ -42,7 +44,7 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
     except ImportError as e:
         raise ImportError(
             f"{path}: no such folder, and ids of the Hugging Face Hub need huggingface_hub, which is not installed: "
-            "install Rooftile's extra hf"
+            f"{to_install('hf')}"
         ) from e
     try:
         return Path(

@@ -13,6 +13,8 @@ mends that in place, in the process that it is called in:
 Only `rooftile.runtime` imports this package; NumPy and ml_dtypes are needed nowhere else.
 """
 
+from rooftile.errors import to_install
+
 _installed = False
 
 
@@ -30,7 +32,7 @@ def install() -> None:
         import numpy  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "Triton's interpreter needs numpy and ml_dtypes: install Rooftile's extra cpu", name=error.name
+            f"Triton's interpreter needs numpy and ml_dtypes: {to_install('cpu')}", name=error.name
         ) from error
 
     from rooftile.interpreter import arithmetic, dtypes, launch, libdevice, memo, memory, plans, reductions, syntax

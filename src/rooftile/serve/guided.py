@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftile.errors import to_install
 from rooftile.serve.protocol import ResponseFormat, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def grammar_of(format: ResponseFormat | None, structured: StructuredOutputs | No
     try:
         from llguidance import LLMatcher
     except ImportError:
-        raise ImportError("structured outputs need llguidance: pip install 'rooftile[serve]'") from None
+        raise ImportError(f"structured outputs need llguidance: {to_install('serve')}") from None
     if format is not None and structured is not None:
         raise ValueError("expected response_format or structured_outputs, not both")
     if format is not None:
