@@ -20,3 +20,12 @@ def test_every_file_that_names_the_version_names_the_same():
         for name, line in named.items()
     }
     assert found == dict.fromkeys(named, rooftile.__version__)
+
+
+def test_no_text_advises_to_install_from_an_index():
+    """Rooftile is on none; `rooftile.errors.to_install` says what works. Releases are another matter."""
+    texts = [path for name in ("src", "docs", "examples") for path in (ROOT / name).rglob("*.[pm][yd]")]
+    advice = re.compile(r"install '?rooftile\b|install Rooftile's extra")
+    found = [path for path in (*texts, ROOT / "README.md") if advice.search(path.read_text(encoding="utf-8"))]
+    assert {path.name for path in found} <= {"release.md", "release-notes.md"}
+    assert len(texts) > 200
