@@ -256,7 +256,7 @@ def needing_bench() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise typer.BadParameter(f"{error}; charts and pages need {to_install('bench')}") from None
+        raise typer.BadParameter(f"{error}, which charts and pages need: {to_install('bench')}") from None
 
 
 def require_charts(*paths: Path | None) -> None:
