@@ -30,8 +30,8 @@ MODEL, TRAINED = "llama-3-8b", "llama-3.2-1b"
 PROMPT, NEW = 512, 256  # tokens of one sequence, and tokens after them
 COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup × baseline>", "peak memory>", "GPU")
 NOTE = (
-    "A speedup is tokens/s over those of the baseline that it names, in bf16 and in the same run on that GPU; the run "
-    "of fp8 measured its baseline anew. –: a baseline, or a run without one."
+    "A speedup is tokens/s over those of the baseline that it names, in bf16 and in the same run on that GPU; quantized "
+    "weights have runs of their own. –: a baseline, or a run without one."
 )
 WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no entry of their own
 # The published sweeps against the best baselines.
