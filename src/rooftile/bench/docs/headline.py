@@ -30,8 +30,8 @@ MODEL, TRAINED = "llama-3-8b", "llama-3.2-1b"
 PROMPT, NEW = 512, 256  # tokens of one sequence, and tokens after them
 COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup × baseline>", "peak memory>", "GPU")
 NOTE = (
-    "A speedup is tokens/s over those of the baseline that it names, in bf16 and in the same run on that GPU; quantized "
-    "weights have runs of their own. –: a baseline, or a run without one."
+    "A speedup is tokens/s over those of the baseline that it names, in bf16 and in the same run on that GPU; "
+    "quantized weights have runs of their own. –: a baseline, or a run without one."
 )
 WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no entry of their own
 # The published sweeps against the best baselines.
@@ -42,8 +42,8 @@ OPS = (
     "decode_attention",
 )  # fmt: skip
 PICKED = (
-    f"Always shown: {', '.join(f'`{op}`' for op in OPS)}; of other ops those whose mean is below {TIE}, a tie. Each is "
-    "shown on the GPU where it was measured last, and on one where it has more rows."
+    f"Always shown: {', '.join(f'`{op}`' for op in OPS)}; of other ops those whose mean is below {TIE}, less than a "
+    "tie. Each is shown on the GPU where it was measured last, and on one where it has more rows."
 )
 # What the tables call the baselines of ops, and what they are.
 BASELINES = {
