@@ -10,8 +10,6 @@ import sys
 import pytest
 from pages import ROOT
 
-pytestmark = pytest.mark.nightly
-
 PAGE = ROOT / "docs" / "contributing" / "adding-an-op.md"
 OP = "relu_squared"
 _FILE = re.compile(r'^```python title="(\S+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -47,14 +45,17 @@ def test_it_passes_its_checks(checkout):
     assert all(r["passed"] for r in rows)
 
 
+@pytest.mark.nightly
 def test_its_test_passes(checkout):
     assert "1 passed" in run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
 
 
+@pytest.mark.nightly
 def test_it_compiles_for_another_target(checkout):
     run(checkout, "-m", "rooftile", "inspect", OP, "--arch", "sm_80", "--first", "--set", "llm", "--dtype", "bf16")
 
 
+@pytest.mark.nightly
 def test_it_conforms(checkout):
     shutil.copytree(ROOT / "tests", checkout / "tests", dirs_exist_ok=True)
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly")
