@@ -210,26 +210,30 @@ class PagedKVCache(CacheBase):
         Nothing has changed then.
         """
         self._check_advanced()
-        by_sequence = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
-        steps = {self._known("reserve", s): new_tokens("PagedKVCache.reserve", s, n) for s, n in by_sequence.items()}
-        users: dict[int, int] = {}  # reference counts of last pages, after this step
+        steps = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
+        if not steps.keys() <= set(self._slots):
+            for sequence in steps:
+                self._known("reserve", sequence)
+        counts = [0] * len(self._slots)
+        users: dict[int, int] = {}  # reference counts of shared last pages, after this step
         shared: list[PagedSequence] = []  # sequences whose last page is copied
         missing: dict[PagedSequence, int] = {}  # pages that sequences take
         size, capacity = self.page_size, self.capacity
         for sequence, n in steps.items():
+            if type(n) is not int or n < 0:
+                n = new_tokens("PagedKVCache.reserve", sequence, n)
+            counts[sequence.slot] = n
             length, pages = sequence.length, sequence.pages
             if length + n > capacity:
                 raise ValueError(
                     f"PagedKVCache.reserve: {sequence} has no room for {n} tokens more, expected at most "
                     f"{self.capacity} in all"
                 )
-            if (more := -(-(length + n) // size) - len(pages)) > 0:
-                missing[sequence] = more
-            if n and length % size:
-                last = pages[-1]
-                if users.setdefault(last, self._users[last]) > 1:
-                    users[last] -= 1  # the last of its sequences keeps the page
-                    shared.append(sequence)
+            if length + n > len(pages) * size:
+                missing[sequence] = -(-(length + n) // size) - len(pages)
+            if n and length % size and (uses := self._users[last := pages[-1]]) > 1 < users.setdefault(last, uses):
+                users[last] -= 1  # the last of its sequences keeps the page
+                shared.append(sequence)
         needed = sum(missing.values())
         if needed + len(shared) > self.free_pages:
             raise ValueError(
@@ -242,10 +246,8 @@ class PagedKVCache(CacheBase):
             pairs.append((sequence.pages[-1], self._take()))
             self._release(sequence.pages[-1])
             sequence.pages[-1] = pairs[-1][1]
-        counts = [0] * len(self._slots)
-        for sequence, n in steps.items():
-            counts[sequence.slot] = n
-            sequence.length += n
+        for sequence in steps:
+            sequence.length += counts[sequence.slot]
         for sequence, more in missing.items():
             sequence.pages += [self._take() for _ in range(more)]
         for sequence in dict.fromkeys([*missing, *shared]):

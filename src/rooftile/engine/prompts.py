@@ -8,7 +8,6 @@ are packed into one sequence, and each token carries its place in the cache.
 from __future__ import annotations
 
 import array
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -170,8 +169,7 @@ class PromptBatch(_Laid):
         )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """New tokens of one sequence.
 
     Attributes:
