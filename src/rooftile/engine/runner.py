@@ -405,12 +405,9 @@ class Runner:
         self, new: Mapping[PagedSequence, Sequence[int] | None], last: Container[int], every: bool = False
     ) -> Tensor:  # fmt: skip
         """The logits of new tokens, behind newest tokens and parts in slots that are `last`, or of every token."""
-        starts = [s.length for s in new]
+        # With the pages that `extend` adds: the lists are the sequences' own.
+        parts = [Part(s.slot, s.length, t, s.pages, t is None or s.slot in last) for s, t in new.items()]
         self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
-        parts = [
-            Part(s.slot, start, tokens, s.pages, tokens is None or s.slot in last)
-            for start, (s, tokens) in zip(starts, new.items(), strict=True)
-        ]
         laid_out = MixedBatch(
             parts, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
             pinned=self._device.type == "cuda",

@@ -195,20 +195,22 @@ class ContinuousScheduler(Scheduler):
         last = max([r.sequence.slot for r in running if r.sequence is not None], default=-1)
         decoding = len(prompts) < len(running)
         budget = self._prompt_tokens - (slots_of(last + 1, self._slots) if decoding else 0)
-        free = self._cache.free_pages  # without those that the step takes
+        free, size = self._cache.free_pages, self._page_size  # free: without those that the step takes
         for request in running:
             if self.preemptions > given_way and request not in self.running:
                 continue
             n = min(len(request.filled) - request.computed, budget) if request in prompts else 1
             if not n:
                 continue
-            missing = self._missing(request, n)
-            if missing > free:
-                if not self._make_room(request, missing, work):
-                    continue
-                free = self._left(work)
+            sequence = request.sequence
+            if sequence is None or sequence.length + n > len(sequence.pages) * size:
+                missing = self._missing(request, n)
+                if missing > free:
+                    if not self._make_room(request, missing, work):
+                        continue
+                    free = self._left(work)
+                free -= missing
             work[request] = n
-            free -= missing
             budget -= n if request in prompts else 0
         if self.preemptions == given_way:
             self._start(budget, last if decoding else None, {r: work[r] for r in prompts if r in work}, work)
@@ -246,9 +248,11 @@ class ContinuousScheduler(Scheduler):
 
     def _promised(self, request: Request, n: int) -> int:
         """The pages kept for a request that gets n tokens: for the rest of its prompt, and one more if it needs it."""
-        computed = request.computed
-        tokens = min(request.longest, max(len(request.filled), computed + n) + self._page_size)
-        return self._missing(request, tokens - computed)
+        sequence, size = request.sequence, self._page_size
+        computed, held = (0, 0) if sequence is None else (sequence.length, len(sequence.pages))
+        tokens = max(len(request.filled), computed + n) + size
+        most = len(request.prompt) + request.limit - 1
+        return max(0, -(-(most if most < tokens else tokens) // size) - held)
 
     def _coming(self, request: Request, n: int) -> list[bytes]:
         """The names of the pages that the next n tokens of a request complete."""
@@ -268,11 +272,8 @@ class ContinuousScheduler(Scheduler):
 
     def _missing(self, request: Request, n: int) -> int:
         """The pages that a request needs for n more tokens, beside those it has."""
-        sequence, size = request.sequence, self._page_size
-        if sequence is None:
-            return -(-n // size)
-        tokens, held = sequence.length + n, len(sequence.pages)
-        return 0 if tokens <= held * size else -(-tokens // size) - held
+        held = 0 if request.sequence is None else len(request.sequence.pages)
+        return max(0, -(-(request.computed + n) // self._page_size) - held)
 
     def _left(self, work: dict[Request, int]) -> int:
         """The free pages that a step leaves."""
