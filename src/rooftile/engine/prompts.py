@@ -80,10 +80,10 @@ class _Laid:
         )
         # New memory each time: the previous step's copy may still run. PyTorch reuses pinned memory only after the
         # copies from it have ended.
-        self.numbers = torch.zeros(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
-        for to, x in zip(self._views(self.numbers), fields, strict=True):
-            if to is not None and x is not None:
-                to.copy_(x)
+        self.numbers = torch.empty(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
+        gap = torch.zeros(3, dtype=torch.int32, device="cpu")
+        parts = [y for x in fields if x is not None for y in (x.view(-1), gap[: -x.numel() % 4])]
+        torch.cat(parts, out=self.numbers)
 
     def of(self, numbers: Tensor) -> Inputs:
         """The fields as views of a copy of `numbers`."""
