@@ -684,6 +684,30 @@ def test_the_work_of_the_host_grows_with_the_sequences_of_a_step_and_not_with_th
     assert calls(48) < 3.2 * calls(16)
 
 
+def test_a_decoding_step_calls_few_functions_for_each_sequence(monkeypatch):
+    """Each costs the host 50 ns and more. Of the loop, with a device that does nothing."""
+
+    def calls(n):
+        engine = made(max_batch=n)
+        runner, logits, counted = engine.runner, torch.zeros(n, CONFIG["vocab_size"]), collections.Counter()
+        monkeypatch.setattr(runner, "_step", lambda b, *_: (runner.cache.count(), logits[:b])[1])
+        monkeypatch.setattr(runner, "_prefilled", lambda laid_out: logits[: laid_out.rows])
+        monkeypatch.setattr(runner.cache, "count", lambda: setattr(runner.cache, "_advanced", True))
+        loop, _ = looped(engine, [[1, 2, 3]] * n, 9)
+        for _ in range(3):
+            loop.step()
+        sys.setprofile(lambda frame, event, arg: counted.update([event]))
+        try:
+            chunks = loop.step()
+        finally:
+            sys.setprofile(None)
+        assert len(chunks) == n
+        return counted["call"]
+
+    # `decoding` twice, the search for a mask, the iterator of tokens, `Watch.add`, and its chunk.
+    assert (calls(48) - calls(16)) / 32 <= 6
+
+
 def test_pages_that_were_used_least_recently_lose_their_names_first(device):
     cache = PrefixCache(4, 16, 1, 8, max_sequences=2, dtype=torch.float32, device=device)
     names = {}

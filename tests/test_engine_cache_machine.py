@@ -117,9 +117,13 @@ class PagedMachine(RuleBasedStateMachine):
         assert cache.sequences == sorted(self.model, key=lambda s: s.slot)
         used = {page for s in self.model for page in s.pages}
         assert len(used) + cache.free_pages == 7
+        of_slots = {s.slot: s.pages for s in self.model}
+        for slot, (row, length) in enumerate(zip(cache.page_table.tolist(), cache.lengths.tolist(), strict=True)):
+            pages = of_slots.get(slot, [])
+            assert row == pages + [-1] * (len(row) - len(pages))
+            assert length == 0 or slot in of_slots
         for s, tokens in self.model.items():
             assert cache.lengths[s.slot] == s.length == len(tokens[0])
-            assert cache.page_table[s.slot, : len(s.pages)].tolist() == s.pages
             for layer in range(2):
                 given = cache.inputs(layer)
                 pages = given["k_cache"][s.pages].float()

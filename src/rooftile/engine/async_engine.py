@@ -233,33 +233,26 @@ class _Worker:
         waiters: list[Waiter] = []
         batches: dict[Deliver, list[tuple[Request, StreamChunk | RequestError]]] = {}
         for request, event in events:
-            channel, item, last = self._item(request, event)
-            if channel.deliver is None:
-                waiters += channel.put(item, last)
+            channel = self._live[request.id]
+            item: StreamChunk | RequestError
+            if isinstance(event, StreamChunk):
+                item, reason = event, event.finish_reason
             else:
-                channel.ended = last
+                item = RequestError(f"request {request.id} ended with an error: {event!r}")
+                item.__cause__ = event
+                request.finish_reason = reason = "error"
+            if reason is not None:
+                with self._lock:
+                    del self._live[request.id]
+                    self._finished[reason] += 1
+            if channel.deliver is None:
+                waiters += channel.put(item, reason is not None)
+            else:
+                channel.ended = reason is not None
                 batches.setdefault(channel.deliver, []).append((request, item))
         for deliver, batch in batches.items():
             deliver(batch)
         wake(waiters)
-
-    def _item(
-        self, request: Request, event: StreamChunk | BaseException
-    ) -> tuple[Channel, StreamChunk | RequestError, bool]:
-        """The request's channel, what it gets, and whether that is the last."""
-        channel, reason = self._live[request.id], request.finish_reason
-        item: StreamChunk | RequestError
-        if isinstance(event, StreamChunk):
-            item, reason = event, event.finish_reason
-        else:
-            item = RequestError(f"request {request.id} ended with an error: {event!r}")
-            item.__cause__ = event
-            request.finish_reason = reason = "error"
-        if reason is not None:
-            with self._lock:
-                del self._live[request.id]
-                self._finished[reason] += 1
-        return channel, item, reason is not None
 
     def _publish(self) -> None:
         loop, cache = self.loop, self.loop.runner.cache

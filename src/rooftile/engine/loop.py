@@ -81,8 +81,8 @@ class Loop:
                 try:
                     if request in failed:
                         raise failed[request]
-                    if request.sampling.mask is not None:
-                        request.sampling.mask.advance(token)
+                    if (mask := request.sampling.mask) is not None:
+                        mask.advance(token)
                     events.append((request, request.watch.add(token, logprob, top)))
                     self.generated_tokens += 1
                 except Exception as error:
@@ -99,8 +99,8 @@ class Loop:
         if not work:
             return []
         self.steps += 1
-        prompts = {r: n for r, n in work.items() if not r.decoding}
-        self.prompt_tokens += sum(prompts.values())
+        prompts = [r for r in work if not r.decoding]
+        self.prompt_tokens += sum([work[r] for r in prompts])
         proposals = None
         if not prompts:
             proposals = self._proposals(list(work)) if speculates else None
@@ -114,13 +114,15 @@ class Loop:
                 request.sequence = sequence
         else:
             self._extend(work)
-        for request in work:
+        for request in prompts:
             scheduler.launched(request)
-        requests = [r for r in work if r not in prompts or r.decoding]  # by now
+        unfinished = {r for r in prompts if not r.decoding}  # even now
+        requests = [r for r in work if r not in unfinished]
         if requests:
+            logprobs = False
             for request in requests:
                 request.launched += 1
-            logprobs = any(r.watch is not None and r.watch.logprobs for r in requests)
+                logprobs |= request.watch is not None and request.watch.logprobs
             proposed = None if proposals is None else {r: len(tokens) for r, tokens in proposals.items()}
             self._launched.append(Readback(runner, requests, logprobs, proposed))
             if self._speculation is not None and proposals is None:
@@ -143,12 +145,16 @@ class Loop:
         new: dict[PagedSequence, Sequence[int] | None] = {}
         begun: dict[PagedSequence, tuple[Sequence[int], Sampling, Sequence[int]]] = {}
         for request, n in work.items():
-            if request.sequence is None:
-                request.sequence = self.runner.share([])
-            at, sequence = request.computed, request.sequence
-            new[sequence] = None if request.decoding else request.filled[at : at + n]
-            if at < len(request.filled) == at + n:
-                begun[sequence] = request.filled, request.sampling, request.tokens
+            sequence, filled = request.sequence, request.filled
+            if sequence is None:
+                sequence = request.sequence = self.runner.share([])
+            at = sequence.length
+            if at >= len(filled):
+                new[sequence] = None
+                continue
+            new[sequence] = filled[at : at + n]
+            if at + n == len(filled):
+                begun[sequence] = filled, request.sampling, request.tokens
         self.runner.extend(new, begun)
 
     def add(self, request: Request) -> None:

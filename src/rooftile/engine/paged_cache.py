@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -114,6 +115,7 @@ class PagedKVCache(CacheBase):
         shape = (max_sequences, library.cdiv(max_seq_len, page_size))
         with plain_mode(self.k.device):
             self.page_table = torch.full(shape, -1, dtype=torch.int32, device=self.k.device)
+            self._no_pages = self.page_table[0].clone()
         self._slots: list[PagedSequence | None] = [None] * max_sequences
         self._free = list(range(pages))[::-1]
         self._users = [0] * pages
@@ -139,21 +141,20 @@ class PagedKVCache(CacheBase):
         return sequence
 
     def _empty_slot(self, op: str) -> int:
-        for slot, sequence in enumerate(self._slots):
-            if sequence is None:
-                return slot
-        raise ValueError(f"PagedKVCache.{op}: the cache is full: it has its {len(self._slots)} sequences already")
+        if None not in self._slots:
+            raise ValueError(f"PagedKVCache.{op}: the cache is full: it has its {len(self._slots)} sequences already")
+        return self._slots.index(None)
 
     def _place(self, sequence: PagedSequence) -> PagedSequence:
         self._slots[sequence.slot] = sequence
-        self._show(sequence.slot, sequence)
-        self._send(self.lengths[sequence.slot : sequence.slot + 1], [sequence.length])
+        if sequence.length:  # an empty slot has no pages and no tokens on the device
+            self._show(sequence, 0)
+            self._send(self.lengths[sequence.slot : sequence.slot + 1], [sequence.length])
         return sequence
 
-    def _show(self, slot: int, sequence: PagedSequence | None) -> None:
-        """Write the slot's row of the page table."""
-        pages = [] if sequence is None else sequence.pages
-        self._send(self.page_table[slot], pages + [-1] * (self.page_table.shape[1] - len(pages)))
+    def _show(self, sequence: PagedSequence, first: int) -> None:
+        """Write the pages from the first one given on to the page table."""
+        self._send(self.page_table[sequence.slot, first : len(sequence.pages)], sequence.pages[first:])
 
     def allocate(self) -> PagedSequence:
         """A new sequence without tokens.
@@ -187,7 +188,8 @@ class PagedKVCache(CacheBase):
         for page in reversed(sequence.pages):
             self._release(page)
         sequence.slot, sequence.pages, self._slots[slot] = -1, [], None
-        self._show(slot, None)
+        row = self.page_table[slot]
+        self._tell(lambda: row.copy_(self._no_pages))  # a fill is a kernel
         self._send(self.lengths[slot : slot + 1], [0])
         self._drop(slice(slot, slot + 1))
 
@@ -210,26 +212,30 @@ class PagedKVCache(CacheBase):
         Nothing has changed then.
         """
         self._check_advanced()
-        by_sequence = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
-        steps = {self._known("reserve", s): new_tokens("PagedKVCache.reserve", s, n) for s, n in by_sequence.items()}
-        users: dict[int, int] = {}  # reference counts of last pages, after this step
+        steps = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
+        if not steps.keys() <= set(self._slots):
+            for sequence in steps:
+                self._known("reserve", sequence)
+        counts = [0] * len(self._slots)
+        users: dict[int, int] = {}  # reference counts of shared last pages, after this step
         shared: list[PagedSequence] = []  # sequences whose last page is copied
         missing: dict[PagedSequence, int] = {}  # pages that sequences take
         size, capacity = self.page_size, self.capacity
         for sequence, n in steps.items():
+            if type(n) is not int or n < 0:
+                n = new_tokens("PagedKVCache.reserve", sequence, n)
+            counts[sequence.slot] = n
             length, pages = sequence.length, sequence.pages
             if length + n > capacity:
                 raise ValueError(
                     f"PagedKVCache.reserve: {sequence} has no room for {n} tokens more, expected at most "
                     f"{self.capacity} in all"
                 )
-            if (more := -(-(length + n) // size) - len(pages)) > 0:
-                missing[sequence] = more
-            if n and length % size:
-                last = pages[-1]
-                if users.setdefault(last, self._users[last]) > 1:
-                    users[last] -= 1  # the last of its sequences keeps the page
-                    shared.append(sequence)
+            if length + n > len(pages) * size:
+                missing[sequence] = -(-(length + n) // size) - len(pages)
+            if n and length % size and (uses := self._users[last := pages[-1]]) > 1 < users.setdefault(last, uses):
+                users[last] -= 1  # the last of its sequences keeps the page
+                shared.append(sequence)
         needed = sum(missing.values())
         if needed + len(shared) > self.free_pages:
             raise ValueError(
@@ -237,19 +243,20 @@ class PagedKVCache(CacheBase):
                 f"{self.free_pages} are free"
             )
 
-        pairs = []
+        pairs: list[tuple[int, int]] = []
+        changed: dict[PagedSequence, int] = {}  # from which page on
         for sequence in shared:
             pairs.append((sequence.pages[-1], self._take()))
             self._release(sequence.pages[-1])
             sequence.pages[-1] = pairs[-1][1]
-        counts = [0] * len(self._slots)
-        for sequence, n in steps.items():
-            counts[sequence.slot] = n
-            sequence.length += n
+            changed[sequence] = len(sequence.pages) - 1
+        for sequence in steps:
+            sequence.length += counts[sequence.slot]
         for sequence, more in missing.items():
+            changed.setdefault(sequence, len(sequence.pages))
             sequence.pages += [self._take() for _ in range(more)]
-        for sequence in dict.fromkeys([*missing, *shared]):
-            self._show(sequence.slot, sequence)
+        for sequence, first in changed.items():
+            self._show(sequence, first)
         if pairs:
             self._tell(functools.partial(self._copy, pairs))
         self._begin(counts)
@@ -264,7 +271,7 @@ class PagedKVCache(CacheBase):
         if self._scales is not None and self._scales[0].dim() == 4:
             by_page += self._scales
         on_device = torch.empty((len(pairs), 2), dtype=torch.int32, device=self.k.device)
-        self._send(on_device, pairs)
+        self._send(on_device.view(-1), itertools.chain.from_iterable(pairs))
         for x in by_page:
             words = x.view(self.layers, x.shape[1], -1).view(torch.int32)
             plan = _copy_plan(words.shape[2])

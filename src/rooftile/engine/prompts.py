@@ -7,14 +7,14 @@ are packed into one sequence, and each token carries its place in the cache.
 
 from __future__ import annotations
 
-import array
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rooftile.engine.cache import int32
 
 # The most tokens of a forward pass that gets a graph. With Llama-3-8B on an H200, launching a pass kernel by kernel
 # took the host 25 to 31 ms; the device took 11 ms for 512 tokens and needs longer than the host from about 1500 on.
@@ -80,10 +80,10 @@ class _Laid:
         )
         # New memory each time: the previous step's copy may still run. PyTorch reuses pinned memory only after the
         # copies from it have ended.
-        self.numbers = torch.zeros(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
-        for to, x in zip(self._views(self.numbers), fields, strict=True):
-            if to is not None and x is not None:
-                to.copy_(x)
+        self.numbers = torch.empty(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
+        gap = torch.zeros(3, dtype=torch.int32, device="cpu")
+        parts = [y for x in fields if x is not None for y in (x.view(-1), gap[: -x.numel() % 4])]
+        torch.cat(parts, out=self.numbers)
 
     def of(self, numbers: Tensor) -> Inputs:
         """The fields as views of a copy of `numbers`."""
@@ -155,23 +155,22 @@ class PromptBatch(_Laid):
             row for i, m in enumerate(counts) for row in range(i * length + (0 if every else m - 1), i * length + m)
         ]
         table = [[*p, *itertools.repeat(-1, blocks - len(p))] for p in pages]
-        return Inputs(_int32(ids), _int32(rows), _int32([0] * self.n), _table(table), _int32(counts), None, None)
+        return Inputs(int32(ids), int32(rows), int32([0] * self.n), _table(table), int32(counts), None, None)
 
     def _packed(
         self, prompts: Sequence[Sequence[int]], of_prompts: Sequence[Sequence[int]], page_size: int, every: bool
     ) -> Inputs:
-        ids, pages = ([_int32(x) for x in each] for each in (prompts, of_prompts))
+        ids, pages = ([int32(x) for x in each] for each in (prompts, of_prompts))
         positions = torch.cat([torch.arange(len(x), dtype=torch.int32, device="cpu") for x in ids])
         of_tokens = [p.repeat_interleave(page_size)[: len(x)] for p, x in zip(pages, ids, strict=True)]
-        ends = _int32(list(itertools.accumulate((len(x) for x in ids), initial=0)))
+        ends = int32(list(itertools.accumulate((len(x) for x in ids), initial=0)))
         rows = None if every else ends[1:] - 1
         return Inputs(
             torch.cat(ids), rows, positions % page_size, torch.cat(of_tokens)[:, None], None, positions, ends
         )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """New tokens of one sequence.
 
     Attributes:
@@ -233,15 +232,14 @@ class MixedBatch(_Laid):
         every: bool = False,
         pinned: bool = False,
     ) -> None:
-        newest = [part for part in parts if part.tokens is None]
         texts = [part for part in parts if part.tokens is not None]
-        self.rows = slots_of(max((part.slot + 1 for part in parts if part.last), default=1), slots)
-        n = self.newest = self.rows if newest else 0
+        self.rows = slots_of(max([part.slot for part in parts if part.last], default=0) + 1, slots)
+        n = self.newest = self.rows if len(texts) < len(parts) else 0
         ids, positions, pages, counts, lengths = ([0] * n for _ in range(5))
-        for part in newest:
-            slot, start = part.slot, part.start
-            positions[slot], pages[slot] = start, part.pages[start // page_size]
-            counts[slot], lengths[slot] = 1, start + 1
+        for slot, start, tokens, of_part, _ in parts:
+            if tokens is None:
+                positions[slot], pages[slot] = start, of_part[start // page_size]
+                counts[slot], lengths[slot] = 1, start + 1
         rows = list(range(n)) or [0] * self.rows
         ends = [0]
         for part in texts:
@@ -264,12 +262,12 @@ class MixedBatch(_Laid):
         empty = _sequences(len(texts) + 1) - len(texts) if texts or padding else 0
         tables = [[*part.pages, *itertools.repeat(-1, blocks - len(part.pages))] for part in texts]
         tables += [[-1] * blocks for _ in range(empty)]
-        at = _int32(positions)
+        at = int32(positions)
         fields = Inputs(
-            _int32(ids), None if every else _int32(rows), at % page_size, _int32(pages)[:, None], _int32(counts), at,
-            _int32([*ends, *[ends[-1]] * (empty - 1), total - n]) if empty else None,
-            _int32(lengths) if n else None,
-            _int32([*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]) if empty else None,
+            int32(ids), None if every else int32(rows), at % page_size, int32(pages)[:, None], int32(counts), at,
+            int32([*ends, *[ends[-1]] * (empty - 1), total - n]) if empty else None,
+            int32(lengths) if n else None,
+            int32([*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]) if empty else None,
             _table(tables) if empty else None,
         )  # fmt: skip
         if not every and total <= GRAPH_TOKENS:
@@ -283,13 +281,5 @@ def _sequences(n: int) -> int:
     return max(4, 1 << bits + bits % 2)
 
 
-def _int32(numbers: Sequence[int]) -> Tensor:
-    """`torch.tensor` of a list of 2048 takes several times as long."""
-    if not numbers:
-        return torch.empty(0, dtype=torch.int32, device="cpu")
-    # By name, so that an audit knows it for the host's; nothing is copied.
-    return torch.frombuffer(array.array("i", numbers), dtype=torch.int32).to("cpu")
-
-
 def _table(rows: Sequence[Sequence[int]]) -> Tensor:
-    return _int32([*itertools.chain.from_iterable(rows)]).view(len(rows), -1)
+    return int32(itertools.chain.from_iterable(rows)).view(len(rows), -1)

@@ -201,6 +201,7 @@ class Runner:
         self._of_rows = None if verifier is None else Numbers(max_batch * verifier.n_tokens, device)
         self.options = SlotOptions(max_batch, config.vocab, device, 1 if verifier is None else verifier.n_tokens)
         self._sampling = [Sampling()] * max_batch
+        self._drawing: set[int] = set()  # slots whose sampling is not greedy
         self._send_sampling(dict(enumerate(self._sampling)))
         # By slots, by how they are sampled (greedily, or not; None: outside of the graph), whether there are proposals,
         # and whether there is a group. With the graph's logits.
@@ -404,9 +405,9 @@ class Runner:
         self, new: Mapping[PagedSequence, Sequence[int] | None], last: Container[int], every: bool = False
     ) -> Tensor:  # fmt: skip
         """The logits of new tokens, behind newest tokens and parts in slots that are `last`, or of every token."""
-        starts = {s: s.length for s in new}
+        # With the pages that `extend` adds: the lists are the sequences' own.
+        parts = [Part(s.slot, s.length, t, s.pages, t is None or s.slot in last) for s, t in new.items()]
         self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
-        parts = [Part(s.slot, starts[s], t, s.pages, t is None or s.slot in last) for s, t in new.items()]
         laid_out = MixedBatch(
             parts, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
             pinned=self._device.type == "cuda",
@@ -430,7 +431,7 @@ class Runner:
 
     def _greedily(self, slots: Iterable[int]) -> bool:
         """Whether those slots are sampled by the kernel that draws nothing."""
-        return True in self._ways and all(self._sampling[slot].greedy for slot in slots)
+        return True in self._ways and self._drawing.isdisjoint(slots)
 
     def shorten(self, sequence: PagedSequence, n: int) -> None:
         """Tell the host that the last n tokens of a sequence were not accepted."""
@@ -626,6 +627,7 @@ class Runner:
             self._of_rows.send({slot * n + i: how for slot, how in changed.items() for i in range(n)})
         for slot, how in changed.items():
             self._sampling[slot] = how
+            (self._drawing.discard if how.greedy else self._drawing.add)(slot)
 
     def _sample_first(self, b: int, logits: Tensor, greedy: bool) -> None:
         self._sample(slice(0, b), logits, greedy)

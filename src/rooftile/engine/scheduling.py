@@ -12,6 +12,7 @@ later, the sequence that came last gives its pages back and is computed again.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ from rooftile.engine.runner import Runner, Sampling
 if TYPE_CHECKING:
     from rooftile.engine.generation import Top, Watch
     from rooftile.engine.speculation import Guess
+
+
+_RANK = operator.attrgetter("priority", "order")
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,10 +79,6 @@ class Request:
         return len(self.prompt) + self.limit - 1
 
     @property
-    def rank(self) -> tuple[int, int]:
-        return self.priority, self.order
-
-    @property
     def computed(self) -> int:
         """Tokens in the cache."""
         return 0 if self.sequence is None else self.sequence.length
@@ -119,7 +119,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         at = len(self.waiting)
-        while at and self.waiting[at - 1].rank > request.rank:
+        while at and _RANK(self.waiting[at - 1]) > _RANK(request):
             at -= 1
         self.waiting.insert(at, request)
 
@@ -189,28 +189,31 @@ class ContinuousScheduler(Scheduler):
         """
         work: dict[Request, int] = {}
         given_way = self.preemptions
-        running = sorted(self.unfinished(), key=lambda r: r.rank)
-        decoding = {r for r in running if r.decoding}
+        running = sorted(self.unfinished(), key=_RANK)
+        prompts = {r for r in running if not r.decoding}
         # Newest tokens take the rows of all slots up to the last one that gets a token.
-        last = max((r.sequence.slot for r in running if r.sequence is not None), default=-1)
+        last = max([r.sequence.slot for r in running if r.sequence is not None], default=-1)
+        decoding = len(prompts) < len(running)
         budget = self._prompt_tokens - (slots_of(last + 1, self._slots) if decoding else 0)
-        free = self._cache.free_pages  # without those that the step takes
+        free, size = self._cache.free_pages, self._page_size  # free: without those that the step takes
         for request in running:
             if self.preemptions > given_way and request not in self.running:
                 continue
-            n = 1 if request in decoding else min(len(request.filled) - request.computed, budget)
+            n = min(len(request.filled) - request.computed, budget) if request in prompts else 1
             if not n:
                 continue
-            missing = self._missing(request, request.computed + n)
-            if missing > free:
-                if not self._make_room(request, missing, work):
-                    continue
-                free = self._left(work)
+            sequence = request.sequence
+            if sequence is None or sequence.length + n > len(sequence.pages) * size:
+                missing = self._missing(request, n)
+                if missing > free:
+                    if not self._make_room(request, missing, work):
+                        continue
+                    free = self._left(work)
+                free -= missing
             work[request] = n
-            free -= missing
-            budget -= 0 if request in decoding else n
+            budget -= n if request in prompts else 0
         if self.preemptions == given_way:
-            self._start(budget, last if decoding else None, {r: n for r, n in work.items() if r not in decoding}, work)
+            self._start(budget, last if decoding else None, {r: work[r] for r in prompts if r in work}, work)
         return work
 
     def _start(
@@ -226,7 +229,7 @@ class ContinuousScheduler(Scheduler):
         if not (self.waiting and budget > 0 and slots):
             return
         coming = {name for request, n in prompts.items() for name in self._coming(request, n)}
-        promised = sum(self._promised(r, r.computed + work.get(r, 0)) for r in self.running)
+        promised = sum([self._promised(r, work.get(r, 0)) for r in self.running])
         for request in list(self.waiting):
             if last is not None:  # a new sequence takes the first free slot
                 before, last = last, max(last, len(self.running))
@@ -241,11 +244,15 @@ class ContinuousScheduler(Scheduler):
                 budget -= n
                 coming.update(self._coming(request, n))
             slots -= 1
-            promised += self._promised(request, request.computed + work.get(request, 0))
+            promised += self._promised(request, work.get(request, 0))
 
-    def _promised(self, request: Request, tokens: int) -> int:
-        """The pages kept for a request of so many tokens: for the rest of its prompt, and one more if it needs it."""
-        return self._missing(request, min(request.longest, max(len(request.filled), tokens) + self._page_size))
+    def _promised(self, request: Request, n: int) -> int:
+        """The pages kept for a request that gets n tokens: for the rest of its prompt, and one more if it needs it."""
+        sequence, size = request.sequence, self._page_size
+        computed, held = (0, 0) if sequence is None else (sequence.length, len(sequence.pages))
+        tokens = max(len(request.filled), computed + n) + size
+        most = len(request.prompt) + request.limit - 1
+        return max(0, -(-(most if most < tokens else tokens) // size) - held)
 
     def _coming(self, request: Request, n: int) -> list[bytes]:
         """The names of the pages that the next n tokens of a request complete."""
@@ -263,14 +270,14 @@ class ContinuousScheduler(Scheduler):
         pages = self._cache.find(names)
         return pages, names[len(pages)] if len(pages) < len(names) else None
 
-    def _missing(self, request: Request, tokens: int) -> int:
-        """The pages that a request needs to hold so many tokens, beside those it has."""
+    def _missing(self, request: Request, n: int) -> int:
+        """The pages that a request needs for n more tokens, beside those it has."""
         held = 0 if request.sequence is None else len(request.sequence.pages)
-        return max(0, -(-tokens // self._page_size) - held)
+        return max(0, -(-(request.computed + n) // self._page_size) - held)
 
     def _left(self, work: dict[Request, int]) -> int:
         """The free pages that a step leaves."""
-        return self._cache.free_pages - sum(self._missing(r, r.computed + n) for r, n in work.items())
+        return self._cache.free_pages - sum([self._missing(r, n) for r, n in work.items()])
 
     def _make_room(self, request: Request, missing: int, work: dict[Request, int]) -> bool:
         """Find so many pages for a request; false if it had to give its own back.
@@ -278,7 +285,7 @@ class ContinuousScheduler(Scheduler):
         Those that came last give way first. Steps that were launched go on: a freed page is written by later ones.
         """
         while missing > self._left(work):
-            last = max(self.running, key=lambda r: r.rank)
+            last = max(self.running, key=_RANK)
             self.preemptions += 1
             work.pop(last, None)
             self.remember(last)

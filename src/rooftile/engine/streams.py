@@ -62,7 +62,9 @@ class Channel:
             self.error = item if isinstance(item, RequestError) else None
             if self._threads:
                 self._changed.notify_all()
-            waiters, self._waiters = self._waiters, []
+            waiters = self._waiters
+            if waiters:
+                self._waiters = []
         return waiters
 
     def put_back(self, item: StreamChunk | RequestError) -> None:
