@@ -26,18 +26,26 @@ def test_without_results_the_tables_say_so(tmp_path):
     assert serving.under_load(tmp_path) == serving.speculated(tmp_path) == NO_RESULTS
 
 
-def test_the_server_stands_beside_its_engine(results):
+def test_the_server_and_vllm_stand_beside_the_engine(results):
     folder, write = results
     workload = {"prompt": 512, "new": 128, "fixed": False, "prefix": 2048}
     figures = dict.fromkeys(("tokens_per_s", "requests_per_s", "good_per_s"), 5.0)
     figures |= dict.fromkeys(("first_p50", "first_p99", "each_p50", "each_p99", "longest_gap"), 0.25)
     row = {"impl": "rooftile http", "clients": 8, "requests": 16, "failed": 0, "seconds": 1.0, **figures}
-    write(load.FOLDER, {"workload": workload}, [{**row, "of_offline": 0.5}, {**row, "rate": 4.0, "host_us": 800.0}])
-    head, *_, first, second = serving.under_load(folder).splitlines()
-    assert head.startswith("`model`, 512 + 128 tokens on average after 2048 that all have in common: **H100**")
+    ours = {**row, "rate": 4.0, "host_us": 800.0, "ratio_to_best_peer": 1.25}
+    theirs = {**row, "impl": "vllm", "engine": {"version": "0.24.0", "max_batch": "256", "step_tokens": "16384"}}
+    absent = {"impl": "vllm", "rate": 8.0, "requests": 0, "failed": 0, "status": "absent"}
+    write(load.FOLDER, {"workload": workload}, [{**row, "of_offline": 0.5}, ours, theirs, absent])
+    head, *_, first, second, third, fourth = serving.under_load(folder).splitlines()
+    assert head.startswith(
+        "`model`, 512 + 128 tokens on average after 2048 that all have in common, "
+        "vLLM 0.24.0: at most 256 sequences at a time and 16384 tokens of a step: **H100**"
+    )
     assert [cell.strip() for cell in first.split("|")[1:4]] == ["8 clients", "rooftile http", "16"]
-    assert [cell.strip() for cell in first.split("|")[-4:-1]] == ["250", "–", "0.50"]
-    assert [cell.strip() for cell in second.split("|")[-4:-1]] == ["250", "800", "–"]
+    assert [cell.strip() for cell in first.split("|")[-5:-1]] == ["250", "–", "0.50", "–"]
+    assert [cell.strip() for cell in second.split("|")[-5:-1]] == ["250", "800", "–", "1.25"]
+    assert [cell.strip() for cell in third.split("|")[2:6]] == ["vllm", "16", "0", "5.000"]
+    assert [cell.strip() for cell in fourth.split("|")[2:7]] == ["vllm", "0", "0", "absent", "–"]
 
 
 def test_plain_decoding_stands_beside_proposals(results):

@@ -8,7 +8,8 @@ Prompts are random token ids. Their lengths, and how many tokens each asks for, 
 distributions, as those of conversations are: many are short, and a few are long. Every answer has as many tokens as
 were asked for; one that has not counts as failed.
 
-With `--http`, this project's server answers the same requests first, from processes of its own over loopback.
+With `--http`, this project's server answers the same requests first, from processes of its own over loopback. With
+`--peers vllm`, vLLM's engine does so before both (`rooftile.bench.vllm`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ SPREAD = 0.9  # the standard deviation of a length's logarithm
 TAIL = 6  # times the mean, and no length is longer
 WARM = 4  # requests at once before an open loop; before a closed one there are as many as clients
 TIMEOUT_S = 600.0  # without a token
+PEERS = ("vllm",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +208,14 @@ class Answer:
     def gaps(self) -> list[float]:
         return [b - a for a, b in itertools.pairwise(self.times)]
 
+    def end(self) -> None:
+        """An answer of another length than was asked for has failed."""
+        if self.tokens != self.request.new:
+            self.error = f"{self.tokens} tokens, expected {self.request.new}"
 
-async def _ask(target: Target, request: Request, answers: list[Answer]) -> None:
-    answer = Answer(request, time.perf_counter())
+
+async def _ask(target: Target, request: Request, arrived: float, answers: list[Answer]) -> None:
+    answer = Answer(request, arrived)
     answers.append(answer)
     try:
         async for tokens in target.tokens(request):
@@ -217,8 +224,7 @@ async def _ask(target: Target, request: Request, answers: list[Answer]) -> None:
     except Exception as error:
         answer.error = f"{type(error).__name__}: {error}"
     else:
-        if answer.tokens != request.new:
-            answer.error = f"{answer.tokens} tokens, expected {request.new}"
+        answer.end()
 
 
 async def open_loop(target: Target, requests: Sequence[Request], arrivals: Sequence[float]) -> list[Answer]:
@@ -227,7 +233,7 @@ async def open_loop(target: Target, requests: Sequence[Request], arrivals: Seque
     start, tasks = time.perf_counter(), []
     for request, at in zip(requests, arrivals, strict=True):
         await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-        tasks.append(asyncio.create_task(_ask(target, request, answers)))
+        tasks.append(asyncio.create_task(_ask(target, request, start + at, answers)))
     await asyncio.gather(*tasks)
     return answers
 
@@ -239,7 +245,7 @@ async def closed_loop(target: Target, requests: Sequence[Request], clients: int)
 
     async def client() -> None:
         for request in waiting:
-            await _ask(target, request, answers)
+            await _ask(target, request, time.perf_counter(), answers)
 
     await asyncio.gather(*(client() for _ in range(min(clients, len(requests)))))
     return answers
@@ -299,6 +305,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """A row under `COLUMNS`."""
     head = [load_name(row), row["impl"], str(row["requests"]), str(row["failed"])]
     if "seconds" not in row:
+        head += [row["status"]] if "status" in row else []
         return head + ["–"] * (len(COLUMNS) - len(head))
     rates = [report.number(row[name], 4) for name in ("tokens_per_s", "requests_per_s", "good_per_s")]
     names = ("first_p50", "first_p99", "each_p50", "each_p99", "longest_gap")
@@ -324,12 +331,19 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], limits: Limits, me
             out.print(f"{load_name(row)}, {row['impl']}: {report.number(row['host_us'])} us a step on the host")
         if "of_offline" in row:
             out.print(f"{load_name(row)}, {row['impl']}: {report.ratio(row['of_offline'])} of the engine's tokens/s")
-        if row["failed"]:
-            out.print(f"{load_name(row)}: {row['message']}", markup=False, highlight=False, soft_wrap=True)
+        if "ratio_to_best_peer" in row:
+            ratio = report.ratio(row["ratio_to_best_peer"])
+            out.print(f"{load_name(row)}, {row['impl']}: {ratio} of the best baseline's tokens/s")
+        if row["message"]:
+            text = f"{load_name(row)}, {row['impl']}: {row['message']}"
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Write the rows, and those that the file has of this machine, commit and workload; all that it has then."""
+    """Write the rows, and those that the file has of this machine, commit and workload; all that it has then.
+
+    A row of a baseline that is absent replaces none.
+    """
 
     def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return row["impl"], row.get("rate"), row.get("clients")
@@ -338,7 +352,8 @@ def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
         if may_join(meta, before["meta"], ("workload", "limits")):
-            every = {key(row): row for row in before["rows"]} | every
+            found = {key(row): row for row in before["rows"]}
+            every = found | {k: row for k, row in every.items() if k not in found or "status" not in row}
     ordered = sorted(every.values(), key=lambda row: (row.get("rate") or 0, row.get("clients") or 0, row["impl"]))
     lines = ",\n".join(json.dumps(row) for row in ordered)
     write_whole(path, f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
@@ -382,6 +397,7 @@ class Settings:
         weights: "random", or a checkpoint's folder.
         url: of a server; without one, an engine in this process.
         http: measure this project's server, in a process of its own, before that engine.
+        peers: of `PEERS`, those to measure before both.
         impl: what the rows call it.
         rates, clients: open loops of so many requests a second, and closed loops of so many clients.
         engine: options of `AsyncEngine.from_config`.
@@ -399,6 +415,7 @@ class Settings:
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensor_parallel: int = 1
     http: bool = False
+    peers: Sequence[str] = ()
     json: Path | None = None
     results: Path | None = None
 
@@ -413,28 +430,54 @@ class Settings:
 Done = Callable[[dict[str, Any]], None]  # takes a row as soon as its load has ended
 
 
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A load of a run.
+
+    Args:
+        named: its rate or its clients, as rows have them.
+        warm_up: requests that come before it, all at once, and do not count.
+        requests: those that count.
+        arrivals: the seconds at which they arrive, of an open loop.
+    """
+
+    named: dict[str, Any]
+    warm_up: list[Request]
+    requests: list[Request]
+    arrivals: list[float] | None
+
+
+def loads(settings: Settings) -> Iterator[Load]:
+    """Those that the settings ask for, one after another."""
+    work = settings.workload
+    unlike = dataclasses.replace(work, prefix=0, seed=work.seed + 3)
+    every: list[dict[str, Any]] = [{"rate": rate} for rate in settings.rates]
+    every += [{"clients": clients} for clients in settings.clients]
+    for named in every:
+        name = load_name(named)
+        # So many at once, because kernels are compiled and graphs are captured for each size of a batch.
+        warm_up = dataclasses.replace(unlike, requests=named.get("clients", WARM)).draw(name)
+        if "rate" in named:
+            yield Load(named, warm_up, work.draw(name), work.arrivals(named["rate"]))
+        else:
+            yield Load(named, warm_up, work.of_clients(named["clients"]).draw(name), None)
+
+
 async def measure(target: Target, settings: Settings, console: Console, done: Done) -> None:
     """A row for each load, one after another."""
-    unlike = dataclasses.replace(settings.workload, prefix=0, seed=settings.workload.seed + 3)
-    loads: list[dict[str, Any]] = [{"rate": rate} for rate in settings.rates]
-    loads += [{"clients": clients} for clients in settings.clients]
-    for load in loads:
-        # So many at once, because kernels are compiled and graphs are captured for each size of a batch.
-        at_once = load.get("clients", WARM)
-        await closed_loop(target, dataclasses.replace(unlike, requests=at_once).draw(load_name(load)), at_once)
+    for load in loads(settings):
+        await closed_loop(target, load.warm_up, len(load.warm_up))
         before = target.counts()
-        if "rate" in load:
-            requests = settings.workload.draw(load_name(load))
-            answers = await open_loop(target, requests, settings.workload.arrivals(load["rate"]))
+        if load.arrivals is None:
+            answers = await closed_loop(target, load.requests, load.named["clients"])
         else:
-            requests = settings.workload.of_clients(load["clients"]).draw(load_name(load))
-            answers = await closed_loop(target, requests, load["clients"])
-        row = row_of(settings.impl, load, answers, settings.limits)
+            answers = await open_loop(target, load.requests, load.arrivals)
+        row = row_of(settings.impl, load.named, answers, settings.limits)
         after = target.counts()
         if before is not None and after is not None and after[0] > before[0]:
             steps = after[0] - before[0]
             row |= {"steps": steps, "host_us": 1e6 * (after[1] - before[1]) / steps}
-        console.print(f"{load_name(load)}: {len(answers)} requests, {row['failed']} failed", highlight=False)
+        console.print(f"{load_name(row)}: {len(answers)} requests, {row['failed']} failed", highlight=False)
         done(row)
 
 
@@ -491,7 +534,7 @@ def _of_engine(settings: Settings, console: Console, done: Done) -> None:
         seconds = time.perf_counter() - since
         engine.add([1], max_new_tokens=1, ignore_eos=True).result()
         start: dict[str, Any] = {"load_s": seconds}
-        if not settings.http:  # which ran before
+        if not settings.http and not settings.peers:  # which ran before
             start["start_to_first_token_s"] = _age()
         if settings.weights != RANDOM:
             start["load_gbs"] = engine.engine.weights.nbytes / seconds / 1e9
@@ -540,24 +583,39 @@ def _of_own_server(settings: Settings, console: Console, done: Done) -> None:
         process.join()
 
 
-def compare(rows: Sequence[dict[str, Any]], impl: str) -> None:
-    """Write into each row of the server the part of the engine's tokens/s that it has."""
-    ours = {load_name(row): row for row in rows if row["impl"] == impl}
+def compare(rows: Sequence[dict[str, Any]], impl: str, peers: Sequence[str] = ()) -> None:
+    """Write into our rows their tokens/s over the fastest baseline's, and into the server's those over the engine's."""
+    speed = {(load_name(row), row["impl"]): row["tokens_per_s"] for row in rows if "seconds" in row}
     for row in rows:
-        beside = ours.get(load_name(row))
-        if row["impl"] != impl and beside and "seconds" in beside and "seconds" in row:
-            row["of_offline"] = row["tokens_per_s"] / beside["tokens_per_s"]
+        if row["impl"] in peers or "seconds" not in row:
+            continue
+        load = load_name(row)
+        if row["impl"] != impl and (load, impl) in speed:
+            row["of_offline"] = row["tokens_per_s"] / speed[load, impl]
+        if beside := [speed[load, peer] for peer in peers if (load, peer) in speed]:
+            row["ratio_to_best_peer"] = row["tokens_per_s"] / max(beside)
+
+
+def _check(settings: Settings) -> None:
+    """Raise ValueError for what does not go together."""
+    if settings.http and settings.url:
+        raise ValueError("--http starts a server of this project; --url names another one")
+    if unknown := [name for name in settings.peers if name not in PEERS]:
+        raise ValueError(f"unknown baseline {', '.join(unknown)}; known baselines: {', '.join(PEERS)}")
+    if settings.peers and settings.url:
+        raise ValueError("--peers are measured beside an engine of this process; --url names a server")
+    if settings.peers and settings.engine.get("quantize") is not None:
+        raise ValueError(f"--peers have no --quantize {settings.engine['quantize']}; --weights PATH may be quantized")
 
 
 def run(settings: Settings, console: Console) -> int:
-    """Measure, show and write. Returns 1 if a request failed, else 0.
+    """Measure, show and write. Returns 1 if a request failed that was not a baseline's, else 0.
 
     Raises:
-        ValueError: results are requested in the interpreter, or both a URL and this project's server are.
+        ValueError: results are requested in the interpreter, a baseline is not known, or options exclude each other.
         OSError: the server cannot be reached, or has failed.
     """
-    if settings.http and settings.url:
-        raise ValueError("--http starts a server of this project; --url names another one")
+    _check(settings)
     measures = runtime.MODE is runtime.Mode.GPU or settings.url is not None
     check_results(settings.results, measures)
     meta = {
@@ -571,15 +629,19 @@ def run(settings: Settings, console: Console) -> int:
 
     def done(row: dict[str, Any]) -> None:
         """Write it now, before a failure at a later load loses it."""
-        if not settings.url:
+        if not settings.url and row["impl"] not in settings.peers:
             row["engine"] = {name: str(value) for name, value in settings.engine.items()}
         rows.append(row)
-        compare(rows, settings.impl)
+        compare(rows, settings.impl, settings.peers)
         if settings.json is not None:
             write_whole(settings.json, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         if path is not None:
             write(path, meta, rows)
 
+    if "vllm" in settings.peers:
+        from rooftile.bench import vllm
+
+        vllm.measure(settings, console, done)
     if settings.http:
         _of_own_server(settings, console, done)
     if settings.url:
@@ -589,4 +651,4 @@ def run(settings: Settings, console: Console) -> int:
     show(console, rows, settings.limits, measures)
     if path is not None and (chart := draw(path)) is not None:
         console.print(str(chart), highlight=False, soft_wrap=True)
-    return int(any(row["failed"] for row in rows))
+    return int(any(row["failed"] for row in rows if row["impl"] not in settings.peers))

@@ -95,7 +95,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "speculation": ("bench speculation --model llama-3-8b",),
     "serve": (
-        f"{_OFFLINE} --clients 64,128,256 --http",
+        f"{_OFFLINE} --clients 64,128,256 --http --peers vllm",
         f"{_OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",
         # First tokens of prompts with a common beginning, and of what follows it alone.
         *(
@@ -108,7 +108,7 @@ SUITES: dict[str, tuple[str, ...]] = {
             for way in ("", " --cascade --name rooftile_cascade")
         ),
         f"{_SERVE} --max-seq-len 1024 --clients 1,8,32,64,128,256",
-        f"{_SERVE} --max-seq-len 1024 --rate 8,16 --requests 256",
+        f"{_SERVE} --max-seq-len 1024 --rate 8,16 --requests 256 --peers vllm",
     ),
     "e2e": tuple(f"bench e2e {line} --dtype bf16 --seconds 1" for line in _E2E),
     "e2e-fp16": tuple(f"bench e2e {line} --dtype fp16 --seconds 1" for line in _E2E),

@@ -300,6 +300,14 @@ def bench_serve(
     http: Annotated[
         bool, typer.Option("--http", help="Measure `rooftile serve`'s server too, in a process of its own on loopback.")
     ] = False,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peers",
+            help="vllm: measure vLLM's engine too, in a process of its own, where it is installed; repeatable, or with "
+            "commas.",
+        ),
+    ] = None,
     first_limit: Annotated[
         float, typer.Option("--first", metavar="SECONDS", help="A good answer's first token comes within this.")
     ] = 0.5,
@@ -363,6 +371,7 @@ def bench_serve(
             },
             tensor_parallel=tensor_parallel,
             http=http,
+            peers=names_of(peers) or (),
             json=json_file,
             results=results,
         )  # fmt: skip

@@ -11,6 +11,8 @@ from rooftile.bench import load, speculation
 from rooftile.bench.docs.tables import NO_RESULTS, aged, is_older, machine, markdown
 from rooftile.bench.report import number, ratio
 
+RATIOS = {"of_offline": "of the engine", "ratio_to_best_peer": "over vLLM"}  # of tokens/s
+
 
 def _files(results: Path, folder: str) -> Iterator[tuple[Mapping[str, Any], list[dict[str, Any]]]]:
     for path in sorted(results.glob(f"*/{folder}/*.json")):
@@ -29,8 +31,8 @@ def under_load(results: Path) -> str:
         asked = meta["workload"]
         lengths = f"{asked['prompt']} + {asked['new']} tokens{'' if asked['fixed'] else ' on average'}"
         prefix = f" after {asked['prefix']} that all have in common" if asked.get("prefix") else ""
-        cells = [[*load.cells(row), number(row.get("host_us")), ratio(row.get("of_offline"))] for row in rows]
-        columns = (*load.COLUMNS, "host, us a step>", "of the engine>")
+        cells = [[*load.cells(row), number(row.get("host_us")), *map(ratio, map(row.get, RATIOS))] for row in rows]
+        columns = (*load.COLUMNS, "host, us a step>", *(f"{said}>" for said in RATIOS.values()))
         said = f"`{meta['model']}`, {lengths}{prefix}{_engines(rows)}"
         parts += [f"{said}: {_machine(meta, 'serve')}", "", markdown(columns, cells), ""]
     return "\n".join(parts).strip() or NO_RESULTS
@@ -38,12 +40,12 @@ def under_load(results: Path) -> str:
 
 def _engines(rows: list[dict[str, Any]]) -> str:
     """The sizes of the engines, where rows say them."""
-    names = {"max_batch": "sequences at a time", "step_tokens": "tokens of a step"}
-    found = {tuple(row["engine"].get(name) for name in names) for row in rows if "engine" in row}
-    sizes = [
-        "at most " + " and ".join(f"{n} {said}" for n, said in zip(each, names.values(), strict=True)) for each in found
-    ]
-    return f", {' or '.join(sorted(sizes))}" if sizes else ""
+    found = set()
+    for engine in (row["engine"] for row in rows if "engine" in row):
+        impl = f"vLLM {engine['version']}: " if "version" in engine else ""
+        sizes = f"{engine.get('max_batch')} sequences at a time and {engine.get('step_tokens')} tokens of a step"
+        found.add(f"{impl}at most {sizes}")
+    return f", {', '.join(sorted(found))}" if found else ""
 
 
 def speculated(results: Path) -> str:
