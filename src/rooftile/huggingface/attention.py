@@ -6,8 +6,9 @@ Two functions are registered. `attention_mask` describes which keys a query sees
 - `(B, Tk)` if there is padding too;
 - `(B, n)` with fewer columns than keys if only the first n are filled, as by a prompt in a new static cache, and
   `(0, n)`, without rows, if all of these are valid;
-- `(1, 2, 2 B + 1)`, the starts of queries and keys as `rooftile.attention_varlen` takes them, if only the device knows
-  how many keys are filled: a prompt's later part in a static cache, or a prompt in one that is reset or allocated ahead;
+- `(1, 2, 2 B + 1)`, where queries and keys start as for `rooftile.attention_varlen`, if all filled keys are valid and
+  only the device knows how many they are: a prompt's later part in a static cache, or a prompt in one that was reset
+  or allocated before;
 - the starts of sequences, in one dimension, if position_ids that restart say that they are packed;
 - the full `(B, 1, Tq, Tk)` for everything else: a model's own masks, steps of one token in static caches, a later part
   with padding, packed sequences in graphs of torch.compile.
@@ -15,8 +16,8 @@ Two functions are registered. `attention_mask` describes which keys a query sees
 `attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for several tokens with a full
 mask, packed sequences and later parts by `rooftile.attention_varlen`, and everything else by `rooftile.attention`.
 
-In a graph of torch.compile nobody can see whether a mask that is given, `(B, T)`, says that all keys are valid, so the
-kernels get it as padding. Prompts without one run without a mask in static caches too.
+A graph of torch.compile can't read whether a mask that it is given says that all keys are valid, so such a mask is
+padding there. Without one, prompts in static caches have no mask in graphs either.
 
 So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the
 window are skipped.
@@ -101,7 +102,7 @@ def attention_mask(
         plain = told and local_size == getattr(config, "sliding_window", None) and not chunked
     if allow_is_causal_skip and plain and aligned:
         return _padding(attention_mask, kv_length, kv_offset)
-    if allow_is_causal_skip and plain and q_length > 1 and type(kv_offset) is int and kv_offset == 0:
+    if allow_is_causal_skip and plain and q_length > 1 and kv_offset == 0:
         # A static cache that is not full: no query sees the keys after it.
         end = q_offset + q_length
         if not isinstance(end, Tensor):
@@ -192,7 +193,7 @@ def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
 
 
 def _shows_all(mask: Tensor | None, end: Tensor) -> bool:
-    """Whether the keys before `end` are known to be valid. Synchronizes as `_padding` does, and without a mask never."""
+    """Whether the keys before `end` are known to be valid. With a mask it synchronizes, as `_padding` does."""
     if mask is None:
         return True
     if torch.compiler.is_compiling() or _is_capturing(mask.device):
@@ -276,7 +277,8 @@ class _Call:
         """One mask, `(B or 1, H or 1, Tq, Tk)`, of padding, causal rule, window and packing; bool or floating."""
         n_q, n_k = self.q.shape[2], self.k.shape[2]
         keys = torch.arange(n_k, device=self.q.device)
-        places = (torch.arange(n_q, device=self.q.device) + (n_k if self.filled is None else self.filled) - n_q)[:, None]
+        end = n_k if self.filled is None else self.filled
+        places = (torch.arange(n_q, device=self.q.device) + (end - n_q))[:, None]
         seen = self.mask
         if seen is None or seen.dim() != 4:
             seen = None if seen is None else seen[:, None, None, :].bool()
@@ -354,8 +356,8 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() == 1:
         starts, call.mask = (attention_mask, attention_mask), None
     elif attention_mask is not None and attention_mask.dim() == 3:
-        starts_q, starts_k = attention_mask[0].unbind()
-        starts, call.mask, call.causal, call.filled = (starts_q, starts_k), None, True, starts_k[1:2]
+        starts = (attention_mask[0, 0], attention_mask[0, 1])
+        call.mask, call.causal, call.filled = None, True, attention_mask[0, 1, 1:2]
     if (starts_q := options.get("cu_seq_lens_q")) is not None and query.shape[0] == 1 and position_bias is None:
         starts_k = options.get("cu_seq_lens_k")
         starts = (starts_q, starts_q if starts_k is None else starts_k)
