@@ -108,8 +108,9 @@ def attention_mask(
         if not isinstance(end, Tensor):
             if end < kv_length:
                 padding = _padding(attention_mask, end, 0)
-                every = torch.empty(0, end, dtype=torch.bool, device=options.get("device"))
-                return every if padding is None else padding.contiguous()
+                if padding is None:
+                    return torch.empty(0, end, dtype=torch.bool, device=options.get("device"))
+                return padding.contiguous()
         elif end.dim() == 0 and _shows_all(attention_mask, end):
             return _starts_in_cache(batch_size, q_length, kv_length, end)
     if attention_mask is None and (local_size is None or plain) and q_length == kv_length and aligned:
@@ -360,7 +361,7 @@ def attention_forward(
         call.mask, call.causal, call.filled = None, True, attention_mask[0, 1, 1:2]
     if (starts_q := options.get("cu_seq_lens_q")) is not None and query.shape[0] == 1 and position_bias is None:
         starts_k = options.get("cu_seq_lens_k")
-        starts = (starts_q, starts_q if starts_k is None else starts_k)
+        starts, call.filled = (starts_q, starts_q if starts_k is None else starts_k), None
     elif starts is not None:
         longest = getattr(attention_mask, "longest", query.shape[2])
         longest_k = longest if call.filled is None else key.shape[2]
