@@ -13,6 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import transformers
 from helpers import Calls, nightly_but
 from tiny_models import _TINY, BY_TITLE, DEVICE, assert_same_gradients, build, error, gradients, tokens
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile.huggingface import attention, patch
 from rooftile.huggingface.attention import register_attention
@@ -142,22 +144,172 @@ def test_greedy_tokens_of_a_padded_batch_are_decoded(title, cache):
     assert any(m is not None and not m.all() for m in masks), "a window may have left the padding behind"
 
 
-@pytest.mark.parametrize("title", nightly_but(("Llama",), ("Llama", "Gemma 2", "Gemma 3", "gpt-oss")))
-def test_a_prompt_in_a_new_static_cache_has_no_mask(title):
-    """Nor do its queries read the keys that are not filled."""
+def scoring(func, args):
+    """Of a call of an op: its name, and the values of its mask and of its window in keys, None for none."""
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+    window = given["window"] if "window" in given else given["left"] + 1 or None
+    return func._schema.name.partition("::")[2], given.get("mask"), window
+
+
+def assert_no_masks(calls, config, forwards):
+    """One op without a mask, and with its layer's window, for each layer and forward."""
+    ran = [scoring(func, args) for func, args, _ in calls]
+    assert all(mask is None for _, mask, _ in ran)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert Counter(window for *_, window in ran) == Counter(windows * forwards)
+    return Counter(name for name, *_ in ran)
+
+
+def static_cache(model, ids, allocated=False):
+    """One of 40 tokens, to which ids were written."""
+    config = model.config
+    cache = transformers.StaticCache(config=config, max_cache_len=40)
+    if allocated:
+        sizes = {"num_heads": config.num_key_value_heads, "head_dim": model.model.layers[0].self_attn.head_dim}
+        cache.early_initialization(batch_size=ids.shape[0], **sizes, dtype=torch.float32, device=DEVICE)
+    if ids.shape[1]:
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+    return cache
+
+
+KINDS = nightly_but(("Llama", "Gemma 3"), ("Llama", "Gemma 2", "Gemma 3", "gpt-oss"))
+
+
+@pytest.mark.parametrize("title", KINDS)
+@pytest.mark.parametrize("chunk", [None, 18])
+def test_generate_with_a_static_cache_masks_no_prompt(title, chunk):
+    """Nor do a prompt's queries read keys that are not filled, in a cache that is new. In parts of 18 tokens, too."""
     eager, ours = pair(title)
     ids = tokens(20, 2)
     options = {"max_new_tokens": 3, "do_sample": False, "min_new_tokens": 3, "cache_implementation": "static"}
+    options |= {"disable_compile": True, "prefill_chunk_size": chunk}
     with Calls() as record:
-        found = ours.generate(ids, disable_compile=True, **options)
-    assert torch.equal(found, eager.generate(ids, disable_compile=True, **options))
-    prompts = [args for func, args, _ in record.calls if func._schema.name == "rooftile::attention"]
-    assert len(prompts) == ours.config.get_text_config().num_hidden_layers
-    assert all(args[1].shape[1] == args[0].shape[1] == 20 for args in prompts)
-    # With layers of several kinds transformers 5.23 copies the mask that says that all keys are valid.
-    copied = "sliding_attention" in (getattr(ours.config.get_text_config(), "layer_types", None) or ())
-    for args in prompts:
-        assert args[3] is None or (copied and args[3].shape[-2:] == (1, 20) and args[3].all())
+        found = ours.generate(ids, **options)
+    assert torch.equal(found, eager.generate(ids, **options))
+    prompts = [call for call in record.calls if call[1][0].shape[1] > 1 and scoring(*call[:2])[0] != "decode_attention"]
+    assert all(mask is None for _, mask, _ in (scoring(*call[:2]) for call in record.calls if call[1][0].shape[1] > 1))
+    assert len(prompts) == ours.config.num_hidden_layers
+    if chunk is None:
+        assert all(args[1].shape[1] == args[0].shape[1] == 20 for _, args, _ in prompts)
+
+
+# The whole cache; parts before and after a window of 8 is full, some of few tokens.
+@pytest.mark.each_once
+@pytest.mark.parametrize("title", KINDS)
+@pytest.mark.parametrize("parts", [(40,), (20, 20), (5, 2, 30), (3, 18, 17)], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_parts_of_a_prompt_in_a_static_cache_have_no_mask(title, parts, batch):
+    ids = tokens(sum(parts), batch)
+    found = []
+    for model in pair(title):
+        cache = static_cache(model, ids[:, :0])
+        with torch.no_grad(), Calls() as record:
+            found.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(parts, 1)], dim=1))
+    assert error(found[1], found[0]) < TOLERANCE
+    ran = assert_no_masks(record.calls, model.config, len(parts))
+    assert ("attention_varlen" in ran) == (len(parts) > 1)
+
+
+@pytest.mark.parametrize("title", KINDS)
+def test_a_prompt_in_a_static_cache_that_was_reset_or_allocated_has_no_mask(title):
+    eager, ours = pair(title)
+    ids = tokens(20, 2)
+    for allocated in (False, True):
+        found = []
+        for model in (eager, ours):
+            cache = static_cache(model, ids[:, : 0 if allocated else 9], allocated)
+            cache.reset()
+            with torch.no_grad(), Calls() as record:
+                found.append(model(ids, past_key_values=cache).logits)
+        assert error(found[1], found[0]) < TOLERANCE
+        assert_no_masks(record.calls, ours.config, 1)
+
+
+@pytest.mark.parametrize("title", KINDS)
+def test_masks_of_later_parts(title):
+    """All ones: none. Padding, or a mask of fewer tokens than there are: as eager attention does it."""
+    eager, ours = pair(title)
+    ids, padding = padded(30, 2, "left")
+    ones = torch.ones_like(padding)
+    for mask, is_masked in ((ones, False), (torch.nn.functional.pad(ones, (0, 10), value=1), False), (padding, True),
+                            (ones[:, :29], True)):  # fmt: skip
+        found = []
+        for model in (eager, ours):
+            cache = static_cache(model, ids[:, :0])
+            with torch.no_grad(), Calls() as record:
+                model(ids[:, :11], past_key_values=cache, attention_mask=mask[:, :11])
+                first = len(record.calls)
+                found.append(model(ids[:, 11:], past_key_values=cache, attention_mask=mask).logits)
+        assert error(found[1], found[0]) < TOLERANCE
+        if is_masked:
+            assert any(scoring(func, args)[1] is not None for func, args, _ in record.calls[first:])
+        else:
+            assert_no_masks(record.calls, ours.config, 2)
+
+
+def test_the_host_does_not_wait_for_the_length_of_a_static_cache():
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    with Reads():
+        mask = attention.attention_mask(2, 20, 48, q_offset=torch.tensor(11, device=DEVICE))
+        assert attention.attention_mask(2, 20, 48, attention_mask=mask) is mask  # once more, in the model's forward
+    assert mask.tolist() == [[[0, 20, 20, 40, 40], [0, 31, 48, 79, 96]]]
+
+
+def test_later_parts_that_the_kernels_lack():
+    """float64: PyTorch's attention, with a mask of the keys that are filled."""
+    found = []
+    for model in pair("Gemma 3"):
+        model.double()
+        cache = static_cache(model, tokens(11, 2))
+        with torch.no_grad():
+            found.append(model(tokens(20, 2), past_key_values=cache).logits)
+    assert error(found[1], found[0]) < TOLERANCE  # the model's own softmax is in float32
+
+
+def test_a_prompt_of_a_decoder_with_a_bias_in_a_static_cache():
+    """The bias is as wide as the cache."""
+    eager, ours = pair("T5")
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    options |= {"disable_compile": True, "decoder_input_ids": tokens(7, 2)}
+    assert torch.equal(ours.generate(tokens(20, 2), **options), eager.generate(tokens(20, 2), **options))
+
+
+# In an allocated cache the host knows the length of layers with a window, and the device that of the others.
+@pytest.mark.parametrize(
+    ("title", "past"),
+    [
+        ("Gemma 3", 0),
+        pytest.param("Gemma 2", 11, marks=pytest.mark.nightly),
+        pytest.param("gpt-oss", None, marks=pytest.mark.nightly),
+        pytest.param("Llama", None, marks=pytest.mark.nightly),
+        pytest.param("Llama", 11, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_graph_of_a_prompt_in_a_static_cache_has_no_mask(title, past):
+    """In a cache of that many tokens; None is one without memory."""
+    eager, ours = pair(title)
+    ids, before = tokens(20, 2), tokens(past or 0, 2)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours.forward, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    with torch.no_grad():
+        expected = eager(ids, past_key_values=static_cache(eager, before, past is not None)).logits
+        found = compiled(ids, past_key_values=static_cache(ours, before, past is not None)).logits
+    assert error(found, expected) < TOLERANCE
+    (graph,) = graphs
+    ops = [(n.target, n.args, None) for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "rooftile"]
+    assert_no_masks(ops, ours.config, 1)
 
 
 def test_masks_of_padding_and_of_one_token_are_decoded_and_others_are_not():

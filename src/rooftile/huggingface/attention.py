@@ -1,12 +1,23 @@
 """`attn_implementation="rooftile"`: Rooftile's attention in any model of transformers that asks for attention by name.
 
-Two functions are registered. `attention_mask` describes which keys a query sees. It returns None where the causal
-rule and the window say everything and the last query is aligned with the last key; `(B, Tk)` if there is padding too;
-`(B, n)` with fewer columns than keys if only the first n are filled, as by a prompt in a new static cache; the starts
-of sequences, in one dimension, if position_ids that restart say that they are packed; and the full `(B, 1, Tq, Tk)` for
-everything else (later steps of static caches, a model's own masks, packed sequences in graphs of torch.compile).
+Two functions are registered. `attention_mask` describes which keys a query sees. It returns
+
+- None where the causal rule and the window say everything and the last query is aligned with the last key;
+- `(B, Tk)` if there is padding too;
+- `(B, n)` with fewer columns than keys if only the first n are filled, as by a prompt in a new static cache, and
+  `(0, n)`, without rows, if all of these are valid;
+- `(1, 2, 2 B + 1)`, where queries and keys start as for `rooftile.attention_varlen`, if all filled keys are valid and
+  only the device knows how many they are: a prompt's later part in a static cache, or a prompt in one that was reset
+  or allocated before;
+- the starts of sequences, in one dimension, if position_ids that restart say that they are packed;
+- the full `(B, 1, Tq, Tk)` for everything else: a model's own masks, steps of one token in static caches, a later part
+  with padding, packed sequences in graphs of torch.compile.
+
 `attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for several tokens with a full
-mask, packed sequences by `rooftile.attention_varlen`, and everything else by `rooftile.attention`.
+mask, packed sequences and later parts by `rooftile.attention_varlen`, and everything else by `rooftile.attention`.
+
+A graph of torch.compile can't read whether a mask that it is given says that all keys are valid, so such a mask is
+padding there. Without one, prompts in static caches have no mask in graphs either.
 
 So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the
 window are skipped.
@@ -74,8 +85,13 @@ def attention_mask(
     """The mask in the form that `attention_forward` takes. transformers calls it, with its own arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+    # `generate` makes the masks of static caches before the forward, which may pass them here as padding.
+    if attention_mask is not None and attention_mask.dim() == 3:
+        return attention_mask
+    if attention_mask is not None and attention_mask.shape[0] == 0:
+        attention_mask = None
     mask_function = causal_mask_function if mask_function is None else mask_function
-    # transformers allows the skip if nothing was added to the pattern. With a static cache the host does not know the
+    # transformers allows the skip if nothing was added to the pattern. With a static cache the host may not know the
     # last query's position, and with a window the cache may not hold the first keys yet.
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if local_size is None:
@@ -86,11 +102,17 @@ def attention_mask(
         plain = told and local_size == getattr(config, "sliding_window", None) and not chunked
     if allow_is_causal_skip and plain and aligned:
         return _padding(attention_mask, kv_length, kv_offset)
-    starts = type(q_offset) is int and q_offset == kv_offset == 0 and 1 < q_length < kv_length
-    if allow_is_causal_skip and plain and starts and not torch.compiler.is_compiling():
-        # A prompt in a new static cache: no query sees the keys after it.
-        padding = _padding(attention_mask, q_length, 0)
-        return _seen(q_length, options.get("device")) if padding is None else padding.contiguous()
+    if allow_is_causal_skip and plain and q_length > 1 and kv_offset == 0:
+        # A static cache that is not full: no query sees the keys after it.
+        end = q_offset + q_length
+        if not isinstance(end, Tensor):
+            if end < kv_length:
+                padding = _padding(attention_mask, end, 0)
+                if padding is None:
+                    return torch.empty(0, end, dtype=torch.bool, device=options.get("device"))
+                return padding.contiguous()
+        elif end.dim() == 0 and _shows_all(attention_mask, end):
+            return _starts_in_cache(batch_size, q_length, kv_length, end)
     if attention_mask is None and (local_size is None or plain) and q_length == kv_length and aligned:
         sequences = _sequences(mask_function, local_size)
         if sequences is not None and not torch.compiler.is_compiling() and not _is_capturing(sequences.device):
@@ -166,9 +188,27 @@ def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
     mask = mask[:, kv_offset : kv_offset + kv_length]
     if mask.shape[1] < kv_length:
         mask = nn.functional.pad(mask, (0, kv_length - mask.shape[1]))
-    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or _is_capturing(mask.device):
         return mask
     return None if bool(mask.all()) else mask  # synchronizes once a forward, as transformers' own masks do
+
+
+def _shows_all(mask: Tensor | None, end: Tensor) -> bool:
+    """Whether the keys before `end` are known to be valid. With a mask it synchronizes, as `_padding` does."""
+    if mask is None:
+        return True
+    if torch.compiler.is_compiling() or _is_capturing(mask.device):
+        return False
+    return bool(mask.all() & (end <= mask.shape[1]))
+
+
+def _starts_in_cache(batch: int, n_q: int, n_k: int, filled: Tensor) -> Tensor:
+    """Where queries and keys start, `(1, 2, 2 batch + 1)`, of sequences in a cache of n_k keys each.
+
+    Each sequence is followed by one without queries, which has the keys of its row that are not filled.
+    """
+    i = torch.arange(2 * batch + 1, device=filled.device)
+    return torch.stack(((i + 1) // 2 * n_q, i // 2 * n_k + i % 2 * filled))[None].int()
 
 
 # 0, 1, 2, ..., each four times: a view of one element is a sequence's length, with an address that is a multiple of 16
@@ -191,17 +231,6 @@ def _lengths(n: int, batch: int, device: torch.device) -> Tensor:
     return torch.full((batch,), n, dtype=torch.int32, device=device)
 
 
-def _seen(n: int, device: Any) -> Tensor:
-    """`(1, n)`: n keys that are all valid. One element with strides of 0: `_first` need not read it."""
-    return torch.ones((), dtype=torch.bool, device=device).expand(1, n)
-
-
-def _first(mask: Tensor) -> tuple[int, Tensor | None]:
-    """How many keys a mask of the first ones has, and which of them are valid; None if all."""
-    n = mask.shape[1]
-    return n, None if n > 1 and mask.stride() == (0, 0) else mask
-
-
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -222,11 +251,16 @@ class _Call:
     sinks: Tensor | None
     bias: Tensor | None
     dropout: float
+    filled: Tensor | None = None  # (1,) int32: how many of the keys, the last of which is the last query's; or all
 
     @property
     def asks_for_gradients(self) -> bool:
         tensors = (self.q, self.k, self.v, self.sinks)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    @property
+    def is_decoded(self) -> bool:
+        return self.q.shape[2] <= _DECODED and self.bias is None and not self.asks_for_gradients
 
     def unsupported(self) -> str:
         """What the kernels lack for it, or an empty string."""
@@ -244,7 +278,8 @@ class _Call:
         """One mask, `(B or 1, H or 1, Tq, Tk)`, of padding, causal rule, window and packing; bool or floating."""
         n_q, n_k = self.q.shape[2], self.k.shape[2]
         keys = torch.arange(n_k, device=self.q.device)
-        places = torch.arange(n_k - n_q, n_k, device=self.q.device)[:, None]
+        end = n_k if self.filled is None else self.filled
+        places = (torch.arange(n_q, device=self.q.device) + (end - n_q))[:, None]
         seen = self.mask
         if seen is None or seen.dim() != 4:
             seen = None if seen is None else seen[:, None, None, :].bool()
@@ -253,7 +288,7 @@ class _Call:
                 if self.window is not None:
                     pattern = pattern & (keys > places - self.window)
                 seen = pattern if seen is None else seen & pattern
-        if starts is not None:
+        if starts is not None and self.filled is None:
             rows = torch.arange(self.q.shape[0], device=self.q.device)[:, None, None]
             of_q, of_k = (
                 torch.bucketize(at + rows * n, s[1:], right=True)
@@ -309,8 +344,10 @@ def attention_forward(
         )  # fmt: skip
         return out, None  # type: ignore[return-value]
     if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] < key.shape[2]:
-        n, attention_mask = _first(attention_mask)
+        n = attention_mask.shape[1]
         key, value = key[:, :, :n], value[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
+        attention_mask = attention_mask if attention_mask.shape[0] else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     call = _Call(
         module, query, key, value, attention_mask, bool(causal), sliding_window or None, scaling, softcap or None,
@@ -319,17 +356,22 @@ def attention_forward(
     starts = None
     if attention_mask is not None and attention_mask.dim() == 1:
         starts, call.mask = (attention_mask, attention_mask), None
+    elif attention_mask is not None and attention_mask.dim() == 3:
+        starts = (attention_mask[0, 0], attention_mask[0, 1])
+        call.mask, call.causal, call.filled = None, True, attention_mask[0, 1, 1:2]
     if (starts_q := options.get("cu_seq_lens_q")) is not None and query.shape[0] == 1 and position_bias is None:
         starts_k = options.get("cu_seq_lens_k")
-        starts = (starts_q, starts_q if starts_k is None else starts_k)
+        starts, call.filled = (starts_q, starts_q if starts_k is None else starts_k), None
     elif starts is not None:
         longest = getattr(attention_mask, "longest", query.shape[2])
-        options = {**options, "max_length_q": longest, "max_length_k": longest}
+        longest_k = longest if call.filled is None else key.shape[2]
+        options = {**options, "max_length_q": longest, "max_length_k": longest_k}
     if reason := call.unsupported():
         return _elsewhere(call, reason, starts, options), None
-    if starts is not None and position_bias is None:
-        return _packed(call, starts, options), None
-    call.mask = call.mask if starts is None else call.whole_mask(starts)
+    if starts is not None and not (call.filled is not None and call.is_decoded):
+        if position_bias is None:
+            return _packed(call, starts, options), None
+        call.mask = call.whole_mask(starts)
     return _attention(call), None
 
 
@@ -347,9 +389,10 @@ def _attention(call: _Call) -> Tensor:
     else:
         causal = True
     whole = mask is not None and mask.dim() == 4
-    if causal and not whole and n_q <= _DECODED and call.bias is None and not call.asks_for_gradients:
-        lengths = _lengths(n_k, q.shape[0], q.device)
-        mask = None if mask is None else mask.bool().expand(q.shape[0], -1)
+    if causal and not whole and call.is_decoded:
+        batch = q.shape[0]
+        lengths = _lengths(n_k, batch, q.device) if call.filled is None else call.filled.expand(batch).contiguous()
+        mask = None if mask is None else mask.bool().expand(batch, -1)
         return rooftile.decode_attention(  # type: ignore[return-value]
             q, call.k, call.v, lengths, window=window, mask=mask, layout="bthd", cache_layout="bhtd", **common
         )
