@@ -446,8 +446,10 @@ def remap_positions_for_packed_sequence(mask_function, position_ids):
     return inner_mask
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["packing-first", "packing-last"])
 @pytest.mark.parametrize("window", [None, 8])
-def test_packed_sequences_whose_positions_are_remapped_are_found(window):
+def test_packed_sequences_whose_positions_are_remapped_are_found(window, first):
+    """The packing comes first in transformers 5.23, and last from 5.24 on."""
     from transformers import masking_utils
 
     places = torch.tensor([[0, 1, 0, 1]], device=DEVICE)
@@ -456,7 +458,8 @@ def test_packed_sequences_whose_positions_are_remapped_are_found(window):
     for rule in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
         inner = rule if window is None else masking_utils.and_masks(masking_utils.sliding_window_overlay(window), rule)
         remapped = remap_positions_for_packed_sequence(inner, places)
-        found = attention._sequences(masking_utils.and_masks(packing, remapped), window)
+        both = (packing, remapped) if first else (remapped, packing)
+        found = attention._sequences(masking_utils.and_masks(*both), window)
         assert found is (sequences if rule is masking_utils.causal_mask_function else None)
 
 
@@ -481,6 +484,16 @@ def test_masks_that_only_look_packed_are_kept_whole():
         (masking_utils.or_masks(both(causal, packing), packing), None),
     ):
         assert attention._sequences(function, window) is None
+
+
+def test_attention_is_found_behind_the_decorator_of_a_renamed_argument():
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    model, _ = pair("Llama")
+    cls = type(model.model.layers[0].self_attn)
+    renamed = type("Renamed", (cls,), {"forward": deprecate_kwarg("old", "9.0.0", new_name="new")(cls.forward)})
+    assert attention.attends_by_name(renamed(model.config, 0))
+    assert not attention.attends_by_name(model.model.layers[0])
 
 
 def test_a_window_that_reaches_both_ways():

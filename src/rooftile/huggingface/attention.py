@@ -30,6 +30,7 @@ soft cap or sinks.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -155,10 +156,13 @@ def _sequences(mask_function: Any, window: int | None) -> Tensor | None:
         found = (made_by("and_masks", function) or {}).get("mask_functions", ())
         return tuple(found) if len(found) == 2 else (None, None)
 
+    # From transformers 5.23 on the rule gets positions in the sequence, as far apart as indices. In 5.23 the packing
+    # comes first.
     rule, packing = both(mask_function)
-    # transformers 5.23: the packing comes first, and the rule gets positions in the sequence, as far apart as indices.
-    if (remapped := made_by("remap_positions_for_packed_sequence", packing)) is not None:
-        rule, packing = remapped.get("mask_function"), rule
+    remapping = "remap_positions_for_packed_sequence"
+    if made_by(remapping, packing) is not None:
+        rule, packing = packing, rule
+    rule = (made_by(remapping, rule) or {"mask_function": rule}).get("mask_function")
     if window is not None:
         overlay, rule = both(rule)
         if (made_by("sliding_window_overlay", overlay) or {}).get("sliding_window") != window:
@@ -451,7 +455,8 @@ def _elsewhere(call: _Call, reason: str, starts: tuple[Tensor, Tensor] | None, o
 
 def attends_by_name(module: nn.Module) -> bool:
     """Whether the module looks its attention up by the name in its configuration."""
-    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    # Unwrapped: from transformers 5.24 on a decorator takes an argument's old name, too.
+    code = getattr(inspect.unwrap(getattr(type(module), "forward", None)), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
