@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 import importlib
+import inspect
 import io
 import re
 import types
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from helpers import Calls, nightly_but
 from tiny_models import BY_TITLE, DEVICE, TOLERANCE, assert_same_gradients, build, error, run, tokens
+from transformers.utils.deprecation import deprecate_kwarg
 
 import rooftile
 from rooftile.huggingface import families, patching, rewrite
@@ -317,6 +320,34 @@ def test_changed_model_code_is_left_alone() -> None:
         rewrite.rebuild(eval("lambda self, x: x"), families.ADD_NORM, {})
     with pytest.raises(rewrite.NotRewritable, match="decorator or has closure"):
         rewrite.rebuild(torch.no_grad()(Changed.forward), families.ADD_NORM, {})
+
+
+class Renamed:
+    """A layer, one of whose arguments has had another name."""
+
+    @deprecate_kwarg("past_key_values", "9.0.0", new_name="cache")
+    def forward(self, hidden_states, residual, cache=0):  # type: ignore[no-untyped-def]
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        return hidden_states, residual, cache
+
+
+def test_a_decorator_that_renames_an_argument_is_kept() -> None:
+    layer: Any = Renamed()
+    layer.norm = lambda x: -x
+    rebuilt = rewrite.rebuild(Renamed.forward, families.ADD_NORM, {"add_norm": lambda norm, x, r: (norm(r + x), "r")})
+    assert rebuilt.function(layer, 1, 2) == (-3, "r", 0)
+    with pytest.warns(FutureWarning, match=r"`past_key_values` is deprecated .* for `Renamed\.forward`"):
+        assert rebuilt.function(layer, 1, 2, past_key_values=4) == (-3, "r", 4)
+    assert inspect.signature(rebuilt.function) == inspect.signature(Renamed.forward)
+    assert rebuilt.function.__qualname__ == inspect.unwrap(rebuilt.function).__qualname__ == "Renamed.forward"
+
+
+def test_a_decorator_that_did_not_make_the_wrapper_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "deprecate_kwarg", lambda *_, **names: lambda function: function)
+    with pytest.raises(rewrite.NotRewritable, match=r"wrapped by a decorator, deprecate_kwarg\('past_key_values'"):
+        rewrite.rebuild(Renamed.forward, families.ADD_NORM, {"add_norm": None})
 
 
 def test_rule_needs_the_same_expression_at_each_place() -> None:

@@ -126,7 +126,7 @@ def _decoder(title: str, module: str, prefix: str, *, norm: Norm | None = None, 
 
 
 MODELS = "transformers.models."
-NEWEST_TESTED = "5.23.0"  # of transformers; tools/constraints.txt has the same
+NEWEST_TESTED = "5.24.0"  # of transformers; tools/constraints.txt has the same
 GEMMA_NORM = Norm(rounding="gemma", offset=1.0, eps="eps")
 QK_NORM = Attention(qk_norm=True)
 QUERY_KEY_VALUE = ("query", "key", "value")

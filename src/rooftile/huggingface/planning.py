@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -564,7 +565,7 @@ def _activated(activation: str, current: Callable[..., Any], linear_act: Callabl
 
 
 def _rope(part: Attention, current: Callable[..., Any], joint: _Joined | None) -> Callable[..., Any]:
-    scope = getattr(current, "__globals__", {})
+    scope = getattr(inspect.unwrap(current), "__globals__", {})
     names = {f"rope_of_{name}": replacing.rotation(style, scope.get(name)) for name, style in part.rope.items()}
     return _rebuilt(current, [rule for name in part.rope for rule in families.rope(name)], names, joint).function
 
@@ -572,7 +573,7 @@ def _rope(part: Attention, current: Callable[..., Any], joint: _Joined | None) -
 def _qk_norm_rope(
     part: Attention, current: Callable[..., Any], cls: type[nn.Module], norm: Norm, joint: _Joined | None
 ) -> Callable[..., Any]:
-    scope = getattr(current, "__globals__", {})
+    scope = getattr(inspect.unwrap(current), "__globals__", {})
     names = {
         f"{prefix}norm_rope_of_{name}": replacing.norm_rotation(
             cls, norm, style, scope.get(name), transposed=bool(prefix)

@@ -29,8 +29,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Bindings = dict[str, ast.expr]
-# Decorators of transformers that a method may have.
-_WRAPPING = ("can_return_tuple",)
+# Decorators of transformers that a method may have. These change arguments or results alone: the new one gets them too.
+_WRAPPING = ("can_return_tuple", "deprecate_kwarg")
 _DOCUMENTING = ("auto_docstring",)
 # The class whose subclasses' forward transformers wraps, from 5.23 on: the wrapper checkpoints.
 _CHECKPOINTING = "GradientCheckpointingLayer"
@@ -306,8 +306,8 @@ def rebuild(
     Raises:
         NotRewritable: no rule matches, a name that a replacement no longer assigns is used elsewhere, there is no
             source, or the function is not a plain one (it has closure variables, or decorators other than
-            transformers' `can_return_tuple` and `auto_docstring`). It is an `UnknownCode` if the function is
-            transformers' own.
+            transformers' `can_return_tuple`, `deprecate_kwarg` and `auto_docstring`). It is an `UnknownCode` if the
+            function is transformers' own.
     """
     inner, wrapper = function, None
     while _checkpoints(inner):
@@ -398,15 +398,20 @@ def _wrappers(function: types.FunctionType, definition: ast.FunctionDef) -> list
     """The decorators that the new function gets too; those that only write its documentation are dropped."""
     decorators = [d for d in definition.decorator_list if ast.unparse(d).partition("(")[0] not in _DOCUMENTING]
     for decorator in decorators:
-        name = ast.unparse(decorator)
+        name = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
         wrap = inspect.unwrap(function).__globals__.get(name)
-        # A wrapper that this decorator made: its code is a constant of the decorator's.
-        if name not in _WRAPPING or function.__code__ not in getattr(wrap, "__code__", function.__code__).co_consts:
-            raise NotRewritable(f"it is wrapped by a decorator, {name}")
+        if name not in _WRAPPING or not _makes(getattr(wrap, "__code__", None), function.__code__):
+            raise NotRewritable(f"it is wrapped by a decorator, {ast.unparse(decorator)}")
         function = function.__wrapped__  # type: ignore[attr-defined]
     if hasattr(function, "__wrapped__"):
         raise NotRewritable("it is wrapped by a decorator or has closure variables")
     return decorators
+
+
+def _makes(decorator: types.CodeType | None, wrapper: types.CodeType) -> bool:
+    """Whether the decorator made the wrapper: then its code, or that of a function in it, has the wrapper's inside."""
+    inside = (code for code in getattr(decorator, "co_consts", ()) if isinstance(code, types.CodeType))
+    return any(code is wrapper or _makes(code, wrapper) for code in inside)
 
 
 def _one_line(rule: Rule | Together) -> str:
@@ -429,9 +434,12 @@ def _compile(
     scope: dict[str, Callable[..., types.FunctionType]] = {}
     exec(compile(module, function.__code__.co_filename, "exec", dont_inherit=True), function.__globals__, scope)
     new = scope["bind"](**names)
-    inner = inspect.unwrap(new)
+    inner = new
+    while True:  # through the wrappers
+        inner.__qualname__, inner.__doc__ = function.__qualname__, function.__doc__
+        if not hasattr(inner, "__wrapped__"):
+            break
+        inner = inner.__wrapped__
     inner.__defaults__ = function.__defaults__
     inner.__kwdefaults__ = {**(inner.__kwdefaults__ or {}), **(function.__kwdefaults__ or {})} or None
-    for made in {new, inner}:
-        made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
     return new

@@ -121,8 +121,10 @@ class HuggingFacePath:
             self._forward = torch.compile(self._model.forward, **how)
         self._cache: Any = None
         self._position = torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
+        accepted = inspect.signature(type(model).forward).parameters
         # Before transformers 5.3 a static cache was told where to write.
-        self._tells_place = "cache_position" in inspect.signature(type(model).forward).parameters
+        self._tells_place = "cache_position" in accepted
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # up to transformers 5.23
         self.logits = torch.empty(0)
         self._token = ids[:, :1]
 
@@ -161,7 +163,7 @@ class HuggingFacePath:
 
     def _take(self, forward: Any, ids: Tensor, positions: Tensor) -> None:
         given: dict[str, Any] = {"cache_position": positions[0]} if self._tells_place else {}
-        given |= {"past_key_values": self._cache, "use_cache": True, "logits_to_keep": 1}
+        given |= {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
         out = forward(input_ids=ids, position_ids=positions, **given)
         self.logits = out.logits[:, -1]
         self._token = self.logits.argmax(dim=-1, keepdim=True)

@@ -36,8 +36,10 @@ class Compiled:
         self._ids = ids
         config: Any = model.config
         self._cache = StaticCache(config=config, max_cache_len=ids.shape[1] + new)
+        accepted = inspect.signature(type(model).forward).parameters
         # Before transformers 5.3 a static cache was told where to write.
-        self._tells_place = "cache_position" in inspect.signature(type(model).forward).parameters
+        self._tells_place = "cache_position" in accepted
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # up to transformers 5.23
         self._positions = torch.arange(ids.shape[1], device=ids.device)[None]
         self._position = torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
         self._token = torch.zeros((ids.shape[0], 1), dtype=torch.int64, device=ids.device)
@@ -86,15 +88,9 @@ class Compiled:
             self._graph, _ = record(self._take_step)
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        given = {"cache_position": positions[0]} if self._tells_place else {}
-        out = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **given,
-        )
+        given: dict[str, Any] = {"cache_position": positions[0]} if self._tells_place else {}
+        given |= {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
+        out = self._model(input_ids=ids, position_ids=positions, **given)
         return out.logits[:, -1]
 
     def _prompt(self) -> None:
