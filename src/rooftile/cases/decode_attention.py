@@ -294,6 +294,7 @@ _DECODE = (
     *(_point(b, t, page=p) for b, t in ((1, 8192), (8, 8192), (32, 2048)) for p in (16, 64, 256)),
     *(_point(b, t, cache=c, scales="head") for b, t in ((1, 8192), (8, 8192)) for c in ("fp8", "int8")),
     *(_point(8, 512, **options) for options in _SHORT),
+    _point(256, 576, page=64),  # a server's batch: a program has several sequences, none of which is split
 )
 
 CASES = (

@@ -456,7 +456,8 @@ def _elsewhere(call: _Call, reason: str, starts: tuple[Tensor, Tensor] | None, o
 def attends_by_name(module: nn.Module) -> bool:
     """Whether the module looks its attention up by the name in its configuration."""
     # Unwrapped: from transformers 5.24 on a decorator takes an argument's old name, too.
-    code = getattr(inspect.unwrap(getattr(type(module), "forward", None)), "__code__", None)
+    forward: Any = getattr(type(module), "forward", None)
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
