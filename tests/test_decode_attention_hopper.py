@@ -58,7 +58,7 @@ def _work_kernel(
     )
     count = 0
     while at < stop:
-        seq, head, n_keys, first, low, high, at, slot, _, _, n = schedule.work_at(
+        seq, head, n_keys, first, low, high, at, slot, _, _, _, n = schedule.work_at(
             at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, None, N, 64
         )
         to = out_ptr + (program * MOST + count) * 8
@@ -376,7 +376,7 @@ def run_program(monkeypatch):
             "plan_tiles": lambda *_: (None, None, len(work)),
             "tile_at": lambda at, *_: work[at],
             "plan_work": lambda *_: (None, 0, len(work)),
-            "work_at": lambda at, *_: (*map(tile, work[at][:6]), at + 1, tile(work[at][6]), 0, 0, tile(work[at][7])),
+            "work_at": lambda at, *_: (*map(tile, work[at][:6]), at + 1, tile(work[at][6]), 0, 0, 0, tile(work[at][7])),
             "pdl_wait": lambda: None,
             "pdl_launch_dependents": lambda: None,
         }.items():  # fmt: skip

@@ -262,7 +262,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
             )
             work = (q_seq, q_head, n_keys, low, high, place, count, q_count)
         else:
-            seq, kv_head, n_keys, _first, low, high, at, place, _program, _second, count = work_at(
+            seq, kv_head, n_keys, _first, low, high, at, place, _program, _stride, _second, count = work_at(
                 at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, None, T.block_b, T.keys,
                 seqs,
             )  # fmt: skip

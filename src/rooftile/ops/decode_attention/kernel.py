@@ -242,7 +242,7 @@ def decode_kernel(
                 ROWS,
                 PACKED,
             )
-        seq, kv_head, n_keys, first_block, low, high, after, slot, first_split, second_slot, count = work
+        seq, kv_head, n_keys, first_block, low, high, after, slot, first_split, stride, second_slot, count = work
 
         if low < high:
             mask, token, head = query_rows(kv_head, tile, n_new, rows, GROUP, ROWS)
@@ -381,8 +381,8 @@ def decode_kernel(
                         few = tl.arange(0, ROWS)
                         few_mask, few_token, few_head = query_rows(kv_head, tile, n_new, few, GROUP, ROWS)
                         all_m, all_total, all_o, all_o_second = combine_splits(
-                            partial_ptr, tile, first_split, second_slot, count, few, few_mask, V0, V1, ROW_TILES, ROWS,
-                            COMBINE_SPLITS,
+                            partial_ptr, tile, first_split, stride, second_slot, count, few, few_mask, V0, V1,
+                            ROW_TILES, ROWS, COMBINE_SPLITS,
                         )  # fmt: skip
                         write_output(
                             out_ptr, lse_ptr, sinks_ptr, all_m, all_total, all_o, all_o_second, seq, few_token,
@@ -413,7 +413,7 @@ def load_queries(
     D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The query rows of a piece of work, in two ranges of columns; nothing is read if it has no blocks."""
-    seq, kv_head, _, _, low, high, _, _, _, _, _ = work
+    seq, kv_head, _, _, low, high, _, _, _, _, _, _ = work
     mask, token, head = query_rows(kv_head, tile, n_new, rows, GROUP, ROWS)
     mask &= low < high
     at = seq.to(tl.int64) * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
@@ -550,7 +550,7 @@ def prefetch_blocks(
     here. Wrong values cost a useless prefetch: indices are clamped, and everything is read again after the wait. What
     the previous kernel still writes to the cache goes to the same L2.
     """
-    seq, head, n_keys, first_block, low, high, _, _, _, _, _ = work
+    seq, head, n_keys, first_block, low, high, _, _, _, _, _, _ = work
     head = head.to(tl.int64)
     key = tl.arange(0, BLOCK_N)
     for i in tl.static_range(PREFETCH_BLOCKS):

@@ -7,7 +7,11 @@ among the programs in one of two ways; every program makes the same choice:
 
 - aligned: each item has the same number of splits, and program w takes splits w, w + programs, ... This is faster where
   lengths are similar or items are many: a program has one split, and whole items need no reduction;
-- shares: the blocks of all items form one sequence, cut into equal shares (stream-K), for any lengths and batch.
+- shares: the blocks of all sequences form one sequence, cut into equal shares (stream-K), for any lengths and batch.
+
+A token's KV heads are next to each other in most caches. So a share is that of a group of programs, one for each KV
+head (`lanes`): they read the same tokens at about the same time, as programs with consecutive aligned items do. Where
+groups would leave too many programs without work, a program has a share of its own, of the items one after another.
 """
 
 from __future__ import annotations
@@ -71,31 +75,33 @@ def partition_work(
     at most SLACK blocks plus 1/32 more than an equal share.
 
     Returns:
-        (blocks, aligned, splits, shares, each, more): blocks of each sequence; splits of an item; a share has `each`
-        blocks, and the first `more` shares have one more.
+        (blocks, aligned, splits, lanes, shares, each, more): blocks of each sequence; splits of an item; programs of a
+        group; a share has `each` blocks, and the first `more` shares have one more.
     """
     if seqs is None:
         seqs = tl.arange(0, BLOCK_B)
     _, _, blocks = count_blocks(lengths, n_new, capacity, window, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
-    total = tl.sum(blocks, axis=0) * per_seq
+    lanes = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # no more than a 16th has no work
+    total = tl.sum(blocks, axis=0) * (per_seq // lanes)
     longest = tl.max(blocks, axis=0)
     items = n_seqs * per_seq
     if MIN_BLOCKS == NEVER_SPLIT:  # the values below, as constants
         splits = 1
+        lanes = 1
         shares = 1
         each = total
         more = 0
         aligned = True
     else:
         splits = tl.maximum(tl.minimum(programs // items, longest // MIN_BLOCKS), 1)
-        shares = tl.maximum(tl.minimum(programs, total // MIN_BLOCKS), 1)
+        shares = tl.maximum(tl.minimum(programs // lanes, total // MIN_BLOCKS), 1)
         busiest = ((items * splits + programs - 1) // programs) * ((longest + splits - 1) // splits)
         each = total // shares
         more = total - each * shares
         equal = tl.where(more > 0, each + 1, each)
         aligned = busiest <= equal + equal // 32 + SLACK
-    return blocks, aligned, splits, shares, each, more
+    return blocks, aligned, splits, lanes, shares, each, more
 
 
 @triton.jit
@@ -122,40 +128,44 @@ def sequence_of_block(ends, block):
 
 
 @triton.jit
-def program_range(program, programs, blocks, aligned, splits, shares, each, more, n_seqs, per_seq):
+def program_range(program, blocks, aligned, splits, lanes, shares, each, more, n_seqs, per_seq):
     """Where a program's work begins and stops (in splits if aligned, else in blocks), and where each sequence ends."""
     ends = blocks
     at = program
     stop = n_seqs * per_seq * splits
     if not aligned:
-        ends = tl.cumsum(blocks, axis=0) * per_seq
-        at = share_begin(program, each, more)
-        stop = tl.where(program < shares, share_begin(program + 1, each, more), at)
+        ends = tl.cumsum(blocks, axis=0) * (per_seq // lanes)
+        share = program // lanes
+        at = share_begin(share, each, more)
+        stop = tl.where(share < shares, share_begin(share + 1, each, more), at)
     return at, stop, ends
 
 
 @triton.jit
-def splits_of_item(item, begin, n_blocks, aligned, splits, each, more):
-    """Which programs hold the splits of an item that begins at block `begin`.
+def splits_of_item(item, lane, begin, n_blocks, aligned, splits, lanes, each, more):
+    """Which programs hold the splits of an item that begins at block `begin` of those that its lane has.
 
     Returns:
-        (first, second_slot, count): the first program, 1 if this is the second item of that program, else 0, and the
-        number of splits.
+        (first, stride, second_slot, count): the first program, and how many programs later the next one is; 1 if this
+        is the second item of that program, else 0; and the number of splits.
     """
     first = item * splits
+    stride = lanes * 0 + 1
     count = tl.minimum(splits, n_blocks)
     second_slot = first * 0
     if not aligned:
-        first = share_of_block(begin, each, more)
-        count = share_of_block(begin + n_blocks - 1, each, more) - first + 1
-        second_slot = (begin > share_begin(first, each, more)).to(tl.int32)
-    return first, second_slot, count
+        share = share_of_block(begin, each, more)
+        first = share * lanes + lane
+        stride = lanes
+        count = share_of_block(begin + n_blocks - 1, each, more) - share + 1
+        second_slot = (begin > share_begin(share, each, more)).to(tl.int32)
+    return first, stride, second_slot, count
 
 
 @triton.jit
-def partial_slot(split, first, second_slot):
+def partial_slot(split, first, stride, second_slot):
     """Where the partial result of an item's split is stored; program `first` has the item's first split."""
-    return 2 * (first + split) + tl.where(split == 0, second_slot, 0)
+    return 2 * (first + split * stride) + tl.where(split == 0, second_slot, 0)
 
 
 def partial_numbers(programs: int, rows: int, width: int) -> int:
@@ -171,12 +181,12 @@ def work_at(
     """A program's work at position `at`: blocks `low` to `high` of one item.
 
     Returns:
-        (seq, item_in_seq, n_keys, first_block, low, high, after, slot, first, second_slot, count): `item_in_seq` is the
-        item's index in its sequence, `after` the position of the program's next work, `slot` where the partial result
-        is stored if the item has other splits; the last three are those of `splits_of_item`. If `at` is `stop` or more,
-        `high` is `low` and the other values are meaningless.
+        (seq, item_in_seq, n_keys, first_block, low, high, after, slot, first, stride, second_slot, count):
+        `item_in_seq` is the item's index in its sequence, `after` the position of the program's next work, `slot` where
+        the partial result is stored if the item has other splits; the last four are those of `splits_of_item`. If `at`
+        is `stop` or more, `high` is `low` and the other values are meaningless.
     """
-    ends, aligned, splits, each, more = partition
+    ends, aligned, splits, lanes, each, more = partition
     item = at // splits
     split = at - item * splits
     # Both cases are computed unconditionally. ptxas 12.8 and 12.9 may guard a conditional warp reduction (redux) by a
@@ -190,25 +200,27 @@ def work_at(
     n_splits = tl.minimum(splits, n_blocks)
     low = split * n_blocks // n_splits
     high = tl.minimum((split + 1) * n_blocks // n_splits, n_blocks)
+    lane = program % lanes
     if not aligned:
-        item_in_seq = (at - begin) // n_blocks
-        begin += item_in_seq * n_blocks
+        in_lane = (at - begin) // n_blocks
+        item_in_seq = in_lane * lanes + lane
+        begin += in_lane * n_blocks
         low = at - begin
         high = tl.minimum(n_blocks, stop - begin)
-    first, second_slot, count = splits_of_item(
-        seq * per_seq + item_in_seq, begin, n_blocks, aligned, splits, each, more
+    first, stride, second_slot, count = splits_of_item(
+        seq * per_seq + item_in_seq, lane, begin, n_blocks, aligned, splits, lanes, each, more
     )
     after = tl.where(aligned, at + programs, begin + high)
     high = tl.where(at < stop, high, low)
     # Aligned: `at` is the item's first split plus the index of this one.
-    slot = tl.where(aligned, 2 * at, partial_slot(program - first, first, second_slot))
-    return seq, item_in_seq, n_keys, first_block, low, high, after, slot, first, second_slot, count
+    slot = tl.where(aligned, 2 * at, 2 * program + tl.where(program == first, second_slot, 0))
+    return seq, item_in_seq, n_keys, first_block, low, high, after, slot, first, stride, second_slot, count
 
 
 @triton.jit
 def no_work(after):
     """No blocks, as `work_at` returns them."""
-    return after, after, after, after, after, after, after, after, after, after, after
+    return after, after, after, after, after, after, after, after, after, after, after, after
 
 
 @triton.jit
@@ -219,14 +231,14 @@ def plan_work(
     """A program's plan, derived from the lengths by a long chain of dependent divisions and sums.
 
     Returns:
-        (partition, at, stop): `partition` is (ends, aligned, splits, each, more), where each sequence ends and the
-        results of `partition_work`; `at` and `stop` are the program's range.
+        (partition, at, stop): `partition` is (ends, aligned, splits, lanes, each, more), where each sequence ends and
+        the results of `partition_work`; `at` and `stop` are the program's range.
     """
-    blocks, aligned, splits, shares, each, more = partition_work(
+    blocks, aligned, splits, lanes, shares, each, more = partition_work(
         lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK, seqs
     )
-    at, stop, ends = program_range(program, programs, blocks, aligned, splits, shares, each, more, n_seqs, per_seq)
-    return (ends, aligned, splits, each, more), at, stop
+    at, stop, ends = program_range(program, blocks, aligned, splits, lanes, shares, each, more, n_seqs, per_seq)
+    return (ends, aligned, splits, lanes, each, more), at, stop
 
 
 @triton.jit
@@ -306,7 +318,7 @@ def tile_at(
     low = split * n_blocks // count
     high = tl.minimum((split + 1) * n_blocks // count, n_blocks)
     first = item * splits
-    slot = partial_slot(split, first, 0)
+    slot = partial_slot(split, first, 1, 0)
     return seq, kv_head, begin + token, kv_head * GROUP + row % GROUP, n_new, n_keys, low, high, slot, first, count
 
 
@@ -359,7 +371,7 @@ def _load_partial_o(at, rows, cols, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def combine_splits(
-    partial_ptr, tile, first, second_slot, count, rows, mask, V0: tl.constexpr, V1: tl.constexpr,
+    partial_ptr, tile, first, stride, second_slot, count, rows, mask, V0: tl.constexpr, V1: tl.constexpr,
     ROW_TILES: tl.constexpr, ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """m, l and o (in two ranges of columns) of rows of an item's tile, combined over its splits in their order."""
@@ -372,7 +384,7 @@ def combine_splits(
     for start in tl.range(0, count, COMBINE_SPLITS, num_stages=1):
         split = start + tl.arange(0, COMBINE_SPLITS)
         there = (split < count)[:, None] & mask[None, :]
-        slot = partial_slot(split, first, second_slot) * ROW_TILES + tile
+        slot = partial_slot(split, first, stride, second_slot) * ROW_TILES + tile
         at = partial_ptr + slot.to(tl.int64) * (ROWS * (WIDTH + 2))
         of_row = at[:, None] + ROWS * WIDTH + rows[None, :]
         m = tl.load(of_row, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -444,21 +456,23 @@ def combine_kernel(
     if PDL:
         pdl_launch_dependents()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    blocks, aligned, splits, _, each, more = partition_work(
+    blocks, aligned, splits, lanes, _, each, more = partition_work(
         lengths, n_seqs, n_new, kv_heads, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     seq = item // kv_heads
     kv_head = item % kv_heads
     seqs = tl.arange(0, BLOCK_B)
     n_blocks = tl.sum(tl.where(seqs == seq, blocks, 0), axis=0)
-    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * kv_heads + kv_head * n_blocks
-    first, second_slot, count = splits_of_item(item, begin, n_blocks, aligned, splits, each, more)
+    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * (kv_heads // lanes) + kv_head // lanes * n_blocks
+    first, stride, second_slot, count = splits_of_item(
+        item, kv_head % lanes, begin, n_blocks, aligned, splits, lanes, each, more
+    )
     mask, token, head = query_rows(kv_head, tile, n_new, rows, GROUP, ROWS)
     if PDL:
         pdl_wait()
     if count > 1:
         m, total, o, o_second = combine_splits(
-            partial_ptr, tile, first, second_slot, count, rows, mask, V0, V1, ROW_TILES, ROWS, COMBINE_SPLITS
+            partial_ptr, tile, first, stride, second_slot, count, rows, mask, V0, V1, ROW_TILES, ROWS, COMBINE_SPLITS
         )
         write_output(
             out_ptr, lse_ptr, sinks_ptr, m, total, o, o_second, seq, token, head, mask, n_new, kv_heads * GROUP,
@@ -496,7 +510,7 @@ def combine_tiles_kernel(
         mask = rows // GROUP < n_new
         if count > 1:
             m, total, o, o_second = combine_splits(
-                partial_ptr, 0, first, 0, count, rows, mask, WIDTH, 0, 1, ROWS, COMBINE_SPLITS
+                partial_ptr, 0, first, 1, 0, count, rows, mask, WIDTH, 0, 1, ROWS, COMBINE_SPLITS
             )
             write_output(
                 out_ptr, lse_ptr, None, m, total, o, o_second, tl.full((), 0, tl.int32), token + rows // GROUP,

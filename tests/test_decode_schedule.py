@@ -1,0 +1,73 @@
+"""How decode_attention divides the keys among programs: every block once, and the heads of a token together."""
+
+import dataclasses
+import random
+
+import pytest
+from test_decode_attention import SHARES, assert_right, decode_attention, expected, make
+from test_decode_attention_hopper import work_of
+
+KEYS = 64  # of a block of `work_of`
+
+
+def blocks_of(lengths):
+    return [max(1, -(-n // KEYS)) for n in lengths]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("programs", [1, 7, 16, 24, 50])
+@pytest.mark.parametrize("slack", [0, 1000], ids=["shares", "aligned"])
+def test_every_block_of_every_head_is_read_once(kv_heads, programs, slack, device):
+    numbers = random.Random(programs * 10 + kv_heads)
+    lengths = [numbers.choice([0, 1, 64, 200, 900]) for _ in range(5)]
+    work = work_of(lengths, 1, kv_heads, 1024, programs, 1, slack, device)
+    read, slots, splits = {}, set(), {}
+    for of_program in work:
+        for seq, head, n_keys, first, low, high, slot, count in of_program:
+            assert n_keys == lengths[seq]
+            assert first == 0
+            if low >= high:  # of a short sequence, where longer ones have more splits
+                continue
+            for block in range(low, high):
+                assert read.setdefault((seq, head, block), True)
+                read[seq, head, block] = False
+            splits.setdefault((seq, head), []).append(count)
+            if count > 1:
+                assert 0 <= slot < 2 * programs
+                assert slot not in slots
+                slots.add(slot)
+    expected = {(s, h, b) for s, n in enumerate(blocks_of(lengths)) for h in range(kv_heads) for b in range(n)}
+    assert set(read) == expected
+    assert all(count == len(counts) for counts in splits.values() for count in counts)
+
+
+def test_programs_of_a_group_read_the_same_tokens_of_all_heads(device):
+    lengths = [900, 70, 512, 0, 333]
+    work = work_of(lengths, 1, 4, 1024, 24, 1, 0, device)
+    groups = [work[i : i + 4] for i in range(0, 24, 4)]
+    for group in groups:
+        for lane, of_program in enumerate(group):
+            assert [(s, low, high) for s, _, _, _, low, high, _, _ in of_program] == [
+                (s, low, high) for s, _, _, _, low, high, _, _ in group[0]
+            ]
+            assert {head for _, head, *_ in of_program} == {lane}
+    # Equal shares, within a block.
+    sizes = [sum(high - low for _, _, _, _, low, high, _, _ in group[0]) for group in groups]
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == sum(blocks_of(lengths))
+
+
+@pytest.mark.parametrize(("kv_heads", "programs", "idle"), [(8, 264, 0), (32, 264, 8), (10, 132, 2), (12, 33, 0)])
+def test_groups_leave_few_programs_without_work(kv_heads, programs, idle, device):
+    """A group has a program for each head, unless that would leave more than a 16th without work: 33 % 12 is 9."""
+    work = work_of([1024, 64] * 20, 1, kv_heads, 1024, programs, 1, 0, device)
+    assert sum(not of_program for of_program in work) == idle
+
+
+@pytest.mark.parametrize("combine", ["last", "kernel"])
+@pytest.mark.parametrize("programs", [5, 8, 9, 16])
+def test_shares_of_groups_give_the_results(combine, programs, device):
+    """Of 4 KV heads: without groups, two groups, without, four. Sequences begin and end within shares."""
+    inputs = make(device, [150, 3, 0, 97], heads=(8, 4))
+    config = dataclasses.replace(SHARES, programs_per_sm=programs, combine=combine)
+    assert_right(decode_attention(*inputs, return_lse=True, config=config), expected(*inputs))
