@@ -322,8 +322,11 @@ def _prompts(*lengths: int) -> tuple[Point, ...]:
 
 
 _NAIVE_SWEEP = (*(point(1, 1, t, 64) for t in (512, 1024, 2048)), point(2, 4, 512, 64))
-_LENGTHS = (44, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-_PROMPT = tuple(point(1, 32, t, 128, causal=True) for t in _LENGTHS)  # of one sequence, before decoding
+# Of one sequence, before decoding; of more tokens, `llm` and `prefill` have as many programs.
+_PROMPT = (
+    *(point(1, 32, t, 128, causal=True) for t in (44, 512, 1024, 8192)),
+    *(point(1, 32, t, 128, kv_heads=8, causal=True) for t in (128, 256, 512, 1024)),
+)
 _MEMORY = tuple(point(1, 4, 1 << i, 128, causal=True) for i in range(10, 18))
 _MODES = (
     point(2, 4, 33, 32, kv_heads=2, more_keys=40, causal=True, layout="bthd"),
