@@ -40,6 +40,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "audit": (
         *(f"audit --model {m}" for m in ("llama-3-8b", "granite-8b-code", "qwen2.5-7b")),
+        *(f"audit --model llama-3-8b --impl serve{more}" for more in ("", " --speculate ngram")),
         *(f"audit --model {m} --impl engine" for m in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-4b")),
         *(f"audit --model llama-3-8b --impl engine --quantize {q}" for q in ("fp8", "int8", "int4")),
         *(f"audit --model {m} --impl patched" for m in ("llama-3-8b", "granite-8b-code", "qwen2.5-7b")),
