@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from helpers import draw
 from test_attention import drawn
 
+from rooftile.cases.attention_varlen import CASES, LENGTHS
+from rooftile.cases.case import Unsupported
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.attention.ops import attention_varlen_op
 
 INF = float("inf")
+(VARLEN,) = CASES
 
 
 def test_packed_sequences_are_alone(device):
@@ -136,3 +140,13 @@ def test_starts_of_any_stride_say_what_is_covered(device):
         torch.use_deterministic_algorithms(before)
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_the_dense_baseline_is_attention_of_the_sequences_as_a_batch(device):
+    dense = next(peer for peer in VARLEN.peers if peer.name == "dense")
+    point = next(p for p in VARLEN.sets["edge"] if p["lengths"] == LENGTHS.index("equal"))
+    inputs = draw(VARLEN, point, torch.float32, device)
+    expected = VARLEN.reference(**inputs, **point.options)
+    torch.testing.assert_close(dense.build(point)(**inputs, **point.options), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(Unsupported, match="one length"):
+        dense.build(VARLEN.sets["llm"][0])

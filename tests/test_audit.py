@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from rooftile.bench import info
+from rooftile.engine import NGram
 from rooftile.inspect.audit import Audit, Settings, timeline, write
 from rooftile.inspect.audit import kernels as audit_kernels
 from rooftile.inspect.audit import report as audit_report
@@ -183,6 +184,9 @@ def test_namesakes_are_told_apart_by_what_they_take_of_the_chip():
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "foreign", "GEMMs"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "foreign", "GEMMs"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "foreign", "GEMMs"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "NCCL", "communication"),
+        ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "NCCL", "communication"),
+        ("ncclSymkDevKernel_AllReduce_AGxLL_R_sum_bf16", "NCCL", "communication"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "foreign", "other"),
     ],
 )
@@ -238,6 +242,14 @@ def test_ours_is_shown_beside_theirs():
     assert "nvjet_tst_64x8" in json.dumps(Audit("cuda", of_both(theirs)).as_json())
 
 
+def test_nccls_kernels_pass_and_are_counted():
+    found = Audit("serve", of_both([*trace(), kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 231.0, 3.0, 21)]))
+    assert not found.faults
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    audit_report.show([found], console, True)
+    assert "passes: 8 runs of Rooftile's Triton kernels, 1 of NCCL, 1 copies and memsets" in console.file.getvalue()
+
+
 def test_the_last_step_is_drawn_by_its_blocks(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     decode = of_both(trace())[1]
@@ -249,7 +261,12 @@ def test_the_last_step_is_drawn_by_its_blocks(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [({}, "m"), ({"impl": "engine", "quantize": "fp8"}, "m-fp8"), ({"impl": "patched"}, "m-patched")],
+    [
+        ({}, "m"),
+        ({"impl": "engine", "quantize": "fp8"}, "m-fp8"),
+        ({"impl": "patched"}, "m-patched"),
+        ({"impl": "serve", "speculate": NGram(), "tensor_parallel": 2}, "m-serve-ngram-tp2"),
+    ],
 )
 def test_results_have_a_file_for_each_model_and_what_ran_it(options, name, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")

@@ -1,5 +1,9 @@
 """What the audit says of the engine, of a patched model, and of what is not Triton's among them."""
 
+import contextlib
+import subprocess
+import sys
+import threading
 from collections import Counter
 
 import pytest
@@ -10,13 +14,14 @@ from typer.testing import CliRunner
 import rooftile
 from rooftile import cli
 from rooftile.engine import Engine
+from rooftile.engine.loop import Loop
 from rooftile.engine.model import Decoder
 from rooftile.inspect import audit
-from rooftile.inspect.audit import Audit, engine_parts
+from rooftile.inspect.audit import Audit, engine_parts, serving
 from rooftile.inspect.audit import trace as audit_trace
 from rooftile.inspect.audit.calls import Recorder
 from rooftile.inspect.audit.patched import Compiled
-from rooftile.inspect.audit.profile import profiled, recorded
+from rooftile.inspect.audit.profile import Part, profiled, recorded
 
 TINY = {
     "model_type": "llama",
@@ -61,9 +66,8 @@ def test_torchs_ops_on_the_devices_tensors_are_found_and_the_hosts_are_not():
 
 
 def engine(fields=None, **options):
-    return Engine.from_config(
-        {**TINY, **(fields or {})}, dtype=torch.float32, max_batch=2, max_seq_len=16, page_size=16, **options
-    )
+    options = {"dtype": torch.float32, "max_batch": 2, "max_seq_len": 16, "page_size": 16, **options}
+    return Engine.from_config({**TINY, **(fields or {})}, **options)
 
 
 @interpreted
@@ -107,6 +111,82 @@ def test_nor_does_a_quantised_engine(quantize):
 )
 def test_nor_do_other_families_and_caches(fields, options):
     assert not Audit("engine", recorded(lambda: engine_parts(engine(fields, **options), 3, 1)[:2])).faults
+
+
+def serving_parts(stack, model, **options):
+    options = {"prompt": 3, "steps": 0, "page_size": 16, **options}
+    return serving.started(stack, model, batch=1, tensor_parallel=1, **options)
+
+
+@interpreted
+def test_nor_does_the_serving_engine_with_requests_that_overlap():
+    """Parts of prompts beside decoding, a prefix found, a mask, proposals: without one of these it would not pass."""
+    with contextlib.ExitStack() as stack:
+        options = {"dtype": torch.float32, "speculate": rooftile.NGram(2)}
+        found = Audit("serve", recorded(lambda: serving_parts(stack, TINY, **options)))
+    assert not found.faults
+    (phase,) = found.phases
+    assert {"GEMMs", "attention", "RoPE + cache write", "embedding", "sampling"} <= set(phase.by_block())
+
+
+class Silent:
+    """Proposes nothing."""
+
+    tokens = 2
+
+    def begin(self, prompt):
+        return self
+
+    def propose(self, generated, n):
+        return []
+
+
+@interpreted
+@pytest.mark.nightly
+@pytest.mark.parametrize("problem", ["a part of a prompt", "the prefix cache", "proposed"])
+def test_a_serving_engine_whose_requests_do_not_meet_proves_nothing(problem):
+    made = engine(max_batch=5, max_seq_len=32, speculate=Silent() if problem == "proposed" else None)
+    tokens = 60 if problem == "a part of a prompt" else 15
+    with rooftile.AsyncEngine(made, step_tokens=tokens, prefix_cache=problem != "the prefix cache") as served:
+        found = Audit("serve", recorded(lambda: [serving.part(served, 3, 0)]))
+    assert problem in "".join(fault for fault in found.faults if "aten" not in fault)
+
+
+@interpreted
+def test_a_part_that_says_that_it_proves_nothing_does_not_pass():
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    part = Part("one", lambda: rooftile.rms_norm(x, weight), problems=lambda: ["nothing was asked"])
+    assert Audit("serve", recorded(lambda: [part])).faults == ["one: nothing was asked"]
+
+
+@interpreted
+def test_steps_in_another_thread_are_seen(monkeypatch):
+    x = torch.randn(4)
+    monkeypatch.setattr(Loop, "step", lambda loop: x + 1)
+    recorder = Recorder()
+    with recorder.phase("one"):
+        thread = threading.Thread(target=lambda: Loop.step(None))
+        thread.start()
+        thread.join()
+    (phase,) = recorder.phases()
+    assert [row.name for row in phase.foreign()] == ["aten::add(float32 [4])"]
+
+
+@interpreted
+def test_collectives_are_listed_as_nccls(tmp_path):
+    x, distributed = torch.randn(4), torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    recorder = Recorder()
+    try:
+        with recorder.phase("one"):
+            distributed.all_reduce(x)
+    finally:
+        distributed.destroy_process_group()
+    (phase,) = recorder.phases()
+    assert [(row.name, row.kind, row.block) for row in phase.rows] == [
+        ("c10d::allreduce_(float32 [4])", "NCCL", "communication")
+    ]
+    assert not phase.foreign()
 
 
 @interpreted
@@ -172,6 +252,24 @@ def test_the_patched_models_graphs_have_one_product_of_q_k_v_and_one_of_gate_and
 
 
 @interpreted
+@pytest.mark.nightly
+def test_two_ranks_that_serve_pass():
+    args = "audit --model tiny --impl serve --layers 1 --prompt 3 --steps 1 --dtype fp32 --tensor-parallel 2"
+    command = [sys.executable, "-m", "rooftile", *args.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "the serving engine passes" in done.stdout
+    assert "collectives, which are NCCL's on GPUs" in done.stdout
+
+
+@interpreted
+def test_what_is_of_the_serving_engine_says_so():
+    result = CliRunner().invoke(cli.app, ["audit", "--speculate", "ngram"], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert "option of the serving engine" in " ".join(result.output.split())
+
+
+@interpreted
 @pytest.mark.parametrize("option", [["--impl", "cuda"], ["--trace", "t.json"], ["--timeline", "t.svg"]])
 def test_what_needs_a_gpu_says_so(option):
     result = CliRunner().invoke(cli.app, ["audit", *option])
@@ -199,9 +297,18 @@ def test_on_a_gpu_every_kernel_of_the_engine_is_ours(quantize, tmp_path):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_kernel_of_torch_is_found(tmp_path):
-    from rooftile.inspect.audit.profile import Part
+def test_on_a_gpu_every_kernel_of_the_serving_engine_is_ours():
+    def build():
+        model = {**TINY, "hidden_size": 128, "intermediate_size": 256}
+        return serving_parts(stack, model, dtype=torch.bfloat16, speculate=rooftile.NGram(2), prompt=24)
 
+    with contextlib.ExitStack() as stack:
+        found = Audit("serve", profiled(build, None, strict=True))
+    assert not found.faults
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_kernel_of_torch_is_found(tmp_path):
     x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(64, device="cuda")
 

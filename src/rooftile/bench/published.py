@@ -40,6 +40,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "audit": (
         *(f"audit --model {m}" for m in ("llama-3-8b", "granite-8b-code", "qwen2.5-7b")),
+        *(f"audit --model llama-3-8b --impl serve{more}" for more in ("", " --speculate ngram")),
         *(f"audit --model {m} --impl engine" for m in ("llama-3.2-1b", "qwen3-0.6b", "qwen3-4b")),
         *(f"audit --model llama-3-8b --impl engine --quantize {q}" for q in ("fp8", "int8", "int4")),
         *(f"audit --model {m} --impl patched" for m in ("llama-3-8b", "granite-8b-code", "qwen2.5-7b")),
@@ -64,7 +65,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "attention": (
         "bench attention --set llm --set prefill --peers 'eager,rooftile portable,cudnn,flash,fa4' --suite attention",
-        f"bench attention_varlen --set llm {_BOTH} --peers flash,fa4 --suite attention",
+        f"bench attention_varlen --set llm {_BOTH} --peers flash,fa4,dense --suite attention",
         f"bench attention_paged --set llm --set latent {_BOTH} --peers 'gather + sdpa,dense' --suite attention",
         f"bench decode_attention {_CACHES} {_BOTH} --peers 'sdpa flash,sdpa cudnn' --suite attention",
         f"bench append_kv rope_and_cache rms_norm_qkv_rope_cache --set decode {_BOTH} --suite attention",

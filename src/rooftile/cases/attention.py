@@ -322,8 +322,13 @@ def _prompts(*lengths: int) -> tuple[Point, ...]:
 
 
 _NAIVE_SWEEP = (*(point(1, 1, t, 64) for t in (512, 1024, 2048)), point(2, 4, 512, 64))
-_LENGTHS = (44, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-_PROMPT = tuple(point(1, 32, t, 128, causal=True) for t in _LENGTHS)  # of one sequence, before decoding
+# Of one sequence, before decoding; of more tokens, `llm` and `prefill` have as many programs.
+_PROMPT = (
+    *(point(1, 32, t, 128, causal=True) for t in (44, 512, 1024, 8192)),
+    *(point(1, 32, t, 128, kv_heads=8, causal=True) for t in (128, 256, 512, 1024)),
+)
+# Heads that a tile pads to the next power of two. The least operations are those of the unpadded head.
+_PADDED = tuple(point(2, 16, 4096, dim, causal=True) for dim in (80, 96))
 _MEMORY = tuple(point(1, 4, 1 << i, 128, causal=True) for i in range(10, 18))
 _MODES = (
     point(2, 4, 33, 32, kv_heads=2, more_keys=40, causal=True, layout="bthd"),
@@ -375,7 +380,7 @@ CASES = (
             ),
             "edge": _EDGE,
             "llm": _prompts(2048, 8192),
-            "prefill": _prompts(1024, 4096, 16384),
+            "prefill": (*_prompts(1024, 4096, 16384), *_PADDED),
             "prompt": _PROMPT,
             "sweep": _NAIVE_SWEEP,
             "memory": _MEMORY,

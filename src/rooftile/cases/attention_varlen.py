@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +14,12 @@ from torch import Tensor
 from rooftile.cases.attention import TOLERANCES, on_gpu, pairs, without
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Unsupported
 from rooftile.cases.draw import integers, normal
-from rooftile.ops.attention import attention_varlen
+from rooftile.ops.attention import attention, attention_varlen
 from rooftile.reference import attention as reference
+
+# Growing: each sequence is longer than the previous one. One long: half of the tokens are one sequence, in the middle
+# of others of one length.
+LENGTHS = ("growing", "equal", "one long")
 
 
 def point(
@@ -25,9 +31,14 @@ def point(
     kv_heads: int | None = None,
     more_keys: int = 0,
     sinks: bool = False,
+    lengths: str = "growing",
+    bounded: bool = False,
     **options: object,
 ) -> Point:
-    """`seq_len` queries in all; each sequence has `more_keys` more keys than queries."""
+    """`seq_len` queries in all; each sequence has `more_keys` more keys than queries.
+
+    `lengths` is one of `LENGTHS`. `bounded`: the call says how many queries a sequence has at most.
+    """
     dims = {
         "batch": sequences,
         "heads": heads,
@@ -36,25 +47,41 @@ def point(
         "more_keys": more_keys,
         "head_dim": dim,
         "has_sinks": int(sinks),
+        "lengths": LENGTHS.index(lengths),
     }
-    label = f"{sequences} of {seq_len} H{heads}" + (f"/{kv_heads}" if kv_heads else "") + f" D{dim}"
+    label = f"{sequences} of {seq_len}"  # in all; "8 x 2048" is 2048 each
+    if lengths == "equal":
+        label = f"{sequences} x {seq_len // sequences}"
+    elif lengths == "one long":
+        label = f"1 x {seq_len // 2} and {sequences - 1} x {seq_len // 2 // (sequences - 1)}"
+    label += f" H{heads}" + (f"/{kv_heads}" if kv_heads else "") + f" D{dim}"
     label += f" {more_keys} more keys" if more_keys else ""
-    return Point(label + " sinks" * sinks, dims, options)
+    found = Point(label + " sinks" * sinks, dims, options)
+    return dataclasses.replace(found, options={**options, "max_seqlen_q": _longest(found)}) if bounded else found
 
 
 def starts_about(point: Point) -> list[int]:
-    """Where sequences begin, each longer than the previous one. Drawn starts differ by up to `_jitter`."""
-    n, total = point["batch"], point["seq_len"]
-    return [total * i * (i + 1) // (n * (n + 1)) for i in range(n + 1)]
+    """Where sequences begin. Drawn starts differ by up to `_jitter`."""
+    n, total, lengths = point["batch"], point["seq_len"], LENGTHS[point["lengths"]]
+    if lengths == "growing":
+        return [total * i * (i + 1) // (n * (n + 1)) for i in range(n + 1)]
+    if lengths == "equal":
+        return [total // n * i for i in range(n + 1)]
+    short = total // 2 // (n - 1)
+    return [short * i for i in range(n // 2 + 1)] + [total - short * i for i in reversed(range(n - n // 2))]
 
 
 def _jitter(point: Point) -> int:
-    return point["seq_len"] // (2 * point["batch"] * (point["batch"] + 1))
+    growing = LENGTHS[point["lengths"]] == "growing"
+    return growing * (point["seq_len"] // (2 * point["batch"] * (point["batch"] + 1)))
 
 
-def _longest(sequences: int, seq_len: int) -> int:
+def _longest(point: Point) -> int:
     """An upper bound of the longest drawn sequence."""
-    return seq_len * 2 // (sequences + 1) + seq_len // (sequences * (sequences + 1)) + 1
+    n, total = point["batch"], point["seq_len"]
+    if LENGTHS[point["lengths"]] == "growing":
+        return total * 2 // (n + 1) + total // (n * (n + 1)) + 1
+    return max(b - a for a, b in itertools.pairwise(starts_about(point)))
 
 
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
@@ -100,7 +127,7 @@ def _packed(name: str, attend: Packed, point: Point) -> Callable[..., Any]:
     """`attend(q, k, v, starts_q, starts_k, longest_q, longest_k, causal, scale)`, as the case calls it."""
     on_gpu(name)
     without(point, name, "softcap", "window", "alibi", "sinks")
-    longest = _longest(point["batch"], point["seq_len"])
+    longest = _longest(point)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, **options: Any
@@ -146,17 +173,41 @@ def _flash4(point: Point) -> Callable[..., Any]:
     return _packed("FlashAttention-4", attend, point)
 
 
+def _dense(point: Point) -> Callable[..., Any]:
+    """`attention` of the same tensors: sequences of one length are a batch."""
+    if LENGTHS[point["lengths"]] != "equal" or point["more_keys"]:
+        raise Unsupported("attention takes sequences of one length, with as many keys")
+    attend: Any = attention
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int | None = None, **options: Any
+    ) -> Tensor:  # fmt: skip
+        batch = (t.unflatten(0, (point["batch"], -1)) for t in (q, k, v))
+        return attend(*batch, layout="bthd", **options).flatten(0, 1)
+
+    return run
+
+
+_bounded = functools.partial(point, causal=True, bounded=True)
 _SETS = {
     "tiny": (
         point(3, 4, 60, 32, sinks=True),
         point(3, 4, 48, 16, kv_heads=2, more_keys=5, causal=True),
         point(2, 2, 70, 40, causal=True, window=9),
     ),
-    "edge": (point(1, 2, 65, 16), point(9, 2, 30, 24), point(3, 2, 0, 16)),
-    "llm": tuple(
-        point(n, heads, total, dim, causal=True, max_seqlen_q=_longest(n, total))
-        for n, total in ((4, 8192), (16, 16384))
-        for heads, dim in ((16, 128), (32, 64))
+    "edge": (
+        point(1, 2, 65, 16),
+        point(9, 2, 30, 24),
+        point(3, 2, 0, 16),
+        point(4, 2, 72, 16, lengths="one long", causal=True),
+        point(18, 2, 72, 16, kv_heads=1, lengths="equal", causal=True),
+    ),
+    "llm": (
+        *(_bounded(n, h, total, d) for n, total in ((4, 8192), (16, 16384)) for h, d in ((16, 128), (32, 64))),
+        _bounded(65, 32, 16384, 128, kv_heads=8, lengths="one long"),
+        _bounded(4096, 32, 16384, 128, kv_heads=8, lengths="equal"),
+        _bounded(8, 16, 16384, 128, lengths="equal"),
+        _bounded(4, 32, 16384, 64, lengths="equal"),
     ),
 }
 
@@ -180,6 +231,6 @@ CASES = (
         # As attention, and whole rows in the float32 backward on GPUs with 99 KB of shared memory.
         spills=512,
         sets=_SETS,
-        peers=(Peer("flash", _flash), Peer("fa4", _flash4)),
+        peers=(Peer("flash", _flash), Peer("fa4", _flash4), Peer("dense", _dense)),
     ),
 )

@@ -130,6 +130,7 @@ class ImplName(str, enum.Enum):
     """What `audit` runs, as in `rooftile.inspect.audit.IMPLS`; repeated here so that --help needs no PyTorch."""
 
     engine = "engine"
+    serve = "serve"
     cuda = "cuda"
     patched = "patched"
 
@@ -158,11 +159,14 @@ def audit(
     impl: Annotated[
         ImplName | None,
         typer.Option(
-            help="engine; cuda: the same model with cuBLAS, SDPA and torch.compile, which does not pass; patched: "
-            "Hugging Face's model after rooftile.patch, compiled; the Triton kernels that Inductor generates from the "
-            "model's own code are accepted, and listed as such. Default: engine, and on a GPU cuda beside it."
+            help="engine; serve: an AsyncEngine with requests that overlap; cuda: the same model with cuBLAS, SDPA and "
+            "torch.compile, which does not pass; patched: Hugging Face's model after rooftile.patch, compiled; the "
+            "Triton kernels that Inductor generates from the model's own code are accepted, and listed as such. "
+            "Default: engine, and on a GPU cuda beside it."
         ),
     ] = None,
+    speculate: SpeculateName = None,
+    tensor_parallel: TensorParallel = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
     trace: Annotated[
         Path | None,
@@ -201,6 +205,8 @@ def audit(
         prompt=prompt or (512 if on_gpu else 12),
         steps=steps or (8 if on_gpu else 2),
         quantize=quantize.kind,
+        speculate=speculation_of(speculate),
+        tensor_parallel=tensor_parallel,
         dtype=DTYPES[dtype.value],
         layers=layers,
         trace=trace,

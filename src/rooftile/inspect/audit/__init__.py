@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,15 +24,16 @@ from rooftile.inspect.audit.trace import Phase
 if TYPE_CHECKING:
     from rooftile.bench.e2e.model import Model
     from rooftile.engine.engine import Engine
+    from rooftile.engine.speculation import Speculate
 
-Impl = Literal["engine", "cuda", "patched"]
-IMPLS: tuple[Impl, ...] = ("engine", "cuda", "patched")
+Impl = Literal["engine", "serve", "cuda", "patched"]
+IMPLS: tuple[Impl, ...] = ("engine", "serve", "cuda", "patched")
 SUITE = "audit"
 NEW = 2  # tokens generated with sampling: one of the prompt, one of a step
 
 # Compute kernels that are not Rooftile's and are accepted all the same: what torch.compile made of the patched model's
 # own code is in Triton, too.
-ACCEPTED: dict[Impl, tuple[Kind, ...]] = {"engine": (), "cuda": (), "patched": ("Inductor",)}
+ACCEPTED: dict[Impl, tuple[Kind, ...]] = {"engine": (), "serve": (), "cuda": (), "patched": ("Inductor",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +44,11 @@ class Settings:
         model: a name, a config.json, or a folder; with `weights` a checkpoint folder, whose weights are loaded.
         impl: by default the engine, and on a GPU the CUDA path beside it.
         prompt, steps: tokens of each prompt, and decoding steps after it.
+        speculate, tensor_parallel: of the serving engine alone.
         layers: cut the model to its first layers.
         trace: the profiler's trace is written there.
         timeline: a picture of a decoding step of each implementation, in SVG.
-        results: <gpu>/audit/<model>.json and .svg are written there.
+        results: <gpu>/audit/<model>.json and .svg are written there; of the serving engine no .svg.
     """
 
     model: str
@@ -55,6 +58,8 @@ class Settings:
     prompt: int = 512
     steps: int = 8
     quantize: str | None = None
+    speculate: Speculate | None = None
+    tensor_parallel: int = 1
     dtype: torch.dtype = torch.bfloat16
     layers: int | None = None
     trace: Path | None = None
@@ -163,14 +168,33 @@ def _parts(impl: Impl, model: Model, s: Settings) -> list[Part]:
     return [Part("prefill", torch.no_grad()(path.prefill), before=path.reset), Part("decode", decode, s.steps)]
 
 
-def _audit(impl: Impl, model: Model, s: Settings, trace: Path | None) -> Audit:
-    def build() -> list[Part]:
-        return _parts(impl, model, s)
-
+def _audit(impl: Impl, build: Callable[[], Sequence[Part]], trace: Path | None) -> Audit:
     if runtime.MODE is runtime.Mode.GPU:
         # The compiler launches the kernels of a patched model itself, with nobody told.
         return Audit(impl, profiled(build, trace, strict=impl != "patched"))
     return Audit(impl, recorded(build))
+
+
+def _serving(s: Settings) -> tuple[str, Audit]:
+    """The model's name and the audit of what serves it."""
+    from rooftile.bench.workloads import MODELS, read
+    from rooftile.inspect.audit import serving
+
+    if s.weights is not None and s.layers is not None:
+        raise ValueError("--layers cuts a model with random weights alone, if --impl is serve")
+    if s.timeline is not None:
+        raise ValueError("--timeline draws a step of decoding; if --impl is serve, steps differ")
+    title, values = read(s.model, MODELS, s.layers)
+    page_size = 64 if runtime.MODE is runtime.Mode.GPU else 16  # the interpreter is slow
+    with contextlib.ExitStack() as stack:
+
+        def build() -> list[Part]:
+            return serving.started(
+                stack, s.weights or values, batch=s.batch, prompt=s.prompt, steps=s.steps, page_size=page_size,
+                tensor_parallel=s.tensor_parallel, dtype=s.dtype, quantize=s.quantize, speculate=s.speculate,
+            )  # fmt: skip
+
+        return title, _audit("serve", build, s.trace)
 
 
 def run(s: Settings, console: Console) -> int:
@@ -179,15 +203,12 @@ def run(s: Settings, console: Console) -> int:
     Raises:
         ValueError: the model is not known, or what is asked for needs a GPU.
     """
-    from rooftile.bench.e2e import model as e2e_model
     from rooftile.bench.info import check_results
-    from rooftile.bench.run import brief
-    from rooftile.bench.workloads import RANDOM
 
     measured = runtime.MODE is runtime.Mode.GPU
     check_results(s.results, measured)
     if not measured:
-        if s.impl not in (None, "engine"):
+        if s.impl not in (None, "engine", "serve"):
             raise ValueError(f"--impl {s.impl} needs a GPU: without one there is only the engine to audit")
         for name, path in (("--trace", s.trace), ("--timeline", s.timeline)):
             if path is not None:
@@ -197,22 +218,43 @@ def run(s: Settings, console: Console) -> int:
             "the ops of PyTorch beside them, in Triton's interpreter.",
             style="yellow",
         )
+    if s.impl == "serve":
+        title, audit = _serving(s)
+        audits = [audit]
+    else:
+        title, audits = _audits(s, measured)
+    audit_report.show(audits, console, measured)
+    write(s, title, audits)
+    return 1 if audits[0].faults else 0
+
+
+def _audits(s: Settings, measured: bool) -> tuple[str, list[Audit]]:
+    """The model's name, and the audits of what was asked for and of what stands beside it."""
+    from rooftile.bench.e2e import model as e2e_model
+    from rooftile.bench.run import brief
+    from rooftile.bench.workloads import RANDOM
+
+    for name, given in (("--speculate", s.speculate is not None), ("--tensor-parallel", s.tensor_parallel > 1)):
+        if given:
+            raise ValueError(f"{name} is an option of the serving engine: give --impl serve")
     weights = RANDOM if s.weights is None else str(s.weights)
     model = e2e_model.load(
         s.model, dtype=s.dtype, device=runtime.default_device(), quantize=s.quantize, layers=s.layers, weights=weights
     )
-    audits = [_audit(s.impl or "engine", model, s, s.trace)]
+
+    def audit(impl: Impl, trace: Path | None) -> Audit:
+        return _audit(impl, lambda: _parts(impl, model, s), trace)
+
+    audits = [audit(s.impl or "engine", s.trace)]
     if s.impl is None and measured:
         gc.collect()
         torch.cuda.empty_cache()
         beside = None if s.trace is None else s.trace.with_name(f"{s.trace.stem}.cuda{s.trace.suffix}")
         try:
-            audits.append(_audit("cuda", model, s, beside))
+            audits.append(audit("cuda", beside))
         except Exception as error:  # what stands beside it is no reason to lose what was asked for
             audits.append(Audit("cuda", [], absent=f"left out: {brief(error)}"))
-    audit_report.show(audits, console, measured)
-    write(s, model.title, audits)
-    return 1 if audits[0].faults else 0
+    return model.title, audits
 
 
 def write(s: Settings, title: str, audits: Sequence[Audit]) -> None:
@@ -225,12 +267,15 @@ def write(s: Settings, title: str, audits: Sequence[Audit]) -> None:
     steps = {audit_report.TITLES[a.impl]: phase for a in audits for phase in a.phases if phase.name == "decode"}
     if s.results is not None:
         whose = None if s.impl == "engine" else s.impl
-        name = "-".join(part for part in (title, s.quantize, whose) if part)
+        guess = None if s.speculate is None else type(s.speculate).__name__.lower()
+        ranks = f"tp{s.tensor_parallel}" if s.tensor_parallel > 1 else None
+        name = "-".join(part for part in (title, s.quantize, whose, guess, ranks) if part)
         folder = s.results / gpu_slug(str(meta["gpu"])) / SUITE
         files.append(folder / f"{name}.json")
-        if all(phase.last_step for phase in steps.values()):
+        if steps and all(phase.last_step for phase in steps.values()):
             pictures.append(folder / f"{name}.svg")
     asked = {"model": title, "batch": s.batch, "prompt": s.prompt, "steps": s.steps, "quantize": s.quantize}
+    asked |= {"speculate": None if s.speculate is None else repr(s.speculate), "tensor_parallel": s.tensor_parallel}
     found = {"meta": {**meta, **asked}, "audits": [audit.as_json() for audit in audits]}
     for path in files:
         if path is not None:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from rooftile import launching, runtime
-from rooftile.inspect.audit.kernels import COPIES, OTHER, Source, source_of
+from rooftile.engine.loop import Loop
+from rooftile.inspect.audit.kernels import COMMUNICATION, COPIES, OTHER, Kind, Source, source_of
 from rooftile.inspect.audit.trace import Phase, Row
 
 from triton.runtime import interpreter  # isort: skip
@@ -46,6 +48,7 @@ _NOTHING = {
 _COPIES = {"copy_", "clone", "_to_copy", "lift_fresh_copy"}
 # For these the host waits.
 _READS = {"_local_scalar_dense", "equal", "is_nonzero"}
+_BLOCKS: dict[Kind, str] = {"copy": COPIES, "NCCL": COMMUNICATION}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +193,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: dict[str, list[Launch]] = {}
-        self._found: dict[str, Counter[tuple[str, str, str]]] = {}  # kind, op of PyTorch, op of Rooftile
+        self._found: dict[str, Counter[tuple[Kind, str, str]]] = {}  # kind, op of PyTorch, op of Rooftile
         self._reads: Counter[str] = Counter()
         self._steps: dict[str, int] = {}
         self._phase = ""
@@ -213,8 +216,10 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Be told of launches, and see nothing of what the interpreter does in them."""
-        stock, counters = interpreter.GridExecutor.__call__, launching.counters
+        """Be told of launches, and see nothing of what the interpreter does in them; see what steps of the serving
+        engine do in its thread."""
+        stock, counters, step = interpreter.GridExecutor.__call__, launching.counters, Loop.step
+        here = threading.get_ident()
 
         def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
             name = str(getattr(executor.fn, "__name__", executor.fn))
@@ -227,13 +232,21 @@ class Recorder(TorchDispatchMode):
             with _unseen():
                 return counters(n, device)
 
+        def seen(loop: Loop) -> Any:
+            if threading.get_ident() == here:
+                return step(loop)
+            with self._sides, self:  # modes are a thread's own
+                return step(loop)
+
         interpreter.GridExecutor.__call__ = call
         launching.counters = made
+        Loop.step = seen  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             interpreter.GridExecutor.__call__ = stock
             launching.counters = counters
+            Loop.step = step  # type: ignore[method-assign]
 
     def read(self) -> None:
         self._reads[self._phase] += not _looking()
@@ -274,12 +287,14 @@ class Recorder(TorchDispatchMode):
             return
         if name in _READS:
             self.read()
+        elif func.namespace == "c10d":  # on GPUs it is NCCL's
+            self._count("NCCL", f"c10d::{name}({', '.join(map(_said, inputs or results))})")
         elif name in _COPIES and _is_memcpy(*((args[0], args[1]) if name == "copy_" else (result, args[0]))):
             self._count("copy", f"aten::{name}")
         elif any(x.is_floating_point() for x in (*inputs, *results)) or not _looking():
             self._count("foreign", f"aten::{name}({', '.join(map(_said, inputs or results))})")
 
-    def _count(self, kind: str, what: str) -> None:
+    def _count(self, kind: Kind, what: str) -> None:
         self._found[self._phase][kind, what, self._under[0] if self._under else ""] += 1
 
     def phases(self) -> list[Phase]:
@@ -294,8 +309,7 @@ class Recorder(TorchDispatchMode):
                 else:
                     rows.append(Row(s.name, "Rooftile", s.block, launch.op or s.family, s.place, n))
             for (kind, what, under), n in self._found[name].items():
-                copied = kind == "copy"
-                rows.append(Row(what, "copy" if copied else "foreign", COPIES if copied else OTHER, under, count=n))
+                rows.append(Row(what, kind, _BLOCKS.get(kind, OTHER), under, count=n))
             phase = Phase(name, steps, sorted(rows, key=lambda r: -r.count), waits=self._reads[name])
             if not self.launches[name]:
                 phase.problems.append("no kernel was launched")

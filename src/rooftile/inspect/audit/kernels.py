@@ -12,11 +12,12 @@ from typing import Literal
 
 PACKAGE = Path(__file__).parents[2]
 
-Kind = Literal["Rooftile", "Inductor", "copy", "foreign"]
+Kind = Literal["Rooftile", "Inductor", "NCCL", "copy", "foreign"]
 
 GEMMS, ATTENTION, NORMS, ROPE = "GEMMs", "attention", "norms", "RoPE + cache write"
 ACTIVATION, EMBEDDING, SAMPLING, COPIES, OTHER = "activation", "embedding", "sampling", "copies", "other"
-BLOCKS = (GEMMS, ATTENTION, NORMS, ROPE, ACTIVATION, EMBEDDING, SAMPLING, COPIES, OTHER)
+COMMUNICATION = "communication"
+BLOCKS = (GEMMS, ATTENTION, NORMS, ROPE, ACTIVATION, EMBEDDING, SAMPLING, COMMUNICATION, COPIES, OTHER)
 
 # The families of ops, by the name of their file or folder; the first that fits.
 _FAMILIES = (
@@ -43,6 +44,9 @@ _OTHERS = (
 
 # triton_poi_fused_..., triton_red_..., triton_per_..., templates (tem) and kernels of several (for): names of Inductor.
 _INDUCTOR = re.compile(r"triton_(poi|red|per|tem|for|unk|mix|mm|bmm|flex|spl)\w*_")
+
+# ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...), and ncclKernel_... before NCCL 2.19; ncclSymkDevKernel_... since 2.27.
+_NCCL = re.compile(r"(void )?nccl\w*Kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +162,8 @@ def origin_of(
     """
     if _INDUCTOR.match(name):
         return Origin("Inductor", _first(_OTHERS, name.removeprefix("triton_")))
+    if _NCCL.match(name):
+        return Origin("NCCL", COMMUNICATION)
     alike = [k for k in launched if k.source.name == name]
     if strict and threads:  # those of a block are what the launcher asked for, to the last
         alike = [k for k in alike if k.threads in (0, threads)]

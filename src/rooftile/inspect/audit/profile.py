@@ -26,12 +26,16 @@ _CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is run for a phase: `before` belongs to none, and `steps` is how many forwards `run` has."""
+    """What is run for a phase: `before` belongs to none, and `steps` is how many forwards `run` has.
+
+    `problems` says, after a run, why it proves nothing.
+    """
 
     name: str
     run: Callable[[], Any]
     steps: int = 1
     before: Callable[[], Any] = lambda: None
+    problems: Callable[[], list[str]] = list
 
 
 def _launched(compiled: Any) -> Launched | None:
@@ -100,14 +104,21 @@ def profiled(build: Callable[[], Sequence[Part]], trace: Path | None, *, strict:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         events = audit_trace.load(path)
-    return audit_trace.phases(events, {p.name: p.steps for p in parts}, launched, strict=strict)
+    found = audit_trace.phases(events, {p.name: p.steps for p in parts}, launched, strict=strict)
+    return _with_problems(found, parts)
 
 
 def recorded(build: Callable[[], Sequence[Part]]) -> list[Phase]:
     """The phases of what `build` makes, as their launches and ops of PyTorch are in Triton's interpreter."""
-    recorder = Recorder()
-    for part in build():
+    recorder, parts = Recorder(), build()
+    for part in parts:
         part.before()
         with recorder.phase(part.name, part.steps):
             part.run()
-    return recorder.phases()
+    return _with_problems(recorder.phases(), parts)
+
+
+def _with_problems(phases: list[Phase], parts: Sequence[Part]) -> list[Phase]:
+    for phase, part in zip(phases, parts, strict=True):
+        phase.problems += part.problems()
+    return phases

@@ -18,8 +18,13 @@ from rooftile.inspect.audit.trace import IDLE, Phase
 if TYPE_CHECKING:
     from rooftile.inspect.audit import Audit
 
-TITLES = {"engine": "the engine", "cuda": "the CUDA path", "patched": "the patched model"}
-_KINDS = {"Rooftile": "green", "Inductor": "yellow", "copy": "dim", "foreign": "bold red"}
+TITLES = {
+    "engine": "the engine",
+    "serve": "the serving engine",
+    "cuda": "the CUDA path",
+    "patched": "the patched model",
+}
+_KINDS = {"Rooftile": "green", "Inductor": "yellow", "NCCL": "cyan", "copy": "dim", "foreign": "bold red"}
 _LONGEST = 100
 
 
@@ -120,12 +125,13 @@ def _verdict(audit: Audit, console: Console, measured: bool) -> None:
         console.print(fault, style="red", markup=False, highlight=False, soft_wrap=True)
     rows = [row for phase in audit.phases for row in phase.rows]
     ours = sum(row.count for row in rows if row.kind == "Rooftile")
-    counts = {kind: sum(row.count for row in rows if row.kind == kind) for kind in ("Inductor", "copy", "foreign")}
     what = {
         "Inductor": "Triton kernels made by Inductor" + (", accepted here" if audit.accepted else ""),
+        "NCCL": "of NCCL" if measured else "collectives, which are NCCL's on GPUs",
         "copy": "copies and memsets",
         "foreign": "of others" if measured else "ops of PyTorch that a GPU would compute",
     }
+    counts = {kind: sum(row.count for row in rows if row.kind == kind) for kind in what}
     others = "".join(f", {n} {what[kind]}" for kind, n in counts.items() if n)
     passed = not audit.faults
     verdict = f"{TITLES[audit.impl]} {'passes' if passed else 'does not pass'}"

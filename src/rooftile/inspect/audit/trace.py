@@ -63,8 +63,8 @@ class Phase:
     last_step: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
 
     def foreign(self, accepted: Collection[Kind] = ()) -> list[Row]:
-        """The compute kernels that are not Rooftile's, nor of a kind that is accepted."""
-        return [row for row in self.rows if row.kind not in ("Rooftile", "copy", *accepted)]
+        """The compute kernels that are not Rooftile's, nor of a kind that is accepted. NCCL's communicate."""
+        return [row for row in self.rows if row.kind not in ("Rooftile", "copy", "NCCL", *accepted)]
 
     def by_block(self) -> dict[str, tuple[int, float | None]]:
         """Count and time of each operation of a block, and the idle time where time is known."""
