@@ -688,8 +688,9 @@ def test_a_decoding_step_calls_few_functions_for_each_sequence(monkeypatch):
     """Each costs the host 50 ns and more. Of the loop, with a device that does nothing."""
 
     def calls(n):
-        engine = made(max_batch=n)
-        runner, logits, counted = engine.runner, torch.zeros(n, CONFIG["vocab_size"]), collections.Counter()
+        engine = made(max_batch=n, cuda_graphs=False)
+        runner, counted = engine.runner, collections.Counter()
+        logits = torch.zeros(n, CONFIG["vocab_size"], device=runner.tokens.device)
         monkeypatch.setattr(runner, "_step", lambda b, *_: (runner.cache.count(), logits[:b])[1])
         monkeypatch.setattr(runner, "_prefilled", lambda laid_out: logits[: laid_out.rows])
         monkeypatch.setattr(runner.cache, "count", lambda: setattr(runner.cache, "_advanced", True))

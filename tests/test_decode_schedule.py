@@ -16,12 +16,13 @@ def blocks_of(lengths):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
 @pytest.mark.parametrize("programs", [1, 7, 16, 24, 50])
+@pytest.mark.parametrize("min_blocks", [1, 3])
 @pytest.mark.parametrize("slack", [0, 1000], ids=["shares", "aligned"])
-def test_every_block_of_every_head_is_read_once(kv_heads, programs, slack, device):
+def test_every_block_of_every_head_is_read_once(kv_heads, programs, min_blocks, slack, device):
     numbers = random.Random(programs * 10 + kv_heads)
     lengths = [numbers.choice([0, 1, 64, 200, 900]) for _ in range(5)]
-    work = work_of(lengths, 1, kv_heads, 1024, programs, 1, slack, device)
-    read, slots, splits = {}, set(), {}
+    work = work_of(lengths, 1, kv_heads, 1024, programs, min_blocks, slack, device)
+    read, slots, splits = set(), set(), {}
     for of_program in work:
         for seq, head, n_keys, first, low, high, slot, count in of_program:
             assert n_keys == lengths[seq]
@@ -29,15 +30,15 @@ def test_every_block_of_every_head_is_read_once(kv_heads, programs, slack, devic
             if low >= high:  # of a short sequence, where longer ones have more splits
                 continue
             for block in range(low, high):
-                assert read.setdefault((seq, head, block), True)
-                read[seq, head, block] = False
+                assert (seq, head, block) not in read
+                read.add((seq, head, block))
             splits.setdefault((seq, head), []).append(count)
             if count > 1:
                 assert 0 <= slot < 2 * programs
                 assert slot not in slots
                 slots.add(slot)
     expected = {(s, h, b) for s, n in enumerate(blocks_of(lengths)) for h in range(kv_heads) for b in range(n)}
-    assert set(read) == expected
+    assert read == expected
     assert all(count == len(counts) for counts in splits.values() for count in counts)
 
 
@@ -65,9 +66,10 @@ def test_groups_leave_few_programs_without_work(kv_heads, programs, idle, device
 
 
 @pytest.mark.parametrize("combine", ["last", "kernel"])
-@pytest.mark.parametrize("programs", [5, 8, 9, 16])
-def test_shares_of_groups_give_the_results(combine, programs, device):
+@pytest.mark.parametrize(("programs", "window", "min_blocks"), [(5, None, 1), (8, None, 1), (9, 40, 1), (16, 40, 2)])
+def test_shares_of_groups_give_the_results(combine, programs, window, min_blocks, device):
     """Of 4 KV heads: without groups, two groups, without, four. Sequences begin and end within shares."""
     inputs = make(device, [150, 3, 0, 97], heads=(8, 4))
-    config = dataclasses.replace(SHARES, programs_per_sm=programs, combine=combine)
-    assert_right(decode_attention(*inputs, return_lse=True, config=config), expected(*inputs))
+    config = dataclasses.replace(SHARES, programs_per_sm=programs, combine=combine, min_blocks=min_blocks)
+    found = decode_attention(*inputs, window=window, return_lse=True, config=config)
+    assert_right(found, expected(*inputs, window=window))

@@ -205,6 +205,8 @@ class TestPagedKVCache:
             self.make(device).free(b)
         with pytest.raises(TypeError, match="a sequence is a int, expected what allocate or fork returned"):
             cache.free(0)
+        with pytest.raises(TypeError, match="a sequence is a NoneType, expected what allocate or fork returned"):
+            cache.reserve({None: 1})
 
     def test_a_full_cache_changes_nothing(self, device):
         cache = self.make(device, max_seq_len=64)

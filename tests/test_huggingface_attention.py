@@ -486,6 +486,15 @@ def test_masks_that_only_look_packed_are_kept_whole():
         assert attention._sequences(function, window) is None
 
 
+def test_a_mask_of_three_dimensions_is_refused_unless_it_is_of_starts():
+    starts = torch.tensor([[[0, 2, 2], [0, 2, 4]]], dtype=torch.int32, device=DEVICE)
+    given = {"batch_size": 1, "q_length": 2, "kv_length": 4}
+    assert attention.attention_mask(attention_mask=starts, **given) is starts
+    for wrong in (torch.ones(1, 2, 4, dtype=torch.bool, device=DEVICE), starts.expand(2, -1, -1), starts.long()):
+        with pytest.raises(ValueError, match=r"attention_mask is .*, expected \(batch, keys\)"):
+            attention.attention_mask(attention_mask=wrong, **given)
+
+
 def test_attention_is_found_behind_the_decorator_of_a_renamed_argument():
     from transformers.utils.deprecation import deprecate_kwarg
 

@@ -35,6 +35,7 @@ def _point(
     cache: str = "own",
     scales: str = "none",
     ragged: bool = False,
+    shortest: int = 0,
     alibi: bool = False,
     sinks: bool = False,
     masked: bool = False,
@@ -42,8 +43,8 @@ def _point(
     **options: object,
 ) -> Point:
     """`heads`: of queries and of the cache; `dims`: head_dim and the values'; `scales`: what shares one. Lengths are
-    the cache's, or drawn (ragged). Of several sequences the last is masked whole. `latent`: values are the first
-    elements of keys."""
+    the cache's, or drawn from `shortest` on (ragged). Of several sequences the last is masked whole. `latent`: values
+    are the first elements of keys."""
     sizes = {
         "batch": batch,
         "seq_len": seq_len,
@@ -56,6 +57,7 @@ def _point(
         "cache": CACHES.index(cache),
         "scales": SCALES.index(scales),
         "ragged": int(ragged),
+        "shortest": shortest,
         "alibi": int(alibi),
         "sinks": int(sinks),
         "masked": int(masked),
@@ -65,6 +67,7 @@ def _point(
         options |= {"v_cache": None, "head_dim_v": dims[1]}
     label = f"B{batch} T{seq_len} H{heads[0]}/{heads[1]} D{dims[0]}" + f"/{dims[1]}" * (dims[0] != dims[1])
     label += f" tokens {tokens}" * (tokens > 1) + f" page {page}" * (page > 0) + " ragged" * ragged
+    label += f" from {shortest}" * (shortest > 0)
     label += (f" {cache} by {scales}" if cache != "own" else "") + " alibi" * alibi + " sinks" * sinks
     label += " masked" * masked + " latent" * latent
     return Point(label, sizes, options)
@@ -116,7 +119,7 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
         drawn["v_cache"], v_scale = drawn_cache(_cache_shape(point, point["value_dim"]), *drawing)
     lengths = torch.full((batch,), seq_len, device=device)
     if point["ragged"]:
-        lengths = integers(seq_len + 1, (batch,), device, generator)
+        lengths = point["shortest"] + integers(seq_len + 1 - point["shortest"], (batch,), device, generator)
     drawn["lengths"] = lengths.to(torch.int32)
     if point["page"]:
         n = batch * _pages(point)
@@ -139,7 +142,8 @@ def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
-    """q and out, and the cache as far as it is seen, with its scales and pages. Drawn lengths count as whole."""
+    """q and out, and the cache as far as it is seen, with its scales and pages. Drawn lengths count as whole, and from
+    `shortest` on by their mean."""
     batch, tokens, heads = point["batch"], point["tokens"], point["heads"]
     wide = point["head_dim"] + point["value_dim"]
     cached = point["head_dim"] if point["latent"] else wide
@@ -148,6 +152,8 @@ def _nbytes(point: Point, itemsize: int, direction: Direction) -> int:
         seen = min(seen, point.options["window"] + tokens - 1)
     elif point["page"]:
         seen = _pages(point) * point["page"]
+    if point["shortest"]:
+        seen = (point["shortest"] + point["seq_len"]) // 2
     numbers = batch * seen * point["kv_heads"]
     total = itemsize * batch * tokens * heads * wide + 4 * batch
     total += numbers * cached * (1 if point["cache"] else itemsize)
@@ -294,7 +300,7 @@ _DECODE = (
     *(_point(b, t, page=p) for b, t in ((1, 8192), (8, 8192), (32, 2048)) for p in (16, 64, 256)),
     *(_point(b, t, cache=c, scales="head") for b, t in ((1, 8192), (8, 8192)) for c in ("fp8", "int8")),
     *(_point(8, 512, **options) for options in _SHORT),
-    _point(256, 576, page=64),  # a server's batch: a program has several sequences, none of which is split
+    *(_point(256, 640, page=64, ragged=r, shortest=512 * r) for r in (False, True)),  # a server's batch
 )
 
 CASES = (

@@ -6,7 +6,6 @@ Text is released in whole characters, and never beyond what may be the beginning
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 import time
 import weakref
@@ -346,7 +345,7 @@ class Readback:
         logprobs = [None] * len(tokens) if self._logprobs is None else self._logprobs.tolist()
         if self.proposed is None and not self._top:
             of_slots = ([x[slot] for slot in self._slots] for x in (tokens, logprobs))
-            yield from zip(self._requests, *of_slots, itertools.repeat(None))  # without an end
+            yield from zip(self._requests, *of_slots, [None] * len(self._slots), strict=True)
             return
         top: dict[int, Top] = {}
         for first, of_rows, logprobs_of_rows in self._top:

@@ -116,7 +116,7 @@ class Loop:
             self._extend(work)
         for request in prompts:
             scheduler.launched(request)
-        unfinished = {r for r in prompts if not r.decoding}  # even now
+        unfinished = {r for r in prompts if not r.decoding}  # a part of whose prompt is left
         requests = [r for r in work if r not in unfinished]
         if requests:
             logprobs = False

@@ -213,7 +213,7 @@ class PagedKVCache(CacheBase):
         """
         self._check_advanced()
         steps = new if isinstance(new, Mapping) else dict.fromkeys(self.sequences, new)
-        if not steps.keys() <= set(self._slots):
+        if None in steps or not steps.keys() <= set(self._slots):  # free slots hold None
             for sequence in steps:
                 self._known("reserve", sequence)
         counts = [0] * len(self._slots)
@@ -233,9 +233,11 @@ class PagedKVCache(CacheBase):
                 )
             if length + n > len(pages) * size:
                 missing[sequence] = -(-(length + n) // size) - len(pages)
-            if n and length % size and (uses := self._users[last := pages[-1]]) > 1 < users.setdefault(last, uses):
-                users[last] -= 1  # the last of its sequences keeps the page
-                shared.append(sequence)
+            if n and length % size and self._users[last := pages[-1]] > 1:
+                left = users.setdefault(last, self._users[last])
+                if left > 1:  # the last of its sequences keeps the page
+                    users[last] = left - 1
+                    shared.append(sequence)
         needed = sum(missing.values())
         if needed + len(shared) > self.free_pages:
             raise ValueError(

@@ -88,6 +88,11 @@ def attention_mask(
 
     # `generate` makes the masks of static caches before the forward, which may pass them here as padding.
     if attention_mask is not None and attention_mask.dim() == 3:
+        if attention_mask.dtype != torch.int32 or attention_mask.shape[:2] != (1, 2):
+            raise ValueError(
+                f"attention_mask is {attention_mask.dtype} of {tuple(attention_mask.shape)}, expected (batch, keys), "
+                "(batch, heads, queries, keys), or starts of sequences as torch.int32 of (1, 2, n)"
+            )
         return attention_mask
     if attention_mask is not None and attention_mask.shape[0] == 0:
         attention_mask = None

@@ -10,7 +10,7 @@ among the programs in one of two ways; every program makes the same choice:
 - shares: the blocks of all sequences form one sequence, cut into equal shares (stream-K), for any lengths and batch.
 
 A token's KV heads are next to each other in most caches. So a share is that of a group of programs, one for each KV
-head (`lanes`): they read the same tokens at about the same time, as programs with consecutive aligned items do. Where
+head: they read the same tokens at about the same time, as programs with consecutive aligned items do. Where
 groups would leave too many programs without work, a program has a share of its own, of the items one after another.
 """
 
@@ -75,33 +75,33 @@ def partition_work(
     at most SLACK blocks plus 1/32 more than an equal share.
 
     Returns:
-        (blocks, aligned, splits, lanes, shares, each, more): blocks of each sequence; splits of an item; programs of a
+        (blocks, aligned, splits, group, shares, each, more): blocks of each sequence; splits of an item; programs of a
         group; a share has `each` blocks, and the first `more` shares have one more.
     """
     if seqs is None:
         seqs = tl.arange(0, BLOCK_B)
     _, _, blocks = count_blocks(lengths, n_new, capacity, window, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
-    lanes = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # no more than a 16th has no work
-    total = tl.sum(blocks, axis=0) * (per_seq // lanes)
+    group = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # a 16th without work at most: not measured
+    total = tl.sum(blocks, axis=0) * (per_seq // group)
     longest = tl.max(blocks, axis=0)
     items = n_seqs * per_seq
     if MIN_BLOCKS == NEVER_SPLIT:  # the values below, as constants
         splits = 1
-        lanes = 1
+        group = 1
         shares = 1
         each = total
         more = 0
         aligned = True
     else:
         splits = tl.maximum(tl.minimum(programs // items, longest // MIN_BLOCKS), 1)
-        shares = tl.maximum(tl.minimum(programs // lanes, total // MIN_BLOCKS), 1)
+        shares = tl.maximum(tl.minimum(programs // group, total // MIN_BLOCKS), 1)
         busiest = ((items * splits + programs - 1) // programs) * ((longest + splits - 1) // splits)
         each = total // shares
         more = total - each * shares
         equal = tl.where(more > 0, each + 1, each)
         aligned = busiest <= equal + equal // 32 + SLACK
-    return blocks, aligned, splits, lanes, shares, each, more
+    return blocks, aligned, splits, group, shares, each, more
 
 
 @triton.jit
@@ -128,35 +128,36 @@ def sequence_of_block(ends, block):
 
 
 @triton.jit
-def program_range(program, blocks, aligned, splits, lanes, shares, each, more, n_seqs, per_seq):
+def program_range(program, blocks, aligned, splits, group, shares, each, more, n_seqs, per_seq):
     """Where a program's work begins and stops (in splits if aligned, else in blocks), and where each sequence ends."""
     ends = blocks
     at = program
     stop = n_seqs * per_seq * splits
     if not aligned:
-        ends = tl.cumsum(blocks, axis=0) * (per_seq // lanes)
-        share = program // lanes
+        ends = tl.cumsum(blocks, axis=0) * (per_seq // group)
+        share = program // group
         at = share_begin(share, each, more)
         stop = tl.where(share < shares, share_begin(share + 1, each, more), at)
     return at, stop, ends
 
 
 @triton.jit
-def splits_of_item(item, lane, begin, n_blocks, aligned, splits, lanes, each, more):
-    """Which programs hold the splits of an item that begins at block `begin` of those that its lane has.
+def splits_of_item(item, member, begin, n_blocks, aligned, splits, group, each, more):
+    """Which programs hold the splits of an item that begins at block `begin`, counted over the items of its member of a
+    group.
 
     Returns:
         (first, stride, second_slot, count): the first program, and how many programs later the next one is; 1 if this
         is the second item of that program, else 0; and the number of splits.
     """
     first = item * splits
-    stride = lanes * 0 + 1
+    stride = group * 0 + 1
     count = tl.minimum(splits, n_blocks)
     second_slot = first * 0
     if not aligned:
         share = share_of_block(begin, each, more)
-        first = share * lanes + lane
-        stride = lanes
+        first = share * group + member
+        stride = group
         count = share_of_block(begin + n_blocks - 1, each, more) - share + 1
         second_slot = (begin > share_begin(share, each, more)).to(tl.int32)
     return first, stride, second_slot, count
@@ -186,7 +187,7 @@ def work_at(
         the partial result is stored if the item has other splits; the last four are those of `splits_of_item`. If `at`
         is `stop` or more, `high` is `low` and the other values are meaningless.
     """
-    ends, aligned, splits, lanes, each, more = partition
+    ends, aligned, splits, group, each, more = partition
     item = at // splits
     split = at - item * splits
     # Both cases are computed unconditionally. ptxas 12.8 and 12.9 may guard a conditional warp reduction (redux) by a
@@ -200,15 +201,15 @@ def work_at(
     n_splits = tl.minimum(splits, n_blocks)
     low = split * n_blocks // n_splits
     high = tl.minimum((split + 1) * n_blocks // n_splits, n_blocks)
-    lane = program % lanes
+    member = program % group
     if not aligned:
-        in_lane = (at - begin) // n_blocks
-        item_in_seq = in_lane * lanes + lane
-        begin += in_lane * n_blocks
+        in_turn = (at - begin) // n_blocks
+        item_in_seq = in_turn * group + member
+        begin += in_turn * n_blocks
         low = at - begin
         high = tl.minimum(n_blocks, stop - begin)
     first, stride, second_slot, count = splits_of_item(
-        seq * per_seq + item_in_seq, lane, begin, n_blocks, aligned, splits, lanes, each, more
+        seq * per_seq + item_in_seq, member, begin, n_blocks, aligned, splits, group, each, more
     )
     after = tl.where(aligned, at + programs, begin + high)
     high = tl.where(at < stop, high, low)
@@ -231,14 +232,14 @@ def plan_work(
     """A program's plan, derived from the lengths by a long chain of dependent divisions and sums.
 
     Returns:
-        (partition, at, stop): `partition` is (ends, aligned, splits, lanes, each, more), where each sequence ends and
+        (partition, at, stop): `partition` is (ends, aligned, splits, group, each, more), where each sequence ends and
         the results of `partition_work`; `at` and `stop` are the program's range.
     """
-    blocks, aligned, splits, lanes, shares, each, more = partition_work(
+    blocks, aligned, splits, group, shares, each, more = partition_work(
         lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK, seqs
     )
-    at, stop, ends = program_range(program, blocks, aligned, splits, lanes, shares, each, more, n_seqs, per_seq)
-    return (ends, aligned, splits, lanes, each, more), at, stop
+    at, stop, ends = program_range(program, blocks, aligned, splits, group, shares, each, more, n_seqs, per_seq)
+    return (ends, aligned, splits, group, each, more), at, stop
 
 
 @triton.jit
@@ -456,16 +457,16 @@ def combine_kernel(
     if PDL:
         pdl_launch_dependents()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    blocks, aligned, splits, lanes, _, each, more = partition_work(
+    blocks, aligned, splits, group, _, each, more = partition_work(
         lengths, n_seqs, n_new, kv_heads, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     seq = item // kv_heads
     kv_head = item % kv_heads
     seqs = tl.arange(0, BLOCK_B)
     n_blocks = tl.sum(tl.where(seqs == seq, blocks, 0), axis=0)
-    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * (kv_heads // lanes) + kv_head // lanes * n_blocks
+    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * (kv_heads // group) + kv_head // group * n_blocks
     first, stride, second_slot, count = splits_of_item(
-        item, kv_head % lanes, begin, n_blocks, aligned, splits, lanes, each, more
+        item, kv_head % group, begin, n_blocks, aligned, splits, group, each, more
     )
     mask, token, head = query_rows(kv_head, tile, n_new, rows, GROUP, ROWS)
     if PDL:
