@@ -123,8 +123,12 @@ def test_a_speedup_is_the_quotient_of_the_tokens_per_second_beside_it() -> None:
         path = folder / "e2e" / f"llama-3-8b-bf16{weights}-b1-p512-n256.json"
         if figure.work.startswith("train"):
             path = folder / "training" / f"{STEP}-{figure.work.split()[1].rstrip(',')}.json"
-        rows = json.loads(path.read_text())["rows"]
-        (base,) = (row for row in rows if row["impl"] == figure.baseline and row["op"] in ("decode", STEP))
+        if figure.work.startswith("serve"):
+            path = folder / "e2e" / "serve" / "llama-3-8b-p512-n128.json"
+        clients = re.search(r"(\d+) clients", figure.work)
+        rows = [r for r in json.loads(path.read_text())["rows"] if r.get("op", "decode") in ("decode", STEP)]
+        rows = [r for r in rows if clients is None or r["clients"] == int(clients[1])]
+        (base,) = (row for row in rows if row["impl"] == figure.baseline)
         assert figure.speedup == pytest.approx(figure.tokens_per_s / base["tokens_per_s"], rel=1e-4)
 
 
@@ -154,3 +158,21 @@ def test_a_stale_chart_is_found(tmp_path: Path) -> None:
     shown[0][-1] = "1.0"
     assert charts.is_stale(chart, shown)
     assert chart.stat().st_size < 60_000
+
+
+def test_serving_is_shown_where_vllm_was_measured_beside_it(tmp_path: Path) -> None:
+    workload = {"prompt": 512, "new": 128, "fixed": True, "prefix": 0}
+    rows = [
+        {"impl": "rooftile", "clients": 64, "tokens_per_s": 90.0, "ratio_to_best_peer": 0.9},
+        {"impl": "vllm", "clients": 64, "tokens_per_s": 100.0},
+        {"impl": "rooftile", "clients": 128, "tokens_per_s": 95.0},
+    ]
+    path = tmp_path / "h100" / "e2e" / "serve" / f"{headline.MODEL}-p512-n128.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"meta": META | {"workload": workload}, "rows": rows}))
+    (found,) = headline.figures(tmp_path)
+    assert (found.work, found.tokens_per_s, found.speedup) == (f"serve {headline.MODEL}, 64 clients", 90.0, 0.9)
+    assert "| 90 | 0.90 × vLLM |" in re.sub(" +", " ", headline.table(tmp_path)).replace("90.00", "90")
+    assert found.command.endswith("--clients 64 --peers vllm")
+    path.write_text(json.dumps({"meta": META | {"workload": workload | {"prompt": 100}}, "rows": rows}))
+    assert not headline.figures(tmp_path)

@@ -17,7 +17,7 @@ _MODELS = "--set decode --set prefill --direction forward"  # GEMMs of a step, a
 
 _SERVE = "bench serve --model llama-3-8b"
 _PREFIXED = "--max-batch 64 --max-seq-len 2304"
-_OFFLINE = f"{_SERVE} --per-client 2 --fixed --prompt 512 --new 128 --max-seq-len 640"  # as throughput is published
+OFFLINE = f"{_SERVE} --per-client 2 --fixed --prompt 512 --new 128 --max-seq-len 640"  # as throughput is published
 
 # Whole models. The portable kernels need a process of their own, which adds its rows to the file.
 _E2E = (
@@ -96,8 +96,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "speculation": ("bench speculation --model llama-3-8b",),
     "serve": (
-        f"{_OFFLINE} --clients 64,128,256 --http --peers vllm",
-        f"{_OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",
+        f"{OFFLINE} --clients 64,128,256 --http --peers vllm",
+        f"{OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",
         # First tokens of prompts with a common beginning, and of what follows it alone.
         *(
             f"{_SERVE} --clients 64 --per-client 1 --fixed --prompt 128 --new 16 {_PREFIXED}{prefix}"

@@ -13,13 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rooftile.bench import charts, training
+from rooftile.bench import charts, load, training, vllm
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import products
 from rooftile.bench.docs.e2e import SUITE as GENERATION
 from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, folded, is_older, markdown, ratios_of, when, where
 from rooftile.bench.e2e.paths import CUDA, HF
 from rooftile.bench.e2e.results import FILES, over, read_results
+from rooftile.bench.published import OFFLINE
 from rooftile.bench.report import number, ratio, without_dashes
 from rooftile.bench.rows import OURS, Row, best_peer, groups, is_ours, read_json
 from rooftile.bench.training.steps import STEP, WORKLOADS
@@ -67,7 +68,7 @@ NAMES = {
     COMPILE: "Hugging Face, `torch.compile`",
     LIGER: "Hugging Face, Liger-Kernel",
 }
-SHORT = {CUDA: "PyTorch", EAGER: "Hugging Face", COMPILE: "`torch.compile`", LIGER: "Liger"}
+SHORT = {vllm.IMPL: "vLLM", CUDA: "PyTorch", EAGER: "Hugging Face", COMPILE: "`torch.compile`", LIGER: "Liger"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Figure:
 
     @property
     def is_older(self) -> bool:
-        op, suite = ("decode", GENERATION) if self.baseline == CUDA else (STEP, training.SUITE)
+        of_engine = {CUDA: GENERATION, vllm.IMPL: "serve"}
+        op, suite = ("decode", of_engine[self.baseline]) if self.baseline in of_engine else (STEP, training.SUITE)
         return is_older(op, self.meta, suite)
 
     @property
@@ -161,14 +163,33 @@ def training_steps(results: Path) -> list[Figure]:
     return found
 
 
+def served(results: Path) -> list[Figure]:
+    """The engine under the published closed loops, where vLLM was measured beside it."""
+    found = []
+    for path in sorted(results.glob(f"*/{load.FOLDER}/{MODEL}-*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        asked = data["meta"]["workload"]
+        lengths = f"--fixed --prompt {asked['prompt']} --new {asked['new']} "
+        rows = [r for r in data["rows"] if r["impl"] == OURS and r.get("clients") and "ratio_to_best_peer" in r]
+        if not asked["fixed"] or asked.get("prefix") or lengths not in f"{OFFLINE} ":
+            continue
+        clients = ",".join(str(row["clients"]) for row in rows)
+        command = f"rooftile {OFFLINE} --clients {clients} --peers {vllm.IMPL}"
+        for row in rows:
+            work = f"serve {MODEL}, {row['clients']} clients"
+            place = (work, OURS, "", row["tokens_per_s"], row["ratio_to_best_peer"], vllm.IMPL)
+            found.append(Figure(*place, None, data["meta"], command))
+    return found
+
+
 def figures(results: Path, new: int = NEW) -> list[Figure]:
-    """Training, then generation.
+    """Training, then generation, then serving.
 
     Of the GPUs that a work was measured on, one whose rows are no older than their kernels, and of those the one that
     was measured last.
     """
     works: dict[str, dict[str, list[Figure]]] = {}
-    for f in [*training_steps(results), *generation(results, new)]:
+    for f in [*training_steps(results), *generation(results, new), *served(results)]:
         works.setdefault(f.work, {}).setdefault(f.gpu, []).append(f)
 
     def order(own: Sequence[Figure]) -> tuple[bool, str]:
