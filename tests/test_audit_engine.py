@@ -4,7 +4,9 @@ import contextlib
 import subprocess
 import sys
 import threading
+import types
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +154,17 @@ def test_a_serving_engine_whose_requests_do_not_meet_proves_nothing(problem):
     assert problem in "".join(fault for fault in found.faults if "aten" not in fault)
 
 
+def test_requests_that_never_end_are_named(monkeypatch):
+    monkeypatch.setattr(serving, "_TIMEOUT_S", 0.01)
+    runner = types.SimpleNamespace(cache=types.SimpleNamespace(page_size=16))
+    config = types.SimpleNamespace(vocab=64)
+    stuck = types.SimpleNamespace(
+        engine=types.SimpleNamespace(config=config, runner=runner), stats=lambda: None, add_for=lambda *request: None
+    )
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s; still live: greedy, long, masked, repeats"):
+        serving.part(stuck, 3, 1).run()
+
+
 @interpreted
 def test_a_part_that_says_that_it_proves_nothing_does_not_pass():
     x, weight = torch.randn(2, 8), torch.ones(8)
@@ -267,6 +280,18 @@ def test_what_is_of_the_serving_engine_says_so():
     result = CliRunner().invoke(cli.app, ["audit", "--speculate", "ngram"], env={"COLUMNS": "400"})
     assert result.exit_code == 2
     assert "option of the serving engine" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weights": Path("a"), "layers": 2}, "--layers is 2 for the checkpoint a: .* for random weights alone"),
+        ({"timeline": Path("t.svg")}, "--timeline is t.svg, .* accepted for --impl engine, cuda, patched"),
+    ],
+)
+def test_what_the_serving_engine_does_not_have_says_so(given, message):
+    with pytest.raises(ValueError, match=message):
+        audit._serving(audit.Settings("tiny", impl="serve", **given))
 
 
 @interpreted

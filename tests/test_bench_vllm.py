@@ -2,7 +2,10 @@
 
 import dataclasses
 import io
+import itertools
 import json
+import os
+import select
 import time
 import types
 
@@ -174,6 +177,20 @@ def test_a_process_that_says_nothing_is_ended_and_the_run_goes_on(stub, monkeypa
     assert time.perf_counter() - since < 60
 
 
+@pytest.mark.parametrize("end", ["", "Engine.step = lambda self: os._exit(9)"])
+def test_the_processes_that_vllm_started_end_too(stub, tmp_path, end):
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    stub(f"import subprocess\nsubprocess.Popen(['sleep', '60'], stdout=open({str(held)!r}, 'wb'))\n{end}")
+    rows = []
+    vllm.measure(SETTINGS, Console(quiet=True), rows.append)
+    assert [row["failed"] for row in rows] == ([12, 12] if end else [0, 0])
+    assert select.select([reader], [], [], 10.0)[0], "a process still has the pipe open"
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
 class Clock:
     """Time that passes in steps and sleeps alone, and an engine that takes one second a step."""
 
@@ -210,8 +227,8 @@ def clock(monkeypatch):
     return clock
 
 
-def ask(clock, requests, when):
-    return vllm.ask(clock, requests, when, lambda request: (request, None), lambda: None)
+def ask(clock, requests, when, alive=lambda: None):
+    return vllm.ask(clock, requests, when, lambda request: (request, None), alive)
 
 
 def test_a_client_sends_as_soon_as_its_last_request_has_ended(clock):
@@ -226,12 +243,31 @@ def test_a_request_counts_from_its_arrival_also_during_a_step(clock):
     assert [(a.arrived, a.first, a.each) for a in answers] == [(0.5, 1.0, 1.0), (0.75, 1.75, 1.0), (9.0, 1.0, 1.0)]
 
 
+def test_signs_of_life_come_before_an_arrival_and_of_steps_without_a_token(clock, monkeypatch):
+    turns, step = itertools.count(), clock.step
+
+    def slow():
+        if next(turns) % 4 == 3:
+            return step()
+        clock.now += 1.0
+        return []
+
+    monkeypatch.setattr(clock, "step", slow)
+    seen = [0.0]
+    ask(clock, [load.Request([1], 2)] * 2, [5.0, 20.0], lambda: seen.append(clock.now))
+    assert seen[-1] == 28.0
+    assert max(b - a for a, b in itertools.pairwise(seen)) <= vllm.NEWS_S
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ("--peers vllm,sglang", "unknown baseline sglang; known baselines: vllm"),
         ("--peers vllm --url http://127.0.0.1:1", "--url names a server"),
         ("--peers vllm --quantize int8", "--peers have no --quantize int8"),
+        ("--peers vllm --speculate ngram", "--peers have no --speculate; measure it without --peers"),
+        ("--peers vllm --cascade", "--peers have no --cascade;"),
+        ("--peers vllm --deterministic", "--peers have no --deterministic;"),
     ],
 )
 def test_peers_that_cannot_run_are_refused(bad, message):

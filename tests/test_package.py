@@ -24,8 +24,14 @@ def test_every_file_that_names_the_version_names_the_same():
 
 def test_no_text_advises_to_install_from_an_index():
     """Rooftile is on none; `rooftile.errors.to_install` says what works. Releases are another matter."""
-    texts = [path for name in ("src", "docs", "examples") for path in (ROOT / name).rglob("*.[pm][yd]")]
-    advice = re.compile(r"install '?rooftile\b|install Rooftile's extra")
-    found = [path for path in (*texts, ROOT / "README.md") if advice.search(path.read_text(encoding="utf-8"))]
+    suffixes = {".py", ".md", ".j2", ".jinja", ".toml", ".txt"}
+    folders = [ROOT / name for name in ("src", "docs", "examples", "tools")]
+    every = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
+    texts = [path for path in every if path.suffix in suffixes]
+    advice = re.compile(r"""install\s+(?:-\S+\s+)*['"]?rooftile\b|install Rooftile's extra""")
+    for what in ("rooftile", "-U rooftile", "'rooftile[hf]'", '"rooftile[hf]"'):
+        assert advice.search(f"pip install {what}")
+    assert not advice.search("pip install '.[hf]'")
+    found = [path for path in texts if advice.search(path.read_text(encoding="utf-8"))]
     assert {path.name for path in found} <= {"release.md", "release-notes.md"}
     assert len(texts) > 200

@@ -43,7 +43,7 @@ def test_two_gpus_write_the_tokens_of_one():
 
 
 def losses(*launch):
-    found = subprocess.run([sys.executable, *launch, "--steps", "4"], capture_output=True, text=True)
+    found = subprocess.run([sys.executable, *launch, "--steps", "4"], capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", found.stdout)]
 

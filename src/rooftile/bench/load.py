@@ -606,6 +606,9 @@ def _check(settings: Settings) -> None:
         raise ValueError("--peers are measured beside an engine of this process; --url names a server")
     if settings.peers and settings.engine.get("quantize") is not None:
         raise ValueError(f"--peers have no --quantize {settings.engine['quantize']}; --weights PATH may be quantized")
+    for name in ("speculate", "cascade", "deterministic"):
+        if settings.peers and settings.engine.get(name):
+            raise ValueError(f"--peers have no --{name}; measure it without --peers")
 
 
 def run(settings: Settings, console: Console) -> int:

@@ -7,12 +7,14 @@ when `step()` returns. Settings that are not named in `_options` are vLLM's defa
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import multiprocessing
 import operator
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -66,7 +68,8 @@ def ask(
             answers.append(running[name])
             engine.add_request(name, *ready[i])
         if not running:  # so it is an open loop, before an arrival
-            time.sleep(arrived - now)
+            time.sleep(min(arrived - now, NEWS_S))
+            alive()
             continue
         outputs = engine.step()
         now = time.perf_counter()
@@ -78,8 +81,7 @@ def ask(
             if output.finished:
                 del running[output.request_id]
                 answer.end()
-        if outputs:
-            alive()
+        alive()
     return answers
 
 
@@ -155,6 +157,7 @@ def _rows(settings: Settings, folder: str, say: Callable[[str, Any], None]) -> I
 
 def _child(settings: Settings, folder: str, pipe: Any) -> None:
     """In vLLM's process: sends each row as soon as its load has ended, or what went wrong."""
+    os.setpgrp()  # a group of its own, with the workers of tensor parallelism
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
@@ -183,6 +186,14 @@ def _receive(pipe: Any, left: list[Load], console: Console, done: Done) -> str:
     return ""
 
 
+def _end(process: Any) -> None:
+    """Kill the process and the workers that it started: the next engine needs their memory."""
+    process.kill()  # it may not have made its group yet
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
 def measure(settings: Settings, console: Console, done: Done) -> None:
     """A row for each load. Where vLLM is not installed, fails, hangs or dies, the rows that are missing say so."""
     left = list(loads(settings))
@@ -196,15 +207,14 @@ def measure(settings: Settings, console: Console, done: Done) -> None:
     with tempfile.TemporaryDirectory() as folder:
         process = context.Process(target=_child, args=(settings, folder, theirs))
         process.start()
-        theirs.close()
         try:
+            theirs.close()
             message = _receive(ours, left, console, done)
         except EOFError:
             process.join()
             message = f"the process has ended with exit code {process.exitcode}"
         finally:
-            process.kill()  # its rows are here, and the next engine needs its memory
-            process.join()
+            _end(process)
             ours.close()
     for load in left:
         lost = [Answer(request, 0.0, error=message) for request in load.requests]

@@ -335,7 +335,7 @@ def bench_serve(
         typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/serve/<model>.json, or add to it."),
     ] = None,
 ) -> None:
-    """Time requests that come while others run, to an engine here or to a server. Exit code 1 if one failed."""
+    """Time requests that come while others run, to an engine here or to a server. Exit code 1 if one of ours failed."""
     choose_mode()
     require_charts(results)
     from rooftile import runtime

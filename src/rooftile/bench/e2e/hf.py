@@ -7,6 +7,7 @@ next position. Decoding is compiled as `generate` compiles it for a static cache
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,6 +103,20 @@ class Models:
         return ours
 
 
+def cached_arguments(model: nn.Module) -> Callable[[Any, Tensor], dict[str, Any]]:
+    """A function of a cache and `positions`, `(1, tokens)`: what the model's forward needs for them beside ids."""
+    accepted = inspect.signature(type(model).forward).parameters
+    # Before transformers 5.3 a static cache was told where to write.
+    tells_place = "cache_position" in accepted
+    name = "cache" if "cache" in accepted else "past_key_values"  # up to transformers 5.23
+
+    def given(cache: Any, positions: Tensor) -> dict[str, Any]:
+        arguments = {"position_ids": positions, name: cache, "use_cache": True, "logits_to_keep": 1}
+        return arguments | ({"cache_position": positions[0]} if tells_place else {})
+
+    return given
+
+
 class HuggingFacePath:
     """Args:
     model: a causal language model.
@@ -121,10 +136,7 @@ class HuggingFacePath:
             self._forward = torch.compile(self._model.forward, **how)
         self._cache: Any = None
         self._position = torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
-        accepted = inspect.signature(type(model).forward).parameters
-        # Before transformers 5.3 a static cache was told where to write.
-        self._tells_place = "cache_position" in accepted
-        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # up to transformers 5.23
+        self._cached = cached_arguments(model)
         self.logits = torch.empty(0)
         self._token = ids[:, :1]
 
@@ -162,8 +174,6 @@ class HuggingFacePath:
         self._position.add_(1)
 
     def _take(self, forward: Any, ids: Tensor, positions: Tensor) -> None:
-        given: dict[str, Any] = {"cache_position": positions[0]} if self._tells_place else {}
-        given |= {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
-        out = forward(input_ids=ids, position_ids=positions, **given)
+        out = forward(input_ids=ids, **self._cached(self._cache, positions))
         self.logits = out.logits[:, -1]
         self._token = self.logits.argmax(dim=-1, keepdim=True)

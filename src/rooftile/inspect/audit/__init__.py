@@ -17,7 +17,6 @@ from rooftile import runtime
 from rooftile.inspect.audit import report as audit_report
 from rooftile.inspect.audit import timeline as audit_timeline
 from rooftile.inspect.audit.kernels import Kind
-from rooftile.inspect.audit.patched import Compiled
 from rooftile.inspect.audit.profile import Part, profiled, recorded
 from rooftile.inspect.audit.trace import Phase
 
@@ -142,6 +141,7 @@ def _parts(impl: Impl, model: Model, s: Settings) -> list[Part]:
     from rooftile.bench.timer import clock
     from rooftile.engine.engine import Engine
     from rooftile.engine.runner import Runner
+    from rooftile.inspect.audit.patched import Compiled
 
     if impl == "engine":
         runner = Runner(model.config, model.own, max_batch=s.batch, max_seq_len=s.prompt + s.steps + NEW)
@@ -181,9 +181,15 @@ def _serving(s: Settings) -> tuple[str, Audit]:
     from rooftile.inspect.audit import serving
 
     if s.weights is not None and s.layers is not None:
-        raise ValueError("--layers cuts a model with random weights alone, if --impl is serve")
+        raise ValueError(
+            f"--layers is {s.layers} for the checkpoint {s.weights}: where --impl is serve, --layers is accepted for "
+            "random weights alone, of a --model"
+        )
     if s.timeline is not None:
-        raise ValueError("--timeline draws a step of decoding; if --impl is serve, steps differ")
+        others = ", ".join(impl for impl in IMPLS if impl != "serve")
+        raise ValueError(
+            f"--timeline is {s.timeline}, but --impl is serve, whose steps differ; it is accepted for --impl {others}"
+        )
     title, values = read(s.model, MODELS, s.layers)
     page_size = 64 if runtime.MODE is runtime.Mode.GPU else 16  # the interpreter is slow
     with contextlib.ExitStack() as stack:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rooftile.bench.e2e.hf import cached_arguments
 from rooftile.graphs import record
 
 # One product is left of the model's own code, that of RoPE's angles, positions by frequencies. Older Inductors do not
@@ -36,10 +36,7 @@ class Compiled:
         self._ids = ids
         config: Any = model.config
         self._cache = StaticCache(config=config, max_cache_len=ids.shape[1] + new)
-        accepted = inspect.signature(type(model).forward).parameters
-        # Before transformers 5.3 a static cache was told where to write.
-        self._tells_place = "cache_position" in accepted
-        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # up to transformers 5.23
+        self._cached = cached_arguments(model)
         self._positions = torch.arange(ids.shape[1], device=ids.device)[None]
         self._position = torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
         self._token = torch.zeros((ids.shape[0], 1), dtype=torch.int64, device=ids.device)
@@ -88,9 +85,7 @@ class Compiled:
             self._graph, _ = record(self._take_step)
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        given: dict[str, Any] = {"cache_position": positions[0]} if self._tells_place else {}
-        given |= {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
-        out = self._model(input_ids=ids, position_ids=positions, **given)
+        out = self._model(input_ids=ids, **self._cached(self._cache, positions))
         return out.logits[:, -1]
 
     def _prompt(self) -> None:

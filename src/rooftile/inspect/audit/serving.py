@@ -21,6 +21,8 @@ from rooftile.inspect.audit.profile import Part
 NAME = "requests that overlap"
 _NEW = 4  # tokens of each request beside --steps
 _SLOTS = 5  # at least: all requests at once
+_TIMEOUT_S = 600.0  # without a token
+_CLOSE_S = 60.0  # for a step that still runs then
 _SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "presence_penalty": 0.1,
     "frequency_penalty": 0.1, "logprobs": True, "top_logprobs": 2,
@@ -61,7 +63,8 @@ def started(
     make: Any = Engine.from_config if isinstance(model, dict) else Engine.from_pretrained
     engine = make(model, **options, tensor_parallel=tensor_parallel)
     # The long prompt has three parts or more.
-    served = stack.enter_context(AsyncEngine(engine, step_tokens=2 * slots + (page_size + prompt) // 3))
+    served = AsyncEngine(engine, step_tokens=2 * slots + (page_size + prompt) // 3)
+    stack.callback(served.close, timeout=_CLOSE_S)
     # The first requests with an option make, and fill, what it needs.
     first: dict[str, Any] = {"prompt": [0] * 4, "max_new_tokens": 4, "ignore_eos": True}
     hows: list[dict[str, Any]] = [
@@ -84,7 +87,11 @@ def part(served: AsyncEngine, prompt: int, steps: int) -> Part:
 
 
 def _run(served: AsyncEngine, prompt: int, new: int, run: int) -> list[str]:
-    """Run them to their ends. What the steps lacked, so that they prove nothing of it."""
+    """Run them to their ends. What the steps lacked, so that they prove nothing of it.
+
+    Raises:
+        TimeoutError: no token came within `_TIMEOUT_S`.
+    """
     vocab, page_size = served.engine.config.vocab, served.engine.runner.cache.page_size
 
     def asked(name: str, i: int, tokens: int, **how: Any) -> dict[str, Any]:
@@ -104,7 +111,12 @@ def _run(served: AsyncEngine, prompt: int, new: int, run: int) -> list[str]:
     live, problems = {str(request["request_id"]) for request in requests}, list[str]()
     served.add_for(events.put, requests)
     while live:
-        for request, item in events.get():
+        try:
+            some = events.get(timeout=_TIMEOUT_S)
+        except queue.Empty:
+            names = ", ".join(sorted(live))
+            raise TimeoutError(f"{NAME}: no token came within {_TIMEOUT_S:g} s; still live: {names}") from None
+        for request, item in some:
             if isinstance(item, RequestError):
                 raise item
             chunks[request.id] += 1
