@@ -32,7 +32,7 @@ PROMPT, NEW = 512, 256  # tokens of one sequence, and tokens after them
 COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup × baseline>", "peak memory>", "GPU")
 NOTE = (
     "A speedup is tokens/s over those of the baseline that it names, in bf16 and in the same run on that GPU; "
-    "quantized weights have runs of their own. –: a baseline, or a run without one. \"Older than their kernels\": "
+    'quantized weights have runs of their own. –: a baseline, or a run without one. "Older than their kernels": '
     "measured before a kernel of theirs was last changed."
 )
 WEIGHTS = ("", "bf16", "fp8", "int8", "int4")  # their order; baselines have no entry of their own
