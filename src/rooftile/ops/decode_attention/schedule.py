@@ -9,9 +9,9 @@ among the programs in one of two ways; every program makes the same choice:
   lengths are similar or items are many: a program has one split, and whole items need no reduction;
 - shares: the blocks of all sequences form one sequence, cut into equal shares (stream-K), for any lengths and batch.
 
-A token's KV heads are next to each other in most caches. So a share is that of a group of programs, one for each KV
-head: they read the same tokens at about the same time, as programs with consecutive aligned items do. Where
-groups would leave too many programs without work, a program has a share of its own, of the items one after another.
+A token's KV heads are next to each other in most caches. So a group of programs, one for each KV head, has a share:
+they read the same tokens at about the same time, as programs with consecutive aligned items do. Where groups would
+leave too many programs without work, each program has a share of its own, of the items one after another.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def partition_work(
         seqs = tl.arange(0, BLOCK_B)
     _, _, blocks = count_blocks(lengths, n_new, capacity, window, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
-    group = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # a 16th without work at most: not measured
+    group = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # at most a 16th has no work; not measured
     total = tl.sum(blocks, axis=0) * (per_seq // group)
     longest = tl.max(blocks, axis=0)
     items = n_seqs * per_seq
@@ -143,8 +143,9 @@ def program_range(program, blocks, aligned, splits, group, shares, each, more, n
 
 @triton.jit
 def splits_of_item(item, member, begin, n_blocks, aligned, splits, group, each, more):
-    """Which programs hold the splits of an item that begins at block `begin`, counted over the items of its member of a
-    group.
+    """Which programs hold the splits of an item.
+
+    `member`: which program of each group reads its KV head. `begin`: its first block among all that these read.
 
     Returns:
         (first, stride, second_slot, count): the first program, and how many programs later the next one is; 1 if this
