@@ -470,6 +470,16 @@ def test_a_warm_up_leaves_an_engine_as_it_was(device, monkeypatch):
     assert len(engine.generate(PROMPTS[0], max_new_tokens=1)) == 1  # it is free again
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_warm_engine_keeps_the_garbage_collector_from_what_there_is(warm):
+    """A full collection stops the thread, and with it all requests."""
+    before = gc.get_freeze_count()
+    with rooftile.AsyncEngine(made(max_batch=2), warm_up=warm):
+        assert (gc.get_freeze_count() > before) == warm
+    assert gc.get_freeze_count() <= before
+
+
+
 @pytest.mark.gpu
 def test_a_warm_engine_captures_nothing_more_in_full_steps(device):
     """And its tokens are those of one that was not warmed up."""
