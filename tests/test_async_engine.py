@@ -479,7 +479,6 @@ def test_a_warm_engine_keeps_the_garbage_collector_from_what_there_is(warm):
     assert gc.get_freeze_count() <= before
 
 
-
 @pytest.mark.gpu
 def test_a_warm_engine_captures_nothing_more_in_full_steps(device):
     """And its tokens are those of one that was not warmed up."""

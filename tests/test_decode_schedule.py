@@ -7,7 +7,10 @@ import pytest
 from test_decode_attention import SHARES, assert_right, decode_attention, expected, make
 from test_decode_attention_hopper import work_of
 
+from rooftile.ops.decode_attention import schedule
+
 KEYS = 64  # of a block of `work_of`
+ITEM_COST = schedule.ITEM_COST.value
 
 
 def blocks_of(lengths):
@@ -52,10 +55,19 @@ def test_programs_of_a_group_read_the_same_tokens_of_all_heads(device):
                 (s, low, high) for s, _, _, _, low, high, _, _ in group[0]
             ]
             assert {head for _, head, *_ in of_program} == {lane}
-    # Equal shares, within a block.
-    sizes = [sum(high - low for _, _, _, _, low, high, _, _ in group[0]) for group in groups]
-    assert max(sizes) - min(sizes) <= 1
-    assert sum(sizes) == sum(blocks_of(lengths))
+    assert sum(high - low for group in groups for _, _, _, _, low, high, _, _ in group[0]) == sum(blocks_of(lengths))
+
+
+@pytest.mark.parametrize("programs", [24, 50])
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_shares_cost_the_same(kv_heads, programs, device):
+    """A share of empty sequences has as many as take the time of the others: each costs ITEM_COST beside its block."""
+    lengths = [640] * 10 + [0] * 30 + [64, 128, 300] * 5
+    work = work_of(lengths, 1, kv_heads, 1024, programs, 1, 0, device)
+    costs = [sum(high - low + ITEM_COST * (low == 0) for *_, low, high, _, _ in of_program) for of_program in work]
+    total = kv_heads * sum(n + ITEM_COST for n in blocks_of(lengths))
+    assert sum(costs) == total
+    assert max(costs) <= -(-total // (programs - programs % kv_heads)) + ITEM_COST  # a boundary moves by so much
 
 
 @pytest.mark.parametrize(("kv_heads", "programs", "idle"), [(8, 264, 0), (32, 264, 8), (10, 132, 2), (12, 33, 0)])

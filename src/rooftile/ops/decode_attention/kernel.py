@@ -283,7 +283,8 @@ def decode_kernel(
             o_second = tl.zeros((V1 // PER_WORD if V1 > 0 else 1, BLOCK_M), tl.float32)
             o_second_odd = o_second
             v_scale_max = 0.0  # largest value scale so far
-            for block in tl.range(first_block + low, first_block + high, num_stages=STAGES):
+            end = first_block + tl.where(n_keys > 0, high, low)  # an empty sequence has a block, for its result alone
+            for block in tl.range(first_block + low, end, num_stages=STAGES):
                 cols = block * BLOCK_N + key
                 inside = cols < n_keys
                 if HAS_MASK:  # loaded while keys are awaited, which are read whatever the mask says

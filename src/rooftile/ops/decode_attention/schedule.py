@@ -7,7 +7,8 @@ among the programs in one of two ways; every program makes the same choice:
 
 - aligned: each item has the same number of splits, and program w takes splits w, w + programs, ... This is faster where
   lengths are similar or items are many: a program has one split, and whole items need no reduction;
-- shares: the blocks of all sequences form one sequence, cut into equal shares (stream-K), for any lengths and batch.
+- shares: the blocks of all sequences form one sequence, cut into equal shares (stream-K), for any lengths and batch. An
+  item counts as ITEM_COST more than its blocks, or a program with many short sequences would end last.
 
 A token's KV heads are next to each other in most caches. So a group of programs, one for each KV head, has a share:
 they read the same tokens at about the same time, as programs with consecutive aligned items do. Where groups would
@@ -26,6 +27,10 @@ import triton.language as tl  # isort: skip
 
 # A value of MIN_BLOCKS that no item reaches: no item is split, whatever the lengths.
 NEVER_SPLIT = tl.constexpr(1 << 30)
+
+# What an item takes beside its blocks, in blocks: its plan, its queries, a pipeline that fills and drains, its result.
+# On an H200 a program spent 4.2 us on an empty sequence, and 1.7 us on a block of a long one.
+ITEM_COST = tl.constexpr(2)
 
 
 # Partition
@@ -75,15 +80,16 @@ def partition_work(
     at most SLACK blocks plus 1/32 more than an equal share.
 
     Returns:
-        (blocks, aligned, splits, group, shares, each, more): blocks of each sequence; splits of an item; programs of a
-        group; a share has `each` blocks, and the first `more` shares have one more.
+        (costs, aligned, splits, group, shares, each, more): the cost of an item of each sequence, in blocks; splits of
+        an item; programs of a group; a share costs `each` blocks, and the first `more` shares cost one more.
     """
     if seqs is None:
         seqs = tl.arange(0, BLOCK_B)
     _, _, blocks = count_blocks(lengths, n_new, capacity, window, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
+    costs = tl.where(seqs < n_seqs, blocks + ITEM_COST, 0)
     group = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # at most a 16th has no work; not measured
-    total = tl.sum(blocks, axis=0) * (per_seq // group)
+    total = tl.sum(costs, axis=0) * (per_seq // group)
     longest = tl.max(blocks, axis=0)
     items = n_seqs * per_seq
     if MIN_BLOCKS == NEVER_SPLIT:  # the values below, as constants
@@ -95,49 +101,62 @@ def partition_work(
         aligned = True
     else:
         splits = tl.maximum(tl.minimum(programs // items, longest // MIN_BLOCKS), 1)
-        shares = tl.maximum(tl.minimum(programs // group, total // MIN_BLOCKS), 1)
-        busiest = ((items * splits + programs - 1) // programs) * ((longest + splits - 1) // splits)
+        most = tl.sum(blocks, axis=0) * (per_seq // group) // MIN_BLOCKS
+        shares = tl.maximum(tl.minimum(programs // group, most), 1)
+        busiest = ((items * splits + programs - 1) // programs) * ((longest + splits - 1) // splits + ITEM_COST)
         each = total // shares
         more = total - each * shares
         equal = tl.where(more > 0, each + 1, each)
         aligned = busiest <= equal + equal // 32 + SLACK
-    return blocks, aligned, splits, group, shares, each, more
+    return costs, aligned, splits, group, shares, each, more
 
 
 @triton.jit
 def share_begin(share, each, more):
-    """The first block of a share."""
+    """Where a share begins, before `_cut`."""
     return share * each + tl.minimum(share, more)
 
 
 @triton.jit
-def share_of_block(block, each, more):
-    """The share that holds a block."""
+def share_at(position, each, more):
+    """The share that holds a position."""
     longer = more * (each + 1)
-    among = block < longer
+    among = position < longer
     # Selecting the operands first takes one division instead of two.
-    share = tl.where(among, block, block - longer) // tl.where(among, each + 1, each)
+    share = tl.where(among, position, position - longer) // tl.where(among, each + 1, each)
     return tl.where(among, share, more + share)
 
 
 @triton.jit
-def sequence_of_block(ends, block):
-    """The sequence that holds a block, and that sequence's first block, given where all sequences end."""
-    before = ends <= block
+def sequence_at(ends, position):
+    """The sequence that holds a position, and where that sequence begins, given where all sequences end."""
+    before = ends <= position
     return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)
 
 
 @triton.jit
-def program_range(program, blocks, aligned, splits, group, shares, each, more, n_seqs, per_seq):
-    """Where a program's work begins and stops (in splits if aligned, else in blocks), and where each sequence ends."""
-    ends = blocks
+def _cut(position, ends, in_turns):
+    """A boundary of shares that no item's ITEM_COST goes across: it moves to the begin of the item.
+
+    `in_turns`: items of a sequence that one program reads in turn.
+    """
+    begin = tl.max(tl.where(ends <= position, ends, 0), axis=0)
+    end = tl.min(tl.where(ends > position, ends, position + in_turns), axis=0)
+    within = (position - begin) % tl.maximum((end - begin) // in_turns, 1)
+    return tl.where(within <= ITEM_COST, position - within, position)
+
+
+@triton.jit
+def program_range(program, costs, aligned, splits, group, shares, each, more, n_seqs, per_seq):
+    """Where a program's work begins and stops (in splits if aligned, else in costs), and where each sequence ends."""
+    ends = costs
     at = program
     stop = n_seqs * per_seq * splits
     if not aligned:
-        ends = tl.cumsum(blocks, axis=0) * (per_seq // group)
+        ends = tl.cumsum(costs, axis=0) * (per_seq // group)
         share = program // group
-        at = share_begin(share, each, more)
-        stop = tl.where(share < shares, share_begin(share + 1, each, more), at)
+        at = _cut(share_begin(share, each, more), ends, per_seq // group)
+        stop = tl.where(share < shares, _cut(share_begin(share + 1, each, more), ends, per_seq // group), at)
     return at, stop, ends
 
 
@@ -145,7 +164,7 @@ def program_range(program, blocks, aligned, splits, group, shares, each, more, n
 def splits_of_item(item, member, begin, n_blocks, aligned, splits, group, each, more):
     """Which programs hold the splits of an item.
 
-    `member`: which program of each group reads its KV head. `begin`: its first block among all that these read.
+    `member`: which program of each group reads its KV head. `begin`: where it begins among all that these read.
 
     Returns:
         (first, stride, second_slot, count): the first program, and how many programs later the next one is; 1 if this
@@ -156,10 +175,10 @@ def splits_of_item(item, member, begin, n_blocks, aligned, splits, group, each, 
     count = tl.minimum(splits, n_blocks)
     second_slot = first * 0
     if not aligned:
-        share = share_of_block(begin, each, more)
+        share = share_at(begin + ITEM_COST, each, more)
         first = share * group + member
         stride = group
-        count = share_of_block(begin + n_blocks - 1, each, more) - share + 1
+        count = share_at(begin + ITEM_COST + n_blocks - 1, each, more) - share + 1
         second_slot = (begin > share_begin(share, each, more)).to(tl.int32)
     return first, stride, second_slot, count
 
@@ -193,9 +212,9 @@ def work_at(
     split = at - item * splits
     # Both cases are computed unconditionally. ptxas 12.8 and 12.9 may guard a conditional warp reduction (redux) by a
     # predicate whose register they have reused (seen with 32 sequences in float32); `rooftile inspect` finds those.
-    of_block, begin_of_block = sequence_of_block(ends, at)
-    seq = tl.where(aligned, item // per_seq, of_block)
-    begin = tl.where(aligned, 0, begin_of_block)
+    of_position, begin_of_sequence = sequence_at(ends, at)
+    seq = tl.where(aligned, item // per_seq, of_position)
+    begin = tl.where(aligned, 0, begin_of_sequence)
     length = select_length(lengths, seq, BLOCK_B, seqs)
     n_keys, first_block, n_blocks = count_blocks(length, n_new, capacity, window, BLOCK_N)
     item_in_seq = item - seq * per_seq
@@ -204,15 +223,15 @@ def work_at(
     high = tl.minimum((split + 1) * n_blocks // n_splits, n_blocks)
     member = program % group
     if not aligned:
-        in_turn = (at - begin) // n_blocks
+        in_turn = (at - begin) // (n_blocks + ITEM_COST)
         item_in_seq = in_turn * group + member
-        begin += in_turn * n_blocks
-        low = at - begin
-        high = tl.minimum(n_blocks, stop - begin)
+        begin += in_turn * (n_blocks + ITEM_COST)
+        low = tl.maximum(at - begin - ITEM_COST, 0)
+        high = tl.minimum(n_blocks, stop - begin - ITEM_COST)
     first, stride, second_slot, count = splits_of_item(
         seq * per_seq + item_in_seq, member, begin, n_blocks, aligned, splits, group, each, more
     )
-    after = tl.where(aligned, at + programs, begin + high)
+    after = tl.where(aligned, at + programs, begin + ITEM_COST + high)
     high = tl.where(at < stop, high, low)
     # Aligned: `at` is the item's first split plus the index of this one.
     slot = tl.where(aligned, 2 * at, 2 * program + tl.where(program == first, second_slot, 0))
@@ -236,10 +255,10 @@ def plan_work(
         (partition, at, stop): `partition` is (ends, aligned, splits, group, each, more), where each sequence ends and
         the results of `partition_work`; `at` and `stop` are the program's range.
     """
-    blocks, aligned, splits, group, shares, each, more = partition_work(
+    costs, aligned, splits, group, shares, each, more = partition_work(
         lengths, n_seqs, n_new, per_seq, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK, seqs
     )
-    at, stop, ends = program_range(program, blocks, aligned, splits, group, shares, each, more, n_seqs, per_seq)
+    at, stop, ends = program_range(program, costs, aligned, splits, group, shares, each, more, n_seqs, per_seq)
     return (ends, aligned, splits, group, each, more), at, stop
 
 
@@ -304,7 +323,7 @@ def tile_at(
     ends, splits, _stop = plan
     item = at // splits
     split = at - item * splits
-    seq, first_item = sequence_of_block(ends, item)
+    seq, first_item = sequence_at(ends, item)
     begin, n_q = _tokens_of(starts_ptr, seq, tokens, n_seqs)
     length = tl.load(lengths_ptr + seq, mask=seq < n_seqs, other=0, cache_modifier=".cg")
     n_keys = tl.minimum(tl.maximum(length, 0), capacity)
@@ -458,14 +477,15 @@ def combine_kernel(
     if PDL:
         pdl_launch_dependents()
     lengths = load_lengths(lengths_ptr, n_seqs, BLOCK_B)
-    blocks, aligned, splits, group, _, each, more = partition_work(
+    costs, aligned, splits, group, _, each, more = partition_work(
         lengths, n_seqs, n_new, kv_heads, capacity, programs, window, BLOCK_B, BLOCK_N, MIN_BLOCKS, SLACK
     )
     seq = item // kv_heads
     kv_head = item % kv_heads
     seqs = tl.arange(0, BLOCK_B)
-    n_blocks = tl.sum(tl.where(seqs == seq, blocks, 0), axis=0)
-    begin = tl.sum(tl.where(seqs < seq, blocks, 0), axis=0) * (kv_heads // group) + kv_head // group * n_blocks
+    cost = tl.sum(tl.where(seqs == seq, costs, 0), axis=0)
+    n_blocks = cost - ITEM_COST
+    begin = tl.sum(tl.where(seqs < seq, costs, 0), axis=0) * (kv_heads // group) + kv_head // group * cost
     first, stride, second_slot, count = splits_of_item(
         item, kv_head % group, begin, n_blocks, aligned, splits, group, each, more
     )
