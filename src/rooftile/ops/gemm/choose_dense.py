@@ -1,7 +1,7 @@
 """GEMMs of dense weights: which kernels, and in what tiles.
 
     one row of x                      gemv
-    up to 64 rows, on sm_90 up to 32  skinny
+    up to 64 rows                     skinny
     more rows                         hopper on sm_90, elsewhere tiled
 
 The configurations are in order of preference, as are those of the modules beside this one.
@@ -31,8 +31,8 @@ def of_dense(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     along_k = p.batch == 1 and p.x_layout == "k" and p.w_layout == "k"
     if along_k and p.m == 1:
         yield one_row(p, target)
-    # On an H200 64 rows were 3 to 20 % faster so than in the skinny kernel, which reads x too often, and 32 rows of
-    # 4096 -> 28672 6 % slower, perhaps because half of the tile of x is then beyond its end.
+    if along_k and target.gluon and 32 < p.m <= 64 and _on_tensor_cores(p) and _vectors(p) and p.dtype.itemsize == 2:
+        yield from _skinny64(p, target)
     if target.gluon and (p.m > 32 or not along_k):
         if min(p.m, p.n) <= 16 and p.dtype.itemsize == 2 and _vectors(p) and not p.gated:
             yield _thin(p, target)
@@ -103,7 +103,7 @@ def _skinny(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
             most = max(1, target.multiprocessors // library.cdiv(p.n, 128))
             yield GemmConfig("skinny", block_m, 128, 128, 1, most, 8, 4)
         if p.gated:  # twice as many rows of the weight
-            yield GemmConfig("skinny", block_m, 64, 128, 1, split, 4, 3)
+            yield GemmConfig("skinny", block_m, 64, 128, 1, split, 4, 4)
         elif split * tiles <= target.multiprocessors:
             yield GemmConfig("skinny", block_m, 64, 256, 1, split, 4, 4)
         elif split * tiles <= 2 * target.multiprocessors:
@@ -116,10 +116,27 @@ def _skinny(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
         yield GemmConfig("skinny", block_m, block_n, block_k, 1, split, 4, stages)
 
 
+def _skinny64(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
+    """33 to 64 rows on sm_90, split where that leaves no more programs than SMs and sums of 2048.
+
+    On an H200, beside the hopper kernel's best tile, 1024 to 4096 columns of sums of 1024 to 14336 took 0.80 to 0.99 of
+    its time, a gate 0.93 to 1.00; but where splits leave SMs idle 1.04 to 1.06 (4096 -> 2560, 9728 -> 2560: tiles of 64
+    x 32), and vocabularies 0.99 and 1.02: `_hopper` has both.
+    """
+    tiles, steps, split = library.cdiv(p.n, 64), library.cdiv(p.k, 128), 1
+    while 2 * split * tiles <= target.multiprocessors and steps >= 32 * split and split < 8:
+        split *= 2
+    if p.n < 65536 and (p.k < 4096 or 4 * split * tiles >= 3 * target.multiprocessors):
+        yield GemmConfig("skinny", 64, 64, 128, 1, 1 if p.gated else split, 4, 4)
+
+
 def _shared(tiles: int, steps: int, target: runtime.Target) -> int:
-    """Programs that share a tile: a power of two, up to one and a half for each SM, of 8 steps at least."""
+    """Programs that share a tile: a power of two, up to one and a half for each SM, of 8 steps at least.
+
+    A sum of 2048 is not split: on an H200 16 rows of 2048 -> 3072 took 5.6 us, and 6.5 split in two.
+    """
     split = 1
-    while 4 * split * tiles <= 3 * target.multiprocessors and steps >= 16 * split and split < 8:
+    while steps > 16 and 4 * split * tiles <= 3 * target.multiprocessors and steps >= 16 * split and split < 8:
         split *= 2
     return split
 
@@ -144,7 +161,7 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
 
     if p.m <= 64:
         block_n, stages = (128, 4) if tiles(64, 128) >= units else (64, 6)
-        if not p.gated and p.k >= 8192 and 4 * tiles(64, 64) <= 3 * units:
+        if not p.gated and p.k >= 4096 and 4 * tiles(64, 64) <= 3 * units:
             block_n, stages = 32, 8
         yield GemmConfig("hopper", 64, block_n // halved, 128, 8, 1, 4, stages)
     elif p.gated:
