@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rooftile import serve
 from rooftile.bench import load, vllm
 from rooftile.cli import app
 
@@ -274,3 +275,11 @@ def test_peers_that_cannot_run_are_refused(bad, message):
     done = CliRunner().invoke(app, ["bench", "serve", "--model", "tiny", *bad.split()])
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())  # a box
+
+
+def test_a_server_without_its_packages_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setitem(serve._NEEDED, "nonsense_module", "nonsense-package")
+    monkeypatch.setattr(vllm, "measure", lambda *_: pytest.fail("it was measured"))
+    done = CliRunner().invoke(app, ["bench", "serve", "--model", "tiny", "--http", "--peers", "vllm"])
+    assert done.exit_code == 2
+    assert "needs nonsense-package" in " ".join(done.output.replace("│", " ").split())

@@ -600,6 +600,10 @@ def _check(settings: Settings) -> None:
     """Raise ValueError for what does not go together."""
     if settings.http and settings.url:
         raise ValueError("--http starts a server of this project; --url names another one")
+    if settings.http:  # now, not after the baselines
+        from rooftile.serve import check_installed
+
+        check_installed()
     if unknown := [name for name in settings.peers if name not in PEERS]:
         raise ValueError(f"unknown baseline {', '.join(unknown)}; known baselines: {', '.join(PEERS)}")
     if settings.peers and settings.url:
@@ -616,6 +620,7 @@ def run(settings: Settings, console: Console) -> int:
 
     Raises:
         ValueError: results are requested in the interpreter, a baseline is not known, or options exclude each other.
+        ImportError: the server's packages are missing.
         OSError: the server cannot be reached, or has failed.
     """
     _check(settings)
