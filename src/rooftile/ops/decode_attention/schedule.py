@@ -76,7 +76,7 @@ def partition_work(
 ):  # fmt: skip
     """Partition the blocks of all sequences, of `per_seq` items (KV heads) each, among the programs of one row tile.
 
-    A split or share has at least MIN_BLOCKS blocks where possible. Splits are aligned if the busiest program then has
+    A split or share has at least MIN_BLOCKS blocks where possible. Splits are aligned if the busiest program's then cost
     at most SLACK blocks plus 1/32 more than an equal share.
 
     Returns:
@@ -88,7 +88,7 @@ def partition_work(
     _, _, blocks = count_blocks(lengths, n_new, capacity, window, BLOCK_N)
     blocks = tl.where(seqs < n_seqs, blocks, 0)
     costs = tl.where(seqs < n_seqs, blocks + ITEM_COST, 0)
-    group = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # at most a 16th has no work; not measured
+    group = tl.where(programs % per_seq * 16 <= programs, per_seq, 1)  # at most a 16th has no work
     total = tl.sum(costs, axis=0) * (per_seq // group)
     longest = tl.max(blocks, axis=0)
     items = n_seqs * per_seq
@@ -107,7 +107,7 @@ def partition_work(
         each = total // shares
         more = total - each * shares
         equal = tl.where(more > 0, each + 1, each)
-        aligned = busiest <= equal + equal // 32 + SLACK
+        aligned = busiest <= equal + ITEM_COST + equal // 32 + SLACK  # a share may begin within an item
     return costs, aligned, splits, group, shares, each, more
 
 
