@@ -15,6 +15,8 @@ import tokenizers
 import transformers
 from tiny_models import build
 
+import rooftile
+
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "train.md"
 
 
@@ -33,6 +35,7 @@ def test_the_example_trains(
     example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     for old, new in (
         ("Qwen/Qwen3-0.6B", "model"),
+        ("torch.nn.functional.__file__", "'text.txt'"),
         ("length = 1024", "length = 16"),
         ("max_steps=100, logging_steps=10", "max_steps=2, logging_steps=1, report_to=[], save_strategy='no'"),
     ):
@@ -40,6 +43,7 @@ def test_the_example_trains(
         example = example.replace(old, new)
     names: dict[str, object] = {}
     exec(compile(example, str(PAGE), "exec"), names)
+    assert rooftile.Engine.from_pretrained("trained", max_batch=1, max_seq_len=16).generate(["the"], max_new_tokens=2)
     assert "replaced: 1 head + cross entropy" in capsys.readouterr().out
     trainer = names["trainer"]
     assert [log["loss"] > 0 for log in trainer.state.log_history if "loss" in log] == [True, True]  # type: ignore[attr-defined]

@@ -66,7 +66,7 @@ def every_kernel(parallel, rank, ranks):
 
 
 def trained(parallel, rank, ranks):
-    """The losses of a Trainer with the callback, and how often the fused head computed one."""
+    """The losses of a Trainer with the callback, and how often the fused head computed one of the labels that count."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -94,7 +94,7 @@ def trained(parallel, rank, ranks):
         kind = type(trainer.model_wrapped).__name__
         AcceleratorState._reset_state(reset_partial_state=True)
     assert kind.startswith({"none": "Llama", "ddp": "DistributedData", "fsdp": "FSDP"}[parallel])
-    fused = sum(op._schema.name == "rooftile::linear_cross_entropy" for op, _, _ in ops.calls)
+    fused = sum(op._schema.name == "rooftile::linear_cross_entropy" and args[-2] >= 0 for op, args, _ in ops.calls)
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], fused
 
 

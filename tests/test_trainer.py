@@ -15,6 +15,8 @@ from helpers import Calls
 from tiny_models import DEVICE, TOLERANCE, build, error, tokens
 
 import rooftile
+from rooftile.huggingface.trainer import CountingCollator
+from rooftile.ops.fused_head import head
 
 KIND = "head + cross entropy"
 STEPS = 3
@@ -191,23 +193,50 @@ def test_evaluation_of_the_loss_alone_computes_no_logits(tmp_path: object) -> No
     assert found["eval_loss"] == pytest.approx(evaluated.evaluate()["eval_loss"], rel=1e-6)
 
 
-def test_a_collator_can_count_the_labels(tmp_path: object) -> None:
-    """The number, which the host knows before labels go to the device, reaches the loss of each batch."""
-
-    def collate(features: list[dict[str, torch.Tensor]]) -> dict[str, object]:
-        batch = transformers.default_data_collator(features)
-        return {**batch, "valid_rows": int((batch["labels"] != -100).sum())}
-
-    more = {"data_collator": collate}
-    plain = trainer(build("Llama"), tmp_path)
-    ours = trainer(build("Llama"), tmp_path, rooftile.PatchCallback(), more=more)
-    plain.train()
-    with Calls() as ops:
-        ours.train()
-    counted = [args[-2] for op, args, _ in ops.calls if op._schema.name == "rooftile::linear_cross_entropy"]
-    assert len(counted) == STEPS
-    assert all(0 < n < 20 for n in counted)
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_without_a_label_are_not_multiplied(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """The callback counts the labels of each batch where the host has them; accumulated batches have unequal counts."""
+    shapes, gemm = [], head.dispatch.gemm
+    monkeypatch.setattr(
+        head.dispatch, "gemm", lambda op, x, *args, **given: shapes.append(x.shape) or gemm(op, x, *args, **given)
+    )
+    more = {"data_collator": transformers.DataCollatorWithFlattening()} if packed else None
+    plain, ours, ops = both("Llama", tmp_path, more=more, gradient_accumulation_steps=2)
+    rows = [shape[0] for shape in shapes[::3]]  # of the logits; the two gradients follow
+    assert ops.count("linear_cross_entropy") == len(rows) == len(texts()) / 2
+    # The first label of a packed sequence would be predicted by the sequence before it.
+    assert sum(rows) == sum(int((text["labels"][int(packed) :] != -100).sum()) for text in texts()) < 12 * 10
     assert_alike(ours, plain, 1e-5)
+
+
+def test_batches_are_counted_only_where_that_leaves_out_tokens() -> None:
+    counting = CountingCollator(lambda batch: batch)
+    few = torch.tensor([[-100, 5, -100, 7]])
+    assert counting({"labels": few})["valid_rows"] == 2
+    assert counting({"labels": few, "shift_labels": few[:, 1:]})["valid_rows"] == 2
+    assert counting(transformers.BatchEncoding({"labels": few}))["valid_rows"] == 2
+    assert counting({"labels": few, "valid_rows": 3})["valid_rows"] == 3
+    for whole in ({"labels": few.abs()}, {"input_ids": few}, {"labels": few.to("meta")}, [few], {"labels": [1, -100]}):
+        assert "valid_rows" not in counting(whole)
+
+
+def test_streamed_batches_that_accelerate_dispatches_are_left(tmp_path: object) -> None:
+    class Stream(torch.utils.data.IterableDataset[object]):
+        def __iter__(self) -> object:
+            return iter(texts())
+
+    for dispatch in (None, False):
+        ours = trainer(
+            build("Llama"), tmp_path, rooftile.PatchCallback(), accelerator_config={"dispatch_batches": dispatch}
+        )
+        ours.train_dataset = Stream()
+        with Calls() as ops:
+            ours.train()
+        counts = [args[-2] for op, args, _ in ops.calls if op._schema.name == "rooftile::linear_cross_entropy"]
+        assert len(counts) == STEPS
+        assert (min(counts) >= 0) is (dispatch is False)
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path: object) -> None:

@@ -74,11 +74,9 @@ def convergence(results: Path) -> str:
             for each in runs
             if (why := convergence_.verdict(each, usual)) != "ok"
         ]
-        means = ", ".join(f"{name} {ratio:.2f}" for name, ratio in convergence_.mean_ratios(runs).items())
-        parts += [
-            f"bf16: off from eager, over what `torch.compile` is off by, geometric means over the families: {means}.",
-            "",
-        ]
+        parts += [convergence_.RATIOS, ""]
+        if means := convergence_.means_of(runs):
+            parts += [f"bf16: off from eager, over `torch.compile`'s, geometric means over the families: {means}.", ""]
     return "\n".join(parts).strip() or NO_RESULTS
 
 

@@ -229,7 +229,7 @@ def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 def compare(job: Job, device: torch.device) -> dict[str, Any]:
     """The losses of the first way's steps, and how far each other way's run is from the first's:
 
-    loss          the largest |difference| / loss over all steps; `loss_rms` the root of the mean square
+    loss          the largest |difference| / loss over all steps
     logprobs      |difference| / |logprobs|, of the ten likeliest tokens at each place of held-out text, at the end
     same_best     the share of places at which the likeliest token is the same
     weights       |difference| / |weights|, over all parameters at the end
@@ -264,7 +264,6 @@ def compare(job: Job, device: torch.device) -> dict[str, Any]:
         found["runs"][way] = {
             "status": "ok",
             "loss": float(difference.abs().max()),
-            "loss_rms": float(difference.square().mean().sqrt()),
             "logprobs": float((run.logprobs - first.logprobs).norm() / first.logprobs.norm()),
             "same_best": float((run.best == first.best).double().mean()),
             "weights": off / norm,
