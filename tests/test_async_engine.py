@@ -147,6 +147,11 @@ def test_what_cannot_be_added(served):
         (TypeError, "priority is 0.5", {"priority": 0.5}),
         (TypeError, "request_id is 7", {"request_id": 7}),
         (TypeError, "heat", {"heat": 1}),
+        (TypeError, "n is 1.5, expected an integer", {"n": 1.5}),
+        (ValueError, "n is 0, expected 1 to max_waiting, 1024", {"n": 0}),
+        (ValueError, "n is 1025", {"n": 1025}),
+        (ValueError, "mask has 1 objects, expected 2, one for each continuation", {"n": 2, "mask": object()}),
+        (ValueError, "seed is 9223372036854775808", {"n": 2, "seed": 2**63}),
     ):
         with pytest.raises(error, match=message):
             served.add(**{"prompt": [1], "max_new_tokens": 3, **arguments})
@@ -208,6 +213,46 @@ def test_several_are_added_together_or_not_at_all(engine, expected):
         streams += served.add_all([ask, {**ask, "request_id": "x"}])
         release()
         assert [stream.result().tokens for stream in streams] == [expected[0]] * 6
+
+
+def test_n_continuations_are_those_of_n_requests_whose_prompt_is_computed_once(engine):
+    """Each has the seed after the last one's; after the greatest of 64 bits comes the least."""
+    prompt, seeds = [11, 12] * 17, [2**63 - 2, 2**63 - 1, -(2**63)]
+    how = {"temperature": 1.5, "max_new_tokens": NEW, "ignore_eos": True}
+    expected = [engine.generate(prompt, seed=seed, **how)[0].tokens for seed in seeds]
+    assert len({*map(tuple, expected)}) == 3
+    with rooftile.AsyncEngine(engine) as served:
+        streams = served.add(prompt, n=3, seed=seeds[0], request_id="mine", **how)
+        assert [stream.request_id for stream in streams] == ["mine-0", "mine-1", "mine-2"]
+        assert [{chunk.index for chunk in stream} for stream in streams] == [{0}, {1}, {2}]
+        assert [stream.result().tokens for stream in streams] == expected
+        assert served.stats().prompt_tokens == 34 + 2 * (34 - 32)
+        streams = served.add_all([{"prompt": prompt, "n": 2, "seed": seeds[1], **how}, {"prompt": prompt, **how}])
+        assert [stream.result().tokens for stream in streams[:2]] == expected[1:]
+        assert [len(streams), len(served.add(prompt, n=1, **how))] == [3, 1]
+    engine.runner.cache.forget()
+    assert free_of(engine) == (9, 0)
+
+
+def test_of_n_continuations_each_ends_by_itself_and_all_are_added_or_none(engine, expected):
+    with rooftile.AsyncEngine(engine, max_waiting=3) as served:
+        first, second, third = add(served, 0, n=3, max_new_tokens=40)
+        assert second.abort()
+        assert second.result().finish_reason == "abort"
+        third.close()
+        assert len(first.result().tokens) == 40
+        assert first.result().tokens[:NEW] == expected[0]
+        with held(served) as release:
+            running = add(served, 0, n=3)
+            until(lambda: served.stats().running == 3)
+            waiting = add(served, 2, n=2)
+            with pytest.raises(QueueFull, match="2 requests wait already, and 2 more"):
+                add(served, 2, n=2)
+            assert served.stats().waiting == 2
+            release()
+            assert [s.result().tokens for s in running] == [expected[0]] * 3  # greedy: the seed is not read
+            assert [s.result().tokens for s in waiting] == [expected[2]] * 2
+    assert free_of(engine) == (9, 0)
 
 
 def test_chunks_for_another_process_come_together_after_each_step(served, engine, expected, monkeypatch):

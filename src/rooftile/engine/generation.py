@@ -53,7 +53,7 @@ class StreamChunk(NamedTuple):
     """One new token of a stream.
 
     Attributes:
-        index: of the prompt.
+        index: of the prompt; of an `AsyncEngine` that of the continuation, where `add` was asked for several.
         token: its id; -1 in the last chunk of a request that was aborted, which has no token.
         text: what this token adds to the prompt's text. It may be empty; with the last token it includes what was held
             back.
