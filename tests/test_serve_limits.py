@@ -16,6 +16,7 @@ import pytest
 from fake_engine import FakeEngine, expected, serve
 from typer.testing import CliRunner
 
+import rooftile
 from rooftile import byte_model
 from rooftile.cli import app as command_line
 from rooftile.serve.app import Options, create_app
@@ -412,6 +413,26 @@ class TestCommands:
         found = CliRunner().invoke(command_line, ["chat", "demo", "--system", "\udcff"])
         assert found.exit_code == 2
         assert "--system is not UTF-8" in found.output
+
+    @pytest.mark.parametrize(
+        ("command", "flag", "keeps"),
+        [
+            ("chat", [], True),
+            ("chat", ["--prefix-cache"], True),
+            ("chat", ["--no-prefix-cache"], False),
+            ("serve", ["--port", "0", "--no-prefix-cache"], False),
+        ],
+    )
+    def test_whether_a_prefix_cache_is_kept_reaches_the_engine(self, command, flag, keeps, tmp_path, monkeypatch):
+        def loaded(folder, *, prefix_cache, **options):
+            raise ValueError(f"it is asked for {prefix_cache}")
+
+        monkeypatch.setattr(rooftile.AsyncEngine, "from_pretrained", loaded)
+        template = tmp_path / "template.jinja"
+        template.write_text("{{ messages[0].content }}")
+        found = CliRunner().invoke(command_line, [command, "demo", "--chat-template", str(template), *flag])
+        assert found.exit_code == 2
+        assert f"rooftile {command}: it is asked for {keeps}" in found.output
 
     def test_a_conversation(self, tmp_path):
         """The history is part of the next prompt until /reset; what is too long, or not UTF-8, is reported."""
