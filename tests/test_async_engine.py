@@ -801,6 +801,71 @@ def test_who_came_last_gives_its_pages_back_and_gets_equal_tokens_later(prefix_c
     assert [first in plan for plan in plans[:new]] == [True] * new
 
 
+@pytest.fixture(scope="module")
+def crowd():
+    """An engine with few pages, requests for it, and their tokens. The second one begins as the first."""
+    engine, begun = made(pages=6, max_seq_len=80), LONG[1][:16]
+    prompts = [begun + [3, 5, 8, 13] * 3, [*begun, *range(44)], [40] * 11]
+    options = [{"max_new_tokens": 6, "ignore_eos": True, **how} for how in HOW[1:]]
+    expected = [engine.generate(p, **how)[0].tokens for p, how in zip(prompts, options, strict=True)]
+    return engine, [{"prompt": p, **how} for p, how in zip(prompts, options, strict=True)], expected
+
+
+# Of a request, with the scheduler, after a step that has not been read.
+STATES = {
+    "held back": lambda r, s: r in s.waiting and not r.launched and s._found(r)[0],  # another one has its beginning
+    "waiting for pages": lambda r, s: r in s.waiting and not r.launched and len(s.running) == 2,
+    "between parts": lambda r, s: r.computed and not r.decoding and not r.launched,
+    "decoding": lambda r, s: r.decoding and r.launched == 3,
+    "at its last token": lambda r, s: r.launched == r.limit,
+    "preempted": lambda r, s: r.launched and r in s.waiting,
+    "computed again": lambda r, s: r in s.running and len(r.filled) > len(r.prompt),
+}
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        {1: "held back", 0: "decoding"},
+        {1: "between parts", 2: "waiting for pages"},
+        {1: "preempted", 2: "at its last token"},
+        {1: "computed again"},
+    ],
+    ids=lambda victims: ", ".join(victims.values()),
+)
+def test_an_abort_in_any_state_gives_back_all_and_others_get_their_tokens(victims, crowd):
+    """One that was not even taken from the inbox is among them."""
+    engine, asked, expected = crowd
+    with rooftile.AsyncEngine(engine, step_tokens=32) as served:
+        checked(served)
+        loop, streams, left = served._worker.loop, [], dict(victims)
+        step = loop.step
+
+        def aborting():
+            until(lambda: streams)
+            events = step()
+            if loop.steps == 1 and len(streams) == 3:
+                streams.append(served.add(**asked[0]))
+                streams[-1].abort()
+            for i, state in [*left.items()]:
+                if STATES[state](streams[i]._channel.request, loop.scheduler):
+                    del left[i]
+                    streams[i].abort()
+            return events
+
+        loop.step = aborting
+        streams += served.add_all(asked)
+        found = [stream.result() for stream in streams]
+        assert not left
+        for i, completion in enumerate(found[:3]):
+            assert completion.finish_reason == ("abort" if i in victims else "length")
+            assert completion.tokens == expected[i][: len(completion.tokens)]
+        assert (found[3].finish_reason, found[3].tokens) == ("abort", [])
+        assert served.stats().finished == {"stop": 0, "length": 3 - len(victims), "abort": 1 + len(victims), "error": 0}
+        assert served.stats().pages_used == 0
+    assert free_of(engine) == (6, 0)
+
+
 @pytest.mark.nightly  # aborts, shared beginnings and few pages have tests of their own
 def test_threads_that_add_and_abort_at_random_lose_and_mix_nothing():
     """Three threads, few pages, equal beginnings, small steps, and streams that are read, aborted or abandoned."""
@@ -883,6 +948,25 @@ def test_an_error_of_a_step_ends_all_and_the_next_request_runs(served, engine, e
                 stream.result()
     assert free_of(engine) == (9, 0)
     assert add(served, 2).result().tokens == expected[2]
+
+
+def test_an_error_of_a_step_keeps_what_the_step_had_read(served, engine, expected, monkeypatch):
+    """With a mask, tokens are read before the next launch: one request ends by them, and then the launch fails."""
+    mask = SimpleNamespace(mask=lambda: torch.full((5,), -1, dtype=torch.int32), advance=lambda token: None)
+
+    def failing(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "decode", failing)
+        asked = {"prompt": PROMPTS[0], "ignore_eos": True}
+        ended, masked = served.add_all([{**asked, "max_new_tokens": 1}, {**asked, "max_new_tokens": 3, "mask": mask}])
+        with pytest.raises(RequestError, match="out of memory"):
+            masked.result()
+        until(lambda: ended._channel.ended)
+    assert [chunk.token for chunk in masked] == []
+    assert (ended.result().tokens, ended.result().finish_reason) == (expected[0][:1], "length")
+    assert served.stats().finished == {"stop": 0, "length": 1, "abort": 0, "error": 1}
 
 
 def test_an_engine_that_has_failed_says_so(monkeypatch):

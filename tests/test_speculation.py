@@ -1,6 +1,7 @@
 """Speculative decoding: the same tokens and distributions in fewer steps, whatever is proposed."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +141,38 @@ def test_requests_of_an_async_engine(plain, engine, recorded):
         assert masked.tokens == expected[0].tokens[:3]
         assert masked.proposed == 0
         assert served.stats().pages_used == 0
+
+
+def test_an_abort_between_a_step_with_proposals_and_its_reading(plain, engine, recorded):
+    """The cache holds the proposals of the aborted one then, of which it is not known how many are right."""
+    expected = generated(plain)
+    recorded.record(expected, wrong=lambda i, at: at % 3 == 1)
+    with rooftile.AsyncEngine(engine) as served:
+        loop, streams = served._worker.loop, []
+        step, lengths = loop.step, []
+
+        def aborting():
+            while not streams:
+                time.sleep(0.001)
+            events = step()
+            if not lengths and loop._launched and loop._launched[-1].proposed:
+                request = streams[0]._channel.request
+                lengths.extend((request.sequence.length, len(request.prompt) + len(request.tokens)))
+                streams[0].abort()
+            return events
+
+        loop.step = aborting
+        asked = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": True}
+        streams += served.add_all([{"prompt": p, **asked} for p in PROMPTS])
+        aborted, other = (stream.result() for stream in streams)
+        agree([other], expected[1:])
+        assert lengths[0] > lengths[1]
+        assert (aborted.finish_reason, aborted.tokens) == ("abort", expected[0].tokens[: len(aborted.tokens)])
+        again = served.add(PROMPTS[0], **asked).result()  # in the slot and the pages that it had
+        agree([again], expected[:1])
+        assert served.stats().pages_used == 0
+    cache = engine.runner.cache
+    assert (cache.free_pages, cache.sequences) == (cache.k.shape[1], [])
 
 
 class Only:

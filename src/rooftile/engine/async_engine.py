@@ -210,12 +210,12 @@ class _Worker:
         try:
             events = self.loop.step()
         except Exception as error:
-            # What the step has read is lost with it, and no request can go on.
+            # No request can go on. Some may have ended by what the step had read before.
             ended = [*self.loop.scheduler.waiting, *self.loop.scheduler.running]
             self.loop.clear()  # if this fails, too, the engine has failed
             self.engine.runner.cache.forget()  # what the failed step wrote
             self._publish()
-            self._deliver((request, error) for request in ended)
+            self._deliver([*self.loop.events, *((request, error) for request in ended)])
         else:
             self._publish()  # first: who sees the end of a stream sees its pages free
             self._deliver(events)
