@@ -866,6 +866,23 @@ def test_an_abort_in_any_state_gives_back_all_and_others_get_their_tokens(victim
     assert free_of(engine) == (6, 0)
 
 
+def test_continuations_that_need_more_pages_than_there_are_wait_for_each_other():
+    """They share the pages of the prompt, and each needs a page of its own and then another one."""
+    engine, how = made(pages=4, max_seq_len=80), {"max_new_tokens": 6, "ignore_eos": True, "temperature": 1.2}
+    prompt = LONG[0][:28]
+    expected = [c.tokens for c in engine.generate([prompt] * 3, seed=range(3), **how)]
+    with rooftile.AsyncEngine(engine) as served:
+        checked(served)
+        streams = served.add(prompt, n=3, **how)
+        assert [stream.result().tokens for stream in streams] == expected
+        assert served.stats().preemptions >= 1
+        assert served.stats().pages_used == 0
+        with pytest.raises(ValueError, match="need 5 pages, and the cache has 4"):
+            served.add([1] * 60, n=3, max_new_tokens=6)
+        assert served.stats().waiting == 0
+    assert free_of(engine) == (4, 0)
+
+
 @pytest.mark.nightly  # aborts, shared beginnings and few pages have tests of their own
 def test_threads_that_add_and_abort_at_random_lose_and_mix_nothing():
     """Three threads, few pages, equal beginnings, small steps, and streams that are read, aborted or abandoned."""

@@ -52,6 +52,8 @@ class TestModels:
         with pytest.raises(openai.NotFoundError) as error:
             client.completions.create(model="large", prompt="hello")
         assert error.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError, match="'large' does not exist"):
+            client.chat.completions.create(model="large", messages=HELLO)
 
 
 class TestCompletions:
@@ -155,6 +157,7 @@ class TestCompletions:
             ("logit_bias", {"1": 101}), ("logprobs", -1), ("logprobs", 100), ("best_of", 5), ("suffix", "x"),
             ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", [264]), ("prompt", [-1]), ("prompt", 5),
             ("prompt", ["a", 1]), ("prompt", "a" * 600), ("stream_options", {"include_usage": True}),
+            ("stop", "a" * 1025), ("logit_bias", {str(i): 1 for i in range(1025)}), ("presence_penalty", -1e308),
         ],
     )  # fmt: skip
     def test_what_is_wrong_is_named(self, client, field, value):
@@ -165,8 +168,12 @@ class TestCompletions:
 
     @pytest.mark.parametrize(
         "extra",
-        [{"top_k": -5}, {"min_p": 2}, {"repetition_penalty": 0}, {"stop_token_ids": [264]}, {"priority": 2**40}],
-    )
+        [
+            {"top_k": -5}, {"top_k": 2**40}, {"min_p": 2}, {"min_p": -1}, {"repetition_penalty": 0},
+            {"repetition_penalty": 1e308}, {"stop_token_ids": [264]}, {"stop_token_ids": [-1]},
+            {"stop_token_ids": [1] * 65}, {"priority": 2**40}, {"priority": -(2**40)},
+        ],
+    )  # fmt: skip
     def test_extensions_are_checked_too(self, client, extra):
         with pytest.raises(openai.BadRequestError) as error:
             client.completions.create(model="small", prompt="a", extra_body=extra)
@@ -280,7 +287,9 @@ class TestChat:
             ("messages", [{"role": "user", "content": "a" * 600}]), ("top_logprobs", 3), ("max_completion_tokens", -1),
             ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "poem"}),
             ("response_format", {"type": "json_schema"}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
-            ("structured_outputs", {"json": {}, "disable_any_whitespace": True}),
+            ("structured_outputs", {"json": {}, "disable_any_whitespace": True}), ("n", 0), ("n", 10**9),
+            ("max_tokens", -1), ("max_tokens", 2**70), ("max_completion_tokens", 1000), ("temperature", -1),
+            ("top_logprobs", 100), ("seed", 2**64), ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
         ],
     )  # fmt: skip
     def test_what_is_wrong_is_named(self, client, field, value):
@@ -443,6 +452,11 @@ class TestStructuredOutputs:
             {"structured_outputs": {"grammar": "start: start start"}},
             {"structured_outputs": {"regex": r"[^\s\S]"}},
             {"structured_outputs": {"json": "{"}},
+            {"structured_outputs": {"json": "[" * 20_000}},
+            {"structured_outputs": {"json": {"$ref": "#"}}},
+            {"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 1}}},
+            {"structured_outputs": {"json": {"type": "string", "pattern": "("}}},
+            {"structured_outputs": {"regex": "(" * 5000}},
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         ],
     )
