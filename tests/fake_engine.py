@@ -94,6 +94,15 @@ class Stream:
         self._queue.put_nowait(types.SimpleNamespace(token=-1, text="", logprob=None, finish_reason="abort"))
 
 
+def each(requests):
+    """Those of `AsyncEngine.add` with n, as n without it."""
+    for request in requests:
+        for i in range(request.get("n") or 1):
+            own = {"seed": request["seed"] + i} if "seed" in request else {}
+            own |= {"mask": request["mask"][i]} if "mask" in request else {}
+            yield {**request, **own, "n": None, "request_id": f"{request.get('request_id')}-{i}"}
+
+
 class FakeEngine:
     """Args:
     answer: the text for a prompt's text.
@@ -116,11 +125,12 @@ class FakeEngine:
 
     def add(
         self, prompt, *, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-        stop=(), seed=0, logprobs=False, ignore_eos=False, priority=0, request_id=None,
+        stop=(), seed=0, logprobs=False, ignore_eos=False, priority=0, request_id=None, n=None,
     ):  # fmt: skip
         return self._add(prompt, dict(locals()), self.answer(self.engine.tokenizer.decode(prompt)))
 
     def add_all(self, requests):
+        requests = list(each(requests))
         if len(requests) > self.max_waiting:
             raise ValueError(f"{len(requests)} requests, expected at most {self.max_waiting}")
         if self.waiting + len(requests) > self.max_waiting:
@@ -195,6 +205,7 @@ class RelayedEngine(MaskedEngine):
     def add_for(self, deliver, requests):
         if self.failed:
             raise RuntimeError("the engine has failed")
+        requests = list(each(requests))
         with self._lock:
             if len(self._requests) + len(requests) > self.max_waiting:
                 raise QueueFull("as many wait as may")

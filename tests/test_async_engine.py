@@ -147,6 +147,11 @@ def test_what_cannot_be_added(served):
         (TypeError, "priority is 0.5", {"priority": 0.5}),
         (TypeError, "request_id is 7", {"request_id": 7}),
         (TypeError, "heat", {"heat": 1}),
+        (TypeError, "n is 1.5, expected an integer", {"n": 1.5}),
+        (ValueError, "n is 0, expected 1 to max_waiting, 1024", {"n": 0}),
+        (ValueError, "n is 1025", {"n": 1025}),
+        (ValueError, "mask has 1 objects, expected 2, one for each continuation", {"n": 2, "mask": object()}),
+        (ValueError, "seed is 9223372036854775808", {"n": 2, "seed": 2**63}),
     ):
         with pytest.raises(error, match=message):
             served.add(**{"prompt": [1], "max_new_tokens": 3, **arguments})
@@ -208,6 +213,46 @@ def test_several_are_added_together_or_not_at_all(engine, expected):
         streams += served.add_all([ask, {**ask, "request_id": "x"}])
         release()
         assert [stream.result().tokens for stream in streams] == [expected[0]] * 6
+
+
+def test_n_continuations_are_those_of_n_requests_whose_prompt_is_computed_once(engine):
+    """Each has the seed after the last one's; after the greatest of 64 bits comes the least."""
+    prompt, seeds = [11, 12] * 17, [2**63 - 2, 2**63 - 1, -(2**63)]
+    how = {"temperature": 1.5, "max_new_tokens": NEW, "ignore_eos": True}
+    expected = [engine.generate(prompt, seed=seed, **how)[0].tokens for seed in seeds]
+    assert len({*map(tuple, expected)}) == 3
+    with rooftile.AsyncEngine(engine) as served:
+        streams = served.add(prompt, n=3, seed=seeds[0], request_id="mine", **how)
+        assert [stream.request_id for stream in streams] == ["mine-0", "mine-1", "mine-2"]
+        assert [{chunk.index for chunk in stream} for stream in streams] == [{0}, {1}, {2}]
+        assert [stream.result().tokens for stream in streams] == expected
+        assert served.stats().prompt_tokens == 34 + 2 * (34 - 32)
+        streams = served.add_all([{"prompt": prompt, "n": 2, "seed": seeds[1], **how}, {"prompt": prompt, **how}])
+        assert [stream.result().tokens for stream in streams[:2]] == expected[1:]
+        assert [len(streams), len(served.add(prompt, n=1, **how))] == [3, 1]
+    engine.runner.cache.forget()
+    assert free_of(engine) == (9, 0)
+
+
+def test_of_n_continuations_each_ends_by_itself_and_all_are_added_or_none(engine, expected):
+    with rooftile.AsyncEngine(engine, max_waiting=3) as served:
+        first, second, third = add(served, 0, n=3, max_new_tokens=40)
+        assert second.abort()
+        assert second.result().finish_reason == "abort"
+        third.close()
+        assert len(first.result().tokens) == 40
+        assert first.result().tokens[:NEW] == expected[0]
+        with held(served) as release:
+            running = add(served, 0, n=3)
+            until(lambda: served.stats().running == 3)
+            waiting = add(served, 2, n=2)
+            with pytest.raises(QueueFull, match="2 requests wait already, and 2 more"):
+                add(served, 2, n=2)
+            assert served.stats().waiting == 2
+            release()
+            assert [s.result().tokens for s in running] == [expected[0]] * 3  # greedy: the seed is not read
+            assert [s.result().tokens for s in waiting] == [expected[2]] * 2
+    assert free_of(engine) == (9, 0)
 
 
 def test_chunks_for_another_process_come_together_after_each_step(served, engine, expected, monkeypatch):
@@ -765,6 +810,88 @@ def test_who_came_last_gives_its_pages_back_and_gets_equal_tokens_later(prefix_c
     assert [first in plan for plan in plans[:new]] == [True] * new
 
 
+@pytest.fixture(scope="module")
+def crowd():
+    """An engine with few pages, requests for it, and their tokens. The second one begins as the first."""
+    engine, begun = made(pages=6, max_seq_len=80), LONG[1][:16]
+    prompts = [begun + [3, 5, 8, 13] * 3, [*begun, *range(44)], [40] * 11]
+    options = [{"max_new_tokens": 6, "ignore_eos": True, **how} for how in HOW[1:]]
+    expected = [engine.generate(p, **how)[0].tokens for p, how in zip(prompts, options, strict=True)]
+    return engine, [{"prompt": p, **how} for p, how in zip(prompts, options, strict=True)], expected
+
+
+# Of a request, with the scheduler, after a step that has not been read.
+STATES = {
+    "held back": lambda r, s: r in s.waiting and not r.launched and s._found(r)[0],  # another one has its beginning
+    "waiting for pages": lambda r, s: r in s.waiting and not r.launched and len(s.running) == 2,
+    "between parts": lambda r, s: r.computed and not r.decoding and not r.launched,
+    "decoding": lambda r, s: r.decoding and r.launched == 3,
+    "at its last token": lambda r, s: r.launched == r.limit,
+    "preempted": lambda r, s: r.launched and r in s.waiting,
+    "computed again": lambda r, s: r in s.running and len(r.filled) > len(r.prompt),
+}
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        {1: "held back", 0: "decoding"},
+        {1: "between parts", 2: "waiting for pages"},
+        {1: "preempted", 2: "at its last token"},
+        {1: "computed again"},
+    ],
+    ids=lambda victims: ", ".join(victims.values()),
+)
+def test_an_abort_in_any_state_gives_back_all_and_others_get_their_tokens(victims, crowd):
+    """One that was not even taken from the inbox is among them."""
+    engine, asked, expected = crowd
+    with rooftile.AsyncEngine(engine, step_tokens=32) as served:
+        checked(served)
+        loop, streams, left = served._worker.loop, [], dict(victims)
+        step = loop.step
+
+        def aborting():
+            until(lambda: streams)
+            events = step()
+            if loop.steps == 1 and len(streams) == 3:
+                streams.append(served.add(**asked[0]))
+                streams[-1].abort()
+            for i, state in [*left.items()]:
+                if STATES[state](streams[i]._channel.request, loop.scheduler):
+                    del left[i]
+                    streams[i].abort()
+            return events
+
+        loop.step = aborting
+        streams += served.add_all(asked)
+        found = [stream.result() for stream in streams]
+        assert not left
+        for i, completion in enumerate(found[:3]):
+            assert completion.finish_reason == ("abort" if i in victims else "length")
+            assert completion.tokens == expected[i][: len(completion.tokens)]
+        assert (found[3].finish_reason, found[3].tokens) == ("abort", [])
+        assert served.stats().finished == {"stop": 0, "length": 3 - len(victims), "abort": 1 + len(victims), "error": 0}
+        assert served.stats().pages_used == 0
+    assert free_of(engine) == (6, 0)
+
+
+def test_continuations_that_need_more_pages_than_there_are_wait_for_each_other():
+    """They share the pages of the prompt, and each needs a page of its own and then another one."""
+    engine, how = made(pages=4, max_seq_len=80), {"max_new_tokens": 6, "ignore_eos": True, "temperature": 1.2}
+    prompt = LONG[0][:28]
+    expected = [c.tokens for c in engine.generate([prompt] * 3, seed=range(3), **how)]
+    with rooftile.AsyncEngine(engine) as served:
+        checked(served)
+        streams = served.add(prompt, n=3, **how)
+        assert [stream.result().tokens for stream in streams] == expected
+        assert served.stats().preemptions >= 1
+        assert served.stats().pages_used == 0
+        with pytest.raises(ValueError, match="need 5 pages, and the cache has 4"):
+            served.add([1] * 60, n=3, max_new_tokens=6)
+        assert served.stats().waiting == 0
+    assert free_of(engine) == (4, 0)
+
+
 @pytest.mark.nightly  # aborts, shared beginnings and few pages have tests of their own
 def test_threads_that_add_and_abort_at_random_lose_and_mix_nothing():
     """Three threads, few pages, equal beginnings, small steps, and streams that are read, aborted or abandoned."""
@@ -847,6 +974,25 @@ def test_an_error_of_a_step_ends_all_and_the_next_request_runs(served, engine, e
                 stream.result()
     assert free_of(engine) == (9, 0)
     assert add(served, 2).result().tokens == expected[2]
+
+
+def test_an_error_of_a_step_keeps_what_the_step_had_read(served, engine, expected, monkeypatch):
+    """With a mask, tokens are read before the next launch: one request ends by them, and then the launch fails."""
+    mask = SimpleNamespace(mask=lambda: torch.full((5,), -1, dtype=torch.int32), advance=lambda token: None)
+
+    def failing(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "decode", failing)
+        asked = {"prompt": PROMPTS[0], "ignore_eos": True}
+        ended, masked = served.add_all([{**asked, "max_new_tokens": 1}, {**asked, "max_new_tokens": 3, "mask": mask}])
+        with pytest.raises(RequestError, match="out of memory"):
+            masked.result()
+        until(lambda: ended._channel.ended)
+    assert [chunk.token for chunk in masked] == []
+    assert (ended.result().tokens, ended.result().finish_reason) == (expected[0][:1], "length")
+    assert served.stats().finished == {"stop": 0, "length": 1, "abort": 0, "error": 1}
 
 
 def test_an_engine_that_has_failed_says_so(monkeypatch):

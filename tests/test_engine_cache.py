@@ -248,6 +248,22 @@ class TestPagedKVCache:
         cache.free(b)
         assert cache.free_pages == 6
 
+    def test_forks_without_a_page_to_write_to_change_nothing(self, device):
+        cache = self.make(device)
+        a = cache.allocate()
+        cache.extend({a: 90})
+        b, c = cache.fork(a), cache.fork(a)
+        for new in ({a: 1}, {a: 1, b: 1, c: 1}):
+            with pytest.raises(ValueError, match=r"the cache is full: the new tokens need . pages, and 0 are free"):
+                cache.extend(new)
+        assert a.pages == b.pages == c.pages
+        assert (a.length, b.length, c.length, cache.free_pages) == (90, 90, 90, 0)
+        cache.free(b)
+        cache.free(c)
+        cache.extend({a: 1})  # it is the only one that has the page
+        cache.free(a)
+        assert cache.free_pages == 6
+
     def test_wrong_page_sizes(self, device):
         for size in (8, 24, 1024):
             with pytest.raises(ValueError, match=f"PagedKVCache: page_size is {size}, expected one of 16, 32, 64"):

@@ -2,9 +2,10 @@
 
 import random
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rooftile.engine.generation import Text
+from rooftile.engine.generation import Text, encoded
 
 
 def byte_tokenizer():
@@ -14,6 +15,11 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def test_a_prompt_that_is_no_unicode_is_named():
+    with pytest.raises(ValueError, match="prompt 1 can't be tokenized, expected Unicode text"):
+        encoded(["a", "x\ud800y"], byte_tokenizer(), 256)
 
 
 class TestText:

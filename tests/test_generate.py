@@ -162,6 +162,9 @@ def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path)
         done = CliRunner().invoke(cli.app, ["generate", "demo"], input=text)
         assert done.exit_code == 2
         assert said in " ".join(done.stderr.replace("│", " ").split())
+    done = CliRunner().invoke(cli.app, ["generate", "demo", "--prompt", "a\udcff"])
+    assert done.exit_code == 2
+    assert "a prompt is no UTF-8" in " ".join(done.stderr.replace("│", " ").split())
     assert not done.stdout
     done = CliRunner().invoke(cli.app, ["generate", "demo", "--speculate", "medusa"], input="x")
     assert done.exit_code == 2

@@ -52,6 +52,8 @@ class TestModels:
         with pytest.raises(openai.NotFoundError) as error:
             client.completions.create(model="large", prompt="hello")
         assert error.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError, match="'large' does not exist"):
+            client.chat.completions.create(model="large", messages=HELLO)
 
 
 class TestCompletions:
@@ -142,8 +144,6 @@ class TestCompletions:
             "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True, "priority": 3, "logprobs": False,
         }  # fmt: skip
         assert {name: engine.last[name] for name in asked} == asked
-        client.completions.create(model="alias", prompt="a", n=3, seed=2**63 - 1)
-        assert engine.last["seed"] == -(2**63) + 1  # each choice has a seed of its own
         client.completions.create(model="alias", prompt="a")
         assert (engine.last["temperature"], engine.last["top_p"], engine.last["top_k"]) == (1.0, 1.0, 0)
 
@@ -157,6 +157,7 @@ class TestCompletions:
             ("logit_bias", {"1": 101}), ("logprobs", -1), ("logprobs", 100), ("best_of", 5), ("suffix", "x"),
             ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", [264]), ("prompt", [-1]), ("prompt", 5),
             ("prompt", ["a", 1]), ("prompt", "a" * 600), ("stream_options", {"include_usage": True}),
+            ("stop", "a" * 1025), ("logit_bias", {str(i): 1 for i in range(1025)}), ("presence_penalty", -1e308),
         ],
     )  # fmt: skip
     def test_what_is_wrong_is_named(self, client, field, value):
@@ -167,8 +168,12 @@ class TestCompletions:
 
     @pytest.mark.parametrize(
         "extra",
-        [{"top_k": -5}, {"min_p": 2}, {"repetition_penalty": 0}, {"stop_token_ids": [264]}, {"priority": 2**40}],
-    )
+        [
+            {"top_k": -5}, {"top_k": 2**40}, {"min_p": 2}, {"min_p": -1}, {"repetition_penalty": 0},
+            {"repetition_penalty": 1e308}, {"stop_token_ids": [264]}, {"stop_token_ids": [-1]},
+            {"stop_token_ids": [1] * 65}, {"priority": 2**40}, {"priority": -(2**40)},
+        ],
+    )  # fmt: skip
     def test_extensions_are_checked_too(self, client, extra):
         with pytest.raises(openai.BadRequestError) as error:
             client.completions.create(model="small", prompt="a", extra_body=extra)
@@ -282,7 +287,9 @@ class TestChat:
             ("messages", [{"role": "user", "content": "a" * 600}]), ("top_logprobs", 3), ("max_completion_tokens", -1),
             ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "poem"}),
             ("response_format", {"type": "json_schema"}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
-            ("structured_outputs", {"json": {}, "disable_any_whitespace": True}),
+            ("structured_outputs", {"json": {}, "disable_any_whitespace": True}), ("n", 0), ("n", 10**9),
+            ("max_tokens", -1), ("max_tokens", 2**70), ("max_completion_tokens", 1000), ("temperature", -1),
+            ("top_logprobs", 100), ("seed", 2**64), ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
         ],
     )  # fmt: skip
     def test_what_is_wrong_is_named(self, client, field, value):
@@ -445,6 +452,11 @@ class TestStructuredOutputs:
             {"structured_outputs": {"grammar": "start: start start"}},
             {"structured_outputs": {"regex": r"[^\s\S]"}},
             {"structured_outputs": {"json": "{"}},
+            {"structured_outputs": {"json": "[" * 20_000}},
+            {"structured_outputs": {"json": {"$ref": "#"}}},
+            {"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 1}}},
+            {"structured_outputs": {"json": {"type": "string", "pattern": "("}}},
+            {"structured_outputs": {"regex": "(" * 5000}},
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         ],
     )
@@ -559,12 +571,14 @@ class TestSmallModel:
         values = [value for e in events for value in e.choices[0].logprobs.token_logprobs]
         torch.testing.assert_close(values, [chunk.logprob for chunk in direct])
 
-    def test_n_seeds_and_stop(self, model_client):
+    def test_n_seeds_and_stop(self, model_client, model):
         asked = {"model": "small", "prompt": self.PROMPT, "max_tokens": 4, "temperature": 1.0}
         first = model_client.completions.create(**asked, seed=3, n=2)
         again = model_client.completions.create(**asked, seed=3, n=2)
         assert [c.text for c in first.choices] == [c.text for c in again.choices]
         assert len({c.text for c in first.choices}) > 1
+        direct = model.add(self.PROMPT, n=2, max_new_tokens=4, temperature=1.0, seed=3)
+        assert [c.text for c in first.choices] == [stream.result().text for stream in direct]
         text = first.choices[0].text
         stopped = model_client.completions.create(**asked, seed=3, stop=text[1]).choices[0]
         assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[1])], "stop")

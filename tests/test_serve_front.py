@@ -13,7 +13,7 @@ import time
 
 import httpx
 import pytest
-from fake_engine import HELLO, TEMPLATE, RelayedEngine, expected, serve
+from fake_engine import HELLO, TEMPLATE, RelayedEngine, each, expected, serve
 
 from rooftile import byte_model
 from rooftile.engine import RequestError
@@ -116,7 +116,7 @@ def test_the_front_imports_neither_pytorch_nor_the_engine():
 def test_answers_are_those_of_one_process(front, engine, path, body, stream):
     class InProcess(RelayedEngine):
         def add_all(self, requests):
-            return [Collected(self, arguments) for arguments in requests]
+            return [Collected(self, arguments) for arguments in each(requests)]
 
     class Collected:
         def __init__(self, engine, arguments):

@@ -13,9 +13,10 @@ import time
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, expected, serve
+from fake_engine import HELLO, FakeEngine, MaskedEngine, expected, serve
 from typer.testing import CliRunner
 
+import rooftile
 from rooftile import byte_model
 from rooftile.cli import app as command_line
 from rooftile.serve.app import Options, create_app
@@ -98,6 +99,57 @@ class TestBodies:
         assert found.status_code == 400
         assert found.json()["error"]["type"] == "invalid_request_error"
         assert part in found.json()["error"]["message"]
+
+    LONE = "x\ud800y"  # in JSON an escape, and in no UTF-8
+
+    @pytest.mark.parametrize(
+        ("path", "extra", "status"),
+        [
+            ("completions", {"model": LONE}, 404),
+            ("completions", {"prompt": [LONE]}, 400),
+            ("completions", {"prompt": LONE, "echo": True, "max_tokens": 0}, 400),
+            ("completions", {"stop": [LONE]}, 400),
+            ("completions", {"logit_bias": {LONE: 1}}, 400),
+            ("completions", {LONE: 1}, 400),
+            ("completions", {"user": LONE}, 200),
+            ("completions", {"structured_outputs": {"regex": LONE}}, 400),
+            ("completions", {"structured_outputs": {"choice": [LONE]}}, 400),
+            ("completions", {"structured_outputs": {"json": {"const": LONE}}}, 400),
+            ("chat/completions", {"messages": [{"role": "user", "content": LONE}]}, 400),
+            ("chat/completions", {"messages": [{"role": LONE, "content": "a"}]}, 400),
+            ("chat/completions", {"messages": [{"role": "user", "content": [{"type": LONE}]}]}, 400),
+            ("chat/completions", {"tools": [{"type": "function", "function": {"name": LONE}}]}, 400),
+            ("chat/completions", {"response_format": {"type": LONE}}, 400),
+        ],
+    )
+    def test_text_that_has_no_utf8(self, path, extra, status):
+        body = {"model": "small"} | ({"messages": HELLO} if "chat" in path else {"prompt": "a"}) | extra
+        with serve(MaskedEngine()) as server:
+            found = post(server, json.dumps(body).encode(), f"/v1/{path}")
+            assert found.status_code == status
+            assert status == 200 or found.json()["error"]["message"]
+            assert post(server).status_code == 200
+
+    def test_a_prompt_over_the_servers_own_limit(self):
+        with serve(FakeEngine(), max_prompt_tokens=30) as server:
+            chat = {"model": "small", "messages": HELLO}
+            for prompt, body, path in (("a" * 31, ASK, "completions"), (None, chat, "chat/completions")):
+                long = {"prompt": prompt} if prompt else {"messages": HELLO * 2}
+                found = post(server, body | long, f"/v1/{path}")
+                assert (found.status_code, found.json()["error"]["code"]) == (400, "context_length_exceeded")
+                assert "expected at most 30" in found.json()["error"]["message"]
+                assert post(server, body, f"/v1/{path}").status_code == 200
+            assert post(server, {**ASK, "prompt": "a" * 30}).status_code == 200
+
+    def test_a_client_that_leaves_within_its_body(self, caplog):
+        with serve(FakeEngine()) as server, caplog.at_level("INFO", logger="rooftile.serve"):
+            host, port = server.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=10) as client:
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+                until(lambda: server.app.state.gate.inside)
+            all_left(server)
+            assert any("499" in r.getMessage() and "left=True" in r.getMessage() for r in caplog.records)
+            assert post(server).status_code == 200
 
     def test_another_content_type(self, server):
         found = httpx.post(server.url + "/v1/completions", data={"prompt": "a"})
@@ -412,6 +464,26 @@ class TestCommands:
         found = CliRunner().invoke(command_line, ["chat", "demo", "--system", "\udcff"])
         assert found.exit_code == 2
         assert "--system is not UTF-8" in found.output
+
+    @pytest.mark.parametrize(
+        ("command", "flag", "keeps"),
+        [
+            ("chat", [], True),
+            ("chat", ["--prefix-cache"], True),
+            ("chat", ["--no-prefix-cache"], False),
+            ("serve", ["--port", "0", "--no-prefix-cache"], False),
+        ],
+    )
+    def test_whether_a_prefix_cache_is_kept_reaches_the_engine(self, command, flag, keeps, tmp_path, monkeypatch):
+        def loaded(folder, *, prefix_cache, **options):
+            raise ValueError(f"it is asked for {prefix_cache}")
+
+        monkeypatch.setattr(rooftile.AsyncEngine, "from_pretrained", loaded)
+        template = tmp_path / "template.jinja"
+        template.write_text("{{ messages[0].content }}")
+        found = CliRunner().invoke(command_line, [command, "demo", "--chat-template", str(template), *flag])
+        assert found.exit_code == 2
+        assert f"rooftile {command}: it is asked for {keeps}" in found.output
 
     def test_a_conversation(self, tmp_path):
         """The history is part of the next prompt until /reset; what is too long, or not UTF-8, is reported."""

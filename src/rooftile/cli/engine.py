@@ -79,14 +79,15 @@ def generate(
 
     if not prompts and sys.stdin.isatty():
         raise typer.BadParameter("no prompt given, and standard input is a terminal", param_hint="--prompt")
-    if not prompts:
-        try:
-            prompts = [sys.stdin.read().removesuffix("\n")]
-            prompts[0].encode()
-        except UnicodeError as error:
-            raise typer.BadParameter(f"standard input is no UTF-8: {error}", param_hint="--prompt") from None
-        if not prompts[0]:
-            raise typer.BadParameter("no prompt given, and standard input is empty", param_hint="--prompt")
+    source = "a prompt" if prompts else "standard input"
+    try:
+        prompts = prompts or [sys.stdin.read().removesuffix("\n")]
+        for text in prompts:
+            text.encode()
+    except UnicodeError as error:
+        raise typer.BadParameter(f"{source} is no UTF-8: {error}", param_hint="--prompt") from None
+    if prompts == [""]:
+        raise typer.BadParameter(f"{source} is empty", param_hint="--prompt")
     choose_mode()
     from rooftile.bench.generate import CACHES, Settings, run
     from rooftile.cases.check import DTYPES

@@ -16,10 +16,10 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from rooftile.engine.cache import check_positive
-from rooftile.engine.engine import Engine, Stop
+from rooftile.engine.engine import Engine, Masks, Stop
 from rooftile.engine.generation import StreamChunk, encoded, integer
 from rooftile.engine.leading import follow, leading
 from rooftile.engine.loop import Loop
@@ -217,12 +217,12 @@ class _Worker:
         try:
             events = self.loop.step()
         except Exception as error:
-            # What the step has read is lost with it, and no request can go on.
+            # No request can go on. Some may have ended by what the step had read before.
             ended = [*self.loop.scheduler.waiting, *self.loop.scheduler.running]
             self.loop.clear()  # if this fails, too, the engine has failed
             self.engine.runner.cache.forget()  # what the failed step wrote
             self._publish()
-            self._deliver((request, error) for request in ended)
+            self._deliver([*self.loop.events, *((request, error) for request in ended)])
         else:
             self._publish()  # first: who sees the end of a stream sees its pages free
             self._deliver(events)
@@ -353,6 +353,7 @@ class AsyncEngine:
 
     Attributes:
         engine: with `config`, `tokenizer`, `max_seq_len` and `max_batch`.
+        max_waiting: as given.
     """
 
     def __init__(
@@ -371,7 +372,7 @@ class AsyncEngine:
         if engine._generating:
             raise RuntimeError("AsyncEngine: the engine generates already")
         engine._generating = True
-        self.engine = engine
+        self.engine, self.max_waiting = engine, max_waiting
         self._worker: _Worker | _Follower
         try:
             if engine.rank:
@@ -419,10 +420,25 @@ class AsyncEngine:
             engine, max_waiting=max_waiting, prefix_cache=prefix_cache, step_tokens=step_tokens, warm_up=warm_up
         )  # fmt: skip
 
+    @overload
+    def add(
+        self, prompt: str | Sequence[int], *, n: None = ..., max_new_tokens: int = ..., stop: Stop = ...,
+        seed: int = ..., logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ...,
+        request_id: str | None = ..., **sampling: Any,
+    ) -> Stream: ...  # fmt: skip
+
+    @overload
+    def add(
+        self, prompt: str | Sequence[int], *, n: int, max_new_tokens: int = ..., stop: Stop = ..., seed: int = ...,
+        logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ..., request_id: str | None = ...,
+        **sampling: Any,
+    ) -> list[Stream]: ...  # fmt: skip
+
     def add(
         self,
         prompt: str | Sequence[int],
         *,
+        n: int | None = None,
         max_new_tokens: int = 128,
         stop: Stop = (),
         seed: int = 0,
@@ -431,38 +447,45 @@ class AsyncEngine:
         priority: int = 0,
         request_id: str | None = None,
         **sampling: Any,
-    ) -> Stream:
+    ) -> Stream | list[Stream]:
         """Add a request. It starts as soon as there is room for it.
 
         Args:
             prompt: a text or token ids.
+            n: so many continuations of the prompt, for which a list of streams is returned. Their chunks have the
+                `index` 0 to n - 1, and their seeds are seed, seed + 1 and so on. With the prefix cache the full pages
+                of the prompt are computed once.
             max_new_tokens, stop, seed, logprobs, ignore_eos: as in `Engine.generate`.
             priority: requests with a lower number start first; those with the same number start as they came.
-            request_id: a name of your choice, which no live request has.
-            sampling: the other options of `Engine.generate`, from temperature on, with one mask.
+            request_id: a name of your choice, which no live request has. n continuations have this name, "-" and their
+                index.
+            sampling: the other options of `Engine.generate`, from temperature on, with one mask; with n, one for each
+                continuation.
 
         Raises:
             ValueError, TypeError: as `Engine.generate`. All checks are made here.
-            QueueFull: `max_waiting` requests wait already.
+            QueueFull: `max_waiting` requests wait already. With n, all continuations are added or none.
             RuntimeError: the engine is closed, or has failed.
         """
-        request = self._request(
-            prompt, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs, ignore_eos=ignore_eos,
-            priority=priority, request_id=request_id, **sampling,
+        streams = self._streams(
+            self._requests(
+                prompt, n=n, max_new_tokens=max_new_tokens, stop=stop, seed=seed, logprobs=logprobs,
+                ignore_eos=ignore_eos, priority=priority, request_id=request_id, **sampling,
+            )
         )  # fmt: skip
-        return self._streams([request])[0]
+        return streams[0] if n is None else streams
 
     def add_all(self, requests: Iterable[Mapping[str, Any]]) -> list[Stream]:
         """Add several requests at once: all of them or, if anything is raised, none.
 
         Args:
-            requests: the arguments of `add` for each, the prompt among them.
+            requests: the arguments of `add` for each, the prompt among them. One with n has n streams in the list.
 
         Raises:
             QueueFull: with these more than `max_waiting` requests would wait.
             ValueError, TypeError, RuntimeError: as `add`; or they are more than `max_waiting`.
         """
-        return self._streams([self._request(**arguments) for arguments in requests])
+        return self._streams([request for arguments in requests for request in self._requests(**arguments)])
 
     def add_for(self, deliver: Deliver, requests: Iterable[Mapping[str, Any]]) -> None:
         """As `add_all`, without streams: for what passes chunks on to another process.
@@ -471,33 +494,46 @@ class AsyncEngine:
             deliver: the engine's thread calls it once after a step, with all new chunks of requests that were added
                 with it, or what ended them. It must be quick, and raise nothing.
         """
-        self._worker.add([self._request(**arguments) for arguments in requests], deliver)
+        self._worker.add([request for arguments in requests for request in self._requests(**arguments)], deliver)
 
     def _streams(self, requests: Sequence[Request]) -> list[Stream]:
         return [Stream(self, channel, self._worker.abort) for channel in self._worker.add(requests)]
 
-    def _request(
-        self, prompt: str | Sequence[int], *, max_new_tokens: int = 128, stop: Stop = (), seed: int = 0,
-        logprobs: bool = False, ignore_eos: bool = False, priority: int = 0, request_id: str | None = None,
-        **sampling: Any,
-    ) -> Request:  # fmt: skip
-        """A checked request."""
+    def _requests(
+        self, prompt: str | Sequence[int], *, n: int | None = None, max_new_tokens: int = 128, stop: Stop = (),
+        seed: int = 0, logprobs: bool = False, ignore_eos: bool = False, priority: int = 0,
+        request_id: str | None = None, mask: Masks = None, **sampling: Any,
+    ) -> list[Request]:  # fmt: skip
+        """A checked request for each continuation."""
         if not isinstance(prompt, str) and integer(prompt) is not None:
             raise TypeError(f"add: prompt is {prompt!r}, expected text or token ids")
         if request_id is not None and not isinstance(request_id, str):
             raise TypeError(f"add: request_id is {request_id!r}, expected a string")
-        rank = integer(priority)
+        rank, one = integer(priority), integer(seed)
         if rank is None:
             raise TypeError(f"add: priority is {priority!r}, expected an integer")
+        count = 1 if n is None else integer(n)
+        if count is None:
+            raise TypeError(f"add: n is {n!r}, expected an integer")
+        if not 1 <= count <= self.max_waiting:
+            raise ValueError(f"add: n is {count}, expected 1 to max_waiting, {self.max_waiting}")
+        masks = list(mask) if isinstance(mask, Sequence) else [mask] * (1 if mask is not None else count)
+        if len(masks) != count:
+            raise ValueError(f"add: mask has {len(masks)} objects, expected {count}, one for each continuation")
         known = [field.name for field in dataclasses.fields(Sampling)]
         if unknown := [name for name in sampling if name not in known]:
             raise TypeError(f"add: unknown option {unknown[0]!r}, expected one of {', '.join(known)}")
-        one = integer(seed)
-        how = Sampling(seed=seed if one is None else one, **sampling)
         (ids,) = encoded([prompt], self.engine.tokenizer, self.engine.config.vocab)
-        request = self.engine._request(0, ids, max_new_tokens, stop, logprobs, ignore_eos, how, "add")
-        request.priority, request.id = rank, request_id or ""
-        return request
+        its, requests = seed if one is None else one, []
+        for i, its_mask in enumerate(masks):
+            how = Sampling(seed=its, mask=its_mask, **sampling)
+            request = self.engine._request(i, ids, max_new_tokens, stop, logprobs, ignore_eos, how, "add")
+            request.priority, request.id = rank, request_id or ""
+            if n is not None and request_id:
+                request.id += f"-{i}"
+            requests.append(request)
+            its = its + 1 if its < (1 << 63) - 1 else -(1 << 63)
+        return requests
 
     def abort(self, request_id: str) -> bool:
         """End a request, and give back its slot and pages. Its stream ends with the reason "abort".

@@ -53,7 +53,7 @@ class StreamChunk(NamedTuple):
     """One new token of a stream.
 
     Attributes:
-        index: of the prompt.
+        index: of the prompt; of an `AsyncEngine` that of the continuation, where `add` was asked for several.
         token: its id; -1 in the last chunk of a request that was aborted, which has no token.
         text: what this token adds to the prompt's text. It may be empty; with the last token it includes what was held
             back.
@@ -86,6 +86,14 @@ def integer(x: object) -> int | None:
         return None
 
 
+def _tokenized(prompt: str, i: int, tokenizer: Tokenizer | None) -> list[int]:
+    assert tokenizer is not None, "texts need one"
+    try:
+        return list(tokenizer.encode(prompt).ids)
+    except Exception as error:  # a lone surrogate
+        raise ValueError(f"generate: prompt {i} can't be tokenized, expected Unicode text: {error}") from None
+
+
 def encoded(prompts: Any, tokenizer: Tokenizer | None, vocab: int) -> list[list[int]]:
     """The tokens of each prompt."""
     prompts = _as_lists(prompts)
@@ -105,7 +113,7 @@ def encoded(prompts: Any, tokenizer: Tokenizer | None, vocab: int) -> list[list[
             raise TypeError(f"generate: prompt {i} is {p!r}, expected text, or token ids as integers")
     ids: list[list[int]] = []
     for i, prompt in enumerate(prompts):
-        found = list(tokenizer.encode(prompt).ids) if isinstance(prompt, str) else [integer(t) for t in prompt]  # type: ignore[union-attr]
+        found = _tokenized(prompt, i, tokenizer) if isinstance(prompt, str) else [integer(t) for t in prompt]
         if not found:
             raise ValueError(f"generate: prompt {i} is empty, expected one token or more")
         ids.append([])

@@ -33,6 +33,7 @@ class Loop:
         steps, prompt_tokens, generated_tokens: how many were launched, computed and read so far.
         proposed_tokens, accepted_tokens: of speculative decoding.
         host_seconds: what the steps took without waiting for the device.
+        events: of the newest step; where it has raised, what it had read before.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None = None) -> None:
@@ -41,6 +42,7 @@ class Loop:
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
         self.host_seconds = 0.0
+        self.events: list[Event] = []
 
     @property
     def busy(self) -> bool:
@@ -53,6 +55,7 @@ class Loop:
         A request that has ended has given back its slot and pages. If anything is raised, `clear` gives back all.
         """
         since, events = time.perf_counter(), list[Event]()
+        self.events = events
         running, speculation = self.scheduler.running, self._speculation
         speculates = speculation is not None and speculation.wants(running)
         verifies = bool(self._launched) and self._launched[-1].proposed is not None

@@ -27,7 +27,7 @@ from rooftile.serve.errors import ApiError
 from rooftile.serve.guided import GrammarError
 from rooftile.serve.limits import Gate, Limits
 from rooftile.serve.metrics import Metrics
-from rooftile.serve.prompts import Prompt, Prompts, seeds, wants_logprobs
+from rooftile.serve.prompts import Prompt, Prompts, seed_of, wants_logprobs
 from rooftile.serve.protocol import ChatRequest, CompletionRequest, Sampled
 from rooftile.serve.vocabulary import Vocabulary
 
@@ -183,20 +183,18 @@ class _Server:
     async def _answer(
         self, request: Sampled, http: Request, prompts: list[Prompt], make: Callable[[list[Any]], Answer]
     ) -> Response:
-        n = request.n or 1
-        options = self.prompts.options(request)
+        options, n, seed = self.prompts.options(request), request.n or 1, seed_of(request)
         limits = [self.prompts.limit(request, prompt) for prompt in prompts]
         grammar = await self.prompts.grammar(request)
         calls = [
             {
-                "prompt": prompt.tokens, "max_new_tokens": limit, "seed": seed, **options,
+                "prompt": prompt.tokens, "n": n, "max_new_tokens": limit, "seed": seed, **options,
                 **({} if grammar is None else {"grammar": grammar, "ignore_eos": False}),
             }
             for prompt, limit in zip(prompts, limits, strict=True)
-            for seed in seeds(request, n)
         ]  # fmt: skip
         added = iter(await self._added(request, [call for call in calls if call["max_new_tokens"]]))
-        streams = [next(added) if call["max_new_tokens"] else _Nothing() for call in calls]
+        streams = [next(added) if limit else _Nothing() for limit in limits for _ in range(n)]
         try:
             answer = make(streams)
         except BaseException:  # nobody would take from them

@@ -47,7 +47,7 @@ class Backend(Protocol):
         """The streams of several requests, of which all are added or, if anything is raised, none.
 
         Args:
-            calls: the arguments of `AsyncEngine.add` for each, with `grammar` in place of `mask`.
+            calls: the arguments of `AsyncEngine.add` for each, with `grammar` in place of `mask`. All have n.
 
         Raises:
             QueueFull, ValueError, TypeError, RuntimeError: as `AsyncEngine.add_all`.
@@ -81,7 +81,10 @@ class Local:
 
     def arguments(self, *, grammar: str | None = None, **call: Any) -> dict[str, Any]:
         """Those of `AsyncEngine.add`."""
-        return call if grammar is None else {**call, "mask": self.grammars.compile(grammar).copy()}
+        if grammar is None:
+            return call
+        compiled = self.grammars.compile(grammar)
+        return {**call, "mask": [compiled.copy() for _ in range(call["n"])]}
 
     async def state(self) -> tuple[bool, Any]:
         return self.engine.failed, self.engine.stats()

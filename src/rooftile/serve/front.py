@@ -325,7 +325,7 @@ class Remote(asyncio.Protocol):
 
     async def add_all(self, calls: Sequence[Mapping[str, Any]]) -> list[_Stream]:
         named = [{**call, "request_id": str(next(self._ids))} for call in calls]
-        streams = [_Stream(self, call["request_id"]) for call in named]
+        streams = [_Stream(self, f"{call['request_id']}-{i}") for call in named for i in range(call["n"])]
         self._live |= {stream.request_id: stream for stream in streams}
         try:
             await self._ask("add", named)

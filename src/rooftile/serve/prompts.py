@@ -218,10 +218,9 @@ def wants_logprobs(request: Sampled) -> bool:
     return isinstance(request, CompletionRequest) and request.logprobs is not None
 
 
-def seeds(request: Sampled, n: int) -> list[int]:
-    """One for each of the sequences. Drawn where the request gives none."""
-    first = secrets.randbits(63) if request.seed is None else request.seed
-    return [(first + i + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(n)]
+def seed_of(request: Sampled) -> int:
+    """Drawn where the request gives none."""
+    return secrets.randbits(63) if request.seed is None else request.seed
 
 
 def _check_extra(request: Fields) -> None:
