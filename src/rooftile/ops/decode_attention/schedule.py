@@ -76,8 +76,8 @@ def partition_work(
 ):  # fmt: skip
     """Partition the blocks of all sequences, of `per_seq` items (KV heads) each, among the programs of one row tile.
 
-    A split or share has at least MIN_BLOCKS blocks where possible. Splits are aligned if the busiest program's then cost
-    at most SLACK blocks plus 1/32 more than an equal share.
+    A split or share has at least MIN_BLOCKS blocks where possible. Splits are aligned if those of the busiest program
+    then cost at most SLACK blocks plus 1/32 more than an equal share.
 
     Returns:
         (costs, aligned, splits, group, shares, each, more): the cost of an item of each sequence, in blocks; splits of
