@@ -50,7 +50,7 @@ docs-check:
 # mkdocs.yml makes warnings errors.
 site site-serve: export NO_MKDOCS_2_WARNING = 1
 site:
-	$(WITH) site -m mkdocs build
+	$(WITH) site -m mkdocs build $(ARGS)
 
 site-serve:
 	$(WITH) site -m mkdocs serve

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -44,7 +45,9 @@ def in_pairs(*axes):
 
 def on_two_ranks(function, *arguments):
     """`function(rank, *arguments)` for rank 0 in this process, which has imported what it needs, and 1 in another."""
-    other = torch.multiprocessing.spawn(_as_rank_1, (function, arguments), nprocs=1, join=False)
+    # A fork has imported it too, but can't use a GPU, nor OpenMP's threads.
+    how = "fork" if os.environ.get("OMP_NUM_THREADS") == "1" and not torch.accelerator.is_available() else "spawn"
+    other = torch.multiprocessing.start_processes(_as_rank_1, (function, arguments), 1, join=False, start_method=how)
     try:
         function(0, *arguments)
     except BaseException:

@@ -4,7 +4,6 @@ import functools
 import html.parser
 import http.server
 import json
-import os
 import posixpath
 import re
 import shutil
@@ -45,9 +44,8 @@ class _Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    command = ["make", "site", f"PYTHON={sys.executable}", f"ARGS=--site-dir {folder}"]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return folder
 

@@ -50,7 +50,7 @@ def main() -> None:
     site = next((folder / "lib").glob("python3.*/site-packages"))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    run(*pip, "install", "-q", "--no-deps", wheel)
+    run(*pip, "install", "-q", "--no-compile", "--no-deps", wheel)
     run(*pip, "check")
     outside = BUILT / "outside"
     outside.mkdir()
