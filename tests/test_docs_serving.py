@@ -14,9 +14,9 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture
 def results(tmp_path):
-    def write(folder, meta, rows):
-        path = tmp_path / "h100" / folder / "model.json"
-        path.parent.mkdir(parents=True)
+    def write(folder, meta, rows, kind=""):
+        path = tmp_path / "h100" / folder / f"{kind}model.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"meta": {**machine(), "gpu": "H100", "model": "model", **meta}, "rows": rows}))
 
     return tmp_path, write
@@ -24,6 +24,7 @@ def results(tmp_path):
 
 def test_without_results_the_tables_say_so(tmp_path):
     assert serving.under_load(tmp_path) == serving.speculated(tmp_path) == NO_RESULTS
+    assert serving.speculated(tmp_path, text=True) == NO_RESULTS
 
 
 def test_the_server_and_vllm_stand_beside_the_engine(results):
@@ -48,10 +49,23 @@ def test_the_server_and_vllm_stand_beside_the_engine(results):
     assert [cell.strip() for cell in fourth.split("|")[2:7]] == ["vllm", "0", "0", "absent", "–"]
 
 
-def test_plain_decoding_stands_beside_proposals(results):
+def test_plain_decoding_stands_beside_proposals_and_texts_have_a_table_of_their_own(results):
     folder, write = results
-    row = {"tokens_per_second": 185.0, "speedup": 1.0, "proposed": 8, "accepted": 4, "steps": 5}
+    row = {"tokens_per_second": 185.0, "speedup": 1.5, "proposed": 8, "accepted": 4, "steps": 5, "equal": True}
     rows = [{"acceptance": None, **row}, {"acceptance": 0.5, **row}]
     write(speculation.FOLDER, {"tokens": 4, "prompt": 512, "new": 256}, rows)
     lines = serving.speculated(folder).splitlines()
     assert [line.split("|")[1].strip() for line in lines[-2:]] == ["plain decoding", "50%"]
+    assert serving.speculated(folder, text=True) == NO_RESULTS
+
+    of = {"text": "prose", "tokens": 2}
+    rows = [{**of, **row, "temperature": 0.0}, {**of, **row, "temperature": 0.8, "proposed": 0, "equal": False}]
+    write(speculation.FOLDER, {"new": 9, "dtype": "torch.float32"}, rows, speculation.TEXT)
+    head, *_, greedy, drawn = serving.speculated(folder, text=True).splitlines()
+    assert head.startswith("`model` in float32, 9 tokens after each prompt: **H100**")
+    assert [c.strip() for c in greedy.split("|")[1:-1]] == [
+        "prose", "greedy", "2", "50%", "2.00", "185.0", "1.50", "yes",
+    ]  # fmt: skip
+    assert [c.strip() for c in drawn.split("|")[2:5]] == ["temperature 0.8", "2", "–"]
+    assert drawn.split("|")[-2].strip() == "no"
+    assert serving.speculated(folder).splitlines() == lines

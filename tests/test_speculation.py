@@ -1,15 +1,21 @@
 """Speculative decoding: the same tokens and distributions in fewer steps, whatever is proposed."""
 
+import io
+import json
 import random
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from test_engine_sampling import SIZES
 
 import rooftile
-from rooftile.bench.speculation import Replay, Settings, make_predictable, measure
+from rooftile.bench import speculation as bench
+from rooftile.bench.generate import DEMO
+from rooftile.bench.speculation import TEXTS, Replay, Settings, Text, make_predictable, measure
+from rooftile.byte_model import library_text
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import Request
 from rooftile.engine.speculation import Draft, Guess, NGram, Speculation, parse
@@ -241,6 +247,76 @@ def test_the_benchmark_s_tokens_are_those_of_plain_decoding():
     assert all_right.equal
     assert (none.accepted, all_right.accepted) == (0, all_right.proposed)
     assert all_right.steps <= 6 < plain.steps <= none.steps
+
+
+def on_text(**options):
+    how = {"tokens": 1, "prompt": 80, "new": 4, "rounds": 1, "engine": {"dtype": torch.float32, "quantize": None}}
+    return Settings(DEMO, text=True, **{**how, **options})
+
+
+@pytest.fixture
+def unhashed(monkeypatch):
+    """The hashes of all kernels, which a file records, take seconds."""
+    monkeypatch.setattr(bench, "machine", lambda: {"gpu": "none"})
+
+
+@pytest.mark.parametrize("temperature", [bench.TEMPERATURES[0], pytest.param(0.8, marks=pytest.mark.nightly)])
+def test_real_text_is_that_of_plain_decoding_in_fewer_steps(temperature, unhashed, monkeypatch, tmp_path):
+    """Of a list a proposal is right. Each step yields the tokens that it accepts and one of its own."""
+    monkeypatch.setattr(bench, "TEXTS", {"list": TEXTS["list"]})
+    monkeypatch.setattr(bench, "TEMPERATURES", (temperature,))
+    file = tmp_path / "rows.json"
+    assert bench.run(on_text(json=file), Console(file=io.StringIO())) == 0
+    written = json.loads(file.read_text())
+    assert (written["meta"]["model"], written["meta"]["suite"]) == ("byte_model", "speculation")
+    (row,) = written["rows"]
+    assert (row["text"], row["temperature"], row["tokens"], row["equal"]) == ("list", temperature, 1, True)
+    assert row["steps"] + row["accepted"] == 4
+    assert 0 < row["accepted"] <= row["proposed"]
+
+
+def test_other_tokens_fail_in_float32_alone(unhashed, monkeypatch):
+    row = bench.TextRow(
+        text="list", temperature=0.0, tokens=1, tokens_per_second=1.0, speedup=1.0, proposed=0, accepted=0, steps=6,
+        equal=False,
+    )  # fmt: skip
+    monkeypatch.setattr(bench, "_of_text", lambda s, folder: [row])
+    quiet = Console(file=io.StringIO())
+    assert bench.run(on_text(), quiet) == 1
+    assert bench.run(on_text(engine={"dtype": torch.bfloat16, "quantize": None}), quiet) == 0
+    assert bench.run(on_text(engine={"dtype": torch.float32, "quantize": "int8"}), quiet) == 0
+
+
+def test_the_interpreter_writes_no_results(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.runtime, "MODE", bench.runtime.Mode.INTERPRETER)
+    with pytest.raises(ValueError, match="--results is for measurements"):
+        bench.run(on_text(results=tmp_path), Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_are_whole_lines_of_held_out_files(name):
+    text = TEXTS[name]
+    assert text.file in library_text.HELD_OUT
+    prompt = text.prompt(320)
+    assert 160 < len(prompt) <= 320
+    assert prompt.endswith("\n")
+    source = (library_text.library() / text.file).read_text(encoding="utf-8")
+    once = prompt
+    if text.again:
+        first = prompt[: prompt.index("\n") + 1]
+        once = prompt[: (len(prompt) - len(first)) // 2]
+        assert prompt == once + once + first
+        assert once.startswith(first)
+    assert once.startswith(text.begins)
+    assert once in source
+
+
+def test_a_text_that_is_not_there_or_has_no_room():
+    with pytest.raises(ValueError, match=r"heapq\.py has no 'def heapdrop'"):
+        Text("heapq.py", "def heapdrop").prompt(320)
+    for text in TEXTS.values():
+        with pytest.raises(ValueError, match="--prompt is 9, expected more characters"):
+            text.prompt(9)
 
 
 def test_a_request_hardly_rests_while_half_of_its_steps_accept_a_proposal():

@@ -94,7 +94,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "prefill": tuple(
         f"bench prefill --model {m} --dtype {d}" for m in ("qwen2.5-7b", "llama-3-8b") for d in ("bf16", "fp16")
     ),
-    "speculation": ("bench speculation --model llama-3-8b",),
+    "speculation": ("bench speculation --model llama-3-8b", "bench speculation --text"),
     "serve": (
         f"{OFFLINE} --clients 64,128,256 --http --peers vllm",
         f"{OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",

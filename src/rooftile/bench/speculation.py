@@ -7,6 +7,9 @@ probability of a, a step of T - 1 proposals yields 1 + a + a^2 + ... + a^(T - 1)
 In 16 bits, steps of one token and of several round differently, and a model with random weights has near ties all the
 time. Its embedding and lm_head are therefore set so that token t + 1 follows token t by a wide margin. Every weight is
 read, and every kernel runs, as in any other model.
+
+With `--text`, a trained model continues real text, and `rooftile.NGram` proposes its tokens. How many are accepted then
+depends on the text, and not on the machine.
 """
 
 from __future__ import annotations
@@ -16,37 +19,46 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from rooftile import runtime
+from rooftile.bench.generate import folder_of
 from rooftile.bench.info import check_results, machine
+from rooftile.bench.report import WIDTH, number, ratio
 from rooftile.bench.rows import gpu_slug, write_whole
+from rooftile.byte_model import library_text
+
+if TYPE_CHECKING:
+    from rooftile.engine.runner import Sampling
+    from rooftile.engine.speculation import Proposer
 
 FOLDER = "e2e/speculation"
+TEXT = "text-"  # the names of files of text begin so
+
+K = TypeVar("K")
 
 
+@dataclasses.dataclass
 class Replay:
     """Proposes the tokens of a recorded run, each right with a probability; a wrong one is the token after it.
 
     Args:
         vocab: tokens of the vocabulary.
         tokens: proposals of a step.
-
-    Attributes:
         recorded: the tokens after the prompt.
         acceptance: the probability.
     """
 
-    def __init__(self, vocab: int, tokens: int = 4) -> None:
-        self.vocab, self.tokens = vocab, tokens
-        self.recorded: Sequence[int] = ()
-        self.acceptance = 1.0
+    vocab: int
+    tokens: int = 4
+    recorded: Sequence[int] = ()
+    acceptance: float = 1.0
 
     def begin(self, prompt: Sequence[int]) -> _Replayed:
         return _Replayed(self)
@@ -69,16 +81,19 @@ class Settings:
     """What to measure.
 
     Args:
-        model: of `rooftile.bench.workloads.MODELS`.
-        acceptances: probabilities that a proposal is right.
-        tokens: proposals of a step.
-        prompt, new: tokens of the prompt, and after it.
+        model: of `rooftile.bench.workloads.MODELS`; of text, as `rooftile generate` takes it.
+        text: continue `TEXTS`, with proposals of `rooftile.NGram`, instead of a replay.
+        acceptances: of a replay, probabilities that a proposal is right.
+        tokens: proposals of a step; of text, the most: 1 and so on are measured.
+        prompt: tokens of the prompt; of text, the most characters.
+        new: tokens after it.
         rounds: runs of each, one after another; the median counts.
-        engine: options of `Engine.from_config`.
-        layers: keep only the first ones.
+        engine: options of the engine.
+        layers: of a replay, keep only the first ones.
     """
 
     model: str
+    text: bool = False
     acceptances: Sequence[float] = (0.0, 0.5, 0.8, 1.0)
     tokens: int = 4
     prompt: int = 512
@@ -90,12 +105,21 @@ class Settings:
     results: Path | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Run(NamedTuple):
+    """One run: its tokens, the seconds after the first, and the counts of its loop."""
+
+    tokens: list[int]
+    seconds: float
+    proposed: int
+    accepted: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed:
     """One way to decode a text.
 
     Attributes:
-        acceptance: the probability that a proposal is right; None for plain decoding.
         tokens_per_second: after the first token.
         speedup: over plain decoding.
         proposed, accepted: tokens.
@@ -103,7 +127,6 @@ class Row:
         equal: whether the tokens are those of plain decoding.
     """
 
-    acceptance: float | None
     tokens_per_second: float
     speedup: float
     proposed: int
@@ -111,24 +134,71 @@ class Row:
     steps: int
     equal: bool
 
+    @staticmethod
+    def figures(run: Run, plain: Run) -> dict[str, Any]:
+        return {
+            "tokens_per_second": (len(run.tokens) - 1) / run.seconds, "speedup": plain.seconds / run.seconds,
+            "proposed": run.proposed, "accepted": run.accepted, "steps": run.steps, "equal": run.tokens == plain.tokens,
+        }  # fmt: skip
 
-def _run(engine: Any, prompt: list[int], new: int, source: Replay | None) -> tuple[list[int], float, int, int, int]:
-    """The tokens, the seconds after the first, and the counts of one run; `source` None decodes plainly."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(Speed):
+    """Of a replay.
+
+    Attributes:
+        acceptance: the probability that a proposal is right; None for plain decoding.
+    """
+
+    acceptance: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextRow(Speed):
+    """Of a text.
+
+    Attributes:
+        text: its name in `TEXTS`.
+        temperature: 0 takes the most likely token.
+        tokens: proposals of a step.
+    """
+
+    text: str
+    temperature: float
+    tokens: int
+
+
+def _run(engine: Any, prompt: list[int], new: int, source: Proposer | None, sampling: Sampling) -> Run:
+    """`source` None decodes plainly."""
     from rooftile.engine.loop import Loop
-    from rooftile.engine.runner import Sampling
     from rooftile.engine.speculation import Speculation
 
     loop = Loop(
         engine.runner, engine._scheduler(), None if source is None else Speculation(source, engine.config.vocab)
     )
-    request = engine._request(0, prompt, new, (), False, True, Sampling())
+    request = engine._request(0, prompt, new, (), False, True, sampling)
     loop.add(request)
     begun = 0.0
     while loop.busy:
         events = loop.step()
         if events and not begun:
             begun = time.perf_counter()
-    return request.tokens, time.perf_counter() - begun, loop.proposed_tokens, loop.accepted_tokens, loop.steps
+    return Run(request.tokens, time.perf_counter() - begun, loop.proposed_tokens, loop.accepted_tokens, loop.steps)
+
+
+def _in_turns(
+    engine: Any, prompt: list[int], s: Settings, sources: Mapping[K, Proposer | None], sampling: Sampling
+) -> dict[K, Run]:
+    """A run of each source, with the median time of `s.rounds`, which take turns."""
+    warm_up = runtime.MODE is runtime.Mode.GPU  # the first turn compiles and records
+    runs: dict[K, list[Run]] = {way: [] for way in sources}
+    for _ in range(s.rounds + warm_up):
+        for way, source in sources.items():
+            runs[way].append(_run(engine, prompt, s.new, source, sampling))
+    return {
+        way: each[-1]._replace(seconds=statistics.median(run.seconds for run in each[warm_up:]))
+        for way, each in runs.items()
+    }
 
 
 LOUD = 1024.0  # the embedding's factor: what 32 layers add to it is smaller
@@ -149,72 +219,167 @@ def make_predictable(engine: Any) -> None:
 
 def measure(engine: Any, source: Replay, s: Settings) -> list[Row]:
     """Rows of plain decoding and of each acceptance, with runs of all in turns."""
+    from rooftile.engine.runner import Sampling
+
     numbers = torch.Generator().manual_seed(0)
     prompt = torch.randint(engine.config.vocab, (s.prompt,), generator=numbers).tolist()
-    source.recorded, *_ = _run(engine, prompt, s.new, None)
-    ways: list[float | None] = [None, *s.acceptances]
-    seconds: dict[float | None, list[float]] = {way: [] for way in ways}
-    found: dict[float | None, tuple[list[int], float, int, int, int]] = {}
-    for turn in range(s.rounds + 1):  # the first compiles and records
-        for way in ways:
-            source.acceptance = 1.0 if way is None else way
-            found[way] = _run(engine, prompt, s.new, None if way is None else source)
-            if turn:
-                seconds[way].append(found[way][1])
-    each = {way: statistics.median(times) for way, times in seconds.items()}
-    return [
-        Row(way, (s.new - 1) / each[way], each[None] / each[way], *found[way][2:], found[way][0] == source.recorded)
-        for way in ways
-    ]
+    recorded = _run(engine, prompt, s.new, None, Sampling()).tokens
+    sources: dict[float | None, Proposer | None] = {None: None}
+    sources |= {a: dataclasses.replace(source, recorded=recorded, acceptance=a) for a in s.acceptances}
+    runs = _in_turns(engine, prompt, s, sources, Sampling())
+    return [Row(acceptance=way, **Row.figures(run, runs[None])) for way, run in runs.items()]
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("proposals right", "tokens/s", "over plain", "accepted", "steps", "equal tokens"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            "plain" if row.acceptance is None else f"{row.acceptance:.0%}",
-            f"{row.tokens_per_second:.1f}",
-            f"{row.speedup:.2f}",
-            "" if row.acceptance is None else f"{row.accepted} of {row.proposed}",
-            str(row.steps),
-            "yes" if row.equal else "no",
-        )
-    return table
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A part of Python's standard library that the byte model was not trained on: whole lines from a place on.
 
-
-def run(s: Settings, console: Console) -> int:
-    """Measure, print a table, write the rows. Returns 0, or 1 if tokens differ from plain decoding's.
-
-    Raises:
-        ValueError: an option is not valid.
+    Args:
+        file: of `rooftile.byte_model.library_text.HELD_OUT`.
+        begins: where the text begins.
+        again: the text stands there twice, and its first line a third time.
     """
-    import rooftile
-    from rooftile.bench.workloads import MODELS
 
-    measures = runtime.MODE is runtime.Mode.GPU
-    check_results(s.results, measures)
+    file: str
+    begins: str
+    again: bool = False
+
+    def prompt(self, size: int) -> str:
+        """At most that many characters.
+
+        Raises:
+            ValueError: the running Python's file has no such text, or the first line is longer.
+        """
+        path = library_text.library() / self.file
+        _, found, rest = path.read_text(encoding="utf-8").partition(self.begins)
+        if not found:
+            raise ValueError(f"{path} has no {self.begins!r}")
+        text = found + rest
+        first = text[: text.index("\n") + 1]
+        room = (size - len(first)) // 2 if self.again else size
+        text = text[: text.rfind("\n", 0, max(0, room)) + 1]
+        if not text:
+            raise ValueError(f"--prompt is {size}, expected more characters, for lines such as {first!r}")
+        return text + text + first if self.again else text
+
+
+TEXTS = {
+    "code, again": Text("heapq.py", "def heappush(", again=True),
+    "list": Text("statistics.py", "__all__ = ["),
+    "new code": Text("sched.py", "    def cancel("),
+    "prose": Text("heapq.py", "[explanation by"),
+}
+TEMPERATURES = (0.0, 0.8)  # a small model that takes the most likely byte soon repeats itself
+
+
+def measure_text(engine: Any, s: Settings) -> list[TextRow]:
+    """A row of each text and temperature, by an engine whose `speculate` is an `NGram`."""
+    from rooftile.engine.generation import encoded
+    from rooftile.engine.runner import Sampling
+
+    source, rows = engine.speculate, []
+    for name, text in TEXTS.items():
+        (prompt,) = encoded(text.prompt(s.prompt), engine.tokenizer, engine.config.vocab)
+        for temperature in TEMPERATURES:
+            runs = _in_turns(engine, prompt, s, {False: None, True: source}, Sampling(temperature))
+            figures = TextRow.figures(runs[True], runs[False])
+            rows.append(TextRow(text=name, temperature=temperature, tokens=source.tokens, **figures))
+    return rows
+
+
+COLUMNS = ("proposals right", "tokens/s>", "of plain>", "proposed>", "accepted>", "steps>", "equal tokens>")
+TEXT_COLUMNS = (
+    "text", "sampling", "proposals>", "accepted>", "tokens a step>", "tokens/s>", "of plain>", "equal tokens>",
+)  # fmt: skip
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    speed = [number(row["tokens_per_second"], 4), ratio(row["speedup"])]
+    equal = "yes" if row["equal"] else "no"
+    if "text" not in row:
+        right = "plain decoding" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
+        return [right, *speed, str(row["proposed"]), str(row["accepted"]), str(row["steps"]), equal]
+    accepted = f"{row['accepted'] / row['proposed']:.0%}" if row["proposed"] else "–"
+    a_step = 1 + row["accepted"] / (row["steps"] - 1)  # the first step is the prompt's
+    sampling = f"temperature {row['temperature']:g}" if row["temperature"] else "greedy"
+    return [row["text"], sampling, str(row["tokens"]), accepted, ratio(a_step), *speed, equal]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[list[str]]]:
+    """The columns, those that end with ">" to the right, and the cells of a file's rows."""
+    return TEXT_COLUMNS if "text" in rows[0] else COLUMNS, list(map(_cells, rows))
+
+
+def _show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    columns, cells = table(rows)
+    shown = Table(box=None, pad_edge=False)
+    for name in columns:
+        shown.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
+    for row in cells:
+        shown.add_row(*row)
+    out = console if console.is_terminal else Console(file=console.file, width=WIDTH)
+    out.print(shown)
+
+
+def _of_replay(s: Settings) -> list[Row]:
+    from rooftile.bench.workloads import MODELS
+    from rooftile.engine.engine import Engine
+
     config = dict(MODELS[s.model])
     if s.layers is not None:
         config["num_hidden_layers"] = s.layers
     source = Replay(config["vocab_size"], s.tokens)
-    engine = rooftile.Engine.from_config(
+    engine = Engine.from_config(
         config, max_batch=1, max_seq_len=s.prompt + s.new + s.tokens + 1, speculate=source, **s.engine
     )
     make_predictable(engine)
-    rows = measure(engine, source, s)
-    console.print(table_of(rows))
+    return measure(engine, source, s)
+
+
+def _of_text(s: Settings, folder: Path) -> list[TextRow]:
+    from rooftile.engine.config import ModelConfig
+    from rooftile.engine.engine import Engine
+    from rooftile.engine.speculation import NGram
+
+    # A token is of a byte or more, but for those that a tokenizer puts around a text.
+    longest = max(len(text.prompt(s.prompt).encode()) for text in TEXTS.values()) + 8 + s.new + s.tokens
+    options = {"max_batch": 1, "max_seq_len": min(longest, ModelConfig.from_hf(folder).max_positions), **s.engine}
+    rows: list[TextRow] = []
+    for n in range(1, s.tokens + 1):  # a step computes as many tokens as its engine's proposals, whatever it has
+        rows += measure_text(Engine.from_pretrained(folder, speculate=NGram(n), progress=False, **options), s)
+    names = list(TEXTS)
+    return sorted(rows, key=lambda row: (names.index(row.text), row.temperature))
+
+
+def run(s: Settings, console: Console) -> int:
+    """Measure, print a table, write the rows.
+
+    Returns 0, or 1 if tokens differ from plain decoding's. Of a text they may, unless all of it is in float32.
+
+    Raises:
+        ValueError: an option is not valid.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    measures = runtime.MODE is runtime.Mode.GPU
+    check_results(s.results, measures)
+    name = s.model
+    if s.text:
+        folder = folder_of(s.model)
+        name = TEXT + folder.resolve().name
+    found: Sequence[Speed] = _of_text(s, folder) if s.text else _of_replay(s)
+    rows = [dataclasses.asdict(row) for row in found]
+    _show(rows, console)
     if not measures:
         console.print("in Triton's interpreter, on the CPU: no measurement", style="dim")
     meta = {
-        **machine(), "suite": "speculation", "model": s.model, "tokens": s.tokens, "prompt": s.prompt, "new": s.new,
-        "layers": s.layers, **{name: str(value) for name, value in s.engine.items()},
+        **machine(), "suite": "speculation", "model": name.removeprefix(TEXT), "tokens": s.tokens, "prompt": s.prompt,
+        "new": s.new, "layers": s.layers, **{option: str(value) for option, value in s.engine.items()},
     }  # fmt: skip
-    text = json.dumps({"meta": meta, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n"
+    text = json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n"
     files = [s.json] if s.json is not None else []
     if s.results is not None:
-        files.append(s.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{s.model}.json")
+        files.append(s.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{name}.json")
     for file in files:
         write_whole(file, text)
-    return int(not all(row.equal for row in rows))
+    exact = not s.text or (s.engine["dtype"] is torch.float32 and s.engine["quantize"] is None)
+    return int(exact and not all(row.equal for row in found))

@@ -385,8 +385,15 @@ def bench_serve(
 def bench_speculation(
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"{NAMED}. Default: llama-3-8b, in the interpreter tiny."),
+        typer.Option(
+            metavar="NAME|PATH",
+            help=f"{NAMED}. Default: llama-3-8b, in the interpreter tiny. With --text a checkpoint's folder or id, by "
+            "default demo, the byte model.",
+        ),
     ] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Continue real texts, with proposals of n-grams, by a trained model.")
+    ] = False,
     acceptances: Annotated[
         list[str] | None,
         typer.Option(
@@ -395,37 +402,57 @@ def bench_speculation(
             help="How likely a proposal is right; repeatable, or with commas. Default: 0, 0.5, 0.8, 1.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=15, help="Proposals of a step.")] = 4,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
-    new: Annotated[int, typer.Option(min=2, help="Tokens after it.")] = 256,
-    dtype: Annotated[DType, typer.Option(help="Type of activations and of other weights.")] = DType.bf16,
+    tokens: Annotated[int, typer.Option(min=1, max=15, help="Proposals of a step; with --text, 1 to this many.")] = 4,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of the prompt. Default: 512. With --text at most so many characters, by default 320."
+        ),
+    ] = None,
+    new: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens after it. Default: 256; with --text 160, and in the interpreter 8."),
+    ] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(help="Type of activations and of other weights. Default: bf16; with --text fp32."),
+    ] = None,
     quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each acceptance; the median counts.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs of each way; the median counts. Default: 3, in the interpreter 1."),
+    ] = None,
     json_file: JsonFile = None,
     results: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/speculation/<model>.json."),
+        typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/speculation/[text-]<model>.json."),
     ] = None,
 ) -> None:
     """Time speculative decoding by how many of its proposals are right. Exit code 1 if it changes the tokens."""
     choose_mode()
     from rooftile import runtime
     from rooftile.bench import speculation
+    from rooftile.bench.generate import DEMO
     from rooftile.bench.workloads import MODELS
     from rooftile.cases.check import DTYPES
 
-    model = model or ("tiny" if runtime.MODE is runtime.Mode.INTERPRETER else "llama-3-8b")
-    if model not in MODELS:
+    interpreted = runtime.MODE is runtime.Mode.INTERPRETER
+    if text and (acceptances or layers):
+        raise typer.BadParameter("--acceptance and --layers are of a replay", param_hint="--text")
+    model = model or (DEMO if text else "tiny" if interpreted else "llama-3-8b")
+    if not text and model not in MODELS:
         raise typer.BadParameter(f"unknown {model}; known: {', '.join(MODELS)}", param_hint="--model")
+    dtype = dtype or (DType.fp32 if text else DType.bf16)
     try:
         settings = speculation.Settings(
             model=model,
+            text=text,
             acceptances=[float(x) for x in names_of(acceptances) or ("0", "0.5", "0.8", "1")],
             tokens=tokens,
-            prompt=prompt,
-            new=new,
-            rounds=rounds,
+            prompt=prompt or (320 if text else 512),
+            new=new or ((8 if interpreted else 160) if text else 256),
+            rounds=rounds or (1 if interpreted else 3),
             engine={"dtype": DTYPES[dtype.value], "quantize": quantize.kind},
             layers=layers,
             json=json_file,

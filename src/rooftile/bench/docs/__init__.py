@@ -225,6 +225,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "e2e-layer": docs_e2e.layers,
     "serving": docs_serving.under_load,
     "speculation": docs_serving.speculated,
+    "speculation-text": functools.partial(docs_serving.speculated, text=True),
     "quality": docs_quality.table,
     "training": docs_training.table,
     "training-steps": docs_training.steps,

@@ -48,19 +48,16 @@ def _engines(rows: list[dict[str, Any]]) -> str:
     return f", {', '.join(sorted(found))}" if found else ""
 
 
-def speculated(results: Path) -> str:
-    """Every row of `rooftile bench speculation`."""
+def speculated(results: Path, text: bool = False) -> str:
+    """Every row of `rooftile bench speculation`, or of `rooftile bench speculation --text`."""
     parts = []
     for meta, rows in _files(results, speculation.FOLDER):
-        cells = [
-            [
-                "plain decoding" if row["acceptance"] is None else f"{row['acceptance']:.0%}",
-                number(row["tokens_per_second"], 4), ratio(row["speedup"]), str(row["proposed"]), str(row["accepted"]),
-                str(row["steps"]),
-            ]
-            for row in rows
-        ]  # fmt: skip
-        columns = ("proposals right", "tokens/s>", "of plain>", "proposed>", "accepted>", "steps>")
-        said = f"`{meta['model']}`, {meta['tokens']} proposals a step, {meta['prompt']} + {meta['new']} tokens"
-        parts += [f"{said}: {_machine(meta, 'e2e')}", "", markdown(columns, cells), ""]
+        if ("text" in rows[0]) is not text:
+            continue
+        if text:
+            dtype = meta["dtype"].removeprefix("torch.")
+            said = f"`{meta['model']}` in {dtype}, {meta['new']} tokens after each prompt"
+        else:
+            said = f"`{meta['model']}`, {meta['tokens']} proposals a step, {meta['prompt']} + {meta['new']} tokens"
+        parts += [f"{said}: {_machine(meta, 'e2e')}", "", markdown(*speculation.table(rows)), ""]
     return "\n".join(parts).strip() or NO_RESULTS
