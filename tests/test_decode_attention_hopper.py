@@ -58,10 +58,10 @@ def _work_kernel(
     )
     count = 0
     while at < stop:
-        seq, head, n_keys, first, low, high, at, slot, _, _, _, n = schedule.work_at(
+        seq, head, n_keys, first, low, high, at, slot, begins, stride, second, n = schedule.work_at(
             at, stop, program, programs, lengths, partition, n_new, kv_heads, capacity, None, N, 64
         )
-        to = out_ptr + (program * MOST + count) * 8
+        to = out_ptr + (program * MOST + count) * 11
         tl.store(to, seq)
         tl.store(to + 1, head)
         tl.store(to + 2, n_keys)
@@ -70,14 +70,19 @@ def _work_kernel(
         tl.store(to + 5, high)
         tl.store(to + 6, slot)
         tl.store(to + 7, n)
+        tl.store(to + 8, begins)
+        tl.store(to + 9, stride)
+        tl.store(to + 10, second)
         count += 1
     tl.store(counts_ptr + program, count)
 
 
 def work_of(lengths, n_new, kv_heads, capacity, programs, min_blocks, slack, device):
-    """Of each program: (sequence, KV head, keys, first block, begin, end, slot, splits of the item)."""
+    """Of each program: (sequence, KV head, keys, first block, begin, end, slot, splits of the item, their first
+    program, how many programs later the next one is, 1 if the first program has another item before).
+    """
     most, n = len(lengths) * kv_heads + 2, 1 << (len(lengths) - 1).bit_length()
-    out = torch.zeros(programs, most, 8, dtype=torch.int32, device=device)
+    out = torch.zeros(programs, most, 11, dtype=torch.int32, device=device)
     counts = torch.zeros(programs, dtype=torch.int32, device=device)
     of_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
     _work_kernel[(programs,)](
@@ -449,7 +454,7 @@ def attend(run_program, x, programs, *, slack=2, value_dim=VALUES, causal=True, 
             kv_heads, capacity, pages, page_step(x.cache), programs, scale * 1.4426950408889634, form,
         )  # fmt: skip
     parts = {}
-    for seq, head, _, _, low, high, slot, count in itertools.chain(*work):
+    for seq, head, _, _, low, high, slot, count, *_ in itertools.chain(*work):
         if low < high and count > 1:
             parts.setdefault((seq, head), []).append(slot)
     for (seq, head), slots in parts.items():

@@ -579,6 +579,8 @@ class TestSmallModel:
         assert len({c.text for c in first.choices}) > 1
         direct = model.add(self.PROMPT, n=2, max_new_tokens=4, temperature=1.0, seed=3)
         assert [c.text for c in first.choices] == [stream.result().text for stream in direct]
+        drawn = model_client.completions.create(**asked | {"prompt": [self.PROMPT] * 4})
+        assert len({c.text for c in drawn.choices}) > 1  # without a seed, each prompt has its own
         text = first.choices[0].text
         stopped = model_client.completions.create(**asked, seed=3, stop=text[1]).choices[0]
         assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[1])], "stop")

@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -71,6 +71,36 @@ class EngineStats:
     finished: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+class _Freezer:
+    """Keeps Python's garbage collector from what exists, as long as any engine of the process wants it.
+
+    A full collection stops all threads: 0.1 s for what the imports alone have made, and on a GPU 0.3 s. Python thaws
+    all or nothing. So what others froze before stays frozen, and ours with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._thaws = threading.Lock(), 0, True
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        gc.collect()
+        with self._lock:
+            if not self._users:
+                self._thaws = not gc.get_freeze_count()
+            self._users += 1
+            gc.freeze()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users and self._thaws:
+                    gc.unfreeze()
+
+
+_FREEZER = _Freezer()
+
+
 class _Worker:
     """The thread of an `AsyncEngine`, and what reaches it."""
 
@@ -81,11 +111,12 @@ class _Worker:
             stack.enter_context(leading(engine))
             if warm_up:
                 engine.runner.warm_up(step_tokens)
-                # A full collection stops all threads: 0.1 s for what the imports alone have made, and on a GPU 0.3 s.
-                gc.collect()
-                gc.freeze()
-            self._frozen = warm_up
-            self._leading = stack.pop_all()
+                stack.enter_context(_FREEZER.frozen())
+            self._begin(engine, max_waiting, step_tokens, prefix_cache)
+            self._left = stack.pop_all()  # when the thread ends
+            self._thread.start()
+
+    def _begin(self, engine: Engine, max_waiting: int, step_tokens: int, prefix_cache: bool) -> None:
         scheduler = ContinuousScheduler(engine.runner, step_tokens, prefix_cache)
         self.engine, self.max_waiting, self._scheduler = engine, max_waiting, scheduler
         self.loop = Loop(engine.runner, scheduler, engine._speculation())
@@ -101,7 +132,6 @@ class _Worker:
         self._ids = itertools.count()
         self._publish()
         self._thread = threading.Thread(target=self._run, name="rooftile-engine", daemon=True)
-        self._thread.start()
 
     # Called by any thread.
 
@@ -186,15 +216,13 @@ class _Worker:
             with contextlib.suppress(Exception):  # the device may be lost
                 self.loop.clear()
             with contextlib.suppress(Exception):  # or another rank
-                self._leading.close()
+                self._left.close()
             with self._lock:  # from here on, none is added
                 self._untaken, channels = 0, list(self._live.values())
             self._publish()
             requests = [channel.request for channel in channels]
             self._deliver((request, self._failure or self._aborted(request)) for request in requests)
             self.engine._generating = False
-            if self._frozen:
-                gc.unfreeze()
 
     def _take(self) -> None:
         """Do what the inbox asks for; wait for it if there is nothing else to do."""
@@ -219,10 +247,13 @@ class _Worker:
         except Exception as error:
             # No request can go on. Some may have ended by what the step had read before.
             ended = [*self.loop.scheduler.waiting, *self.loop.scheduler.running]
-            self.loop.clear()  # if this fails, too, the engine has failed
-            self.engine.runner.cache.forget()  # what the failed step wrote
-            self._publish()
-            self._deliver([*self.loop.events, *((request, error) for request in ended)])
+            try:
+                self.loop.clear()  # if this fails, too, the engine has failed
+                self.engine.runner.cache.forget()  # what the failed step wrote
+            finally:
+                self._publish()
+                self._deliver(self.loop.events)
+            self._deliver((request, error) for request in ended)
         else:
             self._publish()  # first: who sees the end of a stream sees its pages free
             self._deliver(events)
@@ -292,7 +323,8 @@ class _Follower:
 
     def _run(self) -> None:
         try:
-            follow(self._engine)
+            with _FREEZER.frozen():  # the other ranks wait for this one
+                follow(self._engine)
         except BaseException as error:
             self._failure.append(error)
         finally:
@@ -453,8 +485,8 @@ class AsyncEngine:
         Args:
             prompt: a text or token ids.
             n: so many continuations of the prompt, for which a list of streams is returned. Their chunks have the
-                `index` 0 to n - 1, and their seeds are seed, seed + 1 and so on. With the prefix cache the full pages
-                of the prompt are computed once.
+                `index` 0 to n - 1, and their seeds are seed, seed + 1 and so on; -2^63 follows 2^63 - 1. With the
+                prefix cache the full pages of the prompt are computed once.
             max_new_tokens, stop, seed, logprobs, ignore_eos: as in `Engine.generate`.
             priority: requests with a lower number start first; those with the same number start as they came.
             request_id: a name of your choice, which no live request has. n continuations have this name, "-" and their
@@ -517,6 +549,8 @@ class AsyncEngine:
             raise TypeError(f"add: n is {n!r}, expected an integer")
         if not 1 <= count <= self.max_waiting:
             raise ValueError(f"add: n is {count}, expected 1 to max_waiting, {self.max_waiting}")
+        if n is None and isinstance(mask, Sequence):
+            raise TypeError("add: mask is a sequence, expected one object, as there is no n")
         masks = list(mask) if isinstance(mask, Sequence) else [mask] * (1 if mask is not None else count)
         if len(masks) != count:
             raise ValueError(f"add: mask has {len(masks)} objects, expected {count}, one for each continuation")
@@ -538,7 +572,7 @@ class AsyncEngine:
     def abort(self, request_id: str) -> bool:
         """End a request, and give back its slot and pages. Its stream ends with the reason "abort".
 
-        Returns whether such a request was waiting or running.
+        Returns whether such a request was waiting or running. Each of n continuations has an id of its own.
         """
         channel = self._worker.named(request_id)
         return channel is not None and self._worker.abort(channel)

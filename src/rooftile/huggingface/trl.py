@@ -40,19 +40,19 @@ class Head:
         Of logits `softcap(hidden @ weight^T + bias, scaled by logit_scale) / temperature`.
         """
         uncommon = "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and softcap is not None)
-        scaled_bias = bias is not None and logit_scale != 1.0
-        if uncommon or scaled_bias or not takes(hidden, weight, bias):
+        scaled = logit_scale != 1.0 and (bias is not None or softcap is not None)
+        parted = hasattr(weight, "ds_id")  # DeepSpeed's stage 3, which has it whole for TRL's backward alone
+        if uncommon or scaled or parted or not takes(hidden, weight, bias):
             return self.theirs.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
-        if logit_scale != 1.0:
-            hidden = hidden * logit_scale
+        temperature /= logit_scale
         losses, stats = linear_cross_entropy(
             hidden, weight, targets, bias, reduction="none", softcap=softcap, temperature=temperature, return_stats=True
         )
         found: dict[str, Tensor] = {"entropy": stats.entropy, "is_top1": stats.argmax == targets}
         if "mean_logits" in outputs:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
                 mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
                 found["mean_logits"] = (mean if bias is None else mean + bias.float().mean()) / temperature
         return (-losses, *(found[name] if name in outputs else None for name in _OPTIONAL))
@@ -72,8 +72,9 @@ def fuse_head(trainer: Any) -> None:
         trainer: an SFT, DPO, KTO, GRPO or RLOO trainer, before `train()`.
 
     Raises:
-        ValueError: its model has no forward of TRL's with a fused head (another version of TRL, or accelerate has
-            wrapped the forward: `train()` was called); or the entropy is part of its loss.
+        ValueError: its model has no forward of TRL's with a fused head (another version of TRL, a model that was
+            patched after the trainer was made, or accelerate has wrapped the forward: `train()` was called); or the
+            entropy is part of its loss.
     """
     for name in _ENTROPY_IN_LOSS:
         if value := getattr(trainer.args, name, None):
@@ -95,5 +96,6 @@ def fuse_head(trainer: Any) -> None:
     if not fused:
         raise ValueError(
             f"fuse_head: the model of {type(trainer).__name__} has no forward of TRL's add_fused_lm_head, expected a "
-            "trainer of TRL 1.16 that has one, before its train()"
+            "trainer of TRL 1.16 that has one, before its train(), and a model that was patched before it or by "
+            "PatchCallback"
         )

@@ -183,12 +183,12 @@ class _Server:
     async def _answer(
         self, request: Sampled, http: Request, prompts: list[Prompt], make: Callable[[list[Any]], Answer]
     ) -> Response:
-        options, n, seed = self.prompts.options(request), request.n or 1, seed_of(request)
+        options, n = self.prompts.options(request), request.n or 1
         limits = [self.prompts.limit(request, prompt) for prompt in prompts]
         grammar = await self.prompts.grammar(request)
         calls = [
             {
-                "prompt": prompt.tokens, "n": n, "max_new_tokens": limit, "seed": seed, **options,
+                "prompt": prompt.tokens, "n": n, "max_new_tokens": limit, "seed": seed_of(request), **options,
                 **({} if grammar is None else {"grammar": grammar, "ignore_eos": False}),
             }
             for prompt, limit in zip(prompts, limits, strict=True)

@@ -142,7 +142,7 @@ def _cut(position, ends, in_turns):
     `in_turns`: items of a sequence that one program reads in turn.
     """
     begin = tl.max(tl.where(ends <= position, ends, 0), axis=0)
-    end = tl.min(tl.where(ends > position, ends, position + in_turns), axis=0)
+    end = tl.min(tl.where(ends > position, ends, 0x7FFFFFFF), axis=0)
     within = (position - begin) % tl.maximum((end - begin) // in_turns, 1)
     return tl.where(within <= ITEM_COST, position - within, position)
 

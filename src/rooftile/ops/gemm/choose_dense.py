@@ -1,7 +1,7 @@
 """GEMMs of dense weights: which kernels, and in what tiles.
 
     one row of x                      gemv
-    up to 64 rows                     skinny
+    up to 64 rows                     skinny; on sm_90 hopper where it is faster from 33 rows on
     more rows                         hopper on sm_90, elsewhere tiled
 
 The configurations are in order of preference, as are those of the modules beside this one.
@@ -31,7 +31,7 @@ def of_dense(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
     along_k = p.batch == 1 and p.x_layout == "k" and p.w_layout == "k"
     if along_k and p.m == 1:
         yield one_row(p, target)
-    if along_k and target.gluon and 32 < p.m <= 64 and _on_tensor_cores(p) and _vectors(p) and p.dtype.itemsize == 2:
+    if along_k and target.gluon and 32 < p.m <= 64 and _vectors(p) and p.dtype.itemsize == 2:
         yield from _skinny64(p, target)
     if target.gluon and (p.m > 32 or not along_k):
         if min(p.m, p.n) <= 16 and p.dtype.itemsize == 2 and _vectors(p) and not p.gated:
@@ -121,13 +121,13 @@ def _skinny64(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
 
     On an H200, beside the hopper kernel's best tile, 1024 to 4096 columns of sums of 1024 to 14336 took 0.80 to 0.99 of
     its time, a gate 0.93 to 1.00; but where splits leave SMs idle 1.04 to 1.06 (4096 -> 2560, 9728 -> 2560: tiles of 64
-    x 32), and vocabularies 0.99 and 1.02: `_hopper` has both.
+    x 32), and vocabularies 0.99 and 1.02: `_hopper` has both. Gates, of twice as many rows, were not tried split.
     """
     tiles, steps, split = library.cdiv(p.n, 64), library.cdiv(p.k, 128), 1
-    while 2 * split * tiles <= target.multiprocessors and steps >= 32 * split and split < 8:
+    while not p.gated and 2 * split * tiles <= target.multiprocessors and steps >= 32 * split and split < 8:
         split *= 2
     if p.n < 65536 and (p.k < 4096 or 4 * split * tiles >= 3 * target.multiprocessors):
-        yield GemmConfig("skinny", 64, 64, 128, 1, 1 if p.gated else split, 4, 4)
+        yield GemmConfig("skinny", 64, 64, 128, 1, split, 4, 4)
 
 
 def _shared(tiles: int, steps: int, target: runtime.Target) -> int:
