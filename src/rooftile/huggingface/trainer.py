@@ -66,8 +66,8 @@ class PatchCallback(TrainerCallback):
     `TrainingArguments(prediction_loss_only=True)` evaluation computes no logits either.
 
     In training the batches' labels are counted on the host, so that a causal model's fused head multiplies only the
-    tokens whose label counts: not in graphs of `torch.compile`, nor where accelerate dispatches one process's batches to all, as it
-    does with iterable datasets unless told otherwise.
+    tokens whose label counts: not in graphs of `torch.compile`, nor where accelerate dispatches one process's batches
+    to all, as it does with iterable datasets unless told otherwise.
 
     Args:
         switches: those of `rooftile.patch`.
