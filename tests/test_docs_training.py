@@ -24,7 +24,7 @@ def test_the_example_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    build("Qwen3", torch.bfloat16).save_pretrained("model")
+    build("Qwen3", torch.bfloat16, num_hidden_layers=1).save_pretrained("model")
     letters = {chr(97 + i): i for i in range(26)}
     splits = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="a"))

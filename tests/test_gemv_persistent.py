@@ -48,8 +48,9 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("programs", [1, 3])
 def test_programs_that_have_several_tiles(programs, rows, config, device, monkeypatch):
     """Bit-identical to one tile a program, which the interpreter takes otherwise."""
-    x, weight = drawn(rows, K, dtype=BF16, device=device), drawn(2 * N, K, dtype=BF16, device=device)
-    norm_weight, bias = drawn(K, device=device), drawn(2 * N, device=device)
+    n = 7 * config.block_n - 1  # seven gated tiles, of which the last is cut
+    x, weight = drawn(rows, K, dtype=BF16, device=device), drawn(2 * n, K, dtype=BF16, device=device)
+    norm_weight, bias = drawn(K, device=device), drawn(2 * n, device=device)
 
     def run():
         plain = rms_norm_linear(x, norm_weight, weight, bias, config=config)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rooftile import cli
 from rooftile.cases import Point, all_cases, find_cases
 from rooftile.inspect import Task, compile_case, compile_on, faults, plan, report
-from rooftile.inspect.compiling import environment
+from rooftile.inspect.compiling import Compilers, environment
 from rooftile.inspect.plan import allowed_spills
 from rooftile.runtime import TARGETS
 
@@ -31,11 +31,14 @@ BROKEN_ON = {
 }  # fmt: skip
 
 
+compilers = functools.cache(Compilers)  # ends with this process
+
+
 @functools.cache
 def broken(arch):
     """By name, the rows of those broken kernels that are compiled for the target: once, for all tests."""
     cases = [BROKEN[name] for name in BROKEN_ON[arch]]
-    rows = compile_on(arch, plan(cases, source=broken_kernels.__name__), BROKEN)
+    rows = compile_on(arch, plan(cases, source=broken_kernels.__name__), BROKEN, compilers=compilers())
     return {case.name: [row for row in rows if row.op == case.name] for case in cases}
 
 
@@ -146,20 +149,25 @@ def _lengths(case):
             yield Point(" ".join(f"{k}={v}" for k, v in lengths.items()), {**base.dims, **lengths}, base.options)
 
 
-def kernels_of(tasks):
-    """What each task would be compiled to: the direction, what the launcher chose, and what Triton specializes on."""
-    script = Path(__file__).with_name("specializations.py")
-    questions = "".join(json.dumps(task.as_json()) + "\n" for task in tasks)
-    run = subprocess.run(
-        [sys.executable, script],
-        input=questions,
-        env=environment("sm_90", ""),
-        capture_output=True,
+@functools.cache
+def specializing(portable):
+    """A process that says what tasks would be compiled to: once, for all tests. It ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("specializations.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**environment("sm_90", ""), "ROOFTILE_PORTABLE": portable},
         text=True,
-        check=False,
+        bufsize=1,
     )
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def kernels_of(tasks, portable=""):
+    """What each task would be compiled to: the direction, what the launcher chose, and what Triton specializes on."""
+    process = specializing(portable)
+    for task in tasks:
+        print(json.dumps(task.as_json()), file=process.stdin)
+        yield json.loads(process.stdout.readline())
 
 
 def recompilations(tasks):
@@ -181,9 +189,8 @@ def test_a_length_that_changes_recompiles_no_kernel():
 
 
 @pytest.mark.parametrize("portable", ["", pytest.param("1", marks=pytest.mark.nightly)])
-def test_a_new_scale_window_or_softcap_recompiles_no_attention(portable, monkeypatch):
+def test_a_new_scale_window_or_softcap_recompiles_no_attention(portable):
     """Neither of the forward nor of the backward, portable or in Gluon. That there is one of them may."""
-    monkeypatch.setenv("ROOFTILE_PORTABLE", portable)
     changes = (
         {"scale": (0.3, 0.7, 2)},
         {"scale": (0.3, 0.7, 2), "window": (17, 600, 64)},
@@ -202,7 +209,7 @@ def test_a_new_scale_window_or_softcap_recompiles_no_attention(portable, monkeyp
             for i in range(3):
                 options = {**point.options, **{name: values[i] for name, values in change.items()}}
                 tasks.append(Task(case.name, Point(f"{point} {i}", point.dims, options), "bf16", direction))
-    answers = iter(kernels_of(tasks))
+    answers = kernels_of(tasks, portable)
     for form in forms:
         first, *others = (next(answers) for _ in range(3))
         assert first, form
@@ -285,7 +292,8 @@ def test_a_failed_or_crashed_compilation_is_a_row_and_the_rest_goes_on():
 def test_what_is_empty_need_not_launch_anything():
     case = all_cases()["silu_mul"]
     empty = [p for p in case.sets["edge"] if not p["rows"] * p["cols"]]
-    rows = compile_on("sm_86", plan([dataclasses.replace(case, sets={"edge": empty})], dtypes=[torch.bfloat16]))
+    tasks = plan([dataclasses.replace(case, sets={"edge": empty})], dtypes=[torch.bfloat16])
+    rows = compile_on("sm_86", tasks, compilers=compilers())
     assert empty
     assert rows == []
 
@@ -295,6 +303,15 @@ def test_a_worker_that_cannot_begin_fails_every_task():
     (row,) = compile_on("sm_91", plan([BROKEN["good"]]), {"good": BROKEN["good"]})
     assert (row.verdict, row.points) == ("FAIL", ("16 rows", "100 rows"))
     assert "sm_91" in row.log
+
+
+@pytest.mark.nightly
+def test_without_what_compiling_takes_every_task_fails(tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text("raise ImportError('no compiler here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (row,) = compile_on("sm_86", plan([BROKEN["good"]]), {"good": BROKEN["good"]})
+    assert (row.verdict, row.points) == ("FAIL", ("16 rows", "100 rows"))
+    assert "no compiler here" in row.log
 
 
 @pytest.mark.nightly

@@ -169,7 +169,7 @@ def test_the_weight_gradient_has_no_second_buffer(device, monkeypatch):
 
 
 def test_float32_accumulation_rounds_the_weight_gradient_once(device):
-    tensors = drawn(256, device=device, dtype=BF16, bias=False)
+    tensors = drawn(128, device=device, dtype=BF16, bias=False)
     wide, _ = in_float64(*tensors)
     needs = (False, True, False)
     truth = with_gradients(reference.linear_cross_entropy, wide, needs)[1]

@@ -11,8 +11,8 @@ def test_edges_of_the_numbers(device):
     logits[1, 7:9] = logits.max() + 1  # equals
     drawn = {"temperature": 1.0, "seeds": 3, "positions": 5}
 
-    def each(value, dtype=torch.float32):
-        return torch.full((3,), value, device=device, dtype=dtype)
+    def each(value, dtype=torch.float32, rows=3):
+        return torch.full((rows,), value, device=device, dtype=dtype)
 
     def same(first, second):
         assert torch.equal(sample(logits, **first)[0], sample(logits, **second)[0]), (first, second)
@@ -38,8 +38,9 @@ def test_edges_of_the_numbers(device):
         {"repetition_penalty": 1},
     ):
         same(drawn, {**drawn, **options})
-    for min_p in (1.0, each(1.0), each(2.0)):
-        found = {int(sample(logits, **{**drawn, "seeds": s}, min_p=min_p)[0][1]) for s in range(20)}
-        assert found == {7, 8}
+    numbers = torch.arange(20, device=device)
+    for min_p in (1.0, each(1.0, rows=20), each(2.0, rows=20)):
+        tokens, _ = sample(logits[1].repeat(20, 1), **{**drawn, "seeds": numbers}, min_p=min_p)
+        assert set(tokens.tolist()) == {7, 8}
     assert torch.equal(sample(logits)[0], largest)
-    assert len({int(sample(logits, **{**drawn, "positions": n})[0][0]) for n in range(20)}) > 1
+    assert len(set(sample(logits[0].repeat(20, 1), **{**drawn, "positions": numbers})[0].tolist())) > 1

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,56 +29,83 @@ def environment(arch: str, cache: str) -> dict[str, str]:
     return {**ours, "ROOFTILE_COMPILE_TARGET": arch, "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
 
 
+def _read(log: IO[bytes], start: int) -> str:
+    return os.pread(log.fileno(), 1 << 20, start).decode(errors="replace")
+
+
 def _ending(code: int, log: str) -> dict[str, Any]:
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return {"error": f"the compiler ended its process ({how})", "log": log.strip()[-20_000:], "kernels": []}
 
 
-class _Worker:
-    """A process that compiles for a target, one task at a time, and puts the kernels into `kernels` by their hash.
+class Compilers:
+    """Starts processes that compile, forked from one that has imported what they need, which takes seconds.
 
-    Attributes:
-        begun: whether it has begun a task.
-        ended: whether its process has ended.
+    Theirs is the environment in which this was made. To be closed.
     """
 
-    def __init__(self, arch: str, cache: str, kernels: dict[str, Kernel], hashed: bool, log: IO[bytes]) -> None:
-        self.begun = self.ended = False
-        self._kernels = kernels
-        self._log = log
-        self._process = subprocess.Popen(
-            (sys.executable, "-m", "rooftile.inspect.worker", *(["--hashed"] if hashed else [])),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment(arch, cache),
-        )
+    def __init__(self) -> None:
+        self._starts, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open until `close`
+        with theirs:
+            self._process = subprocess.Popen(
+                (sys.executable, "-m", "rooftile.inspect.worker"),
+                stdin=theirs.fileno(),
+                stdout=self._log,
+                stderr=self._log,
+                env=environment(next(iter(TARGETS)), ""),  # each fork is for a target of its own
+            )
 
-    def __call__(self, task: Task) -> dict[str, Any]:
-        """The worker's answer, or how its process ended. One that could not start gives all tasks this answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        logged = 0
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(task.as_json()) + "\n")
-            self._process.stdin.flush()
-        for line in self._process.stdout:
-            fields = json.loads(line)
-            if "begin" in fields:
-                self.begun, logged = True, fields["logged"]
-            elif "kernel" in fields:
-                kernel = Kernel(**fields["kernel"])
-                self._kernels.setdefault(kernel.hash, kernel)
-            else:
-                return fields
-        self.ended = True
-        self._log.seek(logged)
-        return _ending(self._process.wait(), self._log.read().decode(errors="replace"))
+    def start(self, arch: str, cache: str, hashed: bool, connection: socket.socket, log: IO[bytes]) -> None:
+        """Start one that reads tasks from the connection: see `rooftile.inspect.worker`."""
+        message = json.dumps({"arch": arch, "cache": cache, "hashed": hashed}).encode()
+        with contextlib.suppress(ConnectionError):  # it could not begin: `ending`
+            socket.send_fds(self._starts, [message], [connection.fileno(), log.fileno()])
+
+    def ending(self) -> dict[str, Any]:
+        """The answer to every task if the process could not begin."""
+        return _ending(self._process.wait(timeout=60), _read(self._log, 0))
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
+        self._starts.close()
+        self._process.wait()
+        self._log.close()
+
+
+class _Worker:
+    """A process that compiles for a target, one task at a time, and puts the kernels into `kernels` by their hash."""
+
+    def __init__(self, compilers: Compilers, arch: str, cache: str, kernels: dict[str, Kernel], hashed: bool) -> None:
+        self._compilers = compilers
+        self._kernels = kernels
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open until `close`
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            compilers.start(arch, cache, hashed, theirs, self._log)
+        self._answers = self._connection.makefile()
+
+    def __call__(self, task: Task) -> dict[str, Any]:
+        """The worker's answer, or how its process ended."""
+        logged = 0
+        with contextlib.suppress(ConnectionError):
+            self._connection.sendall(json.dumps(task.as_json()).encode() + b"\n")
+            for line in self._answers:
+                fields = json.loads(line)
+                if "begin" in fields:
+                    logged = fields["begin"]
+                elif "kernel" in fields:
+                    kernel = Kernel(**fields["kernel"])
+                    self._kernels.setdefault(kernel.hash, kernel)
+                elif "ended" in fields:
+                    return _ending(fields["ended"], _read(self._log, logged))
+                else:
+                    return fields
+        return self._compilers.ending()
+
+    def close(self) -> None:
+        self._answers.close()
+        self._connection.close()
+        self._log.close()
 
 
 def compile_on(
@@ -86,6 +114,7 @@ def compile_on(
     cases: Mapping[str, OpCase] | None = None,
     done: Callable[[], None] = lambda: None,
     hashed: bool = False,
+    compilers: Compilers | None = None,
 ) -> list[Row]:
     """Compile those calls for a target in a separate process, and judge each kernel.
 
@@ -95,6 +124,7 @@ def compile_on(
         cases: the cases, with what they exclude and allow; all of Rooftile's by default.
         done: called after each task.
         hashed: whether to hash the machine code of each kernel.
+        compilers: what starts the process; by default something of this call's own.
 
     Returns:
         One row for each op, direction, dtype and kernel; calls that failed come as rows with the verdict FAIL.
@@ -106,7 +136,7 @@ def compile_on(
     uses: dict[tuple[str, str, str, str], list[str]] = {}
     failures: dict[tuple[str, str, str, str], list[str]] = {}
     logs: dict[tuple[str, str, str, str], str] = {}
-    with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as workers:
+    with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as opened:
         worker: _Worker | None = None
         for task in tasks:
             excluded = cases[task.op].excluded.get(arch)
@@ -115,9 +145,9 @@ def compile_on(
             order.setdefault(task.op, len(order))
             if excluded:
                 continue
-            if worker is None or (worker.ended and worker.begun):
-                worker = _Worker(arch, cache, kernels, hashed, workers.enter_context(tempfile.TemporaryFile()))
-                workers.callback(worker.close)
+            if worker is None:
+                compilers = compilers or opened.enter_context(contextlib.closing(Compilers()))
+                worker = opened.enter_context(contextlib.closing(_Worker(compilers, arch, cache, kernels, hashed)))
             answer = worker(task)
             done()
             for direction, key in answer["kernels"]:

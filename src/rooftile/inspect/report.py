@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from rooftile import __version__
 from rooftile.cases import OpCase
-from rooftile.inspect.compiling import compile_on
+from rooftile.inspect.compiling import Compilers, compile_on
 from rooftile.inspect.plan import SETS, Row, Task, plan
 
 _STYLES = {"PASS": "green", "FAIL": "bold red", "excluded": "yellow"}
@@ -87,12 +88,13 @@ def compile_all(
     with (
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
         ThreadPoolExecutor(max(1, min(len(jobs), cores))) as pool,
+        contextlib.closing(Compilers()) as compilers,
     ):
         bars = {arch: progress.add_task(arch, total=len(own)) for arch, own in tasks.items()}
 
         def compile_job(job: tuple[str, _Queue]) -> list[Row]:
             arch, queue = job
-            return compile_on(arch, queue, by_name, lambda: progress.advance(bars[arch]), hashed)
+            return compile_on(arch, queue, by_name, lambda: progress.advance(bars[arch]), hashed, compilers)
 
         rows: list[Row] = []
         for found in pool.map(compile_job, jobs):

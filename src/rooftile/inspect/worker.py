@@ -1,10 +1,12 @@
-"""`python -m rooftile.inspect.worker`: compiles the tasks on its standard input for ROOFTILE_COMPILE_TARGET.
+"""`python -m rooftile.inspect.worker`: imports what compiling takes, once, and forks a process for each target.
 
-With `--hashed` it hashes the machine code of each kernel.
+Each message on the socket that is its standard input starts one: {"arch": target, "cache": folder of Triton's cache,
+"hashed": whether to hash the machine code of each kernel}, with the descriptors of a socket and of a file.
 
-It reads one JSON task a line. For each task it writes JSON lines: {"begin": number, "logged": bytes of standard error},
-then {"kernel": {...}} for each new kernel, then {"done": number, "kernels": [[direction, hash], ...]}, with "error" and
-"log" where it failed. Some compiler failures abort the process; "begin" tells the parent which task it was.
+From the socket the fork reads one JSON task a line. For each task it writes JSON lines: {"begin": bytes of the file},
+then {"kernel": {...}} for each new kernel, then {"kernels": [[direction, hash], ...]}, with "error" and "log" where it
+failed. What is printed goes to the file. Some compiler failures abort the process: then {"ended": exit code} takes the
+place of the last line, and another fork has the next task.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import dataclasses
 import faulthandler
 import gc
 import importlib
+import itertools
 import json
 import os
+import socket
 import sys
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +33,8 @@ from rooftile.cases.check import DTYPES, as_tuple
 from rooftile.inspect import driver
 from rooftile.inspect.plan import Kernel, Task
 from rooftile.inspect.resources import resources
+
+from triton.runtime import cache  # isort: skip
 
 # The slowest known kernel takes seconds; one that takes this long will not finish.
 _TASK_SECONDS = 300
@@ -102,29 +110,28 @@ def _call(task: Task, recorder: _Recorder) -> None:
         raise RuntimeError("no kernel was launched")
 
 
-def main() -> None:
-    # The output of Triton and its tools must not mix with the answers, so it goes to standard error.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    recorder = _Recorder(hashed="--hashed" in sys.argv[1:])
+def _import_all() -> None:
+    """What the first kernel of a process imports, and the hash of Triton itself that names each kernel."""
+    all_cases()
+    torch.use_deterministic_algorithms(False)  # imports Inductor
+    importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    getattr(cache, "triton_key", lambda: None)()
+
+
+def _compile(start: dict[str, Any], tasks: Iterable[str], answer: Callable[..., None]) -> None:
+    """Answer those tasks."""
+    os.environ.update(ROOFTILE_COMPILE_TARGET=start["arch"], TRITON_CACHE_DIR=start["cache"])
+    runtime._FIXED = runtime.TARGETS[start["arch"]]
+    recorder = _Recorder(start["hashed"])
     driver.install(runtime.target(torch.device("meta")), recorder.launched)
-
-    # Triton makes and frees hundreds of thousands of objects; searching them for cycles takes a tenth of the time.
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
-
-    def answer(**fields: Any) -> None:
-        print(json.dumps(fields), file=answers)
-
-    for number, line in enumerate(sys.stdin):
-        task = Task.from_json(json.loads(line))
+    for line in tasks:
         logged = os.fstat(2).st_size
-        answer(begin=number, logged=logged)
+        answer(begin=logged)
         recorder.used, recorder.fresh = {}, []
         error = {}
         faulthandler.dump_traceback_later(_TASK_SECONDS, exit=True)
         try:
-            _call(task, recorder)
+            _call(Task.from_json(json.loads(line)), recorder)
         except Exception as e:
             sys.stdout.flush()
             printed = os.pread(2, 20_000, logged).decode(errors="replace")
@@ -132,7 +139,57 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
         for kernel in recorder.fresh:
             answer(kernel=dataclasses.asdict(kernel))
-        answer(done=number, kernels=list(recorder.used), **error)
+        answer(kernels=list(recorder.used), **error)
+
+
+def _forked(function: Callable[..., None], *args: Any) -> int:
+    """The id of a process that calls the function and ends."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        function(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(start: dict[str, Any], connection: int, log: int) -> None:
+    """Have each task compiled by a process, and by a new one if a compiler failure has ended it."""
+    os.dup2(log, 1)  # the output of Triton and its tools
+    os.dup2(log, 2)
+    with socket.socket(fileno=connection) as both:
+        tasks, answers = both.makefile(), both.makefile("w")
+
+        def answer(**fields: Any) -> None:
+            print(json.dumps(fields), file=answers, flush=True)
+
+        for line in tasks:  # a task comes when the one before it is answered, so nothing else has been read
+            _, status = os.waitpid(_forked(_compile, start, itertools.chain([line], tasks), answer), 0)
+            if status:
+                answer(ended=os.waitstatus_to_exitcode(status))
+
+
+def main() -> None:
+    _import_all()
+    # Triton makes and frees hundreds of thousands of objects; searching them for cycles takes a tenth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+    forks = []
+    with socket.socket(fileno=0) as starts:
+        while True:
+            message, descriptors, *_ = socket.recv_fds(starts, 1 << 16, 2)
+            if not message:
+                break
+            forks.append(_forked(_serve, json.loads(message), *descriptors))
+            for descriptor in descriptors:
+                os.close(descriptor)
+    for fork in forks:  # their processor time is this one's, too
+        os.waitpid(fork, 0)
 
 
 if __name__ == "__main__":
