@@ -429,7 +429,10 @@ def bench_speculation(
         typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/e2e/speculation/[text-]<model>.json."),
     ] = None,
 ) -> None:
-    """Time speculative decoding by how many of its proposals are right. Exit code 1 if it changes the tokens."""
+    """Time speculative decoding by how many of its proposals are right. Exit code 1 if it changes tokens.
+
+    With --text, only those of float32 count.
+    """
     choose_mode()
     from rooftile import runtime
     from rooftile.bench import speculation
