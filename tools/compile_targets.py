@@ -49,14 +49,6 @@ class Line:
 
 MEASURED = ("sm_90",)  # the target on which the kernels were measured
 SMALL = ("sm_86",)  # that with the least shared memory
-AS_SMALL = ("sm_89",)  # with as much; of a kernel of both, ptxas allocates the same registers
-OTHERS = tuple(target for target in TARGETS if target not in AS_SMALL)
-# Ops whose kernels are not the same on those two: of fp8, by the number of SMs, and two with other registers.
-UNLIKE_SMALL = (
-    "fp8_linear", "fp8_weight_linear", "quantize_tensor", "rms_norm_quantized", "add_rms_norm_quantized",
-    "silu_mul_quantized", "gelu_mul_quantized", "decode_attention", "append_kv", "rope_and_cache", "lora_linear",
-    "rms_norm_linear", "rms_norm_gated_linear", "layer_norm", "softmax",
-)  # fmt: skip
 # Their tiles and schedules depend on the sizes.
 BY_SIZE = (
     "linear", "gated_linear", "int4_linear", "matmul", "int8_linear", "fp8_linear", "fp8_weight_linear",
@@ -66,14 +58,13 @@ BY_SIZE = (
 LATENT = "B8 T4096 H128/1 D576/512 page 64 latent v_cache=None head_dim_v=512"
 
 PLANS = {
-    # Every op for every target, and the engine's own kernels; for sm_89 those ops whose kernels sm_86 has not. For
-    # the one measured also every kernel that those leave out: of decode steps, of GEMMs with few rows or with bias and
-    # activation, of attention without Hopper's instructions, of latent attention. For the one with the least shared
-    # memory also GEMMs at the models' sizes, and tiles of float32, which are twice as large.
+    # Every op for every target, and the engine's own kernels. For the one measured also every kernel that those leave
+    # out: of decode steps, of GEMMs with few rows or with bias and activation, of attention without Hopper's
+    # instructions, of latent attention. For the one with the least shared memory also GEMMs at the models' sizes, and
+    # tiles of float32, which are twice as large.
     "every": (
-        Line(OTHERS),
-        Line(OTHERS, engine=True),
-        Line(AS_SMALL, ops=UNLIKE_SMALL),
+        Line(tuple(TARGETS)),
+        Line(tuple(TARGETS), engine=True),
         Line(MEASURED, ("decode",), ("rms_norm", "softmax", "fp8_linear", "sample_")),
         Line(MEASURED, ("tiny",), ("linear", "int4_linear", "fp8_linear", "adamw_", "accept_drafts_")),
         Line(MEASURED, ("tiny",), ("attention",), points=("B1 H2 T70 D80/48 causal=True window=17",)),
@@ -90,8 +81,6 @@ PLANS = {
         Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
         Line(SMALL, ops=BY_SIZE, first=False),
         Line(SMALL, dtype="fp32"),
-        Line(AS_SMALL),
-        Line(AS_SMALL, engine=True),
     ),
     # These have every kernel: ops left out differ by a flag, or in what is allocated.
     "newest": (
