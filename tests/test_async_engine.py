@@ -528,9 +528,12 @@ def test_a_warm_engine_keeps_the_garbage_collector_from_what_there_is(warm):
 
 def test_what_others_froze_stays_frozen():
     gc.freeze()
-    with rooftile.AsyncEngine(made(max_batch=2), warm_up=True):
-        pass
-    assert gc.get_freeze_count()
+    try:
+        with rooftile.AsyncEngine(made(max_batch=2), warm_up=True):
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.gpu

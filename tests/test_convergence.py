@@ -118,7 +118,7 @@ def test_a_lucky_run_of_compile_bounds_nothing_that_the_families_allow():
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("factor", "code"), [(1.15, 0), (1.25, 1)])
+@pytest.mark.parametrize(("factor", "code"), [(1.15, 0), (1.45, 1)])
 def test_bfloat16_runs_of_all_families_are_bounded_in_the_mean(factor, code):
     out = Console(file=io.StringIO(), width=200)
     names = list(trajectory.TITLES)[:8]
@@ -126,7 +126,7 @@ def test_bfloat16_runs_of_all_families_are_bounded_in_the_mean(factor, code):
         convergence.run(names, out, launch=lambda job: made(job, factor * 1e-3 if job.dtype == "bf16" else 0.0)) == code
     )
     shown = " ".join(out.file.getvalue().split())
-    assert f"geometric means: loss_median {factor:.2f} (at most 1.2; 0 of 8 are 1 or less)" in shown
+    assert f"geometric means: loss_median {factor:.2f} (at most 1.39; 0 of 8 are 1 or less)" in shown
     assert convergence.mean_ratios([made(Job(name, "bf16"), 3e-3) for name in names[:7]]) == {}
 
 

@@ -43,7 +43,9 @@ def test_the_example_trains(
         example = example.replace(old, new)
     names: dict[str, object] = {}
     exec(compile(example, str(PAGE), "exec"), names)
-    assert rooftile.Engine.from_pretrained("trained", max_batch=1, max_seq_len=16).generate(["the"], max_new_tokens=2)
+    engine = rooftile.Engine.from_pretrained("trained", max_batch=1, max_seq_len=16)
+    (made,) = engine.generate(["the"], max_new_tokens=2, ignore_eos=True)
+    assert len(made.tokens) == 2
     assert "replaced: 1 head + cross entropy" in capsys.readouterr().out
     trainer = names["trainer"]
     assert [log["loss"] > 0 for log in trainer.state.log_history if "loss" in log] == [True, True]  # type: ignore[attr-defined]

@@ -115,16 +115,20 @@ def test_each_output_is_that_of_the_plain_formula():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "softcap", "dtype"),
+    ("options", "dtype", "partitioned"),
     [
-        (("log_sum_sq_probs",), None, torch.float32),
-        (("mean_logits",), 3.0, torch.float32),
-        (("entropy",), None, torch.float64),
+        ({"outputs": ("log_sum_sq_probs",)}, torch.float32, False),
+        ({"outputs": ("mean_logits",), "softcap": 3.0}, torch.float32, False),
+        ({"softcap": 3.0, "scale": 0.5}, torch.float32, False),
+        ({}, torch.float64, False),
+        ({}, torch.float32, True),
     ],
 )
-def test_what_no_kernel_has_is_left_to_trls_head(outputs, softcap, dtype, monkeypatch):
+def test_what_no_kernel_has_is_left_to_trls_head(options, dtype, partitioned, monkeypatch):
     monkeypatch.setattr(_ChunkedLogProbFunction, "calls", 0)
-    trainer = Trainer(build("Llama").to(dtype), outputs=outputs, softcap=softcap)
+    trainer = Trainer(build("Llama").to(dtype), **options)
+    if partitioned:
+        trainer.model.lm_head.weight.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
     fuse_head(trainer)
     ids = tokens(6)
     assert trainer.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.shape == (1, 5)

@@ -431,7 +431,7 @@ def bench_speculation(
 ) -> None:
     """Time speculative decoding by how many of its proposals are right. Exit code 1 if it changes tokens.
 
-    With --text, only those of float32 count.
+    With --text, other tokens fail only in float32.
     """
     choose_mode()
     from rooftile import runtime

@@ -382,6 +382,7 @@ class AsyncEngine:
         step_tokens: the most tokens of a step: one of each sequence that decodes, and parts of prompts.
         warm_up: compile kernels and capture CUDA graphs now, not when requests first need them. Until `close`, Python's
             garbage collector leaves alone what exists by then (`gc.freeze`): a full collection would stop all requests.
+            On other ranks it leaves alone what exists when they begin, in any case.
 
     Attributes:
         engine: with `config`, `tokenizer`, `max_seq_len` and `max_batch`.

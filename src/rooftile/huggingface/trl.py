@@ -41,7 +41,7 @@ class Head:
         """
         uncommon = "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and softcap is not None)
         scaled = logit_scale != 1.0 and (bias is not None or softcap is not None)
-        parted = hasattr(weight, "ds_id")  # DeepSpeed's stage 3, which has it whole for TRL's backward alone
+        parted = hasattr(weight, "ds_id")  # ZeRO-3 gathers the weight for TRL's own backward, not for ours
         if uncommon or scaled or parted or not takes(hidden, weight, bias):
             return self.theirs.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs

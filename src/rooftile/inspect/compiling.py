@@ -62,9 +62,12 @@ class Compilers:
         with contextlib.suppress(ConnectionError):  # it could not begin: `ending`
             socket.send_fds(self._starts, [message], [connection.fileno(), log.fileno()])
 
-    def ending(self) -> dict[str, Any]:
-        """The answer to every task if the process could not begin."""
-        return _ending(self._process.wait(timeout=60), _read(self._log, 0))
+    def ending(self, log: IO[bytes]) -> dict[str, Any]:
+        """The answer to a task that has none: this process has ended, or the one that it forked, whose log is given."""
+        try:
+            return _ending(self._process.wait(timeout=5), _read(self._log, 0))
+        except subprocess.TimeoutExpired:
+            return _ending(-signal.SIGKILL, _read(log, 0))  # what else could end it is answered
 
     def close(self) -> None:
         self._starts.close()
@@ -100,7 +103,7 @@ class _Worker:
                     return _ending(fields["ended"], _read(self._log, logged))
                 else:
                     return fields
-        return self._compilers.ending()
+        return self._compilers.ending(self._log)
 
     def close(self) -> None:
         self._answers.close()

@@ -11,6 +11,7 @@ place of the last line, and another fork has the next task.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -160,6 +161,7 @@ def _forked(function: Callable[..., None], *args: Any) -> int:
 
 def _serve(start: dict[str, Any], connection: int, log: int) -> None:
     """Have each task compiled by a process, and by a new one if a compiler failure has ended it."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # else who asks for starts would not see that nobody reads them
     os.dup2(log, 1)  # the output of Triton and its tools
     os.dup2(log, 2)
     with socket.socket(fileno=connection) as both:
@@ -170,7 +172,7 @@ def _serve(start: dict[str, Any], connection: int, log: int) -> None:
 
         for line in tasks:  # a task comes when the one before it is answered, so nothing else has been read
             _, status = os.waitpid(_forked(_compile, start, itertools.chain([line], tasks), answer), 0)
-            if status:
+            with contextlib.suppress(OSError):  # nobody reads it if there was no task left
                 answer(ended=os.waitstatus_to_exitcode(status))
 
 
