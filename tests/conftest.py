@@ -53,8 +53,8 @@ def _worker():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    """Each worker imports the files of a folder from another one on: pytest rewrites the assertions of a file that none
-    has imported yet, which takes the half of that time, and the others find what it has written."""
+    """Each worker starts a folder at another file. In a fresh clone, to rewrite the assertions takes as long as all
+    imports; so it is done once for each file, and the other workers read what is written."""
     report = yield
     if isinstance(collector, pytest.Dir):
         number, workers = _worker()
