@@ -46,6 +46,23 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def _worker():
+    """This worker's number and how many there are; without pytest-xdist the only one."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Each worker starts a folder at another file. In a fresh clone, to rewrite the assertions takes as long as all
+    imports; so it is done once for each file, and the other workers read what is written."""
+    report = yield
+    if isinstance(collector, pytest.Dir):
+        number, workers = _worker()
+        first = len(report.result) * number // workers
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
 def pytest_pycollect_makemodule(module_path, parent):
     if not HAS_TRITON and module_path.name not in WITHOUT_TRITON:
         return _NeedsTriton.from_parent(parent, path=module_path)
@@ -83,6 +100,8 @@ def _is_left_out(item):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items):
+    if _worker()[1] > 1:  # the order that all workers have
+        items.sort(key=lambda item: item.path)
     for item in items:
         if item.get_closest_marker("each_once") and _is_left_out(item):
             item.add_marker(pytest.mark.nightly)

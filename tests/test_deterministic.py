@@ -34,7 +34,7 @@ FAMILIES = {
 }
 BEGINNING = [(7 * t) % 131 for t in range(66)]
 # Of the first, keys are more than one block of attention has; the next two need another page for their new tokens.
-PROMPTS = [[*BEGINNING, 5], [*BEGINNING[:30], 9], [8] * 31, [50]]
+PROMPTS = [[*BEGINNING, 5], [*BEGINNING[:31], 9], [8] * 32, [50]]
 # Greedy ones, and such as are drawn, penalised, biased.
 HOW = [
     {},
@@ -42,7 +42,7 @@ HOW = [
     {},
     {"temperature": 1.1, "min_p": 0.02, "logit_bias": {7: 1.5}, "frequency_penalty": 0.3, "seed": 9},
 ]
-NEW = {"max_new_tokens": 3, "ignore_eos": True, "logprobs": True}
+NEW = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": True}
 
 
 def made(family="llama", **more):

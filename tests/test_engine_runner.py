@@ -47,7 +47,7 @@ def engine():
     return made()
 
 
-def tokens_of(runner, which, steps=5):
+def tokens_of(runner, which, steps=2):
     """New tokens of those prompts, side by side."""
     sequences = runner.prefill([PROMPTS[i] for i in which], [HOW[i] for i in which])
     found = {i: [int(runner.tokens[s.slot])] for i, s in zip(which, sequences, strict=True)}
@@ -74,7 +74,7 @@ def test_slots_that_are_free_between_others(engine):
     for s in (sequences[0], sequences[1], sequences[3]):
         runner.free(s)
     found = [int(runner.tokens[2])]
-    for _ in range(5):
+    for _ in range(2):
         runner.decode()
         found.append(int(runner.tokens[2]))
     runner.free(sequences[2])

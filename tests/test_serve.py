@@ -5,7 +5,6 @@ import json
 import re
 import types
 
-import openai
 import pydantic
 import pytest
 import torch
@@ -18,6 +17,13 @@ from rooftile.serve import guided
 from rooftile.serve.answers import ChatAnswer, Choice, CompletionAnswer
 from rooftile.serve.answers import event as event_of
 from rooftile.serve.chat import ChatTemplate
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _official_client():
+    """Not at the top: to import it takes a second, and all workers import this file."""
+    global openai
+    import openai
 
 
 def client_of(server, **more):

@@ -1,6 +1,7 @@
 """Tensor parallelism: two processes over gloo write what one does, each with its part of the weights."""
 
 import contextlib
+import functools
 import gc
 import json
 import pickle
@@ -92,7 +93,7 @@ def results(name, n, path):
     engine = engine_of(name, n, path)
     found = {"greedy": written(engine)}
     if name == "untied":
-        found |= {"sampled": written(engine, 3, **SAMPLED), "requests": requests(engine, warm_up=n > 1)}
+        found |= {"sampled": written(engine, 2, **SAMPLED), "requests": requests(engine, warm_up=n > 1)}
         found["afterwards"] = [c.tokens for c in engine.generate([[7, 8]], max_new_tokens=1)]
     return found, engine.logits(PROMPTS)
 
@@ -100,6 +101,8 @@ def results(name, n, path):
 def requests(engine, warm_up):
     """What streams of an `AsyncEngine` write: chunked prompts, shared pages, a mask, an error, an abort."""
     engine.runner._graphs, engine.runner._graph = {}, lambda *args: None  # as on a GPU, so that there is a warm-up
+    example = functools.cache(engine.runner._example)
+    engine.runner._example = lambda slots, *how: example(slots, *how) if slots in (0, 3) else None  # of many
     with rooftile.AsyncEngine(engine, step_tokens=10, warm_up=warm_up and engine.rank == 0) as running:
         if engine.rank:
             with pytest.raises(RuntimeError, match="this is rank 1, expected 0, which takes the requests"):
@@ -107,7 +110,7 @@ def requests(engine, warm_up):
             return None
         long = [*range(3, 23)]
         found = [running.add(long, max_new_tokens=1, ignore_eos=True).result().tokens]
-        streams = [running.add(p, max_new_tokens=3, ignore_eos=True, temperature=0.8, seed=5) for p in PROMPTS[:2]]
+        streams = [running.add(p, max_new_tokens=2, ignore_eos=True, temperature=0.8, seed=5) for p in PROMPTS[:2]]
         streams.append(running.add([*long, 4], max_new_tokens=2, mask=Even()))
         found += [s.result().tokens for s in streams]
         assert running.stats().prefix_hit_tokens == 16
@@ -143,10 +146,11 @@ def _rank(rank, path):
 @interpreted
 def test_two_ranks_write_what_one_does(tmp_path):
     save(tmp_path / "model")
+    alone = {name: results(name, 1, tmp_path) for name in MODELS}  # a fork has the kernels that this has read
     on_two_ranks(_rank, tmp_path)
     zero, one = (torch.load(tmp_path / f"results{rank}") for rank in range(2))
     for name in MODELS:
-        expected, exact = results(name, 1, tmp_path)
+        expected, exact = alone[name]
         for found, logits in (zero[name], one[name]):
             assert found.pop("requests", None) in (None, expected.get("requests"))  # rank 0 has them
             for a, b in zip(logits, exact, strict=True):
