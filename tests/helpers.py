@@ -43,10 +43,15 @@ def in_pairs(*axes):
     ]
 
 
+_GROUPS = []  # what this process has run on two ranks
+
+
 def on_two_ranks(function, *arguments):
     """`function(rank, *arguments)` for rank 0 in this process, which has imported what it needs, and 1 in another."""
-    # A fork has imported it too, but can't use a GPU, nor OpenMP's threads.
-    how = "fork" if os.environ.get("OMP_NUM_THREADS") == "1" and not torch.accelerator.is_available() else "spawn"
+    # A fork has imported it too, but can't use a GPU, nor OpenMP's threads, nor what an earlier process group has left.
+    forks = not _GROUPS and os.environ.get("OMP_NUM_THREADS") == "1" and not torch.accelerator.is_available()
+    how = "fork" if forks else "spawn"
+    _GROUPS.append(function)
     other = torch.multiprocessing.start_processes(_as_rank_1, (function, arguments), 1, join=False, start_method=how)
     try:
         function(0, *arguments)
