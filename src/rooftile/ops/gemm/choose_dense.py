@@ -117,11 +117,12 @@ def _skinny(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
 
 
 def _skinny64(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
-    """33 to 64 rows on sm_90, split where that leaves no more programs than SMs and sums of 2048.
+    """33 to 64 rows on sm_90. A sum is split as long as each SM has at most one program, of 2048 elements or more.
 
-    On an H200, beside the hopper kernel's best tile, 1024 to 4096 columns of sums of 1024 to 14336 took 0.80 to 0.99 of
-    its time, a gate 0.93 to 1.00; but where splits leave SMs idle 1.04 to 1.06 (4096 -> 2560, 9728 -> 2560: tiles of 64
-    x 32), and vocabularies 0.99 and 1.02: `_hopper` has both. Gates, of twice as many rows, were not tried split.
+    On an H200, the time over that of the hopper kernel's best tile: 2048 to 6144 columns 0.81 to 1.00, a gate 0.92 to
+    1.01. `_hopper` has what was slower: 2560 columns of long sums 1.04 and 1.06, as splits leave SMs idle, and
+    vocabularies 0.99 and 1.02. Not tuned: 1024 columns, which are not split, with 1.01 for sums of 2048, and over 1.08
+    for 3072, where four parts had 0.90. Gates were not tried split.
     """
     tiles, steps, split = library.cdiv(p.n, 64), library.cdiv(p.k, 128), 1
     while not p.gated and 2 * split * tiles <= target.multiprocessors and steps >= 32 * split and split < 8:
