@@ -79,6 +79,7 @@ PLANS = {
         Line(MEASURED, ("tiny",)),
         Line(MEASURED, ops=("linear", "gated_linear", "attention", "decode_attention"), first=False),
         Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
+        Line(MEASURED, ("prefill",), ("attention",), points=("B2 H16 T4096 D96 causal=True",), first=False),
         Line(SMALL, ops=BY_SIZE, first=False),
         Line(SMALL, dtype="fp32"),
     ),

@@ -327,7 +327,7 @@ _PROMPT = (
     *(point(1, 32, t, 128, causal=True) for t in (44, 512, 1024, 8192)),
     *(point(1, 32, t, 128, kv_heads=8, causal=True) for t in (128, 256, 512, 1024)),
 )
-# Heads that a tile pads to the next power of two. The least operations are those of the unpadded head.
+# Heads that are no power of two. The least operations are those of the unpadded head.
 _PADDED = tuple(point(2, 16, 4096, dim, causal=True) for dim in (80, 96))
 _MEMORY = tuple(point(1, 4, 1 << i, 128, causal=True) for i in range(10, 18))
 _MODES = (

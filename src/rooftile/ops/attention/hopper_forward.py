@@ -244,8 +244,16 @@ def _skip(ring, slot, parity, count, T: gl.constexpr):
 
 @gluon.jit
 def _start_scores(q, ring, slot, T: gl.constexpr):
-    none = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
-    return warpgroup_mma(q, ring[0].index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+    """Leaves out columns past the head, which are zeros."""
+    keys = ring[0].index(slot).permute((1, 0))
+    s = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
+    BODY: gl.constexpr = T.multiplied[0]
+    TAIL: gl.constexpr = T.multiplied[1]
+    if TAIL == 0:
+        return warpgroup_mma(q, keys, s, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(q.slice(0, BODY, dim=1), keys.slice(0, BODY), s, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(BODY, TAIL, dim=1), keys.slice(BODY, TAIL), s, is_async=True)
 
 
 @gluon.jit
