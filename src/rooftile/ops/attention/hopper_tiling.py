@@ -38,9 +38,9 @@ class Tiling:
         paired: one of two consumers takes a block of queries from the end of the prompt, the other one from its start,
             so that all tiles take about the same time. Each skips the keys that it does not see. Only with causality,
             without a window or `turns`.
-        multiplied: the columns of q and k that the dot of scores multiplies, in two parts as `split_dim` has them. On an
-            H200 this is 3 to 6 percent faster for heads of 80 and 96. The dot of values has all columns: in two parts
-            it was slower than that, as the tensor cores read the weights from registers once for each.
+        multiplied: the columns of q and k that the dot of scores multiplies, in two parts as `split_dim` has them. For
+            heads of 80 and 96 this is 3 to 6 percent faster on an H200. The dot of values has all columns: in two
+            parts it was slower than that, as the tensor cores read the weights from registers once for each.
     """
 
     keys: int
