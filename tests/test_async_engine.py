@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import gc
+import pickle
 import random
 import sys
 import threading
@@ -524,6 +525,27 @@ def test_a_warm_engine_keeps_the_garbage_collector_from_what_there_is(warm):
             assert (gc.get_freeze_count() > 0) == warm
         assert (gc.get_freeze_count() > 0) == warm  # for the other one
     assert not gc.get_freeze_count()
+
+
+def test_an_engine_whose_thread_does_not_start_is_free_again(monkeypatch):
+    """Nothing stays frozen, its runner no longer leads, and other ranks hear of the end."""
+    gc.unfreeze()
+    engine, sent = made(max_batch=2), []
+    runner = engine.runner
+
+    def failing(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "ranks", SimpleNamespace(rank=0, send=sent.append))
+        patched.setattr(threading.Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rooftile.AsyncEngine(engine, warm_up=True)
+    assert pickle.loads(sent[-1]) == ([], True)
+    assert engine.runner is runner
+    assert not gc.get_freeze_count()
+    with rooftile.AsyncEngine(engine) as served:
+        assert len(add(served, 0).result().tokens) == NEW
 
 
 def test_what_others_froze_stays_frozen():
