@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import gc
 import operator
 import pickle
@@ -541,8 +542,10 @@ def test_what_several_engines_keep_is_kept_until_the_last_one_ends(second, end, 
     if second == "rank 1":
         monkeypatch.setattr(engine, "rank", 1)
         monkeypatch.setattr(engine.runner, "ranks", SimpleNamespace(rank=1, receive=said.get))
-    with rooftile.AsyncEngine(engine, warm_up=True) as last:
-        until(lambda: _FREEZER._users == 2)  # a follower's thread freezes
+    with contextlib.ExitStack() as stack:
+        last = stack.enter_context(rooftile.AsyncEngine(engine, warm_up=True))
+        stack.callback(said.put, pickle.dumps(([], True)) if end == "closed" else b"")
+        until(lambda: _FREEZER._users >= 2)  # a follower's thread freezes
         if end == "failed":
             first._worker.loop.step = lambda: sys.exit("the device is lost")
             with pytest.raises(RequestError, match="the device is lost"):
@@ -550,7 +553,6 @@ def test_what_several_engines_keep_is_kept_until_the_last_one_ends(second, end, 
         first.close()
         assert first.failed == (end == "failed")
         assert gc.get_freeze_count()
-        said.put(pickle.dumps(([], True)) if end == "closed" else b"")
     assert last.failed == (second == "rank 1" and end == "failed")
     assert not gc.get_freeze_count()
     with rooftile.AsyncEngine(made(max_batch=2), warm_up=True):
