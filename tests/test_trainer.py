@@ -224,12 +224,17 @@ def test_batches_are_counted_only_where_that_leaves_out_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("title", "switches", "counts"),
-    [("Llama", {}, True), ("Llama", {"linear_cross_entropy": False}, False), ("BERT", {}, False), ("T5 v1.1", {}, False)],
+    [
+        ("Llama", {}, True),
+        ("Llama", {"linear_cross_entropy": False}, False),
+        ("BERT", {}, False),
+        ("T5 v1.1", {}, False),
+    ],
 )
 def test_labels_are_counted_only_for_a_head_that_leaves_out_tokens(
     tmp_path: object, title: str, switches: dict[str, bool], counts: bool
 ) -> None:
-    """The head of an encoder, or of an encoder-decoder, is fused too, but its loss shifts nothing, and takes no count."""
+    """The head of an encoder or an encoder-decoder is fused too, but its loss shifts nothing, and takes no count."""
     callback = rooftile.PatchCallback(**switches)
     ours = trainer(build(title), tmp_path, callback)
     loader = ours.get_train_dataloader()

@@ -102,9 +102,9 @@ def fuse_head(trainer: Any) -> None:
         fused += 1
     if not fused:
         raise ValueError(
-            f"fuse_head: the model of {type(trainer).__name__} has no forward of add_fused_lm_head ({_trl()}), expected "
-            "a trainer of TRL 1.16 that has one, before its train(), and a model that was patched before it or by "
-            "PatchCallback"
+            f"fuse_head: the model of {type(trainer).__name__} has no forward of add_fused_lm_head ({_trl()}), "
+            "expected a trainer of TRL 1.16 that has one, before its train(), and a model that was patched before it, "
+            "or by PatchCallback"
         )
 
 
