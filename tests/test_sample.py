@@ -267,7 +267,7 @@ def side_by_side(monkeypatch, programs):
 
 
 @pytest.mark.skipif(
-    not INTERPRETED, reason="lets interpreted programs take turns; on a GPU they run at once, in every test of few rows"
+    not INTERPRETED, reason="lets interpreted programs take turns; on a GPU they run at once, for few and long rows"
 )
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_rows_that_several_programs_share(dtype, device, monkeypatch):
