@@ -947,7 +947,7 @@ def test_an_abort_in_any_state_gives_back_all_and_others_get_their_tokens(victim
     [
         ("runner.cache.reserve", 0, "decoding"),
         ("runner._prefilled", 1, "between parts"),
-        ("runner._sample", 1, "decoding"),
+        ("runner._sample", 1, "between parts"),
         ("Readback.tokens", 0, "at its last token"),
     ],
 )
