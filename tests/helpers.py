@@ -19,7 +19,8 @@ TINY = [(case, point) for case in CASES for point in case.sets["tiny"]]
 TINY_IDS = [f"{case.name} {point}" for case, point in TINY]
 BF16 = torch.bfloat16
 interpreted = pytest.mark.skipif(
-    runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are recorded on the CPU"
+    runtime.MODE is not runtime.Mode.INTERPRETER,
+    reason="records launches as Triton's interpreter gets them; on a GPU the same code makes them",
 )
 
 

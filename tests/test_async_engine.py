@@ -2,7 +2,11 @@
 
 import asyncio
 import collections
+import contextlib
 import gc
+import operator
+import pickle
+import queue
 import random
 import sys
 import threading
@@ -14,6 +18,8 @@ import torch
 
 import rooftile
 from rooftile.engine import QueueFull, RequestError, cascade
+from rooftile.engine.async_engine import _FREEZER
+from rooftile.engine.generation import Readback
 from rooftile.engine.loop import Loop
 from rooftile.engine.prefix import PrefixCache, page_names
 from rooftile.engine.prompts import MixedBatch, Part, rounded, slots_of
@@ -526,6 +532,55 @@ def test_a_warm_engine_keeps_the_garbage_collector_from_what_there_is(warm):
     assert not gc.get_freeze_count()
 
 
+@pytest.mark.parametrize("end", ["closed", "failed"])
+@pytest.mark.parametrize("second", ["rank 0", "rank 1"])
+def test_what_several_engines_keep_is_kept_until_the_last_one_ends(second, end, monkeypatch):
+    """Whichever was first, and also where the second one is a rank that follows: it ends when rank 0 says so."""
+    gc.unfreeze()
+    first = rooftile.AsyncEngine(made(max_batch=2), warm_up=True)
+    engine, said = made(max_batch=2), queue.SimpleQueue()
+    if second == "rank 1":
+        monkeypatch.setattr(engine, "rank", 1)
+        monkeypatch.setattr(engine.runner, "ranks", SimpleNamespace(rank=1, receive=said.get))
+    with contextlib.ExitStack() as stack:
+        last = stack.enter_context(rooftile.AsyncEngine(engine, warm_up=True))
+        stack.callback(said.put, pickle.dumps(([], True)) if end == "closed" else b"")
+        until(lambda: _FREEZER._users >= 2)  # a follower's thread freezes
+        if end == "failed":
+            first._worker.loop.step = lambda: sys.exit("the device is lost")
+            with pytest.raises(RequestError, match="the device is lost"):
+                add(first, 0).result()
+        first.close()
+        assert first.failed == (end == "failed")
+        assert gc.get_freeze_count()
+    assert last.failed == (second == "rank 1" and end == "failed")
+    assert not gc.get_freeze_count()
+    with rooftile.AsyncEngine(made(max_batch=2), warm_up=True):
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+
+
+def test_an_engine_whose_thread_does_not_start_is_free_again(monkeypatch):
+    """Nothing stays frozen, its runner no longer leads, and other ranks hear of the end."""
+    gc.unfreeze()
+    engine, sent = made(max_batch=2), []
+    runner = engine.runner
+
+    def failing(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "ranks", SimpleNamespace(rank=0, send=sent.append))
+        patched.setattr(threading.Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rooftile.AsyncEngine(engine, warm_up=True)
+    assert pickle.loads(sent[-1]) == ([], True)
+    assert engine.runner is runner
+    assert not gc.get_freeze_count()
+    with rooftile.AsyncEngine(engine) as served:
+        assert len(add(served, 0).result().tokens) == NEW
+
+
 def test_what_others_froze_stays_frozen():
     gc.freeze()
     try:
@@ -883,6 +938,51 @@ def test_an_abort_in_any_state_gives_back_all_and_others_get_their_tokens(victim
             assert completion.tokens == expected[i][: len(completion.tokens)]
         assert (found[3].finish_reason, found[3].tokens) == ("abort", [])
         assert served.stats().finished == {"stop": 0, "length": 3 - len(victims), "abort": 1 + len(victims), "error": 0}
+        assert served.stats().pages_used == 0
+    assert free_of(engine) == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("at", "who", "state"),
+    [
+        ("runner.cache.reserve", 0, "decoding"),
+        ("runner._prefilled", 1, "between parts"),
+        ("runner._sample", 1, "between parts"),
+        ("Readback.tokens", 0, "at its last token"),
+    ],
+)
+def test_an_error_within_a_step_gives_back_all_and_ends_those_that_were_there(at, who, state, crowd, monkeypatch):
+    """Pages are taken and written to by then. A request that comes meanwhile gets its tokens from the next step on."""
+    engine, asked, expected = crowd
+    engine.runner.cache.forget()
+    *path, name = at.split(".")
+    owner = operator.attrgetter(".".join(path))(SimpleNamespace(runner=engine.runner, Readback=Readback))
+    with rooftile.AsyncEngine(engine, step_tokens=32) as served:
+        checked(served)
+        assert served.add(**asked[2]).result().tokens == expected[2]
+        streams, later, loop = [], [], served._worker.loop
+        step, method = loop.step, getattr(owner, name)
+
+        def step_that_fails():
+            until(lambda: streams)
+            if not later and STATES[state](streams[who]._channel.request, loop.scheduler):
+                monkeypatch.setattr(owner, name, failing)
+            return step()
+
+        def failing(*args, **more):
+            monkeypatch.undo()
+            method(*args, **more)
+            later.append(served.add(**asked[1]))
+            engine.runner.cache.k.fill_(5)
+            raise RuntimeError("out of memory")
+
+        loop.step = step_that_fails
+        streams += served.add_all(asked)
+        for stream in streams:
+            with pytest.raises(RequestError, match="out of memory"):
+                stream.result()
+        assert later[0].result().tokens == expected[1]  # not with the pages that the failed step has written to
+        assert served.stats().finished == {"stop": 0, "length": 2, "abort": 0, "error": 3}
         assert served.stats().pages_used == 0
     assert free_of(engine) == (6, 0)
 

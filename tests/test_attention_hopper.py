@@ -342,7 +342,7 @@ def test_new_lengths_windows_and_scales_neither_wait_nor_compile(device):
     """A prompt of another length with every request: nothing is computed on the host, copied or compiled for it, once
     each of the kernels that lengths choose among has run."""
     if device.type != "cuda":
-        pytest.skip("asks CUDA whether the host waits")
+        pytest.skip("torch.cuda.set_sync_debug_mode, which finds where the host waits, is CUDA's alone")
     kinds = set()  # of the calls: the kernel's warps, and whether consumers are paired
 
     def call(n_q, n_k, packed, **options):

@@ -45,6 +45,11 @@ hopper = pytest.importorskip("rooftile.ops.decode_attention.hopper_latent")
 gluon = pytest.importorskip("rooftile.primitives.gluon")
 
 LOG2E = 1.4426950408889634
+simulated = pytest.mark.skipif(
+    runtime.MODE is runtime.Mode.GPU,
+    reason="simulates the kernel's threads with Triton kernels in the interpreter, which this process does not run; on "
+    "sm_90 test_it_is_the_portable_kernel runs the kernel itself",
+)
 
 
 # The tiles
@@ -195,7 +200,7 @@ def attend(run_program, n_q, lengths, group, page, programs, *, split, kv_heads=
     return splits
 
 
-@pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="Triton's kernels are interpreted here")
+@simulated
 @pytest.mark.parametrize(
     ("group", "page", "n_q", "lengths"),
     [
@@ -208,13 +213,13 @@ def test_its_threads_compute_attention(group, page, n_q, lengths, run_program): 
     attend(run_program, n_q, lengths, group, page, 3, split=False)
 
 
-@pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="Triton's kernels are interpreted here")
+@simulated
 def test_few_tiles_are_split(run_program):  # noqa: F811
     assert attend(run_program, [3, 1, 0], [300, 65, 9], 16, 64, 9, split=True) == 4
     assert attend(run_program, [3, 2], [70, 1], 16, 32, 3, split=True) == 1
 
 
-@pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="Triton's kernels are interpreted here")
+@simulated
 def test_several_kv_heads_short_values_and_no_causality(run_program):  # noqa: F811
     attend(run_program, [5, 2], [70, 130], 32, 32, 2, split=False, kv_heads=2, value_dim=264, causal=False)
 

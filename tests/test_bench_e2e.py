@@ -274,7 +274,9 @@ def test_figures_of_a_row(tmp_path: Path) -> None:
     assert batch.row("decode", OURS).dims == {"batch": 2, "prompt": 4, "new": 11, "layers": 1}
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what the interpreter says of its times")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="checks what the command writes where it measures nothing; here it would measure"
+)
 def test_command_writes_rows_that_are_no_measurement(tmp_path: Path) -> None:
     config, out = tmp_path / "small" / "config.json", tmp_path / "e2e.json"
     config.parent.mkdir()
@@ -324,7 +326,9 @@ def test_kernels_of_a_layer_are_those_of_the_model() -> None:
         assert outputs.shape[0] == 1, name
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what the interpreter says of its times")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="checks what the command writes where it measures nothing; here it would measure"
+)
 def test_layer_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = e2e_layer.points
     monkeypatch.setattr(e2e_layer, "points", lambda *a: [p for p in every(*a) if p[0] in ("output", "attention")])

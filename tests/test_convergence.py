@@ -21,7 +21,10 @@ from rooftile.huggingface.families import TITLES
 
 SMALLER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 GPT2 = {"n_embd": 32, "n_inner": 48, "n_head": 2}
-INTERPRETED = pytest.mark.skipif(runtime.MODE is runtime.Mode.GPU, reason="what the interpreter says of its runs")
+INTERPRETED = pytest.mark.skipif(
+    runtime.MODE is runtime.Mode.GPU,
+    reason="checks what is said of the interpreter's short runs; a GPU's are longer",
+)
 
 
 @pytest.mark.nightly  # a step of each family: test_patch_training.py

@@ -601,7 +601,7 @@ def test_it_is_chosen_for_64_rows_and_more(rows, kernel):
 
 def test_a_configuration_that_it_cannot_run_is_refused(device):
     if runtime.target(device).gluon:
-        pytest.skip("the kernel runs here")
+        pytest.skip("kernel 'hopper' runs on this device, see test_it_is_attention; others refuse it")
     x = make([70], 64, 1, 64)
     with pytest.raises(ValueError, match="decode_attention: config can't be launched: kernel 'hopper' is for sm_90"):
         decode_attention(

@@ -118,6 +118,13 @@ def test_the_reference_has_every_public_name_once():
         assert name in importlib.import_module(f"rooftile.{module}").__all__
 
 
+@pytest.mark.parametrize(
+    "page", [p for p in REFERENCE if re.search(r"^(:::|<!-- site:) ", p.read_text("utf-8"), re.M)], ids=pages.name_of
+)
+def test_a_reference_page_says_in_a_checkout_where_the_built_one_is(page):
+    assert f"`make site`, then `site/reference/{page.stem}/index.html`" in page.read_text("utf-8")
+
+
 @pytest.mark.parametrize("page", [p for p in REFERENCE if "\n::: " in p.read_text("utf-8")], ids=pages.name_of)
 def test_a_reference_page_says_in_a_checkout_where_its_docstrings_are(page):
     before, name = re.search(r"(.*)\n\n::: rooftile\.(\S+)\n", page.read_text("utf-8")).groups()

@@ -9,6 +9,7 @@ from helpers import BF16, nightly_but
 from tokenizers import Tokenizer, decoders, models
 
 import rooftile
+from rooftile import runtime
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import Request, Scheduler
 
@@ -518,6 +519,16 @@ def test_prompts_of_any_kind(engine):
 def test_what_cannot_be_built(llama, more, error, message):
     with pytest.raises(error, match=message):
         rooftile.Engine.from_config(llama.config, **more)
+
+
+def test_without_a_gpu_it_says_what_to_set(llama, monkeypatch):
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
+    monkeypatch.setattr(runtime, "accelerator", lambda: None)
+    said = r"\(set TRITON_INTERPRET=1 before the first Rooftile op to run on the CPU, slowly\)"
+    with pytest.raises(RuntimeError, match=f"no GPU was found, and Rooftile's kernels need one {said}"):
+        rooftile.Engine.from_config(llama.config)
+    with pytest.raises(ValueError, match=f"device is cpu, expected a GPU {said}"):
+        rooftile.Engine.from_config(llama.config, device="cpu")
 
 
 def test_a_path_is_for_from_pretrained_which_takes_a_folder(tmp_path):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import nightly_but
+from helpers import interpreted, nightly_but
 
 import rooftile
-from rooftile import launching, runtime
+from rooftile import launching
 from rooftile.engine import prompts as laid_out
 from rooftile.engine import runner as runners
 from rooftile.engine.prompts import GRAPH_TOKENS, PromptBatch, padded_length
@@ -137,7 +137,7 @@ def test_prompts_are_written_to_their_pages_and_nowhere_else(prompts, kv_dtype, 
         assert torch.equal(written, expected)
 
 
-@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are looked at on the CPU")
+@interpreted
 @pytest.mark.parametrize("prompts", [ABOUT_EQUAL, UNEQUAL])
 def test_a_layer_appends_all_prompts_by_one_launch(prompts, monkeypatch):
     launched = []

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from helpers import interpreted
 
 import rooftile
-from rooftile import PagedKVCache, launching, runtime
+from rooftile import PagedKVCache, launching
 from rooftile.engine import runner as module
 from rooftile.engine.runner import Numbers, Sampling
 
@@ -228,7 +229,7 @@ def test_a_cache_that_cannot_be_is_refused_before_weights_are_loaded(more, error
         rooftile.Engine.from_pretrained(tmp_path, **more)
 
 
-@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="launches are looked at on the CPU")
+@interpreted
 @pytest.mark.parametrize(("family", "quantize"), [("llama", None), ("qwen3", "fp8"), ("qwen2", "int4")])
 def test_kernels_are_not_specialized_on_what_changes_from_step_to_step(family, quantize, monkeypatch):
     """A kernel that is remembered by its strides would go on with the number that it was compiled for."""

@@ -78,7 +78,7 @@ def takes(config, device):
 def test_every_kernel_takes_every_pair_of_scales(x_kind, w_kind, name, device):
     config = CONFIGS[name]
     if not takes(config, device):
-        pytest.skip("needs sm_90")
+        pytest.skip(f"configuration {name} is for sm_90, and the device is {runtime.target(device).arch}")
     for m, k, n in ((33, 272, 144), (5, 144, 272)):
         given = operands(m, k, n, x_kind, w_kind, device)
         given["bias"] = torch.randn(n, device=device)
@@ -93,7 +93,7 @@ def test_every_kernel_takes_every_pair_of_scales(x_kind, w_kind, name, device):
 def test_sizes_that_divide_by_nothing(name, device):
     config = CONFIGS[name]
     if config.kernel == "hopper":
-        pytest.skip("refuses them")
+        pytest.skip("kernel 'hopper' refuses them: test_configurations_that_can_not_be_are_refused")
     for m, k, n in ((1, 257, 1), (37, 131, 45)):
         given = operands(m, k, n, "block", "block", device)
         if config.split_k <= -(-k // config.block_k):
@@ -144,7 +144,7 @@ def test_it_takes_what_the_fused_ops_give(per, device):
 def test_chips_without_fp8_read_the_same_from_bytes(name, device, monkeypatch):
     config = CONFIGS[name]
     if config.kernel == "hopper":
-        pytest.skip("has fp8")
+        pytest.skip("kernel 'hopper' is for sm_90, which has fp8")
     for kind in KINDS:
         given = operands(7, 256, 48, kind, kind, device)
         everything = torch.arange(256, dtype=torch.uint8, device=device).view(FP8).reshape(1, 256)

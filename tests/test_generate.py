@@ -171,6 +171,27 @@ def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path)
     assert "'medusa' is no speculation" in " ".join(done.stderr.replace("│", " ").split())
 
 
+def test_command_generates_as_many_tokens_as_there_is_room_for_unless_told_how_many():
+    """The default is cut, with a notice; a number that was given is not."""
+    ask = ["generate", "demo", "--dtype", "fp32", "--ignore-eos", "--prompt", "def r", "--prompt", "x"]
+    done = CliRunner().invoke(cli.app, [*ask, "--max-seq-len", "8"])
+    assert done.exit_code == 0, done.output
+    assert "At most 3 new tokens instead of 128: a prompt has 5 tokens, and --max-seq-len is 8." in done.stderr
+    assert "6 tokens of 2 prompts" in done.stderr
+    for length, given, said in (
+        (
+            "8",
+            ["--max-new-tokens", "4"],
+            "prompt 0 has 5 tokens, and --max-new-tokens is 4: more than --max-seq-len, 8",
+        ),
+        ("5", [], "prompt 0 has 5 tokens, and --max-new-tokens is 1: more than --max-seq-len, 5"),
+    ):
+        done = CliRunner().invoke(cli.app, [*ask, "--max-seq-len", length, *given])
+        assert done.exit_code == 2
+        assert said in done.stderr
+        assert "instead of" not in done.stderr
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_texts_of_several_prompts_stand_one_behind_the_other(stream):
     out = io.StringIO()

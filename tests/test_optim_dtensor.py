@@ -19,7 +19,10 @@ def mesh(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="gloo's tensors are on the CPU")
+@pytest.mark.skipif(
+    runtime.MODE is not runtime.Mode.INTERPRETER,
+    reason="the mesh is gloo's, of CPUs; test_two_gpus.py trains with FSDP on GPUs",
+)
 def test_dtensor_parameters(mesh):
     """Sharded, replicated and plain ones in one list; checkpoints hold DTensor."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -51,7 +54,10 @@ def test_dtensor_parameters(mesh):
     assert float(again.state[own[0]]["step"]) == 4
 
 
-@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="gloo's tensors are on the CPU")
+@pytest.mark.skipif(
+    runtime.MODE is not runtime.Mode.INTERPRETER,
+    reason="the mesh is gloo's, of CPUs; test_two_gpus.py trains with FSDP on GPUs",
+)
 def test_a_gradient_of_other_placements_is_redistributed(mesh):
     """Tensor parallelism leaves the gradient of a replicated weight as a partial sum."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -93,7 +99,10 @@ def _two_ranks(rank, path, results):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="gloo's tensors are on the CPU")
+@pytest.mark.skipif(
+    runtime.MODE is not runtime.Mode.INTERPRETER,
+    reason="the mesh is gloo's, of CPUs; test_two_gpus.py trains with FSDP on GPUs",
+)
 def test_two_ranks_are_one(tmp_path):
     on_two_ranks(_two_ranks, tmp_path, tmp_path / "results")
     whole, norm = torch.load(tmp_path / "results")

@@ -302,7 +302,9 @@ def mesh():  # type: ignore[no-untyped-def]
     distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo's mesh is of CPUs")
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="the mesh is gloo's, of CPUs; test_two_gpus.py trains with FSDP on GPUs"
+)
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_fsdp_gathers_the_head_around_the_fused_loss(mesh: object, patch_first: bool) -> None:
     """The head is a group of its own: its weight is there only while its module is called."""

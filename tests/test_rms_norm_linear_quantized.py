@@ -134,7 +134,10 @@ def too_large(w, FAST_CONVERSIONS: tl.constexpr):
     return low + 136, high + 136, 136
 
 
-@pytest.mark.skipif(runtime.MODE is not runtime.Mode.INTERPRETER, reason="a GPU has its own instructions for it")
+@pytest.mark.skipif(
+    runtime.MODE is not runtime.Mode.INTERPRETER,
+    reason="puts a GPU's conversion in the interpreter's place; on a GPU every test of int4 has it",
+)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 def test_numbers_of_4_bits_may_come_too_large(dtype, device, monkeypatch):
     """As the GPU's instructions give them: sums of them less what that makes are those of the numbers themselves."""

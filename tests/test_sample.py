@@ -266,7 +266,9 @@ def side_by_side(monkeypatch, programs):
     return waits
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU rows are shared as they are")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="lets interpreted programs take turns; on a GPU they run at once, for few and long rows"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_rows_that_several_programs_share(dtype, device, monkeypatch):
     """Each row by two programs: bit-identical to one program's."""

@@ -222,6 +222,27 @@ def test_batches_are_counted_only_where_that_leaves_out_tokens() -> None:
         assert "valid_rows" not in counting(whole)
 
 
+@pytest.mark.parametrize(
+    ("title", "switches", "counts"),
+    [
+        ("Llama", {}, True),
+        ("Llama", {"linear_cross_entropy": False}, False),
+        ("BERT", {}, False),
+        ("T5 v1.1", {}, False),
+    ],
+)
+def test_labels_are_counted_only_for_a_head_that_leaves_out_tokens(
+    tmp_path: object, title: str, switches: dict[str, bool], counts: bool
+) -> None:
+    """The head of an encoder or an encoder-decoder is fused too, but its loss shifts nothing, and takes no count."""
+    callback = rooftile.PatchCallback(**switches)
+    ours = trainer(build(title), tmp_path, callback)
+    loader = ours.get_train_dataloader()
+    callback.on_train_begin(ours.args, None, None, model=ours.model, train_dataloader=loader)
+    assert callback.handle.replaced[KIND] == (not switches)
+    assert ("valid_rows" in next(iter(loader))) is counts
+
+
 def test_streamed_batches_that_accelerate_dispatches_are_left(tmp_path: object) -> None:
     class Stream(torch.utils.data.IterableDataset[object]):
         def __iter__(self) -> object:

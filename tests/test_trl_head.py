@@ -1,6 +1,7 @@
 """TRL's fused head over ours: a forward with the seam of TRL's, which needs no TRL. test_trl.py has TRL's own."""
 
 import inspect
+import sys
 import types
 
 import pytest
@@ -23,10 +24,16 @@ class _ChunkedLogProbFunction:
     calls = 0
 
     @classmethod
-    def apply(
-        cls, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=EVERY
-    ):
+    def apply(cls, *args):
         cls.calls += 1
+        return cls.forward(None, *args)
+
+    @staticmethod
+    def forward(
+        ctx, hidden: torch.Tensor, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None,
+        logit_scale=1.0, outputs=EVERY,
+    ) -> tuple:  # fmt: skip
+        softcap = final_logit_softcapping
         z = torch.nn.functional.linear(hidden, weight, bias).float() * logit_scale
         z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
         logps = z.log_softmax(-1)
@@ -147,8 +154,34 @@ def test_only_this_model_changes_and_a_second_call_changes_nothing():
     assert globals()["_ChunkedLogProbFunction"] is _ChunkedLogProbFunction
 
 
+def _of_another_release(ctx, hidden, weight, bias, targets, temperature, softcap=None, outputs=EVERY):
+    raise AssertionError("it is not called")
+
+
+@pytest.mark.parametrize("name", ["forward", "outputs", "apply alone"])
+def test_a_head_with_another_signature_is_refused_before_training(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", types.SimpleNamespace(__version__="9.8.7"))
+    if name == "forward":
+        monkeypatch.setattr(_ChunkedLogProbFunction, "forward", staticmethod(_of_another_release))
+        found = r"\(ctx, hidden, weight, bias, targets, temperature, softcap=None, outputs="
+    elif name == "outputs":
+        defaults = _ChunkedLogProbFunction.forward.__defaults__
+        monkeypatch.setattr(_ChunkedLogProbFunction.forward, "__defaults__", (*defaults[:-1], (*EVERY, "rank")))
+        found = r".*'is_top1', 'rank'\)"
+    else:
+        monkeypatch.delattr(_ChunkedLogProbFunction, "forward")
+        found = "no signature"
+    trainer = Trainer(build("Llama"))
+    before = trainer.model.forward
+    with pytest.raises(
+        ValueError, match=rf"_ChunkedLogProbFunction.forward \(TRL 9.8.7\) has {found}.*, expected \(ctx, "
+    ):
+        fuse_head(trainer)
+    assert trainer.model.forward == before
+
+
 def test_what_cannot_be_fused_is_refused():
     with pytest.raises(ValueError, match=r"entropy_coef is 0\.01, expected 0 or False"):
         fuse_head(Trainer(build("Llama"), entropy_coef=0.01))
-    with pytest.raises(ValueError, match="has no forward of TRL's add_fused_lm_head"):
+    with pytest.raises(ValueError, match="has no forward of add_fused_lm_head"):
         fuse_head(types.SimpleNamespace(model=build("Llama"), args=types.SimpleNamespace()))

@@ -101,7 +101,10 @@ def default_device() -> torch.device:
         return torch.device("meta")
     device = accelerator()
     if device is None:
-        raise RuntimeError("no GPU was found; set TRITON_INTERPRET=1 to run Rooftile's kernels on the CPU")
+        raise RuntimeError(
+            "no GPU was found, and Rooftile's kernels need one (set TRITON_INTERPRET=1 before the first Rooftile op to "
+            "run on the CPU, slowly)"
+        )
     return device
 
 

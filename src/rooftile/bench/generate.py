@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     from rooftile.engine.generation import StreamChunk
 
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+NEW_TOKENS = 128
 DEMO = "demo"  # instead of a path: the byte model in the package
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to generate; the options of sampling are `Engine.generate`'s."""
+    """What to generate; the options of sampling are `Engine.generate`'s.
+
+    Without `max_new_tokens`, `NEW_TOKENS` are the most, or as many as there is room for after the longest prompt.
+    """
 
     path: str
     prompts: Sequence[str]
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     stream: bool = False
     quantize: Quantization | None = None
     dtype: torch.dtype = torch.bfloat16
@@ -182,12 +186,25 @@ def logprobs(tokenizer: Tokenizer, chunks: Sequence[Sequence[StreamChunk]]) -> l
     return lines
 
 
-def generated(engine: Engine, settings: Settings, printer: Printer) -> Timing:
+def _room(engine: Engine, prompt_tokens: Sequence[int], notices: Console) -> int:
+    """`NEW_TOKENS`, or as many as fit after the longest prompt, with a notice."""
+    longest, most = max(prompt_tokens), engine.max_seq_len
+    room = most - longest
+    if 0 < room < NEW_TOKENS:
+        notices.print(
+            f"At most {_counted(room, 'new token')} instead of {NEW_TOKENS}: a prompt has "
+            f"{_counted(longest, 'token')}, and --max-seq-len is {most}.",
+            style="yellow", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    return max(1, min(room, NEW_TOKENS))  # where there is no room, the engine says so
+
+
+def generated(engine: Engine, settings: Settings, new_tokens: int, printer: Printer) -> Timing:
     """Generate, and print the text as it comes."""
     timing = Timing()
     chunks: Iterable[StreamChunk] = engine.generate(
         list(settings.prompts),
-        max_new_tokens=settings.max_new_tokens,
+        max_new_tokens=new_tokens,
         stop=list(settings.stop),
         stream=True,
         **settings.sampling,
@@ -212,7 +229,7 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
 
     folder = folder_of(settings.path)
     # A token is of a byte or more, but for those that a tokenizer puts around a text.
-    longest = max(len(p.encode()) for p in settings.prompts) + 8 + settings.max_new_tokens
+    longest = max(len(p.encode()) for p in settings.prompts) + 8 + (settings.max_new_tokens or NEW_TOKENS)
     options: dict[str, Any] = {
         "dtype": settings.dtype,
         "quantize": settings.quantize,
@@ -230,14 +247,15 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
 
 
 def _run(engine: Engine, settings: Settings, console: Console, notices: Console) -> int:
-    if runtime.MODE is runtime.Mode.GPU:
-        warm = dataclasses.replace(settings, max_new_tokens=min(3, settings.max_new_tokens))
-        for _ in range(2):  # kernels are compiled and the step is recorded; prompts are, the second time
-            generated(engine, warm, Printer(settings.prompts, False, Console(quiet=True)))
-    printer = Printer(settings.prompts, settings.stream, console)
-    timing = generated(engine, settings, printer)
-    assert engine.tokenizer is not None  # the prompts are text
+    if engine.tokenizer is None:
+        raise ValueError("generate: the checkpoint has no tokenizer, and the prompts are text")
     prompt_tokens = [len(engine.tokenizer.encode(p).ids) for p in settings.prompts]
+    new_tokens = settings.max_new_tokens or _room(engine, prompt_tokens, notices)
+    if runtime.MODE is runtime.Mode.GPU:
+        for _ in range(2):  # kernels are compiled and the step is recorded; prompts are, the second time
+            generated(engine, settings, min(3, new_tokens), Printer(settings.prompts, False, Console(quiet=True)))
+    printer = Printer(settings.prompts, settings.stream, console)
+    timing = generated(engine, settings, new_tokens, printer)
     read_gbs = None
     if runtime.MODE is runtime.Mode.GPU and timing.steps:
         from rooftile.bench.roof import measure_roofs

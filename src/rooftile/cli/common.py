@@ -118,7 +118,7 @@ def choose_mode() -> None:
         return
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"
-        notices.print("No GPU here: kernels run on the CPU, in Triton's interpreter.", style="yellow")
+        notices.print("No GPU here: kernels run on the CPU, in Triton's interpreter, slowly.", style="yellow")
 
 
 def _show_version(asked: bool) -> None:

@@ -52,7 +52,10 @@ def generate(
     speculate: SpeculateName = None,
     deterministic: Deterministic = False,
     tensor_parallel: TensorParallel = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most new tokens for each prompt. Default: 128, or as many as there is room for."),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[
         int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 is no limit.")

@@ -114,7 +114,11 @@ class _Worker:
                 stack.enter_context(_FREEZER.frozen())
             self._begin(engine, max_waiting, step_tokens, prefix_cache)
             self._left = stack.pop_all()  # when the thread ends
+        try:
             self._thread.start()
+        except Exception:  # "can't start new thread": there is none to end
+            self._left.close()
+            raise
 
     def _begin(self, engine: Engine, max_waiting: int, step_tokens: int, prefix_cache: bool) -> None:
         scheduler = ContinuousScheduler(engine.runner, step_tokens, prefix_cache)

@@ -126,7 +126,8 @@ class CacheBase:
         device = runtime.default_device() if kv.device is None else torch.device(kv.device)
         if device.type == "cpu" and runtime.MODE is runtime.Mode.GPU:
             raise ValueError(
-                f"{type(self).__name__}: device is {device}, expected a GPU (or TRITON_INTERPRET=1, to run on the CPU)"
+                f"{type(self).__name__}: device is {device}, expected a GPU (set TRITON_INTERPRET=1 before the first "
+                "Rooftile op to run on the CPU, slowly)"
             )
         middle = (rows, kv.kv_heads) if kv.layout == "bthd" else (kv.kv_heads, rows)
         value_dim = kv.head_dim if kv.value_dim is None else kv.value_dim

@@ -149,6 +149,11 @@ class PatchHandle:
             if skip is not None:
                 module.__dict__[loss_head.SKIP] = skip
 
+    @property
+    def takes_valid_rows(self) -> bool:
+        """Whether the model computes a loss without logits that leaves out tokens by the `valid_rows` of the call."""
+        return any(new.valid_rows for new in self._replacements)
+
     def _with_loss(self) -> Iterator[nn.Module]:
         return (new.module for new in self._replacements if new.kind == HEAD_LOSS and not new.count)
 

@@ -196,7 +196,10 @@ def notice_other(module: nn.Module) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """A method that replaces another on a module. It replaces `count` of `kind`, and one of `also`."""
+    """A method that replaces another on a module. It replaces `count` of `kind`, and one of `also`.
+
+    With `valid_rows` it is the forward of a model whose loss leaves out tokens if the call has that option.
+    """
 
     module: nn.Module
     name: str
@@ -205,6 +208,7 @@ class Replacement:
     kind: str
     count: int
     also: str = ""
+    valid_rows: bool = False
 
 
 class PatchPlan:
@@ -310,7 +314,7 @@ class PatchPlan:
         made = self._once((type(model), HEAD_LOSS), functools.partial(_asking, current))
         if made.shifts and (reason := loss_head.why_other_loss(model)):
             raise NotRewritable(reason)
-        new = [Replacement(model, name, "forward", made.function, HEAD_LOSS, 0)]
+        new = [Replacement(model, name, "forward", made.function, HEAD_LOSS, 0, valid_rows=made.shifts)]
         module: Any = model
         path = name
         for layer in part.layer.split("."):

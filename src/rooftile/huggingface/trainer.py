@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from rooftile.huggingface.loss_head import IGNORED
 from rooftile.huggingface.patching import PatchHandle, check_switches, patch
-from rooftile.huggingface.planning import HEAD_LOSS
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -96,7 +95,7 @@ class PatchCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._patch(model, args)  # the Trainer's model_init makes another model for each training
-        if self.handle is not None and self.handle.replaced[HEAD_LOSS]:
+        if self.handle is not None and self.handle.takes_valid_rows:
             _count_labels(kwargs.get("train_dataloader"))
 
     def _patch(self, model: Any, args: Any) -> None:

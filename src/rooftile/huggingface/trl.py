@@ -9,6 +9,8 @@ the same function over other globals, in which that name is a head of ours; TRL'
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import types
 from typing import Any
 
@@ -22,6 +24,10 @@ __all__ = ["fuse_head"]
 
 _HEAD = "_ChunkedLogProbFunction"
 _OPTIONAL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # what TRL's head may return besides, in order
+_SIGNATURE = (
+    "(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0, "
+    f"outputs={_OPTIONAL})"
+)  # of its forward, by which `apply` is called
 _ENTROPY_IN_LOSS = ("entropy_coef", "use_adaptive_entropy")  # of GRPOConfig
 
 
@@ -73,8 +79,8 @@ def fuse_head(trainer: Any) -> None:
 
     Raises:
         ValueError: its model has no forward of TRL's with a fused head (another version of TRL, a model that was
-            patched after the trainer was made, or accelerate has wrapped the forward: `train()` was called); or the
-            entropy is part of its loss.
+            patched after the trainer was made, or accelerate has wrapped the forward: `train()` was called); or that
+            head has another signature than TRL 1.16's; or the entropy is part of its loss.
     """
     for name in _ENTROPY_IN_LOSS:
         if value := getattr(trainer.args, name, None):
@@ -86,6 +92,7 @@ def fuse_head(trainer: Any) -> None:
             continue
         theirs = forward.__globals__[_HEAD]
         if not isinstance(theirs, Head):
+            _check_signature(theirs)
             names = {**forward.__globals__, _HEAD: Head(theirs)}
             new = types.FunctionType(
                 forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
@@ -95,7 +102,25 @@ def fuse_head(trainer: Any) -> None:
         fused += 1
     if not fused:
         raise ValueError(
-            f"fuse_head: the model of {type(trainer).__name__} has no forward of TRL's add_fused_lm_head, expected a "
-            "trainer of TRL 1.16 that has one, before its train(), and a model that was patched before it or by "
-            "PatchCallback"
+            f"fuse_head: the model of {type(trainer).__name__} has no forward of add_fused_lm_head ({_trl()}), "
+            "expected a trainer of TRL 1.16 that has one, before its train(), and a model that was patched before it, "
+            "or by PatchCallback"
         )
+
+
+def _check_signature(theirs: Any) -> None:
+    """Raises ValueError unless `Head.apply` takes what TRL gives its head, and returns what TRL expects."""
+    forward, found = getattr(theirs, "forward", None), "no signature"
+    if callable(forward):
+        signature = inspect.signature(forward)
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        found = str(signature.replace(parameters=plain, return_annotation=signature.empty))
+    if found != _SIGNATURE:
+        raise ValueError(
+            f"fuse_head: {_HEAD}.forward ({_trl()}) has {found}, expected {_SIGNATURE}, as in TRL 1.16: install a TRL "
+            "whose head has it, or train without fuse_head"
+        )
+
+
+def _trl() -> str:
+    return f"TRL {getattr(sys.modules.get('trl'), '__version__', 'of an unknown version')}"
