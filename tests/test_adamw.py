@@ -367,3 +367,13 @@ def test_lists_are_compiled_to_vectors_of_16_bytes(arch):
         assert spills <= (16 if name == "mixed _adamw_list_kernel" else 0), name
         assert (load, mistakes) == ("16", []), name
         assert store == "16" or "squares" in name, name
+
+
+def test_parameters_on_the_cpu_without_the_interpreter(monkeypatch):
+    """Also where PyTorch has no CUDA, which then has no streams to ask."""
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
+    p = torch.nn.Parameter(torch.randn(4))
+    optimizer = rooftile.optim.AdamW([p])
+    p.grad = torch.ones(4)
+    with pytest.raises(ValueError, match="a parameter is on the CPU, expected a GPU \\(set TRITON_INTERPRET=1"):
+        optimizer.step()

@@ -614,7 +614,9 @@ def _one_number(step: Tensor) -> Tensor:
 
 
 def _is_capturing() -> bool:
-    return runtime.MODE is runtime.Mode.GPU and torch.cuda.is_current_stream_capturing()
+    # A CPU build of PyTorch has no streams to ask.
+    on_gpu = runtime.MODE is runtime.Mode.GPU and torch.cuda.is_initialized()
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def _strides(tensors: list[Tensor]) -> Any:
