@@ -18,6 +18,7 @@ import torch
 
 import rooftile
 from rooftile.engine import QueueFull, RequestError, cascade
+from rooftile.engine import runner as runners
 from rooftile.engine.async_engine import _FREEZER
 from rooftile.engine.generation import Readback
 from rooftile.engine.loop import Loop
@@ -395,7 +396,7 @@ def test_the_layout_of_a_mixed_step(device):
 def test_mixed_steps_have_few_shapes():
     """Whatever prompts come, and however many sequences decode."""
     assert [rounded(n) for n in (1, 2, 3, 33, 64, 65, 449, 512, 513)] == [1, 2, 4, 64, 64, 128, 512, 512, 640]
-    assert [slots_of(n, 200) for n in (1, 2, 3, 33, 64, 65, 129)] == [1, 2, 4, 64, 64, 96, 160]
+    assert [slots_of(n, 200) for n in (1, 2, 3, 33, 64, 65, 129)] == [32, 32, 32, 64, 64, 96, 160]
     assert slots_of(193, 200) == 200
     shapes, rng = set(), random.Random(0)
     for _ in range(500):
@@ -408,8 +409,8 @@ def test_mixed_steps_have_few_shapes():
         shapes.add(MixedBatch(parts, 16, 64, 64).shape)
     assert {total for _, total, _, _ in shapes} <= {rounded(n) for n in range(1, 577)}
     assert {sequences for *_, sequences in shapes} == {4}
-    assert {rows for _, _, rows, _ in shapes} == {1, 2, 4, 8, 16, 32, 64}
-    assert {newest for newest, *_ in shapes} == {0, 1, 2, 4, 8, 16, 32, 64}
+    assert {rows for _, _, rows, _ in shapes} == {32, 64}
+    assert {newest for newest, *_ in shapes} == {0, 32, 64}
     assert all(newest in (0, rows) for newest, _, rows, _ in shapes)
 
 
@@ -477,8 +478,9 @@ def test_every_slot_is_used_where_each_has_pages_for_the_longest_sequence():
         ({"cascade": True}, [False], [4, 8]),
     ],
 )
-def test_a_warm_up_covers_decoding_and_full_steps(options, verifies, grouped, monkeypatch):
-    """Of each number of slots with rows; and each number of tokens at least once, which compiles its kernels."""
+def test_a_warm_up_covers_decoding_and_mixed_steps(options, verifies, grouped, monkeypatch):
+    """Full ones of each number of slots with rows, and others up to the limits."""
+    monkeypatch.setattr(runners, "_PARTLY_FULL", (16, 8))
     monkeypatch.setattr(cascade, "MIN_SEQUENCES", 3)
     monkeypatch.setattr(cascade, "MIN_TOKENS", 48)
     engine = made(max_batch=8, pages=12, **options)
@@ -489,10 +491,11 @@ def test_a_warm_up_covers_decoding_and_full_steps(options, verifies, grouped, mo
     monkeypatch.setattr(runner, "_graph", lambda *args: graphs.append(args))
     runner.warm_up(32)
     assert ways == ({False} if "deterministic" in options else {True, False})
-    of_parts = {4: 1, 16: 4}  # by the number that the layout has room for
-    for b in (1, 2, 4, 8):
-        for room in of_parts:
-            assert shapes.count((b, 32, b, room)) == 2, "eagerly, and captured"
+    for room in (4, 16):  # of parts
+        assert shapes.count((8, 32, 8, room)) == 2, "eagerly, and captured"
+    assert shapes.count((8, 16, 8, 4)) == 2
+    assert [shapes.count((0, total, 8, 4)) for total in (1, 2, 4, 8, 16)] == [3] * 5, "eagerly at first, for all sizes"
+    assert shapes.count((0, 32, 8, 4)) == 1, "over the limit: compiled"
     assert {total for _, total, *_ in shapes} == {1, 2, 4, 8, 16, 32}
     kinds = [(b, v, False) for b in (1, 2, 4, 8) for v in verifies] + [(b, False, True) for b in grouped]
     assert sorted(graphs) == sorted((b, greedy, *kind) for b, *kind in kinds for greedy in ways)

@@ -109,7 +109,7 @@ SUITES: dict[str, tuple[str, ...]] = {
             for way in ("", " --cascade --name rooftile_cascade")
         ),
         f"{_SERVE} --max-seq-len 1024 --clients 1,8,32,64,128,256",
-        f"{_SERVE} --max-seq-len 1024 --rate 8,16 --requests 256 --peers vllm",
+        f"{_SERVE} --max-seq-len 1024 --rate 16,32 --requests 256 --peers vllm",
     ),
     "e2e": tuple(f"bench e2e {line} --dtype bf16 --seconds 1" for line in _E2E),
     "e2e-fp16": tuple(f"bench e2e {line} --dtype fp16 --seconds 1" for line in _E2E),

@@ -198,7 +198,7 @@ def rounded(n: int) -> int:
 
 def slots_of(n: int, most: int) -> int:
     """Slots that have rows in a mixed step, of at most that many, for n that are needed: few numbers, too."""
-    return min(most, 1 << (n - 1).bit_length() if n <= 64 else -(-n // 32) * 32)
+    return min(most, -(-n // 32) * 32)
 
 
 class MixedBatch(_Laid):

@@ -33,7 +33,10 @@ from rooftile.primitives.pdl import constant_weights
 
 # Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
 # at most 1024 tokens have 18 numbers of tokens, for each of a few numbers of slots.
-KEPT = 128
+KEPT = 192
+# `warm_up` captures mixed steps that are not full up to so many tokens, beside up to so many sequences. Longer ones
+# take the device as long as launching them takes the host, and the steps of more sequences are mostly full.
+_PARTLY_FULL = 1024, 128
 _BY_COUNTS = ("presence_penalty", "frequency_penalty")
 
 
@@ -215,9 +218,8 @@ class Runner:
     def warm_up(self, step_tokens: int) -> None:
         """Compile the kernels of steps of at most that many tokens, and capture the graphs of the most frequent ones.
 
-        Those are steps of decoding, and full steps with a few parts of prompts beside any number of sequences. A graph
-        takes some 50 ms, a kernel seconds. The cache forgets the pages of earlier prompts. Without CUDA graphs
-        nothing is done.
+        Those are steps of decoding, and steps with a few parts of prompts, be they full or not. A graph takes some 50
+        ms, a kernel seconds. The cache forgets the pages of earlier prompts. Without CUDA graphs nothing is done.
 
         Raises:
             RuntimeError: there are sequences. Their newest tokens would be lost.
@@ -229,11 +231,16 @@ class Runner:
         most = self.max_batch
         with self._entered("warm up"):
             self.cache.forget()
-            for n in sorted({rounded(n) for n in range(1, step_tokens + 1)}):
+            totals = sorted({rounded(n) for n in range(1, step_tokens + 1)})
+            slots = sorted({slots_of(n, most) for n in range(1, most + 1)})
+            for n in totals:
                 self._example(0, n, 1)
-            # Once eagerly, and once for the capture.
-            for b, parts, _ in itertools.product(sorted({slots_of(n, most) for n in range(1, most + 1)}), (1, 4), "12"):
-                self._example(b, step_tokens, parts)
+            tokens, beside = _PARTLY_FULL
+            partly = [(b, n, 1) for b in (0, *slots) for n in totals if b <= beside and b < n <= tokens]
+            full = [(b, step_tokens, parts) for b in slots for parts in (1, 4)]
+            for shape in dict.fromkeys([*partly, *full]):
+                self._example(*shape)  # eagerly, unless it has been seen,
+                self._example(*shape)  # and for the capture
             for b in sorted({self.bucket(n) for n in range(1, most + 1)}):
                 kinds = [(False, False)]  # whether there are proposals, and a group
                 if self.verifier is not None:
