@@ -44,27 +44,11 @@ def in_pairs(*axes):
     ]
 
 
-_GROUPS = []  # what this process has run on two ranks
-
-
 def on_two_ranks(function, *arguments):
-    """`function(rank, *arguments)` for rank 0 in this process, which has imported what it needs, and 1 in another."""
-    # A fork has imported it too, but can't use a GPU, nor OpenMP's threads, nor what an earlier process group has left.
-    forks = not _GROUPS and os.environ.get("OMP_NUM_THREADS") == "1" and not torch.accelerator.is_available()
-    how = "fork" if forks else "spawn"
-    _GROUPS.append(function)
-    other = torch.multiprocessing.start_processes(_as_rank_1, (function, arguments), 1, join=False, start_method=how)
-    try:
-        function(0, *arguments)
-    except BaseException:
-        other.processes[0].terminate()
-        raise
-    while not other.join():
-        pass
-
-
-def _as_rank_1(index, function, arguments):
-    function(1, *arguments)
+    """`function(rank, *arguments)` in two processes."""
+    # Forks have imported what they need, but can't use a GPU, nor OpenMP's threads.
+    forks = os.environ.get("OMP_NUM_THREADS") == "1" and not torch.accelerator.is_available()
+    torch.multiprocessing.start_processes(function, arguments, 2, start_method="fork" if forks else "spawn")
 
 
 def draw(case, point, dtype, device, seed=0):

@@ -48,7 +48,7 @@ HOW = [
     {"repetition_penalty": 1.4},
     {"temperature": 1.1, "min_p": 0.02, "repetition_penalty": 1.2, "seed": 9},
 ]
-NEW = 4
+NEW = 3
 
 
 def made(config=None, **more):
@@ -243,11 +243,11 @@ def test_n_continuations_are_those_of_n_requests_whose_prompt_is_computed_once(e
 
 def test_of_n_continuations_each_ends_by_itself_and_all_are_added_or_none(engine, expected):
     with rooftile.AsyncEngine(engine, max_waiting=3) as served:
-        first, second, third = add(served, 0, n=3, max_new_tokens=40)
+        first, second, third = add(served, 0, n=3, max_new_tokens=12)
         assert second.abort()
         assert second.result().finish_reason == "abort"
         third.close()
-        assert len(first.result().tokens) == 40
+        assert len(first.result().tokens) == 12
         assert first.result().tokens[:NEW] == expected[0]
         with held(served) as release:
             running = add(served, 0, n=3)
@@ -348,13 +348,13 @@ def test_prompts_in_parts_beside_decoding_give_the_tokens_of_whole_ones(family, 
         CONFIG | {"model_type": family} | more, dtype=torch.float32, max_batch=3, max_seq_len=48, page_size=16
     )
     prompts = [PROMPTS[1], *LONG, PROMPTS[3]]
-    expected = [c.tokens for c in engine.generate(prompts, max_new_tokens=8, ignore_eos=True)]
+    expected = [c.tokens for c in engine.generate(prompts, max_new_tokens=5, ignore_eos=True)]
     plans = []
     with rooftile.AsyncEngine(engine, step_tokens=step_tokens, prefix_cache=False) as served:
         scheduler = served._worker.loop.scheduler
         plan = scheduler.plan
         scheduler.plan = lambda: plans.append(plan()) or plans[-1]
-        streams = [served.add(p, max_new_tokens=8, ignore_eos=True) for p in prompts]
+        streams = [served.add(p, max_new_tokens=5, ignore_eos=True) for p in prompts]
         assert [s.result().tokens for s in streams] == expected
         assert served.stats().prompt_tokens == sum(len(p) for p in prompts)
     assert max(sum(p.values()) for p in plans) <= step_tokens
@@ -673,12 +673,13 @@ def test_equal_beginnings_share_pages_and_give_the_tokens_of_whole_prompts():
     """While the first one runs, after it has ended, behind its new tokens, and for a prompt that is all there."""
     engine, beginning = made(max_batch=2), LONG[0][:32]
     prompts = [[*beginning, 1, 2, 3], [*beginning, 9], beginning, beginning[:16] + [5] * 9]
-    expected = [engine.generate(p, max_new_tokens=6, ignore_eos=True)[0].tokens for p in prompts]
+    how = {"max_new_tokens": 4, "ignore_eos": True}
+    expected = [engine.generate(p, **how)[0].tokens for p in prompts]
     with rooftile.AsyncEngine(engine, step_tokens=40) as served:
         checked(served)
-        first = served.add(prompts[0], max_new_tokens=6, ignore_eos=True)
+        first = served.add(prompts[0], **how)
         next(first)
-        streams = [served.add(p, max_new_tokens=6, ignore_eos=True) for p in prompts[1:]]
+        streams = [served.add(p, **how) for p in prompts[1:]]
         assert [s.result().tokens for s in (first, *streams)] == expected
         stats = served.stats()
         assert stats.prefix_hit_tokens == 0 + 32 + 16 + 16
@@ -691,7 +692,7 @@ def test_equal_beginnings_share_pages_and_give_the_tokens_of_whole_prompts():
         assert served.stats().prefix_hit_tokens - stats.prefix_hit_tokens == 32  # of 35 whose keys were computed
         assert served.stats().pages_used == 0
     with rooftile.AsyncEngine(engine, prefix_cache=False) as served:
-        assert served.add(prompts[0], max_new_tokens=6, ignore_eos=True).result().tokens == expected[0]
+        assert served.add(prompts[0], **how).result().tokens == expected[0]
         assert served.stats().prefix_query_tokens == 0
 
 

@@ -220,7 +220,7 @@ def checkout(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "-qm", "One")
     monkeypatch.setattr(sources, "__file__", str(package / "bench" / "sources.py"))
-    caches = (sources.at, sources.present, sources.hashes, sources._age_by_git)
+    caches = (sources.at, sources.present, sources._present_hash, sources.hashes, sources._age_by_git)
     for cache in caches:
         cache.cache_clear()
     yield package, git
@@ -234,7 +234,7 @@ def test_rows_without_a_hash_are_compared_through_git(checkout):
     assert sources.age("rms_norm", meta).state == "current"
     assert sources.age("rms_norm", {"commit": meta["commit"] + sources.DIRTY}).state == "unknown"
     (package / "ops" / "rms_norm.py").write_text(OP.replace("kernel", "rms_norm").replace("* 2", "* 3"))
-    for cache in (sources.present, sources.hashes, sources._age_by_git):
+    for cache in (sources.present, sources._present_hash, sources.hashes, sources._age_by_git):
         cache.cache_clear()
     age = sources.age("rms_norm", meta)
     assert (age.state, age.reason) == ("older", f"its kernel has changed since commit {meta['commit'][:10]}")

@@ -25,7 +25,7 @@ SIZES = {
     "initializer_range": 0.3,
 }
 PROMPTS = [[3, 5, 8, 13, 21], [9, 9, 4], [100, 2, 64, 17], [50]]
-NEW = 6
+NEW = 4
 
 
 class Only:
@@ -49,8 +49,8 @@ def engine():
     return rooftile.Engine.from_config(SIZES, dtype=torch.float32, max_batch=4, max_seq_len=32, page_size=16)
 
 
-def generated(engine, which, **options):
-    return engine.generate([PROMPTS[i] for i in which], max_new_tokens=NEW, ignore_eos=True, **options)
+def generated(engine, which, new=NEW, **options):
+    return engine.generate([PROMPTS[i] for i in which], max_new_tokens=new, ignore_eos=True, **options)
 
 
 def by_the_formula(engine, prompt, how, found):
@@ -96,12 +96,12 @@ SEVERAL = [
 @pytest.mark.parametrize("options", SEVERAL, ids=lambda o: " ".join(o))
 def test_options_change_tokens_as_the_formula_says(options, engine):
     plain = {n: v for n, v in options.items() if n in ("temperature", "top_p", "repetition_penalty", "seed")}
-    every = range(len(PROMPTS))  # a prompt whose tokens do not repeat has no penalties
-    found = [c.tokens for c in generated(engine, every, **options)]
-    assert all(len(tokens) == NEW for tokens in found)
+    every, new = range(len(PROMPTS)), 6  # a prompt whose tokens do not repeat has no penalties
+    found = [c.tokens for c in generated(engine, every, new, **options)]
+    assert all(len(tokens) == new for tokens in found)
     how = Sampling(**options)
     assert found == [by_the_formula(engine, p, how, tokens) for p, tokens in zip(PROMPTS, found, strict=True)]
-    assert found != [c.tokens for c in generated(engine, every, **plain)]
+    assert found != [c.tokens for c in generated(engine, every, new, **plain)]
 
 
 def steps(engine, hows, which):
@@ -203,7 +203,7 @@ def test_penalties_count_what_was_generated_before_pages_were_given_back(engine)
     """Few pages: sequences give way, and go on with the counts that they had."""
     how = {"frequency_penalty": 1.5, "presence_penalty": 0.3}
     few = rooftile.Engine.from_config(SIZES, dtype=torch.float32, max_batch=4, max_seq_len=32, page_size=16, pages=3)
-    prompts = [p + [1] * (12 - len(p)) for p in PROMPTS]
+    prompts = [p + [1] * (14 - len(p)) for p in PROMPTS]
     expected = [engine.generate(p, max_new_tokens=NEW, ignore_eos=True, **how)[0].tokens for p in prompts]
     with rooftile.AsyncEngine(few, prefix_cache=False) as several:
         streams = [several.add(p, max_new_tokens=NEW, ignore_eos=True, **how) for p in prompts]

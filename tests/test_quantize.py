@@ -1,10 +1,5 @@
 """Quantised results: formats to the bit, scales, half a step of error, NaN and infinity, kernels, errors."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from helpers import BF16, Calls, assert_same
@@ -380,14 +375,6 @@ def test_wrong_inputs_are_named(device):
         rooftile.rms_norm(x, quantize=elsewhere)
     with pytest.raises(ValueError, match=f"^add_rms_norm: scale is on meta, expected {x.device} to match x"):
         rooftile.add_rms_norm(x, x, quantize=elsewhere)
-
-
-def test_the_option_needs_no_triton():
-    tests = Path(__file__).parent
-    path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH", "")]))
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-    code = "import without_triton, rooftile.quantize; rooftile.quantize.Quantize(per='group')"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 # What it is for

@@ -139,10 +139,10 @@ def test_rows_with_options_of_their_own(device):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_of_equal_logits_the_first_are_kept(dtype, device):
     """Of twelve equals at the threshold, k takes two, and p of what k left one."""
-    logits = torch.full((6, 40), -3.0, device=device)
+    logits = torch.full((3, 40), -3.0, device=device)
     logits[:, 4:28:2] = 1.0
     logits[:, 30] = 1.5
-    options = {"temperature": 8.0, "seeds": torch.arange(6, device=device)}
+    options = {"temperature": 8.0, "seeds": torch.arange(3, device=device)}
     for more, allowed in (({"top_k": 3}, {4, 6, 30}), ({"top_k": 3, "top_p": 0.6}, {4, 30})):
         tokens, _ = agrees(logits.to(dtype), **options, **more)
         assert set(tokens.tolist()) <= allowed

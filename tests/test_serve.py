@@ -578,14 +578,14 @@ class TestSmallModel:
         torch.testing.assert_close(values, [chunk.logprob for chunk in direct])
 
     def test_n_seeds_and_stop(self, model_client, model):
-        asked = {"model": "small", "prompt": self.PROMPT, "max_tokens": 4, "temperature": 1.0}
+        asked = {"model": "small", "prompt": self.PROMPT, "max_tokens": 2, "temperature": 1.0}
         first = model_client.completions.create(**asked, seed=3, n=2)
         again = model_client.completions.create(**asked, seed=3, n=2)
         assert [c.text for c in first.choices] == [c.text for c in again.choices]
         assert len({c.text for c in first.choices}) > 1
-        direct = model.add(self.PROMPT, n=2, max_new_tokens=4, temperature=1.0, seed=3)
+        direct = model.add(self.PROMPT, n=2, max_new_tokens=2, temperature=1.0, seed=3)
         assert [c.text for c in first.choices] == [stream.result().text for stream in direct]
-        drawn = model_client.completions.create(**asked | {"prompt": [self.PROMPT] * 4})
+        drawn = model_client.completions.create(**asked | {"prompt": [self.PROMPT] * 3})
         assert len({c.text for c in drawn.choices}) > 1  # without a seed, each prompt has its own
         text = first.choices[0].text
         stopped = model_client.completions.create(**asked, seed=3, stop=text[1]).choices[0]

@@ -19,10 +19,10 @@ from rooftile.huggingface.trainer import CountingCollator
 from rooftile.ops.fused_head import head
 
 KIND = "head + cross entropy"
-STEPS = 3
+STEPS = 2
 
 
-def texts(n: int = 12, length: int = 10) -> list[dict[str, torch.Tensor]]:
+def texts(n: int = 8, length: int = 10) -> list[dict[str, torch.Tensor]]:
     """Each with another number of labels that count: a mean of means is not the mean."""
     found = []
     for i, ids in enumerate(tokens(length, batch=n).cpu()):
@@ -207,7 +207,7 @@ def test_tokens_without_a_label_are_not_multiplied(
     rows = [shape[0] for shape in shapes[::3]]  # of the logits; the two gradients follow
     assert ops.count("linear_cross_entropy") == len(rows) == len(texts()) / 2
     # The first label of a packed sequence would be predicted by the sequence before it.
-    assert sum(rows) == sum(int((text["labels"][int(packed) :] != -100).sum()) for text in texts()) < 12 * 10
+    assert sum(rows) == sum(int((text["labels"][int(packed) :] != -100).sum()) for text in texts()) < 8 * 10
     assert_alike(ours, plain, 1e-5)
 
 

@@ -254,7 +254,7 @@ def test_a_plan_gives_what_stock_gives(name, in_a_launch):
     for left in KINDS:
         for right in KINDS:
             for sizes in ([4], None), (None, None), ([4, 1], [1, 4]):
-                for _ in range(4):  # the third has a plan
+                for _ in range(3):  # the third has a plan
                     given = [_drawn(draw, left, sizes[0]), _drawn(draw, right, sizes[1])]
                     if name == "where":
                         given.insert(0, _drawn(draw, tl.int1, sizes[0]))

@@ -344,9 +344,14 @@ def present() -> Files:
 
 
 @functools.cache
+def _present_hash(key: str) -> str | None:
+    return hash_of_key(key, present())
+
+
+@functools.cache
 def hashes() -> dict[str, str]:
     """The hash of each op's kernels, and of those of the engine and of patched models."""
-    found = {name: hash_of_key(name, present()) for name in sorted(_starts())}
+    found = {name: _present_hash(name) for name in sorted(_starts())}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -406,7 +411,7 @@ def age(op: str, meta: Mapping[str, Any], suite: str = "", direction: str = "") 
     commit = str(meta.get("commit", UNKNOWN))
     if direction == "forward":
         key += FORWARD
-        now = hash_of_key(key, present()) or now
+        now = _present_hash(key) or now
     by_git = Age("unknown", "its commit was not recorded") if commit == UNKNOWN else _age_by_git(key, now, commit)
     return Age("older", "its kernel has changed since") if recorded and by_git.state == "unknown" else by_git
 

@@ -93,7 +93,7 @@ class Trainer:
             import peft
 
             # Adapters in the model's dtype: PEFT would keep them in float32 and convert at each call.
-            lora = peft.LoraConfig(**LORA, target_modules=LORA_LAYERS, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+            lora = peft.LoraConfig(**LORA, target_modules=LORA_LAYERS, task_type="CAUSAL_LM")
             model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
         self.flops_of_a_sequence = _flops(model, config, job.tokens)
         if job.impl.partition(" ")[0] != OURS:
