@@ -592,7 +592,14 @@ def test_flashinfer_takes_what_it_can_compute(flashinfer, monkeypatch):
     _, peer = _peer(cases)
     taken = {"dims": (64, 64), "page": 16}
     peer.build(cases._point(2, 40, **taken))
-    for more in ({"page": 0}, {"cache": "fp8", "scales": "head"}, {"dims": (64, 32)}, {"window": 9}, {"sinks": True}):
+    for more in (
+        {"page": 0},
+        {"cache": "fp8", "scales": "head"},
+        {"dims": (64, 32)},
+        {"latent": True},
+        {"window": 9},
+        {"sinks": True},
+    ):
         with pytest.raises(Unsupported, match="FlashInfer"):
             peer.build(cases._point(2, 40, **(taken | more)))
     monkeypatch.setitem(sys.modules, "flashinfer", None)

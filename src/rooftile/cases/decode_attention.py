@@ -268,7 +268,9 @@ def flashinfer(point: Point, wrapper: Callable[[Tensor, str], Any], **planning: 
     if not point["page"]:
         raise Unsupported(f"{name} is compared with a cache in pages")
     if point["cache"]:
-        raise Unsupported(f"{name} takes one scale for a whole cache")
+        raise Unsupported(f"{name} is compared with a cache in 16 bits")
+    if point["latent"]:
+        raise Unsupported(f"{name} has kernels of its own for a latent cache, which are not compared")
     if point["head_dim"] != point["value_dim"] or point["head_dim"] not in (64, 128, 256):
         raise Unsupported(f"{name} takes keys and values of one size: 64, 128 or 256")
     heads, dim = point["heads"], point["head_dim"]
