@@ -2,15 +2,23 @@
 
 import dataclasses
 import functools
+import itertools
+import sys
+import types
 
 import pytest
 import torch
+from helpers import draw
 
+from rooftile.cases import attention_paged as paged_cases
+from rooftile.cases import decode_attention as cases
+from rooftile.cases.case import Unsupported
 from rooftile.cases.check import relative_error
 from rooftile.ops import decode_attention as op
 from rooftile.ops.attention import attention, attention_paged
 from rooftile.ops.decode_attention import DecodeConfig
 from rooftile.ops.decode_attention.choose import choose, decode, encode
+from rooftile.reference import attention_paged as paged_reference
 from rooftile.reference import decode_attention as reference_module
 from rooftile.runtime import TARGETS
 
@@ -506,3 +514,95 @@ def test_the_result_goes_into_rows_of_a_larger_tensor(paged, device):
             False, "",
         )  # fmt: skip
     torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+# The baseline in pages
+
+
+class _Planned:
+    """A stand-in for FlashInfer's wrappers with their signatures, as of version 0.7: it computes what was planned."""
+
+    plans = 0
+
+    def __init__(self, workspace, kv_layout, use_tensor_cores=None):
+        assert workspace.dtype == torch.uint8
+        self.layout, self.use_tensor_cores = kv_layout, use_tensor_cores
+
+    def plan(self, *planned, sm_scale, q_data_type, causal=False, q_len_per_req=1):
+        _Planned.plans += 1
+        *starts_q, starts, pages, last, heads, kv_heads, dim, page = planned
+        assert all(t.dtype == torch.int32 for t in (*starts_q, starts, pages, last))
+        assert starts[-1] == len(pages)
+        assert (pages >= 0).all()
+        assert ((last >= 1) & (last <= page) | (last == 0) & (starts.diff() == 0)).all()
+        n = len(last)
+        self.starts_q = starts_q[0] if starts_q else torch.arange(n + 1, dtype=torch.int32) * q_len_per_req
+        self.table = torch.full((n, int(starts.diff().max())), -1, dtype=torch.int32)
+        for row, (start, end) in zip(self.table, itertools.pairwise(starts.tolist()), strict=True):
+            row[: end - start] = pages[start:end]
+        self.lengths = (starts.diff() - 1).clamp(min=0) * page + last
+        self.shape, self.scale, self.causal = (heads, kv_heads, dim, page), sm_scale, causal or not starts_q
+
+    def run(self, q, caches):
+        assert q.shape[1:] == (self.shape[0], self.shape[2])
+        more = {"scale": self.scale, "causal": self.causal, "cache_layout": {"NHD": "bthd", "HND": "bhtd"}[self.layout]}
+        tensors = (*(t.double() for t in (q, *caches)), self.table.clamp(min=0), self.lengths, self.starts_q)
+        return paged_reference.attention_paged(*tensors, **more).to(q.dtype)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    stub = types.ModuleType("flashinfer")
+    stub.BatchDecodeWithPagedKVCacheWrapper = stub.BatchPrefillWithPagedKVCacheWrapper = _Planned
+    monkeypatch.setitem(sys.modules, "flashinfer", stub)
+    for module in (cases, paged_cases):
+        monkeypatch.setattr(module, "on_gpu", lambda name: None)
+    monkeypatch.setattr(_Planned, "plans", 0)
+
+
+def _peer(module):
+    (case,) = module.CASES
+    return case, next(peer for peer in case.peers if peer.name == "flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("module", "point"),
+    [
+        (cases, cases._point(5, 70, (8, 2), (64, 64), page=16, ragged=True)),
+        (cases, cases._point(3, 40, (2, 2), (64, 64), page=32, ragged=True, cache_layout="bhtd", scale=0.3)),
+        (cases, cases._point(3, 40, (4, 2), (64, 64), page=16, tokens=3)),
+        (paged_cases, paged_cases.point(3, 9, 40, (4, 1), (64, 64), page=16, singles=2)),
+        (paged_cases, paged_cases.point(2, 9, 40, (2, 2), (64, 64), page=32, cache_layout="bhtd", scale=0.3)),
+    ],
+)
+def test_flashinfer_gets_the_pages_that_sequences_use(module, point, flashinfer):
+    case, peer = _peer(module)
+    run = peer.build(point)
+    for seed in (1, 2):  # each set of inputs is planned, once
+        inputs = draw(case, point, BF16, torch.device("cpu"), seed)
+        columns = torch.arange(inputs["page_table"].shape[1])
+        inputs["page_table"][columns * point["page"] >= inputs["lengths"][:, None]] = -1
+        want = case.reference(**{n: t.double() if t.dtype == BF16 else t for n, t in inputs.items()}, **point.options)
+        for _ in range(2):
+            assert relative_error(run(**inputs, **point.options), want) < 1e-2
+    assert _Planned.plans == 2
+
+
+def test_flashinfer_takes_what_it_can_compute(flashinfer, monkeypatch):
+    _, peer = _peer(cases)
+    taken = {"dims": (64, 64), "page": 16}
+    peer.build(cases._point(2, 40, **taken))
+    for more in (
+        {"page": 0},
+        {"cache": "fp8", "scales": "head"},
+        {"dims": (64, 32)},
+        {"latent": True},
+        {"window": 9},
+        {"sinks": True},
+    ):
+        with pytest.raises(Unsupported, match="FlashInfer"):
+            peer.build(cases._point(2, 40, **(taken | more)))
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    for module, point in ((cases, cases._point(2, 40, **taken)), (paged_cases, paged_cases.point(2, 9, 40, page=16))):
+        with pytest.raises(ImportError):
+            _peer(module)[1].build(point)

@@ -34,6 +34,7 @@ COLOURS = {
     "quack": "#C26A9D",
     "cudnn": "#7A6FD0",
     "fa4": "#B07D00",
+    "flashinfer": "#5B8C3A",
     "flex": "#C94F4F",
     "cuda": "#7A6FD0",
     "cublas": "#7A6FD0",

@@ -24,6 +24,7 @@ PEERS = {
     "quack": "quack-kernels",
     "torchao": "torchao",
     "fa4": "flash-attn-4",
+    "flashinfer": "flashinfer-python",
     "cuda": "nvidia-cuda-nvrtc",
 }
 

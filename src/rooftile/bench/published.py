@@ -66,8 +66,9 @@ SUITES: dict[str, tuple[str, ...]] = {
     "attention": (
         "bench attention --set llm --set prefill --peers 'eager,rooftile portable,cudnn,flash,fa4' --suite attention",
         f"bench attention_varlen --set llm {_BOTH} --peers flash,fa4,dense --suite attention",
-        f"bench attention_paged --set llm --set latent {_BOTH} --peers 'gather + sdpa,dense' --suite attention",
-        f"bench decode_attention {_CACHES} {_BOTH} --peers 'sdpa flash,sdpa cudnn' --suite attention",
+        f"bench attention_paged --set llm --set latent {_BOTH} --peers 'gather + sdpa,dense,flashinfer' "
+        "--suite attention",
+        f"bench decode_attention {_CACHES} {_BOTH} --peers 'sdpa flash,sdpa cudnn,flashinfer' --suite attention",
         f"bench append_kv rope_and_cache rms_norm_qkv_rope_cache --set decode {_BOTH} --suite attention",
     ),
     "rowwise": (

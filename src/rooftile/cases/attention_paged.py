@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rooftile.cases.attention import TOLERANCES, on_gpu, pairs
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Unsupported
-from rooftile.cases.decode_attention import CACHES, SCALES, drawn_cache
+from rooftile.cases.decode_attention import CACHES, SCALES, drawn_cache, flashinfer
 from rooftile.cases.draw import integers, normal
 from rooftile.library import cdiv
 from rooftile.ops.attention import attention_paged, attention_varlen
@@ -202,6 +202,13 @@ def _dense(point: Point) -> Callable[..., Any]:
     return run
 
 
+def _flashinfer(point: Point) -> Callable[..., Any]:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    _plain(point, "FlashInfer")
+    return flashinfer(point, BatchPrefillWithPagedKVCacheWrapper, causal=True)
+
+
 _SMALL: dict[str, Any] = {"heads": (4, 2), "dims": (32, 32)}
 _TINY = (
     point(3, 20, 70, **_SMALL, page=16, ragged=True),
@@ -212,6 +219,7 @@ _TINY = (
     point(2, 5, 40, (2, 1), (20, 9), page=64, cache="fp8", scales="token", softcap=4.0, ragged=True),
     point(2, 20, 70, (4, 1), (48, 32), page=16, singles=1, ragged=True, latent=True),
     point(2, 9, 40, (2, 1), (32, 20), page=32, cache="int8", scales="token", latent=True),
+    point(2, 9, 40, (2, 1), page=16, singles=1),  # FlashInfer takes it
 )
 _EDGE = (
     point(1, 1, 1, (1, 1), (1, 1), page=16),
@@ -261,6 +269,6 @@ CASES = (
         # scalar registers spill to lanes of vector registers, as in attention.
         spills=192,
         sets={"tiny": _TINY, "edge": _EDGE, "llm": _LLM, "latent": _LATENT},
-        peers=(Peer("gather + sdpa", _sdpa), Peer("dense", _dense)),
+        peers=(Peer("gather + sdpa", _sdpa), Peer("dense", _dense), Peer("flashinfer", _flashinfer)),
     ),
 )

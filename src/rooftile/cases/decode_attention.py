@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.cases.attention import on_gpu
 from rooftile.cases.case import Direction, OpCase, Peer, Point, Tolerance, Unsupported
 from rooftile.cases.draw import integers, normal
 from rooftile.ops.decode_attention import decode_attention
@@ -185,6 +186,10 @@ def _plain(point: Point, name: str) -> None:
         raise Unsupported(f"{name} is compared at full lengths")
     if point["tokens"] > 1:
         raise Unsupported(f"{name} aligns causal to the first key")
+    _plain_form(point, name)
+
+
+def _plain_form(point: Point, name: str) -> None:
     if point["alibi"] or point["sinks"] or point["masked"] or set(point.options) - _PLAIN_OPTIONS:
         raise Unsupported(f"{name} has only the plain form")
 
@@ -247,6 +252,63 @@ def _flex(point: Point) -> Callable[..., Any]:
     return run
 
 
+def page_runs(page_table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashInfer's form of a page table: where each sequence's pages start, all pages, and the keys in its last one."""
+    pages = (lengths + page - 1) // page
+    starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    used = torch.arange(page_table.shape[1], device=page_table.device) < pages[:, None]
+    return starts, page_table[used], lengths - (pages - 1).clamp(min=0) * page
+
+
+def flashinfer(point: Point, wrapper: Callable[[Tensor, str], Any], **planning: Any) -> Callable[..., Any]:
+    """A wrapper of FlashInfer, `wrapper(workspace, layout)`; `planning`: more for its `plan`, which copies to the host
+    and lays out the launch: once for each set of inputs, before the measurement, as an engine once for all layers."""
+    name = "FlashInfer"
+    on_gpu(name)
+    if not point["page"]:
+        raise Unsupported(f"{name} is compared with a cache in pages")
+    if point["cache"]:
+        raise Unsupported(f"{name} is compared with a cache in 16 bits")
+    if point["latent"]:
+        raise Unsupported(f"{name} has kernels of its own for a latent cache, which are not compared")
+    if point["head_dim"] != point["value_dim"] or point["head_dim"] not in (64, 128, 256):
+        raise Unsupported(f"{name} takes keys and values of one size: 64, 128 or 256")
+    heads, dim = point["heads"], point["head_dim"]
+    workspaces: list[Tensor] = []
+    # By the table's address, which no other table has as long as this one is kept.
+    planned: dict[int, tuple[Any, Tensor]] = {}
+
+    def run(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor,
+        cu_seqlens_q: Tensor | None = None, *, cache_layout="bthd", scale=None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        if q.dtype == torch.float32:
+            raise Unsupported(f"{name} takes float16 and bfloat16")
+        key = page_table.data_ptr()
+        if key not in planned:
+            if not workspaces:  # of the size that its documentation recommends
+                workspaces.append(torch.zeros(128 << 20, dtype=torch.uint8, device=q.device))
+            found = wrapper(workspaces[0], {"bthd": "NHD", "bhtd": "HND"}[cache_layout])
+            starts_q = () if cu_seqlens_q is None else (cu_seqlens_q,)
+            runs = page_runs(page_table, lengths, point["page"])
+            shape = heads, point["kv_heads"], dim, point["page"]
+            found.plan(*starts_q, *runs, *shape, q_data_type=q.dtype, sm_scale=scale, **planning)
+            planned[key] = found, page_table
+        return planned[key][0].run(q.view(-1, heads, dim), (k_cache, v_cache)).view(q.shape)
+
+    return run
+
+
+def _flashinfer(point: Point) -> Callable[..., Any]:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    _plain_form(point, "FlashInfer")
+    # Its documentation has tensor cores faster for large groups, and names no size. Without them it takes one token.
+    cores = point["heads"] >= 4 * point["kv_heads"] or point["tokens"] > 1
+    wrapper = functools.partial(BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=cores)
+    return flashinfer(point, wrapper, **({"q_len_per_req": point["tokens"]} if point["tokens"] > 1 else {}))
+
+
 _SMALL = {"heads": (4, 2), "dims": (16, 16)}
 _TINY = (
     _point(3, 40, **_SMALL, ragged=True),  # type: ignore[arg-type]
@@ -258,6 +320,7 @@ _TINY = (
     _point(3, 70, (4, 2), (32, 32), masked=True),
     _point(2, 40, (4, 2), (16, 16), tokens=3, ragged=True, window=20, softcap=4.0, sinks=True, masked=True),
     _point(2, 70, (4, 1), (48, 32), tokens=2, page=16, ragged=True, latent=True),
+    _point(3, 40, (4, 1), page=16, ragged=True),  # FlashInfer takes it
 )
 _EDGE = (
     _point(1, 1, (1, 1), (1, 1)),
@@ -344,6 +407,7 @@ CASES = (
             Peer("sdpa cudnn", _sdpa("CUDNN_ATTENTION", False)),
             Peer("sdpa efficient", _sdpa("EFFICIENT_ATTENTION", True)),
             Peer("flex", _flex),
+            Peer("flashinfer", _flashinfer),
         ),
     ),
 )

@@ -58,6 +58,7 @@ BASELINES = {
     "flash": "SDPA with FlashAttention",
     "sdpa flash": "SDPA with FlashAttention",
     "fa4": "FlashAttention-4",
+    "flashinfer": "FlashInfer",
     "liger": "Liger-Kernel",
     "quack": "Dao-AILab's quack",
     "dense": "Rooftile's own `attention_varlen` over contiguous keys and values",
