@@ -396,7 +396,7 @@ def test_the_layout_of_a_mixed_step(device):
 def test_mixed_steps_have_few_shapes():
     """Whatever prompts come, and however many sequences decode."""
     assert [rounded(n) for n in (1, 2, 3, 33, 64, 65, 449, 512, 513)] == [1, 2, 4, 64, 64, 128, 512, 512, 640]
-    assert [slots_of(n, 200) for n in (1, 2, 3, 33, 64, 65, 129)] == [32, 32, 32, 64, 64, 96, 160]
+    assert [slots_of(n, 200) for n in (1, 2, 17, 33, 64, 65, 129)] == [16, 16, 32, 64, 64, 96, 160]
     assert slots_of(193, 200) == 200
     shapes, rng = set(), random.Random(0)
     for _ in range(500):
@@ -409,8 +409,8 @@ def test_mixed_steps_have_few_shapes():
         shapes.add(MixedBatch(parts, 16, 64, 64).shape)
     assert {total for _, total, _, _ in shapes} <= {rounded(n) for n in range(1, 577)}
     assert {sequences for *_, sequences in shapes} == {4}
-    assert {rows for _, _, rows, _ in shapes} == {32, 64}
-    assert {newest for newest, *_ in shapes} == {0, 32, 64}
+    assert {rows for _, _, rows, _ in shapes} == {16, 32, 64}
+    assert {newest for newest, *_ in shapes} == {0, 16, 32, 64}
     assert all(newest in (0, rows) for newest, _, rows, _ in shapes)
 
 
@@ -418,6 +418,7 @@ class Planned:
     """A scheduler's steps without a model: sequences end by length, and tokens are all alike."""
 
     def __init__(self, slots, pages, step_tokens):
+        self._slots = slots
         self.cache = PrefixCache(pages, 16, 1, 8, max_sequences=slots, max_seq_len=64, device="cpu")
         runner = SimpleNamespace(cache=self.cache, max_batch=slots, share=self.cache.share, free=self.cache.free)
         self.scheduler = ContinuousScheduler(runner, step_tokens, False)
@@ -433,7 +434,9 @@ class Planned:
             parts.append((request.sequence, start, tokens, request.launched > 0))
         self.cache.reserve({r.sequence: n for r, n in work.items()})
         self.cache._advanced = True
-        laid_out = MixedBatch([Part(s.slot, start, t, s.pages, last) for s, start, t, last in parts], 16, 4, 12)
+        laid_out = MixedBatch(
+            [Part(s.slot, start, t, s.pages, last) for s, start, t, last in parts], 16, 4, self._slots
+        )
         for request in [r for r in work if r.launched == r.limit]:
             self.scheduler.remove(request)
             self.cache.free(request.sequence)
@@ -469,6 +472,40 @@ def test_every_slot_is_used_where_each_has_pages_for_the_longest_sequence():
     assert planned.scheduler.preemptions == 0
 
 
+def test_empty_rows_leave_room_for_prompts_in_small_steps():
+    planned = Planned(32, 40, 33)
+    decoding, prompt = Request(0, [1], 30, Sampling()), Request(1, [1] * 40, 2, Sampling())
+    planned.scheduler.add(decoding)
+    planned.step()
+    planned.scheduler.add(prompt)
+    assert [planned.step()[0][prompt] for _ in range(4)] == [17, 17, 6, 1]
+
+
+def shapes_of(runner, monkeypatch):
+    """Those of the mixed steps that are given to it from now on, which computes nothing."""
+    shapes = []
+    monkeypatch.setattr(runner, "_graphs", {})
+    monkeypatch.setattr(runner, "_prefilled", lambda step: shapes.append(step.shape) or torch.zeros(step.rows, 384))
+    return shapes
+
+
+def test_a_warm_up_covers_mixed_steps_that_are_not_full(monkeypatch):
+    """Up to so many tokens, beside up to so many slots; full ones beside any number."""
+    monkeypatch.setattr(runners, "_PARTLY_FULL_TOKENS", 128)
+    monkeypatch.setattr(runners, "_PARTLY_FULL_SLOTS", 32)
+    runner = made(max_batch=72, max_seq_len=80, pages=100).runner  # full steps take several parts
+    shapes = shapes_of(runner, monkeypatch)
+    monkeypatch.setattr(runner, "_sample_first", lambda *args: None)
+    monkeypatch.setattr(runner, "_graph", lambda *args: None)
+    runner.warm_up(192)
+    alone = {(0, total, 16, 4) for total in (1, 2, 4, 8, 16, 32, 64, 128)}
+    beside = {(16, 32, 16, 4), (16, 64, 16, 4), (16, 128, 16, 4), (32, 64, 32, 4), (32, 128, 32, 4)}
+    full = {(b, 192, b, room) for b in (16, 32, 64, 72) for room in (4, 16)}
+    captured = collections.Counter(shapes)
+    assert {shape for shape, n in captured.items() if n > 1} == alone | beside | full
+    assert {shape for shape, n in captured.items() if n == 1} == {(0, 192, 16, 4)}, "compiled"
+
+
 @pytest.mark.parametrize(
     ("options", "verifies", "grouped"),
     [
@@ -478,24 +515,18 @@ def test_every_slot_is_used_where_each_has_pages_for_the_longest_sequence():
         ({"cascade": True}, [False], [4, 8]),
     ],
 )
-def test_a_warm_up_covers_decoding_and_mixed_steps(options, verifies, grouped, monkeypatch):
-    """Full ones of each number of slots with rows, and others up to the limits."""
-    monkeypatch.setattr(runners, "_PARTLY_FULL", (16, 8))
+def test_a_warm_up_covers_decoding_and_full_steps(options, verifies, grouped, monkeypatch):
     monkeypatch.setattr(cascade, "MIN_SEQUENCES", 3)
     monkeypatch.setattr(cascade, "MIN_TOKENS", 48)
     engine = made(max_batch=8, pages=12, **options)
-    runner, shapes, graphs, ways = engine.runner, [], [], set()
-    monkeypatch.setattr(runner, "_graphs", {})
-    monkeypatch.setattr(runner, "_prefilled", lambda step: shapes.append(step.shape) or torch.zeros(step.rows, 384))
+    runner, graphs, ways = engine.runner, [], set()
+    shapes = shapes_of(runner, monkeypatch)
     monkeypatch.setattr(runner, "_sample_first", lambda b, logits, greedy: ways.add(greedy))
     monkeypatch.setattr(runner, "_graph", lambda *args: graphs.append(args))
     runner.warm_up(32)
     assert ways == ({False} if "deterministic" in options else {True, False})
     for room in (4, 16):  # of parts
         assert shapes.count((8, 32, 8, room)) == 2, "eagerly, and captured"
-    assert shapes.count((8, 16, 8, 4)) == 2
-    assert [shapes.count((0, total, 8, 4)) for total in (1, 2, 4, 8, 16)] == [3] * 5, "eagerly at first, for all sizes"
-    assert shapes.count((0, 32, 8, 4)) == 1, "over the limit: compiled"
     assert {total for _, total, *_ in shapes} == {1, 2, 4, 8, 16, 32}
     kinds = [(b, v, False) for b in (1, 2, 4, 8) for v in verifies] + [(b, False, True) for b in grouped]
     assert sorted(graphs) == sorted((b, greedy, *kind) for b, *kind in kinds for greedy in ways)

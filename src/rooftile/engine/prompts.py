@@ -197,8 +197,12 @@ def rounded(n: int) -> int:
 
 
 def slots_of(n: int, most: int) -> int:
-    """Slots that have rows in a mixed step, of at most that many, for n that are needed: few numbers, too."""
-    return min(most, -(-n // 32) * 32)
+    """Slots that have rows in a mixed step, of at most that many, for n that are needed.
+
+    Few numbers, too, so that `warm_up` can capture steps of all of them: 16, 32, 64, 96 ... The least is no larger,
+    because empty rows take room from prompts.
+    """
+    return min(most, max(16, 1 << (n - 1).bit_length()) if n <= 64 else -(-n // 32) * 32)
 
 
 class MixedBatch(_Laid):

@@ -32,11 +32,14 @@ from rooftile.ops.sample import accept_drafts_, mark_seen_, sample_
 from rooftile.primitives.pdl import constant_weights
 
 # Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
-# at most 1024 tokens have 18 numbers of tokens, for each of a few numbers of slots.
+# at most 1024 tokens have 18 numbers of tokens, for each number of slots. `warm_up` makes 45 for 32
+# slots, 88 for 256 and 104 for 512.
 KEPT = 192
-# `warm_up` captures mixed steps that are not full up to so many tokens, beside up to so many sequences. Longer ones
-# take the device as long as launching them takes the host, and the steps of more sequences are mostly full.
-_PARTLY_FULL = 1024, 128
+# `warm_up` captures mixed steps that are not full up to so many tokens: launching longer ones takes the host less than
+# twice as long as they take the device (`prompts.GRAPH_TOKENS`), and there would be twice as many to capture.
+_PARTLY_FULL_TOKENS = 1024
+# It captures them beside up to so many slots. Where more sequences run, steps with prompts are mostly full.
+_PARTLY_FULL_SLOTS = 128
 _BY_COUNTS = ("presence_penalty", "frequency_penalty")
 
 
@@ -218,8 +221,9 @@ class Runner:
     def warm_up(self, step_tokens: int) -> None:
         """Compile the kernels of steps of at most that many tokens, and capture the graphs of the most frequent ones.
 
-        Those are steps of decoding, and steps with a few parts of prompts, be they full or not. A graph takes some 50
-        ms, a kernel seconds. The cache forgets the pages of earlier prompts. Without CUDA graphs nothing is done.
+        Those are steps of decoding; steps of up to 1024 tokens with up to 3 parts of prompts beside up to 128 slots;
+        and full steps with up to 15 parts beside any number of slots. A graph takes some 50 ms, a kernel seconds. The
+        cache forgets the pages of earlier prompts. Without CUDA graphs nothing is done.
 
         Raises:
             RuntimeError: there are sequences. Their newest tokens would be lost.
@@ -233,12 +237,17 @@ class Runner:
             self.cache.forget()
             totals = sorted({rounded(n) for n in range(1, step_tokens + 1)})
             slots = sorted({slots_of(n, most) for n in range(1, most + 1)})
+
+            def few(b: int, total: int) -> int:
+                """Parts of prompts, up to 3, that together have the tokens beside b rows."""
+                return max(1, min(3, -(-(total - b) // self.cache.capacity)))
+
             for n in totals:
-                self._example(0, n, 1)
-            tokens, beside = _PARTLY_FULL
-            partly = [(b, n, 1) for b in (0, *slots) for n in totals if b <= beside and b < n <= tokens]
-            full = [(b, step_tokens, parts) for b in slots for parts in (1, 4)]
-            for shape in dict.fromkeys([*partly, *full]):
+                self._example(0, n, few(0, n))
+            some = [b for b in (0, *slots) if b <= _PARTLY_FULL_SLOTS]
+            shapes = [(b, n, few(b, n)) for b in some for n in totals if b < n <= _PARTLY_FULL_TOKENS]
+            shapes += [(b, step_tokens, parts) for b in slots for parts in (few(b, step_tokens), 4)]
+            for shape in dict.fromkeys(shapes):
                 self._example(*shape)  # eagerly, unless it has been seen,
                 self._example(*shape)  # and for the capture
             for b in sorted({self.bucket(n) for n in range(1, most + 1)}):
