@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -139,9 +140,12 @@ def test_command_takes_the_engines_options(monkeypatch):
 
 def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "mute").mkdir()
+    shutil.copy(byte_model() / "config.json", tmp_path / "mute")
     for path, text, said, *options in (
         (tmp_path / "nothing", "x", "does not exist"),
         (tmp_path / "empty", "x", "config.json"),
+        (tmp_path / "mute", "x", "has no tokenizer.json, and the prompts are text"),
         (__file__, "x", "is a file"),
         (
             "demo",
@@ -176,7 +180,10 @@ def test_command_generates_as_many_tokens_as_there_is_room_for_unless_told_how_m
     ask = ["generate", "demo", "--dtype", "fp32", "--ignore-eos", "--prompt", "def r", "--prompt", "x"]
     done = CliRunner().invoke(cli.app, [*ask, "--max-seq-len", "8"])
     assert done.exit_code == 0, done.output
-    assert "At most 3 new tokens instead of 128: a prompt has 5 tokens, and --max-seq-len is 8." in done.stderr
+    assert (
+        "At most 3 new tokens instead of 128: a prompt has 5 tokens, and a sequence has 8 at most (--max-seq-len)."
+        in done.stderr
+    )
     assert "6 tokens of 2 prompts" in done.stderr
     for length, given, said in (
         (

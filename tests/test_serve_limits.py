@@ -77,6 +77,12 @@ def server():
 
 
 class TestBodies:
+    def test_a_body_that_is_not_sent_as_json(self, server):
+        """As curl sends it without a header."""
+        url, kind = f"{server.url}/v1/completions", "application/x-www-form-urlencoded"
+        found = httpx.post(url, content=b'{"model": "small", "prompt": "a"}', headers={"content-type": kind})
+        assert (found.status_code, "content-type is not application/json" in found.text) == (400, True)
+
     @pytest.mark.parametrize(
         ("body", "part"),
         [

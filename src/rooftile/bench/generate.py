@@ -193,7 +193,7 @@ def _room(engine: Engine, prompt_tokens: Sequence[int], notices: Console) -> int
     if 0 < room < NEW_TOKENS:
         notices.print(
             f"At most {_counted(room, 'new token')} instead of {NEW_TOKENS}: a prompt has "
-            f"{_counted(longest, 'token')}, and --max-seq-len is {most}.",
+            f"{_counted(longest, 'token')}, and a sequence has {most} at most (--max-seq-len).",
             style="yellow", highlight=False, soft_wrap=True,
         )  # fmt: skip
     return max(1, min(room, NEW_TOKENS))  # where there is no room, the engine says so
@@ -228,13 +228,16 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
     from rooftile.engine.leading import leading
 
     folder = folder_of(settings.path)
+    positions = ModelConfig.from_hf(folder).max_positions
+    if not (folder / "tokenizer.json").is_file():  # before the weights are read
+        raise ValueError(f"generate: {folder} has no tokenizer.json, and the prompts are text")
     # A token is of a byte or more, but for those that a tokenizer puts around a text.
     longest = max(len(p.encode()) for p in settings.prompts) + 8 + (settings.max_new_tokens or NEW_TOKENS)
     options: dict[str, Any] = {
         "dtype": settings.dtype,
         "quantize": settings.quantize,
         "max_batch": len(settings.prompts),
-        "max_seq_len": settings.max_seq_len or min(longest, ModelConfig.from_hf(folder).max_positions),
+        "max_seq_len": settings.max_seq_len or min(longest, positions),
         "kv_dtype": settings.kv_dtype,
         "speculate": settings.speculate,
         "deterministic": settings.deterministic,
@@ -247,8 +250,7 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
 
 
 def _run(engine: Engine, settings: Settings, console: Console, notices: Console) -> int:
-    if engine.tokenizer is None:
-        raise ValueError("generate: the checkpoint has no tokenizer, and the prompts are text")
+    assert engine.tokenizer is not None, "the folder has one"
     prompt_tokens = [len(engine.tokenizer.encode(p).ids) for p in settings.prompts]
     new_tokens = settings.max_new_tokens or _room(engine, prompt_tokens, notices)
     if runtime.MODE is runtime.Mode.GPU:

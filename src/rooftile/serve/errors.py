@@ -57,7 +57,9 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     param = ".".join(str(x) for x in at if isinstance(x, int) or (x.isidentifier() and x not in ("str", "int")))
     said = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "model_attributes_type" and not at:
-        return ApiError(400, "the body is no JSON object, or its content-type is not application/json")
+        if isinstance(error.get("input"), bytes):
+            return ApiError(400, "the content-type is not application/json, which the body is expected to be")
+        return ApiError(400, "the body is no JSON object")
     if error["type"] == "value_error" and not at:
         return ApiError(400, said, param=said.split()[0])
     return ApiError(400, f"{param}: {said}" if param else said, param=param or None)
