@@ -244,6 +244,20 @@ def test_odd_sizes_are_refused(name, value):
         dataclasses.replace(CONFIG, **{name: value})
 
 
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_scores_are_of_the_whole_head(head_dim):
+    """In steps of 16, as the tensor cores take them, of what a tile has in memory; without its other half if they can
+    do without.
+    """
+    p = dataclasses.replace(problem(POINTS[1]), head_dim=head_dim, value_dim=head_dim)
+    t = hopper_forward.tiling(choose_forward(p, TARGET), p.scoring.flags, head_dim, TARGET.shared_memory, False)
+    body, tail = t.multiplied
+    assert head_dim <= body + tail <= t.dim
+    assert body % 16 == tail % 16 == 0
+    if head_dim > 64:
+        assert (body + tail < t.dim) == (head_dim - t.dim // 2 <= t.dim // 4)
+
+
 # The order of tiles
 
 

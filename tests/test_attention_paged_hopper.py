@@ -25,6 +25,7 @@ TARGET = runtime.TARGETS["sm_90"]
 PAGE_OF = hopper_forward._page_of.fn
 CONFIGS = {
     64: AttentionConfig("hopper", 128, 128, 8, 6),
+    96: AttentionConfig("hopper", 128, 128, 8, 4),
     128: AttentionConfig("hopper", 128, 128, 8, 4),
     256: AttentionConfig("hopper", 128, 64, 8, 2),
 }

@@ -56,12 +56,13 @@ BY_SIZE = (
     "attention_paged", "decode_attention", "linear_cross_entropy", "linear_jsd", "rms_norm", "softmax",
 )  # fmt: skip
 LATENT = "B8 T4096 H128/1 D576/512 page 64 latent v_cache=None head_dim_v=512"
+TWO_BLOCKS = "B2 H16 T4096 D96 causal=True"  # of q and k
 
 PLANS = {
     # Every op for every target, and the engine's own kernels. For the one measured also every kernel that those leave
     # out: of decode steps, of GEMMs with few rows or with bias and activation, of attention without Hopper's
-    # instructions, of latent attention. For the one with the least shared memory also GEMMs at the models' sizes, and
-    # tiles of float32, which are twice as large.
+    # instructions, of heads in two blocks, of latent attention. For the one with the least shared memory also GEMMs at
+    # the models' sizes, and tiles of float32, which are twice as large.
     "every": (
         Line(tuple(TARGETS)),
         Line(tuple(TARGETS), engine=True),
@@ -69,6 +70,7 @@ PLANS = {
         Line(MEASURED, ("tiny",), ("linear", "int4_linear", "fp8_linear", "adamw_", "accept_drafts_")),
         Line(MEASURED, ("tiny",), ("attention",), points=("B1 H2 T70 D80/48 causal=True window=17",)),
         Line(MEASURED, ("tiny",), ("linear_cross_entropy",), points=("4x64->128 bias",)),
+        Line(MEASURED, ("prefill",), ("attention",), points=(TWO_BLOCKS,), first=False),
         Line(MEASURED, ops=("decode_attention",), points=(LATENT,), first=False),
         Line(SMALL, ops=("linear", "gated_linear"), first=False),
         Line(SMALL, ops=("linear", "attention", "decode_attention", "linear_cross_entropy"), dtype="fp32"),
@@ -79,7 +81,6 @@ PLANS = {
         Line(MEASURED, ("tiny",)),
         Line(MEASURED, ops=("linear", "gated_linear", "attention", "decode_attention"), first=False),
         Line(MEASURED, ("sweep", "softmax"), ("rms_norm", "softmax"), first=False),
-        Line(MEASURED, ("prefill",), ("attention",), points=("B2 H16 T4096 D96 causal=True",), first=False),
         Line(SMALL, ops=BY_SIZE, first=False),
         Line(SMALL, dtype="fp32"),
     ),
@@ -94,6 +95,7 @@ PLANS = {
                 "embedding", "sample", "cross_entropy", "kl_div", "adamw_",
             ),
         ),
+        Line(MEASURED, ("prefill",), ("attention",), points=(TWO_BLOCKS,), first=False),
         Line(("gfx942",), ops=("silu_mul",)),
         Line(MEASURED, engine=True),
     ),

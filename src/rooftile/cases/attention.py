@@ -328,7 +328,7 @@ _PROMPT = (
     *(point(1, 32, t, 128, kv_heads=8, causal=True) for t in (128, 256, 512, 1024)),
 )
 # Heads that are no power of two. The least operations are those of the unpadded head.
-_PADDED = tuple(point(2, 16, 4096, dim, causal=True) for dim in (80, 96))
+_ODD_HEADS = tuple(point(2, 16, 4096, dim, causal=True) for dim in (80, 96))
 _MEMORY = tuple(point(1, 4, 1 << i, 128, causal=True) for i in range(10, 18))
 _MODES = (
     point(2, 4, 33, 32, kv_heads=2, more_keys=40, causal=True, layout="bthd"),
@@ -380,7 +380,7 @@ CASES = (
             ),
             "edge": _EDGE,
             "llm": _prompts(2048, 8192),
-            "prefill": (*_prompts(1024, 4096, 16384), *_PADDED),
+            "prefill": (*_prompts(1024, 4096, 16384), *_ODD_HEADS),
             "prompt": _PROMPT,
             "sweep": _NAIVE_SWEEP,
             "memory": _MEMORY,

@@ -261,8 +261,15 @@ def page_runs(page_table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, T
 
 
 def flashinfer(point: Point, wrapper: Callable[[Tensor, str], Any], **planning: Any) -> Callable[..., Any]:
-    """A wrapper of FlashInfer, `wrapper(workspace, layout)`; `planning`: more for its `plan`, which copies to the host
-    and lays out the launch: once for each set of inputs, before the measurement, as an engine once for all layers."""
+    """A call of one of FlashInfer's wrappers.
+
+    Its `plan` lays out the launch and copies to the host. It is called at the first call with a set of inputs, which is
+    before the measurement, as an engine calls it once for all layers.
+
+    Args:
+        wrapper: makes the wrapper of a workspace and a layout.
+        planning: more arguments of `plan`.
+    """
     name = "FlashInfer"
     on_gpu(name)
     if not point["page"]:

@@ -244,7 +244,7 @@ def _skip(ring, slot, parity, count, T: gl.constexpr):
 
 @gluon.jit
 def _start_scores(q, ring, slot, T: gl.constexpr):
-    """Leaves out columns past the head, which are zeros."""
+    """Leaves out the columns, all zeros, that `T.multiplied` does not have."""
     keys = ring[0].index(slot).permute((1, 0))
     s = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
     BODY: gl.constexpr = T.multiplied[0]
