@@ -198,7 +198,7 @@ def notice_other(module: nn.Module) -> str | None:
 class Replacement:
     """A method that replaces another on a module. It replaces `count` of `kind`, and one of `also`.
 
-    With `valid_rows` it is the forward of a model whose loss leaves out tokens if the call has that option.
+    With `valid_rows`, it is a model's forward that takes a `valid_rows` option, and leaves out tokens by it.
     """
 
     module: nn.Module
