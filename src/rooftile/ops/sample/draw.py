@@ -326,7 +326,7 @@ def _row(
     raw_top = value_of(largest(at, 1, splits, SPLITS).to(tl.int32))
     top = value_of(key_in(best))
     draws = (temperature > 0.0) & (top > float("-inf"))  # false for NaN, whose first column is the token
-    # `fdiv`, because the interpreter of Triton 3.7 and 3.8 divides no constant by a tensor. Never 0: 0 times -inf is NaN.
+    # `fdiv`: the interpreter of Triton 3.7 and 3.8 divides no constant by a tensor. Never 0: 0 times -inf is NaN.
     rate = tl.maximum(tl.fdiv(LOG2E, tl.where(draws, temperature, 1.0)), 1e-30)
 
     # The sums of all probabilities: of the raw logits, for the log-probability, and of the distribution to draw from.
