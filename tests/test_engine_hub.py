@@ -34,7 +34,8 @@ def test_a_model_in_the_cache(cache, device):
 
 def test_a_model_that_cannot_be_had(cache):
     with pytest.raises(
-        FileNotFoundError, match=r"org/none: no such folder, and the Hugging Face Hub does not .*HF_HUB_OFF"
+        FileNotFoundError,
+        match=r"org/none: no such folder, its cache lacks .* the Hugging Face Hub can't be asked: .*HF_HUB_OFF",
     ):
         rooftile.Engine.from_pretrained("org/none")
     with pytest.raises(ValueError, match=r"revision is 'main', expected None: .* is no id of a model"):
@@ -67,3 +68,12 @@ def test_folders_are_no_ids(tmp_path, monkeypatch):
     assert not hub.is_id("org/name")
     assert hub.is_id("org/other")
     assert not any(map(hub.is_id, ("./other", "/a/b", "other", "~/b", "../b", tmp_path)))
+
+
+def test_a_model_that_the_hub_does_not_have(monkeypatch):
+    def refuse(*args, **options):
+        raise ValueError("404: no such repository")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match=r"and the Hugging Face Hub does not give a model of that id: 404"):
+        hub.folder_of("org/none")

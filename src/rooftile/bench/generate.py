@@ -100,8 +100,8 @@ def folder_of(path: str) -> Path:
     if not found.is_dir():
         what = "is a file" if found.exists() else "does not exist"
         raise FileNotFoundError(
-            f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub, or {DEMO!r}, "
-            "the model shipped here"
+            f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
+            f"or {DEMO!r}, the model shipped here"
         )
     return found
 

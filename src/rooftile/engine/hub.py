@@ -51,7 +51,7 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
             snapshot_download(str(path), revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_NOT))
         )
     except (OSError, ValueError) as e:  # of huggingface_hub's errors these are the bases
-        what = " ".join(str(e).split())
-        raise FileNotFoundError(
-            f"{path}: no such folder, and the Hugging Face Hub does not give a model of that id: {what}"
-        ) from e
+        why = "and the Hugging Face Hub does not give a model of that id"
+        if isinstance(e, FileNotFoundError):  # `LocalEntryNotFoundError`
+            why = "its cache lacks a model of that id, and the Hugging Face Hub can't be asked"
+        raise FileNotFoundError(f"{path}: no such folder, {why}: {' '.join(str(e).split())}") from e
