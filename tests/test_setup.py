@@ -138,3 +138,12 @@ def test_a_local_version_counts_as_its_release(setup_env, monkeypatch):
     ours = {"torch": "2.11.0+cpu"}
     monkeypatch.setattr(setup_env.importlib.metadata, "version", lambda name: ours.get(name) or real(name))
     assert setup_env.lacks("demo") == []
+
+
+def test_packages_of_an_environment_that_is_there_are_replaced_with_a_notice(setup_env, capsys, monkeypatch):
+    monkeypatch.setattr(setup_env, "install", lambda: None)
+    setup_env.VENV.mkdir()
+    setup_env.environment()
+    assert ".venv/ exists without a finished set-up: its packages are replaced" in capsys.readouterr().out
+    setup_env.environment()
+    assert "replaced" not in capsys.readouterr().out

@@ -171,6 +171,8 @@ def environment() -> str:
     if have == want:
         say(f"{VENV.name}/ is up to date")
         return venv_python()
+    if have is None and VENV.exists():
+        say(f"{VENV.name}/ exists without a finished set-up: its packages are replaced by the tested versions")
     if have is None or {**have, "files": ""} != {**want, "files": ""}:
         make_venv(clear=have is not None)
     STAMP.unlink(missing_ok=True)
