@@ -152,8 +152,8 @@ CASES = (
             "decode": tuple(point(r, 128256) for r in (1, 8, 64)),
             "softmax": tuple(point(256, c) for c in (16384, 16385, 32768, 65536, 65537, 131072)),
         },
-        # Split kernels have few registers, so that several programs fit an SM.
-        spills=96,
+        # Split kernels have few registers, so that several programs fit an SM: 96 bytes, with Triton 3.8 120.
+        spills=120,
         # Numbers of a row of 65537 are loaded one at a time, each into a register of its own: 540 bytes on
         # sm_80, 584 on sm_90.
         odd_spills=584,
