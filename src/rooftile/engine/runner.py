@@ -32,11 +32,11 @@ from rooftile.ops.sample import accept_drafts_, mark_seen_, sample_
 from rooftile.primitives.pdl import constant_weights
 
 # Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
-# at most 1024 tokens have 18 numbers of tokens, for each number of slots. `warm_up` makes 45 for 32
-# slots, 88 for 256 and 104 for 512.
+# at most 1024 tokens have 18 numbers of tokens, for each number of slots. `warm_up` makes 45 for 32 slots, 88 for 256
+# and 104 for 512.
 KEPT = 192
-# `warm_up` captures mixed steps that are not full up to so many tokens: launching longer ones takes the host less than
-# twice as long as they take the device (`prompts.GRAPH_TOKENS`), and there would be twice as many to capture.
+# `warm_up` captures mixed steps that are not full up to so many tokens. Longer ones gain less from a graph: from about
+# 1500 tokens on, launching their kernels one by one takes no longer than computing them (`prompts.GRAPH_TOKENS`).
 _PARTLY_FULL_TOKENS = 1024
 # It captures them beside up to so many slots. Where more sequences run, steps with prompts are mostly full.
 _PARTLY_FULL_SLOTS = 128
