@@ -22,6 +22,7 @@ from rooftile.engine import runner as runners
 from rooftile.engine.async_engine import _FREEZER
 from rooftile.engine.generation import Readback
 from rooftile.engine.loop import Loop
+from rooftile.engine.pace import Pace
 from rooftile.engine.prefix import PrefixCache, page_names
 from rooftile.engine.prompts import MixedBatch, Part, rounded, slots_of
 from rooftile.engine.sampling import Sampling
@@ -1188,3 +1189,48 @@ def test_it_closes_at_once_or_when_all_have_ended(engine, expected):
     thread.join(30)
     assert not thread.is_alive()
     assert free_of(engine) == (9, 0)
+
+
+def test_requests_that_come_before_a_step_is_due_are_in_it(engine, expected, monkeypatch):
+    read = Pace.read
+
+    def late(self, step, following):
+        read(self, step, following)
+        self.due = time.perf_counter() + 0.5
+
+    monkeypatch.setattr(Pace, "read", late)
+    with rooftile.AsyncEngine(engine) as served:
+        first = add(served, 0, max_new_tokens=30)
+        next(first)
+        steps = served.stats().steps
+        second, third = add(served, 1), add(served, 2)
+        assert third.abort()
+        assert third.result().tokens == []
+        assert served.stats().steps == steps, "an abort waits for no step"
+        next(second)
+        # Its prompt is in the next step, whose tokens are read once the step behind it is launched.
+        assert served.stats().steps == steps + 2
+        first.abort()
+        assert second.result().tokens == expected[1]
+    assert free_of(engine) == (9, 0)
+
+
+def test_a_long_prompt_is_not_launched_ahead_of_the_device(engine, monkeypatch):
+    launched, unread, wait = [], [], Readback._wait
+    extend, reads = engine.runner.extend, []
+
+    def counted(*args):
+        launched.append(True)
+        unread.append(len(launched) - len(reads))
+        extend(*args)
+
+    def waited(self):
+        reads.append(True)
+        wait(self)
+
+    monkeypatch.setattr(engine.runner, "extend", counted)
+    monkeypatch.setattr(Readback, "_wait", waited)
+    with rooftile.AsyncEngine(engine, step_tokens=8) as served:
+        served.add(list(range(1, 41)), max_new_tokens=1).result()
+    assert len(launched) == 5
+    assert max(unread) == 2

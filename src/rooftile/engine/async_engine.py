@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -229,12 +231,11 @@ class _Worker:
             self.engine._generating = False
 
     def _take(self) -> None:
-        """Do what the inbox asks for; wait for it if there is nothing else to do."""
-        wait = not (self.loop.busy or self._closing)
+        """Do what the inbox asks for, until the next step is due; without an end if there is nothing else to do."""
         with contextlib.suppress(queue.Empty):
             while True:
-                asked = self._inbox.get(block=wait)
-                wait = False
+                left = 0.0 if self._closing else self.loop.due - time.perf_counter()
+                asked = self._inbox.get(left > 0, left if 0 < left < math.inf else None)
                 if isinstance(asked, Request):
                     self.loop.add(asked)
                     with self._lock:

@@ -305,6 +305,9 @@ class Readback:
 
     Attributes:
         waited: seconds that reading waited for the device so far.
+        shape: of the step, `Runner.shape`.
+        ended: when the device ended the step, on the clock of `time.perf_counter`, if reading waited for it.
+        follows: the step before, if the device was still busy with it when this one was launched; until it is read.
     """
 
     def __init__(
@@ -327,17 +330,31 @@ class Readback:
         self._logprobs = self._copy(of.logprobs) if logprobs else None
         self._top = [(first, self._copy(tokens), self._copy(of)) for first, tokens, of in runner.options.top]
         self._failed = runner.options.failed
-        self.waited = 0.0
+        self.waited, self.shape = 0.0, runner.shape
+        self.ended: float | None = None
+        self.follows: Readback | None = None
         self._done = None
         if runner.tokens.is_cuda:
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event(enable_timing=True)
             self._done.record(torch.cuda.current_stream(runner.tokens.device))
 
+    @property
+    def done(self) -> bool:
+        """Whether the device has ended the step."""
+        return self._done is None or self._done.query()
+
+    def seconds_since(self, earlier: Readback) -> float:
+        """Between the ends of two steps on the device. Both have ended."""
+        assert self._done is not None, "only on a device a step follows another"
+        assert earlier._done is not None, "as above"
+        return earlier._done.elapsed_time(self._done) / 1e3
+
     def _wait(self) -> None:
-        if self._done is not None:
+        if self._done is not None and not self._done.query():
             since = time.perf_counter()
             self._done.synchronize()
-            self.waited += time.perf_counter() - since
+            self.ended = time.perf_counter()
+            self.waited += self.ended - since
 
     @staticmethod
     def _copy(x: torch.Tensor) -> torch.Tensor:

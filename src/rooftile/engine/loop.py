@@ -8,11 +8,13 @@ them, and is read before the next step is launched, because it decides how long 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
 
 from rooftile.engine.generation import Readback, StreamChunk
+from rooftile.engine.pace import Pace
 from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.runner import Runner, Sampling
 from rooftile.engine.scheduling import Request, Scheduler
@@ -38,7 +40,7 @@ class Loop:
 
     def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None = None) -> None:
         self.runner, self.scheduler, self._speculation = runner, scheduler, speculation
-        self._launched = deque[Readback]()
+        self._launched, self._pace = deque[Readback](), Pace()
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
         self.host_seconds = 0.0
@@ -48,6 +50,16 @@ class Loop:
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def due(self) -> float:
+        """When the next step should be launched, on the clock of `time.perf_counter`; 0 for at once, inf for no step.
+
+        Requests that are added until then are in it.
+        """
+        if not self.busy:
+            return math.inf
+        return 0.0 if self.scheduler.full else self._pace.due
 
     def step(self) -> list[Event]:
         """Launch the next step, and read the previous one: the new chunk of each request, or its error.
@@ -61,8 +73,11 @@ class Loop:
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
         if speculates or verifies or any(request.sampling.mask is not None for request in running):
             self._read(0, events)  # proposals and masks depend on the token before
-        requests = self._launch(speculates)
-        self._read(bool(requests), events)
+        previous = self._launched[-1] if self._launched else None
+        launched = self._launch(speculates)
+        if launched:
+            self._pace.launched(self._launched[-1], previous, since)
+        self._read(launched, events)
         self.host_seconds += time.perf_counter() - since
         return events
 
@@ -94,13 +109,14 @@ class Loop:
                 if request.finish_reason is not None:
                     self.remove(request)
             self.host_seconds -= read.waited
+            self._pace.read(read, self._launched[0] if self._launched else None)
 
-    def _launch(self, speculates: bool) -> list[Request]:
-        """The requests that get tokens in the step that was launched. With `speculates`, all earlier ones are known."""
+    def _launch(self, speculates: bool) -> bool:
+        """Launch a step, if there is any work for it. With `speculates`, all earlier tokens are known."""
         runner, scheduler = self.runner, self.scheduler
         work = scheduler.plan()
         if not work:
-            return []
+            return False
         self.steps += 1
         prompts = [r for r in work if not r.decoding]
         self.prompt_tokens += sum([work[r] for r in prompts])
@@ -121,16 +137,16 @@ class Loop:
             scheduler.launched(request)
         unfinished = {r for r in prompts if not r.decoding}  # a part of whose prompt is left
         requests = [r for r in work if r not in unfinished]
-        if requests:
-            logprobs = False
-            for request in requests:
-                request.launched += 1
-                logprobs |= request.watch is not None and request.watch.logprobs
-            proposed = None if proposals is None else {r: len(tokens) for r, tokens in proposals.items()}
-            self._launched.append(Readback(runner, requests, logprobs, proposed))
-            if self._speculation is not None and proposals is None:
-                self._speculation.plain(requests)
-        return requests
+        logprobs = False
+        for request in requests:
+            request.launched += 1
+            logprobs |= request.watch is not None and request.watch.logprobs
+        proposed = None if proposals is None else {r: len(tokens) for r, tokens in proposals.items()}
+        # A step without a new token is read, too: else all steps of a long prompt would be launched at once.
+        self._launched.append(Readback(runner, requests, logprobs, proposed))
+        if self._speculation is not None and proposals is None:
+            self._speculation.plain(requests)
+        return True
 
     def _proposals(self, requests: list[Request]) -> dict[Request, list[int]] | None:
         """Proposals for requests that decode; None if the step is a plain one."""
@@ -173,5 +189,6 @@ class Loop:
     def clear(self) -> None:
         """Take all requests out."""
         self._launched.clear()
+        self._pace = Pace()
         for request in [*self.scheduler.waiting, *self.scheduler.running]:
             self.remove(request)

@@ -155,7 +155,10 @@ class Runner:
         verifier: the memory of such steps, if there are any.
         tokens, logprobs: `(max_batch,)`, int32 and float32, on the device: the newest token of each slot.
         options: of slots whose sampling needs more than a few numbers.
+        shape: of the newest step: steps of the same shape have the same launches. None if others may.
     """
+
+    shape: tuple[object, ...] | None = None
 
     def __init__(
         self,
@@ -361,6 +364,7 @@ class Runner:
         with self._entered(f"{'verify' if verifies else 'decode'} {len(live)}"):
             self.options.begin()
             grouped = self._cascade is not None and not verifies and self._cascade.groups(live)
+            self.shape = b, inside, verifies, grouped
             recorded = None if self._graphs is None else self._graph(b, inside, verifies, grouped)
             n = 1
             if proposals is not None and self.verifier is not None:
@@ -432,6 +436,7 @@ class Runner:
 
     def _prefilled(self, laid_out: PromptBatch | MixedBatch) -> Tensor:
         """The logits, by a graph where there is one."""
+        self.shape = laid_out.shape
         if self._of_prompts is not None:
             return self._of_prompts(laid_out, self.tokens)
         numbers = laid_out.numbers.to(self._device, non_blocking=True)

@@ -109,6 +109,11 @@ class Scheduler:
         self._pages = pages
         self._added = 0
 
+    @property
+    def full(self) -> bool:
+        """Whether a request that is added now finds no slot in the next step."""
+        return len(self.running) + len(self.waiting) >= self._slots
+
     def pages_of(self, request: Request) -> int:
         return -(-request.longest // self._page_size)
 

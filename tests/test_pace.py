@@ -1,0 +1,120 @@
+"""Pace: the next step is launched as late as the previous one allows."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rooftile.engine import pace
+from rooftile.engine.pace import Pace
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+class Device:
+    """Steps that take as long as they say, one after another, and a host that needs `launch` seconds for each."""
+
+    def __init__(self, clock, launch=0.001):
+        self.clock, self.launch, self.free = clock, launch, clock.now
+        self.pace, self.unread, self.idle, self.dues = Pace(), None, 0.0, []
+
+    @property
+    def ahead(self):
+        """How long before the end of the step that runs the next one is to be launched."""
+        return self.unread.ends - self.pace.due
+
+    def step(self, shape, seconds, delay=0.0, read_late=0.0):
+        """Launch a step when it is due, `delay` seconds too late, and read the previous one."""
+        clock, previous = self.clock, self.unread
+        self.dues.append(self.pace.due)
+        clock.now = max(clock.now, self.pace.due) + delay
+        since = clock.now
+        clock.now += self.launch
+        began = max(clock.now, self.free)
+        self.idle, self.free = began - self.free, began + seconds
+        ends = self.free
+        step = SimpleNamespace(shape=shape, ended=None, follows=None, ends=ends)
+        step.seconds_since = lambda earlier: ends - earlier.ends
+        if previous is not None:
+            previous.done = previous.ends <= clock.now
+        self.pace.launched(step, previous, since)
+        self.unread = step
+        if previous is not None:
+            clock.now += read_late
+            if clock.now < previous.ends:
+                clock.now = previous.ended = previous.ends
+            self.pace.read(previous, step)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(Clock(monkeypatch))
+
+
+def test_a_step_is_launched_late_and_the_device_never_waits(device):
+    for _ in range(300):
+        device.step("decode", 0.005)
+    for _ in range(50):
+        device.step("decode", 0.005)
+        assert device.idle == 0.0
+        # Most of the step's time is left for requests to come.
+        assert device.ahead == pytest.approx(device.launch + pace._SLACK, rel=0.05)
+
+
+def test_steps_of_unknown_length_are_launched_at_once(device):
+    for _ in range(300):
+        device.step(None, 0.005)
+    assert set(device.dues) == {0.0}
+    device.step("new", 0.005)
+    device.step("new", 0.005)
+    assert set(device.dues) == {0.0}  # one step tells nothing
+
+
+def test_the_shortest_of_the_recent_steps_of_the_shape_is_expected(device):
+    for _ in range(300):
+        device.step("decode", 0.005)
+        device.step("mixed", 0.012)
+    device.step("mixed", 0.03)
+    for shape, expected in (("mixed", 0.012), ("decode", 0.005)):
+        device.step(shape, 0.04)  # the one before is read, and this one has begun
+        assert 0.04 - device.ahead == pytest.approx(expected - device.launch - pace._SLACK, rel=0.05)
+
+
+def test_steps_that_are_no_longer_than_their_launch_are_launched_at_once(device):
+    for _ in range(300):
+        device.step("decode", 0.0012)
+    assert all(due <= device.clock.now for due in device.dues[-50:])
+    assert device.idle == 0.0
+
+
+def test_a_host_that_was_late_leaves_more_time_and_forgets_it(device):
+    for _ in range(300):
+        device.step("decode", 0.005)
+    device.step("decode", 0.005, delay=0.002)  # another thread held the interpreter
+    assert device.idle > 0
+    device.step("decode", 0.005)
+    device.step("decode", 0.005, delay=0.001)
+    assert device.idle == 0.0, "a shorter delay is expected now"
+    for _ in range(100):
+        device.step("decode", 0.005)
+    assert device.ahead < 1.2 * (device.launch + pace._SLACK)
+
+
+def test_where_the_host_did_not_wait_for_a_step_the_next_one_is_launched_at_once(device):
+    for _ in range(300):
+        device.step("decode", 0.005)
+    device.step("decode", 0.005, read_late=0.004)
+    assert device.pace.due == 0.0
+
+
+def test_a_wrong_prediction_leaves_more_time(device):
+    for _ in range(300):
+        device.step("decode", 0.005)
+    before = device.pace._needed
+    for _ in range(2):
+        device.step("decode", 0.003)  # shorter than any before
+    assert device.idle > 0
+    assert device.pace._needed >= 2 * pace._KEPT * before
