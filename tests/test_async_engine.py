@@ -1196,7 +1196,7 @@ def test_requests_that_come_before_a_step_is_due_are_in_it(engine, expected, mon
 
     def late(self, step, following):
         read(self, step, following)
-        self.due = time.perf_counter() + 0.5
+        self._end = time.perf_counter() + 0.5
 
     monkeypatch.setattr(Pace, "read", late)
     with rooftile.AsyncEngine(engine) as served:

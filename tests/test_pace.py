@@ -21,18 +21,17 @@ class Device:
         self.clock, self.launch, self.free = clock, launch, clock.now
         self.pace, self.unread, self.idle, self.dues = Pace(), None, 0.0, []
 
-    @property
-    def ahead(self):
+    def ahead(self, prompts=False):
         """How long before the end of the step that runs the next one is to be launched."""
-        return self.unread.ends - self.pace.due
+        return self.unread.ends - self.pace.due(prompts)
 
-    def step(self, shape, seconds, delay=0.0, read_late=0.0):
+    def step(self, shape, seconds, delay=0.0, read_late=0.0, prompts=False, launch=None):
         """Launch a step when it is due, `delay` seconds too late, and read the previous one."""
         clock, previous = self.clock, self.unread
-        self.dues.append(self.pace.due)
-        clock.now = max(clock.now, self.pace.due) + delay
+        self.dues.append(self.pace.due(prompts))
+        clock.now = max(clock.now, self.dues[-1]) + delay
         since = clock.now
-        clock.now += self.launch
+        clock.now += launch or self.launch
         began = max(clock.now, self.free)
         self.idle, self.free = began - self.free, began + seconds
         ends = self.free
@@ -40,7 +39,7 @@ class Device:
         step.seconds_since = lambda earlier: ends - earlier.ends
         if previous is not None:
             previous.done = previous.ends <= clock.now
-        self.pace.launched(step, previous, since)
+        self.pace.launched(step, previous, since, prompts)
         self.unread = step
         if previous is not None:
             clock.now += read_late
@@ -61,7 +60,7 @@ def test_a_step_is_launched_late_and_the_device_never_waits(device):
         device.step("decode", 0.005)
         assert device.idle == 0.0
         # Most of the step's time is left for requests to come.
-        assert device.ahead == pytest.approx(device.launch + pace._SLACK, rel=0.05)
+        assert device.ahead() == pytest.approx(device.launch + pace._SLACK, rel=0.05)
 
 
 def test_steps_of_unknown_length_are_launched_at_once(device):
@@ -80,7 +79,7 @@ def test_the_shortest_of_the_recent_steps_of_the_shape_is_expected(device):
     device.step("mixed", 0.03)
     for shape, expected in (("mixed", 0.012), ("decode", 0.005)):
         device.step(shape, 0.04)  # the one before is read, and this one has begun
-        assert 0.04 - device.ahead == pytest.approx(expected - device.launch - pace._SLACK, rel=0.05)
+        assert 0.04 - device.ahead() == pytest.approx(expected - device.launch - pace._SLACK, rel=0.05)
 
 
 def test_steps_that_are_no_longer_than_their_launch_are_launched_at_once(device):
@@ -100,21 +99,43 @@ def test_a_host_that_was_late_leaves_more_time_and_forgets_it(device):
     assert device.idle == 0.0, "a shorter delay is expected now"
     for _ in range(100):
         device.step("decode", 0.005)
-    assert device.ahead < 1.2 * (device.launch + pace._SLACK)
+    assert device.ahead() < 1.2 * (device.launch + pace._SLACK)
 
 
 def test_where_the_host_did_not_wait_for_a_step_the_next_one_is_launched_at_once(device):
     for _ in range(300):
         device.step("decode", 0.005)
     device.step("decode", 0.005, read_late=0.004)
-    assert device.pace.due == 0.0
+    assert device.pace.due(False) == 0.0
 
 
 def test_a_wrong_prediction_leaves_more_time(device):
     for _ in range(300):
         device.step("decode", 0.005)
-    before = device.pace._needed
+    before = device.pace._needed[False]
     for _ in range(2):
         device.step("decode", 0.003)  # shorter than any before
+    assert device.idle > 0, "as if by the wrong prediction"
+    assert device.pace._needed[False] >= 2 * pace._KEPT * before
+
+
+def test_prompts_are_launched_earlier_and_do_not_make_other_steps_early(device):
+    for _ in range(300):
+        device.step("decode", 0.005)
+        device.step("mixed", 0.006, prompts=True, launch=0.003)
+    device.step("decode", 0.005)
+    assert device.idle == 0.0
+    assert device.ahead(True) == pytest.approx(0.003 + pace._SLACK, rel=0.05)
+    assert device.ahead(False) == pytest.approx(0.001 + pace._SLACK, rel=0.05)
+
+
+def test_a_prompt_that_comes_late_is_no_wrong_prediction(device):
+    for _ in range(300):
+        device.step("decode", 0.005)
+        device.step("mixed", 0.006, prompts=True, launch=0.003)
+    device.step("decode", 0.005)
+    device.step("mixed", 0.006, prompts=True, launch=0.003, delay=0.002)
     assert device.idle > 0
-    assert device.pace._needed >= 2 * pace._KEPT * before
+    device.step("decode", 0.005)
+    device.step("decode", 0.005)
+    assert device.ahead(True) == pytest.approx(0.003 + pace._SLACK, rel=0.05)

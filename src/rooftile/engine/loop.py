@@ -1,4 +1,4 @@
-"""The loop of generation: launch a step, then read the tokens of the previous one.
+"""The loop of generation: launch a step, then read the tokens of the previous one. `Pace` says when to launch.
 
 A step of speculative decoding is launched after the tokens of the previous one were read, because proposals depend on
 them, and is read before the next step is launched, because it decides how long the sequences are.
@@ -59,7 +59,9 @@ class Loop:
         """
         if not self.busy:
             return math.inf
-        return 0.0 if self.scheduler.full else self._pace.due
+        if self.scheduler.full:
+            return 0.0
+        return self._pace.due(bool(self.scheduler.waiting) or not all(r.decoding for r in self.scheduler.running))
 
     def step(self) -> list[Event]:
         """Launch the next step, and read the previous one: the new chunk of each request, or its error.
@@ -73,10 +75,7 @@ class Loop:
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
         if speculates or verifies or any(request.sampling.mask is not None for request in running):
             self._read(0, events)  # proposals and masks depend on the token before
-        previous = self._launched[-1] if self._launched else None
-        launched = self._launch(speculates)
-        if launched:
-            self._pace.launched(self._launched[-1], previous, since)
+        launched = self._launch(speculates, since)
         self._read(launched, events)
         self.host_seconds += time.perf_counter() - since
         return events
@@ -111,8 +110,8 @@ class Loop:
             self.host_seconds -= read.waited
             self._pace.read(read, self._launched[0] if self._launched else None)
 
-    def _launch(self, speculates: bool) -> bool:
-        """Launch a step, if there is any work for it. With `speculates`, all earlier tokens are known."""
+    def _launch(self, speculates: bool, since: float) -> bool:
+        """Launch a step, begun at `since`, if there is any work. With `speculates`, all earlier tokens are known."""
         runner, scheduler = self.runner, self.scheduler
         work = scheduler.plan()
         if not work:
@@ -143,7 +142,9 @@ class Loop:
             logprobs |= request.watch is not None and request.watch.logprobs
         proposed = None if proposals is None else {r: len(tokens) for r, tokens in proposals.items()}
         # A step without a new token is read, too: else all steps of a long prompt would be launched at once.
-        self._launched.append(Readback(runner, requests, logprobs, proposed))
+        read, previous = Readback(runner, requests, logprobs, proposed), self._launched[-1] if self._launched else None
+        self._launched.append(read)
+        self._pace.launched(read, previous, since, bool(prompts))
         if self._speculation is not None and proposals is None:
             self._speculation.plain(requests)
         return True

@@ -18,38 +18,40 @@ if TYPE_CHECKING:
 # launched earlier. A single one is not enough, because the first of a shape may have waited for the host.
 _RECENT, _FEWEST = 8, 2
 _SLACK = 3e-4  # seconds between the launch and the end of the previous step
-_LONGEST = 0.02  # more time to launch a step is that of a compilation
-_KEPT = 0.98  # of that time, from step to step: a delay by other threads is remembered for some 50 steps
+_LONGEST = 0.02  # to launch a step: more is compilation
+_KEPT = 0.97  # of that time, from step to step: a delay by other threads is remembered for some 30 steps
 
 
 class Pace:
-    """Predicts when a step has to be launched.
-
-    Attributes:
-        due: that time, on the clock of `time.perf_counter`; 0 for at once.
-    """
+    """Predicts when a step has to be launched."""
 
     def __init__(self) -> None:
         self._seconds: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
-        self._needed = _LONGEST  # to launch a step
-        self.due = 0.0
+        # What the host needs to launch a step, by whether it computes prompts: their tokens are laid out.
+        self._needed = {False: _LONGEST, True: _LONGEST}
+        self._end = 0.0  # of the step that runs
 
-    def launched(self, step: Readback, previous: Readback | None, since: float) -> None:
+    def due(self, prompts: bool) -> float:
+        """When to launch a step, which computes prompts or not, on `time.perf_counter`'s clock; 0 for at once."""
+        return max(0.0, self._end - self._needed[prompts] - _SLACK)
+
+    def launched(self, step: Readback, previous: Readback | None, since: float, prompts: bool) -> None:
         """A step was launched, behind one that is not read yet; the host began with it at `since`."""
-        took = time.perf_counter() - (self.due or since)
-        waits = previous is None or previous.done
-        step.follows = None if waits else previous
-        if waits and self.due:
-            took = 2 * self._needed  # the prediction was wrong
-        self._needed = min(_LONGEST, max(took, _KEPT * self._needed))
-        self.due = 0.0
+        due, needed = self.due(prompts), self._needed[prompts]
+        # A thread that should have gone on when the step was due may have had to wait for others.
+        took = time.perf_counter() - (since if prompts or not due else due)
+        late = previous is None or previous.done
+        if late and due > 0 and since < due + _SLACK and took <= needed:
+            took = 2 * needed  # the prediction was wrong
+        self._needed[prompts] = min(_LONGEST, max(took, _KEPT * needed))
+        step.follows, self._end = None if late else previous, 0.0
 
     def read(self, step: Readback, following: Readback | None) -> None:
         """A step's tokens were read; the following one, if it was launched, has begun."""
         if step.follows is not None and step.shape is not None:
             self._seconds[step.shape].append(step.seconds_since(step.follows))
-        step.follows, self.due = None, 0.0
+        step.follows, self._end = None, 0.0
         if following is not None and following.follows is step and step.ended is not None:
             recent = self._seconds.get(following.shape, ())
             if len(recent) >= _FEWEST:
-                self.due = max(0.0, step.ended + min(recent) - self._needed - _SLACK)
+                self._end = step.ended + min(recent)
