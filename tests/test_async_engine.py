@@ -1215,6 +1215,29 @@ def test_requests_that_come_before_a_step_is_due_are_in_it(engine, expected, mon
     assert free_of(engine) == (9, 0)
 
 
+def test_where_all_slots_are_taken_no_step_is_put_off(engine, monkeypatch):
+    asked = []
+
+    def due(self, prompts):
+        asked.append(prompts)
+        return time.perf_counter() + 10
+
+    monkeypatch.setattr(Pace, "due", due)
+    with rooftile.AsyncEngine(engine) as served:
+        begun = time.perf_counter()
+        streams = [add(served, 0, max_new_tokens=30) for _ in range(3)]
+        next(streams[0])
+        assert time.perf_counter() - begun < 10
+        assert set(asked) == {True}  # before all had come
+        streams[2].abort()
+        assert streams[2].result().finish_reason == "abort"
+        deadline = time.perf_counter() + 10
+        while asked[-1] and time.perf_counter() < deadline:
+            time.sleep(0.01)
+        assert not asked[-1], "the others decode"
+    assert free_of(engine) == (9, 0)
+
+
 def test_a_long_prompt_is_not_launched_ahead_of_the_device(engine, monkeypatch):
     launched, unread, wait = [], [], Readback._wait
     extend, reads = engine.runner.extend, []
