@@ -1222,7 +1222,7 @@ def test_where_all_slots_are_taken_no_step_is_put_off(engine, monkeypatch):
         asked.append(prompts)
         return time.perf_counter() + 10
 
-    monkeypatch.setattr(Pace, "due", due)
+    monkeypatch.setattr(Pace, "plan", due)
     with rooftile.AsyncEngine(engine) as served:
         begun = time.perf_counter()
         streams = [add(served, 0, max_new_tokens=30) for _ in range(3)]

@@ -24,7 +24,7 @@ class Device:
 
     def ahead(self, prompts=False):
         """How long before the end of the step that runs the next one is to be launched."""
-        return self.unread.ends - self.pace.due(prompts)
+        return self.unread.ends - self.pace.plan(prompts)
 
     def step(self, shape, seconds, delay=0.0, read_late=0.0, prompts=False, launch=None, comes_late=False, woken=0.0):
         """Launch a step when it is due, `delay` seconds too late, and read the previous one, `woken` after its end.
@@ -33,8 +33,8 @@ class Device:
         """
         clock, previous = self.clock, self.unread
         if comes_late:
-            clock.now = max(clock.now, self.pace.due(False))
-        self.dues.append(self.pace.due(prompts))
+            clock.now = max(clock.now, self.pace.plan(False))
+        self.dues.append(self.pace.plan(prompts))
         clock.now = max(clock.now, self.dues[-1]) + delay
         since = clock.now
         clock.now += launch or self.launch
@@ -130,7 +130,7 @@ def test_where_the_host_did_not_wait_for_a_step_the_next_one_is_launched_at_once
     for _ in range(300):
         device.step("decode", 0.005)
     device.step("decode", 0.005, read_late=0.004)
-    assert device.pace.due(False) == 0.0
+    assert device.pace.plan(False) == 0.0
 
 
 def test_a_wrong_prediction_leaves_more_time(device):

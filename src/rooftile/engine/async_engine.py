@@ -231,7 +231,7 @@ class _Worker:
             self.engine._generating = False
 
     def _take(self) -> None:
-        """Do what the inbox asks for, until the next step is due; without an end if there is nothing else to do."""
+        """Do what the inbox asks for, until the next step is due, or indefinitely if there is none."""
         with contextlib.suppress(queue.Empty):
             while True:
                 left = 0.0 if self._closing else self.loop.due - time.perf_counter()

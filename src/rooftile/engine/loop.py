@@ -59,9 +59,9 @@ class Loop:
         """
         if not self.busy:
             return math.inf
-        if self.scheduler.full:
+        if self.scheduler.full or self.runner.ranks is not None:  # how late other ranks launch isn't known
             return 0.0
-        return self._pace.due(bool(self.scheduler.waiting) or not all(r.decoding for r in self.scheduler.running))
+        return self._pace.plan(bool(self.scheduler.waiting) or not all(r.decoding for r in self.scheduler.running))
 
     def step(self) -> list[Event]:
         """Launch the next step, and read the previous one: the new chunk of each request, or its error.
@@ -190,6 +190,5 @@ class Loop:
     def clear(self) -> None:
         """Take all requests out."""
         self._launched.clear()
-        self._pace = Pace()
         for request in [*self.scheduler.waiting, *self.scheduler.running]:
             self.remove(request)

@@ -33,7 +33,7 @@ class Pace:
         self._end = 0.0  # of the step that runs
         self._planned = math.inf  # when the host will go on, if it has to wait
 
-    def due(self, prompts: bool) -> float:
+    def plan(self, prompts: bool) -> float:
         """When to launch a step, which computes prompts or not, on `time.perf_counter`'s clock; 0 for at once."""
         due = max(0.0, self._end - self._needed[prompts] - _SLACK)
         self._planned = due if due > time.perf_counter() else math.inf
