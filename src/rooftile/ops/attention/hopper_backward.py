@@ -1,18 +1,20 @@
-"""The backward of attention for sm_90, on warpgroups' tensor cores with TMA copies.
+"""The backward of attention for sm_90: warp-specialized kernels with TMA loads and wgmma.
 
-There are two ways. The fast one computes dk, dv and dq in one kernel (hopper_backward_dkdv.py): five dots for each pair
-of a query and a key, and dq summed in memory by atomics, in an order that differs between runs. The deterministic one
-computes dk and dv with that kernel, and dq with another (hopper_backward_dq.py): seven dots and no atomics. It is also
-taken where only dq, or only dk or dv, are asked for: then one of the two kernels is enough.
+There are two ways. The fast one computes dk, dv and dq in one kernel (hopper_backward_dkdv.py), as FlashAttention-2
+does (Dao 2023, https://arxiv.org/abs/2307.08691): five GEMMs a block, and dq summed in memory by atomics, in an order
+that differs between runs. The deterministic one computes dk and dv with that kernel, and dq with another
+(hopper_backward_dq.py): seven GEMMs and no atomics. It is also taken where only dq, or only dk or dv, are asked for:
+then one of the two kernels is enough.
 
-A kernel before them computes the rows' lse and delta, and one after the fast way casts dq (row_sums.py). Heads of up to
-64 or 128 are computed as 64 or 128. block_m is the queries of a step of the fast way, 64 for heads over 64 and 128 for
-others; block_n is 128 keys; num_stages is the steps in flight.
+A kernel before them stores lse and delta of the rows as TMA loads them, and one after the fast way casts dq
+(row_sums.py). Head dimensions up to 64, and up to 128, are padded to that. block_m is the queries of a step, 128 for
+heads up to 64 and 64 for larger ones; block_n is the 128 keys of a tile of dk and dv; num_stages is the pipeline
+stages of the fast way, from which the tilings of the other kernels follow.
 
 Packed sequences take the same kernels. The last tile of a sequence is loaded with zeros past its end, where the next
-sequence is, and stored without those rows (`primitives.gluon.describe_packed`), so that to the main loops it is the end
-of a tensor. A program finds its sequence and block on the device (`slots`). Where sequences have fewer queries on
-average than a step, padding would make dq's sum more than twice as long as dq, and dq has its own kernel.
+sequence is, and stored without those rows (`primitives.gluon.describe_packed`), so that to the mainloops it is the end
+of a tensor. A CTA finds its sequence and block on the device (`slots`). Where sequences have fewer queries on average
+than a step, padding would make dq's sum more than twice as long as dq, and dq has its own kernel.
 """
 
 from __future__ import annotations

@@ -3,14 +3,19 @@
     s^T = k q^T      p = exp2(s * scale - lse)        dv += p^T dout
     dp^T = v dout^T  ds = p * (dp - delta)            dk += ds^T q       dq += ds k
 
-Two consumers, warpgroups with 64 of a tile's keys each, keep dk and dv in their registers and walk over the blocks of
-queries that see their keys. Scores are computed transposed, so that p^T and ds^T come out of the tensor cores in the
-registers from which the next dots read them. A producer, a single warp, copies the keys and values of a tile and fills
-two rings by TMA: one of q with the rows' lse and delta, one of dout.
+A tile is 128 keys of one KV head, and its mainloop walks over the blocks of queries that see them, of all query heads
+that share the KV head (GQA). Two consumer warpgroups have 64 of the keys each, and accumulate dk and dv in registers.
+Scores are computed transposed, so that p^T and ds^T are already in the registers from which the next wgmma reads its
+first operand. A producer warp loads by TMA: the keys and values of a tile, and two rings of pipeline stages, one of q
+with the rows' lse and delta, one of dout.
 
-A program stays on its SM and takes one tile after the other: the first by its number, each later one from a counter in
-memory, so that no SM waits at the end for another whose tiles were longer. The producer takes the next tile, and copies
-its first queries, while the consumers still compute.
+The kernel is persistent, with dynamic scheduling: a CTA takes its first tile by its number, and each later one from a
+counter in memory, so that no SM waits at the end for another whose tiles were longer. The producer takes the next tile,
+and loads its first queries, while the consumers still compute. It describes each tile to them in a record in shared
+memory; there are two, written in turn.
+
+Registers limit the tile: at a head_dim of 128, dk and dv alone take 128 of the 240 that a consumer's thread has. How
+far steps can overlap depends on the rest (`early` and `deferred` of `KeysTiling`).
 
     tile_ready, tile_free[i]  the producer has written the record of a tile; each consumer no longer reads it
     q_ready, o_ready[slot]    completed by the bytes that land; the consumers wait for it
@@ -21,13 +26,15 @@ its first queries, while the consumers still compute.
     ds_free[slot]             with dq: completed by one arrival of each consumer, once it has read both halves
 
 dq is a sum over the keys, and needs ds of both consumers. They exchange ds through shared memory. Each computes one
-tile of 64 x 64 of a step's dq, and TMA adds it to a float32 sum in memory, in the order in which programs reach it. So
-its last bits differ between runs. For deterministic gradients, `hopper_backward_dq.py` computes dq, at the cost of two
-more dots.
+tile of 64 x 64 of a step's dq, and TMA adds it atomically to a float32 sum in memory, in the order in which CTAs reach
+it. So its last bits differ between runs. For deterministic gradients, `hopper_backward_dq.py` computes dq, at the cost
+of two more GEMMs.
 
-The tile of dq is that of the step before. So neither consumer waits for the other's ds of the same step: they may be
-half a step apart, and one keeps the tensor cores busy while the other computes probabilities. s of the next step is
-started at the end of a step, behind its other dots.
+The dq that a step computes is that of the previous step. So neither consumer waits for the other's ds of the same step:
+they may be half a step apart, and one keeps the tensor cores busy while the other computes probabilities. s of the next
+step is issued at the end of a step, behind its other GEMMs.
+
+wgmma complete in the order in which they are issued: waiting until n are in flight waits for all but the last n.
 
 lse, times log2(e), is +inf for rows that see no key and rows that don't exist, so that p is 0 in them.
 
@@ -87,8 +94,8 @@ class KeysTiling(BackwardTiling):
         rows: queries of a step; with_dq 64 for a dim of 128 and 128 for 64, so that its dq is two tiles of 64 x 64.
         stages: blocks of queries in the rings.
         with_dq: dq is computed too, and added to its sum in memory.
-        early: the dot of dv is started before ds is computed.
-        deferred: the dot of dk is started after those of the next step's scores; not with_dq.
+        early: dv += p^T dout is issued before ds is computed.
+        deferred: dk += ds^T q is issued in the next step, after its s and dp; not with_dq.
     """
 
     rows: int
@@ -118,7 +125,7 @@ class KeysTiling(BackwardTiling):
 
 @gluon.jit
 def _queries(block, size, scoring, T: gl.constexpr):
-    """The blocks of queries, from the first to one past the last, that see a key of the block."""
+    """The range [low, high) of blocks of queries that see a key of the block."""
     n_q, n_k, _heads, _group = size
     _factor, _cap, left, right = scoring
     low = gl.to_tensor(0)
@@ -134,10 +141,10 @@ def _queries(block, size, scoring, T: gl.constexpr):
 
 @gluon.jit
 def _write_record(records, turn, of_tiles, values):
-    """Tell the consumers about a tile, or with no values that there is no further one.
+    """Tell the consumers about a tile, or without values that there is no further one.
 
-    The values are the first key, the first block of queries and the end of those, the first block of the rows'
-    statistics, the head, the batch entry or the end of the sequence's keys, and its queries and keys.
+    The values are the first key; low and high of `_queries`; the first block of the rows' lse and delta; the KV head;
+    the batch entry, or of a packed sequence the end of its keys; and how many queries and keys there are.
     """
     tile_ready, tile_free = of_tiles
     field = gl.arange(0, 8, layout=gl.BlockedLayout([8], [32], [1], [0]))
@@ -162,7 +169,7 @@ def _read_record(records, turn):
 
 @gluon.jit
 def _load_keys(k_desc, v_desc, entry, head, block, turn, memory, bars, T: gl.constexpr):
-    """Copy the values and keys of a tile, as soon as no dot reads those of the tile before."""
+    """Load the values and keys of a tile, each as soon as no wgmma reads those of the previous tile."""
     k_tiles, v_tiles = memory[:2]
     k_ready, k_free, v_ready, v_free = bars
     mbarrier.wait(v_free, turn & 1 ^ 1)
@@ -192,7 +199,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
     turn = 0
     tile = gl.program_id(0)
     while tile < lanes * blocks:
-        # The first block, which with causal is the longest, comes first.
+        # The first block of keys, which with causality most queries see, comes first.
         lane, block = place(tile, together, lanes, blocks)
         if T.packed:
             head = lane
@@ -203,7 +210,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
             entry = lane // kv_heads
             end = entry
             its_size = size
-        if its_size[1] > 0:  # not a slot that no block has
+        if its_size[1] > 0:  # some slots of packed sequences have no block
             low, high = _queries(block, its_size, scoring, T)
             first, _blocks = stat_blocks(entry, head * group, size, gl.int32, T)
             numbers = (block * T.keys, low, high, first, head, end, its_size[0], its_size[1])
@@ -225,7 +232,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
                     mbarrier.expect(bar, o_desc.block_type.nbytes)
                     load_tile(o_desc, rows_at(entry, 0, q_head, row, T), bar, o_ring.index(slot))
                     slot, parity = next_slot(slot, parity, T.stages)
-                    if (g == 0) & (m == low):
+                    if (g == 0) & (m == low):  # after the first queries, whose slots are free sooner
                         _load_keys(k_desc, v_desc, entry, head, block, turn, memory, of_keys, T)
             if low == high:
                 _load_keys(k_desc, v_desc, entry, head, block, turn, memory, of_keys, T)
@@ -236,7 +243,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
 
 @gluon.jit
 def _start_s(k, q, slot, parity, there, ready, T: gl.constexpr):
-    """Start the dot s^T of a step; of whatever q is if there is no such step."""
+    """Issue s^T = k q^T of a step. Where there is none (not `there`), q is stale and the result is not used."""
     zero = gl.full([64, T.rows], 0, gl.float32, T.s)
     mbarrier.wait(ready.index(slot), parity, pred=there)
     return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -244,7 +251,7 @@ def _start_s(k, q, slot, parity, there, ready, T: gl.constexpr):
 
 @gluon.jit
 def _start_dp(v, o, slot, parity, ready, T: gl.constexpr):
-    """Start the dot dp^T of a step."""
+    """Issue dp^T = v dout^T of a step."""
     zero = gl.full([64, T.rows], 0, gl.float32, T.s)
     mbarrier.wait(ready.index(slot), parity)
     return warpgroup_mma(v, o.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -252,10 +259,13 @@ def _start_dp(v, o, slot, parity, ready, T: gl.constexpr):
 
 @gluon.jit
 def _scores_gradient(s, dp, dv, o, stats, slot, p_first, key, n_k, scoring, T: gl.constexpr):
-    """ds^T of a step, p^T as an operand, and dv, started if T.early. dp is not complete, and s only if T.with_dq."""
+    """ds^T of a step, p^T as an operand, and dv, whose wgmma is issued here if T.early.
+
+    dp is still in flight when this is called, and so is s unless T.with_dq.
+    """
     OF_QUERY: gl.constexpr = gl.SliceLayout(0, T.s)
     lse = stats.index(2 * slot).load(OF_QUERY)
-    AFTER: gl.constexpr = 1 if T.deferred else 0  # dots that were started after that of dp
+    AFTER: gl.constexpr = 1 if T.deferred else 0  # wgmma issued after dp: that of dk
     if not T.with_dq:
         s = warpgroup_mma_wait(1 + AFTER, (s,))
     p, slope = probabilities(s, lse[None, :], key, p_first, n_k, scoring, 0, T)
@@ -271,7 +281,10 @@ def _scores_gradient(s, dp, dv, o, stats, slot, p_first, key, n_k, scoring, T: g
 
 @gluon.jit
 def _multiply_dq(k_parts, ds_parts, buffer, zero, mine: gl.constexpr, T: gl.constexpr):
-    """Start this consumer's tile of dq = ds k: two dots, one with each consumer's keys. `zero` is 0."""
+    """Issue this consumer's 64 x 64 tile of dq = ds k: two wgmma, one over each consumer's keys.
+
+    `zero` is `_hidden_zero`'s.
+    """
     C: gl.constexpr = mine // (T.dim // 64)  # which rows of the step
     E: gl.constexpr = mine % (T.dim // 64)  # which columns
     dq = gl.full([64, 64], 0, gl.float32, T.dq)
@@ -284,19 +297,23 @@ def _multiply_dq(k_parts, ds_parts, buffer, zero, mine: gl.constexpr, T: gl.cons
 
 @gluon.jit
 def _add_dq(sums, memory, tile, dq):
-    """Start to add a tile to dq's sum in memory, in an order in which a thread's registers are adjacent in units of 16
-    bytes, and those of a warp too."""
+    """Start the TMA reduction that adds a tile to dq's sum in memory.
+
+    The sum keeps the order of the accumulator's registers: a thread's four values of eight columns are 16 adjacent
+    bytes, and a warp's are 512, so the stores to shared memory are vectors without bank conflicts. `row_sums` puts them
+    in order.
+    """
     z = dq.reshape([4, 2, 8, 8, 4, 2]).permute(0, 3, 2, 4, 1, 5)
     memory = view_as(memory, gl.constexpr([16, 256]), sums)
-    tma.store_wait(0)  # the tile before has been read
+    tma.store_wait(0)  # the previous tile has been read
     memory.store(z.reshape([16, 256]))
-    fence_async_shared()
+    fence_async_shared()  # makes it visible to TMA
     add_tile(sums, [tile * 16, 0], memory)
 
 
 @gluon.jit
 def _advance(m, tile, low, high, row_blocks):
-    """The next step's block of queries, and where its head's blocks begin among all heads'."""
+    """The next step's block of queries, and where the blocks of its query head begin among those of all heads."""
     m += 1
     around = m == high
     return gl.where(around, low, m), gl.where(around, tile + row_blocks, tile)
@@ -304,7 +321,8 @@ def _advance(m, tile, low, high, row_blocks):
 
 @gluon.jit
 def _hidden_zero():
-    """0, unknown to the compiler. What depends on it is computed in each step, not kept in registers."""
+    """A 0 that the compiler can't see through. An address that depends on it is computed in each step, rather than
+    hoisted out of the loop and kept in registers."""
     zero = gl.to_tensor(0)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -366,13 +384,13 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
                 mbarrier.wait(ds_free.index(slot), parity ^ 1)
                 ds_ring.index(slot * 2 + mine).store(ds)
                 ds_16 = gl.convert_layout(ds, T.operand)
-                fence_async_shared()
+                fence_async_shared()  # makes ds visible to wgmma, of both consumers
                 after, parity_after = next_slot(slot, parity, T.stages)
                 mbarrier.arrive(ds_ready.index(slot), count=1)
 
                 before, parity_before = _slot_before(slot, parity, T.stages)
                 mbarrier.wait(ds_ready.index(before), parity_before, pred=i > 0)
-                dq = _multiply_dq(k_parts, ds_parts, before, zero, mine, T)  # in the first step not added
+                dq = _multiply_dq(k_parts, ds_parts, before, zero, mine, T)  # in the first step stale, and not added
                 if not T.early:
                     dv = warpgroup_mma(p_16, o, dv, is_async=True)
                 dk = warpgroup_mma(ds_16, q, dk, is_async=True)
@@ -384,7 +402,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
                 s = _start_s(k, q_ring.index(after), after, parity_after, i + 1 < steps, q_ready, T)
                 dv, dk = warpgroup_mma_wait(1, (dv, dk))
                 mbarrier.arrive(q_free.index(slot), count=1)
-                s = warpgroup_mma_wait(0, (s,))  # in flight into the next step, ptxas would serialise all dots
+                s = warpgroup_mma_wait(0, (s,))  # if it were in flight across steps, ptxas would serialize all wgmma
                 tile_before = tile + m
                 m, tile = _advance(m, tile, low, high, row_blocks)
                 slot = after
@@ -405,7 +423,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
                 o = o_ring.index(slot)
                 s = _start_s(k, q, slot, parity, True, q_ready, T)
                 dp = _start_dp(v, o, slot, parity, o_ready, T)
-                if T.deferred:  # of zeros in the first step
+                if T.deferred:  # dk of the previous step; in the first step ds is zeros
                     dk = warpgroup_mma(ds_16, q_ring.index(before), dk, is_async=True)
                 ds, p_16, dv = _scores_gradient(s, dp, dv, o, stats, slot, m * T.rows + n_k - n_q, key, n_k, scoring, T)
                 if not T.early:
@@ -430,12 +448,13 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
                     mbarrier.arrive(q_free.index(before), count=1)
         mbarrier.arrive(k_free, count=1)
 
+        # Read again: only what the steps need is kept in registers during them.
         key, _low, _high, _tile, head, end, _its_queries, its_keys = _read_record(records, turn)
         entry = end
         if T.packed:
             entry = (end, its_keys), (end, its_keys)  # `rows_at` reads the second, that of the keys
         at = rows_at(entry, 1, head, key + mine * 64, T)
-        # Of the addresses of these stores, too, none is kept in a register during the steps.
+        # Nor are the addresses of these stores.
         rows = view_as(out.index(mine + _hidden_zero()), gl.constexpr([64, T.dim]), k_tiles)
         write(dv, rows, dv_desc, at)
         write(dk * scale, rows, dk_desc, at)
@@ -511,7 +530,7 @@ def keys_gradients(
         mbarrier.init(q_free.index(i), count=2)
         mbarrier.init(o_ready.index(i), count=1)
     # Only where they are used: Triton's allocator reuses the memory of a barrier on which nothing waits, here for the
-    # captured arguments of the other warps, and the barrier's initialisation may land after those.
+    # captured arguments of the other warps, and the barrier's initialization may overwrite them.
     ds_ready = q_ready  # placeholders
     ds_free = q_free
     if T.with_dq:
@@ -520,7 +539,7 @@ def keys_gradients(
         for i in gl.static_range(gl.constexpr(T.stages)):
             mbarrier.init(ds_ready.index(i), count=2)
             mbarrier.init(ds_free.index(i), count=2)
-    fence_async_shared()  # makes the initialised barriers visible to TMA
+    fence_async_shared()  # makes the initialized barriers visible to TMA
 
     order = (lanes, together, sequences)
     size = (n_q, n_k, heads, heads // kv_heads)
@@ -546,9 +565,9 @@ def tiling(
 ) -> KeysTiling:
     """What the kernel of dk and dv is compiled for, for that padded head_dim.
 
-    Heads of 128 have room for an early dot, and without dq for a deferred one too. Heads of 64 are the fastest with
-    steps of 128 queries and no deferred dot. An early one is faster where there is a mask: on an H200 with 16 x 32
-    heads of 1024, 553 us causal for 567 without, and 800 full for 778. A soft cap takes the registers.
+    Heads of 128 have the registers for `early`, and without dq for `deferred` too; a soft cap takes them. Heads of 64
+    are fastest with steps of 128 queries and without `deferred`. There `early` is faster only with a mask: on an H200
+    with 16 x 32 heads of 1024, 553 us with it and 567 without for causal, but 800 and 778 for full attention.
     """
     loose = dim == 128 and not s.softcap
     if with_dq:
@@ -577,7 +596,7 @@ def prepare_dkdv(t: KeysTiling, x: Inputs, dout: Tensor, stats: Tensor, dk: Tens
         i: describe_rows(tensor, n, t.packed) if n else describe(tensor, (t.rows,), gl.NVMMASharedLayout(0, 32, 1))
         for i, (tensor, n) in enumerate(zip(tensors, rows, strict=True))
     }
-    if t.with_dq:  # the rows' statistics are two numbers each
+    if t.with_dq:  # the sum has as many rows as stats, which has two numbers a row
         shape = (stats.numel() // 2 * t.dim // 256, 256)
         descriptors[7] = Descriptor(shape, (256, 1), (16, 256), gl.NVMMASharedLayout(0, 32, 2))
     blocks = block_slots(n_k, KEYS, x.sequences) if t.packed else library.cdiv(n_k, KEYS)

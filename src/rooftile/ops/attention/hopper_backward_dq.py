@@ -1,10 +1,11 @@
-"""The backward of attention for sm_90: dq alone, a program for each block of 128 queries (Gluon).
+"""The backward of attention for sm_90: dq alone, a CTA for each block of 128 queries of a head (Gluon).
 
     s = q k^T    dp = dout v^T    ds = exp2(s * scale - lse) * (dp - delta)    dq += ds k
 
-Two consumers, warpgroups with 64 of the queries each, keep dq in their registers and walk over the blocks of keys that
-their queries see; ds goes from registers to the tensor cores. A producer, a single warp, copies q and dout by TMA, and
-fills two rings, one of keys and one of values.
+Two consumer warpgroups have 64 of the queries each. They accumulate dq in registers and walk over the blocks of keys
+that their queries see; ds goes from registers to the tensor cores. A producer warp loads q and dout by TMA, and fills
+two rings of pipeline stages, one of keys and one of values. Each sum is in one CTA, in a fixed order: the result is
+bit-identical on every run.
 
     k_ready, v_ready[slot]  completed by the bytes that land; the consumers wait for it
     k_free, v_free[slot]    completed by one arrival of each consumer; the producer waits for it
@@ -62,7 +63,7 @@ class QueriesTiling(BackwardTiling):
     Args:
         keys: keys of a step.
         stages: blocks of keys, and of values, in the rings.
-        deferred: the dot of dq is started after those of the next step's scores.
+        deferred: dq += ds k is issued in the next step, after its s and dp.
     """
 
     keys: int
@@ -83,7 +84,7 @@ class QueriesTiling(BackwardTiling):
 
 @gluon.jit
 def _keys(row, size, scoring, T: gl.constexpr):
-    """The blocks of keys, from the first to one past the last, that some query from `row` on sees."""
+    """The range [begin, end) of blocks of keys that some query of the tile at `row` sees."""
     n_q, n_k, _heads, _group = size
     _factor, _cap, left, right = scoring
     off = n_k - n_q
@@ -93,7 +94,7 @@ def _keys(row, size, scoring, T: gl.constexpr):
         begin = gl.maximum(row + off - left, 0) // T.keys
     if T.has_right:
         end = gl.maximum(gl.minimum(gl.minimum(row + T.rows, n_q) + off + right, n_k), 0)
-    if T.packed:  # a slot that no block has
+    if T.packed:  # a slot without a block: nothing
         end = gl.where(row < n_q, end, 0)
     return begin, gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin)
 
@@ -163,7 +164,7 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, mine:
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(slot), parity)
         dp = warpgroup_mma(o, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if T.deferred:  # of zeros in the first step
+        if T.deferred:  # dq of the previous step; in the first step ds is zeros
             dq = warpgroup_mma(ds_16, k_ring.index(before), dq, is_async=True)
         s = warpgroup_mma_wait(gl.constexpr(1 + T.deferred), (s,))
         p, slope = probabilities(s, lse[:, None], block * T.keys, row + n_k - n_q, n_k, scoring, 1, T)
@@ -231,7 +232,7 @@ def queries_gradient(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
     mbarrier.init(q_ready, count=1)
-    fence_async_shared()  # makes the initialised barriers visible to TMA
+    fence_async_shared()  # makes the initialized barriers visible to TMA
 
     if T.packed:
         head, slot = place(gl.program_id(0), together, lanes, n_q // T.rows + sequences)
@@ -265,8 +266,8 @@ def queries_gradient(
 def tiling(dim: int, masked: bool, s: Scoring, stages: int, factor: float = 0.0, packed: bool = False) -> QueriesTiling:
     """What the kernel of dq is compiled for, for that padded head_dim.
 
-    Heads of 128 take 64 keys a step and defer a dot: 764 TF/s (of three dots) on an H200. With 128 keys the registers
-    hold no second step: 724. Heads of 64 take 128 keys; ptxas serialises their dots if one is deferred.
+    Heads of 128 take 64 keys a step and `deferred`: 764 TF/s on an H200, counting the three GEMMs. With 128 keys the
+    registers hold no second step: 724. Heads of 64 take 128 keys; with `deferred`, ptxas serializes their wgmma.
     """
     keys = 64 if dim == 128 else 128
     return QueriesTiling(dim, *s.flags, masked, ROWS[dim], factor, packed, keys, stages * (128 // keys), keys == 64)

@@ -17,10 +17,10 @@ from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma  # isort: skip
 
 BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured arguments of warps, and alignment
-REGISTERS = 168  # what 12 warps are compiled for; the consumers then take the registers that the producer leaves
-KEYS = 128
+REGISTERS = 168  # of a thread at launch; the producer then leaves most of its own to the consumers
+KEYS = 128  # of a tile of dk and dv
 ROWS = {64: 128, 128: 64}  # queries of a step, by padded head_dim
-# Bytes that the programs of a few heads walk over again and again, and that stay in the L2 if they are no more. On an
+# Bytes of the heads that are worked on together, which CTAs read again and again: no more than stay in the L2. On an
 # H200 with 2 x 16 heads of 8192 causal queries, 8 MiB a head: 536 TF/s with 1 head at a time, 594 with 2, 561 with 4,
 # 552 with 8; with 8 x 16 of 2048, 2 MiB a head: 433 with 1, 435 with 2, 450 with 8.
 _L2 = 16 << 20
@@ -35,8 +35,8 @@ def heads_together(lanes: int, lane_bytes: int, blocks: int, programs: int) -> i
     """Heads whose blocks are worked on at the same time: as many as the L2 holds, or as the programs take at once.
 
     With fewer, the longest blocks of the last heads would begin last, and most SMs would wait for them: on an H200 the
-    gradients of 4 x 32 causal heads of 4096 x 64, that share 8 of keys, took 1530 us with two KV heads at a time, and
-    1346 with four, in two runs.
+    gradients of 4 x 32 causal heads of 4096 x 64, with 8 KV heads, took 1530 us with two KV heads at a time, and 1346
+    with four, in two runs.
     """
     return max(1, min(lanes, max(_L2 // lane_bytes, programs // blocks)))
 
@@ -84,7 +84,7 @@ class BackwardTiling:
 
     @property
     def operand(self) -> gl.DotOperandLayout:
-        """p or ds as the tensor cores read it out of registers."""
+        """p or ds as wgmma's first operand, in registers."""
         return gl.DotOperandLayout(0, self.acc, 2)
 
     @property
@@ -123,7 +123,7 @@ def rows_at(entry, SIDE: gl.constexpr, head, row, T: gl.constexpr):
 
 @gluon.jit
 def stat_blocks(entry, head, size, INT: gl.constexpr, T: gl.constexpr):
-    """The first block of the statistics of a head's rows, and how many blocks further on the next head's is."""
+    """The first block of lse and delta of a head's rows, and how many blocks further on the next head's is."""
     n_q, _n_k, heads, _group = size
     if T.packed:
         _of_queries, _of_keys, first, blocks = entry
@@ -135,10 +135,11 @@ def stat_blocks(entry, head, size, INT: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def write(z, memory, desc, at):
-    """Start to write a consumer's 64 rows of a gradient, by way of shared memory that only its stores still read."""
+    """Start the TMA store of a consumer's 64 rows of a gradient from `memory`, which nothing but its own earlier stores
+    may still read."""
     tma.store_wait(0)
     memory.store(z.to(desc.dtype))
-    fence_async_shared()
+    fence_async_shared()  # makes it visible to TMA
     store_tile(desc, at, memory)
 
 
@@ -159,8 +160,9 @@ def _span(first, N: gl.constexpr, AXIS: gl.constexpr, T: gl.constexpr):
 def probabilities(s, lse, key, p_first, n_k, scoring, KEY_AXIS: gl.constexpr, T: gl.constexpr):
     """p of a tile of q·k, and with a soft cap the derivative of the capped score by the score, in 16 bits.
 
-    lse, times log2(e), lies along the queries. The tile's keys are those from `key` on, and its first query stands at
-    p_first. scoring is `Scoring.numbers`.
+    lse, times log2(e), lies along the queries. The tile's keys are those from `key` on, and p_first is the position of
+    its first query among them. scoring is `Scoring.numbers`. The derivative is in 16 bits as it is kept in registers
+    until dp is complete.
     """
     KEYS: gl.constexpr = s.shape[KEY_AXIS]
     ROWS: gl.constexpr = s.shape[1 - KEY_AXIS]
@@ -181,7 +183,8 @@ def probabilities(s, lse, key, p_first, n_k, scoring, KEY_AXIS: gl.constexpr, T:
         if T.has_left:
             hidden |= key < p_first + (ROWS - 1) - left
         if hidden:
-            # Spans from sums of numbers: columns + right, which no step changes, would be kept in registers.
+            # The scalar `right` goes into the first index. Added to the vector, which is the same in all steps, it
+            # would make the compiler keep the sum in registers.
             keys = _span(key, KEYS, KEY_AXIS, T)
             if T.has_right:
                 seen = keys <= gl.minimum(_span(p_first + right, ROWS, 1 - KEY_AXIS, T), n_k - 1)

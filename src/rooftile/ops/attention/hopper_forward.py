@@ -1,42 +1,54 @@
-"""The attention forward for sm_90: TMA copies, warpgroups that alternate between tensor cores and softmax (Gluon).
+"""The attention forward for sm_90 (Gluon): warp-specialized, with TMA loads and wgmma, persistent.
 
-One program stays on each SM and walks over its tiles (but see short prompts, below); a tile is some queries of one
-head. Its producer, a single warp, copies the queries by TMA, and fills a ring of slots with blocks of keys and values,
-from the last block that the tile sees to the first. Its consumers, warpgroups with 64 queries each, keep the scores,
-the softmax weights and their rows of the output in registers:
+The algorithm is FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608): an online softmax over blocks of
+keys, overlapped with the GEMMs.
 
-    s = q k.T of a block      started together with o += weights v of the previous block: the tensor cores have both
-    weights = softmax of s    as soon as s is complete, while the tensor cores are still at the second
+Work: one CTA stays on each SM and walks over its tiles, each up to 192 queries of one head (short prompts: see below).
+A producer warp loads the tile's queries by TMA, then fills a ring of pipeline stages with blocks of keys and values,
+from the last block that the tile sees to the first. The last block may be ragged or cut by causality, so it is always
+masked; the others only where it is needed. One to three consumer warpgroups compute 64 query rows each:
 
-With `turns`, one consumer starts its dots when another has started its own, so that the softmax of one overlaps the
-dots of the other. With `joined`, this goes on from tile to tile.
+    s = q k^T of a block     issued together with o += p v of the previous block, so the tensor cores stay busy
+    p = softmax of s         computed as soon as s is complete, while p v is still in flight
+
+Registers of a consumer: s in float32, p in 16 bits as the first operand of p v, its rows of o, their maxima and sums.
+Shared memory: q, the ring, and the output on its way to memory.
+
+With `turns` the consumers are in ping-pong: each issues its GEMMs after the one before it, so that the softmax of one
+overlaps the GEMMs of another. With `joined` the overlap continues across tiles: the first scores of the next tile are
+issued together with the last p v of this one.
+
+Limits: the tensor cores do 4 D operations a score and exp2 one, of which an SM can do 16 a clock. That is as much time
+as the GEMMs take at D = 64, and half of it at 128. The tile is limited by registers (`can_implement`).
+
+Barriers (slots and parities: `primitives.gluon`):
 
     ready[slot]       completed by the bytes that land; the consumers wait for it
     free[slot]        completed by one arrival of each consumer; the producer waits for it
     q_ready, q_free   the same for the queries
-    turns[i]          completed by one arrival of the consumer before i, once it has started its dots
+    turns[i]          completed by one arrival of the consumer before i, once it has issued its GEMMs
 
-The order in a ring (`primitives.gluon`) is k of a tile's first block, then always k of the next block and v of the
-last one.
+The order of blocks in the ring is k of a tile's first block, then k of each next block followed by v of the one before
+it, and v of the tile's last block at the end. With `joined`, k of the next tile's first block comes before that last v.
 
-A row's maximum is of scores before `scale`. Its sum is kept in four parts, as its threads have it, until the end. The
-lowest maximum is finite, so that a row that sees no key needs no special case until it is written.
+A row's maximum is of scores before `scale`. The row's four threads keep a partial sum each, which are added up once,
+at the end. The maximum starts at a finite number: with -inf, a row whose keys are all masked would compute
+-inf - (-inf) = NaN. So the sum of a row that sees no key is 0, and only `_write` treats it apart.
 
 The kernel's one constant, T, is a `Tiling` (`hopper_tiling`). num_warps of a configuration counts the consumers' warps,
 4 for each 64 queries of block_m; one more warp is the producer.
 
-For short prompts, what comes before the first dot and after the last one is much of the time. Their programs have one
-tile each (`Tiling.single`): less is computed before the first copies, and no next tile is started at the end. They have
-one consumer, so that two programs fit on an SM, or two, of which one sees few keys where the other sees many
-(`Tiling.paired`).
+For short prompts, prologue and epilogue are much of the time. Their CTAs have one tile each (`Tiling.single`): less is
+computed before the first loads, and no next tile is started at the end. They have one consumer, so that two CTAs fit on
+an SM, or two, of which one sees few keys where the other sees many (`Tiling.paired`).
 
-Tiles differ in length with causality or a window; `work_order` says which program takes which. The lengths of packed
-sequences are on the device: a kernel ahead lists the tiles (`packed`). TMA ends each sequence as it ends a tensor. It
-reads zeros past a sequence's last token, so that what the next one has there, NaN even, is not seen, and writes nothing
-there (`primitives.gluon.describe_packed`).
+With causality or a window, tiles differ in length: `work_order` says which CTA takes which. The lengths of packed
+sequences are on the device, so a kernel before this one lists the tiles (`packed`). TMA treats the end of each sequence
+as the end of a tensor: it loads zeros past the last token, whatever the next sequence has there, even NaN, and stores
+nothing there (`primitives.gluon.describe_packed`).
 
-Of keys and values in pages, the producer copies a block at a time, too: a part of a page, or, where pages are smaller
-than blocks, each of its pages by copies of their own.
+Keys and values in pages are loaded a block at a time too: part of a page by one copy, or, where pages are smaller than
+blocks, every page of the block by copies of its own.
 """
 
 from __future__ import annotations
@@ -88,10 +100,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
 
 accepts = is_describable
 _DTYPES = (torch.bfloat16, torch.float16)
-# What a kernel of 8, 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
+# Registers of a thread at launch, by consumers. The producer counts as 4 warps, so there are 8, 12 or 16 warps; with 8,
+# two CTAs fit on an SM. `warp_specialize` then moves most of the producer's registers to the consumers.
 _REGISTERS = {1: 128, 2: 168, 3: 128}
 _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in use
-_LOWEST = gl.constexpr(-1e30)
+_LOWEST = gl.constexpr(-1e30)  # the first maximum of a row
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 _NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds", "stride_pages", "n_pages"]
@@ -99,7 +112,7 @@ _NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_r
 
 @gluon.jit
 def _capped(s, cap_factor, T: gl.constexpr):
-    """Scores before `scale`; tanh by exp2, which is one instruction."""
+    """Scores before `scale`: q·k, or its tanh, as 1 - 2 / (e^2x + 1); `cap_factor` includes 2 log2(e) (`prepare`)."""
     if T.capped:
         e = gl.exp2(s * cap_factor)
         return 1.0 - 2.0 / (e + 1.0)
@@ -109,7 +122,7 @@ def _capped(s, cap_factor, T: gl.constexpr):
 
 @gluon.jit
 def _hidden(s, row, block, size, limits, T: gl.constexpr):
-    """Scores of the queries from `row` on, -inf where one doesn't see the key."""
+    """Mask the scores of the queries from `row` on: -inf where a query doesn't see the key."""
     n_q, n_k = size[2], size[3]
     left, right = limits
     cols = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
@@ -125,7 +138,11 @@ def _hidden(s, row, block, size, limits, T: gl.constexpr):
 
 @gluon.jit
 def _weigh(s, peak, scale, T: gl.constexpr):
-    """Softmax weights of a block, their sums in parts, the new maximum, and the factor of previous weights."""
+    """A block's p, each thread's sums of p, the new maxima, and the factor that rescales what came before.
+
+    In wgmma's layout a row lies in four threads, each with two adjacent columns of every eight: (keys / 8, 4, 2). The
+    sum leaves out the axis of threads, which would take shuffles; the maximum needs it in every block.
+    """
     by_thread = s.reshape([T.rows, T.keys // 8, 4, 2])
     top = gl.max(gl.max(gl.max(by_thread, 1), 2), 1)
     higher = gl.maximum(peak, gl.convert_layout(top, peak.type.layout, assert_trivial=True))
@@ -137,12 +154,13 @@ def _weigh(s, peak, scale, T: gl.constexpr):
 
 @gluon.jit
 def _as_operand(weights, dtype, T: gl.constexpr):
+    """p as the first operand of p v, in registers."""
     return gl.convert_layout(weights.to(dtype), T.weights)
 
 
 @gluon.jit
 def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
-    """Copy a block of keys or values into the ring."""
+    """Start the load of a block of keys or values into a slot of the ring, (tiles, ready, free), once it is free."""
     tiles, ready, free = ring
     if T.page:  # before the wait, which hides the latency of reading the table
         page = _page_of(table, seq, block * T.keys, T)
@@ -157,7 +175,7 @@ def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
 
 @gluon.jit
 def _page_of(table, seq, row, T: gl.constexpr):
-    """The page of that key; past the sequence's last key its last page."""
+    """The page of key `row`, or of the last key if `row` is past it; clamped to the pages that exist."""
     pages_ptr, stride, n_pages, _pieces = table
     _end_q, _n_q, index, n_k = seq
     number = gl.minimum(row, gl.maximum(n_k - 1, 0)) // T.page
@@ -166,8 +184,10 @@ def _page_of(table, seq, row, T: gl.constexpr):
 
 @gluon.jit
 def _copy_pages(desc, table, page, seq, head, block, ready, slot, T: gl.constexpr):
-    """Start the copies of a block, whose first page is given. Tokens past the sequence's last one are zeros, whatever
+    """Start the loads of a block whose first page is `page`. Tokens past the end of the sequence become zeros, whatever
     the page holds.
+
+    The next page is looked up before the loads from this one, so that the table's latency is hidden.
     """
     pieces = table[3]
     n_k = seq[3]
@@ -187,7 +207,7 @@ def _copy_pages(desc, table, page, seq, head, block, ready, slot, T: gl.constexp
 
 @gluon.jit
 def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.constexpr):
-    """Keep the ring full."""
+    """The producer: load the queries of each tile, and keep the ring full."""
     q_ring, ring, _out_ring, _turns = memory
     q_tiles, q_ready, q_free = q_ring
     if not T.single:
@@ -225,7 +245,7 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
             old_block = begin
         else:
             slot, parity = _fill(v_desc, table, seq, kv_head, begin, ring, slot, parity, T)
-    if T.joined:  # the last tile's last dot is started with scores that nobody needs
+    if T.joined:  # the consumers issue the last p v with the scores of one more block, which they drop
         slot, parity = _fill(k_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
         slot, parity = _fill(v_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
 
@@ -244,7 +264,7 @@ def _skip(ring, slot, parity, count, T: gl.constexpr):
 
 @gluon.jit
 def _start_scores(q, ring, slot, T: gl.constexpr):
-    """Leaves out the columns, all zeros, that `T.multiplied` does not have."""
+    """Issue s = q k^T, without the columns past `T.multiplied`, which are all zeros."""
     keys = ring[0].index(slot).permute((1, 0))
     s = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
     BODY: gl.constexpr = T.multiplied[0]
@@ -258,6 +278,7 @@ def _start_scores(q, ring, slot, T: gl.constexpr):
 
 @gluon.jit
 def _await_turn(turns, turn, mine: gl.constexpr, T: gl.constexpr):
+    """Wait until the consumer before this one has issued its GEMMs; the parity of the next turn."""
     if T.turns:
         mbarrier.wait(turns.index(mine), turn)
     return turn ^ 1
@@ -271,7 +292,11 @@ def _pass_turn(turns, mine: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine: gl.constexpr, T: gl.constexpr):
-    """The scores and weights of a block, and meanwhile the dot of the previous block's weights and values."""
+    """One step of the mainloop: s and p of a block, while the tensor cores compute p v of the previous block.
+
+    The keys have landed: the end of the previous step waited for them, behind the softmax, so that the next GEMM is
+    issued without a wait. wgmma complete in the order of issue, so waiting until one is in flight waits for s alone.
+    """
     o, w, total, peak = state
     slot, parity, turn = at
     scale, cap_factor, limits = scoring
@@ -302,10 +327,10 @@ def _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine: gl.
 
 @gluon.jit
 def _steps(state, q, ring, turns, at, row, begin, end, size, scoring, mine: gl.constexpr, T: gl.constexpr):
-    """All blocks of a tile but the last one, which came first. Only blocks that need it are masked.
+    """The mainloop: all blocks of a tile but its last, which is done already. Only blocks at an edge are masked.
 
-    One loop with a branch in it: with two loops over the same q, ptxas computed q's descriptors before the first, and
-    used them in the second even where the first did not run.
+    It is one loop with a branch. With two loops, for masked and for whole blocks, ptxas computed the descriptors of q
+    before the first, and the second used them even where the first did not run.
     """
     n_q, n_k = size[2], size[3]
     left, right = scoring[2]
@@ -325,7 +350,7 @@ def _steps(state, q, ring, turns, at, row, begin, end, size, scoring, mine: gl.c
 
 @gluon.jit
 def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T: gl.constexpr):
-    """A tile's rows of the output, from the buffer `out`, and their log-sum-exp."""
+    """The epilogue: normalize o, store it by TMA through the buffer `out`, and store the rows' log-sum-exp."""
     heads, n_q = size[1], size[2]
     total = gl.convert_layout(gl.sum(total, 1), peak.type.layout, assert_trivial=True)
     peak = peak * scale
@@ -345,15 +370,15 @@ def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, si
         at = lse_ptr + (seq * heads + head).to(gl.int64) * n_q
     gl.store(at + rows, (peak + gl.log2(total)) * _LN2, mask=rows < n_q)
     o = o * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, T.acc))[:, None]
-    tma.store_wait(0)
+    tma.store_wait(0)  # the previous tile's store has read the buffer
     out.store(o.to(out_desc.dtype))
-    fence_async_shared()
+    fence_async_shared()  # makes it visible to TMA
     store_tile(out_desc, rows_at(seq, 0, head, row, T), out)
 
 
 @gluon.jit
 def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: gl.constexpr, T: gl.constexpr):
-    """The rows of every tile from mine * rows on; with `paired` and `mine`, those of the other block."""
+    """Consumer `mine`: 64 rows of every tile, from mine * rows on; with `paired`, consumer 1 has the partner block."""
     q_ring, ring, out_ring, turns = memory
     scale, cap_factor, limits = scoring
     if T.scale != 0:
@@ -367,7 +392,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     parity = 0
     buffer = 0
     q_parity = 0
-    turn = 0 if mine else 1  # the first need not wait
+    turn = 0 if mine else 1  # the parity for which consumer 0's first wait passes
     count = count_tiles(size, T)
     seq, head, row, begin, end = place(0, size, limits, order, T)
     row = first_row(row, mine, size, T)
@@ -401,7 +426,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
         state, at = _steps(state, q, ring, turns, (slot, parity, turn), row, begin, end, own_size, scoring, mine, T)
         slot, parity, turn = at
         o, w, total, peak = state
-        if T.packed:  # the tile's own place once more: the loop has no registers for what only its end needs
+        if T.packed:  # its place is read again: the mainloop has no registers for what only the epilogue needs
             seq, head, row, begin, end = place(i, size, limits, order, T)
             row = first_row(row, mine, size, T)
             following = gl.minimum(i + 1, count - 1)
@@ -499,10 +524,12 @@ def attend(
     for i in gl.static_range(gl.constexpr(T.q_buffers)):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_free.index(i), count=T.consumers)
-    if T.turns or not T.packed:  # Triton may put barriers that are not used where it passes a warp its arguments
+    # Not where they are unused: Triton may reuse the memory of a barrier on which nothing waits, for arguments of the
+    # other warps, and its initialization could overwrite them (see hopper_backward_dkdv).
+    if T.turns or not T.packed:
         for i in gl.static_range(gl.constexpr(T.consumers)):
             mbarrier.init(turns.index(i), count=1)
-    fence_async_shared()  # makes the initialised barriers visible to TMA
+    fence_async_shared()  # makes the initialized barriers visible to TMA
 
     if T.packed:
         size = (gl.load(tiles_ptr), q_desc.shape[2], q_desc.shape[1] - 1, k_desc.shape[1] - 1)
@@ -516,6 +543,7 @@ def attend(
     limits = (left, right)
     scoring = (scale, cap_factor, limits)
     order = tiles_ptr if T.packed else (width, wide, narrow, wide_rounds, narrow_rounds)
+    # The first function runs in the launched 4 warps. The lists have the warps and registers of the others.
     if T.consumers == 1:
         gl.warp_specialize(
             [
@@ -569,14 +597,15 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
         )
     if not p.aligned:
         return "kernel 'hopper' takes tensors whose base and strides are multiples of 16 bytes"
-    # Scores, -inf and the lowest maximum (-1e30) are multiplied by it: the results may be neither 0 nor over float32.
+    # The factor multiplies scores, the -inf of masked ones and the first maximum, -1e30. It may not vanish, as 0 * -inf
+    # is NaN, and its product with -1e30 must be finite.
     factor = p.scoring.softcap or p.scoring.scale
     if not (p.scoring.scale > 0 and 2.0**-100 < factor < 2.0**27):
         return f"kernel 'hopper' takes a scale above 0, and it or the softcap from 2^-100 to 2^27, not {p.scoring}"
     if min(p.batch, p.heads, p.n_q, p.n_k) < 1 or max(p.n_q, p.n_k) >= 2**30:
         return f"kernel 'hopper' takes from 1 to 2^30 - 1 queries and keys, not {p.n_q} and {p.n_k}"
     if p.packed:
-        if p.tokens >= 2**29 or p.heads * (p.tokens // 64 + p.batch) >= 2**27:  # 8 numbers a tile
+        if p.tokens >= 2**29 or p.heads * (p.tokens // 64 + p.batch) >= 2**27:  # a list of 8 int32 a tile
             return f"kernel 'hopper' takes fewer than {p.tokens} tokens of {p.batch} sequences and {p.heads} heads"
     elif tiles_of(p, 64) >= 2**30:
         return f"kernel 'hopper' takes fewer tiles than {p.batch} x {p.heads} heads of {p.n_q} queries are"

@@ -12,7 +12,7 @@ from triton.experimental import gluon  # isort: skip
 
 @gluon.jit
 def count_tiles(size, T: gl.constexpr):
-    """How many tiles this program has."""
+    """How many tiles this CTA has."""
     if T.single:
         return 1
     elif T.packed or T.limited:
@@ -23,11 +23,11 @@ def count_tiles(size, T: gl.constexpr):
 
 @gluon.jit
 def place(i, size, limits, order, T: gl.constexpr):
-    """Of this program's tile i: sequence, head, first query, and the first and the end of the blocks of keys it sees.
+    """This CTA's tile i: its sequence, head and first query, and the range [begin, end) of blocks of keys that it sees.
 
-    At least one block, so that all tiles take the same path. A sequence is its index in the batch; a packed one is the
-    end of its queries, how many they are, the end of its keys (or, if they are in pages, its index), and how many they
-    are.
+    The range is never empty, so that all tiles take the same path. The sequence is its index in the batch, or, packed,
+    a tuple: the end of its queries, their number, the end of its keys (the sequence's index if they are in pages), and
+    their number.
     """
     if T.packed:
         tile = packed.listed_tile(order, i, gl.program_id(0), gl.num_programs(0))
@@ -63,10 +63,10 @@ def _place_in_batch(i, size, limits, order, T: gl.constexpr):
             block = blocks - 1 - block
     else:
         tile = gl.program_id(0) + i * gl.num_programs(0)
-        # Signed, here and below: with unsigned division ptxas orders the main loop so that heads of 64 take 4 % longer.
+        # Signed, here and below: with unsigned division ptxas orders the mainloop so that heads of 64 take 4 % longer.
         head = tile // blocks
         block = tile - head * blocks
-    ROWS: gl.constexpr = T.rows if T.paired else T.tile_rows  # those that see the tile's last block of keys
+    ROWS: gl.constexpr = T.rows if T.paired else T.tile_rows  # adjacent ones of the tile: all, or consumer 0's
     if T.paired:
         block += gl.cdiv(n_q, gl.constexpr(T.rows)) - blocks
     row = block * ROWS

@@ -28,8 +28,8 @@ class Tiling:
         consumers: warpgroups, each with `rows` queries of a tile.
         stages: blocks of k or v that the ring holds.
         q_buffers: tiles of q in shared memory.
-        turns: the consumers take turns to start their dots.
-        joined: a tile's first dot of scores is started with the previous tile's last dot of values.
+        turns: ping-pong: the consumers take turns to issue their GEMMs.
+        joined: a tile's first q k^T is issued together with the previous tile's last p v.
         capped, has_left, has_right: see `Scoring.flags`.
         scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
         packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
@@ -38,10 +38,10 @@ class Tiling:
         paired: one of two consumers takes a block of queries from the end of the prompt, the other one from its start,
             so that all tiles take about the same time. Each skips the keys that it does not see. Only with causality,
             without a window or `turns`.
-        multiplied: the columns of q and k that the dot of scores multiplies, in two parts as `split_dim` has them. For
-            heads of 80 and 96 this is 3 to 7 percent faster on an H200 than all columns. The dot of values has all of
-            them: with it in two parts, too, the kernel was 2 to 19 percent slower than without any, from 1024 tokens
-            on, as the tensor cores read the weights from registers once for each part.
+        multiplied: the columns of q and k that q k^T multiplies, in two parts as `split_dim` has them. For heads of 80
+            and 96 this is 3 to 7 percent faster on an H200 than all columns. p v has all of them: with it in two parts,
+            too, the kernel was 2 to 19 percent slower than with neither, from 1024 tokens on, as the tensor cores read
+            p from registers once for each part.
     """
 
     keys: int
@@ -140,8 +140,8 @@ def tiling(
     """
     dim = max(32, 1 << (head_dim - 1).bit_length())
     multiplied = split_dim(head_dim) if head_dim > 64 else (dim, 0)
-    # As measured on an H200: joined is 2 to 8 percent faster, also with turns, but not for two consumers of short
-    # heads, where turns alone are 3 percent faster. Heads over 128, and three consumers with a cap, would spill.
+    # Measured on an H200: `joined` is 2 to 8 percent faster, except for two consumers of heads up to 64, where `turns`
+    # alone is 3 percent faster. Joined, heads over 128, and three consumers with a cap, would spill.
     consumers, capped = c.num_warps // 4, flags[0]
     paired = pairs and consumers == 2
     single = consumers == 1 or paired

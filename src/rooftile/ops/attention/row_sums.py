@@ -1,4 +1,4 @@
-"""What the backward of attention needs of each row of the output before its kernels, and the gradient of the sinks.
+"""delta of each row, which the backward of attention needs before its kernels, and the gradient of the sinks.
 
     delta = rowsum(dout * out) - dlse
     dsink[h] = -sum over batch and rows of exp(sink[h] - lse) * delta
@@ -88,7 +88,7 @@ def _delta_kernel(
     tl.store(delta_ptr + flat, delta, mask=row_mask)
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        # Not for a sink of -inf over a row that sees nothing.
+        # Without the test, a sink of -inf over a row that sees no key gives exp2(-inf + inf) = NaN.
         share = tl.where(lse == float("-inf"), 0.0, tl.exp2((sink - lse) * LOG2E))
         tl.store(partial_ptr + (batch * n_blocks + block) * heads + head, -tl.sum(share * delta, axis=0))
 
@@ -196,7 +196,7 @@ def _stats_kernel(
     cols = tl.arange(0, DIM)[None, :]
     mask = there[:, None] & (cols < N)
 
-    if HAS_SUMS:  # flat: a tile of zeros has no order
+    if HAS_SUMS:  # zeros, so their order in the tile does not matter
         sums = sums_ptr + tile * (ROWS * DIM) + tl.arange(0, ROWS * DIM)
         tl.store(sums, tl.zeros([ROWS * DIM], tl.float32))
 
@@ -249,7 +249,8 @@ def _finish_kernel(
     cols = (part % (DIM // 64)) * 64 + tl.arange(0, 64)
 
     sums = tl.load(sums_ptr + program * 4096 + tl.arange(0, 4096))
-    # The sum has the order of the kernel's registers: warps, columns / 8, rows % 8, columns % 8 / 2, rows / 8, pairs.
+    # The sum has the order of the accumulator's registers (`_add_dq`): row // 16 (the warp), column // 8, row % 8,
+    # column % 8 // 2, row % 16 // 8, column % 2.
     dq = sums.reshape(4, 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
 
     dq_ptr += (flat // heads) * stride_b + (flat % heads) * stride_h
