@@ -45,10 +45,8 @@ an SM, or two, of which one sees few keys where the other sees many (`Tiling.pai
 With causality or a window, tiles differ in length: `work_order` says which CTA takes which. The lengths of packed
 sequences are on the device, so a kernel before this one lists the tiles (`packed`). TMA treats the end of each sequence
 as the end of a tensor: it loads zeros past the last token, whatever the next sequence has there, even NaN, and stores
-nothing there (`primitives.gluon.describe_packed`).
-
-Keys and values in pages are loaded a block at a time too: part of a page by one copy, or, where pages are smaller than
-blocks, every page of the block by copies of its own.
+nothing there (`primitives.gluon.describe_packed`). Keys and values in pages are loaded a block at a time too: part of a
+page by one copy, or, where pages are smaller than blocks, every page of the block by copies of its own.
 """
 
 from __future__ import annotations
