@@ -1,7 +1,8 @@
 """Rows too long for one program: several programs share a row and exchange their partial results through memory.
 
-The host has zeroed the memory. Each program publishes the complement of its result's bits and waits until all words of
-its row are there. A result may be zero, but its complement is zero for one NaN alone, which is never published.
+The host has zeroed the memory. Each program publishes the complement of its result's bits and polls until no word of
+its row is zero. A result may be zero, but a complement is zero only for the NaN whose bits are all ones, which is never
+published (`_canonical`).
 
 A word is its own flag: nothing else is read once it is there. So relaxed accesses at GPU scope are enough on both
 sides, without a fence: a relaxed store to publish, and a volatile load, which PTX defines as a relaxed one, to poll.

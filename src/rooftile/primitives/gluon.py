@@ -1,8 +1,10 @@
 """What Gluon kernels share: names that differ between Triton's versions, rings of shared memory, tensor descriptors.
 
-A ring has STAGES slots. A producer warp fills them with tiles, and consumer warpgroups read them. Both sides walk the
-ring with a slot and a parity bit that flips whenever the slot wraps to 0. A consumer waits for the parity that it is
-at. The producer waits for the opposite one, which a newly initialised barrier counts as completed.
+A ring is a pipeline of STAGES slots in shared memory, the pipeline stages. A producer warp fills them with tiles, and
+consumer warpgroups read them. Each slot has two mbarriers, ready (full) and free (empty). Both sides walk the ring with
+a slot and a parity bit that flips whenever the slot wraps to 0. A consumer waits for the parity that it is at. The
+producer waits for the opposite one, which a newly initialized barrier counts as completed, so its first round waits for
+nothing. The parity tells a round from the one before it alone, so neither side may get two rounds ahead.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def view_as(memory, shape: gl.constexpr, like):
 
 @gluon.jit
 def keep_loads_before(number):
-    """The number; the assembler moves no load across this. It would delay the loads of later steps until their use."""
+    """The number, behind a warp barrier across which ptxas moves no load.
+
+    Without it ptxas sinks loads that were issued ahead, for later steps, down to where they are used.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1; bar.warp.sync 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )

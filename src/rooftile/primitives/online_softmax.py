@@ -13,7 +13,7 @@ from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the m
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # a maximum of nothing: finite, as -inf - -inf is NaN
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # the first maximum: finite, as -inf - -inf is NaN
 
 
 @triton.jit

@@ -50,7 +50,8 @@ def locate_tokens(
 def _load_page(pointers, PTX: tl.constexpr):
     """Page indices. Inline PTX, because Triton would pipeline its own load, and halve the depth for keys and values.
 
-    The load before the wait (Triton's, on NVIDIA GPUs) bypasses the L1, where the second load would find stale values.
+    The load without PTX bypasses the L1. Kernels use it before `pdl_wait` too, and what it left in the L1 could be
+    stale for the load after the wait.
     """
     if PTX:
         page = tl.inline_asm_elementwise(

@@ -40,7 +40,7 @@ def early(x: Tensor) -> bool:
 
 
 def options(early: bool) -> dict[str, Any]:
-    """The options of a plan, for an early launch or none."""
+    """The options of a kernel's launcher: with `early`, those of a programmatic dependent launch."""
     return {"launch_pdl": True} if early else {}
 
 
@@ -49,7 +49,7 @@ _constant_weights = contextvars.ContextVar("constant_weights", default=False)
 
 @contextlib.contextmanager
 def constant_weights() -> Iterator[None]:
-    """Meanwhile no kernel on this thread's streams writes a weight: kernels may load theirs before `pdl_wait`.
+    """A context in which no kernel on this thread's streams writes a weight: kernels may load theirs before `pdl_wait`.
 
     For the engine alone, whose weights don't change once they are loaded.
     """
@@ -73,7 +73,7 @@ def pdl_launch_dependents():
 
 @triton.jit
 def pdl_wait():
-    """Until the kernel before has ended and all it wrote can be read."""
+    """Wait until the previous kernel has ended and all that it wrote is visible."""
     cuda.gdc_wait()
 
 

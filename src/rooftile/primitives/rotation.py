@@ -27,9 +27,9 @@ def load_pairs(
     BLOCK_R: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """The heads at x_ptr as two float32 tiles (tokens, heads, pairs). ONCE: they are not read again.
+    """The pairs of the heads at x_ptr as two float32 tiles (tokens, heads, pairs). ONCE: they are not read again.
 
-    Adjacent elements (NEIGHBOURS) are one vector load, split in registers.
+    Pairs of adjacent elements (NEIGHBOURS) are loaded as vectors, and split in registers.
     """
     half, full, half_mask, full_mask = columns
     EVICTION: tl.constexpr = "evict_first" if ONCE else ""

@@ -42,8 +42,8 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
 def default_factor(head_dim: int, scale: float | None, softcap: float) -> float:
     """The factor of scores without a cap, if `scale` is the default one; else 0.
 
-    Kernels that are bound by FFMAs or by latency have it compiled in: an argument is a register. A difference that
-    float32 can't hold is none.
+    Kernels that are bound by FFMA instructions or by latency have it compiled in, as an argument takes a register. A
+    scale that differs from the default by less than float32's precision counts as the default.
     """
     usual = 1.0 / math.sqrt(head_dim)
     if softcap or not (scale is None or math.isclose(scale, usual, rel_tol=1e-8)):

@@ -21,7 +21,8 @@ def arrives_last(counter_ptr, count):
 
     The last CTA then sees what the others stored before, if it reads past its own L1 (`.cg`).
     """
-    tl.debug_barrier()  # all threads of the CTA have stored their part
+    # All threads of the CTA have stored their part. The atomic's release covers those stores too: they precede it.
+    tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
     if last:
         tl.store(counter_ptr, 0)

@@ -1,7 +1,7 @@
-"""The portable backward: how its two kernels are launched, and in what tiles.
+"""The portable backward: its two kernels, and their launch configurations.
 
-One kernel computes dk and dv, and walks the queries (backward_dkdv.py); another computes dq, and walks the keys
-(backward_dq.py). What they share is in backward_parts.py.
+One kernel computes dk and dv, and walks over the queries (backward_dkdv.py); another computes dq, and walks over the
+keys (backward_dq.py). What they share is in backward_parts.py.
 
 With s the scores (scaled, capped, biased), p = exp(s - lse) and ds = p * (dout·v - delta):
 
@@ -11,8 +11,8 @@ A program owns a block of keys of one KV head, or of queries of one head, and su
 atomics, so a second run gives the same bits. Both kernels compute p again from q, k and the log-sum-exp.
 
 Bytes: q, k, v, out, dout and the log-sum-exp are read; dq, dk and dv are written; delta (`row_sums`), a float32 a row,
-is written and read. Seven dots for each pair of a query and a key, where the forward has two: both kernels compute the
-scores and dp, so that neither waits for the other. Only the gradients that are asked for are computed.
+is written and read. Both kernels compute the scores and dp, so they have seven GEMMs together, where one kernel that
+adds dq by atomics has five, and the forward two. Only the gradients that are asked for are computed.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _launcher(tiling: Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, 
 
 
 def _together(lane_bytes: int, lanes: int, target: runtime.Target) -> int:
-    """Lanes whose blocks take turns: as many as leave half of the L2 free."""
+    """Lanes (heads of batch entries) that are worked on together: as many as fill half of the L2."""
     return max(1, min(lanes, target.l2 // 2 // max(1, lane_bytes)))
 
 

@@ -1,9 +1,10 @@
-"""The portable backward: dk and dv, in one kernel that walks the queries.
+"""The portable backward: dk and dv, in one kernel that walks over the queries.
 
     dv = pᵀ @ dout,   dk = scale * dsᵀ @ q
 
-A program owns a block of keys of one KV head, and walks the queries of all heads that share it. Scores are transposed,
-keys by queries: pᵀ and dsᵀ then leave the tensor cores as they enter the next dot.
+A program has a block of keys of one KV head, and walks over the queries of all query heads that share it (GQA). dk and
+dv are accumulated in registers, float32. Scores are computed transposed, keys by queries: pᵀ and dsᵀ then leave one
+tl.dot in the layout in which the next one takes its first operand.
 """
 
 from __future__ import annotations

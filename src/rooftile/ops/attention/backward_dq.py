@@ -1,8 +1,8 @@
-"""The portable backward: dq, in a kernel that walks the keys.
+"""The portable backward: dq, in a kernel that walks over the keys.
 
     dq = scale * ds @ k
 
-A program owns a block of queries of one head.
+A program has a block of queries of one head, and accumulates its dq in registers, float32.
 """
 
 from __future__ import annotations

@@ -140,7 +140,10 @@ def probabilities(
 
 @triton.jit
 def uncapped_gradient(ds, scores, cap, CAPPED: tl.constexpr):
-    """The gradient of q·k, but for `scale`: ds is that of the scores, `scores` as `capped_scores` gave them."""
+    """The gradient of q·k before `scale`, from ds, that of the capped scores: times the cap's, 1 - tanh².
+
+    `scores` are what `capped_scores` gave, so tanh is scores / cap.
+    """
     if CAPPED:
         t = scores * (1.0 / cap)
         return ds * (1.0 - t * t)

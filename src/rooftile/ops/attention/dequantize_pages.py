@@ -1,5 +1,5 @@
-"""The pages of sequences in 16 bits, for the Hopper kernel: TMA copies bytes as they are, and the tensor cores take k
-and v from where it puts them.
+"""Dequantizes the pages of sequences to 16 bits for the Hopper kernel, whose wgmma reads k and v from shared memory as
+TMA put them there.
 
     k16 = round(float32(k) * k_scale),   v16 = round(float32(v) * v_scale),   to q's dtype
 

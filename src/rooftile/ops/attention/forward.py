@@ -1,7 +1,12 @@
-"""The portable forward: a program holds a block of queries and walks over the keys that any of them sees.
+"""The portable forward: FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691), for any GPU and every option.
 
-The softmax is computed online (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867): m is the largest score
-so far, denom the sum of 2^(s - m), acc the sum of 2^(s - m) v. A block that raises m scales denom and acc down.
+A program computes BLOCK_M query rows of one head, and walks over the blocks of BLOCK_N keys that any of them sees, with
+an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867): m is the largest score so far, denom
+the sum of 2^(s - m), acc the sum of 2^(s - m) v. A block that raises m rescales denom and acc.
+
+m, denom and acc stay in registers, float32. Blocks of keys and values go through shared memory, in a pipeline of STAGES
+stages. Only blocks at the edges of causality or the window are masked: the others, which all queries of the tile see
+whole, take a loop without comparisons.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from rooftile.primitives.scores import LN2, LOG2E, capped_scores, split_dim
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-_CHUNK = 16  # elements of a float32 head that are multiplied at once
+_CHUNK = 16  # elements of a float32 head that one tl.dot multiplies: see `_walk_keys`
 
 
 @triton.jit
@@ -61,7 +66,7 @@ def biased(
 ):
     """The scores with the additive mask and the slope of ALiBi; -inf where a bool mask hides a key.
 
-    rows (R, 1) are inside the mask; of cols (1, C) those are that are less than n_k.
+    rows (R, 1) must be rows of the mask. With MASKED, it is not read at cols (1, C) from n_k on.
     """
     if MASK != "":
         ptrs = mask_ptr + rows.to(tl.int64) * stride_mt + cols.to(tl.int64) * stride_ms
@@ -108,12 +113,13 @@ def _walk_keys(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the keys from lo to hi; with MASKED, only those that exist and are seen count.
+    """The mainloop over the keys from lo to hi. With MASKED, keys that do not exist or are not seen are masked.
 
-    Pages and scales are those of `attend`. Of a cache, keys before `first` are not read: their pages may be free.
+    Pages and scales are those of `attend`. Keys of a cache before `first` are not read: the window has passed them, and
+    their pages may belong to others by now.
 
     CHUNK is for float32, whose exact products run on the FMA units. Their operands are in registers, so a head is
-    multiplied in chunks, for which q is read again.
+    multiplied in chunks, for which q is loaded again in every block.
     """
     # RAW scores are scaled where their maximum is subtracted: one instruction an element less.
     factor, cap, left, right = scoring
@@ -163,7 +169,7 @@ def _walk_keys(
             top *= factor
         m_new = tl.maximum(m, top)
         m_off = m_new
-        if MASKED or MASK != "":  # for rows that have seen no key: exp2(-inf) is 0, exp2(-inf + inf) is not
+        if MASKED or MASK != "":  # while a row has seen no key, m is -inf: exp2(-inf - -inf) would be NaN, not 0
             m_off = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_off)
         p_tile = tl.exp2(s * factor - m_off[:, None] if RAW else s - m_off[:, None])
@@ -191,12 +197,12 @@ def attend(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The block of queries from start_m on, of one head of a sequence, to which q, k, v, out, lse and mask point.
+    """Attention of the tile of queries from start_m on, of one head: q, k, v, out, lse and mask point to its sequence.
 
     With PAGE, keys and values are in pages of so many rows. `pages` are the table, the sequence's row in it, the number
-    of pages, and the strides of the table's rows and of the pages of k and v. K_SCALES and V_SCALES are "token" for
-    factors of single keys and values, "head" for one of the values, else ""; `scales` are for k and for v the factors
-    of the head, their stride of pages and that of tokens.
+    of pages, and the strides of the table's rows and of the pages of k and v. `scales` are, for k and then for v, the
+    pointer to the head's scales, their stride of pages and that of tokens. K_SCALES and V_SCALES say which there are:
+    "token" for one of each key or value, "head" for one of all (that of the keys is in `scoring` already), else "".
     """
     _, _, left, right = scoring
     rows = start_m + tl.arange(0, BLOCK_M)
@@ -225,7 +231,8 @@ def attend(
         slope = tl.load(slopes_ptr + head).to(tl.float32) * LOG2E
     safe_rows = tl.minimum(rows, n_q - 1)[:, None]
 
-    # Blocks that all queries see whole need no comparisons. They are between the blocks at the edges of the window.
+    # Three ranges of blocks: those at the window's left edge, those that all queries see whole, and those at its right
+    # edge, or causality's, or the end of the keys. Only the first and the last are masked.
     first = first_key(p_first, left, HAS_LEFT)
     lo = first // BLOCK_N * BLOCK_N
     hi = end_key(p_last, n_k, right, HAS_RIGHT)
@@ -256,7 +263,7 @@ def attend(
         D, D1, D2, V, V1, V2, CHUNK, BLOCK_N, STAGES, True,
     )  # fmt: skip
 
-    denom = tl.where(denom == 0.0, 1.0, denom)  # a row that sees no key: zeros, and log 0
+    denom = tl.where(denom == 0.0, 1.0, denom)  # a row that sees no key: its output is 0, and its lse m, -inf
     acc /= denom[:, None]
     if V_SCALES == "head":
         v_scale = tl.load(scales[3])
@@ -280,8 +287,8 @@ def forward_kernel(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Pairs of a sequence and a head whose keys and values fit in the L2 together take turns, from the last block of
-    # queries, which sees the most keys, to the first: a launch ends with short blocks.
+    # `together` pairs of a sequence and a head, whose keys and values fit in the L2, run before the next ones. The last
+    # block of each, which sees the most keys under causality, comes first, so that a launch ends with short blocks.
     pair, block = place(tl.program_id(0), together, pairs, n_blocks)
     start_m = (n_blocks - 1 - block) * BLOCK_M
     head = (pair % heads).to(tl.int64)
@@ -421,7 +428,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig) -> Callable[..., None]:
     strides = tuple(n for t in (x.q, x.k, x.v, out) for n in t.stride()[:3])
     # Triton knows by itself of strides that are multiples of 16.
     eights = all(n % 8 == 0 for n in strides) and not all(n % 16 == 0 for n in strides)
-    # Scores stay unscaled where they can: not with a subnormal factor, which is 0 on the device, and 0 * -inf is NaN.
+    # Scores stay unscaled (RAW) where they can. A subnormal factor is flushed to 0 on the device, and 0 * -inf is NaN.
     s = x.scoring
     raw = not (s.softcap or x.alibi_slopes is not None or x.mask_kind == "float") and s.numbers[0] >= 2.0**-126
     dtypes = tuple(None if t is None else t.dtype for t in (x.q, x.mask, x.alibi_slopes, x.sinks))

@@ -4,8 +4,8 @@ The queries of all sequences are packed; their keys and values are in the cache 
 queries of one head of one sequence, as in `attention_varlen`. It finds the page of each block of keys in the table, or,
 where pages are smaller than blocks, the page of each key. Elements of 8 bits become q's dtype as they are loaded.
 
-On sm_90 the `hopper` kernel takes the calls that it takes over dense keys (`problem.choose_forward`). A cache in 8
-bits, or with scales, is copied in q's dtype before (`dequantize_pages`).
+On sm_90 the `hopper` kernel is chosen as it is over dense keys (`problem.choose_forward`). A cache in 8 bits, or with
+scales, is dequantized into a copy in q's dtype first (`dequantize_pages`).
 
 Over a latent cache, where values are the first columns of the keys, the portable kernel reads both from the cache of
 keys. For sm_90 there is a kernel that reads them once, for all heads (`hopper_latent`); `latent` says when it runs.
@@ -99,7 +99,7 @@ class _Kind:
     flags: tuple[bool, bool, bool]
     alibi: int
     raw: bool
-    fuses: bool  # a product and the addition behind it
+    fuses: bool  # whether the compiler may fuse a product and the addition that follows into an FMA
 
 
 @functools.cache

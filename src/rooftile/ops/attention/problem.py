@@ -26,10 +26,11 @@ class AttentionConfig:
     """How an attention kernel is launched.
 
     Args:
-        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90: TMA copies and warpgroups that take
-            turns, persistent but for short prompts.
+        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90: warp-specialized, with TMA loads and
+            wgmma; its forward is persistent except for short prompts.
         block_m, block_n: query rows and keys of a tile.
-        num_warps, num_stages: warps of a program, and the depth of its load pipeline.
+        num_warps: of a program; of kernel "hopper" those that multiply, with one more that loads.
+        num_stages: pipeline stages of the loads.
     """
 
     kernel: Kernel
@@ -352,7 +353,7 @@ def _forward(p: Problem, target: runtime.Target) -> Iterator[AttentionConfig]:
 
 
 def _hopper(p: Problem, dim: int, target: runtime.Target) -> Iterator[AttentionConfig]:
-    """Three warpgroups for short heads and many tiles of 192 queries: one multiplies while two compute their softmax.
+    """Three warpgroups for heads up to 64 and many queries: one multiplies while two compute their softmax.
 
     On an H200 three reach 1.18 of cuDNN's speed at 8192 tokens, and two 0.98. Two are faster up to 1024 tokens, and by
     3 percent for 2048 causal ones.

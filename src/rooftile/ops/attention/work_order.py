@@ -1,4 +1,4 @@
-"""The order in which the programs of a persistent kernel take their tiles.
+"""Static scheduling of a persistent kernel: the order in which its programs take their tiles.
 
 With causality or a window, tiles differ in length, and programs that end at different times leave SMs idle. So heads
 are taken in groups whose keys and values fit in the L2, and the tiles of a group from the longest to the shortest, in
