@@ -1,14 +1,15 @@
-"""GEMV: one row of x, by multiplying and adding. A tensor core would multiply fifteen rows of nothing.
+"""GEMV: one row of x, on the FMA units. For a tensor core, x would be padded to 16 rows.
 
     z = x @ weight^T, or rms_norm(x) @ weight^T;   then an epilogue:
     "linear"    out = act(z * scale + bias) + residual
     "gated"     out = act(g) * u + residual,   [g | u] = z * scale + bias
     "qkv"       q, k, v = z * scale + bias;    q and k are rotated, k and v written into the cache
 
-A CTA has `block_n` rows of the weight (gated: as many of the gate and of up; qkv: pairs of rows that RoPE rotates
-together) and walks along them, `block_k` columns at a time. Each thread multiplies what it loaded and keeps its own
-sums, which are added up at the end. So the weight is read once. x and the norm's weight are read by every CTA, from the
-L2 or its own L1: a few kilobytes. The sum of x's squares is taken beside the products.
+It is bound by the bytes of the weight, which are read once. A CTA has `block_n` rows of the weight (gated: as many of
+the gate and of up; qkv: pairs of rows that RoPE rotates together) and walks along them, `block_k` columns at a time.
+Each thread multiplies what it loaded and keeps partial sums in registers, which are reduced across threads once, at the
+end. x and the norm's weight are read by every CTA, from the L2 or its own L1: a few kilobytes. The sum of x's squares
+is taken beside the products.
 
 Weights are dense, int8, float8_e4m3fn or int4 (`primitives/weights.py`). x is not rounded; the scale of a row or of a
 group multiplies its sum.
@@ -50,7 +51,7 @@ PREFETCH = 1
 # thousands of CTAs fill the GPU while the previous GEMV still has most of its weights to read.
 NORM_GATED_PREFETCH = -1
 STYLES = ("half",)  # of RoPE
-_REGISTERS = 1 << 16  # of an SM of NVIDIA's
+_REGISTERS = 1 << 16  # of an SM of an NVIDIA GPU
 
 
 @triton.jit
@@ -261,10 +262,10 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
 def _register_limit(weight: torch.dtype, block: int, c: GemmConfig, programs: int, target: runtime.Target) -> int:
     """The registers that a thread may have; 0 for no limit. `block` is the elements of a step.
 
-    On sm_90 a kernel takes 72 to 80 with 32 elements of 16 bits a thread, and up to 72 with 64 of int8. It gets 72, or
-    64, where with more a few CTAs would be left to run when all others have ended. In 16 bits, with 896 CTAs of four
-    warps, 18944 -> 3584, that took a step of Qwen2.5-7B from 3873 to 3673 us. In int8 it keeps the 1024 CTAs of
-    14336 -> 4096 in one wave.
+    On sm_90 a kernel takes 72 to 80 registers with 32 elements of 16 bits a thread, and up to 72 with 64 of int8. The
+    limit is 72, or 64 for int8, where all CTAs fit in one wave with it, and a few would be left for a second wave
+    without. In 16 bits, with 896 CTAs of four warps, 18944 -> 3584, that took a step of Qwen2.5-7B from 3873 to 3673
+    us. In int8 it keeps the 1024 CTAs of 14336 -> 4096 in one wave.
     """
     threads = c.num_warps * target.warp_size
     elements, most, least = (64, 72, 64) if weight == torch.int8 else (32, 80, 72)

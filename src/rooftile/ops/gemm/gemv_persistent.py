@@ -5,10 +5,11 @@
     "gated"     out = act(g) * u + residual,   [g | u] = z + bias
     "qkv"       q, k, v = z + bias;            q and k are rotated, k and v written into the cache; one row of x
 
-As many CTAs as run at once, 1024 threads an SM, share out the tiles of the weight, each of whole rows. A thread keeps
-its elements of x, times the norm's weight, for as long as its CTA runs. So a tile loads nothing but the weight, and the
-next tile's loads are in flight while this one's sums are added up. Every CTA of kernel "gemv" brings x to its threads
-anew, past barriers, and has no load in flight when it begins and when it ends. What that is worth stands at `configs`.
+Persistent CTAs, as many as run at once with 1024 threads an SM, share the tiles of the weight, each of whole rows. A
+thread keeps its elements of x, times the norm's weight, in registers for as long as its CTA runs. So a tile loads
+nothing but the weight, and the next tile's loads are in flight during the reduction of this one. Every CTA of kernel
+"gemv" brings x to its threads anew, past barriers, and has no load in flight when it begins and when it ends. What that
+is worth stands at `configs`.
 
 A gated tile has rows of the gate and of up in turns, a qkv tile the two rows of each pair that RoPE rotates together:
 the sums that belong together lie side by side.

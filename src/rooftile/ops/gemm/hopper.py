@@ -1,9 +1,9 @@
-"""The many-row mainloop for sm_90, in Gluon: TMA loads, wgmma, persistent CTAs.
+"""The many-row mainloop for sm_90 (Gluon): warp-specialized, with TMA loads and wgmma, persistent.
 
-One CTA stays on each SM and walks over its tiles. Its producer, a single warp, has TMA fill a ring of `stages` slots,
-each with `block_k` elements of the tile's rows of x and of w. Its consumers are warpgroups with `rows` rows of the tile
-each. They feed the slots to the tensor cores, and free a slot once it has been read. The producer runs on into the
-next tile while the consumers write out the last one.
+One CTA stays on each SM and walks over its tiles. Its producer warp has TMA fill a ring of `stages` pipeline stages
+(slots), each with `block_k` elements of the tile's rows of x and of w. Its consumers are warpgroups with `rows` rows of
+the tile each: they accumulate in registers (the `sums` below, float32), both operands come from shared memory. They
+free a slot once wgmma has read it. The producer runs on into the next tile during the epilogue of the last one.
 
     ready[slot]  completed by the bytes that land; the consumers wait for it
     free[slot]   completed by one arrival of each consumer; the producer waits for it
@@ -11,23 +11,24 @@ next tile while the consumers write out the last one.
 Slots and parities: see primitives/gluon.py. The kernel's one constant, T, is a `HopperTiling`. Its fields are Python
 numbers, no constants of Triton's: where one is needed, `gl.constexpr` makes it one.
 
-Where a tile's columns are no power of two, and for some gated GEMMs, w has several rings and a consumer several sums,
-which are multiplied one after another (`HopperTiling`).
+The tile is limited by registers, of which the accumulators take `HopperTiling.thread_sums`, and the stages by shared
+memory. Where a tile's columns are no power of two, and for some gated GEMMs, w has several rings and a consumer several
+accumulators, which are multiplied one after another (`HopperTiling`).
 
 A sum can continue over a second pair of operands (`more_x`, `more_w`), such as the factors of a LoRA adapter: the
 producer loads their steps after those of x and w, in the same tiles, and the consumers see only more steps.
 
 The residual comes through the same ring: after a tile's last step the producer loads it into slots of its own, `chunk`
-columns a slot, in the place of x. So it has landed when the sum is complete.
+columns a slot, in the place of x. So it is being loaded while the mainloop ends.
 
-The consumers share each tile, or (pingpong) two of them take the CTA's tiles in turn, and one writes out its tile while
-the other multiplies. Then each skips the slots of the other's tiles, and
+The consumers share each tile (cooperative), or two of them take the CTA's tiles in turn (`pingpong`), so that the
+epilogue of one overlaps the mainloop of the other. Then each skips the slots of the other's tiles, and
 
     order[i]     completed by one arrival of the other consumer; consumer i waits for it before a tile's first step
 
-keeps them from multiplying at the same time. This is needed for more than speed: a parity tells a turn of the ring from
-the previous one, not from the one before that, so no slot may be waited for before its last turn's bytes have landed.
-The consumer that arrives has seen all slots of its tile land, those of the residual too.
+keeps their mainloops apart. It is needed for more than speed: a parity tells a round of the ring from the previous one,
+not from the one before that, so no slot may be waited for before the bytes of its previous round have landed. The
+consumer that arrives has seen all slots of its tile land, those of the residual too.
 
 The fp8 kernel of float32 sums (hopper_fp8.py) shares the producer, the ring and the tiling.
 """
@@ -67,7 +68,8 @@ _DTYPES = {
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-# What a kernel of 8, 12 or 16 warps is compiled for; the consumers then take the registers that the producer leaves.
+# Registers of a thread at launch, by consumers. The producer counts as 4 warps, so there are 8, 12 or 16 warps.
+# `warp_specialize` then moves most of the producer's registers to the consumers.
 REGISTERS = {1: 168, 2: 168, 3: 128}
 _BARRIERS = 512  # bytes of shared memory, at most, for barriers, what warps exchange, and alignment
 
@@ -82,7 +84,7 @@ class HopperTiling:
     """All that the kernel is compiled for but the dtypes: one constant of it.
 
     Triton's tensors are powers of two, and a tile's columns need not be: 192 of them are loaded as three pieces of 64,
-    and a consumer has two sums, of 128 and of 64 columns.
+    and a consumer has two accumulators, of 128 and of 64 columns.
 
     Args:
         rows: rows of x that one consumer multiplies, 64 or 128.
@@ -90,6 +92,7 @@ class HopperTiling:
         chunk: columns of the output that are written at a time.
         out_buffers: chunks of one consumer that are being written at the same time.
         x_k, w_k: whether k is the contiguous dimension of x and of w. Where not, the tensor cores transpose the tile.
+        group_m: rows of tiles that are walked together, see `corner`.
         pingpong: every consumer has tiles of its own; otherwise all consumers share one, each `rows` rows of it.
         x_scale, w_scale: what shares a scale of fp8 operands; "" for 16-bit ones.
     """
@@ -145,7 +148,7 @@ class HopperTiling:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of each of a consumer's sums: of a gated GEMM those of the gate first."""
+        """Columns of each of a consumer's accumulators: of a gated GEMM those of the gate first."""
         if self.x_scale:
             return (self.piece,) * self.w_loads
         if self.joined:
@@ -208,22 +211,22 @@ class HopperTiling:
 
     @property
     def layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
-        """The sums in registers. Of three consumers, none has enough of them for instructions of 256 columns."""
+        """The accumulators. With three consumers, a thread has too few registers for wgmma of 256 columns."""
         widest = 128 if self.consumers == 3 else 256
         return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(n, widest), self.mma_k]) for n in self.widths)
 
     @property
     def part(self) -> gl.NVMMADistributedLayout:
-        """A chunk of that sum."""
+        """A chunk of an accumulator."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.chunk, self.mma_k])
 
     @property
     def thread_sums(self) -> int:
-        """Registers of a thread that sums take."""
+        """Registers of a thread that the accumulators take."""
         return self.rows * self.halves * self.cols // 128
 
     def shared_memory(self, out_size: int) -> int:
-        """Bytes, or a few more."""
+        """An upper bound in bytes: the ring, the output's buffers and the barriers."""
         step = (self.tile_rows + self.halves * self.cols) * self.block_k * (32 // self.mma_k)
         return self.stages * step + self.consumers * self.out_buffers * self.rows * self.chunk * out_size + _BARRIERS
 
@@ -248,7 +251,7 @@ def count_tiles(size, T: gl.constexpr):
 def corner(i, size, T: gl.constexpr):
     """The first row and column in the output of this CTA's tile i.
 
-    group_m rows of tiles are walked column by column, so that what CTAs read at the same time stays in the L2.
+    Rasterization: group_m rows of tiles are walked column by column, so that what CTAs read together stays in the L2.
     """
     tile = gl.program_id(0) + i * gl.num_programs(0)
     tiles_m = gl.cdiv(size[0], gl.constexpr(T.tile_rows))
@@ -266,7 +269,7 @@ def advance(slot, parity, T: gl.constexpr):
 
 @gluon.jit
 def _skip(slot, parity, count, T: gl.constexpr):
-    """The slot `count` slots on, and the parity there."""
+    """The slot `count` slots further on, and the parity there; it waits for none of them."""
     slot += count
     turns = slot // T.stages
     return slot - turns * T.stages, parity ^ (turns & 1)
@@ -304,7 +307,7 @@ def _load_step(x_desc, w_desc, ring, slot, parity, row, col, n, at, T: gl.conste
 
 @gluon.jit
 def produce(x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T: gl.constexpr):
-    """Keep the ring full."""
+    """The producer: keep the ring full."""
     x_ring, _, ready, free, _ = ring
     n = size[1]
     slot = 0
@@ -333,7 +336,7 @@ def produce(x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size,
 
 @gluon.jit
 def _multiply(sums, x_ring, w_rings, slot, use_acc, lane, T: gl.constexpr):
-    """Start sum += x @ w.T for every sum, on what is in the slot."""
+    """Issue a step: sum += x @ w.T for every accumulator, with the tiles in the slot. `lane`: which rows of x."""
     x = x_ring.index(slot * T.sharing + lane)
     if not T.x_k:
         x = x.permute((1, 0))
@@ -348,7 +351,7 @@ def _multiply(sums, x_ring, w_rings, slot, use_acc, lane, T: gl.constexpr):
 
 @gluon.jit
 def _wait(sums, STEPS: gl.constexpr, T: gl.constexpr):
-    """Wait until at most STEPS steps are in flight."""
+    """Wait until at most STEPS steps are in flight: wgmma complete in the order of issue, n_sums of them a step."""
     if T.n_sums == 1:
         return (warpgroup_mma_wait(STEPS, sums),)
     else:
@@ -357,7 +360,7 @@ def _wait(sums, STEPS: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _chunks(sums, T: gl.constexpr):
-    """All sums, `chunk` columns each: of a gated GEMM first those of the gate."""
+    """The accumulators in chunks of `chunk` columns: of a gated GEMM first those of the gate."""
     chunks = ()
     for i in gl.static_range(gl.constexpr(T.n_sums)):
         chunks += split_columns(sums[i], gl.constexpr(T.widths[i] // T.chunk))
@@ -383,7 +386,7 @@ def write_chunk(z, out, out_desc, row, col, j: gl.constexpr, T: gl.constexpr):
     else:
         tma.store_wait(T.out_buffers - 1)
     out.store(z.to(out_desc.dtype))
-    fence_async_shared()
+    fence_async_shared()  # makes it visible to TMA
     async_store(out_desc, [row, col], out)
 
 
@@ -408,7 +411,7 @@ def _consume(
     out_desc, bias_ptr, more_x_desc, out_ring, ring, size, mine: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and write out the rows of every tile from mine * rows on; of two that take turns, every other tile."""
+    """Consumer `mine`: mainloop and epilogue of its rows of every tile; with pingpong, of every other tile."""
     x_ring, w_rings, ready, free, order = ring
     n = size[1]
     steps = gl.cdiv(size[2], gl.constexpr(T.block_k))
@@ -422,7 +425,7 @@ def _consume(
         sums += (gl.full([T.rows, T.widths[i]], 0, gl.float32, T.layouts[i]),)  # type: ignore[assignment]
     slot = 0
     parity = 0
-    turn = 1 - mine  # the first of two finds the door open
+    turn = 1 - mine  # the parity for which consumer 0's first wait passes
     if T.pingpong and mine > 0:
         slot, parity = _skip(slot, parity, steps + SLOTS, T)
     for i in range(mine - LANE, count_tiles(size, T), 2 if T.pingpong else 1):
@@ -433,6 +436,7 @@ def _consume(
         mbarrier.wait(ready.index(slot), parity)
         sums = _multiply(sums, x_ring, w_rings, slot, False, LANE, T)
         sums = _wait(sums, 1, T)  # for nothing yet
+        # One step stays in flight while the next one's bytes are awaited; then the slot of the one before is free.
         for _ in range(1, steps):
             before = slot
             slot, parity = advance(slot, parity, T)
@@ -440,7 +444,7 @@ def _consume(
             sums = _multiply(sums, x_ring, w_rings, slot, True, LANE, T)
             sums = _wait(sums, 1, T)
             mbarrier.arrive(free.index(before), count=1)
-        if T.pingpong:
+        if T.pingpong:  # the other's mainloop may begin once the residual has landed too: see `order` above
             later, later_parity = slot, parity
             for _ in gl.static_range(SLOTS):
                 later, later_parity = advance(later, later_parity, T)
@@ -462,7 +466,7 @@ def _consume(
             out = out_ring.index(mine * T.out_buffers + j % T.out_buffers)
             _finish(z, z_gate, residual, out, out_desc, bias_ptr, row + LANE * T.rows, col + j * T.chunk, n, j, T)
             if HAS_RESIDUAL:
-                fence_async_shared()
+                fence_async_shared()  # the residual has been read before TMA writes the slot again
                 mbarrier.arrive(free.index(slot), count=1)
                 slot, parity = advance(slot, parity, T)
         if T.pingpong:
@@ -488,14 +492,18 @@ def allocate(x_desc, w_desc, out_desc, T: gl.constexpr):
         order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(order.index(i), count=1)
-    fence_async_shared()  # the loads see them initialised too
+    fence_async_shared()  # makes the initialized barriers visible to TMA
     k = x_desc.shape[1] if T.x_k else x_desc.shape[0]
     return (x_ring, w_rings, ready, free, order), out_ring, (out_desc.shape[0], out_desc.shape[1], k)
 
 
 @gluon.jit(do_not_specialize_on_alignment=["bias_ptr"])
 def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, more_x_desc, more_w_desc, bias_ptr, T: gl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k] + sum over r of more_x[m, r] * more_w[n, r], and the epilogue."""
+    """out[m, n] = sum over k of x[m, k] * w[n, k] + sum over r of more_x[m, r] * more_w[n, r], and the epilogue.
+
+    The first function of `warp_specialize` runs in the launched 4 warps. Its lists have the warps and registers of the
+    others.
+    """
     ring, out_ring, size = allocate(x_desc, w_desc, out_desc, T)
     HAS_RESIDUAL: gl.constexpr = residual_desc is not None
     if T.consumers == 1:

@@ -1,6 +1,6 @@
 """Parts of the GEMM mainloops for few and many rows, up to the sum; `epilogue.py` has what comes after it.
 
-A mainloop calls those parts that its constants select. Each part takes explicit pointers or tiles.
+A mainloop calls those parts that its constants select. Each part takes pointers or tiles, and no context.
 
     tiles             `divisible`, `grouped_tile`
     prologue          `norm_weights`, `near_one`: RMSNorm of x. `operand`: fp8 for GPUs that have none
@@ -74,9 +74,9 @@ def multiply_add(
 ):
     """acc + a @ b, and where the step has scales, acc + a @ b * b_scale * a_scale.
 
-    Hopper's tensor cores sum fp8 products with some 14 bits. Unless FAST, their sums are added to acc in float32 every
-    128 elements. APART: as a sum of its own, of which all instructions are issued at once. That takes as many registers
-    again; Triton's own way (max_num_imprecise_acc) takes the registers of one instruction, and waits for each.
+    Hopper's tensor cores accumulate fp8 products with some 14 bits. Unless FAST, their sums are added to acc in float32
+    every 128 elements. APART: the step is a tl.dot of its own, with a second accumulator, whose instructions are all
+    issued at once. Triton's way (max_num_imprecise_acc) takes registers for one instruction more, and waits for each.
     """
     if a_scale is not None or b_scale is not None:
         step = tl.dot(operand(a), operand(b), input_precision=PRECISION)

@@ -1,10 +1,11 @@
 """The few-row mainloop: up to 64 rows of x.
 
-A tile is `block_n` rows of the weight and all rows of x (`block_m`, padded). It is computed transposed,
-`w[n, k] x[m, k]`: the weight gets the tensor core's side of 64, so that little of it is idle. The weight streams
-through shared memory once; x comes out of the L2. A gated tile has `block_n` rows of the gate and as many of up, which
-are multiplied by the same tile of x. Where there are fewer tiles than the GPU runs CTAs, `split_k` CTAs share the sum
-of one tile; the last to finish adds the parts in order. GPUs with TMA load through it.
+The weight's bytes limit it: they are read once, and x comes out of the L2. A tile is `block_n` rows of the weight and
+all rows of x (`block_m`, padded). It is computed transposed, `w[n, k] x[m, k]` (operands swapped), so that the weight
+is on the tensor core's side of 64 and few of x's rows are padding. Both go through shared memory, in `num_stages`
+pipeline stages. A gated tile has `block_n` rows of the gate and as many of up, which are multiplied by the same tile of
+x. Where there are fewer tiles than the GPU runs CTAs, `split_k` CTAs share the sum of one tile (split-K); the last to
+finish adds the parts in order. Operands of 16 bits that TMA can describe are loaded by it on GPUs that have it.
 
 Stream-K, equal shares of all tiles' sums, was 2 to 8 % slower on an H200 than the best split: the partial sums cost
 more than the idle SMs of the last wave.
@@ -33,7 +34,7 @@ from rooftile.primitives.splitk import arrives_last, workspace
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-# Blocks of the weight that a CTA brings into the L2 before the previous kernel has ended.
+# Blocks of the weight that a CTA prefetches into the L2 before the previous kernel has ended (primitives/pdl.py).
 PREFETCH = 1
 
 

@@ -1,14 +1,15 @@
 """The many-row mainloop in Triton: any sizes, any strides of x and of the weight, batches, on any GPU.
 
-A CTA computes a tile of the output, or a part of its sum. Rows past the last one are clamped to it, so that loads need
-no mask. An operand that is contiguous along its rows is masked instead, where its last tile is not full: repeated rows
-would not be loaded as vectors.
+A CTA computes a tile of the output, or with split-K a part of its sum. The accumulator is in registers, float32, and
+the operands go through shared memory in STAGES pipeline stages. Rows past the last one are clamped to it, so that loads
+need no mask. An operand whose rows are its contiguous dimension is masked instead, where its last tile is not full:
+repeated rows would not be loaded as vectors.
 
 A sum can continue over a second, short pair of operands (`more_x`, `more_w`), such as the factors of a LoRA adapter. If
 the sum is split, the last part does that.
 
-Kernel "hopper" of fp8_linear without pingpong is this mainloop too: with TMA loads, and with as many CTAs as the GPU
-holds. They walk the tiles, so that a tile's first loads are in flight while the previous one is stored.
+Kernel "hopper" of fp8_linear without pingpong is this mainloop too, persistent and with TMA loads: as many CTAs as the
+GPU holds walk over the tiles, so that a tile's first loads are in flight during the epilogue of the previous one.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
 
 
 def _edge(t: Tensor, n: int, block: int) -> str:
-    """How an operand's last rows are kept in bounds: rows are contiguous where their stride is 1 and k's is not."""
+    """How an operand's last rows are kept in bounds. "clamp", unless its rows are its contiguous dimension."""
     if t.stride(-2) != 1 or t.stride(-1) == 1:
         return "clamp"
     return "none" if n % block == 0 else "mask"
