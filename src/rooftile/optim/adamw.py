@@ -1,8 +1,8 @@
 """`AdamW`: torch.optim.AdamW, with one launch for all parameters of a device.
 
-What a step does on the host is to look whether anything moved: the addresses of parameters, gradients and state, and
-the hyperparameters. Only what did is uploaded again: the vector of the gradients' addresses, the hyperparameters, or
-the table of all tensors. Nothing waits for the device.
+On the host a step only checks what has changed since the last one: the addresses of parameters, gradients and state,
+and the hyperparameters. What has is uploaded again: the vector of the gradients' addresses, the hyperparameters, or the
+table of all tensors. Nothing waits for the device, except with `nonfinite="error"`.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class AdamW(torch.optim.Optimizer):
                     self.state[p][name] = value.to(device=p.device, dtype=wanted)
 
     def _forget(self) -> None:
-        """Make all tables anew at the next step."""
+        """Drop all tables; the next step makes them anew."""
         self._seen: Any = None
         self._params: list[Any] = []
         self._addresses: list[int] = []
@@ -338,7 +338,7 @@ class AdamW(torch.optim.Optimizer):
         """Whether the state is where it was: somebody may have replaced or moved it."""
         values = itertools.chain.from_iterable(map(dict.values, self.state.values()))
         return (
-            all(map(is_, itertools.chain(values, (_END,)), self._values))  # END is at the same place in both
+            all(map(is_, itertools.chain(values, (_END,)), self._values))  # `_END` shows a difference in length
             and list(map(Tensor.data_ptr, self._tensors)) == self._places
         )
 

@@ -134,7 +134,10 @@ def _update(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one tensor, from element `start` on. `hyper` is what `read_group` returned."""
+    """One chunk of one tensor, from element `start` on. `hyper` is what `read_group` returned.
+
+    The bits of FLAGS are AMSGRAD, MASTER and STOCHASTIC.
+    """
     p_at, g_at, m_at, v_at, max_at, master_at = addresses
     P: tl.constexpr = KIND % 3
     G: tl.constexpr = KIND // 3 % 3
@@ -182,7 +185,7 @@ def update_chunk(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A whole chunk in vectors, where all addresses are aligned to them; any other by parts, an element at a time."""
+    """Update a chunk: in vectors of 16 bytes if it is whole and all addresses are aligned, else element by element."""
     PART: tl.constexpr = BLOCK // 8  # so that its pointers take no more registers than the vectors do
     p_at, g_at, m_at, v_at, max_at, master_at = addresses
     low = p_at | g_at | m_at | v_at | max_at | master_at
@@ -195,8 +198,14 @@ def update_chunk(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdamWConfig:
-    """Launches: elements of a chunk, and warps of a program. Of the norm `blocks` chunks are one, and each SM has
-    `per_sm` programs."""
+    """Launches of the update and of the norm of the gradients.
+
+    Attributes:
+        block: elements of a chunk of the update, which has a program for each.
+        num_warps: warps of a program.
+        blocks: a chunk of the norm is so many times as long.
+        per_sm: programs of the norm on each SM.
+    """
 
     block: int
     num_warps: int

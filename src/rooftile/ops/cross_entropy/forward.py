@@ -1,10 +1,11 @@
 """Cross entropy forward: the loss of each row, and where it is known in time, the gradient of the logits.
 
-A program has one row and reads it twice. The first pass keeps a maximum and a sum of exponentials for each few elements
-and rescales the sum when the maximum grows (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867); it also
-keeps what label smoothing, entropy and argmax need. The second pass writes the gradient. The first blocks of a row stay
-in registers for it. The rest is read again from the last block to the first, so that what was read last, and is most
-likely still in the L2, comes first.
+It is bound by memory. A program has one row. Its first pass is an online softmax (Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867): each thread keeps a maximum and a sum of exponentials for the few elements of a load,
+and rescales the sum when the maximum grows, so that the threads need no reduction before the end. It also keeps what
+label smoothing, entropy and argmax need. The second pass, where the forward computes the gradient, writes it. The first
+blocks of a row stay in registers for it. The rest is read again from the last block to the first, so that what was read
+last, and is most likely still in the L2, comes first.
 
 An ignored row is not read; its gradient is written as zeros. A target that is out of range is not looked up: it makes
 the row's loss and gradient NaN.
@@ -121,7 +122,7 @@ def _extend(
     decay = tl.exp2((tops - new) * LOG2E)
     exp = tl.exp2((x - new) * LOG2E)
     if STATS:
-        fall = tl.maximum(tops - new, -1e30)  # finite where nothing has been added yet
+        fall = tl.maximum(tops - new, -1e30)  # finite for the first block too: sums is 0 there, and 0 * inf is NaN
         slope = tl.where(exp == 0.0, 0.0, exp * (x - new))
         slopes = decay * (slopes + fall * sums) + tl.sum(slope, axis=1, keep_dims=True)
         best = tl.min(tl.where(x == here, cols, NO_COLUMN), axis=1, keep_dims=True)

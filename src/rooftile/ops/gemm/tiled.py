@@ -291,7 +291,6 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     tma = c.kernel == "hopper"
     reads_bytes = o.x_kind != "" and not tma  # on a GPU without fp8
     x_edge, w_edge = _edge(x, m, c.block_m), _edge(w, n, c.block_n)
-    # With a gate the second half of the weight's rows begins at n, which vectors of a masked load may not straddle.
     even_k = bool(k % c.block_k == 0)
     descriptors = {}
     if tma:

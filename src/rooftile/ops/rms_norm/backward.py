@@ -1,9 +1,12 @@
 """RMSNorm backward: two kernels, by the length of a row, and the sum of their partial weight gradients.
 
-- tile: a persistent grid. A program holds whole rows, prefetches the next ones into shared memory, and keeps its part
-  of dweight in registers (1024 to 8192 columns: 0.92 to 0.96 of a copy's speed in bf16 on an H200);
-- split: several programs share a row and exchange its two sums. Each keeps its columns' part of dweight in registers
-  (16384 to 131072 columns: 0.79 to 0.80 of a copy's speed; a step waits for the slowest program).
+Both are bound by memory, and persistent: a program keeps its part of dweight in registers over all of its rows.
+
+- tile: a program holds whole rows, and loads the next ones into shared memory meanwhile (1024 to 8192 columns: 0.92 to
+  0.96 of a copy's speed in bf16 on an H200);
+- split: several programs share a row, each with some of its columns, and exchange the row's two sums through memory
+  (`primitives.cta_exchange`; 16384 to 131072 columns: 0.79 to 0.80 of a copy's speed; a step waits for the slowest
+  program).
 """
 
 from __future__ import annotations
