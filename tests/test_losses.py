@@ -223,6 +223,21 @@ def test_a_sequence_without_labels_is_left_out(name, device):
     assert_right(name, tensors, *given, **options)
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo"])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_the_reference_of_a_pair_that_is_left_out_does_not_matter(loss_type, bad, device):
+    tensors = drawn(device)
+    tensors[2][1] = -100
+    _, options = arguments("dpo_loss", tensors, device)
+    options["loss_type"] = loss_type
+    expected = with_gradients(losses.dpo_loss, tensors, (), options)
+    spoiled = options["ref_logps"].clone()
+    spoiled[1] = bad  # a mean over no labels is 0 / 0
+    found = with_gradients(losses.dpo_loss, tensors, (), {**options, "ref_logps": spoiled})
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
 def test_what_stands_at_masked_tokens_does_not_matter(device):
     tensors = drawn(device, ignored=0.0)
     given, options = arguments("grpo_loss", tensors, device)
@@ -290,6 +305,18 @@ def test_one_graph(device):
     found = with_gradients(compiled, tensors, given, options)
     for a, e in zip(found, with_gradients(step, tensors, given, options), strict=True):
         torch.testing.assert_close(a, e)
+
+
+def test_one_graph_for_sizes_that_are_known_and_sizes_that_are_not(device):
+    hidden, weight, labels, _ = drawn(device)
+    half = labels[: BATCH // 2].tolist()  # of known size
+
+    def step(some, weight):
+        return losses.simpo_loss(torch.stack([some, 2 * some]).flatten(0, 1), weight, torch.tensor(half + half)).loss
+
+    some = hidden[: BATCH // 2]
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(some, weight), step(some, weight))
 
 
 def test_wrong_arguments(device):

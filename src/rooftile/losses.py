@@ -58,7 +58,8 @@ def _check_shape(op: str, name: str, tensor: Tensor | None, *expected: tuple[int
     if tensor is None:
         return
     library.check_tensors(op, **{name: tensor})
-    if tuple(tensor.shape) not in expected:
+    # Not `in`: where sizes are symbols, Dynamo takes it for False.
+    if not any(tuple(tensor.shape) == shape for shape in expected):
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {' or '.join(map(str, expected))}")
 
 
@@ -218,14 +219,15 @@ def dpo_loss(
     if loss_type == "ipo":
         ratios = ratios / lengths.clamp(min=1)
     chosen, rejected = ratios.chunk(2)
-    margin = chosen - rejected
+    pairs = lengths.view(2, -1).all(0)
+    margin = torch.where(pairs, chosen - rejected, 0.0)  # 0 * NaN would reach the gradients of the other sequence
     if loss_type == "ipo":
         losses = (margin - 1 / (2 * beta)).square()
     elif loss_type == "hinge":
         losses = torch.relu(1 - beta * margin)
     else:
         losses = _preferred(beta * margin, label_smoothing)
-    return PolicyLoss(_mean(losses, lengths.view(2, -1).all(0)), logps.detach())
+    return PolicyLoss(_mean(losses, pairs), logps.detach())
 
 
 def _averages(logps: Tensor, lengths: Tensor) -> Tensor:
