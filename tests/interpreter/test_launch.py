@@ -1,5 +1,7 @@
 """Arguments, loops and Python's operators mean in a kernel what they mean to Triton's compiler."""
 
+import sys
+import threading
 import warnings
 
 import pytest
@@ -199,3 +201,34 @@ def test_bfloat16_constants():
     out = torch.empty(16, dtype=torch.bfloat16)
     _constants[(1,)](out, N=16)
     assert (out == torch.tensor(1.5).bfloat16() + torch.tensor(0.001).bfloat16()).all()
+
+
+def test_threads_launch_one_at_a_time():
+    """The interpreter keeps its program ids, and which memory it may touch, in globals."""
+    x = torch.randn(64)
+    expected, found, errors = x.sum().expand(3), [], []
+
+    def launch():
+        try:
+            for _ in range(30):
+                out = torch.empty(3)
+                for i in range(3):
+                    _loops[(1,)](x, out[i:], 0, 64, 1, KIND="range")
+                found.append(out)
+        except BaseException as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=launch) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
+    assert len(found) == 60
+    for out in found:
+        torch.testing.assert_close(out, expected)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 import types
 from typing import Any
 
@@ -55,6 +56,7 @@ def install() -> None:
     stock_builder_init = original(builder, "__init__")
     stock_patch_lang = original(interpreter, "_patch_lang")
     error_type = original(interpreter, "InterpreterError")
+    one_at_a_time = threading.RLock()  # the interpreter has its program ids and the patched language in globals
 
     # device_assert asks for debug. Overflow checks stay off: integers wrap on a GPU, which hashes and masked lanes rely
     # on, and a wrapped offset is found where it is used.
@@ -112,6 +114,10 @@ def install() -> None:
 
     @replace(executor, "__call__")
     def call(self, *args, **kwargs):
+        with one_at_a_time:
+            return launch(self, *args, **kwargs)
+
+    def launch(self, *args, **kwargs):
         launches.append(Launch(f"kernel {self.fn.__name__!r}"))
         try:
             with np.errstate(all="ignore"):  # a GPU gives inf and NaN without a warning
