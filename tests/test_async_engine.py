@@ -1218,11 +1218,11 @@ def test_requests_that_come_before_a_step_is_due_are_in_it(engine, expected, mon
 def test_where_all_slots_are_taken_no_step_is_put_off(engine, monkeypatch):
     asked = []
 
-    def due(self, prompts):
+    def plan(self, prompts):
         asked.append(prompts)
         return time.perf_counter() + 10
 
-    monkeypatch.setattr(Pace, "plan", due)
+    monkeypatch.setattr(Pace, "plan", plan)
     with rooftile.AsyncEngine(engine) as served:
         begun = time.perf_counter()
         streams = [add(served, 0, max_new_tokens=30) for _ in range(3)]
@@ -1236,6 +1236,15 @@ def test_where_all_slots_are_taken_no_step_is_put_off(engine, monkeypatch):
             time.sleep(0.01)
         assert not asked[-1], "the others decode"
     assert free_of(engine) == (9, 0)
+
+
+def test_a_step_of_a_split_model_is_not_put_off(engine, monkeypatch):
+    """How late the other ranks launch, rank 0 doesn't see."""
+    loop, _ = looped(engine, [PROMPTS[0]])
+    monkeypatch.setattr(Pace, "plan", lambda self, prompts: 7.0)
+    assert loop.due == 7.0
+    monkeypatch.setattr(engine.runner, "ranks", object())
+    assert loop.due == 0.0
 
 
 def test_a_long_prompt_is_not_launched_ahead_of_the_device(engine, monkeypatch):

@@ -220,7 +220,7 @@ def dpo_loss(
         ratios = ratios / lengths.clamp(min=1)
     chosen, rejected = ratios.chunk(2)
     pairs = lengths.view(2, -1).all(0)
-    margin = torch.where(pairs, chosen - rejected, 0.0)  # 0 * NaN would reach the gradients of the other sequence
+    margin = torch.where(pairs, chosen - rejected, 0.0)  # a NaN here would reach gradients as 0 * NaN
     if loss_type == "ipo":
         losses = (margin - 1 / (2 * beta)).square()
     elif loss_type == "hinge":

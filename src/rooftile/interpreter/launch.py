@@ -56,7 +56,7 @@ def install() -> None:
     stock_builder_init = original(builder, "__init__")
     stock_patch_lang = original(interpreter, "_patch_lang")
     error_type = original(interpreter, "InterpreterError")
-    one_at_a_time = threading.RLock()  # the interpreter has its program ids and the patched language in globals
+    one_at_a_time = threading.RLock()  # the program ids and the patched language are globals
 
     # device_assert asks for debug. Overflow checks stay off: integers wrap on a GPU, which hashes and masked lanes rely
     # on, and a wrapped offset is found where it is used.
@@ -114,21 +114,17 @@ def install() -> None:
 
     @replace(executor, "__call__")
     def call(self, *args, **kwargs):
-        with one_at_a_time:
-            return launch(self, *args, **kwargs)
-
-    def launch(self, *args, **kwargs):
-        launches.append(Launch(f"kernel {self.fn.__name__!r}"))
-        try:
-            with np.errstate(all="ignore"):  # a GPU gives inf and NaN without a warning
+        with one_at_a_time, np.errstate(all="ignore"):  # a GPU gives inf and NaN without a warning
+            launches.append(Launch(f"kernel {self.fn.__name__!r}"))
+            try:
                 return stock_call(self, *args, **kwargs)
-        except error_type as error:
-            root = _root(error)
-            if isinstance(root, (OutOfBoundsError, DeviceAssertionError)):
-                raise root from None
-            raise
-        finally:
-            launches.pop()
+            except error_type as error:
+                root = _root(error)
+                if isinstance(root, (OutOfBoundsError, DeviceAssertionError)):
+                    raise root from None
+                raise
+            finally:
+                launches.pop()
 
     # Every helper call patches triton.language anew, some 0.5 ms for a tl.zeros. A launch patches both of its modules
     # once; helpers called meanwhile need nothing more.

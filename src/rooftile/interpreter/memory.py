@@ -100,7 +100,8 @@ class Launch:
         return self.found[generation]
 
 
-# The running launches, innermost last. The interpreter keeps its own state in globals too: one thread at a time.
+# The running launches, innermost last. The interpreter keeps its own state in globals too, so launches of
+# several threads take turns (`launch`).
 launches: list[Launch] = []
 
 

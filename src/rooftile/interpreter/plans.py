@@ -3,7 +3,7 @@
 From the types of the operands, and from constants, Triton decides which casts, broadcasts and functions it asks the
 builder for. That takes longer than to compute them. A plan makes those calls alone. What stock refuses has no plan, and
 is refused each time. There are plans within a launch alone: without what that patches, Triton takes unsigned scalars
-for signed ones. As the interpreter's own state, plans are for one thread at a time.
+for signed ones. As the interpreter's own state, plans are for one launch at a time.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`AdamW`: torch.optim.AdamW, with one launch for all parameters of a device.
 
 On the host a step only checks what has changed since the last one: the addresses of parameters, gradients and state,
-and the hyperparameters. What has is uploaded again: the vector of the gradients' addresses, the hyperparameters, or the
+and the hyperparameters. It uploads only that again: the vector of the gradients' addresses, the hyperparameters, or the
 table of all tensors. Nothing waits for the device, except with `nonfinite="error"`.
 """
 

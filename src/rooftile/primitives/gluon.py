@@ -1,6 +1,6 @@
 """What Gluon kernels share: names that differ between Triton's versions, rings of shared memory, tensor descriptors.
 
-A ring is a pipeline of STAGES slots in shared memory, the pipeline stages. A producer warp fills them with tiles, and
+A ring has STAGES slots in shared memory, which are the pipeline stages. A producer warp fills them with tiles, and
 consumer warpgroups read them. Each slot has two mbarriers, ready (full) and free (empty). Both sides walk the ring with
 a slot and a parity bit that flips whenever the slot wraps to 0. A consumer waits for the parity that it is at. The
 producer waits for the opposite one, which a newly initialized barrier counts as completed, so its first round waits for

@@ -203,7 +203,7 @@ class AdamWConfig:
     Attributes:
         block: elements of a chunk of the update, which has a program for each.
         num_warps: warps of a program.
-        blocks: a chunk of the norm is so many times as long.
+        blocks: chunks of the update in a chunk of the norm.
         per_sm: programs of the norm on each SM.
     """
 

@@ -140,9 +140,9 @@ def probabilities(
 
 @triton.jit
 def uncapped_gradient(ds, scores, cap, CAPPED: tl.constexpr):
-    """The gradient of q·k before `scale`, from ds, that of the capped scores: times the cap's, 1 - tanh².
+    """The gradient of the scores before the cap: ds, the gradient of the capped scores, times 1 - tanh².
 
-    `scores` are what `capped_scores` gave, so tanh is scores / cap.
+    It is not multiplied by `scale` yet. `scores` are what `capped_scores` gave, so tanh is scores / cap.
     """
     if CAPPED:
         t = scores * (1.0 / cap)

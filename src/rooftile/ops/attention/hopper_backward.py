@@ -7,9 +7,9 @@ that differs between runs. The deterministic one computes dk and dv with that ke
 then one of the two kernels is enough.
 
 A kernel before them stores lse and delta of the rows as TMA loads them, and one after the fast way casts dq
-(row_sums.py). Head dimensions up to 64, and up to 128, are padded to that. block_m is the queries of a step, 128 for
-heads up to 64 and 64 for larger ones; block_n is the 128 keys of a tile of dk and dv; num_stages is the pipeline
-stages of the fast way, from which the tilings of the other kernels follow.
+(row_sums.py). Head dimensions are padded to 64 or 128. block_m is the queries of a step, 128 for the former and 64 for
+the latter; block_n is the 128 keys of a tile of dk and dv; num_stages is the pipeline stages of the fast way, from
+which the tilings of the other kernels follow.
 
 Packed sequences take the same kernels. The last tile of a sequence is loaded with zeros past its end, where the next
 sequence is, and stored without those rows (`primitives.gluon.describe_packed`), so that to the mainloops it is the end

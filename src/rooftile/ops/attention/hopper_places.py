@@ -66,7 +66,7 @@ def _place_in_batch(i, size, limits, order, T: gl.constexpr):
         # Signed, here and below: with unsigned division ptxas orders the mainloop so that heads of 64 take 4 % longer.
         head = tile // blocks
         block = tile - head * blocks
-    ROWS: gl.constexpr = T.rows if T.paired else T.tile_rows  # adjacent ones of the tile: all, or consumer 0's
+    ROWS: gl.constexpr = T.rows if T.paired else T.tile_rows  # adjacent queries of a tile: all, or one consumer's
     if T.paired:
         block += gl.cdiv(n_q, gl.constexpr(T.rows)) - blocks
     row = block * ROWS
