@@ -1266,3 +1266,60 @@ def test_a_long_prompt_is_not_launched_ahead_of_the_device(engine, monkeypatch):
         served.add(list(range(1, 41)), max_new_tokens=1).result()
     assert len(launched) == 5
     assert max(unread) == 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sequences_that_are_left_move_to_the_first_slots_and_keep_their_tokens(deterministic):
+    how = [
+        {"temperature": 0.9, "top_k": 20, "seed": 3},
+        {"temperature": 1.1, "min_p": 0.02, "repetition_penalty": 1.2, "seed": 9},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"logit_bias": {7: 6.0, 11: 5.5}, "temperature": 0.8, "seed": 4},
+    ]
+    engine = made(max_batch=9, deterministic=deterministic)
+    prompts = [[3 + i, 5, 8, 13] for i in range(4)]
+    options = [{"max_new_tokens": 12, "ignore_eos": True, **more} for more in how]
+    expected = [engine.generate(p, **more)[0].tokens for p, more in zip(prompts, options, strict=True)]
+    rows, decode = [], engine.runner._decode
+
+    def decoded(live, proposals):
+        decode(live, proposals)
+        rows.append(engine.runner.shape[0])
+
+    engine.runner._decode = decoded
+    with rooftile.AsyncEngine(engine) as served:
+        # The first slots had sequences with other options.
+        ended = [{"prompt": [90], **options[3 - i % 4], "max_new_tokens": 4} for i in range(5)]
+        left = [{"prompt": p, **more} for p, more in zip(prompts, options, strict=True)]
+        streams = served.add_all([*ended, *left])  # an abandoned stream would end at once
+        assert [stream.result().tokens for stream in streams][5:] == expected
+    assert (rows[0], rows[-1]) == (9, 4)
+    assert free_of(engine) == (27, 0)
+
+
+def test_a_prompt_in_parts_keeps_its_tokens_where_it_moves():
+    engine = made(max_batch=4)
+    prompt = list(range(1, 41))
+    (alone,) = engine.generate(prompt, max_new_tokens=4, ignore_eos=True)
+    loop, requests = looped(engine, [PROMPTS[0], PROMPTS[2], PROMPTS[3], prompt], [1, 1, 1, 4])
+    loop.scheduler._prompt_tokens = 12
+    slots = []
+    for _ in range(20):
+        if loop.busy:
+            loop.step()
+            slots.append(None if requests[3].sequence is None else (requests[3].sequence.slot, requests[3].decoding))
+    assert (3, False) in slots
+    assert (0, False) in slots, "it moved in the middle of its prompt"
+    assert requests[3].tokens == alone.tokens
+
+
+def test_a_group_of_cascade_is_found_again_where_its_sequences_moved(monkeypatch):
+    monkeypatch.setattr(cascade, "MIN_SEQUENCES", 2)
+    monkeypatch.setattr(cascade, "MIN_TOKENS", 16)
+    begun = list(range(1, 21))
+    prompts = [[40], *([*begun, i] for i in range(50, 52))]
+    engine = made(max_batch=3, cascade=True)
+    expected = [engine.generate(p, max_new_tokens=6, ignore_eos=True)[0].tokens for p in prompts]
+    loop, requests = looped(engine, prompts, [1, 6, 6])
+    finish(loop)
+    assert [r.tokens for r in requests[1:]] == expected[1:]

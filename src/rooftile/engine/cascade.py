@@ -140,6 +140,10 @@ class Cascade:
         """Whether a step of the first b slots may have a group."""
         return b >= MIN_SEQUENCES and self._cache.capacity >= MIN_TOKENS
 
+    def forget(self) -> None:
+        """Sequences have other slots than in the step before."""
+        self._live = []
+
     def groups(self, live: Sequence[PagedSequence]) -> bool:
         """Whether the next step of those sequences has a group, which the device is told of.
 

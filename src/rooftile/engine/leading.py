@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rooftile.engine.engine import Engine
 
 _LAUNCHES = ("prefill", "decode", "verify", "extend", "logits", "warm_up")
-_LATER = ("share", "free", "shorten", "cache.name", "cache.forget")
+_LATER = ("share", "free", "shorten", "compact", "cache.name", "cache.forget")
 _ALONE = ("bucket", "cache.find", "cache.unused", "cache.has_room")  # they change nothing
 _RAISED = "raised"
 

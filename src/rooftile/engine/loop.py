@@ -113,6 +113,7 @@ class Loop:
     def _launch(self, speculates: bool, since: float) -> bool:
         """Launch a step, begun at `since`, if there is any work. With `speculates`, all earlier tokens are known."""
         runner, scheduler = self.runner, self.scheduler
+        runner.compact()
         work = scheduler.plan()
         if not work:
             return False

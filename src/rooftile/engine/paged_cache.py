@@ -193,6 +193,31 @@ class PagedKVCache(CacheBase):
         self._send(self.lengths[slot : slot + 1], [0])
         self._drop(slice(slot, slot + 1))
 
+    def move(self, slots: Mapping[PagedSequence, int]) -> None:
+        """Give sequences other slots, between two steps. The device copies their rows.
+
+        Raises:
+            ValueError: a sequence was freed or is another cache's, or a slot is taken, given twice, or none of the
+                cache's. Nothing has changed then.
+        """
+        free = {i for i, s in enumerate(self._slots) if s is None}
+        for sequence, slot in slots.items():
+            self._known("move", sequence)
+            if slot not in free:
+                raise ValueError(f"PagedKVCache.move: the slot for {sequence} is {slot}, expected one that is free")
+            free.remove(slot)
+        for sequence, slot in slots.items():
+            old, sequence.slot = sequence.slot, slot
+            self._slots[old], self._slots[slot] = None, sequence
+            for row, of_old in (
+                (self.page_table[slot], self.page_table[old]),
+                (self.lengths[slot : slot + 1], self.lengths[old : old + 1]),
+                (self.page_table[old], self._no_pages),
+            ):
+                self._tell(functools.partial(row.copy_, of_old))
+            self._send(self.lengths[old : old + 1], [0])
+            self._drop(slice(old, old + 1))
+
     def _release(self, page: int) -> None:
         self._users[page] -= 1
         if self._users[page] == 0:

@@ -469,6 +469,35 @@ class Runner:
             self.options.free(sequence.slot)
             self.cache.free(sequence)
 
+    def compact(self) -> None:
+        """Move sequences from the last slots to free ones before them, if steps of decoding then have fewer rows.
+
+        The tokens of the last step must have been read if it had proposals.
+        """
+        live = self.cache.sequences
+        b = self.bucket(max(1, len(live)))
+        if not live or live[-1].slot < b:
+            return
+        taken = {s.slot for s in live}
+        free = (slot for slot in range(b) if slot not in taken)
+        slots = {s: next(free) for s in live if s.slot >= b}
+        changed: dict[int, Sampling] = {}
+        with self._entered(f"compact {len(slots)}"):
+            for sequence, new in slots.items():
+                old = sequence.slot
+                how = self._sampling[old]
+                self.tokens[new : new + 1].copy_(self.tokens[old : old + 1])
+                if not how.greedy:
+                    self._seen[new].copy_(self._seen[old])
+                if how != self._sampling[new]:
+                    changed[new] = how
+                self.options.move(old, new)
+            if changed:
+                self._send_sampling(changed)
+            self.cache.move(slots)
+            if self._cascade is not None:
+                self._cascade.forget()
+
     def logits(self, prompts: Sequence[Sequence[int]], part: int | None = None) -> list[Tensor]:
         """Logits of every token, `(T, V)` a prompt, in the model's dtype. Takes slots and pages while it runs.
 

@@ -219,6 +219,17 @@ class SlotOptions:
     def free(self, slot: int) -> None:
         self._live.pop(slot, None)
 
+    def move(self, old: int, new: int) -> None:
+        """Move a slot's row to another slot, which is free. Its mask is sent anew with each step."""
+        how = self._live.pop(old, None)
+        if how is not None:
+            self._live[new] = how
+        if how is not None and how.counts:
+            self._table("counts")[new].copy_(self._table("counts")[old])
+        if old in self._biased or new in self._biased:
+            self._table("logit_bias")[new].copy_(self._table("logit_bias")[old])
+            (self._biased.add if old in self._biased else self._biased.discard)(new)
+
     def of(self, rows: slice, penalties: Mapping[str, Tensor], proposed: bool = False) -> dict[str, Tensor]:
         """What `sample_` takes for those slots, all of which get a token; `penalties` has those by counts.
 
