@@ -58,11 +58,24 @@ class PagedMachine(RuleBasedStateMachine):
         del self.model[gone]
         self.freed.append(gone)
 
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def move(self, data):
+        moved = data.draw(st.lists(st.sampled_from(list(self.model)), unique=True))
+        slots = {s: data.draw(st.integers(-1, 3)) for s in moved}
+        free = set(range(3)) - {s.slot for s in self.model}
+        if len(set(slots.values())) < len(slots) or not free.issuperset(slots.values()):
+            return self.fails(lambda: self.cache.move(slots))
+        self.cache.move(slots)
+        assert slots == {s: s.slot for s in slots}
+
     @precondition(lambda self: self.freed)
     @rule(data=st.data())
     def use_a_freed_one(self, data):
         gone = data.draw(st.sampled_from(self.freed))
-        use = data.draw(st.sampled_from([self.cache.free, self.cache.fork, lambda s: self.cache.extend({s: 1})]))
+        cache = self.cache
+        uses = [cache.free, cache.fork, lambda s: cache.extend({s: 1}), lambda s: cache.move({s: 0})]
+        use = data.draw(st.sampled_from(uses))
         self.fails(lambda: use(gone))
 
     @precondition(lambda self: self.model)

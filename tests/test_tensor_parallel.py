@@ -110,9 +110,10 @@ def requests(engine, warm_up):
             return None
         long = [*range(3, 23)]
         found = [running.add(long, max_new_tokens=1, ignore_eos=True).result().tokens]
-        streams = [running.add(p, max_new_tokens=2, ignore_eos=True, temperature=0.8, seed=5) for p in PROMPTS[:2]]
-        streams.append(running.add([*long, 4], max_new_tokens=2, mask=Even()))
-        found += [s.result().tokens for s in streams]
+        how = {"max_new_tokens": 2, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+        streams = running.add_all([{"prompt": p, **how} for p in PROMPTS[:2]])
+        streams.append(running.add([*long, 4], max_new_tokens=6, ignore_eos=True, mask=Even()))
+        found += [s.result().tokens for s in streams]  # the last one moves to the first slot
         assert running.stats().prefix_hit_tokens == 16
         failing = running.add([3, 4], max_new_tokens=4, mask=Even(1), ignore_eos=True)
         with pytest.raises(rooftile.engine.RequestError, match="no more"):

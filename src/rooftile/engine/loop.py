@@ -113,12 +113,12 @@ class Loop:
     def _launch(self, speculates: bool, since: float) -> bool:
         """Launch a step, begun at `since`, if there is any work. With `speculates`, all earlier tokens are known."""
         runner, scheduler = self.runner, self.scheduler
-        runner.compact()
         work = scheduler.plan()
         if not work:
             return False
         self.steps += 1
         prompts = [r for r in work if not r.decoding]
+        runner.compact(begun=sum(r.sequence is None for r in prompts))
         self.prompt_tokens += sum([work[r] for r in prompts])
         proposals = None
         if not prompts:

@@ -198,8 +198,12 @@ class PagedKVCache(CacheBase):
 
         Raises:
             ValueError: a sequence was freed or is another cache's, or a slot is taken, given twice, or none of the
-                cache's. Nothing has changed then.
+                cache's.
+            RuntimeError: `advance` was not called for the tokens reserved before.
+
+        Nothing has changed then.
         """
+        self._check_advanced()
         free = {i for i, s in enumerate(self._slots) if s is None}
         for sequence, slot in slots.items():
             self._known("move", sequence)

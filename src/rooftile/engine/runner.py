@@ -469,13 +469,13 @@ class Runner:
             self.options.free(sequence.slot)
             self.cache.free(sequence)
 
-    def compact(self) -> None:
-        """Move sequences from the last slots to free ones before them, if steps of decoding then have fewer rows.
+    def compact(self, begun: int = 0) -> None:
+        """Move sequences from the last slots to free ones before them, if the next step then has fewer rows.
 
-        The tokens of the last step must have been read if it had proposals.
+        That step begins `begun` more sequences. The tokens of the last step must have been read if it had proposals.
         """
         live = self.cache.sequences
-        b = self.bucket(max(1, len(live)))
+        b = self.bucket(max(1, len(live) + begun))
         if not live or live[-1].slot < b:
             return
         taken = {s.slot for s in live}
