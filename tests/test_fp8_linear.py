@@ -275,6 +275,26 @@ def test_the_promoted_kernel_says_what_it_can_not_do():
     assert "is for sm_90, and the device is sm_80" in choose.can_implement(p, c, runtime.TARGETS["sm_80"])
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [
+        (128, 4096, 4096, (64, 128, 2)),
+        (256, 4096, 4096, (64, 128, 1)),
+        (256, 4096, 14336, (64, 128, 2)),
+        (512, 4096, 4096, (128, 128, 1)),
+        (512, 4096, 14336, (128, 128, 1)),
+        (512, 6144, 4096, (128, 256, 1)),
+        (1024, 6144, 4096, (128, 128, 1)),
+        (1024, 28672, 4096, (128, 256, 1)),
+        (8192, 8192, 8192, (192, 128, 1)),
+    ],
+)
+def test_the_tile_is_the_one_that_was_fastest(m, n, k, tile):
+    """Of those in the table of `_hopper_of_fp8`."""
+    c = choose.choose(problem(m, n, k), runtime.TARGETS["sm_90"])
+    assert (c.kernel, c.block_m, c.block_n, c.split_k) == ("hopper", *tile)
+
+
 def test_a_measured_configuration_comes_first(monkeypatch):
     target = runtime.TARGETS["sm_90"]
     p = problem(300, 512, 1024, True, True)

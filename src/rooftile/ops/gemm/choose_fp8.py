@@ -70,28 +70,52 @@ def _tiled_of_fp8(p: Problem, target: runtime.Target) -> GemmConfig:
     return GemmConfig("tiled", block_m, block_n, 128 if roomy else 64, 8, split, num_warps=8, num_stages=3)
 
 
+# Time of a wave of tiles, one for each SM, with float32 sums: on an H200, in us, at K = 4096.
+_WAVE_TIMES = {(128, 256): 25.5, (192, 128): 18.4, (128, 128): 13.6}
+
+
 def _hopper_of_fp8(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
-    """Measured on an H200, in TF/s, at M = 2048 (4096->6144, 4096->28672, 14336->4096), 4096^3 and 8192^3:
+    """Large tiles take less time for each element, small ones leave less of the last wave idle. Where tiles of 64 x 128
+    are one wave at most, they are split: two CTAs share an SM, which pays for long sums.
 
-    sums left in the tensor core: 128x256 of 8 warps          1429 1451 1536 1446 1270
-    promoted: 128x256, what is added overlaps (pingpong)      1280 1137 1350 1261 1147
-              192x128 of 12 warps, the same                   1270 1180 1245 1206 1253
-              128x128 of 4 warps, two programs at once        1097 1084 1146 1125 1087
-    scales of 128 elements: 128x256, pingpong                 1186 1071 1197 1114 1048
-                            192x128 of 12 warps, pingpong     1205 1131 1130 1038 1160
-                            64x128 of 4 warps, two at once     754  766  790  735  770
+    Measured on an H200, in us, with scales by row; by `torch._scaled_mm` without fast accumulation, last:
+
+    M     K->N          64x128         128x128  192x128  128x256
+    128   4096->4096    14.5, by 2 12.1  14.9     19.1     25.1    13.6
+    128   14336->4096   44.0, by 2 30.0  40.7     53.9     73.9    37.4
+    256   4096->4096    14.7, by 2 15.2  15.1     19.4     25.2    14.2
+    256   14336->4096   44.7, by 2 35.1  41.0     54.2     74.0    37.5
+    512   4096->4096    20.2             16.0     20.1     25.8    15.2
+    512   4096->6144    35.8             27.4     36.2     26.2    26.0
+    512   4096->28672   128              97.9     112      102     97.7
+    512   14336->4096   61.6             46.3     57.2     74.5    44.8
+    1024  4096->6144    54.6             41.5     54.1     49.9    42.0
+    1024  4096->28672   254              188      201      180     186
+
+    In TFLOP/s, at M = 2048 (4096->6144, 4096->28672, 14336->4096), 4096^3 and 8192^3:
+
+    sums left in the tensor core: 128x256               1429 1451 1536 1446 1270
+    float32 sums: 128x256                               1280 1137 1350 1261 1147
+                  192x128                               1270 1180 1245 1206 1253
+    scales of 128 elements: 128x256                     1186 1071 1197 1114 1048
+                            192x128                     1205 1131 1130 1038 1160
     """
-    steps = library.cdiv(p.k, 128)
+    steps, sms = library.cdiv(p.k, 128), target.multiprocessors
 
-    def tiles(block_m: int, block_n: int) -> int:
-        return library.cdiv(p.m, block_m) * library.cdiv(p.n, block_n)
+    def tiles(tile: tuple[int, int]) -> int:
+        return library.cdiv(p.m, tile[0]) * library.cdiv(p.n, tile[1])
 
-    if p.fast and not p.scaled_steps and tiles(128, 256) >= target.multiprocessors:
+    if p.fast and not p.scaled_steps and tiles((128, 256)) >= sms:
         yield GemmConfig("hopper", 128, 256, 128, 16, 1, num_warps=8, num_stages=4)
-    if tiles(192, 128) >= 8 * target.multiprocessors:
-        yield GemmConfig("hopper", 192, 128, 128, 8, 1, num_warps=12, num_stages=5, pingpong=True)
-    if 10 * tiles(128, 256) >= 7 * target.multiprocessors:
-        yield GemmConfig("hopper", 128, 256, 128, 8, 1, num_warps=8, num_stages=4, pingpong=True)
-    block_m, stages = (64, 4) if p.scaled_steps else (128, 3)
-    split = _split_of_fp8(tiles(block_m, 128), steps, target.multiprocessors, most=8)
-    yield GemmConfig("hopper", block_m, 128, 128, 8, split, num_warps=4, num_stages=stages)
+    few = tiles((64, 128)) <= sms
+    split = _split_of_fp8(tiles((64, 128)), steps, sms * (2 if steps >= 64 else 1), most=8)
+    small = GemmConfig("hopper", 64, 128, 128, 8, split, num_warps=4, num_stages=4)
+    if few:
+        yield small
+    for block_m, block_n in sorted(_WAVE_TIMES, key=lambda tile: library.cdiv(tiles(tile), sms) * _WAVE_TIMES[tile]):
+        stages = 4 if block_n == 256 else 5
+        yield GemmConfig(
+            "hopper", block_m, block_n, 128, 8, 1, num_warps=block_m // 16, num_stages=stages, pingpong=True
+        )
+    # Rows of the result that TMA does not take.
+    yield small if few or p.scaled_steps else GemmConfig("hopper", 128, 128, 128, 8, 1, num_warps=4, num_stages=3)
