@@ -524,7 +524,7 @@ def test_what_cannot_be_built(llama, more, error, message):
 def test_without_a_gpu_it_says_what_to_set(llama, monkeypatch):
     monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
     monkeypatch.setattr(runtime, "accelerator", lambda: None)
-    said = r"\(set TRITON_INTERPRET=1 before the first Rooftile op to run on the CPU, slowly\)"
+    said = r"\(set TRITON_INTERPRET=1 in the environment before Python starts to run on the CPU, slowly\)"
     with pytest.raises(RuntimeError, match=f"no GPU was found, and Rooftile's kernels need one {said}"):
         rooftile.Engine.from_config(llama.config)
     with pytest.raises(ValueError, match=f"device is cpu, expected a GPU {said}"):

@@ -23,6 +23,9 @@ class Mode(enum.Enum):
     COMPILE = "compile"
 
 
+# The end of errors of a process that has no GPU. It is too late once Triton is imported, as transformers does.
+TO_INTERPRET = "set TRITON_INTERPRET=1 in the environment before Python starts to run on the CPU, slowly"
+
 # On Hopper, the kernels of all other GPUs: to compare with, or where a release of Triton breaks Gluon.
 PORTABLE = os.environ.get("ROOFTILE_PORTABLE", "0") == "1"
 
@@ -101,10 +104,7 @@ def default_device() -> torch.device:
         return torch.device("meta")
     device = accelerator()
     if device is None:
-        raise RuntimeError(
-            "no GPU was found, and Rooftile's kernels need one (set TRITON_INTERPRET=1 before the first Rooftile op to "
-            "run on the CPU, slowly)"
-        )
+        raise RuntimeError(f"no GPU was found, and Rooftile's kernels need one ({TO_INTERPRET})")
     return device
 
 
