@@ -1,9 +1,17 @@
 """Errors of requests to an engine, and what errors advise. The server's front, which has no PyTorch, imports it too."""
 
 
-def to_install(extra: str) -> str:
-    """How to install an extra, for the end of an error that names what is missing. Rooftile is not on PyPI."""
-    return f"pip install '.[{extra}]' in a clone of Rooftile"
+def to_install(extra: str = "") -> str:
+    """How to install an extra, or what Rooftile always needs, for the end of an error that names what is missing.
+
+    Rooftile is not on PyPI.
+    """
+    what = f"'.[{extra}]'" if extra else "."
+    return f"pip install {what} in a clone of Rooftile"
+
+
+class NoGPU(RuntimeError):
+    """A process whose kernels are to run on a GPU has none."""
 
 
 class QueueFull(RuntimeError):

@@ -16,6 +16,8 @@ from types import ModuleType
 
 import torch
 
+from rooftile.errors import NoGPU
+
 
 class Mode(enum.Enum):
     GPU = "gpu"
@@ -104,7 +106,7 @@ def default_device() -> torch.device:
         return torch.device("meta")
     device = accelerator()
     if device is None:
-        raise RuntimeError(f"no GPU was found, and Rooftile's kernels need one ({TO_INTERPRET})")
+        raise NoGPU(f"no GPU was found, and Rooftile's kernels need one ({TO_INTERPRET})")
     return device
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from rooftile.bench.workloads import MODELS
-from rooftile.errors import to_install
+from rooftile.errors import NoGPU, to_install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,7 +71,14 @@ class _Command(TyperCommand):
         for param in self.params:
             if param.opts[0].startswith("--"):
                 _options[_ARGUMENTS.get(param.name, param.name)] = param.opts[0]
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except (ImportError, NoGPU) as error:
+            missing = (getattr(error, "name", None) or "").partition(".")[0]
+            if missing == "rooftile":  # a fault, and not of who called
+                raise
+            needed = f": {to_install()}" if missing in ("torch", "triton") else ""
+            raise refused(self.name, error, needed) from None
 
 
 def message_of(error: Exception) -> str:
@@ -84,6 +91,13 @@ def message_of(error: Exception) -> str:
         word = name if "_" in name else rf"(^|(?<=: )|(?<= and )){name}(?= (is|are|and|has) )|{name}(?==)"
         text = re.sub(rf"(?<![\w/])({word})(?![\w/])", option, text)
     return text
+
+
+def refused(name: str | None, error: Exception, more: str = "") -> typer.Exit:
+    """The end of that command, with exit code 2, after a line that says what the error says."""
+    text = f"rooftile {name}: {message_of(error)}{more}"
+    notices.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(2)
 
 
 app = typer.Typer(
