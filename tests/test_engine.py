@@ -537,7 +537,7 @@ def test_a_path_is_for_from_pretrained_which_takes_a_folder(tmp_path):
     ):
         rooftile.Engine(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"from_pretrained: path is the file .*config.json, expected the checkpoint's"):
+    with pytest.raises(ValueError, match=r"config.json is a file; expected a checkpoint's folder, the id"):
         rooftile.Engine.from_pretrained(tmp_path / "config.json")
 
 

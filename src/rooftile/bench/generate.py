@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 NEW_TOKENS = 128
-DEMO = "demo"  # instead of a path: the byte model in the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,28 +80,6 @@ class Timing:
     def decoded_per_second(self) -> float | None:
         """Tokens a second of all prompts, without the first token of each."""
         return (self.count - len(self.tokens)) / (self.last - self.settled) if self.steps else None
-
-
-def folder_of(path: str) -> Path:
-    """The checkpoint's folder; of the id of a model on the Hugging Face Hub that in its cache.
-
-    Raises:
-        FileNotFoundError: there is none; the message says what is expected.
-    """
-    if path == DEMO:
-        from rooftile import byte_model
-
-        return byte_model.folder()
-    from rooftile.engine import hub
-
-    found = hub.folder_of(path)
-    if not found.is_dir():
-        what = "is a file" if found.exists() else "does not exist"
-        raise FileNotFoundError(
-            f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
-            f"or {DEMO!r}, the model shipped here"
-        )
-    return found
 
 
 class Printer:
@@ -225,6 +201,7 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
     from rooftile.engine import processes
     from rooftile.engine.config import ModelConfig
     from rooftile.engine.engine import Engine
+    from rooftile.engine.hub import folder_of
     from rooftile.engine.leading import leading
 
     folder = folder_of(settings.path)

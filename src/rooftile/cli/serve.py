@@ -159,9 +159,8 @@ def serve(
     except ImportError as error:
         raise refused("serve", error) from None
     choose_mode()
-    from rooftile.bench.generate import folder_of
     from rooftile.engine.async_engine import check_step_tokens
-    from rooftile.engine.hub import is_id
+    from rooftile.engine.hub import DEMO, folder_of, is_id
     from rooftile.serve.app import Options, folder_options
     from rooftile.serve.front import LOG_FORMAT, Front
     from rooftile.serve.server import listen
@@ -176,7 +175,7 @@ def serve(
             raise ValueError(f"{folder} has no tokenizer.json, and the server needs one")
         listening = listen(host, port)  # before the model is loaded
         options = Options(
-            names=tuple(served_model_name or [path if path == "demo" or is_id(path) else folder.resolve().name]),
+            names=tuple(served_model_name or [path if path == DEMO or is_id(path) else folder.resolve().name]),
             api_keys=tuple(api_key or ()),
             max_body=max_body,
             max_prompt_tokens=max_prompt_tokens,
@@ -237,7 +236,7 @@ def chat(
     if importlib.util.find_spec("jinja2") is None:
         raise refused("chat", ImportError(f"chat templates need jinja2: {to_install('serve')}"))
     choose_mode()
-    from rooftile.bench.generate import folder_of
+    from rooftile.engine.hub import folder_of
     from rooftile.serve.terminal import HELP, is_utf8, talk, template_of
 
     try:

@@ -106,7 +106,7 @@ class Engine:
 
         Args:
             path: the folder, or the id of a model on the Hugging Face Hub, `organization/name`, whose files are
-                downloaded unless its cache has them.
+                downloaded unless its cache has them; or `"demo"`, the small model in the package.
             dtype: of unquantized weights and of activations: bfloat16, float16 or float32.
             quantize: store the weights of projections in 8 or 4 bits. Checkpoints of quantized weights (GPTQ, AWQ,
                 compressed-tensors, FP8) are read as they are, without it.
@@ -153,8 +153,6 @@ class Engine:
     ) -> Engine:  # fmt: skip
         """`from_pretrained` of one rank."""
         folder = hub.folder_of(path, revision)
-        if folder.is_file():
-            raise ValueError(f"Engine.from_pretrained: path is the file {folder}, expected the checkpoint's folder")
         config = ModelConfig.from_hf(folder)
         options = _options(config, ranks, dtype, quantize, proposals=proposals_of(speculate), **given)
         tokenizer = _tokenizer(folder)
