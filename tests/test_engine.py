@@ -527,8 +527,25 @@ def test_without_a_gpu_it_says_what_to_set(llama, monkeypatch):
     said = r"\(set TRITON_INTERPRET=1 in the environment before Python starts to run on the CPU, slowly\)"
     with pytest.raises(RuntimeError, match=f"no GPU was found, and Rooftile's kernels need one {said}"):
         rooftile.Engine.from_config(llama.config)
-    with pytest.raises(ValueError, match=f"device is cpu, expected a GPU {said}"):
+    with pytest.raises(ValueError, match=f"Engine: device is cpu, expected a GPU, of which there is none {said}"):
         rooftile.Engine.from_config(llama.config, device="cpu")
+
+
+@pytest.mark.parametrize("named", ["cuda", "cuda:3", "xpu", "graphics", 3])
+def test_devices_that_are_not_there_are_refused_by_name(llama, named, monkeypatch):
+    monkeypatch.setattr(runtime, "accelerator", lambda: None)
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.INTERPRETER)
+    said = f": device is {named}, expected cpu in this process, whose mode is interpreter"
+    with pytest.raises(ValueError, match=f"^Engine{said}"):
+        rooftile.Engine.from_config(llama.config, device=named)
+    with pytest.raises(ValueError, match=f"^KVCache{said}"):
+        rooftile.KVCache(1, 8, 1, 16, device=named)
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
+    monkeypatch.setattr(runtime, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    if named != "cuda":
+        with pytest.raises(ValueError, match=f"device is {named}, expected a GPU: cuda:0 to cuda:1"):
+            rooftile.Engine.from_config(llama.config, device=named)
 
 
 def test_a_path_is_for_from_pretrained_which_takes_a_folder(tmp_path):

@@ -110,6 +110,33 @@ def default_device() -> torch.device:
     return device
 
 
+def device_of(caller: str, device: torch.device | str | int | None) -> torch.device:
+    """The device that an argument names; None is the default one.
+
+    Raises:
+        ValueError: there is no such device, or it is the CPU and kernels are compiled.
+    """
+    if device is None:
+        return default_device()
+    gpu = accelerator()
+    count = 0 if gpu is None else torch.accelerator.device_count()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):  # no device's name, or an index without an accelerator
+        found = None
+    if found is not None:
+        is_gpu = gpu is not None and found.type == gpu.type and (found.index or 0) < count
+        if is_gpu or found.type == "meta" or (found.type == "cpu" and MODE is not Mode.GPU):
+            return found
+    if MODE is not Mode.GPU:
+        accepted = f"{default_device()} in this process, whose mode is {MODE.value}"
+    elif gpu is None:
+        accepted = f"a GPU, of which there is none ({TO_INTERPRET})"
+    else:
+        accepted = f"a GPU: {gpu.type}:0" + (f" to {gpu.type}:{count - 1}" if count > 1 else "")
+    raise ValueError(f"{caller}: device is {device}, expected {accepted}")
+
+
 @functools.cache
 def _device_target(device_type: str, index: int) -> Target:
     if device_type != "cuda":  # XPU: never run; Triton's own limits refuse what does not fit
