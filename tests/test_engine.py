@@ -473,7 +473,7 @@ def test_text(llama, tmp_path, device):
         ({"prompts": "text"}, "the engine has no tokenizer"),
         ({"prompts": [1], "stop": "x", "max_new_tokens": 4}, "the engine has no tokenizer"),
         ({"prompts": [1], "max_new_tokens": 0}, "max_new_tokens is 0, expected a positive integer"),
-        ({"prompts": [1], "max_new_tokens": 96}, "prompt 0 has 1 tokens, and max_new_tokens is 96"),
+        ({"prompts": [1], "max_new_tokens": 96}, "prompt 0 has 1 token, and max_new_tokens is 96"),
         ({"prompts": [1], "temperature": -1.0}, "temperature is -1.0, expected 0"),
         ({"prompts": [1], "top_p": 0.0}, "top_p is 0.0, expected more than 0"),
         ({"prompts": [1], "seed": [1, 2]}, "seed has 2 numbers, expected one, or 1"),

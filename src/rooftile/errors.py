@@ -10,6 +10,11 @@ def to_install(extra: str = "") -> str:
     return f"pip install {what} in a clone of Rooftile"
 
 
+def counted(n: int, what: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 class NoGPU(RuntimeError):
     """A process whose kernels are to run on a GPU has none."""
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rooftile import runtime
 from rooftile.bench.workloads import step_bytes
+from rooftile.errors import counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,14 +123,10 @@ class Printer:
                 self._write()
 
 
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
 def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_gbs: float | None) -> list[str]:
     """The lines printed below the text."""
     prompts = len(timing.tokens)
-    head = f"{_counted(timing.count, 'token')} of {_counted(prompts, 'prompt')}"
+    head = f"{counted(timing.count, 'token')} of {counted(prompts, 'prompt')}"
     if runtime.MODE is not runtime.Mode.GPU:
         return [f"{head} in {timing.last:.1f} s, in Triton's interpreter, on the CPU: no measurement"]
     if timing.first is not None:
@@ -168,8 +165,8 @@ def _room(engine: Engine, prompt_tokens: Sequence[int], notices: Console) -> int
     room = most - longest
     if 0 < room < NEW_TOKENS:
         notices.print(
-            f"At most {_counted(room, 'new token')} instead of {NEW_TOKENS}: a prompt has "
-            f"{_counted(longest, 'token')}, and a sequence has {most} at most (--max-seq-len).",
+            f"At most {counted(room, 'new token')} instead of {NEW_TOKENS}: a prompt has "
+            f"{counted(longest, 'token')}, and a sequence has {most} at most (--max-seq-len).",
             style="yellow", highlight=False, soft_wrap=True,
         )  # fmt: skip
     return max(1, min(room, NEW_TOKENS))  # where there is no room, the engine says so

@@ -25,6 +25,7 @@ from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.speculation import Draft, Speculate, Speculation, proposals_of
 from rooftile.engine.split import WHOLE
 from rooftile.engine.weights import Weights
+from rooftile.errors import counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -341,13 +342,14 @@ class Engine:
         request, cache = Request(index, prompt, limit, sampling), self.runner.cache
         if request.longest + 1 > self.max_seq_len:
             raise ValueError(
-                f"{op}: prompt {index} has {len(prompt)} tokens, and max_new_tokens is {limit}: more than "
+                f"{op}: prompt {index} has {counted(len(prompt), 'token')}, and max_new_tokens is {limit}: more than "
                 f"max_seq_len, {self.max_seq_len}"
             )
         needed = -(-request.longest // cache.page_size)
         if needed > cache.k.shape[1]:
             raise ValueError(
-                f"{op}: prompt {index} and its new tokens need {needed} pages, and the cache has {cache.k.shape[1]}"
+                f"{op}: prompt {index} and its new tokens need {counted(needed, 'page')}, and the cache has "
+                f"{cache.k.shape[1]}"
             )
         ends = () if ignore_eos else self.config.eos
         stops = stops_of(stop, self.tokenizer, self.config.vocab)
@@ -387,7 +389,8 @@ class Engine:
         for i, prompt in enumerate(ids):
             if len(prompt) > self.max_seq_len:
                 raise ValueError(
-                    f"logits: prompt {i} has {len(prompt)} tokens, expected at most max_seq_len, {self.max_seq_len}"
+                    f"logits: prompt {i} has {counted(len(prompt), 'token')}, expected at most max_seq_len, "
+                    f"{self.max_seq_len}"
                 )
         return [x.float() for x in self.runner.logits(ids, part)]
 
