@@ -485,6 +485,26 @@ def test_what_cannot_be_generated(engine, arguments, message):
     assert free_of(engine) == (18, 0)
 
 
+def test_without_a_limit_there_are_as_many_new_tokens_as_there_is_room_for(engine, llama):
+    """In a sequence and in the cache. Where there is room for none, a limit is refused as any other."""
+    room = engine.max_seq_len - 91
+    assert len(engine.generate([1] * 91, ignore_eos=True)[0].tokens) == room < 128
+    with pytest.raises(ValueError, match="has 96 tokens, and max_new_tokens is 1: more than max_seq_len, 96"):
+        engine.generate([1] * 96)
+    small = rooftile.Engine.from_config(
+        llama.config,
+        max_batch=1,
+        max_seq_len=96,
+        page_size=16,
+        pages=1,
+        dtype=torch.float32,
+        device=engine.weights.embedding.device,
+    )
+    assert len(small.generate([1] * 12, ignore_eos=True)[0].tokens) == 5
+    with rooftile.AsyncEngine(small) as requests:
+        assert len(requests.add([1] * 12, ignore_eos=True).result().tokens) == 5
+
+
 def test_prompts_of_any_kind(engine):
     """Lists, tensors and arrays; what is neither is refused by name."""
     tokens = engine.generate(PROMPTS[0], max_new_tokens=2)[0].tokens

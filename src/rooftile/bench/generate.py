@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rooftile import runtime
 from rooftile.bench.workloads import step_bytes
+from rooftile.engine.generation import NEW_TOKENS
 from rooftile.errors import counted
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rooftile.engine.generation import StreamChunk
 
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-NEW_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)

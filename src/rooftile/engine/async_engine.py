@@ -460,16 +460,16 @@ class AsyncEngine:
 
     @overload
     def add(
-        self, prompt: str | Sequence[int], *, n: None = ..., max_new_tokens: int = ..., stop: Stop = ...,
+        self, prompt: str | Sequence[int], *, n: None = ..., max_new_tokens: int | None = ..., stop: Stop = ...,
         seed: int = ..., logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ...,
         request_id: str | None = ..., **sampling: Any,
     ) -> Stream: ...  # fmt: skip
 
     @overload
     def add(
-        self, prompt: str | Sequence[int], *, n: int, max_new_tokens: int = ..., stop: Stop = ..., seed: int = ...,
-        logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ..., request_id: str | None = ...,
-        **sampling: Any,
+        self, prompt: str | Sequence[int], *, n: int, max_new_tokens: int | None = ..., stop: Stop = ...,
+        seed: int = ..., logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ...,
+        request_id: str | None = ..., **sampling: Any,
     ) -> list[Stream]: ...  # fmt: skip
 
     def add(
@@ -477,7 +477,7 @@ class AsyncEngine:
         prompt: str | Sequence[int],
         *,
         n: int | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         stop: Stop = (),
         seed: int = 0,
         logprobs: bool = False,
@@ -538,7 +538,7 @@ class AsyncEngine:
         return [Stream(self, channel, self._worker.abort) for channel in self._worker.add(requests)]
 
     def _requests(
-        self, prompt: str | Sequence[int], *, n: int | None = None, max_new_tokens: int = 128, stop: Stop = (),
+        self, prompt: str | Sequence[int], *, n: int | None = None, max_new_tokens: int | None = None, stop: Stop = (),
         seed: int = 0, logprobs: bool = False, ignore_eos: bool = False, priority: int = 0,
         request_id: str | None = None, mask: Masks = None, **sampling: Any,
     ) -> list[Request]:  # fmt: skip

@@ -16,7 +16,7 @@ from rooftile.engine import ranks as ranks_
 from rooftile.engine import weights as weights_
 from rooftile.engine.cache import check_positive
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.generation import Completion, StreamChunk, Watch, encoded, integer, stops_of
+from rooftile.engine.generation import NEW_TOKENS, Completion, StreamChunk, Watch, encoded, integer, stops_of
 from rooftile.engine.loop import Loop
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.runner import Runner, Sampling
@@ -209,7 +209,7 @@ class Engine:
 
     @overload
     def generate(
-        self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
+        self, prompts: Prompts, *, max_new_tokens: int | None = ..., temperature: float = ..., top_k: int = ...,
         top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., presence_penalty: float = ...,
         frequency_penalty: float = ..., logit_bias: Mapping[int, float] | None = ..., mask: Masks = ...,
         stop: Stop = ..., seed: int | Sequence[int] = ..., logprobs: bool = ..., top_logprobs: int = ...,
@@ -218,7 +218,7 @@ class Engine:
 
     @overload
     def generate(
-        self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
+        self, prompts: Prompts, *, max_new_tokens: int | None = ..., temperature: float = ..., top_k: int = ...,
         top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., presence_penalty: float = ...,
         frequency_penalty: float = ..., logit_bias: Mapping[int, float] | None = ..., mask: Masks = ...,
         stop: Stop = ..., seed: int | Sequence[int] = ..., logprobs: bool = ..., top_logprobs: int = ...,
@@ -229,7 +229,7 @@ class Engine:
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -252,7 +252,7 @@ class Engine:
 
         Args:
             prompts: one text or several, or the token ids of one prompt or of several.
-            max_new_tokens: the most for each prompt.
+            max_new_tokens: the most for each prompt; by default 128, or as many as there is room for after it.
             temperature: 0 takes the most likely token.
             top_k, top_p, min_p, repetition_penalty: as in `rooftile.sample`.
             presence_penalty, frequency_penalty: are subtracted from the logits of generated tokens: the first once, the
@@ -331,7 +331,10 @@ class Engine:
         sampling: Sampling, op: str = "generate",
     ) -> Request:  # fmt: skip
         """A checked request."""
-        limit = integer(max_new_tokens)
+        cache = self.runner.cache
+        # The last new token is not written to the cache.
+        room = min(self.max_seq_len, cache.k.shape[1] * cache.page_size + 1) - len(prompt)
+        limit = max(1, min(NEW_TOKENS, room)) if max_new_tokens is None else integer(max_new_tokens)
         if limit is None:
             raise TypeError(f"{op}: max_new_tokens is {max_new_tokens!r}, expected an integer")
         if limit < 1:
@@ -339,7 +342,7 @@ class Engine:
         sampling.check(self.config.vocab)
         if self._broadcasts is not None:
             sampling = self._broadcasts(sampling)
-        request, cache = Request(index, prompt, limit, sampling), self.runner.cache
+        request = Request(index, prompt, limit, sampling)
         if request.longest + 1 > self.max_seq_len:
             raise ValueError(
                 f"{op}: prompt {index} has {counted(len(prompt), 'token')}, and max_new_tokens is {limit}: more than "
