@@ -56,6 +56,13 @@ def test_two_words_name_one_command():
     assert "Measure ops" in CliRunner().invoke(app, ["bench", "--help"]).output
 
 
+def test_a_misspelled_second_word_is_recognized():
+    for word, said in (("trainning", "did you mean `rooftile bench training`? unknown op"), ("zzz", "OPS: unknown op")):
+        found = CliRunner().invoke(app, ["bench", word], env={"COLUMNS": "2000"})
+        assert found.exit_code == 2
+        assert said in found.output
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

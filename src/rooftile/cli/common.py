@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import enum
 import os
 import re
@@ -247,14 +248,20 @@ class SetName(str, enum.Enum):
     training = "training"
 
 
-def cases_of(ops: list[str] | None):
-    """The cases of those ops. An unknown name is a usage error that lists the known ones."""
+def cases_of(ops: list[str] | None, group: str = ""):
+    """The cases of those ops. An unknown name is a usage error that lists the known ones.
+
+    `group` is the first word of commands of two words, whose second word may have been meant.
+    """
     from rooftile.cases import find_cases
 
     try:
         return find_cases(ops)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="OPS") from None
+        names = [info.name for info in app.registered_commands if info.name and info.name.startswith(f"{group} ")]
+        near = difflib.get_close_matches((ops or [""])[0], [name.split()[1] for name in names])
+        meant = f"did you mean `rooftile {group} {near[0]}`? " if near else ""
+        raise typer.BadParameter(f"{meant}{error}", param_hint="OPS") from None
 
 
 def refuse_absent(cases: Sequence[OpCase], sets: Sequence[str]) -> None:

@@ -136,7 +136,8 @@ def bench(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         raise typer.Exit(code)
-    require_charts(plot, results if results and any(case.over for case in cases_of(ops)) else None)
+    cases = cases_of(ops, "bench")
+    require_charts(plot, results if results and any(case.over for case in cases) else None)
     directions = EACH if direction is DirectionName.both else (cast(Measured, direction.value),)
     settings = Settings(
         ops=tuple(ops or ()),
