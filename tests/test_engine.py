@@ -485,6 +485,22 @@ def test_what_cannot_be_generated(engine, arguments, message):
     assert free_of(engine) == (18, 0)
 
 
+def test_misspelled_arguments_are_recognized(engine, llama):
+    for call, said in (
+        (lambda: engine.generate([1], max_tokens=5), r"Engine.generate: max_tokens .*; did you mean max_new_tokens\?"),
+        (lambda: engine.generate([1], zzz=5), "Engine.generate: zzz is no argument; expected one of prompts, max"),
+        (
+            lambda: rooftile.Engine.from_config(llama.config, max_sequence_len=8),
+            r"Engine.from_config: max_sequence_len .*; did you mean max_seq_len\?",
+        ),
+        (lambda: rooftile.Engine.from_pretrained("absent", quantized="fp8"), "did you mean quantize"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call()
+    with rooftile.AsyncEngine(engine) as requests, pytest.raises(TypeError, match=r"add: max_tokens .* max_new_t"):
+        requests.add([1], max_tokens=5)
+
+
 def test_without_a_limit_there_are_as_many_new_tokens_as_there_is_room_for(engine, llama):
     """In a sequence and in the cache. Where there is room for none, a limit is refused as any other."""
     room = engine.max_seq_len - 91

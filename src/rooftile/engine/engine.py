@@ -25,7 +25,7 @@ from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.speculation import Draft, Speculate, Speculation, proposals_of
 from rooftile.engine.split import WHOLE
 from rooftile.engine.weights import Weights
-from rooftile.errors import counted
+from rooftile.errors import checks_keywords, counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -83,6 +83,7 @@ class Engine:
         self._generating = False
 
     @classmethod
+    @checks_keywords
     def from_pretrained(
         cls,
         path: str | Path,
@@ -166,6 +167,7 @@ class Engine:
         return cls(config, loaded, tokenizer, runner, speculate)
 
     @classmethod
+    @checks_keywords
     def from_config(
         cls,
         config: Any,
@@ -225,6 +227,7 @@ class Engine:
         stream: Literal[True], ignore_eos: bool = ...,
     ) -> Iterator[StreamChunk]: ...  # fmt: skip
 
+    @checks_keywords
     def generate(
         self,
         prompts: Prompts,
